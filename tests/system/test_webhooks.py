@@ -538,23 +538,6 @@ async def test_during_rotation_both_secrets_sign(made: Service, receiver: Receiv
             receiver.got[1].verify(secret)
 
 
-async def test_a_key_signs_with_its_own_secret_or_else_with_its_tenants(
-    made: Service, receiver: Receiver
-) -> None:
-    shared = (await made.secrets.of("lab", "aaaaaaaaaaaa")).secrets[0].secret
-    own = await made.secrets.rotate("lab", "bbbbbbbbbbbb", keep_former_s=0, own=True)
-    assert own.of == "key"
-    for key, secret in (("aaaaaaaaaaaa", shared), ("bbbbbbbbbbbb", own.secrets[0].secret)):
-        receiver.got.clear()
-        await made.job(receiver.url(), tenant="lab", key=key)
-        await made.sender.round()
-        receiver.got[0].verify(secret)
-    assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (
-        shared,
-        own.secrets[0].secret,
-    )
-
-
 async def test_settled_webhooks_expire_and_pending_ones_do_not(
     redis_url: str, receiver: Receiver
 ) -> None:
