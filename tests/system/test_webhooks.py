@@ -8,14 +8,14 @@ ours, Redis is real; the clock is moved.
 import asyncio
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpcore2
 import pytest
-from hook_kit import OK, Receiver, receiving
+from hook_kit import OK, Receiver
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs
 from redis_kit import hold_back, slow_disk
 from standardwebhooks.webhooks import WebhookVerificationError
@@ -81,12 +81,6 @@ async def service(url: str, resolve: Any = None, **settings: Any) -> AsyncIterat
             yield made
         finally:
             await made.sender.close()
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as made:
-        yield made
 
 
 @pytest.fixture
