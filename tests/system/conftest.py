@@ -8,6 +8,7 @@ import pytest
 import redis
 import redis_servers
 from edge import Api, Hand, running
+from hook_kit import Receiver, receiving
 from ledger_kit import open_ledger, settler
 from receipt_rig import Jobs, RelayProcess
 from up_kit import Up
@@ -71,6 +72,12 @@ def hand(api: Api) -> Iterator[Hand]:
     """A worker by hand that serves the tiny model of `edge`."""
     with Hand(api.settings) as worker:
         yield worker
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as made:
+        yield made
 
 
 @pytest.fixture

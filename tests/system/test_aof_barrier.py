@@ -7,8 +7,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import redis
@@ -49,49 +51,56 @@ def slow_redis(directory: Path, monkeypatch: pytest.MonkeyPatch) -> redis_server
         monkeypatch.delenv("LD_PRELOAD")
 
 
-def test_unsynced_receipts_are_not_acknowledged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class SlowDisk(NamedTuple):
+    """A relay whose Redis is on a slow disk."""
+
+    server: redis_server.RedisServer
+    jobs: Jobs
+    relay: RelayProcess
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     server = slow_redis(tmp_path, monkeypatch)
-    jobs = Jobs(server.url)
     relay = RelayProcess(server.url, tmp_path / "relay.log")
+    yield SlowDisk(server, Jobs(server.url), relay)
+    relay.kill()
+    server.stop()
+
+
+def test_unsynced_receipts_are_not_acknowledged(slow: SlowDisk, tmp_path: Path) -> None:
+    (job,) = slow.jobs.claim(1, 2)
+    with Outbox(tmp_path, "w", 0, slow.relay.url) as outbox:
+        outbox.append(receipt(job, 0))
+        assert outbox.flush(LONG_S)
+        hold_back(slow.server.url)
+        outbox.append(receipt(job, 1))
+        assert outbox.flush(LONG_S)
+        slow.server.kill()
+        again = redis_server.start(tmp_path / "redis", port=slow.server.port)
     try:
-        (job,) = jobs.claim(1, 2)
-        with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-            outbox.append(receipt(job, 0))
-            assert outbox.flush(LONG_S)
-            hold_back(server.url)
-            outbox.append(receipt(job, 1))
-            assert outbox.flush(LONG_S)
-            server.kill()
-            server = redis_server.start(tmp_path / "redis", port=server.port)
-        assert jobs.arrived(job) == once_each(2)
+        assert slow.jobs.arrived(job) == once_each(2)
     finally:
-        relay.kill()
-        server.stop()
+        again.stop()
 
 
 @pytest.mark.long
 def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: SlowDisk, tmp_path: Path
 ) -> None:
     """One sync follows the other, and there is always something that Redis holds back."""
-    server = slow_redis(tmp_path, monkeypatch)
-    jobs = Jobs(server.url)
-    relay = RelayProcess(server.url, tmp_path / "relay.log")
     enough = threading.Event()
 
     def write() -> None:
-        with redis.Redis.from_url(server.url) as client:
+        with redis.Redis.from_url(slow.server.url) as client:
             while not enough.wait(0.0005):
                 client.set("something", "to write" * 10)
 
-    writer = threading.Thread(target=write)
-    try:
-        (job,) = jobs.claim(1, 4)
-        writer.start()
-        with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-            hold_back(server.url)
+    (job,) = slow.jobs.claim(1, 4)
+    with ThreadPoolExecutor(1) as pool, Outbox(tmp_path, "w", 0, slow.relay.url) as outbox:
+        pool.submit(write)
+        try:
+            hold_back(slow.server.url)
             began = time.monotonic()
             for request in range(4):
                 outbox.append(receipt(job, request))
@@ -99,11 +108,8 @@ def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(
             assert time.monotonic() - began < 30, (
                 "a sync takes a second, and each waits for two of them at most"
             )
-    finally:
-        enough.set()
-        writer.join()
-        relay.kill()
-        server.stop()
+        finally:
+            enough.set()
 
 
 def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
@@ -171,9 +177,9 @@ def test_a_relay_settles_again_when_redis_forgot_a_script_after_its_load(
     assert "Redis rejects receipts" not in caplog.text
 
 
-def test_writes_to_a_dead_redis_are_not_confirmed_by_its_successor(tmp_path: Path) -> None:
-    async def main() -> None:
-        nonlocal server
+async def test_writes_to_a_dead_redis_are_not_confirmed_by_its_successor(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path / "redis", port=free_port())
+    try:
         async with open_ledger(server.url) as ledger:
             await ledger.written()
             server.kill()
@@ -189,9 +195,5 @@ def test_writes_to_a_dead_redis_are_not_confirmed_by_its_successor(tmp_path: Pat
             server.kill()
             server = redis_server.start(tmp_path / "redis", port=server.port)
             await ledger.written()  # nobody waited meanwhile
-
-    server = redis_server.start(tmp_path / "redis", port=free_port())
-    try:
-        asyncio.run(main())
     finally:
         server.stop()

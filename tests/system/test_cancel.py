@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import httpx2
 import pytest
-from midstream_fake_engine.model import identity_of
 from stack import Stack
 
 from midstream.schemas.jobs.jobs import State
@@ -21,7 +20,7 @@ from midstream.schemas.jobs.jobs import State
 #: does three times in each.
 LEASE_S = 300.0
 BOUND_S = 1.0
-TRIES = 3
+TRIES = 2
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def test_cancel_while_generating(stack: Stack, http: httpx2.Client) -> None:
 def test_cancel_right_after_the_claim(stack: Stack, http: httpx2.Client) -> None:
     """The broadcast may come before the worker has heard that the job is its own."""
     took = []
-    for _ in range(5):
+    for _ in range(TRIES):
         job_id = posted(stack, http, max_tokens=4000)
         while stack.view(job_id).state is State.QUEUED:
             pass
@@ -155,25 +154,4 @@ def test_cancel_of_a_running_sweep(stack: Stack, http: httpx2.Client) -> None:
         view = stack.view(job_id)
         assert 0 < view.cells < view.cells_expected
         assert stack.do(lambda ledger: ledger.tenants.usage("default")).sweep_cells == 0
-    assert in_time(took)
-
-
-def test_cancel_of_a_requeued_job(stack: Stack, http: httpx2.Client) -> None:
-    took = []
-    for _ in range(TRIES):
-        with long(stack, http):
-            job_id = posted(stack, http)
-            claim = stack.do(
-                lambda ledger, job_id=job_id: ledger.claim(
-                    job_id, "another", "boot", 1, identity_of(stack.settings)
-                )
-            )
-            assert claim is not None
-            assert (
-                stack.do(
-                    lambda ledger, job_id=job_id, claim=claim: ledger.release(job_id, claim.attempt)
-                )
-                is State.QUEUED
-            )
-            took.append(cancelled(stack, http, job_id, State.ABORTED))
     assert in_time(took)

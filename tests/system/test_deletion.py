@@ -2,6 +2,7 @@
 time; whom does a full quota stop?
 """
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,22 @@ from midstream.storage.store import open_store
 
 LAYOUTS = ["packed", "segment"]
 AGAIN = captures_module.SWEEP_AGAIN_S
+
+
+@pytest.fixture
+async def ledger(redis_url: str, tmp_path: Path) -> AsyncIterator[Ledger]:
+    async with open_ledger(redis_url, data_dir=str(tmp_path)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "captures"
+
+
+@pytest.fixture
+def captures(ledger: Ledger) -> Captures:
+    return Captures(ledger)
 
 
 async def ended(ledger: Ledger, url: str, sequence: int = 1, **changes: Any) -> Job:
@@ -66,82 +83,58 @@ def files_in(root: Path) -> list[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("end", ["error", "cancel"])
 async def test_files_written_after_an_early_deletion_are_removed(
-    redis_url: str, tmp_path: Path, layout: str, end: str
+    ledger: Ledger, captures: Captures, root: Path, redis_url: str, layout: str, end: str
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        captures, root = Captures(ledger), tmp_path / "captures"
-        job, _ = await ended_by_its_first_error(ledger, redis_url, end, root)
-        await captures.delete(job.id)
-        deleted = now()
-        write(root, finished(job.id, 1, layout=layout), owner="w.late.0")
-        with pytest.raises(MidstreamError) as caught:
-            CaptureReader(root, job.id)
-        assert caught.value.kind == "gone"
-        await captures.sweep(deleted)
-        assert files_in(root) == []
-        write(root, finished(job.id, 1, layout=layout), owner="w.later.0")
-        grace = 60 + captures_module.GRACE_LEASES * 15
-        await captures.sweep(deleted + grace - AGAIN)
-        assert open_store(root).marks() == [job.id]
-        await captures.sweep(deleted + grace + 1)
-        assert (open_store(root).marks(), files_in(root)) == ([], [])
-        assert await ledger.redis.zcard("ms:deleting") == 0
-
-
-async def test_files_that_a_worker_reports_long_after_their_deletion_are_removed(
-    redis_url: str, tmp_path: Path
-) -> None:
-    """A worker that was stopped for an hour, and wakes."""
-
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        captures, root = Captures(ledger), tmp_path / "captures"
-        job, sequence = await ended_by_its_first_error(ledger, redis_url, "error", root)
-        await captures.delete(job.id)
-        await captures.sweep(now() + 3600)
-        assert await ledger.redis.zcard("ms:deleting") == 0
-        late = write(root, finished(job.id, 1), owner="w.late.0")
-        assert CaptureReader(root, job.id).requests() == [1]
-        settler(redis_url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job, 1, files=late))])
-        await captures.sweep(now() + 3600 + AGAIN)
-        assert files_in(root) == []
+    job, _ = await ended_by_its_first_error(ledger, redis_url, end, root)
+    await captures.delete(job.id)
+    deleted = now()
+    write(root, finished(job.id, 1, layout=layout), owner="w.late.0")
+    with pytest.raises(MidstreamError) as caught:
+        CaptureReader(root, job.id)
+    assert caught.value.kind == "gone"
+    await captures.sweep(deleted)
+    assert files_in(root) == []
+    write(root, finished(job.id, 1, layout=layout), owner="w.later.0")
+    grace = 60 + captures_module.GRACE_LEASES * 15
+    await captures.sweep(deleted + grace - AGAIN)
+    assert open_store(root).marks() == [job.id]
+    await captures.sweep(deleted + grace + 1)
+    assert (open_store(root).marks(), files_in(root)) == ([], [])
+    assert await ledger.redis.zcard("ms:deleting") == 0
 
 
 async def test_a_deletion_continues_while_receipts_arrive(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, captures: Captures, root: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        captures, root = Captures(ledger), tmp_path / "captures"
-        job, sequence = await ended_by_its_first_error(ledger, redis_url, "error", root)
-        await captures.delete(job.id)
-        delete = retention.delete
+    job, sequence = await ended_by_its_first_error(ledger, redis_url, "error", root)
+    await captures.delete(job.id)
+    delete = retention.delete
 
-        def and_then_written(*arguments: Any) -> list[str]:
-            done = delete(*arguments)
-            late = write(root, finished(job.id, 1), owner="w.late.0")
-            settler(redis_url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job, 1, files=late))])
-            return done
+    def and_then_written(*arguments: Any) -> list[str]:
+        done = delete(*arguments)
+        late = write(root, finished(job.id, 1), owner="w.late.0")
+        settler(redis_url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job, 1, files=late))])
+        return done
 
-        monkeypatch.setattr(retention, "delete", and_then_written)
-        await captures.sweep(now() + 3600)
-        monkeypatch.undo()
-        await captures.sweep(now() + 3600 + AGAIN)
-        assert files_in(root) == []
-        assert await ledger.redis.zcard("ms:deleting") == 0
+    monkeypatch.setattr(retention, "delete", and_then_written)
+    await captures.sweep(now() + 3600)
+    monkeypatch.undo()
+    await captures.sweep(now() + 3600 + AGAIN)
+    assert files_in(root) == []
+    assert await ledger.redis.zcard("ms:deleting") == 0
 
 
 async def test_a_deletion_recorded_only_on_disk_is_completed(
-    redis_url: str, tmp_path: Path
+    ledger: Ledger, captures: Captures, root: Path
 ) -> None:
     """Redis has lost its last second."""
 
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        captures, root = Captures(ledger), tmp_path / "captures"
-        write(root, finished("job_x", layout="packed"))
-        (root / ".deleted" / "job_x").mkdir(parents=True)
-        await captures.sweep(now())
-        assert (files_in(root), open_store(root).marks()) == ([], ["job_x"])
-        await captures.sweep(now() + 3600)
-        assert open_store(root).marks() == []
+    write(root, finished("job_x", layout="packed"))
+    (root / ".deleted" / "job_x").mkdir(parents=True)
+    await captures.sweep(now())
+    assert (files_in(root), open_store(root).marks()) == ([], ["job_x"])
+    await captures.sweep(now() + 3600)
+    assert open_store(root).marks() == []
 
 
 async def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(
@@ -165,38 +158,23 @@ async def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(
 
 
 async def test_undeletable_captures_do_not_block_other_deletions(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, captures: Captures, root: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        captures, root = Captures(ledger), tmp_path / "captures"
-        stuck, fine = [await ended(ledger, redis_url, n) for n in (1, 2)]
-        write(root, finished(stuck.id, layout="packed"), finished(fine.id, layout="packed"))
-        for job in (stuck, fine):
-            await captures.delete(job.id)
-        unmark = FileStore.unmark
+    stuck, fine = [await ended(ledger, redis_url, n) for n in (1, 2)]
+    write(root, finished(stuck.id, layout="packed"), finished(fine.id, layout="packed"))
+    for job in (stuck, fine):
+        await captures.delete(job.id)
+    unmark = FileStore.unmark
 
-        def refusing(store: FileStore, name: str) -> None:
-            if name == stuck.id:
-                raise PermissionError(13, "Permission denied")
-            unmark(store, name)
+    def refusing(store: FileStore, name: str) -> None:
+        if name == stuck.id:
+            raise PermissionError(13, "Permission denied")
+        unmark(store, name)
 
-        monkeypatch.setattr(FileStore, "unmark", refusing)
-        with pytest.raises(OSError, match="Permission denied"):
-            await captures.sweep(now() + 3600)
-        assert [name.decode() for name in await ledger.redis.zrange("ms:deleting", 0, -1)] == [
-            stuck.id
-        ]
-
-
-async def test_queued_jobs_do_not_block_capture_expiry(redis_url: str, tmp_path: Path) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
-        (tmp_path / "captures").mkdir()
-        for _ in range(captures_module.SWEEP_LIMIT):
-            await ledger.submit(
-                make_job(capture=True, created=now() - 5000, model="of no worker"), {}
-            )
-        job = await ended(ledger, redis_url)
-        assert await Captures(ledger).sweep(now() + 101) == [job.id]
+    monkeypatch.setattr(FileStore, "unmark", refusing)
+    with pytest.raises(OSError, match="Permission denied"):
+        await captures.sweep(now() + 3600)
+    assert [name.decode() for name in await ledger.redis.zrange("ms:deleting", 0, -1)] == [stuck.id]
 
 
 @pytest.mark.parametrize("end", ["succeeded", "aborted"])

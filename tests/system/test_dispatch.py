@@ -39,6 +39,7 @@ class Line:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.reaper = Reaper(ledger, ledger.settings)
 
     async def submit(self, count: int = 1, **changes: Any) -> list[Job]:
         jobs = [make_job(**changes) for _ in range(count)]
@@ -140,25 +141,23 @@ async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have
     redis_url: str,
 ) -> None:
     async with opened(redis_url, dispatch_window=2) as line:
-        reaper = Reaper(line.ledger, line.ledger.settings)
         jobs = await line.submit(8)
         await line.lose_messages()
-        assert (await reaper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], (
+        assert (await line.reaper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], (
             "what was sent and lost; not what waits"
         )
         await line.ledger.redis.zadd("ms:live", {jobs[5].id: now()})
-        assert not await reaper.sweep(now() + 61), (
+        assert not await line.reaper.sweep(now() + 61), (
             "one that waits is not sent before its turn, though it was to be looked at"
         )
         assert len(await line.sent()) == 2
     async with opened(redis_url, dispatch_window=5) as line:
-        reaper = Reaper(line.ledger, line.ledger.settings)
-        assert (await reaper.sweep()).picked == [job.id for job in jobs[2:5]], (
+        assert (await line.reaper.sweep()).picked == [job.id for job in jobs[2:5]], (
             "the window was made larger"
         )
         await line.ledger.redis.sadd(f"ms:sent:{MODEL}:6", "job_of_which_nothing_is_known")
         await line.ledger.redis.srem(f"ms:sent:{MODEL}:6", jobs[0].id)
-        await reaper.sweep(now() + 200)
+        await line.reaper.sweep(now() + 200)
         under_way = {
             name.decode() for name in await line.ledger.redis.smembers(f"ms:sent:{MODEL}:6")
         }
@@ -167,16 +166,14 @@ async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have
 
 async def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -> None:
     async with opened(redis_url, dispatch_window=1) as line:
-        reaper = Reaper(line.ledger, line.ledger.settings)
         _, stray = await line.submit(2)
         await line.ledger.redis.zrem(f"ms:wait:{MODEL}:6:default", stray.id)
-        await reaper.sweep()
-        assert (await reaper.sweep()).resent == [stray.id]
+        await line.reaper.sweep()
+        assert (await line.reaper.sweep()).resent == [stray.id]
 
 
 async def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
     async with opened(redis_url, dispatch_window=1) as line:
-        reaper = Reaper(line.ledger, line.ledger.settings)
         redis = line.ledger.redis
         former = await line.submit(3)
         for job in former:  # as an older version left it
@@ -190,7 +187,7 @@ async def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> N
             "ms:usage",
         )
         await line.lose_messages()
-        report = await reaper.sweep(now() + 1)
+        report = await line.reaper.sweep(now() + 1)
         assert set(report.resent) == {job.id for job in former}
         assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 3
         for job in former:
@@ -204,7 +201,6 @@ async def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> N
 
 async def test_an_expired_job_is_never_started(redis_url: str) -> None:
     async with opened(redis_url) as line:
-        reaper = Reaper(line.ledger, line.ledger.settings)
         (missed,) = await line.submit(1, expires=now() - 0.01)
         (begun,) = await line.submit(1, expires=now() + 60)
         assert await line.ledger.claim(missed.id, WORKER, BOOT, 1, IDENTITY) is None
@@ -213,7 +209,7 @@ async def test_an_expired_job_is_never_started(redis_url: str) -> None:
         claim = await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY)
         assert claim is not None
         assert await line.ledger.release(begun.id, 1) is State.QUEUED
-        report = await reaper.sweep(now() + 100)
+        report = await line.reaper.sweep(now() + 100)
         assert report.late == [], "what was begun once has no deadline any more"
         assert await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY) is not None
 
@@ -226,7 +222,6 @@ async def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper
     """
 
     async with opened(redis_url) as line:
-        reaper = Reaper(line.ledger, line.ledger.settings)
         await line.ledger.redis.execute_command(
             "ACL", "SETUSER", "former", "on", ">pw", "resetchannels", "~ms:*", "&ms:*", "+@all"
         )
@@ -234,7 +229,7 @@ async def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper
             async with opened(redis_url.replace("//", "//former:pw@")) as former:
                 (job,) = await former.submit()
             assert await line.sent() == []
-            assert (await reaper.sweep()).resent == [job.id]
+            assert (await line.reaper.sweep()).resent == [job.id]
             assert await line.sent() == [Sent(job.id, 0, 6)]
         finally:
             await line.ledger.redis.execute_command("ACL", "DELUSER", "former")

@@ -5,7 +5,6 @@ Limits in the commit that accepts, over HTTP and by the ledger.
 
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from ledger_kit import (
     EPOCH,
     IDENTITY,
     WORKER,
-    claimed,
     make_job,
     open_ledger,
     outputs,
@@ -206,32 +204,19 @@ async def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_a
         server.stop()
 
 
-async def test_an_abandoned_usage_count_changes_nothing(ledger: Ledger, redis_url: str) -> None:
-    await ledger.submit(make_job(tenant="t", capture=True), {})
-    await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
+async def test_an_abandoned_usage_count_changes_nothing(ledger: Ledger) -> None:
+    await ledger.submit(make_job(tenant="t"), {})
+    await ledger.redis.hset("ms:usage", "t/jobs", 9)
     bound = Scripts(ledger.redis)
-    first, second, present = (UsageReconciliation(bound, ledger.settings, now()) for _ in range(3))
+    first, second = (UsageReconciliation(bound, ledger.settings, now()) for _ in range(2))
     assert await first.step() is None
-    assert [await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")] == [
-        True,
-        True,
-    ], "nobody may go on"
-    assert await first.step() is None
+    for kept in ("ms:recount", "ms:recount-seen"):
+        assert await ledger.redis.ttl(kept) > 0, "nobody may go on"
     assert await second.step() is None
-    assert await present.step() is None
     assert await first.step() == [], "another one has begun"
-    assert await second.step() == []
-    for seq, size in ((1, 1000), (2, 500)):  # one before captures are looked at, one after
-        late = make_job(tenant="t", capture=True)
-        await claimed(ledger, late, ranks=1)
-        settler(redis_url).settle(WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))])
-        assert await present.step() is None
-    assert await present.step() is None, "the lists of jobs"
-    told = await present.step()
-    assert sorted(told or []) == [
-        "t/bytes: 2200 instead of 1500",
-        "t/jobs: 11 instead of 3",
-    ], "what came meanwhile counts once"
+    while (told := await second.step()) is None:
+        pass
+    assert told == ["t/jobs: 9 instead of 1"]
     assert await ledger.redis.keys("ms:recount*") == []
 
 
@@ -354,31 +339,24 @@ async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_versio
         assert (await ledger.tenants.usage("u")).modules == 0
 
 
-@pytest.fixture
-def crowded(redis_url: str, tmp_path: Path) -> Iterator[tuple[Any, Hand]]:
-    with running(tmp_path, redis_url, queue_limit=3, limit_requests_per_minute=5) as api:
-        hand = Hand(api.settings)
-        hand.serve()
-        yield api, hand
-        hand.close()
-
-
-def test_a_full_queue_and_a_rate_limit_give_retry_after(crowded: tuple[Any, Hand]) -> None:
-    api, hand = crowded
+def test_a_full_queue_and_a_rate_limit_give_retry_after(redis_url: str, tmp_path: Path) -> None:
+    limits = {"queue_limit": 1, "limit_requests_per_minute": 2}
     body = {"model": MODEL, "prompts": ["hello"]}
-    first, *_ = [api.submit() for _ in range(3)]
-    overloaded = api.http.post("/v1/jobs", json=body)
-    assert (overloaded.status_code, overloaded.json()["type"]) == (503, "urn:midstream:overloaded")
-    assert int(overloaded.headers["retry-after"]) >= 1
-    hand.claim(first)
-    api.submit()
-    hand.claim_next()
-    api.submit()
-    hand.claim_next()
-    hasty = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
-    assert (hasty.status_code, hasty.json()["type"]) == (429, "urn:midstream:rate_limited")
-    assert 1 <= int(hasty.headers["retry-after"]) <= 12, "one request every twelve seconds"
-    assert "its limit of requests per minute (5)" in hasty.json()["error"]["message"]
+    with running(tmp_path, redis_url, **limits) as api, Hand(api.settings) as hand:
+        api.submit()
+        overloaded = api.http.post("/v1/jobs", json=body)
+        assert (overloaded.status_code, overloaded.json()["type"]) == (
+            503,
+            "urn:midstream:overloaded",
+        )
+        assert int(overloaded.headers["retry-after"]) >= 1
+        hand.claim_next()
+        api.submit()
+        hand.claim_next()
+        hasty = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
+        assert (hasty.status_code, hasty.json()["type"]) == (429, "urn:midstream:rate_limited")
+        assert 1 <= int(hasty.headers["retry-after"]) <= 30, "one request every thirty seconds"
+        assert "its limit of requests per minute (2)" in hasty.json()["error"]["message"]
 
 
 @pytest.mark.long

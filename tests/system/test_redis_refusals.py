@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import httpx2
 import pytest
@@ -64,44 +64,6 @@ def keep_under_way(stack: Stack) -> str:
         raise
 
 
-def survives(
-    stack: Stack,
-    refuse: Callable[["redis.Redis"], object],
-    allow: Callable[["redis.Redis"], object],
-    who: Sequence[str],
-) -> None:
-    """While Redis refuses, `who` log it once, no process ends, and the API answers 503.
-
-    Afterwards the waiting job and new ones run.
-    """
-    processes = dict(stack.processes)
-    said = {name: stack.log(name).count(NOTICED) for name in who}
-    job = keep_under_way(stack)
-    with redis.Redis.from_url(stack.settings.redis_url) as client:
-        try:
-            refuse(client)
-            stack.kill("worker", signal.SIGCONT)
-            for name in who:
-                until(
-                    lambda name=name: stack.log(name).count(NOTICED) > said[name],
-                    f"{name} notices it",
-                )
-            answer = ask(stack)
-            time.sleep(2.0)  # time for a process to end
-            assert [name for name, process in processes.items() if process.poll() is not None] == []
-        finally:
-            allow(client)
-    assert answer.status_code == 503, answer.text
-    assert "retry-after" in answer.headers
-    assert {name: stack.log(name).count(NOTICED) - said[name] for name in who} == dict.fromkeys(
-        who, 1
-    )
-    until(lambda: ready(stack), "it is ready again")
-    assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
-    runs_a_job(stack)
-    assert stack.processes == processes
-
-
 def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
     """It still gives messages out, and the worker keeps those that it took."""
     processes = dict(stack.processes)
@@ -157,40 +119,38 @@ def test_scripts_that_redis_forgets_between_load_and_call_cost_no_job(stack: Sta
 
 
 @pytest.mark.long
-def test_processes_wait_for_a_redis_that_cannot_save(stack: Stack) -> None:
-    in_the_way = stack.directory / "redis" / "dump.rdb" / "folder"
-
-    def refuse(client: "redis.Redis") -> None:
-        in_the_way.parent.unlink(missing_ok=True)
-        in_the_way.mkdir(parents=True)
-        client.config_set("save", "3600 1")
-        client.bgsave()
-        until(
-            lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err",
-            "Redis fails to save",
-        )
-
-    def allow(client: "redis.Redis") -> None:
-        client.config_set("save", "")
-        in_the_way.rmdir()
-        in_the_way.parent.rmdir()
-        client.bgsave()
-
-    survives(stack, refuse, allow, ["worker", "callbacks"])
-
-
-@pytest.mark.long
 def test_processes_wait_for_a_read_only_redis(stack: Stack) -> None:
-    """As a managed Redis is for a moment when another takes over.
+    """As a managed Redis is for a moment when another takes over: they log it once, no process
+    ends, and the API answers 503; afterwards the waiting job and new ones run.
 
     (It keeps its data: there is none to copy from.)
     """
-    survives(
-        stack,
-        lambda client: client.slaveof("127.0.0.1", free_port()),
-        lambda client: client.slaveof(),
-        ["worker", "callbacks"],
+    processes, who = dict(stack.processes), ("worker", "callbacks")
+    said = {name: stack.log(name).count(NOTICED) for name in who}
+    job = keep_under_way(stack)
+    with redis.Redis.from_url(stack.settings.redis_url) as client:
+        try:
+            client.slaveof("127.0.0.1", free_port())
+            stack.kill("worker", signal.SIGCONT)
+            for name in who:
+                until(
+                    lambda name=name: stack.log(name).count(NOTICED) > said[name],
+                    f"{name} notices it",
+                )
+            answer = ask(stack)
+            time.sleep(2.0)  # time for a process to end
+        finally:
+            client.slaveof()
+    assert answer.status_code == 503, answer.text
+    assert "retry-after" in answer.headers
+    assert {name: stack.log(name).count(NOTICED) - said[name] for name in who} == dict.fromkeys(
+        who, 1
     )
+    until(lambda: ready(stack), "it is ready again")
+    assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
+    runs_a_job(stack)
+    assert stack.processes == processes
+    assert all(process.poll() is None for process in processes.values())
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "AOF removed"])

@@ -9,54 +9,57 @@ from typing import Any
 
 import pytest
 import redis
+from receipt_rig import wait_until
 from redis_kit import handed_over
 
 from midstream.broker.ops import aof_repair, redis_server
 from midstream.schemas.base.errors import MidstreamError
 
 
-def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("appendfsync", ["everysec", "always"])
+def test_what_was_written_is_there_after_kill_9_and_restart(
+    tmp_path: Path, appendfsync: str
+) -> None:
     # field case 37
-    server = redis_server.start(tmp_path)
-    with redis.Redis.from_url(server.url) as client:
-        for number in range(200):
-            client.rpush("list", number)
-    handed_over(server.url)
-    server.kill()
-    again = redis_server.start(tmp_path, port=server.port, maxmemory_mib=64)
-    try:
-        with redis.Redis.from_url(again.url) as client:
-            assert client.config_get("maxmemory")["maxmemory"] == str(64 << 20)
-            assert client.llen("list") == 200
-            assert client.config_get("appendonly")["appendonly"] == "yes"
-            assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
-            assert client.config_get("bind")["bind"] == "127.0.0.1"
-    finally:
-        again.stop()
-
-
-def test_redis_files_are_private_to_the_account(tmp_path: Path) -> None:
-    server = redis_server.start(tmp_path / "data" / "redis")
-    try:
-        assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
-        assert stat.S_IMODE(server.directory.parent.stat().st_mode) & 0o077 != 0, (
-            "captures beside it may be others' to read"
-        )
-    finally:
-        server.stop()
-
-
-def test_a_redis_that_syncs_always_has_on_disk_what_it_answered(tmp_path: Path) -> None:
-    # field case 37
-    server = redis_server.start(tmp_path, appendfsync="always")
+    folder = tmp_path / "data" / "redis"
+    server = redis_server.start(folder, appendfsync=appendfsync)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.parent.stat().st_mode) & 0o077 != 0, (
+        "captures beside it may be others' to read"
+    )
     with redis.Redis.from_url(server.url) as client:
         client.rpush("list", *range(200))
+    if appendfsync != "always":  # then it is on the disk when it is answered
+        handed_over(server.url)
     server.kill()
-    again = redis_server.start(tmp_path, appendfsync="always")
+    again = redis_server.start(folder, server.port, appendfsync=appendfsync, maxmemory_mib=64)
+    options = {
+        "maxmemory": str(64 << 20),
+        "maxmemory-policy": "noeviction",
+        "appendonly": "yes",
+        "appendfsync": appendfsync,
+        "bind": "127.0.0.1",
+    }
     with redis.Redis.from_url(again.url) as client:
         assert client.llen("list") == 200
-        assert client.config_get("appendfsync")["appendfsync"] == "always"
-    again.stop()
+        assert {name: client.config_get(name)[name] for name in options} == options
+    for _ in range(2):  # to stop it may be repeated
+        again.stop()
+    assert again.process.returncode == 0
+
+
+def test_a_taken_folder_or_port_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    server = redis_server.start(tmp_path / "first")
+    try:
+        with pytest.raises(MidstreamError, match=str(server.pid)) as caught:
+            redis_server.start(tmp_path / "first")
+        assert caught.value.kind == "conflict"
+        with pytest.raises(MidstreamError, match="in use") as caught:
+            redis_server.start(tmp_path / "second", port=server.port)
+        assert caught.value.kind == "unavailable"
+    finally:
+        server.stop()
+    redis_server.start(tmp_path / "first").stop()
 
 
 def test_a_truncated_aof_transaction_is_not_applied(tmp_path: Path) -> None:
@@ -83,33 +86,15 @@ def test_a_truncated_aof_transaction_is_not_applied(tmp_path: Path) -> None:
     assert start_and_add(0) == [b"2", b"2", b"2"]
 
 
-def test_a_second_server_on_the_same_directory_is_refused_with_the_pid(tmp_path: Path) -> None:
-    server = redis_server.start(tmp_path)
-    try:
-        with pytest.raises(MidstreamError, match=str(server.pid)) as caught:
-            redis_server.start(tmp_path)
-        assert caught.value.kind == "conflict"
-    finally:
-        server.stop()
-    redis_server.start(tmp_path).stop()
+def rewrite(client: "redis.Redis") -> None:
+    """Let the append-only file begin with a snapshot."""
+    client.bgrewriteaof()
 
+    def rewritten() -> bool:
+        told = client.info("persistence")
+        return not (told["aof_rewrite_in_progress"] or told["aof_rewrite_scheduled"])
 
-def test_a_taken_port_is_an_error_with_the_log_and_not_a_hang(tmp_path: Path) -> None:
-    first = redis_server.start(tmp_path / "first")
-    try:
-        with pytest.raises(MidstreamError) as caught:
-            redis_server.start(tmp_path / "second", port=first.port)
-        assert caught.value.kind == "unavailable"
-        assert "in use" in caught.value.detail
-    finally:
-        first.stop()
-
-
-def test_stop_may_be_repeated(tmp_path: Path) -> None:
-    server = redis_server.start(tmp_path)
-    server.stop()
-    server.stop()
-    assert server.process.returncode == 0
+    wait_until(rewritten)
 
 
 def write_some(folder: Path, *, rewritten: bool = False) -> Path:
@@ -122,12 +107,7 @@ def write_some(folder: Path, *, rewritten: bool = False) -> Path:
         for number in range(10):
             client.set(f"key{number}", bytes(range(256)) + bytes(64))
             if rewritten and number == 4:
-                client.bgrewriteaof()
-                while (
-                    client.info("persistence")["aof_rewrite_in_progress"]
-                    or client.info("persistence")["aof_rewrite_scheduled"]
-                ):
-                    pass
+                rewrite(client)
     server.stop()
     return aof_repair._written_file(folder)
 
@@ -145,10 +125,9 @@ HALF = b"*3\r\n$3\r\nSET\r\n$5\r\nkey10\r\n$999\r\nwhat was"
 OPEN = b"*1\r\n$5\r\nMULTI\r\n*3\r\n$3\r\nSET\r\n$4\r\nkeyA\r\n$1\r\n1\r\n"
 
 
-@pytest.mark.parametrize("rewritten", [False, True], ids=["plain", "rewritten"])
 @pytest.mark.parametrize(
-    "tail",
-    [bytes(3 << 20), HALF + bytes(5000), OPEN + bytes(100)],
+    ("tail", "rewritten"),
+    [(bytes(3 << 20), True), (HALF + bytes(5000), True), (OPEN + bytes(100), False)],
     ids=["zeros", "half a command", "half a transaction"],
 )
 def test_an_aof_that_ends_in_zeros_is_repaired(
@@ -195,23 +174,18 @@ def test_redis_loading_may_take_long_while_it_progresses(
     with redis.Redis.from_url(server.url) as client:
         # it says how far it is every 2 MB
         client.mset({f"more{number}": os.urandom(100_000) for number in range(300)})
-        client.bgrewriteaof()
-        while (
-            client.info("persistence")["aof_rewrite_in_progress"]
-            or client.info("persistence")["aof_rewrite_scheduled"]
-        ):
-            pass
+        rewrite(client)
     server.stop()
     spawn = redis_server._spawn
 
     def slowly(
         binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str
     ) -> Any:
-        return spawn(binary, directory, port, lock, asked | {"key-load-delay": "20000"}, password)
+        return spawn(binary, directory, port, lock, asked | {"key-load-delay": "10000"}, password)
 
     monkeypatch.setattr(redis_server, "_spawn", slowly)
-    monkeypatch.setattr(redis_server, "STALLED_S", 4.0)
-    monkeypatch.setattr(redis_server, "PROGRESS_S", 0.5)
+    monkeypatch.setattr(redis_server, "STALLED_S", 2.0)
+    monkeypatch.setattr(redis_server, "PROGRESS_S", 0.2)
     said: list[str] = []
     assert keys_after_start(tmp_path, said) == 310
     assert any(

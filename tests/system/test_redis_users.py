@@ -63,12 +63,6 @@ def flower(machines: Machines, path: str) -> httpx2.Response:
     return httpx2.get(url, auth=tuple(FLOWERS_AUTH.split(":")), timeout=60).raise_for_status()
 
 
-def shown(machines: Machines, job: str) -> set[str]:
-    """The states of the job's tasks in Flower."""
-    tasks = flower(machines, "/api/tasks?limit=1000").json()
-    return {task["state"] for task_id, task in tasks.items() if task_id.partition(".")[0] == job}
-
-
 def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx2.Client) -> None:
     body = {
         "model": "fake-model",
@@ -116,32 +110,6 @@ def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx2.Clie
     machines.wait_ready("worker")
     view = ended(http, job)
     assert (view["state"], view["attempt"]) == ("succeeded", 2)
-
-
-@pytest.mark.long
-def test_flower_shows_ends_it_missed_or_whose_worker_died(
-    machines: Machines, http: httpx2.Client
-) -> None:
-    machines.end("relay")
-    killed = submit(http, 2, capture=CAPTURE)
-    wait_until(lambda: "generated" in http.get(f"/v1/jobs/{killed}").json())
-    with machines.client() as client:
-        wait_until(lambda: client.hlen(UNACKED) == 0)  # else the message comes again, and tells
-    wait_until(lambda: shown(machines, killed) == {"STARTED"})
-    machines.processes["worker"].kill()
-    machines.processes["worker"].wait()
-    for name in ("relay", "worker"):
-        machines.spawn(name)
-    for name in ("relay", "worker"):
-        machines.wait_ready(name)
-    missed = submit(http, 300)  # for as long as Flower takes to end
-    wait_until(lambda: shown(machines, missed) == {"STARTED"})
-    machines.end("flower")
-    assert [ended(http, job)["state"] for job in (killed, missed)] == ["succeeded"] * 2
-    machines.spawn("flower")
-    machines.wait_ready("flower")
-    wait_until(lambda: shown(machines, missed) == {"SUCCESS"})
-    wait_until(lambda: "SUCCESS" in shown(machines, killed) <= {"SUCCESS", "RETRY"})
 
 
 def test_the_flower_user_may_only_read_job_states(machines: Machines, http: httpx2.Client) -> None:

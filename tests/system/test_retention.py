@@ -25,11 +25,10 @@ from sweep_rig import sweep, sweep_job
 
 from midstream.broker.ledger.jobs.captures import Captures
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.base.tensors import Tensor
-from midstream.schemas.jobs.jobs import Sampling, State
+from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.receipts import CapturedFile
 
 #: Of the service and not of a job: what was ever served, whose lists there are, and how many jobs
@@ -46,7 +45,6 @@ async def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
     (tmp_path / "captures").mkdir()
     times = {"result_ttl_s": 1, "capture_ttl_s": 1, "capture_timeout_s": 0.1, "lease_s": 0.1}
     async with open_ledger(redis_url, data_dir=str(tmp_path), dispatch_window=1, **times) as ledger:
-        app = make_app(ledger.settings)
         settle = settler(redis_url, **times)
         name, vector = "0" * 64, Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
         plain, late, unwanted = (
@@ -97,32 +95,10 @@ async def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
         while (keys := await left()) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         assert keys == set()
-        app.close()
-
-
-async def test_the_listings_of_many_tenants_forget_what_has_expired(redis_url: str) -> None:
-    async with open_ledger(redis_url, result_ttl_s=1) as ledger:
-        app = make_app(ledger.settings)
-        jobs = [
-            make_job(tenant=f"t{number % 5}", created=now() - 100, sampling=Sampling())
-            for number in range(300)
-        ]
-        for job in jobs:
-            await ledger.submit(job, {})
-        for job in jobs[:-1]:
-            await ledger.redis.delete(f"ms:job:{job.id}")
-        reaper = Reaper(ledger, ledger.settings)
-        while await reaper._prune(now()):
-            pass
-        left = {tenant: await ledger.redis.zcard(f"ms:jobs:t{tenant}") for tenant in range(5)}
-        assert left == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1}
-        assert await ledger.redis.zrange("ms:jobs", 0, -1) == [jobs[-1].id.encode()]
-        app.close()
 
 
 async def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: str) -> None:
     async with open_ledger(redis_url, result_ttl_s=1) as ledger:
-        app = make_app(ledger.settings)
         await ledger.redis.sadd("ms:owners", *[f"t{number}" for number in range(100)])
         gone = {f"job_{number}": now() - 100 for number in range(3000)}
         for listed in ("ms:jobs", "ms:jobs:t7"):
@@ -135,12 +111,10 @@ async def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: st
                 (await ledger.redis.zcard("ms:jobs"), await ledger.redis.zcard("ms:jobs:t7"))
             )
         assert left == [(1000, 1000), (0, 0)]
-        app.close()
 
 
 async def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) -> None:
     async with open_ledger(redis_url, lease_s=0.05, max_attempts=1) as ledger:
-        app = make_app(ledger.settings)
         for worker in ("holds", "idle"):
             await ledger.heartbeat(worker_info(worker))
         await ledger.submit(job := make_job(), {})
@@ -155,4 +129,3 @@ async def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) 
         await Reaper(ledger, ledger.settings).sweep(now() + 100)
         await Reaper(ledger, ledger.settings).sweep()
         assert await ledger.redis.hkeys("ms:workers") == []
-        app.close()

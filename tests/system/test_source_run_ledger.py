@@ -2,7 +2,7 @@
 Redis and on a real disk.
 """
 
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,22 @@ from midstream.workers.serving.source_run_leases import LEASES, SourceRunLeases
 SITES = {"pre_attn": [0, 2], "post_block": [0, 1, 2, 3]}
 STAGES = [{"pre_attn": [0], "post_block": [0, 1]}, {"pre_attn": [2], "post_block": [2, 3]}]
 TAG = "t"
+
+
+@pytest.fixture
+async def ledger(redis_url: str, tmp_path: Path) -> AsyncIterator[Ledger]:
+    async with open_ledger(redis_url, data_dir=str(tmp_path)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "captures"
+
+
+@pytest.fixture
+def runs(ledger: Ledger) -> SourceRuns:
+    return SourceRuns(ledger)
 
 
 def run_job(prompts: int = 1, name: str = "clean", **changes: Any) -> Job:
@@ -101,254 +117,240 @@ async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
 
 
 async def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(
-    redis_url: str, tmp_path: Path
+    ledger: Ledger, runs: SourceRuns
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        runs = SourceRuns(ledger)
-        first, second = run_job(), run_job()
-        assert await ledger.submit(first, {}, ("key", "body")) == (first.id, True)
-        run = await runs.lookup(MODEL, "clean")
-        assert run is not None
-        assert (run.job, run.tag, run.created) == (first.id, TAG, first.created)
-        assert (await ledger.view(first.id)).run == "clean"
-        await ledger.submit(second, {})
-        # The same submission once more, its answer was lost: no new job, and the name is not
-        # turned back.
-        assert await ledger.submit(run_job(), {}, ("key", "body")) == (first.id, False)
-        run = await runs.lookup(MODEL, "clean")
-        assert run is not None
-        assert run.job == second.id
-        assert await runs.names(MODEL) == ["clean"]
-        assert (await runs.names("another"), await runs.lookup("another", "clean")) == (
-            [],
-            None,
-        )
-        by_job = await runs.lookup(MODEL, first.id)
-        assert by_job is not None
-        assert (by_job.job, by_job.tag) == (first.id, TAG)
-        assert await runs.lookup("another", first.id) is None
-        user = make_job(runs={"clean": second.id})
-        await ledger.submit(user, {})
-        assert ((await ledger.view(user.id)).runs, (await ledger.view(user.id)).run) == (
-            {"clean": second.id},
-            "",
-        )
+    first, second = run_job(), run_job()
+    assert await ledger.submit(first, {}, ("key", "body")) == (first.id, True)
+    run = await runs.lookup(MODEL, "clean")
+    assert run is not None
+    assert (run.job, run.tag, run.created) == (first.id, TAG, first.created)
+    assert (await ledger.view(first.id)).run == "clean"
+    await ledger.submit(second, {})
+    # The same submission once more, its answer was lost: no new job, and the name is not
+    # turned back.
+    assert await ledger.submit(run_job(), {}, ("key", "body")) == (first.id, False)
+    run = await runs.lookup(MODEL, "clean")
+    assert run is not None
+    assert run.job == second.id
+    assert await runs.names(MODEL) == ["clean"]
+    assert (await runs.names("another"), await runs.lookup("another", "clean")) == (
+        [],
+        None,
+    )
+    by_job = await runs.lookup(MODEL, first.id)
+    assert by_job is not None
+    assert (by_job.job, by_job.tag) == (first.id, TAG)
+    assert await runs.lookup("another", first.id) is None
+    user = make_job(runs={"clean": second.id})
+    await ledger.submit(user, {})
+    assert ((await ledger.view(user.id)).runs, (await ledger.view(user.id)).run) == (
+        {"clean": second.id},
+        "",
+    )
 
 
 async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason(
-    redis_url: str, tmp_path: Path
+    ledger: Ledger, runs: SourceRuns, redis_url: str, tmp_path: Path
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        runs = SourceRuns(ledger)
-        job = run_job()
-        attempt = await claimed(ledger, job)
-        view = await runs.view(MODEL, "clean")
-        assert (view.state, view.detail, view.prompts) == (
-            "pending",
-            "its job is running",
-            None,
-        )
-        run = await runs.lookup(MODEL, "clean")
-        assert run is not None
-        assert await refusal(runs.prompts(run)) == (
-            "conflict",
-            "source run clean: its job is running",
-        )
-        assert (await refusal(runs.files(run_key(job.id, 0, TAG))))[0] == "intervention_failed"
-        await ledger.fail(
-            job.id, attempt, MidstreamError("capture_failed", "the disk is full").problem()
-        )
-        view = await runs.view(MODEL, "clean")
-        assert (view.state, view.detail) == ("failed", "the disk is full")
-        assert await refusal(runs.prompts(run)) == (
-            "capture_failed",
-            "source run clean: the disk is full",
-        )
-        kind, detail = await refusal(runs.files(run_key(job.id, 0, TAG)))
-        assert (kind, detail) == (
-            "intervention_failed",
-            f"source run {run_key(job.id, 0, TAG)}: the disk is full",
-        )
-        partial = run_job(name="partial")
-        await ledger.submit(partial, {})
-        await finish(ledger, redis_url, partial, tmp_path / "captures", dropped=(3,))
-        assert (await ledger.view(partial.id)).capture_status == "partial"
-        assert (await runs.view(MODEL, "partial")).detail == "the status of its captures is partial"
+    job = run_job()
+    attempt = await claimed(ledger, job)
+    view = await runs.view(MODEL, "clean")
+    assert (view.state, view.detail, view.prompts) == (
+        "pending",
+        "its job is running",
+        None,
+    )
+    run = await runs.lookup(MODEL, "clean")
+    assert run is not None
+    assert await refusal(runs.prompts(run)) == (
+        "conflict",
+        "source run clean: its job is running",
+    )
+    assert (await refusal(runs.files(run_key(job.id, 0, TAG))))[0] == "intervention_failed"
+    await ledger.fail(
+        job.id, attempt, MidstreamError("capture_failed", "the disk is full").problem()
+    )
+    view = await runs.view(MODEL, "clean")
+    assert (view.state, view.detail) == ("failed", "the disk is full")
+    assert await refusal(runs.prompts(run)) == (
+        "capture_failed",
+        "source run clean: the disk is full",
+    )
+    kind, detail = await refusal(runs.files(run_key(job.id, 0, TAG)))
+    assert (kind, detail) == (
+        "intervention_failed",
+        f"source run {run_key(job.id, 0, TAG)}: the disk is full",
+    )
+    partial = run_job(name="partial")
+    await ledger.submit(partial, {})
+    await finish(ledger, redis_url, partial, tmp_path / "captures", dropped=(3,))
+    assert (await ledger.view(partial.id)).capture_status == "partial"
+    assert (await runs.view(MODEL, "partial")).detail == "the status of its captures is partial"
 
 
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
 async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(
-    redis_url: str, tmp_path: Path, layout: str
+    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str, layout: str
 ) -> None:
     """A week later receipts are gone; two weeks later so is the job; and Redis may be lost
     altogether.
     """
 
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        runs, root = SourceRuns(ledger), tmp_path / "captures"
-        job = await ready(ledger, redis_url, root, prompts=2, layout=layout)
-        # What an attempt left that was cut off: one stage of it, and later than the one that
-        # counts.
-        write(
-            root,
-            finished(
-                job.id,
-                1,
-                STAGES[0],
-                all_sites=SITES,
-                layout=layout,
-                tag=TAG,
-                stages=2,
-                attempt=2,
-            ),
-            owner="w.cut.0",
+    job = await ready(ledger, redis_url, root, prompts=2, layout=layout)
+    # What an attempt left that was cut off: one stage of it, and later than the one that
+    # counts.
+    write(
+        root,
+        finished(
+            job.id,
+            1,
+            STAGES[0],
+            all_sites=SITES,
+            layout=layout,
+            tag=TAG,
+            stages=2,
+            attempt=2,
+        ),
+        owner="w.cut.0",
+    )
+    key = run_key(job.id, 1, TAG)
+    by_receipts = await runs.files(key)
+    assert by_receipts.sites == SITES
+    assert (by_receipts.positions, by_receipts.hidden_size) == ([0, 1, 2], HIDDEN)
+    assert by_receipts.bytes == 6 * 3 * HIDDEN * 2
+    prompts = (await runs.view(MODEL, "clean")).prompts
+    assert prompts is not None
+    assert [(each.request, each.tokens, each.token_ids, each.dtype) for each in prompts] == [
+        (0, 3, [100, 101, 102], "bfloat16"),
+        (1, 3, [100, 101, 102], "bfloat16"),
+    ]
+    run = await runs.lookup(MODEL, "clean")
+    assert run is not None
+    assert await runs.prompts(run, [1]) == prompts[1:]
+    await ledger.redis.delete(f"ms:ticket:{job.id}")
+    assert told(await runs.files(key)) == told(by_receipts)
+    assert (await runs.view(MODEL, "clean")).prompts == prompts
+    await ledger.redis.delete(f"ms:job:{job.id}")
+    assert told(await runs.files(key)) == told(by_receipts)
+    assert (await runs.view(MODEL, job.id)).state == "ready"
+    await ledger.redis.flushall()
+    assert told(await runs.files(key)) == told(by_receipts)
+    kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))
+    assert (kind, detail.endswith("no rows of this prompt were captured")) == (
+        "intervention_failed",
+        True,
+    )
+    mark = root / DELETED / job.id
+    mark.mkdir(parents=True)  # only the disk knows that it is being deleted
+    assert (await refusal(runs.files(key)))[1].endswith("were deleted")
+    mark.rmdir()
+    for path in root.rglob("*.pp1.*"):
+        path.unlink()
+    if layout != "segment":
+        assert (await refusal(SourceRuns(ledger).files(key)))[1].endswith(
+            "post_block of layer 2 is in no file"
         )
-        key = run_key(job.id, 1, TAG)
-        by_receipts = await runs.files(key)
-        assert by_receipts.sites == SITES
-        assert (by_receipts.positions, by_receipts.hidden_size) == ([0, 1, 2], HIDDEN)
-        assert by_receipts.bytes == 6 * 3 * HIDDEN * 2
-        prompts = (await runs.view(MODEL, "clean")).prompts
-        assert prompts is not None
-        assert [(each.request, each.tokens, each.token_ids, each.dtype) for each in prompts] == [
-            (0, 3, [100, 101, 102], "bfloat16"),
-            (1, 3, [100, 101, 102], "bfloat16"),
-        ]
-        run = await runs.lookup(MODEL, "clean")
-        assert run is not None
-        assert await runs.prompts(run, [1]) == prompts[1:]
-        await ledger.redis.delete(f"ms:ticket:{job.id}")
-        assert told(await runs.files(key)) == told(by_receipts)
-        assert (await runs.view(MODEL, "clean")).prompts == prompts
-        await ledger.redis.delete(f"ms:job:{job.id}")
-        assert told(await runs.files(key)) == told(by_receipts)
-        assert (await runs.view(MODEL, job.id)).state == "ready"
-        await ledger.redis.flushall()
-        assert told(await runs.files(key)) == told(by_receipts)
-        kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))
-        assert (kind, detail.endswith("no rows of this prompt were captured")) == (
-            "intervention_failed",
-            True,
-        )
-        mark = root / DELETED / job.id
-        mark.mkdir(parents=True)  # only the disk knows that it is being deleted
-        assert (await refusal(runs.files(key)))[1].endswith("were deleted")
-        mark.rmdir()
-        for path in root.rglob("*.pp1.*"):
-            path.unlink()
-        if layout != "segment":
-            assert (await refusal(SourceRuns(ledger).files(key)))[1].endswith(
-                "post_block of layer 2 is in no file"
-            )
 
 
 # field case 31
 async def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(
-    redis_url: str, tmp_path: Path
+    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        runs, root = SourceRuns(ledger), tmp_path / "captures"
-        job = await ready(ledger, redis_url, root)
-        run, key = await runs.lookup(MODEL, "clean"), run_key(job.id, 0, TAG)
-        assert run is not None
-        await Captures(ledger).delete(job.id)
-        for forgotten in ("", f"ms:capture:{job.id}"):
-            # long after the deletion its record is gone, too
-            if forgotten:
-                await ledger.redis.delete(forgotten, f"ms:job:{job.id}", f"ms:ticket:{job.id}")
-            view = await runs.view(MODEL, "clean")
-            assert (view.state, view.detail) == ("deleted", "its captures were deleted")
-            assert await refusal(runs.prompts(run)) == (
-                "gone",
-                "source run clean: its captures were deleted",
-            )
-            assert (await refusal(runs.files(key)))[0] == "intervention_failed"
-        await runs.delete(MODEL, "clean")
-        assert await runs.lookup(MODEL, "clean") is None
-        assert await refusal(runs.delete(MODEL, "clean")) == (
-            "not_found",
-            f"unknown source run 'clean' of model {MODEL!r}",
+    job = await ready(ledger, redis_url, root)
+    run, key = await runs.lookup(MODEL, "clean"), run_key(job.id, 0, TAG)
+    assert run is not None
+    await Captures(ledger).delete(job.id)
+    for forgotten in ("", f"ms:capture:{job.id}"):
+        # long after the deletion its record is gone, too
+        if forgotten:
+            await ledger.redis.delete(forgotten, f"ms:job:{job.id}", f"ms:ticket:{job.id}")
+        view = await runs.view(MODEL, "clean")
+        assert (view.state, view.detail) == ("deleted", "its captures were deleted")
+        assert await refusal(runs.prompts(run)) == (
+            "gone",
+            "source run clean: its captures were deleted",
         )
+        assert (await refusal(runs.files(key)))[0] == "intervention_failed"
+    await runs.delete(MODEL, "clean")
+    assert await runs.lookup(MODEL, "clean") is None
+    assert await refusal(runs.delete(MODEL, "clean")) == (
+        "not_found",
+        f"unknown source run 'clean' of model {MODEL!r}",
+    )
 
 
-async def test_run_names_of_deleted_captures_expire(redis_url: str, tmp_path: Path) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        runs, at = SourceRuns(ledger), now()
-        await ledger.publish_model(model_info(name=MODEL), worker_info())
-        jobs = [
-            await ready(ledger, redis_url, tmp_path / "captures", name=name)
-            for name in ("old", "kept")
-        ]
-        await Captures(ledger).delete(jobs[0].id)
-        assert await runs.prune(at) == 0
-        # as they expire
-        await ledger.redis.delete(f"ms:capture:{jobs[0].id}", f"ms:job:{jobs[0].id}")
-        assert await runs.prune(at + 60) == 0
-        assert (await runs.prune(at + runs_module.PRUNE_S), await runs.names(MODEL)) == (
-            1,
-            ["kept"],
-        )
+async def test_run_names_of_deleted_captures_expire(
+    ledger: Ledger, redis_url: str, tmp_path: Path
+) -> None:
+    runs, at = SourceRuns(ledger), now()
+    await ledger.publish_model(model_info(name=MODEL), worker_info())
+    jobs = [
+        await ready(ledger, redis_url, tmp_path / "captures", name=name) for name in ("old", "kept")
+    ]
+    await Captures(ledger).delete(jobs[0].id)
+    assert await runs.prune(at) == 0
+    # as they expire
+    await ledger.redis.delete(f"ms:capture:{jobs[0].id}", f"ms:job:{jobs[0].id}")
+    assert await runs.prune(at + 60) == 0
+    assert (await runs.prune(at + runs_module.PRUNE_S), await runs.names(MODEL)) == (
+        1,
+        ["kept"],
+    )
 
 
 async def test_deleting_a_run_deletes_its_captures_and_a_name_that_still_refers_to_it(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        runs, root = SourceRuns(ledger), tmp_path / "captures"
-        job = await ready(ledger, redis_url, root)
-        following = run_job()
-        await ledger.submit(following, {})
-        assert (await refusal(runs.delete(MODEL, "clean")))[0] == "conflict"
-        assert await runs.names(MODEL) == ["clean"]
-        await runs.delete(MODEL, job.id)
-        assert (await Captures(ledger).list()).captures[0].job == following.id
-        assert await runs.names(MODEL) == ["clean"]
-        await finish(ledger, redis_url, following, root)
-        await runs.delete(MODEL, "clean")
-        assert (await runs.names(MODEL), (await Captures(ledger).list()).captures) == ([], [])
-        assert not list(root.rglob("*.safetensors"))
-        await ready(ledger, redis_url, root)
-        delete, last = Captures.delete, run_job()
+    job = await ready(ledger, redis_url, root)
+    following = run_job()
+    await ledger.submit(following, {})
+    assert (await refusal(runs.delete(MODEL, "clean")))[0] == "conflict"
+    assert await runs.names(MODEL) == ["clean"]
+    await runs.delete(MODEL, job.id)
+    assert (await Captures(ledger).list()).captures[0].job == following.id
+    assert await runs.names(MODEL) == ["clean"]
+    await finish(ledger, redis_url, following, root)
+    await runs.delete(MODEL, "clean")
+    assert (await runs.names(MODEL), (await Captures(ledger).list()).captures) == ([], [])
+    assert not list(root.rglob("*.safetensors"))
+    await ready(ledger, redis_url, root)
+    delete, last = Captures.delete, run_job()
 
-        async def and_meanwhile(captures: Captures, job_id: str) -> None:
-            await delete(captures, job_id)
-            await ledger.submit(last, {})
+    async def and_meanwhile(captures: Captures, job_id: str) -> None:
+        await delete(captures, job_id)
+        await ledger.submit(last, {})
 
-        monkeypatch.setattr(Captures, "delete", and_meanwhile)
-        await runs.delete(MODEL, "clean")
-        assert (await runs.view(MODEL, "clean")).job == last.id
+    monkeypatch.setattr(Captures, "delete", and_meanwhile)
+    await runs.delete(MODEL, "clean")
+    assert (await runs.view(MODEL, "clean")).job == last.id
 
 
 async def test_runs_are_listed_newest_first_in_pages_with_what_became_of_each(
-    redis_url: str, tmp_path: Path
+    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        runs, root = SourceRuns(ledger), tmp_path / "captures"
-        jobs = [await ready(ledger, redis_url, root, name=f"run-{number}") for number in range(3)]
-        await ledger.submit(run_job(name="run-3"), {})
-        await Captures(ledger).delete(jobs[0].id)
-        await ledger.heartbeat(worker_info())
-        await runs.record_held(WORKER, [run_key(jobs[1].id, 0, TAG)], 60)
-        await runs.lease(
-            {"job_user": [run_key(jobs[1].id, 0, TAG), run_key(jobs[1].id, 1, TAG)]}, 60
-        )
-        first = await runs.list(MODEL, limit=3)
-        second = await runs.list(MODEL, limit=3, cursor=first.next)
-        found: list[RunView] = [*first.runs, *second.runs]
-        assert [(view.name, view.state) for view in found] == [
-            ("run-3", "pending"),
-            ("run-2", "ready"),
-            ("run-1", "ready"),
-            ("run-0", "deleted"),
-        ]
-        assert second.next is None
-        assert [(view.in_use, view.held_by) for view in found] == [
-            (0, []),
-            (0, []),
-            (1, [WORKER]),
-            (0, []),
-        ]
-        assert found[1].bytes > 0
+    jobs = [await ready(ledger, redis_url, root, name=f"run-{number}") for number in range(3)]
+    await ledger.submit(run_job(name="run-3"), {})
+    await Captures(ledger).delete(jobs[0].id)
+    await ledger.heartbeat(worker_info())
+    await runs.record_held(WORKER, [run_key(jobs[1].id, 0, TAG)], 60)
+    await runs.lease({"job_user": [run_key(jobs[1].id, 0, TAG), run_key(jobs[1].id, 1, TAG)]}, 60)
+    first = await runs.list(MODEL, limit=3)
+    second = await runs.list(MODEL, limit=3, cursor=first.next)
+    found: list[RunView] = [*first.runs, *second.runs]
+    assert [(view.name, view.state) for view in found] == [
+        ("run-3", "pending"),
+        ("run-2", "ready"),
+        ("run-1", "ready"),
+        ("run-0", "deleted"),
+    ]
+    assert second.next is None
+    assert [(view.in_use, view.held_by) for view in found] == [
+        (0, []),
+        (0, []),
+        (1, [WORKER]),
+        (0, []),
+    ]
+    assert found[1].bytes > 0
 
 
 class Held:
@@ -411,18 +413,16 @@ async def test_a_dead_workers_lease_lapses_and_explicit_deletion_ignores_leases(
 
 
 async def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(
-    redis_url: str, tmp_path: Path
+    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str
 ) -> None:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
-        runs, root = SourceRuns(ledger), tmp_path / "captures"
-        jobs = [await ready(ledger, redis_url, root, name=name) for name in ("here", "gone")]
-        await runs.delete(MODEL, "gone")
-        holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
-        keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
-        with pytest.raises(MidstreamError) as caught:
-            async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):
-                entered = True
-        assert not entered
-        assert caught.value.detail == f"run 'gone': source run {keys[1]}: its captures were deleted"
-        assert (await runs.view(MODEL, "here")).in_use == 0
-        assert await ledger.redis.keys("ms:run-lease:*") == []
+    jobs = [await ready(ledger, redis_url, root, name=name) for name in ("here", "gone")]
+    await runs.delete(MODEL, "gone")
+    holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
+    keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
+    with pytest.raises(MidstreamError) as caught:
+        async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):
+            entered = True
+    assert not entered
+    assert caught.value.detail == f"run 'gone': source run {keys[1]}: its captures were deleted"
+    assert (await runs.view(MODEL, "here")).in_use == 0
+    assert await ledger.redis.keys("ms:run-lease:*") == []

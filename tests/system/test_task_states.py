@@ -5,7 +5,6 @@ however a job ends?
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -18,6 +17,7 @@ from celery.events.receiver import EventReceiver
 from celery.events.state import State as Events
 from celery.events.state import Task
 from ledger_kit import enqueue, receipt
+from receipt_rig import wait_until
 from redis_kit import handed_over
 from stack import Stack
 
@@ -74,17 +74,11 @@ class Watcher:
         self._over = True
         self._thread.join(5)
 
-    def task(self, task_id: str, state: str, timeout: float = 60.0) -> Task:
+    def task(self, task_id: str, state: str) -> Task:
         """The task once it is in `state`."""
-        deadline = time.monotonic() + timeout
-        while True:
-            task = self.state.tasks.get(task_id)
-            if task is not None and task.state == state:
-                return task
-            assert time.monotonic() < deadline, (
-                f"{task_id} is {task.state if task else 'unknown'}, not {state}"
-            )
-            time.sleep(0.02)
+        tasks = self.state.tasks
+        wait_until(lambda: task_id in tasks and tasks[task_id].state == state)
+        return tasks[task_id]
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +94,6 @@ def flower(stack: Stack) -> Iterator[Watcher]:
     watcher = Watcher(stack)
     yield watcher
     watcher.close()
-
-
-def eventually(true: Callable[[], bool], timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def agrees(stack: Stack, flower: Watcher, job_id: str, end: State) -> Task:
@@ -126,18 +113,28 @@ def test_a_succeeded_job_is_a_task_with_its_kind_id_queue_worker_and_runtime(
     assert task.runtime >= 10 * 0.02
 
 
-def test_a_capture_task_succeeds_only_with_its_receipts(stack: Stack, flower: Watcher) -> None:
+def test_a_capture_task_ends_with_its_receipts(stack: Stack, flower: Watcher) -> None:
     stack.kill("relay")
-    job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
-    flower.task(job_id, "STARTED")
-    stack.wait(job_id, until=lambda view: view.generated is not None)
-    node = flower.state.tasks[job_id].worker.hostname
-    eventually(lambda: stack.app.control.inspect([node], timeout=10).active() == {node: []})
-    assert flower.state.tasks[job_id].state == "STARTED", (
-        "its place in the pool is free, and it is not over"
+    whole, failing, unwanted = job_ids = [
+        stack.submit(["hello"], max_tokens=2, capture=CAPTURE) for _ in range(3)
+    ]
+    for job_id in job_ids:
+        stack.wait(job_id, until=lambda view: view.generated is not None)
+        flower.task(job_id, "STARTED")
+    node = flower.state.tasks[whole].worker.hostname
+    wait_until(lambda: stack.app.control.inspect([node], timeout=10).active() == {node: []})
+    assert {flower.state.tasks[job_id].state for job_id in job_ids} == {"STARTED"}, (
+        "their places in the pool are free, and they are not over"
     )
+    stack.do(lambda ledger: ledger.request_cancel(unwanted))
+    agrees(stack, flower, unwanted, State.CANCELLED)
+    failed = receipt(failing, worker="w1", world=1, status="error", message="the disk is full")
+    with redis.Redis.from_url(stack.settings.redis_url) as client:
+        Settler(client, stack.settings).settle("w1", 0, "epoch of this test", [(1, failed)])
+    task = agrees(stack, flower, failing, State.FAILED)
+    assert "the disk is full" in task.exception
     stack.restart("relay")
-    task = agrees(stack, flower, job_id, State.SUCCEEDED)
+    task = agrees(stack, flower, whole, State.SUCCEEDED)
     assert task.runtime > 0
 
 
@@ -155,37 +152,6 @@ def test_a_job_cancelled_while_it_runs_is_revoked(stack: Stack, flower: Watcher)
     stack.do(lambda ledger: ledger.request_cancel(job_id))
     stack.app.control.broadcast("midstream_cancel", arguments={"job_id": job_id})
     agrees(stack, flower, job_id, State.CANCELLED)
-
-
-@pytest.fixture
-def awaiting_receipts(stack: Stack) -> Iterator[str]:
-    """A job whose outputs are stored and whose receipts cannot arrive: the relay is dead until the
-    test ends.
-    """
-    stack.kill("relay")
-    job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
-    stack.wait(job_id, until=lambda view: view.generated is not None)
-    yield job_id
-    stack.restart("relay")
-
-
-def test_a_job_that_fails_after_its_outputs_is_a_failure(
-    stack: Stack, flower: Watcher, awaiting_receipts: str
-) -> None:
-    failed = receipt(
-        awaiting_receipts, worker="w1", world=1, status="error", message="the disk is full"
-    )
-    with redis.Redis.from_url(stack.settings.redis_url) as client:
-        Settler(client, stack.settings).settle("w1", 0, "epoch of this test", [(1, failed)])
-    task = agrees(stack, flower, awaiting_receipts, State.FAILED)
-    assert "the disk is full" in task.exception
-
-
-def test_a_job_cancelled_after_its_outputs_is_revoked(
-    stack: Stack, flower: Watcher, awaiting_receipts: str
-) -> None:
-    stack.do(lambda ledger: ledger.request_cancel(awaiting_receipts))
-    agrees(stack, flower, awaiting_receipts, State.CANCELLED)
 
 
 def test_a_job_aborted_before_it_began_is_revoked_when_its_message_comes_round(
@@ -207,7 +173,7 @@ def test_a_redelivered_message_of_a_finished_job_changes_no_task_state(
         agrees(stack, flower, job_id, end)
         before = flower.state.tasks[job_id].received
         enqueue(stack.app, job_id, "generate", "fake-model")
-        eventually(
+        wait_until(
             lambda job_id=job_id, before=before: flower.state.tasks[job_id].received != before
         )
     after = stack.submit(["abc"])  # behind them
@@ -233,7 +199,7 @@ def test_a_fenced_attempt_is_not_the_end_of_a_task(stack: Stack, flower: Watcher
             if task_id.startswith(job_id)
         }
 
-    eventually(lambda: "SUCCESS" in states() <= {"SUCCESS", "RETRY"})
+    wait_until(lambda: "SUCCESS" in states() <= {"SUCCESS", "RETRY"})
 
 
 def test_worker_stats_include_the_engine(stack: Stack) -> None:
@@ -253,12 +219,12 @@ def test_a_task_end_is_reported_after_a_redis_restart(stack: Stack, flower: Watc
     job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
     stack.wait(job_id, until=lambda view: view.generated is not None)
     # else the message comes again, and tells
-    eventually(lambda: stack.do(lambda ledger: ledger.redis.hlen(UNACKED)) == 0)
+    wait_until(lambda: stack.do(lambda ledger: ledger.redis.hlen(UNACKED)) == 0)
     connected = stack.log("worker").count("Connected to")
     handed_over(stack.settings.redis_url)  # nobody was promised anything yet
     stack.kill("redis")
     stack.restart("redis")
-    eventually(lambda: stack.log("worker").count("Connected to") > connected)
+    wait_until(lambda: stack.log("worker").count("Connected to") > connected)
     listening = Watcher(stack)
     stack.restart("relay")
     agrees(stack, listening, job_id, State.SUCCEEDED)
@@ -277,21 +243,22 @@ def test_one_unreportable_task_end_does_not_block_others(
         def report(self, state: State, problem: object) -> None:
             self._reported(state)
 
+    looked: list[State] = []
+    reported: list[State] = []
+
     def broken(state: State) -> None:
+        looked.append(state)
         raise ValueError(state)
 
-    reported: list[State] = []
     with redis.Redis.from_url(redis_url) as client:
         client.hset("ms:job:first", "state", "succeeded")
         client.hset("ms:job:second", "state", "running")
         settlements = task_states.Settlements(redis_url, lambda: SimpleNamespace(enabled=True))
         settlements.wait_for(cast(task_states.JobRequest, Awaited("first", broken)))
         settlements.wait_for(cast(task_states.JobRequest, Awaited("second", reported.append)))
-        time.sleep(0.5)  # the first was looked at
+        wait_until(lambda: looked != [])
         client.hset("ms:job:second", "state", "failed")
-        until = time.monotonic() + 60
-        while not reported and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: reported != [])
     assert reported == [State.FAILED]
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.watch import Watcher
 from midstream.broker.ops import redis_server
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.jobs import Event, State
+from midstream.schemas.jobs.jobs import Event, Job, State
 
 
 @pytest.fixture
@@ -26,32 +26,30 @@ def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "POLL_S", 60.0)
 
 
-async def until_heard(ledger: Ledger, others: set[str]) -> None:
-    """Until somebody else than `others` subscribes."""
+async def until(holds: Callable[[], Awaitable[object]]) -> None:
     async with asyncio.timeout(60):
         while True:
-            if await subscribers(ledger) - others:
-                return
-            await asyncio.sleep(0.05)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            if holds():
+            if await holds():
                 return
             await asyncio.sleep(0.02)
 
 
-async def until_hearing(ledger: Ledger, watcher: Watcher) -> None:
-    """Until messages come through to it."""
-    async with asyncio.timeout(60):
-        while True:
-            job = make_job()
-            await ledger.submit(job, {})
-            await asyncio.sleep(0.05)
-            if job.id in watcher.remembered:
-                return
+async def until_heard(ledger: Ledger, others: set[str]) -> None:
+    """Until somebody else than `others` subscribes."""
+
+    async def heard() -> set[str]:
+        return await subscribers(ledger) - others
+
+    await until(heard)
+
+
+async def until_remembered(watcher: Watcher, job: Job) -> None:
+    """Until the message of the job's last change has come."""
+
+    async def remembered() -> bool:
+        return job.id in watcher.remembered
+
+    await until(remembered)
 
 
 async def subscribers(ledger: Ledger) -> set[str]:
@@ -59,7 +57,7 @@ async def subscribers(ledger: Ledger) -> set[str]:
     return {client["id"] for client in await ledger.redis.client_list() if int(client["psub"])}
 
 
-async def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(
+async def test_many_waiters_on_one_connection_are_woken_by_the_change(
     redis_url: str, no_polling: None
 ) -> None:
     async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
@@ -69,11 +67,11 @@ async def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(
         for job in jobs:
             await ledger.submit(job, {})
         waits = [
-            asyncio.create_task(watcher.changed(job.id, 1, 30)) for job in jobs for _ in range(100)
+            asyncio.create_task(watcher.changed(job.id, 1, 30)) for job in jobs for _ in range(20)
         ]
         await until_heard(ledger, others)
         await asyncio.sleep(0.5)  # every one of them has looked, and waits for a message
-        assert watcher.waiting == 1000
+        assert watcher.waiting == 200
         assert len(await subscribers(ledger) - others) == 1
         for job in jobs:
             await ledger.request_cancel(job.id)
@@ -116,10 +114,13 @@ async def test_a_job_rolled_back_by_redis_wakes_waiters(
 
 
 async def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_polling: None) -> None:
-    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-        await until_hearing(ledger, watcher)  # who is connected while it waits looks by itself
+    async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
+        others = await subscribers(ledger)
+        watcher = await stack.enter_async_context(Watcher(ledger))
+        await until_heard(ledger, others)
         job = make_job()
         await ledger.submit(job, {})
+        await until_remembered(watcher, job)  # who is not connected yet looks by itself
         waiting = asyncio.create_task(watcher.changed(job.id, 1, 60, quiet={"queued", "running"}))
         await asyncio.sleep(0.2)
         await ledger.claim(job.id, "w", "b", 1, IDENTITY)
@@ -136,22 +137,9 @@ async def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling:
         await until_heard(ledger, others)
         job = make_job()
         await claimed(ledger, job)
-        await until(lambda: job.id in watcher.remembered)
+        await until_remembered(watcher, job)
         await ledger.redis.delete(f"ms:job:{job.id}")
         assert await watcher.changed(job.id, 1, 30) == 2
-
-
-async def test_the_last_outputs_event_comes_with_the_outputs(ledger: Ledger) -> None:
-    job = make_job()
-    await claimed(ledger, job)
-    await ledger.store_outputs(
-        job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1)
-    )
-    assert [event.event for event in await ledger.events(job.id)][-3:] == [
-        "output",
-        "state",
-        "done",
-    ]
 
 
 async def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
@@ -174,7 +162,10 @@ async def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
         assert await still == 2, "an event alone is no change of the job"
 
 
-async def test_a_wait_ends_without_notifications(redis_url: str) -> None:  # field case 38
+async def test_a_wait_ends_without_notifications(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # field case 38
+    monkeypatch.setattr(watch, "POLL_S", 0.1)
     async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
         job = make_job()
         await claimed(ledger, job)
@@ -196,7 +187,7 @@ async def test_notifications_from_before_a_reconnect_are_discarded(
             await until_heard(ledger, others)
             job = make_job()
             attempt = await claimed(ledger, job)
-            await until(lambda: job.id in watcher.remembered)
+            await until_remembered(watcher, job)
             seen = (await ledger.view(job.id)).version
             [mine] = await subscribers(ledger) - others
             await ledger.redis.client_kill_filter(_id=mine)
@@ -214,18 +205,17 @@ async def test_a_wait_survives_a_redis_restart(
         for each in (job, silent):
             await claimed(ledger, each)
         waits = [asyncio.create_task(watcher.changed(job.id, 2, 100)) for _ in range(50)]
-        unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 2.0))
+        unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 1.0))
         await asyncio.sleep(0.3)
         await asyncio.to_thread(handed_over, server.url)
         await asyncio.to_thread(server.kill)
-        await asyncio.sleep(0.7)
+        assert await asyncio.wait_for(unanswered, 60) == 2, "its time was over"
         assert not any(wait.done() for wait in waits)
         again = await asyncio.to_thread(redis_server.start, tmp_path, server.port)
         try:
             await ledger.store_outputs(job.id, 1, outputs())
             assert set(await asyncio.wait_for(asyncio.gather(*waits), 60)) == {3}
             assert (await ledger.view(job.id)).state is State.SUCCEEDED
-            assert await unanswered == 2
             await until_heard(ledger, set())  # and messages are heard again
             later = asyncio.create_task(watcher.changed(silent.id, 2, 30))
             await asyncio.sleep(1.0)
@@ -235,16 +225,3 @@ async def test_a_wait_survives_a_redis_restart(
             assert time.monotonic() - began < 25
         finally:
             again.stop()
-
-
-async def test_a_wait_while_redis_stays_away_ends_at_its_timeout(
-    tmp_path: Path,
-) -> None:  # field case 38
-    server = redis_server.start(tmp_path)
-    async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
-        job = make_job()
-        await claimed(ledger, job)
-        waiting = asyncio.create_task(watcher.changed(job.id, 2, 1.5))
-        await asyncio.sleep(0.2)
-        server.kill()
-        assert await asyncio.wait_for(waiting, 60) == 2

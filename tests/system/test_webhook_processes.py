@@ -8,14 +8,14 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hook_kit import Got, Receiver, receiving
-from ledger_kit import claimed, make_job, open_ledger, outputs
+from hook_kit import Got, Receiver
+from ledger_kit import claimed, make_job, outputs
 
+from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.schemas.access.handling import Callback
@@ -82,48 +82,33 @@ def senders(tmp_path: Path, redis_url: str) -> Iterator[Senders]:
         print(made.log.read_text())
 
 
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as made:
-        yield made
-
-
-async def finish_jobs(redis_url: str, url: str, count: int) -> set[str]:
+async def finish_jobs(ledger: Ledger, url: str, count: int) -> set[str]:
     """The ids of so many jobs that have succeeded just now."""
-    async with open_ledger(redis_url) as ledger:
-        jobs = [
-            make_job(callback=Callback(url=url, events=["job.succeeded"])) for _ in range(count)
-        ]
-        for job in jobs:
-            await ledger.store_outputs(job.id, await claimed(ledger, job), outputs())
-        return {job.id for job in jobs}
+    jobs = [make_job(callback=Callback(url=url, events=["job.succeeded"])) for _ in range(count)]
+    for job in jobs:
+        await ledger.store_outputs(job.id, await claimed(ledger, job), outputs())
+    return {job.id for job in jobs}
 
 
-async def secret(redis_url: str) -> str:
-    async with open_ledger(redis_url) as ledger:
-        return (await WebhookSecrets(ledger).of("default", "")).secrets[0].secret
-
-
-async def settled(redis_url: str) -> list[Delivery]:
+async def settled(ledger: Ledger) -> list[Delivery]:
     """All deliveries once none is pending."""
-    async with open_ledger(redis_url) as ledger:
-        outbox = WebhookOutbox(ledger)
-        deadline = time.monotonic() + 60
-        while (await outbox.depth())[0]:
-            assert time.monotonic() < deadline, (await outbox.deliveries(None)).deliveries
+    outbox = WebhookOutbox(ledger)
+    async with asyncio.timeout(60):
+        while True:
+            if (await outbox.depth())[0] == 0:
+                return (await outbox.deliveries(None, limit=1000)).deliveries
             await asyncio.sleep(0.05)
-        return (await outbox.deliveries(None, limit=1000)).deliveries
 
 
 # field case 41
-def test_a_sender_killed_after_a_send_causes_a_repeat_and_loses_no_webhook(
-    senders: Senders, receiver: Receiver, redis_url: str
+async def test_a_sender_killed_after_a_send_causes_a_repeat_and_loses_no_webhook(
+    senders: Senders, receiver: Receiver, ledger: Ledger
 ) -> None:
     senders.start(2)
 
     # Quiet: each is sent once, by one of the two.
-    jobs = asyncio.run(finish_jobs(redis_url, receiver.url("/quiet"), 60))
-    quiet = asyncio.run(settled(redis_url))
+    jobs = await finish_jobs(ledger, receiver.url("/quiet"), 60)
+    quiet = await settled(ledger)
     assert {got.body.data.id for got in receiver.at("/quiet")} == jobs
     assert len(receiver.at("/quiet")) == len({got.id for got in receiver.got}) == 60
     assert {len(delivery.attempts) for delivery in quiet} == {1}
@@ -135,22 +120,22 @@ def test_a_sender_killed_after_a_send_causes_a_repeat_and_loses_no_webhook(
             process.kill()
 
     receiver.on_call = kill
-    [job] = asyncio.run(finish_jobs(redis_url, receiver.url("/killed"), 1))
+    [job] = await finish_jobs(ledger, receiver.url("/killed"), 1)
     receiver.wait(1, "/killed")
     senders.kill_all()
     senders.start()
-    time.sleep(0.5)  # a few rounds, in which the loan has not ended
+    await asyncio.sleep(0.5)  # a few rounds, in which the loan has not ended
     assert len(receiver.at("/killed")) == 1
     senders.forward(60)
     first, second = receiver.wait(2, "/killed")
     assert (first.id, first.raw) == (second.id, second.raw)
     assert second.body.data.id == job
     assert int(second.headers["webhook-timestamp"]) >= int(first.headers["webhook-timestamp"]) + 60
-    states = {delivery.job: delivery.state for delivery in asyncio.run(settled(redis_url))}
+    states = {delivery.job: delivery.state for delivery in await settled(ledger)}
     assert states[job] == "delivered"
 
     # Told to stop, it ends by itself.
     [process] = senders.processes
     process.terminate()
     assert process.wait(60) == 0
-    first.verify(asyncio.run(secret(redis_url)))
+    first.verify((await WebhookSecrets(ledger).of("default", "")).secrets[0].secret)

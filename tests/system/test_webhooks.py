@@ -8,14 +8,14 @@ ours, Redis is real; the clock is moved.
 import asyncio
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpcore2
 import pytest
-from hook_kit import OK, Receiver, receiving
+from hook_kit import OK, Receiver
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs
 from redis_kit import hold_back, slow_disk
 from standardwebhooks.webhooks import WebhookVerificationError
@@ -81,12 +81,6 @@ async def service(url: str, resolve: Any = None, **settings: Any) -> AsyncIterat
             yield made
         finally:
             await made.sender.close()
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as made:
-        yield made
 
 
 @pytest.fixture
@@ -536,23 +530,6 @@ async def test_during_rotation_both_secrets_sign(made: Service, receiver: Receiv
     for secret in (first, second):
         with pytest.raises(WebhookVerificationError):
             receiver.got[1].verify(secret)
-
-
-async def test_a_key_signs_with_its_own_secret_or_else_with_its_tenants(
-    made: Service, receiver: Receiver
-) -> None:
-    shared = (await made.secrets.of("lab", "aaaaaaaaaaaa")).secrets[0].secret
-    own = await made.secrets.rotate("lab", "bbbbbbbbbbbb", keep_former_s=0, own=True)
-    assert own.of == "key"
-    for key, secret in (("aaaaaaaaaaaa", shared), ("bbbbbbbbbbbb", own.secrets[0].secret)):
-        receiver.got.clear()
-        await made.job(receiver.url(), tenant="lab", key=key)
-        await made.sender.round()
-        receiver.got[0].verify(secret)
-    assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (
-        shared,
-        own.secrets[0].secret,
-    )
 
 
 async def test_settled_webhooks_expire_and_pending_ones_do_not(
