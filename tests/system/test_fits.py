@@ -62,6 +62,7 @@ def until_fitted(client: Client, job_id: str) -> None:
     next(event for event in client.jobs.events(job_id) if event.event == "fit")
 
 
+@pytest.mark.slow("the gradient worker imports transformers, and fits a module twice")
 def test_fitted_module_is_registered_with_its_record(client: Client) -> None:
     view = client.fits.submit(msgspec.convert(FIT, FitRequest))
     result = client.fits.result(view.id)
