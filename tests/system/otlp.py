@@ -97,33 +97,10 @@ class Collector:
                 self._came.wait(left)
 
 
-def tree(spans: list[Span]) -> str:
-    """The spans of one trace as they lie in each other, with milliseconds since its beginning."""
-    ids = {span.id for span in spans}
-    began = min(span.start for span in spans)
-    lines = []
-
-    def add(span: Span, depth: int) -> None:
-        took = f"{(span.start - began) * 1000:7.1f} + {(span.end - span.start) * 1000:6.1f} ms"
-        which = "".join(
-            f" {name} {span.attributes[name]}"
-            for name in ("request", "rank")
-            if name in span.attributes
-        )
-        lines.append(f"{took}  {'   ' * depth}{span.name}{which} ({span.service})")
-        for child in spans:
-            if child.parent == span.id:
-                add(child, depth + 1)
-
-    for span in spans:
-        if span.parent not in ids:
-            add(span, 0)
-    return "\n".join(lines)
-
-
 def _span(service: str, span: Any) -> Span:
     attributes = {
-        each.key.removeprefix("midstream."): _value(each.value) for each in span.attributes
+        each.key.removeprefix("midstream."): getattr(each.value, each.value.WhichOneof("value"))
+        for each in span.attributes
     }
     return Span(
         service,
@@ -136,7 +113,3 @@ def _span(service: str, span: Any) -> Span:
         attributes,
         span.status.code == 2,
     )
-
-
-def _value(value: Any) -> Any:
-    return getattr(value, value.WhichOneof("value"))

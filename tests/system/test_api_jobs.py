@@ -4,7 +4,6 @@ never turn failure into success?
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,15 +46,11 @@ def test_prompts_are_taken_whole_as_text_and_as_token_ids(api: Api, hand: Hand) 
 
 
 def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Hand) -> None:
-    vector = {
-        "dtype": "float32",
-        "shape": [8],
-        "data": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8=",
-    }
+    ones = msgspec.to_builtins(from_numpy(np.ones(8, np.float32)))
     job_id = api.submit(
         prompts=["hello there", "a b c d"],
         capture={"layers": "1-2", "positions": [-1, 0], "tag": "run1"},
-        steering=[{"layers": -1, "vector": vector, "scale": 2.0, "positions": [-2]}],
+        steering=[{"layers": -1, "vector": ones, "scale": 2.0, "positions": [-2]}],
     )
     job = hand.job(job_id)
     assert [[stored.positions for stored in captures] for captures in job.captures] == [
@@ -67,40 +62,6 @@ def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Han
     assert job.steering[0][0].layers == [3]
     kept = hand.do(hand.ledger.get_tensor(job.steering[0][0].tensors[0]))
     assert kept.shape == [8]
-
-
-def test_every_op_is_taken_and_its_tensors_are_kept_by_content(api: Api, hand: Hand) -> None:
-    def tensor(*shape: int) -> dict[str, Any]:
-        return msgspec.to_builtins(
-            from_numpy(np.random.default_rng(0).normal(size=shape).astype(np.float32))
-        )
-
-    entries: list[dict[str, Any]] = [
-        {"op": "add", "vector": tensor(8), "scale": 0.5, "norm_match": True},
-        {"op": "replace", "vector": tensor(8), "alpha": 0.5},
-        {"op": "ablate", "vector": tensor(8)},
-        {"op": "clamp", "vector": tensor(8), "low": -1.0, "high": None},
-        {
-            "op": "lowrank",
-            "rotation": tensor(3, 8),
-            "weight": tensor(3, 8),
-            "bias": tensor(3),
-            "strength": 0.5,
-        },
-    ]
-    job = hand.job(api.submit(steering=[{"layers": 1} | entry for entry in entries]))
-    (stored,) = job.steering
-    assert [entry.family for entry in stored] == [
-        "add_matched",
-        "replace",
-        "ablate",
-        "clamp",
-        "lowrank",
-    ]
-    for entry in stored:
-        assert [
-            hand.do(hand.ledger.get_tensor(name)).shape for name in entry.tensors
-        ] == entry.shapes(8)
 
 
 # field case 40
@@ -207,15 +168,13 @@ def test_an_unchanged_job_is_304_and_a_changed_one_has_another_etag(api: Api, ha
 
 
 def test_a_long_poll_with_an_etag_returns_at_the_next_change(api: Api, hand: Hand) -> None:
-    job_id = api.submit()
-    etag = api.http.get(f"/v1/jobs/{job_id}").headers["etag"]
+    url = f"/v1/jobs/{api.submit()}"
+    headers = {"If-None-Match": api.http.get(url).headers["etag"]}
     with ThreadPoolExecutor(1) as pool:
-        poll = pool.submit(
-            api.http.get, f"/v1/jobs/{job_id}", params={"wait": 20}, headers={"If-None-Match": etag}
-        )
+        poll = pool.submit(api.http.get, url, params={"wait": 20}, headers=headers)
         time.sleep(0.3)
         assert not poll.done()
-        hand.claim(job_id)
+        hand.claim_next()
         assert poll.result().json()["state"] == "running"
 
 

@@ -310,20 +310,6 @@ def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: st
     assert run(client).probes == []
 
 
-def test_a_canary_acts_in_a_share_of_conversations(client: Client, calm: str) -> None:
-    fields = of_all(calm, "flag", mode="canary", share=0.5, all_traffic=False)
-    client.policies.register("canary", **fields)
-    acted = {
-        name: {
-            decided(run(client, "canary", conversation=name))["canary"].policy.acts
-            for _ in range(2)
-        }
-        for name in map(str, range(12))
-    }
-    assert {len(values) for values in acted.values()} == {1}
-    assert 2 <= sum(True in values for values in acted.values()) <= 10
-
-
 def test_a_latch_turns_the_next_requests_of_a_conversation_on(client: Client, calm: str) -> None:
     """Of this conversation and this tenant alone, and only where the policy acts."""
     condition = {"at_least": 5.0, "label": "angry", "latch": "conversation"}

@@ -24,13 +24,17 @@ from midstream.storage.formats.module_files import to_bytes
 MODEL = "fake-model"
 HIDDEN = 8
 PROMPT = "The weather today is"
+CHAT = [{"role": "user", "content": PROMPT}]
 #: Of an API that does not wait long for a worker which does not answer.
 HASTY_PORT = free_port()
 
 
-def vector(seed: int) -> dict[str, Any]:
-    values = np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
+def tensor(values: np.ndarray) -> dict[str, Any]:
     return dict(json.loads(to_json(from_numpy(values))))
+
+
+def vector(seed: int) -> dict[str, Any]:
+    return tensor(np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32))
 
 
 JOY = {"layers": "1-2", "vector": vector(1), "scale": 2.0}
@@ -42,6 +46,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(
         tmp_path_factory.mktemp("steering"),
         api=True,
+        callbacks=False,
         workers=2,
         tensor_parallel_size=2,
         lease_s=60.0,
@@ -166,100 +171,55 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx2.Clien
     assert "application/vnd.safetensors" in other["allowed"]
 
 
-def test_a_module_steers_every_endpoint_like_its_entries(stack: Stack, http: httpx2.Client) -> None:
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": [PROMPT, "Another one"]}),
+        ("/v1/completions", {"prompt": PROMPT, "stream": True}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/chat/completions", {"messages": CHAT, "stream": True}),
+    ],
+)
+def test_a_module_steers_every_endpoint_like_its_entries(
+    http: httpx2.Client, path: str, asked: dict[str, Any]
+) -> None:
     # field case 11
     register(http, "joy", JOY, CALM)
-    inline, named = (
-        [JOY | {"scale": 1.0}, CALM | {"strength": 0.5}],
-        [{"module": "joy", "scale": 0.5}],
+    inline = [JOY | {"scale": 1.0}, CALM | {"strength": 0.5}]
+    named = [{"module": "joy", "scale": 0.5}]
+    body = {"model": MODEL, "max_tokens": 12, "temperature": 0} | asked
+    plain, steered, by_name = (
+        said(http.post(path, json=body | {"steering": steering}))
+        for steering in ([], inline, named)
     )
-    prompts = [PROMPT, "Another one"]
-    for ask in (_job, _completion, _streamed, _chat, _streamed_chat):
-        plain, steered, by_name = (ask(http, prompts, steering) for steering in ([], inline, named))
-        assert by_name == steered, ask.__name__
-        assert all(one != other for one, other in zip(plain, steered, strict=True)), ask.__name__
+    assert by_name == steered
+    assert all(one != other for one, other in zip(plain, steered, strict=True))
 
 
-def _job(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
-    body = {
-        "model": MODEL,
-        "prompts": prompts,
-        "steering": steering,
-        "sampling": {"max_tokens": 12},
-    }
-    answer = http.post("/v1/jobs", json=body, headers={"Prefer": "wait=50"})
+def said(answer: httpx2.Response) -> list[str]:
+    """The texts of an answer or a stream, of completions or of a chat."""
     assert answer.status_code == 200, answer.text
-    result = answer.json()
-    if steering:
-        assert result["determinism"]["consistent"]
-        assert {rank["request"] for rank in result["determinism"]["stages"][0]["ranks"]} == {0, 1}
-    view = http.get(f"/v1/jobs/{result['id']}").json()
-    assert set(view.get("modules", {})) == {
-        entry["module"] for entry in steering if "module" in entry
-    }
-    assert view.get("steered", False) == bool(steering)
-    return [output["text"] for output in result["outputs"]]
-
-
-def _completion(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
-    return [choice["text"] for choice in complete(http, prompts, steering=steering)["choices"]]
-
-
-def _streamed(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
-    body = {
-        "model": MODEL,
-        "prompt": prompts,
-        "max_tokens": 12,
-        "temperature": 0,
-        "stream": True,
-        "steering": steering,
-    }
-    texts = ["", ""]
-    for chunk in _chunks(http, "/v1/completions", body):
-        for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["text"]
-    return texts
-
-
-def _chat(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": 12,
-        "temperature": 0,
-        "steering": steering,
-    }
-    answer = http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    return [answer.json()["choices"][0]["message"]["content"]]
-
-
-def _streamed_chat(http: httpx2.Client, prompts: list[str], steering: Any) -> list[str]:
-    message = {"role": "user", "content": PROMPT}
-    body = {
-        "model": MODEL,
-        "messages": [message],
-        "max_tokens": 12,
-        "temperature": 0,
-        "stream": True,
-        "steering": steering,
-    }
-    chunks = _chunks(http, "/v1/chat/completions", body)
-    return [
-        "".join(
-            choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]
-        )
-    ]
-
-
-def _chunks(http: httpx2.Client, path: str, body: Any) -> list[dict[str, Any]]:
-    with http.stream("POST", path, json=body) as answer:
-        assert answer.status_code == 200
-        lines = [
-            line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")
+    if answer.headers["content-type"].startswith("application/json"):
+        choices = answer.json()["choices"]
+        return [
+            choice["text"] if "text" in choice else choice["message"]["content"]
+            for choice in choices
         ]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    parts = [choice for chunk in chunks for choice in chunk["choices"]]
+    return ["".join(part.get("text", part.get("delta", {}).get("content", "")) for part in parts)]
+
+
+def test_a_steered_job_says_which_modules_it_used(http: httpx2.Client) -> None:
+    made = register(http, "joy", JOY)
+    body = {"model": MODEL, "prompts": [PROMPT, "Another one"], "steering": [{"module": "joy"}]}
+    result = http.post("/v1/jobs", json=body, headers={"Prefer": "wait=50"}).json()
+    assert result["determinism"]["consistent"]
+    assert {rank["request"] for rank in result["determinism"]["stages"][0]["ranks"]} == {0, 1}
+    view = http.get(f"/v1/jobs/{result['id']}").json()
+    assert (view["modules"], view["steered"]) == ({"joy": made.digest}, True)
 
 
 def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx2.Client) -> None:
@@ -292,62 +252,34 @@ def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx2.Clien
     )
 
 
-def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(
-    http: httpx2.Client,
-) -> None:
-    register(http, "joy", JOY)
-    body = {"model": MODEL, "prompts": [PROMPT], "steering": [{"module": "joy"}]}
-    first = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
-    http.delete("/v1/steering/modules/joy")
-    again = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
-    assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
-    refused(
-        http.post(
-            "/v1/jobs", json=body | {"prompts": ["other"]}, headers={"Idempotency-Key": "once"}
-        )
-    )
-
-
 # field case 27
-@pytest.mark.parametrize(
-    ("entry", "field"),
-    [
-        (JOY | {"layers": {"1": vector(1)}}, "steering[1].layers"),
-        (JOY | {"layers": "one"}, "steering[1].layers"),
-        (JOY | {"vector": vector(1) | {"shape": [7]}}, "steering[1].vector"),
-        (
-            JOY | {"vector": dict(json.loads(to_json(from_numpy(np.ones(7, np.float32)))))},
-            "steering[1].vector.shape",
-        ),
-        (
-            JOY | {"vector": dict(json.loads(to_json(from_numpy(np.full(8, np.inf, np.float32)))))},
-            "steering[1].vector.data",
-        ),
-        (JOY | {"strength": 1.0}, "steering[1].strength"),
-        (JOY | {"scales": 1.0}, "steering[1].scales"),
-        ({"module": "sad"}, "steering[1].module"),
-        ({"module": 3}, "steering[1].module"),
-        (JOY | {"positions": [0, 2**64]}, "steering[1].positions[1]"),
-        (
-            JOY | {"positions": {"text": "a", "occurrence": 2**64}},
-            "steering[1].positions.occurrence",
-        ),
-    ],
-)
-def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(
-    http: httpx2.Client, entry: Any, field: str
-) -> None:
+# field case 27
+def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(http: httpx2.Client) -> None:
     before = http.get("/v1/steering/global").json()["version"]
-    steering = [JOY, entry]
-    for answer in (
-        http.put("/v1/steering/modules/m", json={"steering": steering}),
-        http.put("/v1/steering/global", json={"steering": steering}),
-        http.post("/v1/jobs", json={"model": MODEL, "prompts": [PROMPT], "steering": steering}),
-        http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "steering": steering}),
-    ):
-        assert refused(answer)["field"] == field
+    for entry, field in BAD:
+        steering = {"steering": [JOY, entry]}
+        for answer in (
+            http.put("/v1/steering/modules/m", json=steering),
+            http.put("/v1/steering/global", json=steering),
+            http.post("/v1/jobs", json={"model": MODEL, "prompts": [PROMPT]} | steering),
+            http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT} | steering),
+        ):
+            assert refused(answer)["field"] == field
     assert http.get("/v1/steering/global").json()["version"] == before
     assert http.get("/v1/steering/modules").json()["modules"] == []
+
+
+#: A second entry → the field that is named; what else is wrong with an entry is in
+#: `test_resolve_interventions.py`.
+BAD: list[tuple[dict[str, Any], str]] = [
+    (JOY | {"layers": {"1": vector(1)}}, "steering[1].layers"),
+    (JOY | {"vector": vector(1) | {"shape": [7]}}, "steering[1].vector"),
+    (JOY | {"vector": tensor(np.full(8, np.inf, np.float32))}, "steering[1].vector.data"),
+    (JOY | {"scales": 1.0}, "steering[1].scales"),
+    ({"module": "sad"}, "steering[1].module"),
+    ({"module": 3}, "steering[1].module"),
+    (JOY | {"positions": [0, 2**64]}, "steering[1].positions[1]"),
+]
 
 
 @pytest.mark.parametrize(
@@ -356,7 +288,6 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(
         ("PUT", "/v1/steering/modules/a%20b", {"steering": [JOY]}, 400, "name"),
         ("PUT", "/v1/steering/modules/joy%0A", {"steering": [JOY]}, 400, "name"),
         ("PUT", "/v1/steering/modules/joy", {"steering": []}, 400, "steering"),
-        ("PUT", "/v1/steering/modules/joy", {}, 400, "steering"),
         ("PUT", "/v1/steering/modules/joy", {"steering": [JOY], "model": "gpt"}, 404, "model"),
         (
             "PUT",
@@ -365,13 +296,6 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(
             400,
             "steering[0].positions[0]",
         ),
-        (
-            "PUT",
-            "/v1/steering/global",
-            {"steering": [JOY | {"positions": {"text": "a"}}]},
-            400,
-            "steering[0].positions",
-        ),
         ("PUT", "/v1/steering/global", {"steering": []}, 400, "steering"),
         ("GET", "/v1/steering/dynamic?model=gpt", None, 404, "model"),
     ],
@@ -379,15 +303,7 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(
 def test_steering_conflicts_name_the_field(
     http: httpx2.Client, method: str, path: str, body: Any, status: int, field: str
 ) -> None:
-    assert (
-        refused(
-            http.request(method, path, json=body)
-            if body is not None
-            else http.request(method, path),
-            status,
-        )["field"]
-        == field
-    )
+    assert refused(http.request(method, path, json=body), status)["field"] == field
 
 
 # --- Global steering
@@ -435,6 +351,7 @@ def test_global_steering_is_on_all_ranks_before_the_response(http: httpx2.Client
 
 
 def test_no_job_starts_under_replaced_global_steering(http: httpx2.Client) -> None:
+    """Changes at once are serialised."""
     expected = [text(http, steering=[JOY]), text(http, steering=[CALM])]
     assert expected[0] != expected[1]
     with ThreadPoolExecutor(6) as pool:
@@ -445,13 +362,7 @@ def test_no_job_starts_under_replaced_global_steering(http: httpx2.Client) -> No
             assert [found.result() for found in after] == [expected[turn % 2]] * 6
             for found in waiting:
                 found.result()
-
-
-def test_concurrent_global_steering_changes_are_serialised(http: httpx2.Client) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        made = list(
-            pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), (1.0, 2.0, 3.0, 4.0))
-        )
+        made = list(pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), range(1, 5)))
     assert len({view.version for view in made}) == 4
     last = max(made, key=lambda view: view.version)
     assert from_json(http.get("/v1/steering/global").content, GlobalView).digest == last.digest

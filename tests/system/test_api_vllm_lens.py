@@ -37,6 +37,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(
         tmp_path_factory.mktemp("lens"),
         api=True,
+        callbacks=False,
         pipeline_parallel_size=2,
         lease_s=60.0,
         vllm_lens_mib=1,

@@ -4,9 +4,7 @@ it compare its estimates with the exact values?
 Everything real but the model.
 """
 
-import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ from sweep_rig import (
     sweep_job,
 )
 
-from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.faults import FOLDER
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
@@ -45,11 +42,11 @@ from midstream.schemas.requests.attributions import (
     StoredAttribution,
     Verify,
 )
-from midstream.storage.formats.sae_files import reading
 
 TOP, RANDOM, DOUBTFUL = 4, 6, 2
 BOTH = [pair(), pair(CLEAN.replace("The", "Our"), CORRUPT.replace("The", "Our"))]
 DEADLINE_S = 180.0
+GRADIENT = {"engine": "gradients-fake"}
 #: Of the autoencoder; the rows are wider.
 FEATURES = 6
 BODY = {
@@ -78,15 +75,21 @@ def submit(stack: Stack, asked: StoredSweep, **changes: Any) -> str:
     return job.id
 
 
-def view_of(stack: Stack, job_id: str) -> JobView:
-    return stack.do(lambda ledger: ledger.view(job_id))
+def asked(stack: Stack, **fields: Any) -> str:
+    """The job of an attribution that the API has accepted."""
+    body = BODY | {"model": stack.settings.served_model} | fields
+    answer = httpx2.post(f"{stack.url}/v1/attributions", json=body, timeout=DEADLINE_S)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
 
 
 def until(stack: Stack, job_id: str, holds: Callable[[JobView], bool]) -> JobView:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds(view := view_of(stack, job_id)):
-        assert time.monotonic() < deadline, view
-        time.sleep(0.05)
+    return stack.wait(job_id, DEADLINE_S, until=holds)
+
+
+def succeeded(stack: Stack, job_id: str) -> JobView:
+    view = stack.wait(job_id, DEADLINE_S)
+    assert view.state is State.SUCCEEDED, view.error
     return view
 
 
@@ -100,23 +103,30 @@ def events_of(stack: Stack, job_id: str) -> list[Event]:
     return stack.do(lambda ledger: ledger.events(job_id, count=100_000))
 
 
-def check(result: AttributionResult, asked: StoredSweep = VERIFIED) -> None:
-    check_attribution(result, asked)
-
-
-@contextlib.contextmanager
-def both_kinds(directory: Any, fault: str = "", **settings: Any) -> Iterator[Stack]:
-    """A vLLM worker and a gradient worker, which has `fault`."""
-    with Stack(directory, **settings) as running:
-        running.spawn("worker-g", engine="gradients-fake", fault=fault)
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A vLLM worker and a gradient worker."""
+    with Stack(tmp_path_factory.mktemp("attributions"), api=True, callbacks=False) as running:
+        running.spawn("worker-g", **GRADIENT)
         running.wait_ready("worker-g")
         yield running
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with both_kinds(tmp_path_factory.mktemp("attributions"), api=True) as running:
-        yield running
+@pytest.fixture
+def restarted(stack: Stack) -> Iterator[Callable[..., None]]:
+    """Restart a worker with other settings; as it was at the end."""
+    changed: set[str] = set()
+
+    def restart(name: str, **settings: Any) -> None:
+        changed.add(name)
+        stack.end(name)
+        stack.restart(name, **(GRADIENT if name == "worker-g" else {}), **settings)
+
+    yield restart
+    for name in changed:
+        if stack.processes[name].poll() is None:
+            stack.end(name)
+        stack.restart(name, **(GRADIENT if name == "worker-g" else {}))
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +141,10 @@ def features(stack: Stack) -> str:
 
 def test_estimates_are_verified_by_exact_cells_in_the_same_job(stack: Stack) -> None:
     job_id = submit(stack, VERIFIED)
-    view = until(stack, job_id, lambda view: view.state is State.SUCCEEDED)
+    view = succeeded(stack, job_id)
     assert (view.queue, view.attempt, view.cells) == ("", 2, view.cells_expected)
     result = result_of(stack, job_id)
-    check(result)
+    check_attribution(result, VERIFIED)
     for found in result.estimated:
         whys = [why for cell in found.checked for why in cell.why]
         counts = (whys.count("top"), whys.count("random"))
@@ -160,7 +170,7 @@ def test_estimates_are_verified_by_exact_cells_in_the_same_job(stack: Stack) -> 
 
 def test_without_verify_the_gradient_worker_ends_the_job(stack: Stack) -> None:
     job_id = submit(stack, attribution())
-    view = until(stack, job_id, lambda view: view.state is State.SUCCEEDED)
+    view = succeeded(stack, job_id)
     assert (view.queue, view.attempt, view.cells_expected) == (GRADIENTS, 1, 0)
     result = result_of(stack, job_id)
     assert [found.checked for found in result.estimated] == [[], []]
@@ -170,7 +180,7 @@ def test_without_verify_the_gradient_worker_ends_the_job(stack: Stack) -> None:
 def test_adaptive_finds_the_top_cells_and_says_what_it_left(stack: Stack) -> None:
     asked = attribution("adaptive", Verify(top=3), budget=40)
     job_id = submit(stack, asked)
-    until(stack, job_id, lambda view: view.state is State.SUCCEEDED)
+    succeeded(stack, job_id)
     result = result_of(stack, job_id)
     for number, found in enumerate(result.estimated):
         left = found.not_looked_at
@@ -190,13 +200,13 @@ def test_adaptive_finds_the_top_cells_and_says_what_it_left(stack: Stack) -> Non
             assert {*best} <= looked
 
 
-def test_a_pair_that_cannot_be_estimated_fails_alone(tmp_path: Any) -> None:
-    with both_kinds(tmp_path, fault="estimate:pair=1") as running:
-        job_id = submit(running, VERIFIED)
-        until(running, job_id, lambda view: view.state is State.SUCCEEDED)
-        first, second = result_of(running, job_id).estimated
-        assert len(first.checked) > 0
-        assert (second.reason, second.checked) == ("the gradients are not finite", [])
+def test_a_pair_that_cannot_be_estimated_fails_alone(stack: Stack, restarted: Any) -> None:
+    restarted("worker-g", fault="estimate:pair=1")
+    job_id = submit(stack, VERIFIED)
+    succeeded(stack, job_id)
+    first, second = result_of(stack, job_id).estimated
+    assert len(first.checked) > 0
+    assert (second.reason, second.checked) == ("the gradients are not finite", [])
 
 
 @pytest.mark.parametrize(
@@ -209,70 +219,61 @@ def test_a_pair_that_cannot_be_estimated_fails_alone(tmp_path: Any) -> None:
         ),
     ],
 )
-def test_a_killed_gradient_worker_loses_no_estimate(tmp_path: Any, point: str) -> None:
-    with both_kinds(tmp_path, fault=f"crash:at={point}") as running:
-        job_id = submit(running, VERIFIED)
-        running.exit_code("worker-g")
-        assert (tmp_path / FOLDER / point).exists()
-        running.restart("worker-g", engine="gradients-fake")
-        until(running, job_id, lambda view: view.state is State.SUCCEEDED)
-        check(result_of(running, job_id))
-        kinds = [event.event for event in events_of(running, job_id)]
-        assert (kinds.count("estimate"), kinds.count("done")) == (2, 1)
+def test_a_killed_gradient_worker_loses_no_estimate(
+    stack: Stack, restarted: Any, point: str
+) -> None:
+    restarted("worker-g", fault=f"crash:at={point}")
+    job_id = submit(stack, VERIFIED)
+    stack.exit_code("worker-g")
+    assert (stack.directory / FOLDER / point).exists()
+    stack.restart("worker-g", **GRADIENT)
+    succeeded(stack, job_id)
+    check_attribution(result_of(stack, job_id), VERIFIED)
+    kinds = [event.event for event in events_of(stack, job_id)]
+    assert (kinds.count("estimate"), kinds.count("done")) == (2, 1)
 
 
-def test_a_killed_vllm_worker_loses_no_cell(tmp_path: Any) -> None:
-    with both_kinds(tmp_path) as running:
-        running.end("worker")
-        running.restart("worker", fault="crash:at=sweep.kept")
-        job_id = submit(running, VERIFIED)
-        running.exit_code("worker")
-        running.restart("worker")
-        view = until(running, job_id, lambda view: view.state is State.SUCCEEDED)
-        check(result_of(running, job_id))
-        kinds = [event.event for event in events_of(running, job_id)]
-        assert (kinds.count("estimate"), kinds.count("cell")) == (2, view.cells)
+@pytest.fixture
+def dying(stack: Stack, restarted: Any) -> None:
+    """The vLLM worker dies once it has kept a cell; also in a test that comes later."""
+    (stack.directory / FOLDER / "sweep.kept").unlink(missing_ok=True)
+    restarted("worker", fault="crash:at=sweep.kept")
+
+
+def test_a_killed_vllm_worker_loses_no_cell(stack: Stack, dying: None) -> None:
+    job_id = submit(stack, VERIFIED)
+    stack.exit_code("worker")
+    stack.restart("worker")
+    view = succeeded(stack, job_id)
+    check_attribution(result_of(stack, job_id), VERIFIED)
+    kinds = [event.event for event in events_of(stack, job_id)]
+    assert (kinds.count("estimate"), kinds.count("cell")) == (2, view.cells)
 
 
 @pytest.mark.matrix
-def test_a_killed_vllm_worker_loses_no_feature(tmp_path: Any) -> None:
-    with both_kinds(tmp_path) as running:
-        dictionary(root := Path(running.settings.sae_root))
-        with reading(root / "first") as (content, _):
-            sae = StoredSae(
-                name="s", digest=content.digest, path="first", hook="post_block", layer=1, bytes=1
-            )
-        verify = Verify(top=6, random=2, doubtful=0)
-        how = StoredAttribution(
-            method="attribution", steps=1, seed=7, keep=10, verify=verify, sae=sae
-        )
-        running.end("worker")
-        running.restart("worker", fault="crash:at=sweep.kept")
-        job_id = submit(running, sweep(*BOTH, attribution=how, layers=[1]))
-        running.exit_code("worker")
-        running.restart("worker")
-        view = until(running, job_id, lambda view: view.state is State.SUCCEEDED)
-        for found in result_of(running, job_id).estimated:
-            assert len(found.checked) == 8
-            assert all(cell.exact is not None for cell in found.checked)
-        kinds = [event.event for event in events_of(running, job_id)]
-        assert (kinds.count("estimate"), kinds.count("cell"), view.cells) == (2, 16, 16)
+def test_a_killed_vllm_worker_loses_no_feature(stack: Stack, features: str, dying: None) -> None:
+    job_id = asked(stack, sae=features, verify={"top": 6, "random": 2, "doubtful": 0})
+    stack.exit_code("worker")
+    stack.restart("worker")
+    view = succeeded(stack, job_id)
+    (found,) = result_of(stack, job_id).estimated
+    assert len(found.checked) == 8
+    assert all(cell.exact is not None for cell in found.checked)
+    kinds = [event.event for event in events_of(stack, job_id)]
+    assert (kinds.count("estimate"), kinds.count("cell"), view.cells) == (1, 8, 8)
 
 
-def test_a_job_is_cancelled_in_both_phases(tmp_path: Any) -> None:
-    with both_kinds(tmp_path) as running:
-        running.end("worker-g")
-        running.restart("worker-g", engine="gradients-fake", engine_options={"token_s": 1.0})
-        running.end("worker")
-        running.restart("worker", engine_options={"token_s": 1.0})
-        first, second = submit(running, VERIFIED), submit(running, VERIFIED)
-        until(running, first, lambda view: view.state is State.RUNNING)
-        running.do(lambda ledger: ledger.request_cancel(first))
-        until(running, first, lambda view: view.state is State.CANCELLED)
-        phase = until(running, second, lambda view: view.queue == "" and view.attempt == 2)
-        assert phase.state is State.RUNNING
-        running.do(lambda ledger: ledger.request_cancel(second))
-        until(running, second, lambda view: view.state is State.CANCELLED)
+def test_a_job_is_cancelled_in_both_phases(stack: Stack, restarted: Any) -> None:
+    for name in ("worker-g", "worker"):
+        restarted(name, engine_options={"token_s": 1.0})
+    first, second = submit(stack, VERIFIED), submit(stack, VERIFIED)
+    stack.wait_running(first)
+    stack.do(lambda ledger: ledger.request_cancel(first))
+    assert stack.wait(first).state is State.CANCELLED
+    phase = until(stack, second, lambda view: view.queue == "" and view.attempt == 2)
+    assert phase.state is State.RUNNING
+    stack.do(lambda ledger: ledger.request_cancel(second))
+    assert stack.wait(second).state is State.CANCELLED
 
 
 def test_global_steering_fails_an_attribution_that_it_would_falsify(stack: Stack) -> None:
@@ -284,7 +285,7 @@ def test_global_steering_fails_an_attribution_that_it_would_falsify(stack: Stack
         refused = http.post("/v1/attributions", json=BODY | {"model": stack.settings.served_model})
         assert (refused.status_code, refused.json()["type"]) == (409, "urn:midstream:conflict")
         # accepted before, as if it had waited in the queue until now
-        view = until(stack, submit(stack, VERIFIED), lambda view: view.state is State.FAILED)
+        view = stack.wait(submit(stack, VERIFIED), DEADLINE_S)
         assert view.error is not None
         assert "global steering version" in view.error.detail
         assert http.delete("/v1/steering/global").status_code == 200
@@ -344,18 +345,11 @@ def test_features_are_verified_by_the_rows_that_they_give(
     where the fake gradient worker made it so.
     """
     verify = {"top": 12, "random": 6, "tolerance": 0.5 if metric == "logit_diff" else 0.05}
-    model = stack.settings.served_model
-    how = {"metric": metric, "sae": features, "verify": verify, "keep": 20}
-    body = BODY | how | {"model": model}
-    with httpx2.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
-        answer = http.post("/v1/attributions", json=body)
-    assert answer.status_code == 202, answer.text
-    job_id = answer.json()["id"]
-    view = until(stack, job_id, lambda view: view.finished is not None)
-    assert view.state is State.SUCCEEDED, view.error
-    asked = stack.do(lambda ledger: ledger.job(job_id)).sweep
-    assert asked is not None
-    (stored,), result = asked.pairs, result_of(stack, job_id)
+    job_id = asked(stack, metric=metric, sae=features, verify=verify, keep=20)
+    view = succeeded(stack, job_id)
+    job = stack.do(lambda ledger: ledger.job(job_id))
+    assert job.sweep is not None
+    (stored,), result = job.sweep.pairs, result_of(stack, job_id)
     (found,), (pair_result,) = result.estimated, result.pairs
     assert len(found.features) == 20
     assert pair_result.grids == {"post_block": [[None] * len(stored.columns)]}

@@ -3,57 +3,43 @@ its own?
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import hiredis
 import pytest
 import redis.asyncio
 import redis.exceptions
-from ledger_kit import settings_for
+from ledger_kit import open_ledger
 
 from midstream.broker.ledger.core.auto_pipeline import GROUP_LIMIT, LARGE, Parts, packed
-from midstream.broker.ledger.jobs.ledger import Ledger
 
 
-def with_client(url: str, body: Callable[[Any], Awaitable[None]]) -> None:
-    async def run() -> None:
-        ledger = Ledger.connect(settings_for(url))
-        await body(ledger.redis)
-        await ledger.close()
-
-    asyncio.run(run())
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[Any]:
+    async with open_ledger(redis_url) as ledger:
+        yield ledger.redis
 
 
-def test_pipelined_callers_get_their_own_answers(redis_url: str) -> None:
-    async def body(client: Any) -> None:
-        many = 3 * GROUP_LIMIT + 5
-        await client.hset(
-            "numbers", mapping={str(number): number * number for number in range(many)}
-        )
-        answers = await asyncio.gather(
-            *(client.hget("numbers", str(number)) for number in range(many))
-        )
-        assert [int(answer) for answer in answers] == [number * number for number in range(many)]
-
-    with_client(redis_url, body)
+async def test_pipelined_callers_get_their_own_answers(client: Any) -> None:
+    many = 3 * GROUP_LIMIT + 5
+    await client.hset("numbers", mapping={str(number): number * number for number in range(many)})
+    answers = await asyncio.gather(*(client.hget("numbers", str(number)) for number in range(many)))
+    assert [int(answer) for answer in answers] == [number * number for number in range(many)]
 
 
-def test_large_arguments_go_between_small_commands_and_change_no_answer(redis_url: str) -> None:
+async def test_large_arguments_go_between_small_commands_and_change_no_answer(client: Any) -> None:
     large = "x" * 40 * LARGE
     parts = Parts(len(large), lambda: [b"", *[b"x" * 2 * LARGE] * 20])
     few = Parts(1, lambda: [b"a"])
 
-    async def body(client: Any) -> None:
-        await client.hset("sizes", mapping={large: "large", "a": "small"})
-        answers = await asyncio.gather(
-            *(client.hget("sizes", name) for name in (large, "a", "none", parts, few, large, parts))
-        )
-        assert answers == [b"large", b"small", None, b"large", b"small", b"large", b"large"]
-        assert await client.hget("sizes", few) == b"small"
-        assert await client.hget("sizes", large) == b"large"
-
-    with_client(redis_url, body)
+    await client.hset("sizes", mapping={large: "large", "a": "small"})
+    answers = await asyncio.gather(
+        *(client.hget("sizes", name) for name in (large, "a", "none", parts, few, large, parts))
+    )
+    assert answers == [b"large", b"small", None, b"large", b"small", b"large", b"large"]
+    assert await client.hget("sizes", few) == b"small"
+    assert await client.hget("sizes", large) == b"large"
 
 
 @pytest.mark.parametrize(
@@ -81,88 +67,70 @@ def test_commands_are_packed_as_hiredis_does_without_empty_pieces(sizes: tuple[i
     )
 
 
-def test_a_pipelined_error_affects_only_its_command(redis_url: str) -> None:
-    async def body(client: Any) -> None:
-        await client.set("text", "no hash")
-        await client.hset("hash", "field", "value")
-        answers = await asyncio.gather(
-            *(client.hget(name, "field") for name in ("hash", "text", "hash")),
-            return_exceptions=True,
-        )
-        assert (answers[0], answers[2]) == (b"value", b"value")
-        assert isinstance(answers[1], redis.exceptions.ResponseError)
-
-    with_client(redis_url, body)
+async def test_a_pipelined_error_affects_only_its_command(client: Any) -> None:
+    await client.set("text", "no hash")
+    await client.hset("hash", "field", "value")
+    answers = await asyncio.gather(
+        *(client.hget(name, "field") for name in ("hash", "text", "hash")),
+        return_exceptions=True,
+    )
+    assert (answers[0], answers[2]) == (b"value", b"value")
+    assert isinstance(answers[1], redis.exceptions.ResponseError)
 
 
-def test_a_script_that_redis_has_forgotten_is_loaded_again_for_all_who_call_it(
-    redis_url: str,
+async def test_a_script_that_redis_has_forgotten_is_loaded_again_for_all_who_call_it(
+    client: Any,
 ) -> None:
-    async def body(client: Any) -> None:
-        double = client.register_script("return 2 * ARGV[1]")
-        assert await asyncio.gather(*(double(args=[number]) for number in range(20))) == [
-            2 * number for number in range(20)
-        ]
-
-    with_client(redis_url, body)
+    double = client.register_script("return 2 * ARGV[1]")
+    assert await asyncio.gather(*(double(args=[number]) for number in range(20))) == [
+        2 * number for number in range(20)
+    ]
 
 
-def test_a_cancelled_pipelined_call_affects_no_other(redis_url: str) -> None:
-    async def body(client: Any) -> None:
-        await client.hset("hash", "field", "value")
-        leaving, staying = (asyncio.create_task(client.hget("hash", "field")) for _ in range(2))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        assert await staying == b"value"
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-
-    with_client(redis_url, body)
+async def test_a_cancelled_pipelined_call_affects_no_other(client: Any) -> None:
+    await client.hset("hash", "field", "value")
+    leaving, staying = (asyncio.create_task(client.hget("hash", "field")) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert await staying == b"value"
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
 
 
-def test_a_lost_connection_repeats_pipelined_commands(redis_url: str) -> None:  # field case 38
-    async def body(client: Any) -> None:
-        await client.hset("hash", "field", "value")
-        await asyncio.gather(*(client.hget("hash", "field") for _ in range(10)))
-        async with redis.asyncio.Redis.from_url(redis_url) as other:
-            await other.client_kill_filter(_type="normal", skipme=True)
-        assert (
-            await asyncio.gather(*(client.hget("hash", "field") for _ in range(10)))
-            == [b"value"] * 10
-        )
-
-    with_client(redis_url, body)
+# field case 38
+async def test_a_lost_connection_repeats_pipelined_commands(client: Any, redis_url: str) -> None:
+    await client.hset("hash", "field", "value")
+    await asyncio.gather(*(client.hget("hash", "field") for _ in range(10)))
+    async with redis.asyncio.Redis.from_url(redis_url) as other:
+        await other.client_kill_filter(_type="normal", skipme=True)
+    answers = await asyncio.gather(*(client.hget("hash", "field") for _ in range(10)))
+    assert answers == [b"value"] * 10
 
 
-def test_an_unreachable_redis_fails_every_pipelined_call() -> None:
-    async def body(client: Any) -> None:
+async def test_an_unreachable_redis_fails_every_pipelined_call() -> None:
+    async with open_ledger("redis://127.0.0.1:1/0") as ledger:
         answers = await asyncio.gather(
-            *(client.hget("hash", "field") for _ in range(3)), return_exceptions=True
+            *(ledger.redis.hget("hash", "field") for _ in range(3)), return_exceptions=True
         )
-        assert all(isinstance(answer, redis.exceptions.ConnectionError) for answer in answers)
-
-    with_client("redis://127.0.0.1:1/0", body)
+    assert all(isinstance(answer, redis.exceptions.ConnectionError) for answer in answers)
 
 
-def test_a_connection_that_is_closed_within_a_large_argument_gets_no_rest_of_it(
-    redis_url: str,
+async def test_a_connection_that_is_closed_within_a_large_argument_gets_no_rest_of_it(
+    client: Any,
 ) -> None:
     """On another connection the rest, which may be the text of a prompt, would be commands."""
     closing: list[asyncio.Task[None]] = []
 
-    async def body(client: Any) -> None:
-        parts = [b"x" * LARGE, b"x" * LARGE, b"\r\nHSET sizes injected 1\r\n"]
+    parts = [b"x" * LARGE, b"x" * LARGE, b"\r\nHSET sizes injected 1\r\n"]
 
-        def make() -> Iterator[bytes]:
-            yield parts[0]
-            if not closing:  # as at a failover; it happens once the next part is out
-                closing.append(asyncio.create_task(client.connection_pool.disconnect()))
-            yield from parts[1:]
+    def make() -> Iterator[bytes]:
+        yield parts[0]
+        if not closing:  # as at a failover; it happens once the next part is out
+            closing.append(asyncio.create_task(client.connection_pool.disconnect()))
+        yield from parts[1:]
 
-        await client.hset("sizes", mapping={b"".join(parts): "large"})
-        assert await client.hget("sizes", Parts(sum(map(len, parts)), make)) == b"large", (
-            "sent again from its beginning"
-        )
-        assert await client.hget("sizes", "injected") is None
-
-    with_client(redis_url, body)
+    await client.hset("sizes", mapping={b"".join(parts): "large"})
+    assert await client.hget("sizes", Parts(sum(map(len, parts)), make)) == b"large", (
+        "sent again from its beginning"
+    )
+    assert await client.hget("sizes", "injected") is None

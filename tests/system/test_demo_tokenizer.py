@@ -81,11 +81,11 @@ def test_a_span_of_any_text_names_the_tokens_that_spell_it(
     assert found.find(span) == overlapping(spell(ids), text, span)
 
 
-def test_a_span_of_a_conversation_counts_from_the_templates_first_token(
+async def test_a_span_of_a_conversation_counts_from_the_templates_first_token(
     codec: Codec, spell
 ) -> None:
     messages = [{"role": "user", "content": "Where is the Eiffel Tower? The Eiffel Tower!"}]
-    ids, text = asyncio.run(codec.encode_chat(messages))
+    ids, text = await codec.encode_chat(messages)
     assert text.startswith("<|im_start|>system")
     found = codec.map_text(text, ids, special_tokens=False)
     assert found is not None
@@ -99,8 +99,8 @@ def test_a_span_of_a_conversation_counts_from_the_templates_first_token(
     assert b"".join(spell(ids)[position] for position in second).decode() == " Eiffel Tower"
 
 
-def test_token_ids_find_their_text(codec: Codec) -> None:
-    (ids,) = asyncio.run(codec.encode(["The Eiffel Tower in 東京 🙂"], special_tokens=True))
+async def test_token_ids_find_their_text(codec: Codec) -> None:
+    (ids,) = await codec.encode(["The Eiffel Tower in 東京 🙂"], special_tokens=True)
     found = codec.map_ids(ids)
     assert found is not None
     assert found.find(Span(text="Tower")) == [3]

@@ -9,8 +9,9 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -20,7 +21,6 @@ from receipt_rig import receipt
 from up_kit import START_S, Up
 
 from midstream.broker.ledger.people.keys import new_key
-from midstream.broker.ops import redis_server
 from midstream.broker.ops.install import basic
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client import Client
@@ -29,34 +29,32 @@ from midstream.client.stack.processes import birth
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
 
+#: What `midstream up` runs.
+PARTS = {"redis", "relay", "worker", "api", "callbacks", "flower"}
+
 
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[Up]:
-    started = Up(tmp_path / "data")
-    yield started
-    started.close()
+def start(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    """Start `midstream up` with some settings, on the same data each time; nothing it started may
+    outlive the test.
+    """
+    started: list[Up] = []
 
+    def begin(data: Path = tmp_path / "data", **settings: Any) -> Up:
+        started.append(Up(data, **settings))
+        return started[-1]
 
-def in_shell(command: str) -> subprocess.CompletedProcess[str]:
-    """As a user pastes it into another terminal, from another folder."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{plain['PATH']}"
-    return subprocess.run(
-        ["bash", "-c", command],
-        env={**plain, "PATH": path},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    yield begin
+    for up in started:
+        up.close()
+        assert up.alive() == []
 
 
 @pytest.mark.long
-def test_up_prints_addresses_and_ctrl_c_leaves_no_process(up: Up) -> None:
+def test_up_prints_addresses_and_ctrl_c_leaves_no_process(start: Callable[..., Up]) -> None:
+    up = start()
     url = up.ready()
-    lines = [line for line in up.output().splitlines() if "ready:" in line]
-    assert len(lines) == 1
+    (line,) = (line for line in up.output().splitlines() if "ready:" in line)
     for part in (
         "api http://127.0.0.1:",
         "openapi ",
@@ -65,48 +63,32 @@ def test_up_prints_addresses_and_ctrl_c_leaves_no_process(up: Up) -> None:
         "model fake",
         f"data {up.data}",
     ):
-        assert part in lines[0]
-    assert set(up.state()["processes"]) == {
-        "redis",
-        "relay",
-        "worker",
-        "api",
-        "callbacks",
-        "flower",
-    }
-    flower = lines[0].partition("flower ")[2].split()[0]
+        assert part in line
+    assert set(up.state()["processes"]) == PARTS
     assert httpx2.get(f"{url}/healthz").status_code == 200
-    assert httpx2.get(f"{flower}/healthcheck").status_code == 200
+    assert httpx2.get(f"{flower_of(up)}/healthcheck").status_code == 200
     assert up.interrupt() == 0
     assert up.alive() == []
     assert not (up.data / STATE_FILE).exists()
 
 
+def flower_of(up: Up) -> str:
+    found = re.search(r"flower (http://\S+)", up.output())
+    assert found is not None
+    return found[1]
+
+
 @pytest.mark.long
-def test_jobs_survive_a_stop_and_start_of_up(up: Up, tmp_path: Path) -> None:
+def test_jobs_survive_a_stop_and_start_of_up(start: Callable[..., Up]) -> None:
+    up = start()
     with Client(up.ready()) as client:
         done = client.run(model="fake", prompts=["hello"], sampling={"max_tokens": 4}, timeout=90)
     assert up.interrupt(signal.SIGTERM) == 0
-    again = Up(tmp_path / "data")
-    try:
-        with Client(again.ready()) as client:
-            assert client.result(done.id) == done
-    finally:
-        again.close()
+    with Client(start().ready()) as client:
+        assert client.result(done.id) == done
 
 
-@pytest.mark.matrix
-def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
-    url = up.ready()
-    second = up.midstream("up")
-    assert second.returncode == 1
-    assert str(up.data) in second.stderr
-    assert str(up.process.pid) in second.stderr
-    assert url in second.stderr
-    assert httpx2.get(f"{url}/readyz").status_code == 200
-    assert up.state()["pid"] == up.process.pid
-
-
+# field case 37
 # field case 37
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -117,236 +99,152 @@ def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
     ],
 )
 def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
-    tmp_path: Path, name: str
+    start: Callable[..., Up], name: str
 ) -> None:
-    up = Up(
-        tmp_path / "data",
-        engine_options={"token_s": 0.1},
-        lease_s=6,
-        visibility_timeout_s=4,
-        sweep_interval_s=0.5,
-    )
-    try:
-        with Client(up.ready()) as client:
-            capture = {"layers": "all", "positions": "all_prompt"}
-            job = client.submit(
-                model="fake", prompts=["hello"], sampling={"max_tokens": 20}, capture=capture
-            )
-            while client.jobs.get(job.id).state is State.QUEUED:
-                time.sleep(0.05)
-            killed = up.pid(name)
-            os.kill(killed, signal.SIGKILL)
-            ended = client.wait(job.id, timeout=120)
-            assert ended.state is State.SUCCEEDED
-            result = client.result(job.id)
-            assert result.capture_results.status == "ok"
-            assert len(result.capture_results.files) == 1
-        up.until(lambda: f"{name} ended with" in up.output())
-        up.until(lambda: up.state()["processes"].get(name, [killed])[0] != killed)
-    finally:
-        up.close()
-    assert up.alive() == []
+    times = {"lease_s": 6, "visibility_timeout_s": 4, "sweep_interval_s": 0.5}
+    up = start(engine_options={"token_s": 0.1}, **times)
+    with Client(up.ready()) as client:
+        capture = {"layers": "all", "positions": "all_prompt"}
+        job = client.submit(model="fake", prompts=["hello"], max_tokens=20, capture=capture)
+        while client.jobs.get(job.id).state is State.QUEUED:
+            time.sleep(0.05)
+        killed = up.pid(name)
+        os.kill(killed, signal.SIGKILL)
+        assert client.wait(job.id, timeout=120).state is State.SUCCEEDED
+        captured = client.result(job.id).capture_results
+    assert (captured.status, len(captured.files)) == ("ok", 1)
+    up.until(lambda: f"{name} ended with" in up.output())
+    up.until(lambda: up.state()["processes"].get(name, [killed])[0] != killed)
 
 
 @pytest.mark.long
-def test_up_exits_with_the_reason_of_a_failed_engine(tmp_path: Path) -> None:
-    up = Up(tmp_path / "data", fault="start:reason=GPT-J is not supported")
-    try:
-        assert up.process.wait(START_S) == 1
-    finally:
-        up.close()
+def test_up_exits_with_the_reason_of_a_failed_engine(start: Callable[..., Up]) -> None:
+    up = start(fault="start:reason=GPT-J is not supported")
+    assert up.process.wait(START_S) == 1
     last = up.output().strip().splitlines()[-1]
     assert last.startswith("error: worker ended with")
     assert "GPT-J is not supported" in last
     assert "worker.log" in last
-    assert up.alive() == []
 
 
-def test_ctrl_c_while_it_starts_leaves_no_process(tmp_path: Path) -> None:
-    up = Up(tmp_path / "data", fault="slow_start:seconds=60")
-    try:
-        up.until(lambda: (up.data / STATE_FILE).exists() and "worker" in up.state()["processes"])
-        up.note_sessions()
-        time.sleep(1.0)
-        began = time.monotonic()
-        assert up.interrupt() == 0
-        assert time.monotonic() - began < 50, "it does not wait for the worker's start"
-    finally:
-        up.close()
-    assert up.alive() == []
+def test_ctrl_c_while_it_starts_leaves_no_process(start: Callable[..., Up]) -> None:
+    up = start(fault="slow_start:seconds=60")
+    up.until(lambda: (up.data / STATE_FILE).exists() and "worker" in up.state()["processes"])
+    up.note_sessions()
+    began = time.monotonic()
+    assert up.interrupt() == 0
+    assert time.monotonic() - began < 50, "it does not wait for the worker's start"
 
 
 @pytest.mark.long
-def test_up_cleans_up_after_a_killed_up(up: Up, tmp_path: Path) -> None:
+def test_up_cleans_up_after_a_killed_up(start: Callable[..., Up]) -> None:
+    up = start()
     up.ready()
     redis, born = up.state()["processes"]["redis"]
     up.process.kill()
     up.process.wait()
     assert birth(redis) == born, "Redis outlives a supervisor that is killed"
-    again = Up(tmp_path / "data")
-    try:
-        again.ready()
-        assert birth(redis) != born
-        assert f"stopped redis (pid {redis})" in again.output()
-    finally:
-        again.close()
-    assert again.alive() == []
-    assert up.alive() == []
+    again = start()
+    again.ready()
+    assert birth(redis) != born
+    assert f"stopped redis (pid {redis})" in again.output()
 
 
 @pytest.mark.matrix
-def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
+def test_everything_up_starts_is_private_to_the_account(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     data.chmod(0o755)  # as a former version left it
-    up = Up(data, auth="keys")
-    try:
-        url = up.ready()
-        assert f"{data} was readable by other accounts" in up.output()
-        assert {
-            stat.S_IMODE(path.stat().st_mode) & 0o077
-            for path in [data, *data.rglob("*")]
-            if not path.is_symlink()
-        } == {0}
-        # Redis asks for a password, which no command line and no line of ours shows
-        password = (data / "secrets" / "redis.password").read_text().strip()
-        port = urlsplit(up.state()["redis_url"]).port
-        assert port is not None
-        with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
-            stranger.ping()
-        with redis.Redis(port=port, password=password) as ours:
-            assert ours.ping()
-        shown = [
-            up.output(),
-            (data / STATE_FILE).read_text(),
-            *(path.read_text() for path in (data / "logs").glob("*.log")),
-        ]
-        shown += [
-            Path(f"/proc/{pid}/cmdline").read_text() for pid, _ in up.state()["processes"].values()
-        ]
-        assert not any(password in text for text in shown)
-        assert "redis://:***@127.0.0.1:" in up.output()
-        # so does Flower
-        auth = (data / "secrets" / "flower.auth").read_text().strip()
-        assert str(data / "secrets" / "flower.auth") in up.output()
-        assert auth not in up.output()
-        flower = re.search(r"flower (http://\S+)", up.output())
-        assert flower is not None
-        assert httpx2.get(f"{flower[1]}/api/tasks").status_code == 401
-        assert (
-            httpx2.get(f"{flower[1]}/api/tasks", auth=tuple(auth.split(":", 1))).status_code == 200
-        )  # type: ignore[arg-type]
-        # and the relay: a forged receipt of a running job does not get in
-        relay = up.environment["MIDSTREAM_RELAY_URL"]
-        with Outbox(tmp_path / "forged", "w1", 0, relay) as forged:
-            forged.append(receipt("job_x", 0, worker="w1"))
-            assert not forged.flush(2.0)
-            assert not forged.connected
-        # callers need a key, and the command that is printed makes the first
-        with pytest.raises(MidstreamError, match="no API key given"), Client(url) as client:
-            client.models()
-        command = re.search(r"create the first one: (MIDSTREAM_DATA_DIR=.*)", up.output())
-        assert command is not None
-        made = in_shell(command[1])
-        assert made.returncode == 0, made.stderr
-        with Client(url, made.stdout.strip()) as client:
-            done = client.run(
-                model="fake",
-                prompts=["hello"],
-                capture={"layers": "all", "positions": "last_prompt"},
-                timeout=90,
-            )
-            assert client.result(done.id).capture_results.status == "ok"
-        assert "redis" in up.midstream("doctor").stdout
-    finally:
-        up.close()
-
-
-def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
-    up.ready()
-    flower = re.search(r"flower (http://\S+)", up.output())
-    assert flower is not None
-    assert httpx2.get(f"{flower[1]}/api/tasks", headers={"Host": "evil.example"}).status_code == 421
-    assert (
-        httpx2.get(f"{flower[1]}/metrics", headers={"Host": "evil.example:5555"}).status_code == 421
+    up = start(auth="keys")
+    url = up.ready()
+    assert f"{data} was readable by other accounts" in up.output()
+    assert {
+        stat.S_IMODE(path.stat().st_mode) & 0o077
+        for path in [data, *data.rglob("*")]
+        if not path.is_symlink()
+    } == {0}
+    # Redis asks for a password, which no command line and no line of ours shows
+    password = (data / "secrets" / "redis.password").read_text().strip()
+    port = urlsplit(up.state()["redis_url"]).port
+    assert port is not None
+    with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
+        stranger.ping()
+    with redis.Redis(port=port, password=password) as ours:
+        assert ours.ping()
+    shown = [data / STATE_FILE, *(data / "logs").glob("*.log")]
+    shown += [Path(f"/proc/{pid}/cmdline") for pid, _ in up.state()["processes"].values()]
+    assert not any(password in text for text in [up.output(), *(p.read_text() for p in shown)])
+    assert "redis://:***@127.0.0.1:" in up.output()
+    # so does Flower
+    auth = (data / "secrets" / "flower.auth").read_text().strip()
+    assert str(data / "secrets" / "flower.auth") in up.output()
+    assert auth not in up.output()
+    tasks = f"{flower_of(up)}/api/tasks"
+    user, _, word = auth.partition(":")
+    assert httpx2.get(tasks).status_code == 401
+    assert httpx2.get(tasks, auth=(user, word)).status_code == 200
+    # and the relay: a forged receipt of a running job does not get in
+    relay = up.environment["MIDSTREAM_RELAY_URL"]
+    with Outbox(tmp_path / "forged", "w1", 0, relay) as forged:
+        forged.append(receipt("job_x", 0, worker="w1"))
+        assert not forged.flush(2.0)
+        assert not forged.connected
+    # callers need a key, and the command that is printed makes the first
+    with pytest.raises(MidstreamError, match="no API key given"), Client(url) as client:
+        client.models()
+    command = re.search(r"create the first one: (MIDSTREAM_DATA_DIR=.*)", up.output())
+    assert command is not None
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{plain['PATH']}"
+    key = subprocess.check_output(  # in another terminal, from another folder
+        ["bash", "-c", command[1]], env=plain | {"PATH": path}, cwd="/", text=True, timeout=120
     )
+    with Client(url, key.strip()) as client:
+        done = client.run(model="fake", prompts=["hello"], capture={"layers": "all"}, timeout=90)
+        assert done.capture_results.status == "ok"
+    assert "redis" in up.midstream("doctor").stdout
 
 
 @pytest.mark.matrix
-def test_every_path_of_flower_needs_the_password(tmp_path: Path) -> None:
+def test_every_path_of_flower_needs_the_password(start: Callable[..., Up]) -> None:
     """Also those that Flower itself leaves open.
 
     The observe key opens its metrics, and the API's, and nothing else.
     """
     key, admin, password = new_key(), new_key(), "ada:a pass:word"
-    up = Up(
-        tmp_path / "data",
-        auth="keys",
-        admin_key=admin,
-        observe_key=key,
-        flower_auth=f"{password},bob:x",
-    )
-    try:
-        url = up.ready()
-        flower = re.search(r"flower (http://\S+)", up.output())
-        assert flower is not None
+    keys = {"admin_key": admin, "observe_key": key, "flower_auth": f"{password},bob:x"}
+    up = start(auth="keys", **keys)
+    url = up.ready()
 
-        def status(path: str, authorization: str | None, base: str = flower[1]) -> int:
-            answer = httpx2.get(
-                f"{base}{path}", headers={"Authorization": authorization} if authorization else {}
-            )
-            if answer.status_code == 401:
-                assert "www-authenticate" in answer.headers
-            return answer.status_code
+    def status(path: str, authorization: str | None, base: str = flower_of(up)) -> int:
+        headers = {"Authorization": authorization} if authorization else {}
+        answer = httpx2.get(f"{base}{path}", headers=headers)
+        assert "www-authenticate" in answer.headers or answer.status_code != 401
+        return answer.status_code
 
-        for path in (
-            "/",
-            "/metrics",
-            "/healthcheck",
-            "/tasks",
-            "/api/tasks",
-            "/api/workers",
-            "/static/css/flower.css",
-            "/login",
-            "/x",
-        ):
-            for wrong in (
-                None,
-                basic("ada:wrong"),
-                basic("ada"),
-                "Basic x",
-                "Bearer x",
-                f"Bearer {admin}x",
-            ):
-                assert status(path, wrong) == 401, (path, wrong)
-            assert status(path, basic(password)) != 401
-        assert [
-            status(path, f"Bearer {key}") for path in ("/metrics", "/api/tasks", "/healthcheck")
-        ] == [200, 401, 401]
-        assert [
-            status(path, f"Bearer {key}", url) for path in ("/metrics", "/v1/status", "/v1/jobs")
-        ] == [200, 200, 403]
-    finally:
-        up.close()
+    wrong = [None, basic("ada:wrong"), basic("ada"), "Basic x", "Bearer x", f"Bearer {admin}x"]
+    paths = ["/", "/metrics", "/healthcheck", "/tasks", "/api/tasks", "/api/workers"]
+    for path in (*paths, "/static/css/flower.css", "/login", "/x"):
+        assert {status(path, authorization) for authorization in wrong} == {401}, path
+        assert status(path, basic(password)) != 401
+    observing = f"Bearer {key}"
+    of_flower = [status(path, observing) for path in ("/metrics", "/api/tasks", "/healthcheck")]
+    of_api = [status(path, observing, url) for path in ("/metrics", "/v1/status", "/v1/jobs")]
+    assert (of_flower, of_api) == ([200, 401, 401], [200, 200, 403])
 
 
 @pytest.mark.matrix
-def test_a_failing_demo_stops_what_it_started(tmp_path: Path) -> None:
-    demo = Up(
-        tmp_path / "data", command=("demo", "--data", str(tmp_path / "data"))
-    )  # the fake engine is not the demo's model: it has other layers
-    try:
-        demo.until(
-            lambda: (demo.data / STATE_FILE).exists() and "flower" in demo.state()["processes"]
-        )
-        demo.note_sessions()
-        assert demo.process.wait(START_S) == 1
-    finally:
-        demo.close()
+def test_a_failing_demo_stops_what_it_started(start: Callable[..., Up], tmp_path: Path) -> None:
+    """The fake engine is not the demo's model: it has other layers."""
+    demo = start(command=("demo", "--data", str(tmp_path / "data")))
+    demo.until(lambda: (demo.data / STATE_FILE).exists() and "flower" in demo.state()["processes"])
+    demo.note_sessions()
+    assert demo.process.wait(START_S) == 1
     assert "stack up" in demo.output()
     assert "✗" in demo.output()
     assert demo.output().strip().splitlines()[-1].startswith("error: ")
-    assert demo.alive() == []
 
 
 @pytest.fixture
@@ -379,32 +277,22 @@ def fill(file: Path) -> None:
                 handle.write(bytes(size))
 
 
-def capture_job(url: str) -> httpx2.Response:
-    body = {
-        "model": "fake",
-        "prompts": ["hello"],
-        "sampling": {"max_tokens": 2},
-        "capture": {"layers": "all", "positions": "all_prompt"},
-    }
-    return httpx2.post(f"{url}/v1/jobs", json=body, timeout=60)
+def submitted(url: str) -> httpx2.Response:
+    capture = {"layers": "all", "positions": "all_prompt"}
+    body = {"model": "fake", "prompts": ["hello"], "sampling": {"max_tokens": 2}}
+    return httpx2.post(f"{url}/v1/jobs", json=body | {"capture": capture}, timeout=60)
 
 
-def refused_for(url: str, trouble: str, deadline_s: float = START_S) -> httpx2.Response:
-    """The first answer 503 that names `trouble`; every other answer until then is a problem of
-    ours, and none a 500.
-    """
-    deadline = time.monotonic() + deadline_s
-    while True:
-        assert time.monotonic() < deadline
-        with contextlib.suppress(httpx2.TransportError):  # it is being started again
-            answer = capture_job(url)
-            assert answer.status_code in (202, 503), answer.text
-            if answer.status_code == 503:
-                assert answer.headers["content-type"] == "application/problem+json"
-                assert answer.headers["retry-after"]
-                if trouble in answer.json()["detail"]:
-                    return answer
-        time.sleep(0.2)
+def refused_for(url: str, trouble: str) -> bool:
+    """Is a job refused for this trouble? Other answers are problems of ours, and none a 500."""
+    with contextlib.suppress(httpx2.TransportError):  # it is being started again
+        answer = submitted(url)
+        assert answer.status_code in (202, 503), answer.text
+        if answer.status_code == 503:
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert answer.headers["retry-after"]
+            return trouble in answer.json()["detail"]
+    return False
 
 
 def missing_of(url: str) -> str:
@@ -417,71 +305,40 @@ def missing_of(url: str) -> str:
 
 
 @pytest.mark.matrix
-def test_up_outlives_a_full_disk_and_a_read_only_one(disk: Path) -> None:
-    up = Up(disk, lease_s=6, sweep_interval_s=0.5)
-    try:
-        url = up.ready()
-        fill(disk / "filler")
-        up.until(lambda: "disk full" in up.output())
-        refused_for(url, "disk full")
-        up.until(lambda: "outbox: disk full" in missing_of(url))  # each part notices by itself
-        os.kill(up.pid("api"), signal.SIGKILL)
-        refused_for(url, "")
-        os.kill(up.pid("redis"), signal.SIGKILL)
-        up.until(lambda: "redis ended with" in up.output())
-        refused_for(url, "")
-        (disk / "filler").unlink()
-        up.until(lambda: "is writable again" in up.output())
-        up.until(lambda: httpx2.get(f"{url}/readyz", timeout=30).status_code == 200)
-        with Client(url) as client:
-            result = client.result(client.wait(capture_job(url).json()["id"], timeout=120).id)
-            assert result.capture_results.status == "ok"
-        assert up.output().count("disk full") == 1, up.output()
-        up.until(
-            lambda: (
-                set(up.state()["processes"])
-                == {"redis", "relay", "worker", "api", "callbacks", "flower"}
-            )
-        )
+def test_up_outlives_a_full_disk_and_a_read_only_one(start: Callable[..., Up], disk: Path) -> None:
+    up = start(disk, lease_s=6, sweep_interval_s=0.5)
+    url = up.ready()
+    fill(disk / "filler")
+    up.until(lambda: "disk full" in up.output())
+    up.until(lambda: refused_for(url, "disk full"))
+    up.until(lambda: "outbox: disk full" in missing_of(url))  # each part notices by itself
+    os.kill(up.pid("api"), signal.SIGKILL)
+    up.until(lambda: refused_for(url, ""))
+    os.kill(up.pid("redis"), signal.SIGKILL)
+    up.until(lambda: "redis ended with" in up.output())
+    up.until(lambda: refused_for(url, ""))
+    (disk / "filler").unlink()
+    up.until(lambda: "is writable again" in up.output())
+    up.until(lambda: httpx2.get(f"{url}/readyz", timeout=30).status_code == 200)
+    with Client(url) as client:
+        result = client.result(client.wait(submitted(url).json()["id"], timeout=120).id)
+        assert result.capture_results.status == "ok"
+    assert up.output().count("disk full") == 1, up.output()
+    up.until(lambda: set(up.state()["processes"]) == PARTS)
 
-        # as the kernel does after an error of the disk
-        subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=True)
-        up.until(lambda: "disk read-only" in up.output())
-        refused_for(url, "disk read-only")
-        up.sessions |= {up.pid(name) for name in up.state()["processes"]}
-        up.process.send_signal(signal.SIGTERM)
-        assert up.process.wait(90) == 0
-        assert up.output().count("disk read-only") == 1
-    finally:
-        up.close()
-    assert up.alive() == []
+    # as the kernel does after an error of the disk
+    subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=True)
+    up.until(lambda: "disk read-only" in up.output())
+    up.until(lambda: refused_for(url, "disk read-only"))
+    up.sessions |= {up.pid(name) for name in up.state()["processes"]}
+    up.process.send_signal(signal.SIGTERM)
+    assert up.process.wait(90) == 0
+    assert up.output().count("disk read-only") == 1
 
 
-def test_an_up_on_a_read_only_disk_says_so(disk: Path) -> None:
+def test_an_up_on_a_read_only_disk_says_so(start: Callable[..., Up], disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    up = Up(disk)
-    try:
-        assert up.process.wait(START_S) == 1
-    finally:
-        up.close()
-    assert (
-        up.output().strip().splitlines()[-1]
-        == f"error: data_dir: disk read-only: {disk} cannot be written"
-    )
-
-
-@pytest.mark.matrix
-def test_a_redis_that_was_orphaned_while_it_loaded_is_ended_by_the_next_up(tmp_path: Path) -> None:
-    """Its pid is in no state file yet; it holds the lock of its folder."""
-    data = tmp_path / "data"
-    server = redis_server.start(data / "redis")
-    (data / "redis" / "redis.pid").write_text("1")
-    up = Up(data)
-    try:
-        up.ready()
-        assert f"stopped redis (pid {server.pid})" in up.output()
-        assert server.process.wait(60) is not None
-    finally:
-        server.kill()
-        up.close()
-    assert up.alive() == []
+    up = start(disk)
+    assert up.process.wait(START_S) == 1
+    last = up.output().strip().splitlines()[-1]
+    assert last == f"error: data_dir: disk read-only: {disk} cannot be written"
