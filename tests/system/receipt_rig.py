@@ -14,9 +14,12 @@ from typing import Any, TypeVar
 
 import ledger_kit
 import redis
+import zmq
 from ports import free_port
 
 from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.receipts import frames
+from midstream.broker.receipts.curve import ClientKeys
 from midstream.schemas.base.settings import Settings, to_environment
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.jobs.receipts import Receipt
@@ -135,6 +138,34 @@ class SenderProcess:
         count = self.durable(sys.maxsize)
         self.process.stdout.close()
         return count
+
+
+class Peer:
+    """A bare DEALER that speaks for worker `w`, rank 0, or as who it is told to be."""
+
+    def __init__(self, url: str, identity: bytes = b"w/0/test", keys: ClientKeys | None = None):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, identity)
+        self.socket.linger, self.socket.rcvtimeo = 0, 60_000
+        if keys is not None:
+            keys.apply(self.socket)
+        self.socket.connect(url)
+        self.epoch = frames.new_epoch()
+
+    def ask(self, kind: frames.Kind, seq: int, payload: bytes = b"") -> frames.Frame:
+        self.socket.send(frames.pack(kind, self.epoch, seq, payload))
+        return self.answer()
+
+    def answer(self) -> frames.Frame:
+        return frames.unpack(self.socket.recv())
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self.context.term()
 
 
 class Jobs:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
-from receipt_rig import Jobs, RelayProcess, free_port, once_each, receipt, wait_until
+from receipt_rig import Jobs, Peer, RelayProcess, free_port, once_each, receipt, wait_until
 
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
-from midstream.broker.receipts.frames import Frame, Kind
+from midstream.broker.receipts.frames import Kind
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.base.records import to_msgpack
 
@@ -93,37 +92,13 @@ def test_a_worker_unknown_to_the_relay_is_refused_until_its_key_is_added(
     assert jobs.arrived(job) == once_each(1)
 
 
-class Stranger:
-    """A bare DEALER with any keys and any name."""
-
-    def __init__(self, url: str, identity: bytes, keys: ClientKeys):
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, identity)
-        self.socket.linger, self.socket.rcvtimeo = 0, 60_000
-        keys.apply(self.socket)
-        self.socket.connect(url)
-        self.epoch = frames.new_epoch()
-
-    def ask(self, kind: Kind, seq: int, payload: bytes = b"") -> Frame:
-        self.socket.send(frames.pack(kind, self.epoch, seq, payload))
-        return frames.unpack(self.socket.recv())
-
-    def __enter__(self) -> "Stranger":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        self.context.term()
-
-
 def test_receipts_for_another_workers_id_are_refused(
     relay: RelayProcess, keys: Keys, jobs: Jobs
 ) -> None:
     keys.worker("w")
     other = keys.worker("other")
     [job] = jobs.claim(1, 1)
-    with Stranger(relay.url, b"w/0/x", other) as impostor:
+    with Peer(relay.url, b"w/0/x", other) as impostor:
         for kind, payload in (
             (Kind.HELLO, b""),
             (Kind.RECEIPT, to_msgpack(receipt(job, 0))),
@@ -139,7 +114,7 @@ def test_receipts_for_another_workers_id_are_refused(
             ) in refusal.detail
     assert jobs.arrived(job) == {}
     assert "identifies as worker 'w'" in relay.log.read_text()
-    with Stranger(relay.url, b"other/0/x", other) as itself:
+    with Peer(relay.url, b"other/0/x", other) as itself:
         assert itself.ask(Kind.HELLO, 1).kind is Kind.MARK
         (keys.clients / "other.pub").unlink()
         wait_until(lambda: itself.ask(Kind.HELLO, 2).kind is Kind.REFUSED)

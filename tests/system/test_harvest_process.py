@@ -70,13 +70,13 @@ def lines(folder: Path, name: str, values: list[Any]) -> str:
     return name
 
 
-def test_documents_come_from_another_process(tmp_path: Path, process: SourceProcess) -> None:
+async def test_documents_come_from_another_process(tmp_path: Path, process: SourceProcess) -> None:
     documents = texts(200)
     made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", documents))
-    plan, found = asyncio.run(everything(made))
+    plan, found = await everything(made)
     assert [document.number for document in found] == list(range(200))
     assert found[7].token_ids.tolist() == make_tokenizer().encode(documents[7]).ids
-    assert asyncio.run(made.special()) == (
+    assert await made.special() == (
         make_tokenizer().token_to_id("<bos>"),
         make_tokenizer().token_to_id("<eos>"),
     )
@@ -84,18 +84,20 @@ def test_documents_come_from_another_process(tmp_path: Path, process: SourceProc
     with pytest.raises(
         MidstreamError, match=r"'a\.jsonl' was changed since the harvest was planned"
     ) as raised:
-        asyncio.run(made.read(plan, plan.units[0]))
+        await made.read(plan, plan.units[0])
     assert (raised.value.kind, raised.value.field) == ("conflict", "source.path")
 
 
-def test_a_process_that_was_killed_is_started_again(tmp_path: Path, process: SourceProcess) -> None:
+async def test_a_process_that_was_killed_is_started_again(
+    tmp_path: Path, process: SourceProcess
+) -> None:
     made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
-    plan = asyncio.run(made.plan())
+    plan = await made.plan()
     process._process.kill()
-    assert len(asyncio.run(made.read(plan, plan.units[0]))) == 20
+    assert len(await made.read(plan, plan.units[0])) == 20
 
 
-def test_a_process_that_cannot_start_is_no_fault_of_the_source(
+async def test_a_process_that_cannot_start_is_no_fault_of_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
@@ -104,7 +106,7 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_source(
     with pytest.raises(
         MidstreamError, match="the process that reads sources ended with 1"
     ) as raised:
-        asyncio.run(made.plan())
+        await made.plan()
     assert raised.value.kind == "internal"
     assert broken.close() == 0
 
@@ -224,7 +226,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], str], str | None]] = {
     "name",
     [pytest.param(name, marks=pytest.mark.matrix if "15 MB" in name else ()) for name in HOSTILE],
 )
-def test_a_hostile_source_stays_within_the_memory(
+async def test_a_hostile_source_stays_within_the_memory(
     tmp_path: Path, process: SourceProcess, name: str
 ) -> None:
     """The limit is one that the kernel enforces; what the worker itself takes is measured."""
@@ -233,22 +235,16 @@ def test_a_hostile_source_stays_within_the_memory(
     made = reader(process, tmp_path, path, cut=HarvestCut(fit="split"), max_tokens=2_000_000)
     before = _resident()
     if said is None:
-        plan, _ = asyncio.run(everything(made))
+        plan, _ = await everything(made)
         assert plan.units
     else:
         with pytest.raises(MidstreamError, match=said) as raised:
-            asyncio.run(everything(made))
+            await everything(made)
         assert raised.value.kind == "invalid_request"
         assert path in raised.value.detail
     assert _resident() - before < 300 * MIB
-    assert (
-        len(
-            asyncio.run(
-                everything(reader(process, tmp_path, lines(tmp_path, "after.jsonl", texts(9))))
-            )[1]
-        )
-        == 9
-    )
+    after = reader(process, tmp_path, lines(tmp_path, "after.jsonl", texts(9)))
+    assert len((await everything(after))[1]) == 9
 
 
 def _in_a_fork(write: Callable[[], str], folder: Path) -> str:
@@ -268,9 +264,9 @@ def _resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def test_an_ended_worker_leaves_no_process(tmp_path: Path) -> None:
+async def test_an_ended_worker_leaves_no_process(tmp_path: Path) -> None:
     made = SourceProcess(LIMIT_MIB)
-    asyncio.run(reader(made, tmp_path, lines(tmp_path, "a.jsonl", texts(5))).plan())
+    await reader(made, tmp_path, lines(tmp_path, "a.jsonl", texts(5))).plan()
     running = made._process
     running.stdin.close()  # as the kernel does for a worker that was killed
     assert running.wait(10) == 0

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from receipt_rig import Jobs, RelayProcess, once_each, receipt, wait_until
+from receipt_rig import Jobs, Peer, RelayProcess, once_each, receipt, wait_until
 
 from midstream import __version__
 from midstream.broker.ops import redis_server
 from midstream.broker.receipts import frames
-from midstream.broker.receipts.frames import Frame, Kind
+from midstream.broker.receipts.frames import Kind
 from midstream.broker.receipts.outbox import Outbox, OutboxError
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.jobs import State
@@ -38,36 +38,6 @@ def relay(served: RelayProcess, redis_url: str) -> RelayProcess:
     """The module's, which runs; Redis is empty."""
     served.revive()
     return served
-
-
-class Peer:
-    """A bare DEALER that speaks for worker `w`, rank 0."""
-
-    def __init__(self, url: str, identity: bytes = b"w/0/test"):
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, identity)
-        self.socket.linger = 0
-        self.socket.rcvtimeo = int(LONG_S * 1000)
-        self.socket.connect(url)
-        self.epoch = frames.new_epoch()
-
-    def send(self, kind: Kind, seq: int, payload: bytes = b"") -> None:
-        self.socket.send(frames.pack(kind, self.epoch, seq, payload))
-
-    def ask(self, kind: Kind, seq: int, payload: bytes = b"") -> Frame:
-        self.send(kind, seq, payload)
-        return self.answer()
-
-    def answer(self) -> Frame:
-        return frames.unpack(self.socket.recv())
-
-    def __enter__(self) -> "Peer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        self.context.term()
 
 
 # -- odd traffic

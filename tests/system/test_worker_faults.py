@@ -2,6 +2,7 @@
 them, and which workers do not start?
 """
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from stack import Stack, unsuccessful
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.app import EXIT_BAD_SETTINGS, EXIT_ENGINE_DIED, EXIT_NO_ENGINE
+from midstream.workers.engine.identity import WorkerLock
 
 CAPTURE = StoredCapture(
     sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed"
@@ -172,12 +174,9 @@ def test_a_worker_that_cannot_start_says_why_on_its_last_line(
     assert stack.log("worker").splitlines()[-1].startswith(f"worker failed: {says}")
 
 
-def test_a_second_worker_of_the_same_id_is_refused(
-    stack: Stack, start: Callable[..., None]
-) -> None:
-    start()
-    stack.spawn("worker-2", suffix=False)
-    assert stack.exit_code("worker-2") == EXIT_BAD_SETTINGS
-    running = f"worker 'w1' is already running (pid {stack.pid('worker')})"
-    assert running in stack.log("worker-2")
-    assert stack.wait(stack.submit(["still works"])).state is State.SUCCEEDED
+def test_a_second_worker_of_the_same_id_is_refused(stack: Stack) -> None:
+    lock = WorkerLock(stack.settings)
+    stack.spawn("worker")
+    assert stack.exit_code("worker") == EXIT_BAD_SETTINGS
+    assert f"worker 'w1' is already running (pid {os.getpid()})" in stack.log("worker")
+    lock.release()
