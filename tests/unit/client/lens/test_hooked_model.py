@@ -49,13 +49,17 @@ def refusal(caught: Any) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_names_mean_the_hooks_that_requests_take_them_for() -> None:
+def test_names_mean_hooks_or_have_a_reason() -> None:
     for name, hooks in BLOCK.items():
         if name in ALIASES:
             assert hooks == (ALIASES[name],)
     assert {ALIASES[name] for name in ALIASES} <= {
         hook for hooks in BLOCK.values() for hook in hooks
     }
+    assert not ABSENT.keys() & {name.rpartition(".")[2] for name in BLOCK}
+    assert not {f"hook_{name}" for name in SHORT} & ABSENT.keys()
+    assert not [name for name in OF_CACHE if hasattr(ActivationCache, name)]
+    assert not [name for name in OF_MODEL if hasattr(HookedModel, name)]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +131,6 @@ def test_a_filter_is_a_name_several_or_a_function() -> None:
     for nothing in ([], lambda name: False):
         with pytest.raises(MidstreamError, match="names_filter: selects no activation"):
             chosen(nothing, CARD)
-
-
-def test_reasons_are_given_for_names_that_are_not_there() -> None:
-    assert not ABSENT.keys() & {name.rpartition(".")[2] for name in BLOCK}
-    assert not {f"hook_{name}" for name in SHORT} & ABSENT.keys()
-    assert not [name for name in OF_CACHE if hasattr(ActivationCache, name)]
-    assert not [name for name in OF_MODEL if hasattr(HookedModel, name)]
 
 
 # --- Ops
@@ -365,7 +362,7 @@ def test_indexing_gives_what_numpy_would(key: Any) -> None:
     assert np.array_equal(found[key], whole[places[tuple(lead)]][..., last])
 
 
-def test_parts_are_logits_and_their_indices_count_from_the_part() -> None:
+def test_parts_are_logits_or_probabilities_and_their_indices_count_from_the_part() -> None:
     found, server = logits()
     part = found[1, 3:6]
     assert part.shape == (3, 1000)
@@ -377,10 +374,6 @@ def test_parts_are_logits_and_their_indices_count_from_the_part() -> None:
     assert np.array_equal(values, np.take_along_axis(server.table[1, 3:6], ids, -1))
     assert np.array_equal(found.argmax(), server.table.argmax(-1))
     assert found[0, 0].argmax() == server.table[0, 0].argmax()
-
-
-def test_a_part_of_probabilities_is_probabilities() -> None:
-    found, server = logits()
     part = found.softmax()[1][2:4]
     assert part[-1, 7] == pytest.approx(np.exp(server.table[1, 3, 7]))
     assert found.softmax().log_softmax()[0, 0, 7] == server.table[0, 0, 7]

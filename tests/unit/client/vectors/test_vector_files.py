@@ -83,9 +83,6 @@ def test_directions_of_a_gguf_file_are_at_the_layers_of_their_names(tmp_path: Pa
         (n, None, None, None) for n in (0, 3, 14)
     ]
     assert sites(specs) == {0: (-JOY).tolist(), 3: CALM.tolist(), 14: JOY.tolist()}
-
-
-def test_half_precision_directions_keep_their_bits(tmp_path: Path) -> None:
     (spec,) = vectors.read(control_vector(tmp_path / "joy.gguf", {3: JOY.astype(np.float16)}))
     assert spec.vector == from_numpy(JOY.astype(np.float16))
 
