@@ -69,12 +69,9 @@ def test_rows_count_from_the_end_of_the_prompt_or_there_is_no_matrix(tmp_path: P
     assert samples(reader, -1) == [("job_a", 0, 6)], (
         "not the last row, and not the third from the first"
     )
-    write(
-        tmp_path,
-        finished(job="job_a", positions=[0, 1]),
-        finished(job="job_a", request=1, positions=[]),
-        owner="job_a",
-    )
+    empty = finished(job="job_b", request=1, positions=[])
+    write(tmp_path, finished(job="job_b", positions=[0, 1]), empty, owner="job_b")
+    reader = CaptureReader(tmp_path, "job_b")
     layer = reader.layers()[0]
     for rows in ("last", "first", "mean"):
         with refuses("request 1 has no captured rows", kind="not_found"):

@@ -198,14 +198,11 @@ def test_waiting_survives_an_api_that_restarts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(wire, "PAUSE_S", 0.01)
     busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
     with server(
-        reply(job_view(id="job_x"), etag='"1"'),
+        reply(job_view(state=State.QUEUED), etag='"1"'),
         busy,
         (304, {wire.VERSION_HEADER: __version__}, b""),
-        reply(job_view(id="job_x", state=State.SUCCEEDED)),
-    ) as (
-        url,
-        seen,
-    ):
+        reply(job_view()),
+    ) as (url, seen):
         assert Client(url).wait("job_x", timeout=60).state is State.SUCCEEDED
     assert len(seen) == 4
 

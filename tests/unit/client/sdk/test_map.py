@@ -587,7 +587,6 @@ def test_many_keys_are_found_and_names_that_are_no_digests_are_no_folders(tmp_pa
     cache.store(dict.fromkeys(keys, result(1)), None)
     assert cache.load([*keys, "f" * 64], rows=False).keys() == set(keys)
     assert cache.load(keys, rows=True) == {}
-    cache.close()
     (tmp_path / "captures" / "elsewhere").mkdir()
     cache.store({"a" * 64: result(1)}, tmp_path / "captures" / "elsewhere")
     assert cache.load(["a" * 64], rows=False)["a" * 64][1] is None

@@ -118,7 +118,7 @@ def test_everything_that_calls_return_has_html(tmp_path: Path) -> None:
         "lens": lens("a")._repr_html_(),
     }
     words = {
-        "job": "job_x",
+        "job": "job_1",
         "page of jobs": "succeeded",
         "result": "Paris",
         "module": "joy",
