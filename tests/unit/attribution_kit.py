@@ -12,7 +12,6 @@ from midstream.schemas.jobs.attributions import (
     PairAttribution,
     Recall,
 )
-from midstream.schemas.jobs.jobs import CaptureResults, JobResult, State
 from midstream.schemas.requests.attributions import Edge, EdgeEnd, FeatureScore, Verify
 
 #: The exact values are those of `sweep_kit`'s peak and of a weaker cell; the estimate of the latter
@@ -100,11 +99,3 @@ def verified_features() -> AttributionResult:
         CheckedCell(**kept, feature=7, why=["random"], estimate=0.05, exact=-0.06, off=True),
     ]
     return attribution(estimated(features=scores, checked=checked))
-
-
-def job_result(found: AttributionResult) -> JobResult:
-    captures = CaptureResults(status="not_requested", job="job_1")
-    return JobResult(
-        id="job_1", model="m", state=State.SUCCEEDED, outputs=[], capture_results=captures,
-        determinism=None, attempt=1, attribution=found,
-    )  # fmt: skip

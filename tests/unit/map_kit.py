@@ -12,12 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
+from job_kit import job_result, job_view
+
 from midstream import __version__
 from midstream.client.sdk import wire
 from midstream.schemas.base.errors import MidstreamError, Problem
-from midstream.schemas.jobs.jobs import CaptureResults, JobResult, JobView, Output, State
-
-VIEW: dict[str, Any] = {"kind": "generate", "attempt": 1, "version": 1, "created": 1.0}
+from midstream.schemas.jobs.jobs import JobResult, JobView, State
 
 
 @dataclass
@@ -137,31 +137,11 @@ class Jobs:
             "identity": self.identity,
             "global_version": self.version,
         }
-        return JobView(id=job, model="m", state=state, error=self.errors.get(job), **facts, **VIEW)
+        return job_view(id=job, state=state, error=self.errors.get(job), **facts)
 
     def _result(self, job: str) -> JobResult:
         prompts = self.jobs[job]["prompts"] or self.jobs[job]["messages"]
-        outputs = [
-            Output(
-                index=number,
-                text=f"<{prompt}>",
-                token_ids=[1],
-                finish_reason="length",
-                prompt_tokens=1,
-            )
-            for number, prompt in enumerate(prompts)
-        ]
-        captures = CaptureResults(status="not_requested", job=job)
-        state = State.SUCCEEDED
-        return JobResult(
-            id=job,
-            model="m",
-            state=state,
-            outputs=outputs,
-            capture_results=captures,
-            determinism=None,
-            attempt=1,
-        )
+        return job_result(*(f"<{prompt}>" for prompt in prompts), id=job)
 
 
 @contextmanager

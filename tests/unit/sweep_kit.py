@@ -3,8 +3,8 @@
 from typing import Any
 
 from http_kit import Reply, reply
+from job_kit import job_result, job_view
 
-from midstream.schemas.jobs.jobs import CaptureResults, JobResult, JobView, State
 from midstream.schemas.jobs.sweeps import (
     Baseline,
     PairResult,
@@ -101,22 +101,8 @@ def result(*pairs: PairResult, **given: Any) -> SweepResult:
     return SweepResult(**fields, summary=summary)
 
 
-VIEW = JobView(
-    id="job_1", kind="sweep", model="m", state=State.SUCCEEDED, attempt=1, version=3, created=1.0
-)
+VIEW = job_view(kind="sweep", version=3)
 
 
 def over(sweep: SweepResult | None) -> Reply:
-    captures = CaptureResults(status="not_requested", job="job_1")
-    return reply(
-        JobResult(
-            id="job_1",
-            model="m",
-            state=State.SUCCEEDED,
-            outputs=[],
-            capture_results=captures,
-            determinism=None,
-            attempt=1,
-            sweep=sweep,
-        )
-    )
+    return reply(job_result(sweep=sweep))

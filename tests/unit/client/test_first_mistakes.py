@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from http_kit import reply, server
+from job_kit import job_result
 
 from midstream import Answer, Client, MidstreamError, ServerTimeout
 from midstream.api.resolve.readings.readings import _check_served
@@ -17,8 +18,6 @@ from midstream.client.sdk import wire
 from midstream.lens import HookedModel
 from midstream.schemas.base.errors import invalid, unknown
 from midstream.schemas.base.settings import SettingsError, load_settings
-from midstream.schemas.base.states import State
-from midstream.schemas.jobs.jobs import CaptureResults, JobResult
 
 #: An address where nothing listens.
 CLOSED = "127.0.0.1:1"
@@ -154,15 +153,7 @@ def test_a_wrong_argument_names_the_right_one(call: Any, message: str) -> None:
 
 
 def test_a_wrong_attribute_names_the_right_one() -> None:
-    result: Any = JobResult(
-        id="job_1",
-        model="m",
-        state=State.SUCCEEDED,
-        outputs=[],
-        capture_results=CaptureResults(status="not_requested", job="job_1"),
-        determinism=None,
-        attempt=1,
-    )
+    result: Any = job_result()
     with pytest.raises(AttributeError, match=r"no attribute 'text': use outputs\[0\]\.text$"):
         _ = result.text
     answer: Any = Answer("job_1", ["x"], ["stop"], None, None, {})

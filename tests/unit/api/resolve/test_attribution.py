@@ -75,17 +75,37 @@ def test_what_can_be_estimated_is_accepted(fields: Any) -> None:
     check_method(body(**fields))
 
 
-def test_gradients_that_cannot_be_had_are_refused_with_the_reason() -> None:
-    with refuses("gradients=true", status=400, field="model"):
-        check_gradients({"hooks[0]": "post_block"}, model(), None, False)
-    differs = msgspec.structs.replace(INFO, refused="rows of post_block 3 differ by 0.2")
-    with refuses("post_block 3 differ"):
-        check_gradients({"hooks[0]": "post_block"}, model(), differs, False)
-    lacks = msgspec.structs.replace(INFO, absent={"post_block": "the norm comes after"})
-    with refuses("the norm comes after", field="hooks[0]"):
-        check_gradients({"hooks[0]": "post_block"}, model(), lacks, False)
-    with refuses(status=409):
-        check_gradients({"hooks[0]": "post_block"}, model(), INFO, True)
+@pytest.mark.parametrize(
+    ("check", "status", "field", "words"),
+    [
+        (
+            lambda: check_gradients({"hooks[0]": "post_block"}, model(), None, False),
+            400,
+            "model",
+            "gradients=true",
+        ),
+        (
+            lambda: gradients(refused="rows of post_block 3 differ by 0.2"),
+            400,
+            "model",
+            "post_block 3 differ",
+        ),
+        (
+            lambda: gradients(absent={"post_block": "the norm comes after"}),
+            400,
+            "hooks[0]",
+            "the norm comes after",
+        ),
+        (lambda: gradients(steered=True), 409, None, "global steering"),
+        (lambda: on_its_site(body(sae="s", layers=[0]), SAE), 400, "layers", ""),
+    ],
+)
+def test_gradients_that_cannot_be_had_are_refused_with_the_reason(
+    check: Any, status: int, field: str | None, words: str
+) -> None:
+    gradients()
+    with refuses(words, status=status, field=field):
+        check()
 
 
 def test_the_plan_bounds_the_exact_cells_and_draws_a_seed() -> None:
@@ -116,8 +136,6 @@ def test_features_are_of_the_autoencoders_site_and_cost_exact_cells() -> None:
     assert Units(wide).tokens > Units(plan().sweep).tokens > Units(few).tokens
     request = on_its_site(body(sae="s"), SAE)
     assert (request.hooks, request.layers) == (["post_block"], [1])
-    with refuses(field="layers"):
-        on_its_site(body(sae="s", layers=[0]), SAE)
 
 
 def test_estimates_cost_three_passes_and_exact_cells_as_those_of_a_sweep() -> None:
@@ -133,3 +151,8 @@ def test_estimates_cost_three_passes_and_exact_cells_as_those_of_a_sweep() -> No
         attributed(plan().sweep, body(verify={"top": 1, "random": 0, "doubtful": 0}), None)
     ).tokens
     assert few < Units(plan().sweep).tokens
+
+
+def gradients(steered: bool = False, **facts: str | dict[str, str]) -> None:
+    served = msgspec.structs.replace(INFO, **facts)
+    check_gradients({"hooks[0]": "post_block"}, model(), served, steered)

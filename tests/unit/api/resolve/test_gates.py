@@ -261,6 +261,24 @@ def test_a_module_becomes_gated_entries_behind_the_requests_own() -> None:
     assert len(blobs) == 1, "tensors of modules are stored already"
 
 
+def registered() -> Probe:
+    one = probe()
+    return Probe(
+        name="p",
+        model="m",
+        digest=one.digest,
+        content=one.content,
+        hidden_size=8,
+        bytes=0,
+        created=0.0,
+    )
+
+
+def used(action: Action, **more: Any) -> None:
+    changes = {name: more.pop(name) for name in ("pp", "speculative_tokens") if name in more}
+    check_use(ProbeUse(probe="p", action=action, **more), "probes[0]", model(**changes))
+
+
 @pytest.mark.parametrize(
     ("call", "field", "words"),
     [
@@ -281,63 +299,34 @@ def test_a_module_becomes_gated_entries_behind_the_requests_own() -> None:
             "steering",
             "needs 5 rows",
         ),
-    ],
-)
-def test_a_module_that_cannot_be_gated_is_refused(call: Any, field: str, words: str) -> None:
-    with refuses(words, field=field):
-        call()
-
-
-def test_stop_and_steer_are_refused_with_pipeline_parallelism() -> None:
-    """By field, with what is valid."""
-    one = probe()
-    registered = Probe(
-        name="p",
-        model="m",
-        digest=one.digest,
-        content=one.content,
-        hidden_size=8,
-        bytes=0,
-        created=0.0,
-    )
-    check_action(registered, "stop", "probes[0].action", model())
-    with refuses(
-        "pipeline parallelism",
-        field="probes[0].action",
-        allowed="none, flag",
-        kind="invalid_request",
-    ):
-        check_action(registered, "stop", "probes[0].action", model(pp=2))
-
-
-@pytest.mark.parametrize(
-    ("use", "changes", "field", "words"),
-    [
         (
-            {"action": "flag", "module": "joy"},
-            {},
+            lambda: used("flag", module="joy"),
             "probes[0].module",
             "is not valid for action 'flag'",
         ),
-        ({"action": "none", "scale": 2.0}, {}, "probes[0].scale", "is not valid for action 'none'"),
-        ({"action": "steer"}, {}, "probes[0].module", "is required"),
+        (lambda: used("none", scale=2.0), "probes[0].scale", "is not valid for action 'none'"),
+        (lambda: used("steer"), "probes[0].module", "is required"),
         (
-            {"action": "steer", "module": "joy"},
-            {"pp": 2},
+            lambda: used("steer", module="joy", pp=2),
             "probes[0].action",
             "pipeline parallelism",
         ),
         (
-            {"action": "steer", "module": "joy"},
-            {"speculative_tokens": 2},
+            lambda: used("steer", module="joy", speculative_tokens=2),
             "probes[0].action",
             "speculative decoding",
         ),
+        (
+            lambda: check_action(registered(), "stop", "probes[0].action", model(pp=2)),
+            "probes[0].action",
+            "(allowed: none, flag)",
+        ),
     ],
 )
-def test_a_use_that_cannot_be_served_is_refused(
-    use: dict[str, Any], changes: dict[str, Any], field: str, words: str
-) -> None:
-    with refuses(words, field=field) as refused:
-        check_use(ProbeUse(probe="p", **use), "probes[0]", model(**changes))
-    assert refused.value.allowed
+def test_what_cannot_be_gated_or_served_is_refused(call: Any, field: str, words: str) -> None:
+    with refuses(words, field=field):
+        call()
+
+
+def test_stop_is_served_without_pipeline_parallelism() -> None:
+    check_action(registered(), "stop", "probes[0].action", model())

@@ -23,7 +23,7 @@ from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.openai import ChatRequest
-from midstream.schemas.prompts.images import ImageError, ImageRef, check_image, digest_of, inside
+from midstream.schemas.prompts.images import ImageError, ImageRef, check_image, inside
 from midstream.schemas.prompts.selectors import SelectorError, Span, Window, resolve_positions
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.service.global_capture import parse, parse_positions
@@ -97,36 +97,24 @@ def test_a_conversation_keeps_its_parts_and_hands_over_its_images() -> None:
     assert plain_messages(text.value) == [{"role": "user", "content": "a\nb"}]
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("https://example.org/a.png", "not fetched"),
-        ("data:image/gif;base64,R0lG", "is not the image"),
-        ("data:image/png;base64,%%%", "not base64"),
-        ("data:image/png;base64,R0lG", "not a PNG or JPEG"),
-    ],
-)
-def test_a_part_that_is_no_image_is_refused_by_its_place(url: str, words: str) -> None:
-    with refuses(match=words, kind="invalid_request", field="messages[0].content[1].image_url.url"):
-        parse_chat(chat({"type": "text", "text": "look"}, picture(url)))
-
-
-def test_every_image_up_to_the_models_number_has_one_placeholder() -> None:
+def test_every_image_has_one_placeholder() -> None:
     check_number([PNG, PNG], "messages", seeing())
-    with refuses("at most 2 in one conversation"):
-        check_number([PNG] * 3, "messages", seeing())
-    with refuses("takes no images: because"):
-        check_number([PNG], "messages", seeing(images=0, images_refused="because"))
-    assert [
-        (ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", seeing())
-    ] == [(1, 2), (3, 4)]
-    wide = seeing(image_placeholder=[7, 7])
-    assert [
-        (ref.start, ref.stop) for ref in placed([7, 7, 7, 7], [PNG, PNG], "messages", wide)
-    ] == [(0, 2), (2, 4)]
-    for ids in ([1, 2], [500, 1, 500]):
-        with refuses("placeholders for 1 images"):
-            placed(ids, [PNG], "messages", seeing())
+    for ids, made, places in (
+        ([1, 500, 2, 500], seeing(), [(1, 2), (3, 4)]),
+        ([7, 7, 7, 7], seeing(image_placeholder=[7, 7]), [(0, 2), (2, 4)]),
+    ):
+        found = placed(ids, [PNG, PNG], "messages", made)
+        assert [(ref.start, ref.stop) for ref in found] == places
+
+
+def test_an_expanded_prompt_that_is_too_long_fails_and_one_that_fills_generates_less() -> None:
+    sampling = Sampling(max_tokens=9)
+    long = expanded(ask("all", sampling=sampling), MADE)
+    assert fitted(long, 20).sampling.max_tokens == 9
+    with refuses("has 11 tokens with its images", kind="prompt_too_long"):
+        fitted(long, 19)
+    fills = expanded(ask("all", sampling=sampling, fills=True), MADE)
+    assert fitted(fills, 19).sampling.max_tokens == 8
 
 
 # -- positions
@@ -165,12 +153,6 @@ def test_an_image_that_is_not_there_is_refused(
         resolve_positions(asked, 8, images=images)
 
 
-def test_a_capture_of_images_in_a_prompt_without_one_names_the_field() -> None:
-    bounds = Bounds(seeing(), [PromptFacts(8, images=REFS), PromptFacts(8)])
-    with refuses("prompt 1: the prompt has no image", field="capture.positions"):
-        resolve_captures(CaptureSpec(positions="image"), bounds)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -184,16 +166,6 @@ def test_a_capture_of_images_in_a_prompt_without_one_names_the_field() -> None:
 def test_a_span_of_an_image_has_both_ends_or_none(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="of an image"):
         Span(image=0, **fields)
-
-
-def test_images_are_written_as_text_on_the_command_line_and_refused_for_everyone() -> None:
-    assert parse_positions("last:64") == {"last": 64}
-    assert (parse_positions("image"), parse_positions("image:-1")) == ("image", {"image": -1})
-    with pytest.raises(ValueError, match="few prompts have one"):
-        parse("post_block", "image")
-    for asked in ("image", Span(image=0), [Span(image=0)]):
-        with refuses("images are not valid here"):
-            _check_global_positions(asked, "entries[0].positions")
 
 
 # -- on the worker
@@ -252,34 +224,12 @@ def test_places_as_written_become_positions_as_the_model_sees_them(written: Any,
     assert found.token_ids == MADE["prompt_token_ids"]
 
 
-def test_an_expanded_prompt_that_does_not_fit_is_refused_or_generates_less() -> None:
-    with refuses("image 1 has no token 2", field="capture.positions", allowed="0 to 1"):
-        expanded(ask([inside(1, 2)]), MADE)
-    long = expanded(ask("all", sampling=Sampling(max_tokens=9)), MADE)
-    assert fitted(long, 20).sampling.max_tokens == 9
-    with refuses("has 11 tokens with its images", kind="prompt_too_long"):
-        fitted(long, 19)
-    assert (
-        fitted(
-            expanded(ask("all", sampling=Sampling(max_tokens=9), fills=True), MADE), 19
-        ).sampling.max_tokens
-        == 8
-    )
-
-
 @pytest.mark.parametrize("place", [1, 6, 10])
 def test_a_processor_that_changes_text_is_found_out(place: int) -> None:
     changed = [*MADE["prompt_token_ids"]]
     changed[place] = 99
     with refuses("changed tokens around an image"):
         align(WRITTEN, REFS, MADE | {"prompt_token_ids": changed})
-
-
-def test_a_damaged_file_is_a_typed_error_that_names_the_image() -> None:
-    with refuses(
-        "image 1 of the prompt cannot be decoded", kind="invalid_request", field="messages"
-    ):
-        prompt_with_images(WRITTEN, [PNG, file_of("PNG", 64, 64)[:60]])
 
 
 # -- the client
@@ -292,11 +242,95 @@ def test_the_client_takes_paths_bytes_and_pillow(tmp_path: Path) -> None:
         assert image_part(image)["image_url"]["url"].startswith("data:image/png;base64,")
     (message,) = with_images([{"role": "user", "content": "look"}], [PNG])
     assert message["content"] == [picture(URL), {"type": "text", "text": "look"}]
-    for wrong, words in (
-        (tmp_path / "b.png", "cannot be read"),
-        (b"x", "is not a PNG"),
-        (5, "is a int"),
-    ):
-        with refuses(match=words, field="images[1]"):
-            with_images([{"role": "user", "content": "look"}], [PNG, wrong])
-    assert digest_of(PNG) == digest_of(bytes(PNG))
+
+
+def test_images_are_written_as_text_on_the_command_line_and_not_for_everyone() -> None:
+    assert (parse_positions("image"), parse_positions("image:-1")) == ("image", {"image": -1})
+    with pytest.raises(ValueError, match="few prompts have one"):
+        parse("post_block", "image")
+
+
+# -- refusals
+# --------------------------------------------------------------------------------------------------
+
+
+def looked_at(url: str) -> Any:
+    return parse_chat(chat({"type": "text", "text": "look"}, picture(url)))
+
+
+def captured_images(*prompts: PromptFacts) -> Any:
+    return resolve_captures(CaptureSpec(positions="image"), Bounds(seeing(), list(prompts)))
+
+
+URL_FIELD = "messages[0].content[1].image_url.url"
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "words"),
+    [
+        (lambda: looked_at("https://example.org/a.png"), URL_FIELD, "not fetched"),
+        (lambda: looked_at("data:image/gif;base64,R0lG"), URL_FIELD, "is not the image"),
+        (lambda: looked_at("data:image/png;base64,%%%"), URL_FIELD, "not base64"),
+        (lambda: looked_at("data:image/png;base64,R0lG"), URL_FIELD, "not a PNG or JPEG"),
+        (
+            lambda: check_number([PNG] * 3, "messages", seeing()),
+            "messages",
+            "at most 2 in one conversation",
+        ),
+        (
+            lambda: check_number([PNG], "messages", seeing(images=0, images_refused="because")),
+            "messages",
+            "takes no images: because",
+        ),
+        *(
+            (
+                lambda ids=ids: placed(ids, [PNG], "messages", seeing()),
+                "messages",
+                "placeholders for 1 images",
+            )
+            for ids in ([1, 2], [500, 1, 500])
+        ),
+        (
+            lambda: captured_images(PromptFacts(8, images=REFS), PromptFacts(8)),
+            "capture.positions",
+            "prompt 1: the prompt has no image",
+        ),
+        *(
+            (
+                lambda asked=asked: _check_global_positions(asked, "entries[0].positions"),
+                f"entries[0].positions{'[0]' if isinstance(asked, list) else ''}",
+                "images are not valid here",
+            )
+            for asked in ("image", Span(image=0), [Span(image=0)])
+        ),
+        (
+            lambda: expanded(ask([inside(1, 2)]), MADE),
+            "capture.positions",
+            "image 1 has no token 2 (allowed: 0 to 1)",
+        ),
+        (
+            lambda: prompt_with_images(WRITTEN, [PNG, file_of("PNG", 64, 64)[:60]]),
+            "messages",
+            "image 1 of the prompt cannot be decoded",
+        ),
+        *(
+            (
+                lambda wrong=wrong: with_images(
+                    [{"role": "user", "content": "look"}], [PNG, wrong]
+                ),
+                "images[1]",
+                words,
+            )
+            for wrong, words in (
+                (Path("nowhere.png"), "cannot be read"),
+                (b"x", "is not a PNG"),
+                (5, "is a int"),
+            )
+        ),
+    ],
+)
+def test_images_that_cannot_be_taken_are_refused_by_field(
+    call: Any, field: str, words: str
+) -> None:
+    with refuses(words, field=field, kind="invalid_request"):
+        call()

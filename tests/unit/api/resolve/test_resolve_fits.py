@@ -8,11 +8,9 @@ import pytest
 from refusal_kit import refuses
 
 from midstream.api.resolve.admission import fits
-from midstream.api.resolve.readings.gradients import check_gradients
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
-from midstream.schemas.jobs.models import GradientInfo
 from tests.unit.api.resolve.test_sweep_plan import CODEC, model
 
 HERE, THERE = ["The Eiffel Tower is in"] * 8, ["The Colosseum is in"] * 8
@@ -117,18 +115,11 @@ def test_limits_of_tokens(limit: str, field: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_hooks_inside_attention_are_refused() -> None:
-    info = model(hooks=["post_block", "z"])
-    body = FitRequest(model="m", name="n", method="pca", layers=0, hook="z", positive=HERE)
-    body = msgspec.structs.replace(body, negative=THERE)
+    body = FitRequest(
+        model="m", name="n", method="pca", layers=0, hook="z", positive=HERE, negative=THERE
+    )
     with refuses(field="hook"):
-        asyncio.run(fits.resolve_fit(body, info, CODEC))
-
-
-def test_global_steering_is_a_conflict() -> None:
-    served = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
-    check_gradients({"hook": "post_block"}, model(), served, steered=False)
-    with refuses("global steering", kind="conflict"):
-        check_gradients({"hook": "post_block"}, model(), served, steered=True)
+        asyncio.run(fits.resolve_fit(body, model(hooks=["post_block", "z"]), CODEC))
 
 
 def resolve_lens(**fields: Any) -> StoredLensFit:

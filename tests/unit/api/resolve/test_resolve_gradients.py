@@ -146,88 +146,100 @@ def test_a_probe_and_a_feature_are_stored_with_their_weights(artifacts: None) ->
     assert (first, second) == (stored, msgspec.structs.replace(stored, positions=[0, 1]))
 
 
-@pytest.mark.parametrize(
-    ("scalar", "field", "allowed"),
-    [
-        ({"kind": "probe", "probe": "mine", "label": 2}, "label", "0 to 1"),
-        ({"kind": "feature", "sae": "tiny", "feature": D_SAE}, "feature", f"0 to {D_SAE - 1}"),
-        ({"kind": "feature", "sae": "tiny"}, "feature", None),
-        ({"kind": "probe", "probe": "mine", "token": 3}, "token", "probe, label, positions"),
-    ],
-)
-def test_a_label_or_feature_that_does_not_exist_is_refused(
-    artifacts: None, scalar: dict[str, Any], field: str, allowed: str | None
-) -> None:
-    with refuses(field=f"capture.scalar.{field}", allowed=allowed):
-        job_of({"scalar": scalar})
+def without(**facts: Any) -> GradientInfo:
+    return msgspec.structs.replace(FACTS, **facts)
 
 
 @pytest.mark.parametrize(
-    ("capture", "field", "words"),
+    ("ask", "field", "words"),
     [
-        ({"scalar": None}, "capture.scalar", "is required with of = 'gradient'"),
-        ({"scalar": {"kind": "logit"}}, "capture.scalar.token", "is required for 'logit'"),
-        (
-            {"scalar": {"kind": "logit", "token": 5, "feature": 1}},
-            "capture.scalar.feature",
-            "token, foil",
+        (lambda: job_of({"scalar": None}), "capture.scalar", "is required with of = 'gradient'"),
+        *(
+            (lambda scalar=scalar: job_of({"scalar": scalar}), f"capture.scalar.{field}", words)
+            for scalar, field, words in (
+                ({"kind": "logit"}, "token", "is required for 'logit'"),
+                ({"kind": "logit", "token": 5, "feature": 1}, "feature", "token, foil"),
+                ({"kind": "logit", "token": "ab"}, "token", "is 2 tokens"),
+                (LOGIT | {"foil": 300}, "foil", "0 to 299"),
+                (
+                    {"kind": "loss", "positions": [0]},
+                    "positions",
+                    "selects no token after a prompt's first",
+                ),
+                ({"kind": "probe", "probe": "mine", "label": 2}, "label", "0 to 1"),
+                (
+                    {"kind": "feature", "sae": "tiny", "feature": D_SAE},
+                    "feature",
+                    f"0 to {D_SAE - 1}",
+                ),
+                ({"kind": "feature", "sae": "tiny"}, "feature", ""),
+                (
+                    {"kind": "probe", "probe": "mine", "token": 3},
+                    "token",
+                    "probe, label, positions",
+                ),
+            )
         ),
-        ({"scalar": {"kind": "logit", "token": "ab"}}, "capture.scalar.token", "is 2 tokens"),
-        ({"scalar": LOGIT | {"foil": 300}}, "capture.scalar.foil", "0 to 299"),
         (
-            {"scalar": {"kind": "loss", "positions": [0]}},
-            "capture.scalar.positions",
-            "selects no token after a prompt's first",
+            lambda: job_of({"positions": "all_generated"}),
+            "capture.positions",
+            "selects no token of prompt 0",
         ),
-        ({"positions": "all_generated"}, "capture.positions", "selects no token of prompt 0"),
-        ({"positions": [3]}, "capture.positions[0]", "prompt 1"),
-        ({"positions": {"last": 2}}, "capture.positions", "gradients are those of the prompt"),
-        ({"layers": [9]}, "capture.layers", "layer 9"),
-        ({"run": "mine"}, "capture.run", "a source run has activations"),
-        ({"of": "activation"}, "capture.scalar", "is valid with of = 'gradient' only"),
+        (lambda: job_of({"positions": [3]}), "capture.positions[0]", "prompt 1"),
+        (
+            lambda: job_of({"positions": {"last": 2}}),
+            "capture.positions",
+            "gradients are those of the prompt",
+        ),
+        (lambda: job_of({"layers": [9]}), "capture.layers", "layer 9"),
+        (lambda: job_of({"run": "mine"}), "capture.run", "a source run has activations"),
+        (
+            lambda: job_of({"of": "activation"}),
+            "capture.scalar",
+            "is valid with of = 'gradient' only",
+        ),
+        *(
+            (
+                lambda name=name, value=value: job_of({}, **{name: value}),
+                name,
+                "not valid with capture.of = 'gradient'",
+            )
+            for name, value in {
+                "steering": [{"layers": [0], "vector": [1.0] * 5}],
+                "lens": {},
+                "sampling": {"temperature": 1},
+                "lora": "mine",
+                "probes": ["mine"],
+            }.items()
+        ),
+        (lambda: job_of({}, None), "capture.of", "no gradient worker has served 'm' yet"),
+        (
+            lambda: job_of({}, without(refused="it is quantised")),
+            "capture.of",
+            "it is quantised",
+        ),
+        (
+            lambda: job_of(
+                {"hook": "mlp_out", "layers": [0]}, without(absent={"mlp_out": "it is fused"})
+            ),
+            "capture.hooks",
+            "it is fused",
+        ),
+        (
+            lambda: parse_completion(
+                CompletionRequest(
+                    model="m",
+                    prompt="a",
+                    capture=msgspec.convert({"of": "gradient", "scalar": LOGIT}, CaptureSpec),
+                )
+            ),
+            "capture.of",
+            "",
+        ),
     ],
 )
-def test_a_wrong_capture_is_refused_by_its_field(
-    capture: dict[str, Any], field: str, words: str
+def test_what_has_no_gradients_is_refused_by_its_field(
+    artifacts: None, ask: Any, field: str, words: str
 ) -> None:
-    with refuses(kind="invalid_request", field=field) as refused:
-        job_of(capture)
-    assert words in f"{refused.value.detail} {refused.value.allowed}"
-
-
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"steering": [{"layers": [0], "vector": [1.0] * 5}]}, "steering"),
-        ({"lens": {}}, "lens"),
-        ({"sampling": {"temperature": 1}}, "sampling"),
-        ({"lora": "mine"}, "lora"),
-        ({"probes": ["mine"]}, "probes"),
-    ],
-)
-def test_gradients_come_alone(more: dict[str, Any], field: str) -> None:
-    with refuses("not valid with capture.of = 'gradient'", field=field):
-        job_of({}, **more)
-
-
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        (None, "no gradient worker has served 'm' yet"),
-        (msgspec.structs.replace(FACTS, refused="it is quantised"), "it is quantised"),
-    ],
-)
-def test_a_model_without_gradients_is_refused_with_the_reason(
-    facts: GradientInfo | None, words: str
-) -> None:
-    with refuses(words, field="capture.of"):
-        job_of({}, facts)
-
-
-def test_what_has_no_gradients_is_refused_with_the_reason() -> None:
-    facts = msgspec.structs.replace(FACTS, absent={"mlp_out": "it is fused"})
-    with refuses("it is fused", field="capture.hooks"):
-        job_of({"hook": "mlp_out", "layers": [0]}, facts)
-    body = {"model": "m", "prompt": "a", "capture": {"of": "gradient", "scalar": LOGIT}}
-    with refuses(field="capture.of"):
-        parse_completion(msgspec.convert(body, CompletionRequest))
+    with refuses(words, field=field, kind="invalid_request"):
+        ask()

@@ -45,68 +45,76 @@ def test_the_default_lens_reads_the_last_token_of_all_layers() -> None:
     assert capture.reading == StoredLens(top_k=5)
 
 
+ROWS = CaptureSpec(layers=[0], consumers=["memory"], positions="all_prompt")
+
+
+SOME = {"positions": [0, 1, 2, 3, 4, 5], "top_k": 4}
+
+
+MANY = [40] * 200
+
+
 @pytest.mark.parametrize(
-    ("lens", "field", "words"),
+    ("resolve", "field", "words"),
     [
-        (
-            {"hook": "mlp_in", "top_k": 2},
-            "lens.hook",
-            "do not go through the model's final norm; valid: pre_attn, attn_out",
+        *(
+            (lambda lens=lens: resolved({"top_k": 2, **lens}), field, words)
+            for lens, field, words in (
+                (
+                    {"hook": "mlp_in"},
+                    "lens.hook",
+                    "do not go through the model's final norm; valid: pre_attn, attn_out",
+                ),
+                ({"hook": "post_attn"}, "lens.hook", "unknown hook 'post_attn'"),
+                ({"layers": "0-9"}, "lens.layers", "layer 9"),
+                ({"positions": [7]}, "lens.positions[0]", "7"),
+                ({"top_k": 10}, "lens.top_k", "10 exceeds the vocabulary's 9 tokens"),
+                (
+                    {"tokens": [3, 9]},
+                    "lens.tokens[1]",
+                    "token id 9 is outside the vocabulary; valid: 0 to 8",
+                ),
+                ({"tokens": [3, 3]}, "lens.tokens[1]", "named twice"),
+                (
+                    {"positions": "all", "top_k": 9},
+                    "lens",
+                    "may produce 2826 bytes of results: a response holds at most 1 KiB per prompt",
+                ),
+            )
         ),
-        ({"hook": "post_attn", "top_k": 2}, "lens.hook", "unknown hook 'post_attn'"),
-        ({"layers": "0-9", "top_k": 2}, "lens.layers", "layer 9"),
-        ({"positions": [7], "top_k": 2}, "lens.positions[0]", "7"),
-        ({"top_k": 10}, "lens.top_k", "10 exceeds the vocabulary's 9 tokens"),
+        (lambda: resolved({}, readings={}), "lens", "run a version of Midstream without it"),
         (
-            {"tokens": [3, 9], "top_k": 2},
-            "lens.tokens[1]",
-            "token id 9 is outside the vocabulary; valid: 0 to 8",
-        ),
-        ({"tokens": [3, 3], "top_k": 2}, "lens.tokens[1]", "named twice"),
-        (
-            {"positions": "all", "top_k": 9},
+            lambda: resolved({}, readings={"lens": "the output matrix is elsewhere"}),
             "lens",
-            "may produce 2826 bytes of results: a response holds at most 1 KiB per prompt",
+            "is elsewhere",
+        ),
+        (lambda: resolved(SOME, capture=ROWS), "lens", ""),
+        (
+            lambda: resolved(
+                {"top_k": 9, "positions": "all_prompt"}, *MANY, memory_limit_kib=64, tp=8
+            ),
+            "lens",
+            "the job's 200 prompts may produce",
         ),
     ],
 )
-def test_a_wrong_lens_is_refused_by_its_field(lens: dict[str, Any], field: str, words: str) -> None:
+def test_a_lens_that_cannot_be_had_is_refused_by_its_field(
+    resolve: Any, field: str, words: str
+) -> None:
     with refuses(words, kind="invalid_request", field=field):
-        resolved(lens)
+        resolve()
+
+
+def test_what_comes_back_just_fits() -> None:
+    assert resolved(SOME)
+    assert resolved({"top_k": 1}, capture=ROWS)
+    assert resolved({"top_k": 9, "positions": "all_prompt"}, *MANY, memory_limit_kib=64)
 
 
 @pytest.mark.parametrize("top_k", [0, 101])
 def test_top_k_is_bounded(top_k: int) -> None:
     with pytest.raises(msgspec.ValidationError, match="top_k"):
         msgspec.convert({"top_k": top_k}, LensSpec)
-
-
-@pytest.mark.parametrize(
-    ("readings", "words"),
-    [
-        ({}, "run a version of Midstream without it"),
-        ({"lens": "the output matrix is elsewhere"}, "is elsewhere"),
-    ],
-)
-def test_a_model_without_a_lens_refuses_it_with_the_reason(
-    readings: dict[str, str], words: str
-) -> None:
-    with refuses(words, field="lens"):
-        resolved({"top_k": 1}, readings=readings)
-
-
-def test_what_comes_back_is_limited_per_prompt_and_over_the_parts_of_ranks() -> None:
-    rows = CaptureSpec(layers=[0], consumers=["memory"], positions="all_prompt")
-    lens = {"positions": [0, 1, 2, 3, 4, 5], "top_k": 4}
-    assert resolved(lens)
-    assert resolved({"top_k": 1}, capture=rows)
-    with refuses(field="lens"):
-        resolved(lens, capture=rows)
-    lens = {"top_k": 9, "positions": "all_prompt"}
-    many = [40] * 200
-    assert resolved(lens, *many, memory_limit_kib=64)
-    with refuses("the job's 200 prompts may produce"):
-        resolved(lens, *many, memory_limit_kib=64, tp=8)
 
 
 def test_named_tokens_are_ids_or_texts_of_one_token() -> None:

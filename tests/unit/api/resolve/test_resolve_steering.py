@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from model_kit import HIDDEN, model
+from model_kit import HIDDEN, LAYERS, model
 from refusal_kit import refuses
 
 from midstream.api.resolve.admission.admission import under_limit
@@ -196,35 +196,134 @@ def test_a_module_for_a_former_model_of_that_name_is_refused(
     assert (problem.field, words in problem.detail) == ("steering[0].module", True)
 
 
-def test_a_module_with_positions_outside_a_prompt_is_refused_unless_overridden() -> None:
-    there = module(spec(positions=[Span(text="gone")]))
-    problem = refused(resolved, [SteeringSpec(module="joy")], there)
-    assert problem.field == "steering[0].module"
-    assert "entry 0" in problem.detail
-    assert "steering[0].positions" in str(problem.hint)
-    ((entry,),), _ = resolved([SteeringSpec(module="joy", positions=[Span(text="here")])], there)
-    assert entry.positions == [2]
+ONCE = [Span(start=0)]
 
 
-def test_rows_of_modules_and_of_global_steering_count_as_those_of_the_request() -> None:
-    five = [module(spec(positions=[0, place]), name=f"m{place}") for place in range(1, 6)]
-    problem = refused(resolved, [SteeringSpec(module=f"m{place}") for place in range(1, 6)], *five)
-    assert (problem.field, "needs 5 rows" in problem.detail) == ("steering", True)
-    assert resolved([SteeringSpec(module=f"m{place}") for place in range(1, 5)], *five)
-    global_steering = GlobalSteering(
-        version=1,
-        entries=resolve_global(
-            [spec(positions=[0]), spec(positions=[1])], model(), ModelState()
-        ).entries,
+#: As many as a request may have at one token.
+FULL = [[0, 1], [0, 2], [0, 3], [0, 4]]
+
+
+def modules(*positions: Any) -> list[Module]:
+    return [module(spec(positions=each), name=f"m{n}") for n, each in enumerate(positions)]
+
+
+def uses(*names: str) -> list[SteeringSpec]:
+    return [SteeringSpec(module=name) for name in names]
+
+
+def everywhere(*specs: SteeringSpec, state: ModelState | None = None, **changes: Any) -> Any:
+    return resolve_global(list(specs), model(**changes), state or ModelState())
+
+
+GLOBALLY = GlobalSteering(
+    version=1, entries=everywhere(spec(positions=[0]), spec(positions=[1])).entries
+)
+
+
+THREE = [spec(positions=[place]) for place in range(3)]
+
+
+LISTS = [spec(positions=list(range(1 << 13)), layers=layer) for layer in range(LAYERS)]
+
+
+AT_EACH = [spec(layers=layer) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize(
+    ("resolve", "field", "words"),
+    [
+        # a request
+        (
+            lambda: resolved(uses("joy"), module(spec(positions=[Span(text="gone")]))),
+            "steering[0].module",
+            "entry 0",
+        ),
+        (
+            lambda: resolved(uses(*(f"m{n}" for n in range(5))), *modules(*FULL, [0, 5])),
+            "steering",
+            "needs 5 rows",
+        ),
+        (
+            lambda: resolved(THREE, steering_rows=4, global_steering=GLOBALLY),
+            "steering",
+            "needs 3 steering rows for prompt 0; the worker has 4 (setting steering_rows), "
+            "of which global steering takes 2",
+        ),
+        (
+            lambda: resolved(
+                [spec(hook="z", limit=EditLimit(relative=1))],
+                hooks=[*HOOKS, "z"],
+                inside={"z": RowShape(heads=1, width=HIDDEN)},
+            ),
+            "steering[0].limit",
+            "cannot be limited",
+        ),
+        # a module; the last place may be token 0
+        (
+            lambda: resolve_module([spec(positions=each) for each in [*FULL, [-5]]], model()),
+            "steering",
+            "",
+        ),
+        (lambda: resolve_module(AT_EACH, model(steering_entries=3)), "steering", ""),
+        # global steering
+        (
+            lambda: everywhere(
+                *uses("joy", "joy"), state=ModelState({"joy": module(*[spec()] * 2049)})
+            ),
+            "steering",
+            "has 4098 entries",
+        ),
+        (lambda: everywhere(*LISTS, spec(positions=[0])), "steering[4].positions", ""),
+        # 64 positions each: as long as the model's requests
+        (lambda: everywhere(*[spec(positions=ONCE * 257)] * 2), "steering[1].positions", ""),
+        (
+            lambda: everywhere(*THREE[:2], steering_rows=3),
+            "steering",
+            "global steering may take 1",
+        ),
+        (lambda: everywhere(*AT_EACH, steering_entries=7), "steering", ""),
+    ],
+)
+def test_what_does_not_fit_is_refused(resolve: Any, field: str, words: str) -> None:
+    with refuses(words, field=field, status=400):
+        resolve()
+
+
+def test_what_just_fits_is_taken() -> None:
+    elsewhere = resolved(
+        [SteeringSpec(module="joy", positions=[Span(text="here")])],
+        module(spec(positions=[Span(text="gone")])),
     )
-    mine = [spec(positions=[place]) for place in range(3)]
-    assert resolved(mine, steering_rows=5, global_steering=global_steering)
-    problem = refused(resolved, mine, steering_rows=4, global_steering=global_steering)
-    assert (
-        "needs 3 steering rows for prompt 0; the worker has 4 (setting steering_rows), "
-        "of which global steering takes 2"
-    ) in problem.detail
-    assert resolved(mine, steering_rows=4, lengths=(6,)), "alone it fits"
+    assert elsewhere[0][0][0].positions == [2], "the request's positions override the module's"
+    assert resolved(uses(*(f"m{n}" for n in range(4))), *modules(*FULL))
+    assert resolved(THREE, steering_rows=5, global_steering=GLOBALLY)
+    assert resolved(THREE, steering_rows=4), "alone it fits"
+    assert resolve_module([spec(positions=each) for each in [*FULL, [5]]], model()), (
+        "no token is in all of them"
+    )
+    assert everywhere(*LISTS)
+    assert everywhere(*[spec(positions=Span(start=0))] * 1000), "alone they are no list"
+    assert everywhere(*THREE[:2], steering_rows=4)
+    assert everywhere(spec(layers="all"), steering_entries=2), "one vector, at four sites"
+
+
+def test_a_tenants_limit_is_that_of_its_jobs_and_sweeps_are_refused() -> None:
+    ((found,), _) = resolved([spec()])
+    job = Job(
+        id="j",
+        kind="generate",
+        model="m",
+        prompts=[StoredPrompt(token_ids=[1, 2])],
+        sampling=Sampling(max_tokens=1),
+        created=0.0,
+        steering=[found],
+    )
+    limited = under_limit(job, EditLimit(relative=0.7, then="fail"))
+    assert [entry.limit for entry in prompt_request(limited, 0, 1).steering] == [-0.7]
+    assert under_limit(job, None) == job
+    inside = msgspec.structs.replace(found[0], hook="z")
+    with refuses("edits at z cannot be limited"):
+        under_limit(msgspec.structs.replace(job, steering=[[inside]]), EditLimit(relative=1))
 
 
 # --- Modules
@@ -282,24 +381,6 @@ def test_invalid_modules_and_global_steering_name_the_field(
     assert (
         refused(resolve_global, [spec(), entry], model(), ModelState()).field
         == f"steering[1].{field}"
-    )
-
-
-def test_a_module_that_no_request_could_use_is_refused() -> None:
-    five = [[0, 1], [0, 2], [0, 3], [0, 4], [5]]
-    assert resolve_module([spec(positions=places) for places in five], model()), (
-        "no token is in all of them"
-    )
-    five[-1] = [-5]
-    assert (
-        refused(resolve_module, [spec(positions=places) for places in five], model()).field
-        == "steering"
-    ), "which may be token 0"
-    assert (
-        refused(
-            resolve_module, [spec(layers=layer) for layer in range(4)], model(steering_entries=3)
-        ).field
-        == "steering"
     )
 
 
@@ -375,43 +456,6 @@ def test_positions_that_need_a_prompt_are_refused_globally(positions: Any, place
     assert inside.field == "steering[0].module"
 
 
-def test_global_steering_is_bounded_by_per_prompt_cost() -> None:
-    large = module(*[spec()] * 2049)
-    problem = refused(
-        resolve_global, [SteeringSpec(module="joy")] * 2, model(), ModelState({"joy": large})
-    )
-    assert (problem.field, problem.detail) == ("steering", "has 4098 entries")
-    lists = [spec(positions=list(range(1 << 13)), layers=layer) for layer in range(4)]
-    assert resolve_global(lists, model(), ModelState()), "at the limit"
-    assert (
-        refused(resolve_global, [*lists, spec(positions=[0])], model(), ModelState()).field
-        == "steering[4].positions"
-    )
-    # 64 positions each: as long as the model's requests
-    ranges = [spec(positions=[Span(start=0)] * 257)] * 2
-    assert refused(resolve_global, ranges, model(), ModelState()).field == "steering[1].positions"
-    assert resolve_global([spec(positions=Span(start=0))] * 1000, model(), ModelState()), (
-        "alone they are no list"
-    )
-
-
-def test_global_steering_uses_at_most_half_of_the_tables() -> None:
-    two = [spec(positions=[0]), spec(positions=[1])]
-    assert resolve_global(two, model(steering_rows=4), ModelState())
-    assert (
-        "global steering may take 1"
-        in refused(resolve_global, two, model(steering_rows=3), ModelState()).detail
-    )
-    at_each_layer = [spec(layers=layer) for layer in range(4)]
-    assert (
-        refused(resolve_global, at_each_layer, model(steering_entries=7), ModelState()).field
-        == "steering"
-    )
-    assert resolve_global([spec(layers="all")], model(steering_entries=2), ModelState()), (
-        "one vector, at four sites"
-    )
-
-
 def test_the_stricter_limit_of_request_module_and_entry_counts() -> None:
     gentle, hard = EditLimit(relative=0.9), EditLimit(relative=0.5, then="fail")
     entries = [spec(limit=gentle), spec(layers=1)]
@@ -435,26 +479,3 @@ def test_the_stricter_limit_of_request_module_and_entry_counts() -> None:
 def test_limits_beyond_their_range_are_refused(relative: float) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"layers": 0, "limit": {"relative": relative}}, SteeringSpec)
-
-
-def test_limits_are_of_the_stream_and_a_tenants_is_that_of_its_jobs() -> None:
-    shape = RowShape(heads=1, width=HIDDEN)
-    inside = spec(hook="z", limit=EditLimit(relative=1))
-    with refuses("cannot be limited", field="steering[0].limit"):
-        resolved([inside], hooks=[*HOOKS, "z"], inside={"z": shape})
-    ((found,), _) = resolved([spec()])
-    job = Job(
-        id="j",
-        kind="generate",
-        model="m",
-        prompts=[StoredPrompt(token_ids=[1, 2])],
-        sampling=Sampling(max_tokens=1),
-        created=0.0,
-        steering=[found],
-    )
-    limited = under_limit(job, EditLimit(relative=0.7, then="fail"))
-    assert [entry.limit for entry in prompt_request(limited, 0, 1).steering] == [-0.7]
-    assert under_limit(job, None) == job
-    inside = msgspec.structs.replace(found[0], hook="z")
-    with refuses("edits at z cannot be limited"):
-        under_limit(msgspec.structs.replace(job, steering=[[inside]]), EditLimit(relative=1))

@@ -173,9 +173,15 @@ def _rows(count: int, heads: int = 4, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(count, heads * HEAD)).astype(np.float32)
 
 
-def test_heads_and_queries_are_slices_of_the_whole_whatever_the_block(
+def test_rows_sum_to_one_but_for_the_sink_and_are_slices_of_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    queries, keys = _rows(TOKENS), _rows(TOKENS, 2, 1)
+    np.testing.assert_allclose(pattern(queries, keys, kind(), range(TOKENS)).sum(-1), 1, atol=1e-6)
+    with_sinks = pattern(queries, keys, kind(sinks=[0.0, 1.0, 50.0, -50.0]), range(TOKENS)).sum(-1)
+    assert (with_sinks[1] < 1).all()
+    assert (with_sinks[2] < 1e-15).all()
+    np.testing.assert_allclose(with_sinks[3], 1, atol=1e-6)
     queries, keys, facts = (
         _rows(TOKENS),
         _rows(TOKENS, 2, 1),
@@ -192,15 +198,6 @@ def test_heads_and_queries_are_slices_of_the_whole_whatever_the_block(
     ):
         found = pattern(queries, keys, facts, range(TOKENS), heads=heads, rows=[TOKENS - 1, 4])
         np.testing.assert_array_equal(found, whole[chosen][:, [TOKENS - 1, 4]])
-
-
-def test_rows_sum_to_one_but_for_the_sink() -> None:
-    queries, keys = _rows(TOKENS), _rows(TOKENS, 2, 1)
-    np.testing.assert_allclose(pattern(queries, keys, kind(), range(TOKENS)).sum(-1), 1, atol=1e-6)
-    with_sinks = pattern(queries, keys, kind(sinks=[0.0, 1.0, 50.0, -50.0]), range(TOKENS)).sum(-1)
-    assert (with_sinks[1] < 1).all()
-    assert (with_sinks[2] < 1e-15).all()
-    np.testing.assert_allclose(with_sinks[3], 1, atol=1e-6)
 
 
 def test_a_query_whose_keys_are_not_all_there_is_refused_by_name() -> None:

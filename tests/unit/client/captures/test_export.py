@@ -77,12 +77,17 @@ def test_one_requests_safetensors_is_a_capture_file_of_its_own(root: Path, tmp_p
     np.testing.assert_array_equal(reader.array(2, request=1), values("post_block", 2, [4, 9]))
 
 
-def test_several_requests_safetensors_opens_with_the_safetensors_package(tmp_path: Path) -> None:
-    write(tmp_path, *(finished(request=n, dtype="float32") for n in range(2)))
+def test_exported_requests_open_with_the_safetensors_package_or_by_themselves(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, *(finished(request=n, requests=2, dtype="float32") for n in range(2)))
     export(CaptureReader(tmp_path, "job_x"), tmp_path / "rows.safetensors")
     tensors = safetensors.numpy.load_file(tmp_path / "rows.safetensors")
     np.testing.assert_array_equal(tensors["1/post_block.3"], values("post_block", 3, [0, 1, 2]))
     assert not list(tmp_path.glob(".*part*"))
+    one = tmp_path / "out" / "job_x" / "rows.safetensors"
+    export(CaptureReader(tmp_path, "job_x"), one, requests=[1])
+    assert CaptureReader(one.parent).requests() == [1], "it does not miss the other"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_exporting_uncaptured_sites_names_them(
         export(CaptureReader(root, "job_x"), tmp_path / "rows.csv")
 
 
-def test_show_describes_a_folder_or_a_job_in_the_capture_root(root: Path) -> None:
+def test_show_describes_a_folder_or_a_job_in_the_capture_root(root: Path, tmp_path: Path) -> None:
     for source in ([root / "tag" / "job_x"], [root, "--job", "job_x"]):
         code, text = run("capture", "show", *source)
         assert code == 0, text
@@ -113,14 +118,11 @@ def test_show_describes_a_folder_or_a_job_in_the_capture_root(root: Path) -> Non
         assert "[3, 3, 5]" in text  # three layers, three positions, hidden size
     code, text = run("capture", "show", root, "--job", "job_x", "--values", "pre_attn:3")
     assert "layer 3, request 0, float32 [3, 5]" in text
-
-
-def test_a_job_that_lies_in_segments_alone_is_shown_by_its_folders_name(tmp_path: Path) -> None:
     write(tmp_path, finished())
     assert run("capture", "show", tmp_path / "tag" / "job_x")[0] == 0
 
 
-def test_verify_names_the_blob_that_is_wrong_and_fails(root: Path) -> None:
+def test_verify_names_a_stage_or_a_blob_that_is_wrong_and_fails(root: Path, tmp_path: Path) -> None:
     assert run("capture", "verify", root, "--job", "job_x")[0] == 0
     path = root / "tag" / "job_x" / "p0001.a1.pp0.safetensors"
     raw = bytearray(path.read_bytes())
@@ -130,9 +132,6 @@ def test_verify_names_the_blob_that_is_wrong_and_fails(root: Path) -> None:
     assert code != 0
     assert "p0001.a1.pp0.safetensors" in text
     assert "1 of 2 checks failed" in text
-
-
-def test_verify_names_a_stage_that_is_missing(tmp_path: Path) -> None:
     write(tmp_path, finished(sites={"post_block": [0]}, all_sites={"post_block": [0, 1]}, stages=2))
     code, text = run("capture", "verify", tmp_path, "--job", "job_x")
     assert code != 0
@@ -165,16 +164,6 @@ def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(
         run("capture", "export", tmp_path, tmp_path / "rows.npz", "--job", "job_x", "--partial")[0]
         == 0
     )
-
-
-def test_an_exported_request_is_self_contained(tmp_path: Path) -> None:
-    write(tmp_path, *(finished(request=n, requests=2) for n in range(2)))
-    export(
-        CaptureReader(tmp_path, "job_x"),
-        tmp_path / "out" / "job_x" / "rows.safetensors",
-        requests=[1],
-    )
-    assert CaptureReader(tmp_path / "out" / "job_x").requests() == [1]
 
 
 def test_export_from_a_terminal_says_what_it_wrote(root: Path, tmp_path: Path) -> None:
@@ -260,9 +249,6 @@ def test_a_reader_puts_the_columns_of_ranks_side_by_side(tmp_path: Path) -> None
     assert all(check.ok for check in reader.verify())
     with pytest.raises(MidstreamError, match="post_block has no heads"):
         reader.heads(1, "post_block")
-
-
-def test_chosen_heads_of_several_ranks_are_read_in_their_order(tmp_path: Path) -> None:
     write(tmp_path, *parts(heads=(1, 2)))
     assert np.array_equal(
         CaptureReader(tmp_path / "tag", "job_x").heads(1, "z"), ROWS.reshape(2, 4, 3)[:, 1:3]

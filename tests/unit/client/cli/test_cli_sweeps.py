@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from attribution_kit import attribution, job_result
+from attribution_kit import attribution
 from cli_kit import Cli, Ended
 from http_kit import reply, server
+from job_kit import job_result
 from sweep_kit import VIEW, over, result
 
 from midstream import PatchStudy
@@ -172,7 +173,7 @@ def test_a_path_ends_at_a_head_or_at_the_logits() -> None:
 def test_attribute_sends_the_method_and_what_to_verify_and_draws(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "both.png"
     asking = ["--model", "m", "--method", "integrated", "--steps", "4"]
-    answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution())))
+    answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution=attribution())))
     with server(*answers) as (url, seen):
         ended = cli(
             "attribute",
@@ -193,6 +194,6 @@ def test_attribute_sends_the_method_and_what_to_verify_and_draws(cli: Cli, tmp_p
 
 
 def test_attribute_prints_json_of_an_earlier_job(cli: Cli) -> None:
-    with server(reply(VIEW), reply(job_result(attribution()))) as (url, _):
+    with server(reply(VIEW), reply(job_result(attribution=attribution()))) as (url, _):
         ended = cli("attribute", "--job", "job_1", "--json", "--url", url)
     assert from_json(ended.out.encode(), AttributionResult) == attribution()

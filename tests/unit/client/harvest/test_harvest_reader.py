@@ -116,7 +116,7 @@ def uri(tmp_path: Path) -> str:
     return write(tmp_path / "harvest")
 
 
-def test_rows_and_keys_are_read_by_number(uri: str) -> None:
+def test_rows_keys_and_documents_are_read_by_number(uri: str) -> None:
     made = reading.open(uri)
     assert len(made) == ROWS
     assert "360 rows" in repr(made)
@@ -133,25 +133,19 @@ def test_rows_and_keys_are_read_by_number(uri: str) -> None:
         made.rows(0)
     with refuses("no site of layer 3"):
         made.rows(0, 3)
-
-
-def test_a_harvest_is_drawn_as_norms_of_each_site(uri: str) -> None:
-    (axes,) = reading.open(uri).plot(count=30).get_axes()
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        f"{hook} {layer}" for hook, layer in reading.open(uri).sites
-    ]
-
-
-def test_a_document_is_read_in_the_order_of_its_tokens(uri: str) -> None:
     keys, rows = reading.open(uri).document(23, 2)
     assert keys.positions.tolist() == list(range(TOKENS))
     assert rows[:, 0].tolist() == value(23, np.arange(TOKENS), 2).tolist()
     assert len(reading.open(uri).document(10_000, 2)[1]) == 0
 
 
-def test_a_whole_harvest_verifies(uri: str) -> None:
+def test_a_whole_harvest_verifies_and_is_drawn_as_norms_of_each_site(uri: str) -> None:
     found = reading.verify(uri)
     assert (found.faults, found.shards, found.rows) == ([], UNITS, ROWS)
+    (axes,) = reading.open(uri).plot(count=30).get_axes()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        f"{hook} {layer}" for hook, layer in reading.open(uri).sites
+    ]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +224,7 @@ def test_every_row_is_in_an_epoch_once_over_all_loader_workers(uri: str, workers
     assert found != sorted(found)
 
 
-def test_replicas_share_the_rows_and_epochs_differ(uri: str) -> None:
+def test_replicas_share_the_rows_epochs_differ_and_activations_never_end(uri: str) -> None:
     halves = [
         seen(reading.RowDataset(uri, [("post_block", 5)], replica=replica, replicas=2))
         for replica in range(2)
@@ -240,6 +234,9 @@ def test_replicas_share_the_rows_and_epochs_differ(uri: str) -> None:
         seen(reading.RowDataset(uri, [("post_block", 5)], epoch=epoch)) for epoch in (0, 0, 1)
     )
     assert first == again != other
+    stream = reading.activations(uri, 5, batch_size=50)
+    batches = [next(stream) for _ in range(20)]
+    assert {tuple(batch.shape) for batch in batches} == {(50, WIDTH)}
 
 
 @pytest.mark.parametrize("taken", [0, 1, 9, 25, 52])
@@ -277,12 +274,6 @@ def test_several_sites_and_keys_come_as_a_dict(tmp_path: Path) -> None:
     assert set(batch) == {"post_block.2", "post_block.5", "document", "position", "token_id"}
     assert batch["post_block.2"].dtype == torch.bfloat16
     assert torch.equal(batch["token_id"], batch["document"] + batch["position"])
-
-
-def test_activations_never_end(uri: str) -> None:
-    stream = reading.activations(uri, 5, batch_size=50)
-    batches = [next(stream) for _ in range(20)]
-    assert {tuple(batch.shape) for batch in batches} == {(50, WIDTH)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from job_kit import job_result
 from refusal_kit import refuses
 
 from midstream.client.lens.cache import ActivationCache
 from midstream.client.lens.names import BLOCK, Card, Site, chosen
 from midstream.lens import HookedModel, ops
-from midstream.schemas.jobs.jobs import CaptureResults, JobResult, Output, State
+from midstream.schemas.jobs.jobs import JobResult, Output
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.prompts.tokens import Detokenized, Tokenized
 
@@ -71,16 +72,7 @@ class Served:
             )
             for number in range(len(request["prompts"]))
         ]
-        captures = CaptureResults(status="ok", job="job_1")
-        return JobResult(
-            id="job_1",
-            model="m",
-            state=State.SUCCEEDED,
-            outputs=outputs,
-            capture_results=captures,
-            determinism=None,
-            attempt=1,
-        )
+        return job_result(outputs=outputs)
 
     def capture(self, result: JobResult) -> JobResult:
         return result
@@ -125,12 +117,17 @@ def test_hooks_of_a_block_end_with_it() -> None:
     assert client.edits == []
 
 
-def test_hooks_of_the_backward_pass_are_refused() -> None:
+def test_backward_hooks_and_edits_of_gradients_are_refused() -> None:
     model, client = served()
     with refuses("no gradients"):
         model.run_with_hooks("a", bwd_hooks=[(POST, ADD)])
     with refuses("no gradients"), model.hooks(bwd_hooks=[(POST, ADD)]):
         pass
+    assert client.asked == []
+    with refuses("unedited"):
+        model.run_with_cache(
+            "a", fwd_hooks=[(POST, ADD)], return_type=None, incl_bwd=True, scalar={"kind": "loss"}
+        )
     assert client.asked == []
 
 
@@ -246,7 +243,7 @@ def test_a_model_without_a_lens_says_so_when_logits_are_asked_for() -> None:
     assert hooked("a", return_type=None) is None
 
 
-def test_incl_bwd_captures_gradients_of_the_mean_loss_in_a_second_job() -> None:
+def test_incl_bwd_captures_gradients_of_a_scalar_in_a_second_job() -> None:
     model, client = served()
     with refuses("return_type 'logits' is no scalar"):
         model.run_with_cache("abc", incl_bwd=True)
@@ -262,15 +259,6 @@ def test_incl_bwd_captures_gradients_of_the_mean_loss_in_a_second_job() -> None:
     }
     assert cache.gradients is not None
     assert cache.gradients.scale == 1.0
-
-
-def test_incl_bwd_refuses_edits() -> None:
-    model, client = served()
-    with refuses("unedited"):
-        model.run_with_cache(
-            "a", fwd_hooks=[(POST, ADD)], return_type=None, incl_bwd=True, scalar={"kind": "loss"}
-        )
-    assert client.asked == []
 
 
 # --- Lens cache ---
@@ -413,7 +401,7 @@ def test_what_a_cache_cannot_give_is_refused(use: Any, said: str) -> None:
         use(cache(lambda name: name.endswith(("hook_resid_pre", "hook_resid_post"))))
 
 
-def test_a_cache_holds_what_was_captured_and_no_more() -> None:
+def test_a_cache_holds_what_was_captured_with_or_without_a_batch_axis() -> None:
     found = cache([("resid_post", 1), ("mlp_out", -1)])
     assert list(found) == ["blocks.1.hook_resid_post", "blocks.2.hook_mlp_out"]
     assert ("resid_post", 1) in found
@@ -421,9 +409,6 @@ def test_a_cache_holds_what_was_captured_and_no_more() -> None:
     assert ("resid_post", 0) not in found
     assert "blocks.1.no_such" not in found
     assert len(cache()) == DEPTH * sum(WIDE_CARD.has(name) for name in BLOCK)
-
-
-def test_one_prompt_needs_no_batch_axis() -> None:
     alone = cache(prompts=1).remove_batch_dim()
     assert alone["resid_post", 0].shape == (TOKENS, WIDTH)
     assert alone.accumulated_resid(pos_slice=-1).shape == (DEPTH + 1, WIDTH)

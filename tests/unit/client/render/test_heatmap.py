@@ -145,16 +145,13 @@ def test_no_line_of_a_terminal_heatmap_is_wider_than_the_terminal(width: int) ->
     assert max(map(len, printed(wide, width).splitlines())) <= width
 
 
-def test_layers_that_do_not_fit_are_merged_to_the_strongest_and_it_is_said() -> None:
+def test_what_does_not_fit_the_terminal_is_merged_or_left_out_and_it_is_said() -> None:
     layers = list(range(120))
     deep = pair(grids={"pre_attn": grid(0.95, len(layers)), "mlp_out": grid(-0.2, len(layers))})
     text = printed(result(deep, layers=layers, skipped=[]))
     assert "a column is 2 layers and shows the layer with the strongest effect" in text
     row = next(line for line in text.splitlines() if line.startswith("um 3"))
     assert row.removeprefix("um 3   ")[PEAK[0] // 2] == "█"
-
-
-def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> None:
     many = 100
     names = [f"t{number}" for number in range(many)]
     grids = {
@@ -194,16 +191,13 @@ def test_a_position_stands_behind_a_token_and_not_behind_the_name_of_a_span() ->
     )
 
 
-def test_a_sweep_without_values_is_still_drawn() -> None:
+def test_sweeps_without_values_or_prompts_are_still_drawn() -> None:
     nothing = {hook: [[None] * 6 for _ in LAYERS] for hook in ("pre_attn", "mlp_out")}
     for metric in ("recovered", "kl"):
         sweep = result(pair(grids=nothing, base=None, source=None), metric=metric)
         assert figures.heatmap(sweep).axes
         assert "Strongest cells" in printed(sweep)
     assert grid_of(result(pair(grids=nothing))).top(3) == []
-
-
-def test_pairs_whose_prompts_failed_leave_scale_and_title_to_the_others() -> None:
     values = {hook: [[-3.0] * len(CORRUPT)] * len(LAYERS) for hook in ("pre_attn", "mlp_out")}
     none = {hook: [[None] * len(CORRUPT)] * len(LAYERS) for hook in ("pre_attn", "mlp_out")}
     failed = pair(base=None, grids=none)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from capture_kit import finished, values, write
+from job_kit import job_result
 from refusal_kit import refuses
 from sweep_kit import result
 
@@ -16,8 +17,6 @@ from midstream.client.render.figures import PLOTS
 from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.readings import Features, lens_of
 from midstream.schemas.artifacts.probes import ProbeResult
-from midstream.schemas.base.states import State
-from midstream.schemas.jobs.jobs import CaptureResults, JobResult
 from midstream.schemas.readings.features import FeaturesReading
 from midstream.schemas.readings.lens import LensReading
 
@@ -64,12 +63,22 @@ def test_a_matrix_has_the_chosen_rows_in_the_order_of_its_samples(
     assert [tuple(sample) for sample in samples(readers, rows)] == wanted
 
 
-def test_a_negative_position_counts_from_the_end_of_the_prompt(tmp_path: Path) -> None:
+def test_rows_count_from_the_end_of_the_prompt_or_there_is_no_matrix(tmp_path: Path) -> None:
     write(tmp_path, finished(job="job_a", positions=[4, 6, 9], prompt_tokens=7), owner="job_a")
     reader = CaptureReader(tmp_path, "job_a")
     assert samples(reader, -1) == [("job_a", 0, 6)], (
         "not the last row, and not the third from the first"
     )
+    empty = finished(job="job_b", request=1, positions=[])
+    write(tmp_path, finished(job="job_b", positions=[0, 1]), empty, owner="job_b")
+    reader = CaptureReader(tmp_path, "job_b")
+    layer = reader.layers()[0]
+    for rows in ("last", "first", "mean"):
+        with refuses("request 1 has no captured rows", kind="not_found"):
+            matrix(reader, layer, rows=rows)  # type: ignore[arg-type]
+    assert matrix(reader, layer, rows="all").shape[0] == 2
+    with refuses("no captured rows"):
+        matrix([], layer)
 
 
 def test_a_mean_is_over_the_captured_positions_of_a_request(readers: list[CaptureReader]) -> None:
@@ -90,23 +99,6 @@ def test_unavailable_rows_are_refused_with_the_available_ones(
     with refuses(match=said, field="rows") as caught:
         matrix(readers, readers[0].layers()[0], rows=rows)
     assert caught.value.allowed
-
-
-def test_without_rows_there_is_no_matrix(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        finished(job="job_a", positions=[0, 1]),
-        finished(job="job_a", request=1, positions=[]),
-        owner="job_a",
-    )
-    reader = CaptureReader(tmp_path, "job_a")
-    layer = reader.layers()[0]
-    for rows in ("last", "first", "mean"):
-        with refuses("request 1 has no captured rows", kind="not_found"):
-            matrix(reader, layer, rows=rows)  # type: ignore[arg-type]
-    assert matrix(reader, layer, rows="all").shape[0] == 2
-    with refuses("no captured rows"):
-        matrix([], layer)
 
 
 def test_models_of_different_width_make_no_matrix(
@@ -143,14 +135,6 @@ SCORED = ProbeResult(
 )
 
 
-def job(**computed: Any) -> JobResult:
-    captures = CaptureResults(status="not_requested", job="job_x")
-    return JobResult(
-        id="job_x", model="m", state=State.SUCCEEDED, outputs=[], capture_results=captures,
-        determinism=None, attempt=1, **computed,
-    )  # fmt: skip
-
-
 def reader(folder: Path) -> CaptureReader:
     write(folder, finished(job="job_x", positions=[4, 5]), owner="job_x")
     return CaptureReader(folder, "job_x")
@@ -171,9 +155,9 @@ RESULTS = {
         request=0, probe="tone", digest="d", scores={"joy": 2.0}, positions=2
     ),
     "fit": fitted,
-    "job of a sweep": lambda: job(sweep=result()),
-    "job of a lens": lambda: job(lens=[LENS]),
-    "job of a probe": lambda: job(probes=[SCORED]),
+    "job of a sweep": lambda: job_result(sweep=result()),
+    "job of a lens": lambda: job_result(lens=[LENS]),
+    "job of a probe": lambda: job_result(probes=[SCORED]),
 }
 
 
@@ -190,19 +174,13 @@ def test_captured_rows_are_drawn_as_norms_of_layers_by_tokens(tmp_path: Path) ->
     assert axes.collections[0].get_array().size == 2 * len(rows.layers())
 
 
-def test_a_job_without_anything_to_draw_says_what_to_ask_for() -> None:
+def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
     with pytest.raises(MidstreamError, match="ask for lens, features or probes"):
-        job().plot()
-
-
-def test_a_first_guess_names_plot() -> None:
+        job_result().plot()
     with pytest.raises(AttributeError, match=r"Lens has no attribute 'heatmap': use plot\(\)"):
         lens_of(LENS).heatmap()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"no attribute 'hook_name'$"):
         lens_of(LENS).hook_name  # type: ignore[attr-defined]  # noqa: B018
-
-
-def test_every_kind_with_the_verb_has_a_figure() -> None:
     drawn = {kind.__name__ for kind in PLOTS}
     assert {"Attention", "CaptureReader", "Harvest", "Lens", "SweepResult"} <= drawn
     assert all(hasattr(kind, "plot") for kind in [*PLOTS, PatchStudy, harvest.Harvest])

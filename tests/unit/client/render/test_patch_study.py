@@ -306,6 +306,8 @@ def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
             "cells, 62 skipped"
         )
     )
+    with refuses("call sweep"):
+        PatchStudy(*PROMPTS).top()
 
 
 @pytest.mark.parametrize(
@@ -324,11 +326,6 @@ def test_a_file_that_is_no_study_of_this_version_is_refused(
     (tmp_path / "study.json").write_text(json.dumps(document | change))
     with refuses(match=detail, kind=kind):
         PatchStudy.load(tmp_path / "study.json")
-
-
-def test_before_the_first_sweep_a_study_says_so() -> None:
-    with refuses("call sweep"):
-        PatchStudy(*PROMPTS).top()
 
 
 EVENTS = (

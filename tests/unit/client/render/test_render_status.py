@@ -117,27 +117,21 @@ def printed(now: Status, before: Status | None = None) -> str:
     return console.file.getvalue()
 
 
-def test_a_busy_service_with_long_names_fits_on_80_columns_and_keeps_its_numbers() -> None:
+def test_a_busy_service_fits_on_80_columns_and_keeps_its_numbers() -> None:
     text = printed(status())
     assert max(map(len, text.splitlines())) <= 80
     for number in ("1234567", "99936", "4096", "12346", "97%", "256/256", "8×2"):
         assert number in text, number
+    later = status(at=AT + 2, counts={"meta-llama-3.1-70b-instruct": {"succeeded": 1_200_041}})
+    assert " 20.5" in printed(later, status())
 
 
-def test_status_shows_missing_parts() -> None:
+def test_status_shows_missing_parts_and_ranks_that_disagreed_lately() -> None:
     text = printed(
         status(workers=[], relay=RelayStatus(alive=False), callbacks=CallbacksStatus(alive=False))
     )
     for words in ("no worker is running", "relay not seen", "callbacks not seen"):
         assert words in text
-
-
-def test_jobs_per_second_come_from_two_samples() -> None:
-    later = status(at=AT + 2, counts={"meta-llama-3.1-70b-instruct": {"succeeded": 1_200_041}})
-    assert " 20.5" in printed(later, status())
-
-
-def test_ranks_that_disagreed_lately_are_shown_and_long_ago_are_not() -> None:
     told = DesyncStatus(worker="w1", at=AT - 120, detail="rank 1 reports another checksum")
     assert "disagreed 2 min ago" in printed(status(last_desync=told))
     assert "disagreed" not in printed(

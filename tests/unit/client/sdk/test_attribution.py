@@ -18,10 +18,10 @@ from attribution_kit import (
     edges,
     estimated,
     features,
-    job_result,
     verified_features,
 )
 from http_kit import reply, server
+from job_kit import job_result
 from msgspec import UNSET
 from msgspec.structs import replace
 from rich.console import Console
@@ -41,15 +41,11 @@ def found(*pairs: Any, **given: Any) -> Attribution:
     return Attribution("job_1", attribution(*pairs, **given))
 
 
-def test_grids_have_estimates_and_exact_values_in_the_same_places() -> None:
+def test_grids_and_cells_have_estimates_and_exact_values() -> None:
     whole = found()
     assert whole.estimates.values[HOOK][STRONG] == 0.9
     assert whole.exact.values[HOOK][STRONG] == 0.95
     assert np.isnan(whole.exact.values[HOOK]).sum() == whole.exact.values[HOOK].size - 2
-
-
-def test_cells_are_strongest_first_and_those_off_are_listed() -> None:
-    whole = found()
     assert [(cell.layer, cell.column) for cell in whole.cells] == [STRONG, WRONG, FAILED]
     assert [(cell.layer, cell.column) for cell in whole.off] == [WRONG]
     assert repr(whole) == "Attribution(job_1, attribution, cells=3, off=1)"
@@ -108,7 +104,7 @@ def test_a_line_has_both_values_and_whether_they_disagree() -> None:
 
 
 def test_a_call_takes_one_pair_by_its_fields_and_returns_the_answer() -> None:
-    answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution())))
+    answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution=attribution())))
     with server(*answers) as (url, seen), Client(url) as client:
         answer = client.attribute(
             model="m", clean="a", corrupt="b", answer=" c", method="integrated", verify={"top": 4}
@@ -121,7 +117,7 @@ def test_a_call_takes_one_pair_by_its_fields_and_returns_the_answer() -> None:
 
 
 def test_a_job_of_another_kind_and_a_wrong_keyword_are_refused() -> None:
-    nothing = replace(job_result(attribution()), attribution=UNSET)
+    nothing = replace(job_result(attribution=attribution()), attribution=UNSET)
     with server(reply(VIEW), reply(nothing)) as (url, _), Client(url) as client:
         with pytest.raises(MidstreamError, match="job_1 is not an attribution"):
             client.attributions.result("job_1")
@@ -204,7 +200,7 @@ def test_edges_and_features_are_bars_and_a_table(result: AttributionResult, name
     assert name in printed(result)
 
 
-def test_the_terminal_shows_values_differences_and_how_both_agree() -> None:
+def test_the_terminal_shows_values_how_both_agree_and_what_was_left_out() -> None:
     shown = printed(attribution())
     row = next(line for line in shown.splitlines() if "0.600" in line)
     assert [part in row for part in ("0.100", "+0.500", "top", "off")] == [True] * 4
@@ -216,9 +212,6 @@ def test_the_terminal_shows_values_differences_and_how_both_agree() -> None:
     ):
         assert line in shown
     assert "0.600" in printed(attribution(), most=1), "a cell that disagrees is always listed"
-
-
-def test_the_terminal_names_what_was_not_computed_and_why_nothing_was_estimated() -> None:
     left = NotLookedAt(cells=300, largest=0.01, bound=0.02, last=0.5, settled=True)
     assert "not computed: 300 cells; largest estimated effect 0.010" in printed(
         attribution(estimated(not_looked_at=left))

@@ -13,6 +13,7 @@ from typing import Any, assert_type
 import msgspec
 import pytest
 from http_kit import reply, server
+from job_kit import job_view
 
 from midstream.client import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client.sdk import fields
@@ -175,9 +176,9 @@ async def test_a_call_written_as_a_coroutine_blocks_and_awaits() -> None:
     assert (client.twice(4), list(client.count(3))) == (8, [0, 2, 4])
     with pytest.raises(ValueError, match="negative"):
         client.twice(-1)
-
     calls: _Counting[Awaits] = _Counting(AwaitingTransport("http://127.0.0.1:1", {}))
     assert (await calls.twice(4), [number async for number in calls.count(3)]) == (8, [0, 2, 4])
+    assert list(counting().count(3)) == [0, 2, 4]
 
 
 def test_an_iterator_that_is_left_early_closes_its_generator() -> None:
@@ -187,11 +188,6 @@ def test_an_iterator_that_is_left_early_closes_its_generator() -> None:
     assert (next(numbers), calls.open) == (0, 1)
     numbers.close()  # type: ignore[attr-defined]
     assert calls.open == 0
-
-
-async def test_the_blocking_client_works_inside_a_running_event_loop() -> None:
-    """As in a notebook, whose cells run in one."""
-    assert list(counting().count(3)) == [0, 2, 4]
 
 
 def test_a_blocking_call_that_would_suspend_is_refused() -> None:
@@ -208,10 +204,7 @@ def test_a_blocking_call_that_would_suspend_is_refused() -> None:
 
 
 async def test_both_clients_send_the_same_request() -> None:
-    view = JobView(
-        id="job_x", kind="generate", model="m", state="cancelled", attempt=1, version=1, created=1.0
-    )  # type: ignore[arg-type]
-    with server(reply(view)) as (url, requests):
+    with server(reply(job_view())) as (url, requests):
         with Client(url, "ms_key") as client:
             client.jobs.cancel("job_x")
         async with AsyncClient(url, "ms_key") as awaiting:

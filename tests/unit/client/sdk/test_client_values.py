@@ -163,16 +163,13 @@ def test_one_entry_stands_for_a_list_of_one() -> None:
     assert [entry.layers for entry in registered.entries_of({"post_block.3": VECTOR})] == [3]
 
 
-def test_a_span_is_not_taken_for_an_entry_of_a_list() -> None:
+def test_spans_and_hooks_may_stand_alone_or_in_a_list() -> None:
     assert job(capture={"positions": {"text": "Tower"}}).capture == CaptureSpec(
         positions=Span(text="Tower")
     )
     assert job(capture={"positions": [{"text": "Tower"}, np.int64(-1)]}).capture == CaptureSpec(
         positions=[Span(text="Tower"), -1]
     )
-
-
-def test_hooks_of_a_capture_may_be_a_list_as_those_of_a_sweep() -> None:
     assert job(
         capture={"hooks": ["resid_pre", "mlp_out"], "layers": range(2)}
     ).capture == CaptureSpec(hooks={"resid_pre": [0, 1], "mlp_out": [0, 1]})

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from http_kit import Reply, reply, server
+from job_kit import job_view
 from refusal_kit import refuses
 
 from midstream import (
@@ -27,16 +28,9 @@ from midstream import (
 from midstream.client.sdk import wire
 from midstream.client.sdk.answers import download
 from midstream.schemas.base.errors import invalid
-from midstream.schemas.jobs.jobs import JobRequest, JobView, State
+from midstream.schemas.jobs.jobs import JobRequest, State
 from midstream.schemas.requests.source_runs import RunPage, RunView
 from midstream.schemas.requests.steering import GlobalView, ModulePage, ModuleView
-
-
-def view(state: State = State.QUEUED) -> JobView:
-    return JobView(
-        id="job_x", kind="generate", model="m", state=state, attempt=1, version=1, created=1.0
-    )
-
 
 # --- Before a request ---
 
@@ -173,7 +167,7 @@ def test_a_problem_document_becomes_an_error_with_kind_field_and_advice(
 @pytest.mark.parametrize(
     ("answer", "status", "words"),
     [
-        ({**json.loads(wire.to_json(view())), "moon_phase": 3}, 200, ""),
+        ({**json.loads(wire.to_json(job_view(id="job_x"))), "moon_phase": 3}, 200, ""),
         (invalid("capture.hook", "unknown field").problem(), 400, "capture.hook"),
     ],
 )
@@ -190,12 +184,9 @@ def test_what_another_version_does_not_know_names_both_versions(
 
 
 # field case 43
-def test_another_version_that_is_understood_is_no_error() -> None:
-    with server(reply(view(), version="9.9.9")) as (url, _):
+def test_other_servers_are_understood_or_reported() -> None:
+    with server(reply(job_view(id="job_x"), version="9.9.9")) as (url, _):
         assert Client(url).jobs.get("job_x").id == "job_x"
-
-
-def test_a_server_that_is_not_midstream_is_reported() -> None:
     with (
         server((404, {"content-type": "text/html"}, b"<html>nginx</html>")) as (url, _),
         refuses("is not Midstream"),
@@ -207,27 +198,21 @@ def test_waiting_survives_an_api_that_restarts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(wire, "PAUSE_S", 0.01)
     busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
     with server(
-        reply(view(), etag='"1"'),
+        reply(job_view(state=State.QUEUED), etag='"1"'),
         busy,
         (304, {wire.VERSION_HEADER: __version__}, b""),
-        reply(view(State.SUCCEEDED)),
-    ) as (
-        url,
-        seen,
-    ):
+        reply(job_view()),
+    ) as (url, seen):
         assert Client(url).wait("job_x", timeout=60).state is State.SUCCEEDED
     assert len(seen) == 4
 
 
-def test_waiting_ends_with_its_timeout_and_names_the_state() -> None:
+def test_waiting_ends_at_its_timeout_or_for_an_unknown_job() -> None:
     with (
-        server(reply(view(State.RUNNING))) as (url, _),
+        server(reply(job_view(id="job_x", state=State.RUNNING))) as (url, _),
         pytest.raises(TimeoutError, match="still running"),
     ):
         Client(url).wait("job_x", timeout=0.05)
-
-
-def test_waiting_for_an_unknown_job_fails_immediately() -> None:
     with (
         server(reply(MidstreamError("not_found", "there is no job job_x").problem(), 404)) as (
             url,
@@ -244,7 +229,7 @@ def test_a_submission_is_repeated_with_the_same_key_while_the_api_restarts(
 ) -> None:
     monkeypatch.setattr(wire, "PAUSE_S", 0.01)
     busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
-    with server(busy, reply(view(), 202)) as (url, seen):
+    with server(busy, reply(job_view(id="job_x"), 202)) as (url, seen):
         assert Client(url).submit(model="m", prompts=["a"]).id == "job_x"
     assert len(seen) == 2
     assert seen[0] == seen[1]
@@ -375,7 +360,7 @@ def test_importing_the_client_loads_nothing_heavy() -> None:
 
 
 def test_a_submission_without_a_model_takes_the_only_one_that_is_served() -> None:
-    with server(reply({"data": [{"id": "m"}]}), reply(view(), 202)) as (url, seen):
+    with server(reply({"data": [{"id": "m"}]}), reply(job_view(id="job_x"), 202)) as (url, seen):
         assert Client(url).submit(prompts=["a"]).id == "job_x"
     assert [line.split()[:2] for line in seen] == [["GET", "/v1/models"], ["POST", "/v1/jobs"]]
     assert json.loads(seen.bodies[-1])["model"] == "m"

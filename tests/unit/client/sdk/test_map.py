@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_kit import job_view
 from map_kit import Jobs, serving
 from refusal_kit import refuses
 
@@ -183,13 +184,10 @@ def test_the_key_covers_every_field_but_how_jobs_are_handled(
     assert item.cached is cached
 
 
-def test_a_refusal_that_lasts_is_raised() -> None:
+def test_refusals_that_last_and_bodies_that_are_too_large_end_or_are_halved() -> None:
     jobs = Jobs(refusals=[(MidstreamError("too_many_jobs", "full"), 0)] * 50)
     with refuses("full"):
         mapped(jobs, ["a"], patience=0.0)
-
-
-def test_a_body_that_is_too_large_is_halved() -> None:
     jobs = Jobs(biggest=2)
     assert texts(mapped(jobs, list("abcdefghi"), job_prompts=8)) == [
         f"<{letter}>" for letter in "abcdefghi"
@@ -353,7 +351,7 @@ def test_another_file_in_the_place_of_the_cache_is_refused(
         mapped(Jobs(), ["a"], cache=tmp_path / name)
 
 
-def test_a_result_that_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
+def test_results_that_cannot_be_read_or_failed_are_computed_again(tmp_path: Path) -> None:
     mapped(Jobs(), ["a"], cache=tmp_path)
     with sqlite3.connect(tmp_path / "results.sqlite") as db:
         db.execute("UPDATE results SET value = 'x'")
@@ -501,13 +499,6 @@ def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
 def a_view(**changes: Any) -> JobView:
     """Of a job that used a module, a tuned lens and an autoencoder, and was watched."""
     fields: dict[str, Any] = {
-        "id": "job_1",
-        "kind": "generate",
-        "model": "m",
-        "state": State.SUCCEEDED,
-        "attempt": 1,
-        "version": 1,
-        "created": 1.0,
         "modules": {"joy": "of joy"},
         "contents": {
             "sae/first": "of first",
@@ -517,7 +508,7 @@ def a_view(**changes: Any) -> JobView:
         "identity": "a",
         "global_version": 3,
     }
-    return JobView(**fields | changes)
+    return job_view(**fields | changes)
 
 
 NAMES = {
@@ -562,7 +553,7 @@ def test_a_service_that_reports_no_identity_is_not_mapped_over(card: dict[str, A
         map_key.identity(card)
 
 
-def test_the_key_covers_the_content_that_names_stand_for() -> None:
+def test_keys_cover_contents_order_and_attempts() -> None:
     request = wire.job_request(
         None, {"model": "m", "prompts": ["-"], "steering": [{"module": "joy"}]}
     )
@@ -572,9 +563,6 @@ def test_the_key_covers_the_content_that_names_stand_for() -> None:
         for identity in "ab"
     }
     assert len(keys) == 4
-
-
-def test_a_job_of_another_attempt_is_another_job() -> None:
     assert len({map_key.of_job(b"base", ["a", "b"], attempt) for attempt in range(3)}) == 3
     assert map_key.of_job(b"base", ["a", "b"]) != map_key.of_job(b"base", ["b", "a"])
 
@@ -593,17 +581,12 @@ def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "captures").iterdir()} == {".part-new", kept.name}
 
 
-def test_more_keys_than_one_query_takes_are_found(tmp_path: Path) -> None:
+def test_many_keys_are_found_and_names_that_are_no_digests_are_no_folders(tmp_path: Path) -> None:
     cache = MapCache(tmp_path)
     keys = [f"{number:064x}" for number in range(1203)]
     cache.store(dict.fromkeys(keys, result(1)), None)
     assert cache.load([*keys, "f" * 64], rows=False).keys() == set(keys)
     assert cache.load(keys, rows=True) == {}
-    cache.close()
-
-
-def test_a_name_in_the_file_that_is_no_digest_is_no_folder(tmp_path: Path) -> None:
-    cache = MapCache(tmp_path)
     (tmp_path / "captures" / "elsewhere").mkdir()
     cache.store({"a" * 64: result(1)}, tmp_path / "captures" / "elsewhere")
     assert cache.load(["a" * 64], rows=False)["a" * 64][1] is None

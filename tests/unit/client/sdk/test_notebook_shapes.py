@@ -5,11 +5,11 @@ plotly; and what is said without them.
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from capture_kit import finished, values, write
+from job_kit import job_result, job_view
 from refusal_kit import refuses
 from sweep_kit import FAILED, LAYERS, PEAK, pair, result
 
@@ -20,7 +20,7 @@ from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.readings import Lens
 from midstream.schemas.base import records as base
 from midstream.schemas.base.errors import Problem
-from midstream.schemas.jobs.jobs import CaptureResults, JobPage, JobResult, JobView, Output, State
+from midstream.schemas.jobs.jobs import JobPage
 from midstream.schemas.requests.steering import EntryView, GlobalView, ModuleView
 
 #: Markup of HTML, of attributes and of rich; a link of rich would become one of HTML.
@@ -49,34 +49,6 @@ class Tags(HTMLParser):
 def shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "html_renderer", None)
     install()
-
-
-def view(**given: Any) -> JobView:
-    known = {
-        "id": "job_x",
-        "kind": "generate",
-        "model": "m",
-        "state": State.SUCCEEDED,
-        "attempt": 1,
-        "version": 1,
-        "created": 1.0,
-    }
-    return JobView(**known | given)  # type: ignore[arg-type]
-
-
-def job_result(text: str) -> JobResult:
-    output = Output(index=0, text=text, token_ids=[1], finish_reason="length", prompt_tokens=1)
-    captures = CaptureResults(status="not_requested", job="job_x")
-    state = State.SUCCEEDED
-    return JobResult(
-        id="job_x",
-        model="m",
-        state=state,
-        outputs=[output],
-        capture_results=captures,
-        determinism=None,
-        attempt=1,
-    )
 
 
 def module(name: str, description: str = "") -> ModuleView:
@@ -134,8 +106,8 @@ def hostile_grid() -> Grid:
 
 def test_everything_that_calls_return_has_html(tmp_path: Path) -> None:
     pages = {
-        "job": view()._repr_html_(),
-        "page of jobs": JobPage(jobs=[view()])._repr_html_(),
+        "job": job_view()._repr_html_(),
+        "page of jobs": JobPage(jobs=[job_view()])._repr_html_(),
         "result": job_result("Paris")._repr_html_(),
         "module": module("joy")._repr_html_(),
         "modules": Listing([module("joy"), module("fear")])._repr_html_(),
@@ -146,7 +118,7 @@ def test_everything_that_calls_return_has_html(tmp_path: Path) -> None:
         "lens": lens("a")._repr_html_(),
     }
     words = {
-        "job": "job_x",
+        "job": "job_1",
         "page of jobs": "succeeded",
         "result": "Paris",
         "module": "joy",
@@ -159,20 +131,19 @@ def test_everything_that_calls_return_has_html(tmp_path: Path) -> None:
         assert words.get(name, "") in Tags(page).text, name
 
 
-def test_records_without_a_table_and_empty_lists_are_shown_as_text() -> None:
+def test_only_records_with_a_table_are_rendered_and_only_with_a_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem = Problem(type="t", title="t", status=400, detail="d")
     assert (problem._repr_html_(), Listing()._repr_html_(), Listing([1])._repr_html_()) == (
         None,
         None,
         None,
     )
-
-
-def test_nothing_is_rendered_before_a_client_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "html_renderer", None)
     assert JobPage(jobs=[])._repr_html_() is None
     Client("http://127.0.0.1:1")
-    assert view()._repr_html_()
+    assert job_view()._repr_html_()
 
 
 def test_what_a_server_says_is_escaped() -> None:
@@ -181,8 +152,8 @@ def test_what_a_server_says_is_escaped() -> None:
     )
     problem = Problem(type="t", title="t", status=500, detail=HOSTILE)
     pages = [
-        view(id=HOSTILE, model=HOSTILE, worker=HOSTILE, error=problem)._repr_html_(),
-        JobPage(jobs=[view(id=HOSTILE, model=HOSTILE)])._repr_html_(),
+        job_view(id=HOSTILE, model=HOSTILE, worker=HOSTILE, error=problem)._repr_html_(),
+        JobPage(jobs=[job_view(id=HOSTILE, model=HOSTILE)])._repr_html_(),
         job_result(HOSTILE)._repr_html_(),
         module(HOSTILE, HOSTILE)._repr_html_(),
         Listing([module(HOSTILE, HOSTILE)])._repr_html_(),

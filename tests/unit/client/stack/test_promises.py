@@ -38,22 +38,16 @@ def test_a_promise_fails_if_its_whole_interval_is_above_the_limit(
     assert judge(COST, Measured(figures)).verdict == verdict
 
 
-def test_a_measured_limit_replaces_that_of_the_table() -> None:
+def test_only_measured_promises_can_hold_and_each_has_a_measurement() -> None:
     assert judge(COST, Measured([1.2], limit=1.3)).verdict == "PASS"
-
-
-def test_a_promise_without_a_measurement_fails() -> None:
     judged = verify.outcomes({"idle": Measured([1.0])})
     assert [outcome.name for outcome in judged] == [promise.name for promise in PROMISES]
     assert [outcome.name for outcome in judged if outcome.verdict == "PASS"] == ["idle"]
-
-
-def test_every_promise_has_a_measurement() -> None:
     measured = " ".join(verify.MEASUREMENTS).split()
     assert [*measured, "processes"] == [promise.name for promise in PROMISES]
 
 
-def test_the_page_has_each_promise_with_figure_limit_and_verdict() -> None:
+def test_the_page_has_figures_limits_and_settings_without_secrets() -> None:
     judged = verify.outcomes({"idle": Measured([1.0, 1.02], "2 pairs"), "receipts": Measured([3])})
     report = Report("now", 9.0, {"vllm": "0.32.0"}, {"name": "m"}, {"dtype": "bfloat16"}, judged)
     lines = page(report).splitlines()
@@ -61,9 +55,6 @@ def test_the_page_has_each_promise_with_figure_limit_and_verdict() -> None:
     assert "FAIL   receipts     3, at most 0: files" in page(report)
     assert lines[-1].startswith("1 of 10 promises hold; FAILED: certificate, capture, ")
     assert "settings      dtype=bfloat16" in lines
-
-
-def test_settings_on_the_page_have_no_secrets_and_no_addresses() -> None:
     given = Settings(dtype="float32", admin_key="ms_secret", redis_url="redis://:pw@h", model="m")
     assert facts.changed(given) == {"dtype": "float32"}
 
@@ -179,14 +170,11 @@ class TimedRig(FakeRig):
         return SimpleNamespace(raw=self.usage(kind, max_tokens), job="job")
 
 
-def test_a_fast_idle_call_does_not_hide_what_edits_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_of_calls_with_all_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"stock": 2.0, "idle": 1.0, "capture": 1.25, "steer": 1.0, "patch": 1.5}
     taken = costs.costs(TimedRig(monkeypatch, seconds, 0))  # type: ignore[arg-type]
     figures = {kind: set(measured.figures) for kind, measured in taken.items()}
     assert figures == {"idle": {0.5}, "capture": {1.25}, "steer": {1.0}, "patch": {1.5}}
-
-
-def test_calls_with_too_few_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = dict.fromkeys(("stock", "idle", "capture", "steer", "patch"), 1.0)
     with pytest.raises(MidstreamError, match="steer: 511 tokens instead of 512"):
         costs.costs(TimedRig(monkeypatch, seconds, 1))  # type: ignore[arg-type]

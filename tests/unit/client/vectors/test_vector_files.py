@@ -83,9 +83,6 @@ def test_directions_of_a_gguf_file_are_at_the_layers_of_their_names(tmp_path: Pa
         (n, None, None, None) for n in (0, 3, 14)
     ]
     assert sites(specs) == {0: (-JOY).tolist(), 3: CALM.tolist(), 14: JOY.tolist()}
-
-
-def test_half_precision_directions_keep_their_bits(tmp_path: Path) -> None:
     (spec,) = vectors.read(control_vector(tmp_path / "joy.gguf", {3: JOY.astype(np.float16)}))
     assert spec.vector == from_numpy(JOY.astype(np.float16))
 
@@ -112,50 +109,6 @@ def test_the_gguf_library_reads_what_is_written(tmp_path: Path) -> None:
         "controlvector.model_hint": "tiny",
         "controlvector.layer_count": 2,
     }
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda raw: raw[:30], "it ends early"),
-        (lambda raw: raw[:-1], "it ends early"),
-        (
-            lambda raw: raw.replace(b"controlvector", b"llamallamalla"),
-            "general.architecture is 'llamallamalla'; valid: 'controlvector'",
-        ),
-        (
-            lambda raw: raw.replace(b"direction.3", b"direction.x"),
-            "'direction.x' is not a direction",
-        ),
-        (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "version"),
-        (lambda raw: raw[:8] + struct.pack("<Q", 1 << 40) + raw[16:], "1099511627776 tensors"),
-        (lambda raw: raw[:16] + struct.pack("<Q", 1 << 40) + raw[24:], "1099511627776 keys"),
-        (
-            lambda raw: raw.replace(
-                struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 1, 1 << 30, 0)
-            ),
-            "1073741824 elements",
-        ),
-        (
-            lambda raw: raw.replace(struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 1, 8, 2)),
-            "ggml type 2; valid: F32",
-        ),
-        (
-            lambda raw: raw.replace(struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 2, 8, 0)),
-            "2 dimensions",
-        ),
-    ],
-)
-def test_a_wrong_gguf_file_is_refused(change: Any, says: str) -> None:
-    raw = write_gguf({3: JOY}, "m")
-    assert change(raw) != raw
-    with pytest.raises(ValueError, match=says):
-        files.from_bytes(change(raw))
-
-
-def test_a_gguf_file_with_two_directions_for_a_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match="two directions for layer 3"):
-        files.from_bytes(write_gguf({3: JOY, 4: CALM}, "m").replace(b"direction.4", b"direction.3"))
 
 
 # --- torch ---
@@ -252,11 +205,6 @@ def test_torch_files_of_other_things_are_refused(
     with pytest.raises(ValueError, match=says):
         files.from_bytes(saved(value), 1)
     assert capsys.readouterr().out == ""
-
-
-def test_files_of_old_torch_are_refused() -> None:
-    with pytest.raises(ValueError, match="torch before"):
-        files.from_bytes(saved(torch.zeros(4), _use_new_zipfile_serialization=False), 1)
 
 
 @given(st.binary(max_size=200))
@@ -359,28 +307,6 @@ def repeated(name: str) -> bytes:
     )
 
 
-@pytest.mark.parametrize(
-    ("raw", "says"),
-    [
-        (lambda: repeated("3"), "has a member twice"),
-        (
-            lambda: zipped({f"{number}.npy": b"" for number in range(MAX_FILE_TENSORS + 100)}),
-            f"more than {MAX_FILE_TENSORS} members",
-        ),
-        (
-            lambda: zipped({"a/data.pkl": b"\x80\x02}."}, zipfile.ZIP_DEFLATED),
-            "torch.save does not compress",
-        ),
-        (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes()[:-4])}), "its|it is"),
-        (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes())})[:-30], "its archive is damaged"),
-    ],
-    ids=["a member twice", "many members", "compressed", "too few numbers", "cut"],
-)
-def test_a_wrong_archive_is_refused(raw: Callable[[], bytes], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        files.from_bytes(raw(), 1)
-
-
 def test_a_file_beyond_its_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,14 +314,6 @@ def test_a_file_beyond_its_limit_is_refused(
     monkeypatch.setattr(files, "MAX_VECTOR_FILE", 100)
     with pytest.raises(ValueError, match="more than 100 bytes"):
         vectors.read(tmp_path / "joy.npy", 3)
-
-
-@pytest.mark.parametrize(
-    "raw", [b"", b"joy", b"\x00" * 64, b"PK\x03\x04", b"[]", b"{}", b"[1]", numpy_file.MAGIC]
-)
-def test_what_is_in_no_format_is_refused(raw: bytes) -> None:
-    with pytest.raises(ValueError, match=r"it is|its |has"):
-        files.from_bytes(raw, 3)
 
 
 # --- vllm-lens ---
@@ -460,21 +378,6 @@ def test_a_steering_vector_saved_with_torch_is_read() -> None:
     assert (spec.layers, spec.scale, spec.vector) == (4, 3.0, from_numpy(JOY))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"layer_indices": [1, 2]}, "activations: has shape"),
-        ({"position_indices": [3]}, "position_indices: is for activations of shape"),
-        ({"layer_indices": []}, "layer_indices"),
-        ({"layer": [3]}, "unknown field `layer`"),
-        ({"scale": "much"}, "scale"),
-    ],
-)
-def test_a_wrong_steering_vector_is_refused(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        files.from_bytes(json.dumps(lens(JOY[None], [15], **change)).encode())
-
-
 # --- Round trips ---
 
 _VECTORS = st.lists(
@@ -529,6 +432,86 @@ def test_a_scale_and_norm_match_are_kept_where_the_format_has_them() -> None:
         SteeringSpec(layers=layer, vector=from_numpy(JOY), scale=0.1, norm_match=True)
         for layer in (3, 5)
     ]
+
+
+# --- What is wrong ---
+
+
+def gguf_with(old: bytes, new: bytes) -> bytes:
+    raw = write_gguf({3: JOY, 4: CALM}, "m")
+    assert old in raw
+    return raw.replace(old, new)
+
+
+def gguf_at(place: int, form: str, value: int) -> bytes:
+    raw = write_gguf({3: JOY}, "m")
+    number = struct.pack(form, value)
+    return raw[:place] + number + raw[place + len(number) :]
+
+
+SHAPE = struct.pack("<IQI", 1, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: write_gguf({3: JOY}, "m")[:30], "it ends early"),
+        (lambda: write_gguf({3: JOY}, "m")[:-1], "it ends early"),
+        (
+            lambda: gguf_with(b"controlvector", b"llamallamalla"),
+            "general.architecture is 'llamallamalla'; valid: 'controlvector'",
+        ),
+        (
+            lambda: gguf_with(b"direction.3", b"direction.x"),
+            "'direction.x' is not a direction",
+        ),
+        (lambda: gguf_with(b"direction.4", b"direction.3"), "two directions for layer 3"),
+        (lambda: gguf_at(4, ">I", 3), "version"),
+        (lambda: gguf_at(8, "<Q", 1 << 40), "1099511627776 tensors"),
+        (lambda: gguf_at(16, "<Q", 1 << 40), "1099511627776 keys"),
+        (
+            lambda: gguf_with(SHAPE, struct.pack("<IQI", 1, 1 << 30, 0)),
+            "1073741824 elements",
+        ),
+        (lambda: gguf_with(SHAPE, struct.pack("<IQI", 1, 8, 2)), "ggml type 2; valid: F32"),
+        (lambda: gguf_with(SHAPE, struct.pack("<IQI", 2, 8, 0)), "2 dimensions"),
+        (
+            lambda: saved(torch.zeros(4), _use_new_zipfile_serialization=False),
+            "torch before",
+        ),
+        (lambda: repeated("3"), "has a member twice"),
+        (
+            lambda: zipped({f"{number}.npy": b"" for number in range(MAX_FILE_TENSORS + 100)}),
+            f"more than {MAX_FILE_TENSORS} members",
+        ),
+        (
+            lambda: zipped({"a/data.pkl": b"\x80\x02}."}, zipfile.ZIP_DEFLATED),
+            "torch.save does not compress",
+        ),
+        (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes()[:-4])}), "its|it is"),
+        (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes())})[:-30], "its archive is damaged"),
+        *(
+            (lambda raw=raw: raw, r"it is|its |has")
+            for raw in (
+                *(b"", b"joy", b"\x00" * 64, b"PK\x03\x04", b"[]", b"{}", b"[1]"),
+                numpy_file.MAGIC,
+            )
+        ),
+        *(
+            (lambda change=change: json.dumps(lens(JOY[None], [15], **change)).encode(), says)
+            for change, says in (
+                ({"layer_indices": [1, 2]}, "activations: has shape"),
+                ({"position_indices": [3]}, "position_indices: is for activations of shape"),
+                ({"layer_indices": []}, "layer_indices"),
+                ({"layer": [3]}, "unknown field `layer`"),
+                ({"scale": "much"}, "scale"),
+            )
+        ),
+    ],
+)
+def test_a_file_in_which_anything_is_wrong_is_refused(make: Callable[[], bytes], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        files.from_bytes(make())
 
 
 # --- On the command line ---
