@@ -2,13 +2,13 @@
 
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
+from receipt_rig import wait_until
 from standardwebhooks.webhooks import Webhook
 
 from midstream.schemas.access.webhooks import HookBody
@@ -101,11 +101,8 @@ class Receiver:
 
     def wait(self, count: int, path: str = "/hook", timeout: float = 60.0) -> list[Got]:
         """At least `count` calls of `path`."""
-        deadline = time.monotonic() + timeout
-        while len(found := self.at(path)) < count:
-            assert time.monotonic() < deadline, f"{len(found)} of {count} webhooks came"
-            time.sleep(0.02)
-        return found
+        wait_until(lambda: len(self.at(path)) >= count, timeout)
+        return self.at(path)
 
     def close(self) -> None:
         self._server.shutdown()

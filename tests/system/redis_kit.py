@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import redis
+from receipt_rig import wait_until
 
 #: Seconds that the disk takes for an fsync; while it does, Redis holds writes back, and answers.
 SLOW_S = 1.0
@@ -19,11 +20,8 @@ def handed_over(url: str, timeout: float = 60.0) -> None:
     """Wait until the kernel has all that Redis has answered: for what no API has promised to
     anybody.
     """
-    deadline = time.monotonic() + timeout
     with redis.Redis.from_url(url) as client:
-        while client.info("persistence")["aof_buffer_length"]:
-            assert time.monotonic() < deadline, "Redis cannot write"
-            time.sleep(0.01)
+        wait_until(lambda: client.info("persistence")["aof_buffer_length"] == 0, timeout)
 
 
 def slow_disk(directory: Path) -> str:

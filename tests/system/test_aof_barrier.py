@@ -68,6 +68,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     server.stop()
 
 
+@pytest.mark.slow("its disk takes a second for each sync, and Redis starts again")
 def test_unsynced_receipts_are_not_acknowledged(slow: SlowDisk, tmp_path: Path) -> None:
     (job,) = slow.jobs.claim(1, 2)
     with Outbox(tmp_path, "w", 0, slow.relay.url) as outbox:
@@ -112,6 +113,7 @@ def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(
             enough.set()
 
 
+@pytest.mark.slow("its disk takes a second for each sync, and Redis starts again")
 def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,7 @@ def fill_log(redis_url: str) -> None:
         pipe.execute()
 
 
+@pytest.mark.slow("its log of 60,000 commands is written, and loaded for two seconds")
 def test_a_redis_that_loads_its_log_is_checked_when_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -101,6 +101,7 @@ async def settled(ledger: Ledger) -> list[Delivery]:
 
 
 # field case 41
+@pytest.mark.slow("three processes start, and 61 webhooks are sent")
 async def test_a_sender_killed_after_a_send_causes_a_repeat_and_loses_no_webhook(
     senders: Senders, receiver: Receiver, ledger: Ledger
 ) -> None:
