@@ -247,6 +247,7 @@ def test_a_second_attempt_resends_no_text_and_may_not_contradict() -> None:
     sent.restart()
     assert [said(sent, "hel"), said(sent, "lo w"), said(sent, "orld")] == ["", " w", "orld"]
     assert sent.upto(ChoicePart("hello world!"), Wanted()).text == "!"
+    sent = Sent()
     said(sent, "hello")
     sent.restart()
     with refuses("restarted"):
