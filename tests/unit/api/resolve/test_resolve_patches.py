@@ -14,7 +14,6 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.patches import MAX_PATCH_ROWS, MAX_RUNS
 from midstream.api.resolve.edits.steering import MAX_ENTRIES, resolve_edits, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
@@ -119,12 +118,6 @@ def rows(*specs: PatchSpec, **more: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def refused(*specs: PatchSpec, **more: Any) -> MidstreamError:
-    with refuses(status=400) as found:
-        resolved(list(specs), **more)
-    return found.value
-
-
 def _find(span: Span) -> list[int]:
     if span.text != "here":
         raise SelectorError(f"{span.text!r} is not there")
@@ -216,8 +209,8 @@ def test_a_mean_is_one_row_for_all_that_is_patched(over: Any, name: str) -> None
 def test_where_one_token_is_generated_the_request_ends_with_its_prompt() -> None:
     for wish in ("all", "all_prompt", Span(start=0)):
         assert rows(patch({"zeros": True}, wish), max_tokens=1) == [([0, 1, 2, 3, 4, 5], ZEROS)]
-    found = refused(patch({"zeros": True}, "all_generated"), max_tokens=1)
-    assert (found.field, "nothing would be patched" in found.detail) == ("patch[0].positions", True)
+    with refuses("nothing would be patched", field="patch[0].positions"):
+        entries(patch({"zeros": True}, "all_generated"), max_tokens=1)
 
 
 # --- Other sources
@@ -260,8 +253,8 @@ def test_masks_that_differ_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "MAX_MASKS", 2)
     two = [patch(mask=0), patch(mask=[1]), patch(mask="0"), patch()]
     assert len(entries(*two)) == 4
-    found = refused(*two, patch(mask=2))
-    assert (found.field, found.allowed) == ("patch[4].mask", "at most 2 different masks")
+    with refuses(field="patch[4].mask", allowed="at most 2 different masks"):
+        entries(*two, patch(mask=2))
 
 
 def test_a_mask_is_a_tensor_of_ones_where_it_writes() -> None:
@@ -419,8 +412,8 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
 )
 def test_invalid_patches_name_the_field(wish: dict[str, Any], field: str, words: str) -> None:
     wish = dict(wish)
-    found = refused(patch(wish.pop("source", None), wish.pop("positions", (0,)), **wish))
-    assert (found.field, words in found.detail) == (f"patch[0].{field}", True), found
+    with refuses(words, field=f"patch[0].{field}", status=400):
+        entries(patch(wish.pop("source", None), wish.pop("positions", (0,)), **wish))
 
 
 def refused_with(*specs: PatchSpec, **more: Any) -> Any:
@@ -570,7 +563,8 @@ def test_what_just_fits_prompt_and_worker_is_taken() -> None:
 
 def test_steering_over_its_limit_alone_names_steering() -> None:
     crowd = [SteeringSpec(layers=0, vector=VECTOR, positions=[0, place]) for place in range(1, 6)]
-    assert refused(patch(), steering=crowd).field == "steering"
+    with refuses(field="steering", status=400):
+        entries(patch(), steering=crowd)
 
 
 def test_entries_per_prompt_are_bounded() -> None:
