@@ -14,6 +14,7 @@ from midstream.api.routes.captures import parse_layers
 from midstream.api.routes.jobs import preferred_wait
 from midstream.api.web.problems import malformed
 from midstream.schemas.base.dtypes import RowDType
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.states import ENDS
 from midstream.schemas.jobs.jobs import CallDelta, Event, JobRequest
@@ -22,6 +23,13 @@ from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.prompts.selectors import ALIASES, EVERY
 from midstream.schemas.requests.interventions import STEERING_FIELDS
 from midstream.schemas.requests.policies import PolicyRequest
+
+
+def problem_of(body: str | bytes, kind: Any = JobRequest) -> MidstreamError:
+    """What is answered to a body that cannot be read."""
+    with pytest.raises(msgspec.DecodeError) as found:
+        from_json(body, kind)
+    return malformed(found.value, kind)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +74,14 @@ from midstream.schemas.requests.policies import PolicyRequest
 def test_decoding_errors_become_problems_with_the_field_path(
     body: str, field: str | None, said: str
 ) -> None:
-    with pytest.raises(msgspec.DecodeError) as found:
-        from_json(body, JobRequest)
-    error = malformed(found.value, JobRequest)
+    error = problem_of(body)
     assert (error.status, error.field) == (400, field)
     assert said in error.detail
 
 
 def test_a_wrong_name_lists_the_objects_that_may_stand_in_its_place() -> None:
     body = '{"probe":"p","condition":{"at_least":1},"actions":["webhook"]}'
-    with pytest.raises(msgspec.DecodeError) as found:
-        from_json(body, PolicyRequest)
-    allowed = malformed(found.value, PolicyRequest).allowed
-    assert allowed is not None
+    allowed = problem_of(body, PolicyRequest).allowed or ""
     assert allowed.startswith('flag, stop, {"action": "steer", …}, ')
     assert '{"action": "webhook", …}' in allowed
 
@@ -121,9 +124,8 @@ def test_a_wrong_name_lists_the_objects_that_may_stand_in_its_place() -> None:
 def test_unknown_names_are_refused_with_the_valid_ones(
     fields: dict[str, Any], allowed: str | None
 ) -> None:
-    with pytest.raises(msgspec.DecodeError) as found:
-        from_json(to_json({"model": "m", "prompts": ["a"], **fields}), JobRequest)
-    assert malformed(found.value, JobRequest).allowed == allowed
+    body = to_json({"model": "m", "prompts": ["a"], **fields})
+    assert problem_of(body).allowed == allowed
 
 
 @pytest.mark.parametrize(
@@ -175,9 +177,7 @@ def test_unknown_names_are_refused_with_the_valid_ones(
 def test_a_misspelt_name_at_any_depth_gets_a_hint(
     kind: Any, fields: dict[str, Any], field: str, meant: str
 ) -> None:
-    with pytest.raises(msgspec.DecodeError) as found:
-        from_json(to_json(fields), kind)
-    error = malformed(found.value, kind)
+    error = problem_of(to_json(fields), kind)
     assert (error.field, error.hint) == (field, f"did you mean {meant!r}?")
     assert {meant, ALIASES.get(meant)} & set((error.allowed or "").split(", "))
 
@@ -247,6 +247,7 @@ def test_a_second_attempt_resends_no_text_and_may_not_contradict() -> None:
     sent.restart()
     assert [said(sent, "hel"), said(sent, "lo w"), said(sent, "orld")] == ["", " w", "orld"]
     assert sent.upto(ChoicePart("hello world!"), Wanted()).text == "!"
+    sent = Sent()
     said(sent, "hello")
     sent.restart()
     with refuses("restarted"):

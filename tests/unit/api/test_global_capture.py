@@ -1,4 +1,6 @@
-"""Do the settings of the capture of every request become a spec, or say what is wrong with them?"""
+"""Do the settings of the capture of every request become a spec, or say what is wrong with them?
+What does a change of global steering wait for?
+"""
 
 import asyncio
 from types import SimpleNamespace

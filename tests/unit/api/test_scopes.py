@@ -1,7 +1,7 @@
 """Does every route say who may call it, and are names of different tenants never the same?"""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from litestar import get
 from litestar.routes import HTTPRoute
@@ -74,6 +74,7 @@ names = st.text(
 ) | st.builds("{}/{}".format, tenants, tenants)
 
 
+@settings(max_examples=40)
 @given(tenants | st.just(DEFAULT_TENANT), names, tenants | st.just(DEFAULT_TENANT), names)
 def test_tenant_names_never_collide_in_keys(tenant: str, name: str, other: str, its: str) -> None:
     assert (scoped(tenant, name) == scoped(other, its)) is ((tenant, name) == (other, its))

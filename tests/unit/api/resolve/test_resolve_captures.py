@@ -145,9 +145,82 @@ def test_windows_record_all_positions_and_choose_at_the_end(window: dict[str, An
     assert (capture.positions, capture.window) == ("all", span)
 
 
-def test_windows_of_a_probe_need_all_its_scores_on_each_rank() -> None:
-    with refuses("pipeline stages", field="capture.positions.when"):
-        captured({"positions": Span(when=When(probe="p", at_least=0.5))}, pp=2)
+MEMORY = {"consumers": ["memory"]}
+
+
+BOTH = {"hooks": {"pre_attn": "all", "post_block": "all"}}
+
+
+STEP = {"step_tokens": 8, "capture_row_limit": 8}
+
+
+OF_PROBE = {"positions": Span(when=When(probe="p", at_least=0.5))}
+
+
+@pytest.mark.parametrize(
+    ("resolve", "field", "words"),
+    [
+        (lambda: captured(OF_PROBE, pp=2), "capture.positions.when", "pipeline stages"),
+        # a bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id
+        (
+            lambda: captured({**MEMORY, "positions": "all"}, 6, 7, max_tokens=7),
+            "capture.consumers",
+            "prompt 1 may produce 1040 bytes",
+        ),
+        (
+            lambda: captured({**MEMORY, "positions": "all", "dtype": "float32"}, 6, max_tokens=7),
+            "capture.consumers",
+            "at most 1 KiB per prompt",
+        ),
+        (
+            lambda: captured({**MEMORY, "positions": "all", "layers": 0}, 60),
+            "capture.consumers",
+            "may produce",
+        ),
+        (
+            lambda: captured({**MEMORY, "positions": Span(start=3)}, 6, max_tokens=11),
+            "capture.consumers",
+            "1040 bytes of rows",
+        ),
+        (
+            lambda: captured(
+                {**BOTH, "positions": "all_prompt"}, 60, **STEP | {"capture_row_limit": 7}
+            ),
+            "capture",
+            "prompt 0 produces 8 rows in one engine step, for one token: ",
+        ),
+        (
+            lambda: captured({**BOTH, "positions": "all"}, 60, speculative_tokens=3, **STEP),
+            "capture",
+            "prompt 0 produces 32 rows in one engine step, for one token and 3 drafts",
+        ),
+        (
+            lambda: captured({"tag": "global"}, global_captures=[CaptureSpec(tag="global")]),
+            "capture.tag",
+            "choose another",
+        ),
+    ],
+)
+def test_captures_that_do_not_fit_are_refused_by_field(
+    resolve: Any, field: str, words: str
+) -> None:
+    with refuses(words, field=field, status=400):
+        resolve()
+
+
+def test_captures_that_just_fit_are_taken() -> None:
+    all_rows = {**MEMORY, "positions": "all"}
+    assert captured(all_rows, 6, max_tokens=7)
+    assert captured({**all_rows, "every_n": 2}, 6, 7, max_tokens=7), "five generated tokens fewer"
+    assert captured({"positions": "all"}, 60), "what goes to files is not bounded by this"
+    assert captured({**MEMORY, "positions": Span(last=2), "layers": 0}, 60)
+    assert captured({**MEMORY, "positions": Span(start=4)}, 6, max_tokens=11), (
+        "two of the prompt, ten of the generated that are fed back"
+    )
+    assert captured({**BOTH, "positions": "all_prompt"}, 60, **STEP), "2 hooks × 4 layers"
+    assert captured(BOTH, 60, speculative_tokens=3, **STEP), "one position, so one row per site"
+    half = STEP | {"capture_row_limit": 4}
+    assert captured({**BOTH, "positions": "all"}, 60, pp=2, **half), "each stage has half of them"
 
 
 def test_the_operator_captures_the_end_of_every_request() -> None:
@@ -158,91 +231,26 @@ def test_the_operator_captures_the_end_of_every_request() -> None:
     assert (capture.positions, capture.window) == ("all", Span(last=3))
 
 
-def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() -> None:
-    """A bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id; 1
-    KiB holds 12.
-    """
-    wish = {"positions": "all", "consumers": ["memory"]}
-    assert captured(wish, 6, max_tokens=7)
-    with refuses(
-        match=r"prompt 1 may produce 1040 bytes.* at most 1 KiB per prompt",
-        field="capture.consumers",
-    ):
-        captured(wish, 6, 7, max_tokens=7)
-    assert captured({**wish, "every_n": 2}, 6, 7, max_tokens=7), "five generated tokens fewer"
-    with refuses("consumers"):
-        captured({**wish, "dtype": "float32"}, 6, max_tokens=7)
-    assert captured({"positions": "all"}, 60), "what goes to files is not bounded by this"
-    wish = {"positions": Span(last=2), "consumers": ["memory"], "layers": 0}
-    assert captured(wish, 60, memory_limit_kib=1)
-    with refuses("may produce"):
-        captured({**wish, "positions": "all"}, 60, memory_limit_kib=1)
-
-
 def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """64 + 16 bytes a prompt."""
     monkeypatch.setattr(rules, "MEMORY_JOB_BYTES", 2000)
-    wish = {"consumers": ["memory"]}
-    assert captured(wish, *[6] * 25)
+    assert captured(MEMORY, *[6] * 25)
+    assert captured({}, *[6] * 26), "what goes to files is not bounded by this"
+    assert captured({**MEMORY, "positions": "all"}, 60, memory_limit_kib=8), (
+        "one prompt may give its own limit"
+    )
     with refuses(
-        match=r"26 prompts may produce 2080 bytes of rows: .* per job; send fewer prompts",
+        "26 prompts may produce 2080 bytes of rows: ",
+        "per job; send fewer prompts",
         status=400,
         field="capture.consumers",
     ):
-        captured(wish, *[6] * 26)
-    assert captured({}, *[6] * 26), "what goes to files is not bounded by this"
-    assert captured({**wish, "positions": "all"}, 60, memory_limit_kib=8), (
-        "one prompt may give its own limit"
-    )
+        captured(MEMORY, *[6] * 26)
 
 
-def test_only_a_single_tokens_rows_must_fit_the_workers_buffer() -> None:
-    """The rest of a prompt is computed in further steps."""
-    limits = {"step_tokens": 8, "capture_row_limit": 8}
-    both = {"hooks": {"pre_attn": "all", "post_block": "all"}}
-    assert captured({**both, "positions": "all_prompt"}, 60, **limits), "2 hooks × 4 layers"
-    with refuses(
-        "at most 7 rows",
-        match=r"prompt 0 produces 8 rows in one engine step, for one token: "
-        r".*capture_buffer_mib",
-        field="capture",
-    ):
-        captured({**both, "positions": "all_prompt"}, 60, **limits | {"capture_row_limit": 7})
-    assert captured(both, 60, speculative_tokens=3, **limits), "one position, so one row per site"
-    with refuses("prompt 0 produces 32 rows in one engine step, for one token and 3 drafts"):
-        captured({**both, "positions": "all"}, 60, speculative_tokens=3, **limits)
-    assert captured({**both, "positions": "all"}, 60, pp=2, **limits | {"capture_row_limit": 4}), (
-        "each stage has half of the layers"
-    )
-
-
-def test_global_captures_are_added_to_every_prompt_as_far_as_it_goes() -> None:
-    everyone = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[0, 5, -1], tag="global")]
-    resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
-    assert [[capture.positions for capture in captures] for captures in resolved] == [
-        [[0, 5]],
-        [[0, 2]],
-        [[0]],
-    ]
-    both = captured({"tag": "mine"}, 6, 3, global_captures=everyone)
-    assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
-    assert both[0][1].sites == {"pre_attn": [0, 1]}
-    everyone = [CaptureSpec(positions=[Span(start=2, stop=5)], tag="global")]
-    assert [[capture.positions for capture in captures] for captures in resolved] == [
-        [[2, 3, 4]],
-        [[2]],
-        [],
-    ]
-    everyone = [CaptureSpec(positions=[5], tag="global")]
-    assert [
-        len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))
-    ] == [1, 0]
-    assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
-
-
-def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> None:
+def test_an_open_range_is_stored_per_prompt() -> None:
     assert [
         [capture.positions for capture in captures]
         for captures in captured({"positions": Span(start=-2)}, 6, 3)
@@ -250,12 +258,33 @@ def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> Non
         [Window(start=4)],
         [Window(start=1)],
     ]
-    wish = {"consumers": ["memory"]}
-    assert captured({**wish, "positions": Span(start=4)}, 6, max_tokens=11), (
-        "two of the prompt, ten of the generated that are fed back"
-    )
-    with refuses("1040 bytes of rows"):
-        captured({**wish, "positions": Span(start=3)}, 6, max_tokens=11)
+
+
+def test_an_unfitting_global_capture_is_not_a_user_error() -> None:
+    with refuses(kind="internal"):
+        resolve_captures(None, bounds(6, global_captures=[CaptureSpec(hook="mlp_in")]))
+
+
+@pytest.mark.parametrize(
+    ("positions", "stored"),
+    [
+        ([0, 5, -1], [[[0, 5]], [[0, 2]], [[0]]]),
+        ([Span(start=2, stop=5)], [[[2, 3, 4]], [[2]], []]),
+        ([5], [[[5]], [], []]),
+    ],
+)
+def test_a_global_capture_goes_as_far_as_each_prompt(positions: Any, stored: Any) -> None:
+    specs = [CaptureSpec(positions=positions, tag="global")]
+    found = resolve_captures(None, bounds(6, 3, 1, global_captures=specs))
+    assert [[capture.positions for capture in captures] for captures in found] == stored
+
+
+def test_a_global_capture_is_added_to_every_prompt() -> None:
+    specs = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[5], tag="global")]
+    both = captured({"tag": "mine"}, 6, 7, global_captures=specs)
+    assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
+    assert both[0][1].sites == {"pre_attn": [0, 1]}
+    assert resolve_captures(None, bounds(3, global_captures=specs)) == [], "it is too short"
 
 
 def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(
@@ -310,10 +339,3 @@ def test_removing_global_captures_keeps_the_captures_that_the_user_requested() -
     ]
     assert everyone.without(job(None), limits.model, "quota", "full").captures == []
     assert GLOBAL_CAPTURE_SKIPPED.labels("quota")._value.get() == before + 4
-
-
-def test_a_global_capture_keeps_its_tag_and_its_faults_to_the_operator() -> None:
-    with refuses("choose another", field="capture.tag"):
-        captured({"tag": "global"}, global_captures=[CaptureSpec(tag="global")])
-    with refuses(kind="internal"):
-        resolve_captures(None, bounds(6, global_captures=[CaptureSpec(hook="mlp_in")]))

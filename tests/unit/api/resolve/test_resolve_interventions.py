@@ -13,7 +13,6 @@ from refusal_kit import refuses
 from midstream.api.resolve.edits.interventions import GIVEN, OPTIONS
 from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.schemas.base.dtypes import DTYPES
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack, to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
@@ -60,12 +59,6 @@ def resolved(*specs: dict[str, Any], **changes: Any) -> list[StoredSteering]:
         [], [SteeringSpec(**({"layers": 0} | spec)) for spec in specs], bounds(**changes)
     )
     return entries
-
-
-def refused(spec: dict[str, Any], **changes: Any) -> MidstreamError:
-    with refuses(status=400) as found:
-        resolved(spec, **changes)
-    return found.value
 
 
 def test_steering_is_stored_per_prompt_by_hook_name_and_tensor_hash() -> None:
@@ -143,14 +136,13 @@ def test_a_field_invalid_for_an_op_and_a_missing_field_are_refused_by_name(op: S
     }
     for field in (*GIVEN, *OPTIONS):
         if field not in (*takes.tensors, *takes.options):
-            error = refused(LEAST[op] | {field: values.get(field, 1.0)})
-            assert (error.field, f"is not valid for op {op!r}; valid fields:" in error.detail) == (
-                f"steering[0].{field}",
-                True,
-            )
+            with refuses(
+                f"is not valid for op {op!r}; valid fields:", field=f"steering[0].{field}"
+            ):
+                resolved(LEAST[op] | {field: values.get(field, 1.0)})
         if field in takes.tensors:
-            error = refused({name: value for name, value in LEAST[op].items() if name != field})
-            assert (error.field, "is required" in error.detail) == (f"steering[0].{field}", True)
+            with refuses("is required", field=f"steering[0].{field}", status=400):
+                resolved({name: value for name, value in LEAST[op].items() if name != field})
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -162,10 +154,9 @@ def test_norm_match_is_valid_only_at_stream_hooks(hook: str) -> None:
     if hook in STREAM_HOOKS:
         assert resolved(spec)[0].family == "add_matched"
         return
-    error = refused(spec)
-    assert error.field == "steering[0].norm_match"
-    assert f"{hook} is a branch" in error.detail
-    assert "steer at pre_attn, post_attn, post_block" in error.detail
+    words = f"{hook} is a branch", "steer at pre_attn, post_attn, post_block"
+    with refuses(*words, field="steering[0].norm_match", status=400):
+        resolved(spec)
     assert resolved(spec | {"norm_match": False})[0].family == "add"
 
 
@@ -237,11 +228,8 @@ def test_steering_that_the_model_cannot_take_is_refused_by_field(
 
 
 def test_a_hook_that_the_model_lacks_is_refused() -> None:
-    error = refused(LEAST["add"] | {"hook": "post_attn"}, hooks=["pre_attn", "post_block"])
-    assert (error.field, "the model has pre_attn, post_block" in error.detail) == (
-        "steering[0].hook",
-        True,
-    )
+    with refuses("the model has pre_attn, post_block", field="steering[0].hook", status=400):
+        resolved(LEAST["add"] | {"hook": "post_attn"}, hooks=["pre_attn", "post_block"])
 
 
 @pytest.mark.parametrize("name", ["scale", "alpha", "strength", "low", "high"])
@@ -252,78 +240,69 @@ def test_non_finite_numbers_are_refused_at_construction(name: str, value: float)
         SteeringSpec(layers=0, vector=VECTOR, **{name: value})
 
 
-def test_what_the_table_cannot_hold_is_counted_and_refused() -> None:
-    again = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
-    assert len(resolved(*again[:4])) == 4
-    with refuses(
-        "needs 5 rows of the steering table for one token for prompt 0",
-        "merge directions into one lowrank",
-        field="steering",
-    ):
-        resolved(*again)
-    assert (
-        len(
-            resolved(
-                *([LEAST["add"]] * 9),
-                LEAST["ablate"],
-                LEAST["clamp"],
-                LEAST["replace"],
-                LEAST["replace"],
-                LOW_RANK,
+FIVE = "needs 5 rows of the steering table for one token for prompt 0"
+AGAIN = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
+
+
+def placed(*positions: Any, op: str = "add", lengths: tuple[int, ...] = (6, 5)) -> Any:
+    """Of each prompt, with the same tensors at these positions."""
+    specs = [SteeringSpec(layers=0, **LEAST[op] | {"positions": each}) for each in positions]
+    return resolve_edits([], specs, bounds(*lengths))[0]
+
+
+@pytest.mark.parametrize(
+    ("resolve", "words"),
+    [
+        (
+            lambda: resolved(*AGAIN),
+            [FIVE, "merge directions into one lowrank"],
+        ),
+        *(
+            (
+                lambda sets=sets, op=op: placed(*sets, op=op),
+                [FIVE, "place entries that replace rows at the same positions next to each other"],
             )
-        )
-        == 14
-    )
-    assert (
-        len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5
-    ), "at another layer"
+            for sets, op in (
+                ([[0], [0, 1], [0], [0, 1], [0]], "replace"),
+                ([[0, 1], [0, 2], [0, 3], [0, 4], "all"], "add"),
+            )
+        ),
+        (
+            # in a prompt of six tokens [0, -1] is [0, 5]; in one of seven it is a fifth set
+            lambda: placed(*([0, place] for place in (1, 2, 3, 5, -1)), lengths=(6, 6, 7)),
+            ["needs 5 rows of the steering table for one token for prompt 2"],
+        ),
+        (
+            lambda: resolved(LOW_RANK | {"layers": "all"}, steering_entries=5),
+            ["needs 6 steering entries for prompt 0; the worker has 5 (setting steering_entries)"],
+        ),
+        (
+            lambda: resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1),
+            ["needs 2 steering rows for prompt 0; the worker has 1 (setting steering_rows)"],
+        ),
+    ],
+)
+def test_what_the_tables_of_the_worker_cannot_hold_is_refused(
+    resolve: Any, words: list[str]
+) -> None:
+    with refuses(*words, field="steering", status=400):
+        resolve()
+
+
+def test_what_the_tables_of_the_worker_just_hold_is_taken() -> None:
+    """Entries that share a row, that lie at other layers, or at tokens of their own."""
+    one_row = [LEAST["add"]] * 9 + [LEAST["ablate"], LEAST["clamp"]]
+    assert len(resolved(*one_row, LEAST["replace"], LEAST["replace"], LOW_RANK)) == 14
+    assert len(resolved(*AGAIN[:4])) == 4
+    assert len(resolved(*(spec | {"layers": n % 4} for n, spec in enumerate(AGAIN)))) == 5
     assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
-    with refuses(
-        "needs 6 steering entries for prompt 0; the worker has 5 (setting steering_entries)"
+    for sets, op in (
+        ([[place] for place in range(5)], "replace"),
+        ([[0], [1], [0], [1]], "add"),
+        ([[0], [1], [0, 1], [1], [0]], "replace"),  # each token is in three sets
     ):
-        resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
-    with refuses("needs 2 steering rows for prompt 0; the worker has 1 (setting steering_rows)"):
-        resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
-
-
-def test_overlapping_positions_need_rows_of_their_own_in_each_prompt() -> None:
-    """Replacements at one site that take turns between sets of positions with a token in common
-    need a row each.
-    """
-
-    def steering(*positions: Any, op: str) -> int:
-        specs = [
-            SteeringSpec(layers=0, **LEAST[op] | {"positions": position}) for position in positions
-        ]
-        return len(resolve_edits([], specs, bounds(6, 5))[0])
-
-    assert (
-        steering(*([place] for place in range(5)), op="replace")
-        == steering([0], [1], [0], [1], op="add")
-        == 2
-    ), "none in common"
-    assert steering([0], [1], [0, 1], [1], [0], op="replace") == 2, (
-        "three sets that token 0 is in, and three that token 1 is in"
-    )
-    for positions, op in (
-        ([[0], [0, 1]] * 3, "replace"),
-        ([[0, place] for place in range(1, 5)] + ["all"], "add"),
-    ):
-        positions = positions[:5]
-        with refuses(
-            "needs 5 rows of the steering table for one token for prompt 0",
-            "place entries that replace rows at the same positions next to each other",
-            status=400,
-            field="steering",
-        ):
-            steering(*positions, op=op)
-    specs = [
-        SteeringSpec(layers=0, vector=VECTOR, positions=[0, position])
-        for position in (1, 2, 3, 5, -1)
-    ]
-    resolve_edits([], specs, bounds(6, 6))
-    with refuses("needs 5 rows of the steering table for one token for prompt 2"):
-        resolve_edits([], specs, bounds(6, 6, 7))
+        assert len(placed(*sets, op=op)) == 2
+    assert placed(*([0, place] for place in (1, 2, 3, 5, -1)), lengths=(6, 6))
 
 
 def test_the_table_has_a_row_for_every_op_and_family() -> None:

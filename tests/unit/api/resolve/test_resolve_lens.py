@@ -1,4 +1,6 @@
-"""What a lens comes to on a model, and which of them it refuses, by which field."""
+"""What a lens comes to on a model, and which of them it refuses, by which field; and whether what
+an answer to vllm-lens' clients holds is bounded.
+"""
 
 import asyncio
 from dataclasses import replace

@@ -1,5 +1,6 @@
 """What do patches come to, prompt by prompt, and which of them is refused, by which field?"""
 
+import functools
 from typing import Any
 
 import msgspec
@@ -13,7 +14,6 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.patches import MAX_PATCH_ROWS, MAX_RUNS
 from midstream.api.resolve.edits.steering import MAX_ENTRIES, resolve_edits, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
@@ -118,12 +118,6 @@ def rows(*specs: PatchSpec, **more: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def refused(*specs: PatchSpec, **more: Any) -> MidstreamError:
-    with refuses(status=400) as found:
-        resolved(list(specs), **more)
-    return found.value
-
-
 def _find(span: Span) -> list[int]:
     if span.text != "here":
         raise SelectorError(f"{span.text!r} is not there")
@@ -215,8 +209,8 @@ def test_a_mean_is_one_row_for_all_that_is_patched(over: Any, name: str) -> None
 def test_where_one_token_is_generated_the_request_ends_with_its_prompt() -> None:
     for wish in ("all", "all_prompt", Span(start=0)):
         assert rows(patch({"zeros": True}, wish), max_tokens=1) == [([0, 1, 2, 3, 4, 5], ZEROS)]
-    found = refused(patch({"zeros": True}, "all_generated"), max_tokens=1)
-    assert (found.field, "nothing would be patched" in found.detail) == ("patch[0].positions", True)
+    with refuses("nothing would be patched", field="patch[0].positions"):
+        entries(patch({"zeros": True}, "all_generated"), max_tokens=1)
 
 
 # --- Other sources
@@ -259,8 +253,8 @@ def test_masks_that_differ_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "MAX_MASKS", 2)
     two = [patch(mask=0), patch(mask=[1]), patch(mask="0"), patch()]
     assert len(entries(*two)) == 4
-    found = refused(*two, patch(mask=2))
-    assert (found.field, found.allowed) == ("patch[4].mask", "at most 2 different masks")
+    with refuses(field="patch[4].mask", allowed="at most 2 different masks"):
+        entries(*two, patch(mask=2))
 
 
 def test_a_mask_is_a_tensor_of_ones_where_it_writes() -> None:
@@ -418,160 +412,169 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
 )
 def test_invalid_patches_name_the_field(wish: dict[str, Any], field: str, words: str) -> None:
     wish = dict(wish)
-    found = refused(patch(wish.pop("source", None), wish.pop("positions", (0,)), **wish))
-    assert (found.field, words in found.detail) == (f"patch[0].{field}", True), found
+    with refuses(words, field=f"patch[0].{field}", status=400):
+        entries(patch(wish.pop("source", None), wish.pop("positions", (0,)), **wish))
 
 
-def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 34
-    found = refused(patch(positions=[2]), patch({"zeros": True}, [4]), lengths=(6, 3))
-    assert (found.field, found.detail) == (
-        "patch[1].positions[0]",
-        "prompt 1: position 4 is out of range: the prompt has positions 0 to 2",
-    )
-    found = refused(patch(positions=[-1]), lengths=(4, 6))
-    assert (found.field, found.detail) == (
-        "patch[0].source.position",
-        "prompt 1: position 5 was not captured: the run has positions 0-3",
-    )
-    found = refused(
-        patch({"run": "clean", "position": [0, 1]}, Span(start=4, stop=-1)), lengths=(7, 6)
-    )
-    assert (found.field, "prompt 1: has length 2, but" in found.detail) == (
-        "patch[0].source.position",
-        True,
-    )
+def refused_with(*specs: PatchSpec, **more: Any) -> Any:
+    """What is called to refuse these patches."""
+    return functools.partial(resolved, list(specs), **more)
 
 
-@pytest.mark.parametrize(
-    ("source", "words", "hint"),
-    [
-        (
-            run(state="pending", detail="its job is running"),
-            "run 'clean' of job job_1 is pending: its job is running",
-            "/v1/jobs/job_1?wait",
-        ),
-        (run(state="failed", detail="a rank died"), "of job job_1 is failed: a rank died", None),
-        (run(state="deleted"), "of job job_1 is deleted", None),
-        (run(model="other"), "is a run of model 'other'", None),
-        (
-            run(changed(hidden_size=16)),
-            "rows of hidden size 16",
-            None,
-        ),
-    ],
+def from_run(source: RunView) -> Any:
+    return refused_with(patch(), model_state=ModelState(runs={"clean": source}))
+
+
+def from_module(*specs: SteeringSpec) -> Any:
+    return refused_with(patch({"module": "joy"}), model_state=ModelState({"joy": module(*specs)}))
+
+
+OWN = SteeringSpec(layers=0, vector=VECTOR)
+
+
+EVERYWHERE = patch({"run": "clean"}, [0, 1, 2, 3], layers="all")
+
+
+#: Five patches that meet at the last token of a prompt of six.
+CROWD = [patch({"zeros": True}, list(range(first, 6))) for first in range(5)]
+
+
+#: These meet at one token, with `FIFTH` and a patch at 4, in a prompt of five tokens only.
+MEETING = [patch({"zeros": True}, [0, -place], layers=place % LAYERS) for place in range(1, 5)]
+
+
+FIFTH = SteeringSpec(layers=0, vector=VECTOR, positions=[-5])
+
+
+LOW_RANK = SteeringSpec(
+    layers=0,
+    op="lowrank",
+    rotation=RANK2,
+    weight=RANK2,
+    bias=from_numpy(np.zeros(2, np.float32)),
 )
-def test_a_run_that_cannot_be_used_is_refused_with_why(
-    source: RunView, words: str, hint: str | None
-) -> None:
-    found = refused(patch(), model_state=ModelState(runs={"clean": source}))
-    assert (found.field, words in found.detail, (hint or "") in (found.hint or "")) == (
-        "patch[0].source.run",
-        True,
-        True,
-    ), found
-
-
-def test_an_unknown_run_is_answered_with_those_there_are() -> None:
-    found = refused(patch({"run": "cleen"}))
-    assert "clean, corrupt" in (found.allowed or "")
-    assert found.hint == "did you mean 'clean'?"
 
 
 @pytest.mark.parametrize(
-    ("specs", "words"),
+    ("call", "field", "words"),
     [
+        # field case 34: in several prompts, the one at fault is named
         (
-            [SteeringSpec(layers=0, vector=VECTOR), SteeringSpec(layers=1, vector=VECTOR)],
+            refused_with(patch(positions=[2]), patch({"zeros": True}, [4]), lengths=(6, 3)),
+            "[1].positions[0]",
+            "prompt 1: position 4 is out of range: the prompt has positions 0 to 2",
+        ),
+        (
+            refused_with(patch(positions=[-1]), lengths=(4, 6)),
+            "[0].source.position",
+            "prompt 1: position 5 was not captured: the run has positions 0-3",
+        ),
+        (
+            refused_with(
+                patch({"run": "clean", "position": [0, 1]}, Span(start=4, stop=-1)), lengths=(7, 6)
+            ),
+            "[0].source.position",
+            "prompt 1: has length 2, but",
+        ),
+        # runs
+        (
+            from_run(run(state="pending", detail="its job is running")),
+            "[0].source.run",
+            "run 'clean' of job job_1 is pending: its job is running",
+        ),
+        (from_run(run(state="pending")), "[0].source.run", "/v1/jobs/job_1?wait"),
+        (
+            from_run(run(state="failed", detail="a rank died")),
+            "[0].source.run",
+            "of job job_1 is failed: a rank died",
+        ),
+        (from_run(run(state="deleted")), "[0].source.run", "of job job_1 is deleted"),
+        (from_run(run(model="other")), "[0].source.run", "is a run of model 'other'"),
+        (from_run(run(changed(hidden_size=16))), "[0].source.run", "rows of hidden size 16"),
+        (
+            refused_with(patch({"run": "cleen"})),
+            "[0].source.run",
+            "did you mean 'clean'? (allowed: clean, corrupt",
+        ),
+        # modules of other things than one vector
+        (
+            from_module(OWN, SteeringSpec(layers=1, vector=VECTOR)),
+            "[0].source.module",
             "it has 2 entries",
         ),
-        ([SteeringSpec(layers=0, op="ablate", vector=VECTOR)], "it has op 'ablate'"),
-        ([SteeringSpec(layers=0, norm_match=True, vector=VECTOR)], "norm_match"),
         (
-            [
-                SteeringSpec(
-                    layers=0,
-                    op="lowrank",
-                    rotation=RANK2,
-                    weight=RANK2,
-                    bias=from_numpy(np.zeros(2, np.float32)),
-                )
-            ],
-            "it has op 'lowrank'",
+            from_module(SteeringSpec(layers=0, op="ablate", vector=VECTOR)),
+            "[0].source.module",
+            "it has op 'ablate'",
+        ),
+        (
+            from_module(SteeringSpec(layers=0, norm_match=True, vector=VECTOR)),
+            "[0].source.module",
+            "norm_match",
+        ),
+        (from_module(LOW_RANK), "[0].source.module", "it has op 'lowrank'"),
+        # how much
+        (
+            refused_with(*CROWD, lengths=(20, 6)),
+            "",
+            "needs 5 rows of the steering table for one token for prompt 0",
+        ),
+        (refused_with(*CROWD[:4], steering=[OWN]), "", "needs 5 rows"),
+        (
+            refused_with(*MEETING, patch({"zeros": True}, [4]), steering=[FIFTH], lengths=(12, 5)),
+            "",
+            "for prompt 1",
+        ),
+        (refused_with(EVERYWHERE, steering_rows=3), "", "steering_rows"),
+        (refused_with(EVERYWHERE, steering_entries=15), "", "steering_entries"),
+        (
+            refused_with(EVERYWHERE, EVERYWHERE, lengths=(6,) * (MAX_PATCH_ROWS // 32 + 1)),
+            "",
+            f"(allowed: at most {MAX_PATCH_ROWS})",
+        ),
+        (
+            refused_with(*[patch({"run": f"r{number}"}) for number in range(MAX_RUNS + 1)]),
+            "",
+            "source runs",
         ),
     ],
 )
-def test_a_module_that_is_not_one_vector_is_no_source(
-    specs: list[SteeringSpec], words: str
+def test_what_does_not_fit_prompt_run_or_worker_is_refused(
+    call: Any, field: str, words: str
 ) -> None:
-    found = refused(patch({"module": "joy"}), model_state=ModelState({"joy": module(*specs)}))
-    assert (found.field, words in found.detail) == ("patch[0].source.module", True), found
+    with refuses(words, field=f"patch{field}", status=400):
+        call()
+
+
+def test_what_just_fits_prompt_and_worker_is_taken() -> None:
+    many = [patch({"zeros": True}, [place]) for place in range(6)]
+    assert len(entries(*many, *many)) == 12, "many positions, but no token more than four times"
+    apart = [patch({"zeros": True}, [-place]) for place in range(1, 4)]
+    apart += [patch({"zeros": True}, [place, 9]) for place in (0, 1)]
+    assert len(entries(*apart, lengths=(12,))) == 5
+    meeting = [*MEETING, patch({"zeros": True}, [4])]
+    assert len(resolved(meeting, [FIFTH], lengths=(12, 11))[0]) == 2
+    assert len(entries(EVERYWHERE, steering_rows=4, steering_entries=16)) == 16
 
 
 # --- How much
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_request_may_patch_many_positions_but_no_token_more_than_four_times() -> None:
-    many = [patch({"zeros": True}, [place]) for place in range(6)]
-    assert len(entries(*many, *many)) == 12
-    crowd = [patch({"zeros": True}, list(range(first, 6))) for first in range(5)]
-    found = refused(*crowd, lengths=(20, 6))
-    assert (
-        found.field,
-        "needs 5 rows of the steering table for one token for prompt 0" in found.detail,
-    ) == ("patch", True), found
-    found = refused(*crowd[:4], steering=[SteeringSpec(layers=0, vector=VECTOR)])
-    assert found.field == "patch"
-
-
-def test_positions_that_meet_in_one_prompt_only_are_refused_for_that_one() -> None:
-    wished = [patch({"zeros": True}, [-place]) for place in range(1, 4)] + [
-        patch({"zeros": True}, [place, 9]) for place in (0, 1)
-    ]
-    assert len(entries(*wished, lengths=(12,))) == 5
-    crowd = [
-        patch({"zeros": True}, [0, -place], layers=place % LAYERS) for place in range(1, 5)
-    ] + [patch({"zeros": True}, [4])]
-    steering = [SteeringSpec(layers=0, vector=VECTOR, positions=[-5])]
-    assert len(resolved(crowd, steering, lengths=(12, 11))[0]) == 2
-    found = refused(*crowd, steering=steering, lengths=(12, 5))
-    assert (found.field, "for prompt 1" in found.detail) == ("patch", True), found
-
-
 def test_steering_over_its_limit_alone_names_steering() -> None:
     crowd = [SteeringSpec(layers=0, vector=VECTOR, positions=[0, place]) for place in range(1, 6)]
-    assert refused(patch(), steering=crowd).field == "steering"
-
-
-def test_tables_of_the_worker_bound_a_request() -> None:
-    wished = [patch({"run": "clean"}, [0, 1, 2, 3], layers="all")]
-    assert len(entries(*wished, steering_rows=4, steering_entries=16)) == 16
-    for setting, there in (("steering_rows", 3), ("steering_entries", 15)):
-        found = refused(*wished, **{setting: there})
-        assert (found.field, setting in found.detail) == ("patch", True)
+    with refuses(field="steering", status=400):
+        entries(patch(), steering=crowd)
 
 
 def test_entries_per_prompt_are_bounded() -> None:
     tokens = MAX_ENTRIES // LAYERS
     long = run(changed(tokens=tokens, positions=list(range(tokens)), token_ids=[1] * tokens))
-    wished, more = (
-        patch({"run": "clean"}, "all_prompt", layers="all"),
-        {"lengths": (tokens,), "model_state": ModelState(runs={"clean": long})},
-    )
+    wished = patch({"run": "clean"}, "all_prompt", layers="all")
+    more: dict[str, Any] = {"lengths": (tokens,), "model_state": ModelState(runs={"clean": long})}
     assert len(entries(wished, **more)) == MAX_ENTRIES
-    found = refused(wished, steering=[SteeringSpec(layers=0, vector=VECTOR)], **more)
-    assert (found.field, f"needs {MAX_ENTRIES + 1} entries for prompt 0" in found.detail) == (
-        "patch",
-        True,
-    ), found
-
-
-def test_rows_per_job_and_runs_per_request_are_bounded() -> None:
-    wished = [patch({"run": "clean"}, [0, 1, 2, 3], layers="all")] * 2
-    found = refused(*wished, lengths=(6,) * (MAX_PATCH_ROWS // 32 + 1))
-    assert (found.field, found.allowed) == ("patch", f"at most {MAX_PATCH_ROWS}")
-    found = refused(*[patch({"run": f"r{number}"}) for number in range(MAX_RUNS + 1)])
-    assert (found.field, "source runs" in found.detail) == ("patch", True)
+    with refuses(f"needs {MAX_ENTRIES + 1} entries for prompt 0", field="patch"):
+        resolved([wished], [OWN], **more)
 
 
 # --- A capture that becomes a run

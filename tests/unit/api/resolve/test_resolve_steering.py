@@ -13,7 +13,6 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.schemas.base.edit_sizes import EditLimit, strictest
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.model.banks import RowShape
@@ -70,12 +69,6 @@ def _find(span: Span) -> list[int]:
     if span.text != "here":
         raise SelectorError(f"{span.text!r} is not there")
     return [2]
-
-
-def refused(call: Any, *arguments: Any, **more: Any) -> MidstreamError:
-    with refuses(status=400) as found:
-        call(*arguments, **more)
-    return found.value
 
 
 # --- Modules in a request
@@ -173,11 +166,8 @@ def test_a_module_of_one_phase_stays_one_in_each_prompt(positions: Any) -> None:
 def test_invalid_module_use_in_a_request_names_the_field(
     wish: dict[str, Any], field: str, words: str
 ) -> None:
-    problem = refused(resolved, [spec(), SteeringSpec(**wish)], module())
-    assert problem.field == f"steering[1].{field}"
-    assert words in problem.detail
-    if wish["module"] == "sad":
-        assert problem.allowed == "joy"
+    with refuses(words, field=f"steering[1].{field}", status=400):
+        resolved([spec(), SteeringSpec(**wish)], module())
 
 
 @pytest.mark.parametrize(
@@ -192,13 +182,11 @@ def test_a_module_for_a_former_model_of_that_name_is_refused(
     changes: dict[str, Any], words: str
 ) -> None:
     # field case 27
-    problem = refused(resolved, [SteeringSpec(module="joy")], module(spec(layers="0-3")), **changes)
-    assert (problem.field, words in problem.detail) == ("steering[0].module", True)
+    with refuses(words, field="steering[0].module", status=400):
+        resolved([SteeringSpec(module="joy")], module(spec(layers="0-3")), **changes)
 
 
 ONCE = [Span(start=0)]
-
-
 #: As many as a request may have at one token.
 FULL = [[0, 1], [0, 2], [0, 3], [0, 4]]
 
@@ -377,11 +365,10 @@ def test_modules_are_resolved_to_content_at_admission() -> None:
 def test_invalid_modules_and_global_steering_name_the_field(
     entry: SteeringSpec, field: str
 ) -> None:
-    assert refused(resolve_module, [spec(), entry], model()).field == f"steering[1].{field}"
-    assert (
-        refused(resolve_global, [spec(), entry], model(), ModelState()).field
-        == f"steering[1].{field}"
-    )
+    with refuses(field=f"steering[1].{field}", status=400):
+        resolve_module([spec(), entry], model())
+    with refuses(field=f"steering[1].{field}", status=400):
+        everywhere(spec(), entry)
 
 
 # --- Everyone
@@ -444,16 +431,11 @@ def test_a_global_module_is_its_content_at_scale_and_positions() -> None:
     ],
 )
 def test_positions_that_need_a_prompt_are_refused_globally(positions: Any, place: str) -> None:
-    problem = refused(resolve_global, [spec(), spec(positions=positions)], model(), ModelState())
-    assert problem.field == f"steering[1].positions{place}"
-    joy = module(spec(positions=positions))
-    inside = refused(
-        resolve_global,
-        [SteeringSpec(module="joy")],
-        model(),
-        ModelState({"joy": joy}, GlobalSteering(), []),
-    )
-    assert inside.field == "steering[0].module"
+    with refuses(field=f"steering[1].positions{place}", status=400):
+        everywhere(spec(), spec(positions=positions))
+    inside = ModelState({"joy": module(spec(positions=positions))})
+    with refuses(field="steering[0].module", status=400):
+        everywhere(*uses("joy"), state=inside)
 
 
 def test_the_stricter_limit_of_request_module_and_entry_counts() -> None:

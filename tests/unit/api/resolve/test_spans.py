@@ -3,6 +3,7 @@ tokenizer?
 """
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -149,13 +150,18 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], Callable[[str], bytes], int]] = 
 }
 
 
+@functools.cache
+def made(kind: str) -> tuple[Tokenizer, Codec]:
+    tokenizer = KINDS[kind][0]()
+    return tokenizer, codec_of(tokenizer)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
 @settings(max_examples=50, deadline=None)
 def test_words_are_token_text_with_spaces(kind: str, text: str) -> None:
-    make, _, before = KINDS[kind]
-    tokenizer = make()
-    ids, codec = tokenizer.encode(text).ids, codec_of(tokenizer)
+    before, (tokenizer, codec) = KINDS[kind][2], made(kind)
+    ids = tokenizer.encode(text).ids
     where = codec.map_text(text, ids, special_tokens=True)
     for words in (codec.words(ids, where), codec.words(ids, None)):
         assert len(words) == len(ids)
@@ -166,18 +172,18 @@ def test_words_are_token_text_with_spaces(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_span_names_the_tokens_whose_bytes_it_contains(
     kind: str, text: str, data: st.DataObject
 ) -> None:
-    make, spell, before = KINDS[kind]
-    tokenizer = make()
+    _, spell, before = KINDS[kind]
+    tokenizer, codec = made(kind)
     start = data.draw(st.integers(0, len(text) - 1))
     part = text[start : data.draw(st.integers(start + 1, len(text)))]
     count = text.count(part)
     span = Span(text=part, occurrence=data.draw(st.none() | st.integers(-count, count - 1)))
     ids = tokenizer.encode(text).ids
-    found = codec_of(tokenizer).map_text(text, ids, special_tokens=True)
+    found = codec.map_text(text, ids, special_tokens=True)
     assert found is not None
     own = ids[before : len(ids) - before]
     wanted = overlapping([spell(tokenizer.id_to_token(token)) for token in own], text, span)

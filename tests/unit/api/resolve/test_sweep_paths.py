@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from refusal_kit import refuses
 from test_sweep_plan import ablated, model, pair, plan, refusal
 
 from midstream.schemas.base.errors import MidstreamError, misfit
@@ -270,11 +271,9 @@ def test_what_is_no_path_is_refused_by_its_field(
 
 
 def test_a_path_needs_its_branches_two_prompts_and_answers_of_one_token() -> None:
-    refused = refusal(pair(), hooks=["attn_out"], path=TO_LOGITS)
-    assert (refused.field, refused.allowed) == ("path.frozen", "attn")
-    assert (
-        refusal(ablated(), info=INFO, ablation="zeros", metric="logprob", path=TO_LOGITS).field
-        == "ablation"
-    )
-    refused = refusal(pair(answer=" Paris the"), info=INFO, path=TO_LOGITS)
-    assert (refused.field, "2 tokens" in refused.detail) == ("pairs[0].answer", True)
+    with refuses(field="path.frozen", allowed="attn"):
+        plan(pair(), hooks=["attn_out"], path=TO_LOGITS)
+    with refuses(field="ablation"):
+        plan(ablated(), info=INFO, ablation="zeros", metric="logprob", path=TO_LOGITS)
+    with refuses("2 tokens", field="pairs[0].answer"):
+        plan(pair(answer=" Paris the"), info=INFO, path=TO_LOGITS)

@@ -432,26 +432,30 @@ SPAN = {"name": "s", "clean": [1]}
             "window",
             "needs 8 entries",
         ),
+        # what to do, and before anything costly is compared
+        ([pair()], {"limits": {"sweep_cells": 1}}, "pairs", "fewer layers"),
+        ([pair()], {"limits": {"sweep_cells": 1}}, "pairs", "(allowed: at most 1 "),
+        (
+            [pair(spans=[{"name": str(n), "clean": "all_prompt"} for n in range(20)])],
+            {"limits": {"sweep_cells": 19}},
+            "pairs[0].spans",
+            "",
+        ),
+        ([pair(positions=[{"text": "The"}] * 65_000)], {}, "pairs[0].positions", ""),
+        (
+            [ablated()],
+            {"ablation": "zeros", "metric": "logprob", "axis": "neuron", "neurons": {"each": 1}},
+            "neurons.each",
+            "only one",
+        ),
     ],
 )
 def test_invalid_sweeps_are_refused_by_field(
     pairs: list[dict[str, Any]], fields: dict[str, Any], field: str, words: str
 ) -> None:
     # field case 34, 36
-    error = refusal(*pairs, **fields)
-    assert error.field == field
-    assert words in error.detail
-
-
-def test_costly_sweeps_are_refused_with_what_to_do() -> None:
-    error = refusal(limits={"sweep_cells": 1})
-    assert "at most 1 " in str(error.allowed)
-    assert "fewer layers" in str(error.hint)
-    many = [{"name": str(number), "clean": "all_prompt"} for number in range(20)]
-    error = refusal(pair(spans=many), limits={"sweep_cells": 19})
-    assert error.field == "pairs[0].spans"
-    places = [{"text": "The"}] * 65_000
-    assert refusal(pair(positions=places)).field == "pairs[0].positions"
+    with refuses(words, field=field, status=400):
+        plan(*pairs, **fields)
 
 
 def test_text_that_has_other_tokens_behind_the_other_prompt_is_refused() -> None:
@@ -699,16 +703,8 @@ def test_heads_are_columns_with_their_dimensions_and_at_each_token() -> None:
 def test_a_field_that_the_axis_does_not_take_is_refused(
     fields: dict[str, Any], field: str, words: str
 ) -> None:
-    refused = refusal(pair(), **fields)
-    assert refused.field == field
-    assert words in refused.detail
-
-
-def test_neurons_by_rank_need_two_prompts() -> None:
-    refused = refusal(
-        ablated(), ablation="zeros", metric="logprob", axis="neuron", neurons={"each": 1}
-    )
-    assert (refused.field, "only one" in refused.detail) == ("neurons.each", True)
+    with refuses(words, field=field, status=400):
+        plan(pair(), **fields)
 
 
 def test_the_name_of_a_mask_lists_its_dimensions() -> None:

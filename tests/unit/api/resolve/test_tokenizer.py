@@ -1,5 +1,5 @@
 """Does the API make the same token ids of text and conversations as the engine's own libraries
-would?
+would, also in processes of their own?
 """
 
 import asyncio

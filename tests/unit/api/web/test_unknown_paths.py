@@ -1,4 +1,6 @@
-"""Tests what a client of ours or of OpenAI's reads at a path or method that does not exist."""
+"""What a client of ours or of OpenAI's reads at a path or method that does not exist, and at those
+of the documentation that `make docs` built.
+"""
 
 import time
 from collections.abc import Iterator

@@ -2,7 +2,6 @@
 submissions are refused while it is away.
 """
 
-import asyncio
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +72,7 @@ def test_files_on_a_disk_have_no_link(store: ArtifactStore) -> None:
     ]
 
 
-def test_a_job_with_captures_is_refused_with_the_reason_while_the_bucket_refuses(
+async def test_a_job_with_captures_is_refused_with_the_reason_while_the_bucket_refuses(
     s3: FaultProxy,
 ) -> None:
     store = open_store(s3_kit.uri(s3))
@@ -90,6 +89,6 @@ def test_a_job_with_captures_is_refused_with_the_reason_while_the_bucket_refuses
         job, captures=[[StoredCapture(sites={"post_block": [0]}, positions="all", tag="t")]]
     )
     disks = Disks(Settings(data_dir="/nowhere"), store)
-    asyncio.run(disks.check(job))
+    await disks.check(job)
     with refuses("secret key does not belong to the access key", kind="unavailable"):
-        asyncio.run(disks.check(capturing))
+        await disks.check(capturing)

@@ -1,4 +1,6 @@
-"""Do exported rows and the capture commands say what was captured, and name what was not?"""
+"""Do exported rows and the capture commands say what was captured, and name what was not, also if
+ranks stored columns of the rows?
+"""
 
 from dataclasses import replace
 from pathlib import Path

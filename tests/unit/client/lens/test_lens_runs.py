@@ -1,5 +1,5 @@
 """What `HookedModel` asks the server for: which edits, tokens, captures and sampling each call
-sends.
+sends, and what its cache gives: stacks of activations, their labels and bounds.
 """
 
 from typing import Any

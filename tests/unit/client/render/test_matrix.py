@@ -1,5 +1,5 @@
 """Rows of several requests and jobs become one matrix, in a known order, or an error says what is
-missing.
+missing; `plot` draws every kind of result.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
 """An attribution read from its result: grids of estimates and exact values, the cells that
-disagree, edges and features, and how both agree.
+disagree, edges and features, and how both agree; and as it is drawn and printed.
 """
 
 import json

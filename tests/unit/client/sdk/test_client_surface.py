@@ -6,9 +6,9 @@ import asyncio
 import inspect
 import pydoc
 import textwrap
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from importlib import import_module
-from typing import Any, assert_type
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from midstream.schemas.artifacts.probes import ProbeRequest
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
 from midstream.schemas.jobs.harvests import HarvestRequest
-from midstream.schemas.jobs.jobs import Event, JobRequest, JobResult, JobView, Sampling
+from midstream.schemas.jobs.jobs import JobRequest, Sampling
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest, Unserved
 from midstream.schemas.jobs.sweeps import SweepRequest
 
@@ -122,27 +122,6 @@ def test_both_studies_have_the_same_calls_and_signatures() -> None:
 @pytest.mark.parametrize("kind", [*GROUPS.values(), PatchStudy])
 def test_every_call_has_a_docstring(kind: type) -> None:
     assert [name for name, member in public(kind).items() if not inspect.getdoc(member)] == []
-
-
-def test_type_checkers_see_results_of_one_client_and_coroutines_of_the_other() -> None:
-    """mypy reads this function; it is never run."""
-
-    async def awaited(client: AsyncClient) -> None:
-        assert_type(await client.submit(model="m"), JobView)
-        assert_type(await client.run(model="m"), JobResult)
-        async for event in client.jobs.events("job_x"):
-            assert_type(event, Event)
-        study = await AsyncPatchStudy("a").sweep()
-        assert_type(await study.zoom(), AsyncPatchStudy)
-
-    def blocked(client: Client) -> None:
-        assert_type(client.submit(model="m"), JobView)
-        assert_type(client.run(model="m"), JobResult)
-        assert_type(client.jobs.events("job_x"), Iterator[Event])
-        assert_type(PatchStudy("a").sweep().zoom(), PatchStudy)
-
-    assert awaited
-    assert blocked
 
 
 class _Counting(Calls[M]):

@@ -1,4 +1,4 @@
-"""`map`: order, limits, retries, the cache and what its key covers.
+"""`map`: order, limits, retries, the cache, what its key covers, and a prompt's share of a result.
 
 Against a real HTTP server with invented jobs.
 """

@@ -1,4 +1,6 @@
-"""When does a promise of `midstream verify` hold, and what is on its page?"""
+"""When does a promise of `midstream verify` hold, what is on its page, and what do its measurements
+count?
+"""
 
 import math
 from types import SimpleNamespace
