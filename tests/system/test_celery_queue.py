@@ -1,13 +1,9 @@
-"""Does the queue deliver by priority, keep what runs, and hold to json?
-
-With a real Celery worker and Redis.
-"""
+"""Does the queue deliver by priority, and hold to json, as Celery would?"""
 
 import asyncio
 import base64
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +14,6 @@ from receipt_rig import wait_until
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
 from midstream.schemas.jobs.jobs import Job
-
-WORKER = Path(__file__).with_name("lease_worker.py")
 
 
 def waiting(url: str, model: str = MODEL) -> list[dict[str, Any]]:

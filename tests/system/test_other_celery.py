@@ -16,7 +16,7 @@ from midstream.broker.ops.acl import rules
 from midstream.broker.queue.celery_app import UNACKED, channels_of, make_app, queue_of
 
 #: Longer than the visibility timeout of the app that looks for abandoned messages.
-TASK_S = 4.0
+TASK_S = 2.5
 OTHER = f"""
 import os, time
 from celery import Celery

@@ -4,12 +4,13 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx2
 import pytest
 import redis
 from ports import free_port
+from receipt_rig import wait_until
 from stack import Stack, unsuccessful
 
 from midstream.schemas.base.errors import MidstreamError
@@ -23,13 +24,6 @@ NOTICED = "Redis rejects writes"
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("refusals"), api=True) as running:
         yield running
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.1)
 
 
 def ask(stack: Stack, **more: object) -> httpx2.Response:
@@ -72,18 +66,15 @@ def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
         try:
             client.config_set("maxmemory", 1)
             stack.kill("worker", signal.SIGCONT)
-            until(
-                lambda: f"claim of {job} waiting for Redis" in stack.log("worker"),
-                "the worker takes the message",
-            )
+            wait_until(lambda: f"claim of {job} waiting for Redis" in stack.log("worker"), WAIT_S)
             answer = ask(stack)
         finally:
             client.config_set("maxmemory", 0)
     assert answer.status_code == 503, answer.text
-    until(lambda: ready(stack), "it is ready again")
+    wait_until(lambda: ready(stack), WAIT_S)
     assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
-    # once a second
-    until(lambda: ask(stack).status_code == 202, "the API has looked at the memory again")
+    # the API looks at the memory once a second
+    wait_until(lambda: ask(stack).status_code == 202, WAIT_S)
     runs_a_job(stack)
     assert stack.processes == processes
     assert all(process.poll() is None for process in processes.values())
@@ -108,7 +99,7 @@ def test_scripts_that_redis_forgets_between_load_and_call_cost_no_job(stack: Sta
     forgetting = threading.Thread(target=forget)
     forgetting.start()
     try:
-        until(noticed, "the worker misses a script that it has just loaded")
+        wait_until(noticed, WAIT_S)
     finally:
         enough.set()
         forgetting.join()
@@ -133,10 +124,7 @@ def test_processes_wait_for_a_read_only_redis(stack: Stack) -> None:
             client.slaveof("127.0.0.1", free_port())
             stack.kill("worker", signal.SIGCONT)
             for name in who:
-                until(
-                    lambda name=name: stack.log(name).count(NOTICED) > said[name],
-                    f"{name} notices it",
-                )
+                wait_until(lambda name=name: stack.log(name).count(NOTICED) > said[name], WAIT_S)
             answer = ask(stack)
             time.sleep(2.0)  # time for a process to end
         finally:
@@ -146,7 +134,7 @@ def test_processes_wait_for_a_read_only_redis(stack: Stack) -> None:
     assert {name: stack.log(name).count(NOTICED) - said[name] for name in who} == dict.fromkeys(
         who, 1
     )
-    until(lambda: ready(stack), "it is ready again")
+    wait_until(lambda: ready(stack), WAIT_S)
     assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
     runs_a_job(stack)
     assert stack.processes == processes
@@ -163,7 +151,7 @@ def test_a_worker_registers_again_after_redis_lost_its_data(stack: Stack, how: s
         for path in (stack.directory / "redis").rglob("*.aof*"):  # with the manifest of Redis 7
             path.unlink()
         stack.restart("redis")
-    until(lambda: ready(stack), "it is ready again")
+    wait_until(lambda: ready(stack), WAIT_S)
     runs_a_job(stack)
     capture = {"layers": "all", "positions": "all_prompt"}
     answer = ask(stack, capture=capture)
