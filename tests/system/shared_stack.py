@@ -1,11 +1,12 @@
-"""One stack for all test files of a process that change nothing but what they register.
+"""One stack for all test files that leave it as they find it.
 
 The engine is a fake of two ranks, and takes 10 ms for a token; callers need no key, and the
 artifacts that operators install lie in three folders. A file that uses it says
 
     pytest_plugins = ["shared_stack"]
+    pytestmark = pytest.mark.xdist_group("shared_stack")
 
-and finds nothing registered when it begins.
+which has all of them run in one process, and finds nothing registered when it begins.
 """
 
 from collections.abc import Callable, Iterator

@@ -23,7 +23,10 @@ from midstream.schemas.artifacts.jacobian_lenses import JacobianRecord
 from midstream.storage.formats import jacobian_files
 
 pytest_plugins = ["shared_stack"]
-pytestmark = pytest.mark.usefixtures("installed", "nameless")
+pytestmark = [
+    pytest.mark.xdist_group("shared_stack"),
+    pytest.mark.usefixtures("installed", "nameless"),
+]
 
 MODEL = "fake-model"
 FORMS = Path(__file__).parents[1] / "data" / "saes"

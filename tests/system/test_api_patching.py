@@ -21,6 +21,7 @@ from midstream.schemas.jobs.openai import Completion
 from midstream.schemas.requests.source_runs import ZEROS, RunPage, RunView
 
 pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.xdist_group("shared_stack")
 
 MODEL = "fake-model"
 HIDDEN, LAYERS = 8, 4

@@ -17,6 +17,7 @@ from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.jobs.jobs import JobResult
 
 pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.xdist_group("shared_stack")
 
 HIDDEN = 8
 

@@ -23,6 +23,7 @@ from midstream.schemas.jobs.sweeps import SweepCell, SweepStart, UnitRecord
 from midstream.schemas.requests.specs import CaptureSpec
 
 pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.xdist_group("shared_stack")
 
 PAIR = {"clean": "hello world a", "corrupt": "hello there a", "answer": " b", "foil": " c"}
 BODY = {"model": MODEL, "pairs": [PAIR]}

@@ -20,6 +20,7 @@ from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweeps import SweepCell, SweepSummary
 
 pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.xdist_group("shared_stack")
 
 CAPTURE = {"layers": "all", "positions": "all_prompt", "tag": "mine"}
 SWEEP: dict[str, Any] = {

@@ -20,6 +20,7 @@ from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import JobResult, State
 
 pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.xdist_group("shared_stack")
 
 MODEL = "fake-model"
 CAPTURE = {"layers": "all", "positions": "all_prompt", "tag": "mine"}

@@ -14,7 +14,7 @@ from midstream.client import Client
 from midstream.schemas.base.errors import MidstreamError
 
 pytest_plugins = ["shared_stack"]
-pytestmark = pytest.mark.usefixtures("nameless")
+pytestmark = [pytest.mark.xdist_group("shared_stack"), pytest.mark.usefixtures("nameless")]
 
 JOY, CALM = np.ones(HIDDEN_SIZE, np.float32), np.linspace(-1, 1, HIDDEN_SIZE, dtype=np.float32)
 

@@ -15,6 +15,7 @@ from stack import Stack
 from midstream import Client
 
 pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.xdist_group("shared_stack")
 
 #: Maps prompts with a cache; after `pause` results it says so and waits for its end.
 PROGRAM = """

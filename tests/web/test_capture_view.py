@@ -181,15 +181,6 @@ def test_an_error_of_the_capture_form_is_at_its_field(
     expect(chip(visit, 0)).to_be_visible()
 
 
-def test_captures_of_another_tenant_are_not_shown(site: Site, visit: Visit, shown: str) -> None:
-    visit.allow("404")
-    visit.log_in(site.bob, f"capture/{shown}")
-    expect(visit.page.get_by_role("alert")).to_contain_text("job")
-    expect(visit.page.locator(".chip")).to_have_count(0)
-    visit.open("capture")
-    expect(visit.page.get_by_text("No captures yet.")).to_be_visible()
-
-
 def test_a_deleted_capture_says_so(site: Site, visit: Visit) -> None:
     visit.allow("410")
     job = site.alice.submit(capture={"layers": "all", "tag": "gone"})

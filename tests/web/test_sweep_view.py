@@ -189,27 +189,24 @@ def fill(page: Page, pair: dict[str, str]) -> None:
         page.get_by_label(label, exact=True).fill(pair[name])
 
 
-def test_a_form_opened_before_a_model_is_served_gets_it_later(site: Site, visit: Visit) -> None:
-    visit.page.route(
-        "**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": []})
-    )
-    visit.log_in(site.alice, "sweep")
-    visit.page.get_by_role("button", name="Try an example").click()
-    expect(visit.page.get_by_text("No model is served yet")).to_be_visible()
-    visit.page.unroute("**/v1/models")
-    expect(visit.page.locator(".aligned")).to_be_visible()
-    expect(visit.page.get_by_label("Model", exact=True)).to_have_value(MODEL)
-
-
-@pytest.mark.parametrize("view", ["capture", "playground"])
-def test_other_forms_opened_before_a_model_is_served_get_it_later(
-    site: Site, visit: Visit, view: str
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        ("sweep", "No model is served yet"),
+        ("capture", "No model is served."),
+        ("playground", "No model is served."),
+    ],
+)
+def test_a_form_opened_before_a_model_is_served_gets_it_later(
+    site: Site, visit: Visit, view: str, words: str
 ) -> None:
     visit.page.route(
         "**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": []})
     )
     visit.log_in(site.alice, view)
-    expect(visit.page.get_by_text("No model is served.")).to_be_visible()
+    if view == "sweep":
+        visit.page.get_by_role("button", name="Try an example").click()
+    expect(visit.page.get_by_text(words)).to_be_visible()
     visit.page.unroute("**/v1/models")
     expect(visit.page.get_by_label("Model", exact=True)).to_have_value(MODEL)
 
@@ -607,32 +604,22 @@ def test_the_copied_code_runs_the_same_sweep(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_an_unreadable_result_is_a_problem_and_not_an_empty_page(site: Site, visit: Visit) -> None:
-    view = swept(site)
-    visit.page.route(
-        f"**/v1/sweeps/{view.job.id}",
-        lambda route: route.fulfill(
-            json={"job": {}, "request": None, "result": {"pairs": []}, "last_event": ""}
-        ),
-    )
-    visit.log_in(site.alice, f"sweep/{view.job.id}")
-    expect(visit.page.get_by_role("alert")).to_contain_text("This sweep cannot be shown")
-
-
+@pytest.mark.parametrize("broken", [{"job": None}, {"job": {}, "result": {"pairs": []}}])
 def test_a_view_that_fails_shows_a_problem_until_another_is_opened(
-    site: Site, visit: Visit
+    site: Site, visit: Visit, broken: dict[str, Any]
 ) -> None:
     view = json.loads(to_json(swept(site)))
-    broken = {**view, "job": None}
-    visit.page.route(f"**/v1/sweeps/{view['job']['id']}", lambda route: route.fulfill(json=broken))
-    visit.log_in(site.alice, f"sweep/{view['job']['id']}")
+    path = f"sweep/{view['job']['id']}"
+    visit.page.route("**/v1/sweeps/job_*", lambda route: route.fulfill(json={**view, **broken}))
+    visit.log_in(site.alice, path)
     expect(visit.page.get_by_role("alert")).to_be_visible()
-    visit.page.goto(f"{site.url}/#/sweep")
+    visit.open("sweep")
     expect(visit.page.get_by_role("heading", name="New sweep")).to_be_visible()
-    visit.page.goto(f"{site.url}/#/sweep/%E0%A4%A")
+    visit.page.unroute_all()
+    visit.open("sweep/%E0%A4%A")
     visit.allow("404")
     expect(visit.page.get_by_role("alert")).to_contain_text("unknown job")
-    visit.page.goto(f"{site.url}/#/constructor")
+    visit.open("constructor")
     expect(visit.page.get_by_role("heading", name="Not found")).to_be_visible()
 
 
