@@ -204,7 +204,7 @@ class InprocLLM:
     async def _step(self) -> None:
         try:
             # The ranks hear in the next step who has finished.
-            while self._outputs or self._core.scheduler.has_requests():
+            while not self._paused and (self._outputs or self._core.scheduler.has_requests()):
                 for output in await self._in_thread(self._llm.step):
                     if output.request_id in self._outputs:
                         self._outputs[output.request_id].put_nowait(output)
