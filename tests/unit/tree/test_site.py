@@ -1,12 +1,27 @@
 """The pages that the documentation's site is rendered from, without rendering them."""
 
 import runpy
+import sys
+from typing import Any
 
+import pytest
 from tree import ROOT
 
+SITE = ROOT / "docs" / "site"
 
-def test_navigation_leads_to_pages_and_links_stay_on_the_site() -> None:
-    build = runpy.run_path(str(ROOT / "docs" / "site" / "build.py"))
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of the script that builds the site. Its `reference` is not that of the engine
+    tests, whose place in `sys.modules` it takes only here.
+    """
+    monkeypatch.setattr(sys, "path", [str(SITE), *sys.path])
+    monkeypatch.setitem(sys.modules, "reference", sys)
+    del sys.modules["reference"]
+    return runpy.run_path(str(SITE / "build.py"))
+
+
+def test_navigation_leads_to_pages_and_links_stay_on_the_site(build: dict[str, Any]) -> None:
     pages = build["pages"]()
     listed = [page for section in build["navigation"]().values() for page in section]
     assert set(listed) <= set(pages)
@@ -21,8 +36,7 @@ def test_navigation_leads_to_pages_and_links_stay_on_the_site() -> None:
     }
 
 
-def test_a_page_has_no_inline_script_and_no_other_host() -> None:
-    build = runpy.run_path(str(ROOT / "docs" / "site" / "build.py"))
+def test_a_page_has_no_inline_script_and_no_other_host(build: dict[str, Any]) -> None:
     page = f'<script src="{build["SHIM"]}"></script><script>a=1</script>'
     text, scripts = build["local"](page, "reference/python.html")
     ((name, script),) = scripts.items()
