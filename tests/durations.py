@@ -8,6 +8,7 @@ git tree on which it ran}. `python tests/durations.py` prints the slowest.
 import fcntl
 import json
 import os
+import re
 import subprocess
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ FILE = ROOT / ".cache" / "test" / "durations.json"
 #: that run on each core.
 TEST_S, FILE_S = 5.0, 60.0
 SAVE_S, NOTED_S = 20.0, 0.01
+#: What follows the id of a test in the processes that share the tests.
+GROUP = re.compile(r"@[^]@]*$")
 #: Fixtures that several tests share count as fixtures, not as part of the test that comes first.
 OWN = "function:"
 
@@ -80,7 +83,7 @@ class Durations:
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        name = report.nodeid.partition("@")[0]  # the group that it runs in follows
+        name = GROUP.sub("", report.nodeid)
         test = self.tests.setdefault(name, {"outcome": "passed"})
         if report.when == "setup":
             test |= {"seconds": 0.0, "fixtures": {}, "tree": self.tree}

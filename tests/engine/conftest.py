@@ -63,6 +63,7 @@ def group_of(item: pytest.Item) -> str:
     return next((name for name in SHARED if name in asked), item.path.name)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests of this folder, the longest group first.
 
