@@ -8,6 +8,7 @@ To run a test file as on a processor without AVX-512 and VNNI, in bash:
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 _AMX = "amx_tile amx_bf16 amx_int8"
@@ -28,6 +29,8 @@ def environment(name: str) -> dict[str, str]:
         "HIDDEN_CPU_FLAGS": hidden.replace(" ", ","),
         "ONEDNN_MAX_CPU_ISA": onednn,
         "ATEN_CPU_CAPABILITY": aten,
+        # inductor also takes code from its cache that it compiled for another processor
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"inductor-{name}"),
         "PYTHONPATH": os.pathsep.join(
             [
                 str(Path(__file__).parent / "older_processor"),

@@ -75,6 +75,7 @@ def test_weights_that_cannot_be_read_are_named(llama: Path, tmp_path: Path) -> N
     assert f"the weights in {broken} cannot be read" in refusal(broken, tmp_path).detail
 
 
+@pytest.mark.slow("vLLM and transformers read the checkpoint")
 def test_remote_code_is_refused_without_permission_and_does_not_run(
     llama: Path, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_what_is_unproven_is_in_the_certificate_and_every_manifest(
     assert host.capture(job).manifest(0).caveats == host.info["caveats"] == made.caveats
 
 
+@pytest.mark.slow("an engine starts, and is certified")
 def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[..., Host]) -> None:
     host = start("llama")
     made = certificate_of(host)

@@ -165,6 +165,7 @@ def check_edits(host: Host, reference: InsideReference, wanted: dict[str, Edit])
     assert wrong == {}
 
 
+@pytest.mark.slow("a request for each op at each hook")
 def test_every_op_at_every_hook_inside_reaches_what_follows(
     v1: Host, inside: InsideReference
 ) -> None:

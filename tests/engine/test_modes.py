@@ -136,6 +136,7 @@ def test_prompt_captures_leave_decode_steps_idle(compiled: Host) -> None:
     assert compiled.call("midstream_status")[0]["idle_steps"] - before["idle_steps"] >= 5
 
 
+@pytest.mark.slow("two ranks answer a mixed batch")
 def test_two_tensor_parallel_ranks_agree_and_one_of_them_writes(tp2: Host, qwen3) -> None:
     for job in mixed_batch(tp2, Reference(qwen3)):
         first, second = tp2.receipts(job)

@@ -165,6 +165,7 @@ def test_every_rank_patches_its_own_part_of_a_head_by_the_mask_of_its_name(
     )
 
 
+@pytest.mark.slow("requests preempt one another")
 def test_preempted_requests_are_patched_where_they_were_and_nowhere_else(
     cached: Host, reference: Reference
 ) -> None:

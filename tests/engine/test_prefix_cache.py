@@ -181,6 +181,7 @@ def test_rows_kept_of_a_steered_prompt_serve_no_plain_capture_of_it(
         check_rows(cached, reference, job, outputs, [(0, 2.0 * vector, [140])] if entries else [])
 
 
+@pytest.mark.slow("requests preempt one another")
 def test_preempted_requests_have_every_row_once_and_keep_their_limits(
     cached: Host, reference: Reference
 ) -> None:

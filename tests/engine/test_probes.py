@@ -264,6 +264,7 @@ def test_gated_steering_equals_transformers_step_by_step(
             )
 
 
+@pytest.mark.slow("requests preempt one another")
 def test_preempted_requests_are_edited_where_their_gate_was_open(
     cached: Host, reference: Reference
 ) -> None:

@@ -332,6 +332,7 @@ def test_formats_without_a_kernel_here_are_refused_with_vllms_reason(
         start(model, tmp_path)
 
 
+@pytest.mark.slow("imports vLLM")
 def test_gguf_is_refused_before_vllm_looks_at_it(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     for model in (tmp_path, tmp_path / "tiny.gguf"):

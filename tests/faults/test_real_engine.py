@@ -2,16 +2,14 @@
 were killed ten times? Real vLLM.
 """
 
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from stack import Stack
-from test_worker_processes import descendants, wait_gone
+from test_worker_processes import engine_of, require_gone
 from tolerances import FP32_ROWS_30_LAYERS
 
 from midstream.client.captures.reader import CaptureReader
@@ -93,13 +91,13 @@ def check(stack: Stack, job_id: str, reference: list[dict[str, np.ndarray]]) -> 
 
 def strike(stack: Stack, victim: str) -> None:
     """`kill -9`, and nothing of the worker is left."""
-    engine = descendants(stack.pid("worker"))
+    engine = engine_of(stack)
     if victim == "worker":
         stack.kill("worker")
     else:
-        os.kill(next(pid for pid, name in engine.items() if name == victim), signal.SIGKILL)
+        next(process for process in engine if process.name() == victim).kill()
         assert stack.exit_code("worker", 30) == EXIT_ENGINE_DIED
-    wait_gone(list(engine), 20)
+    require_gone(engine)
 
 
 @pytest.mark.timeout(2400)

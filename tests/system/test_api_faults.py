@@ -101,6 +101,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Mort
 
 
 # field case 39
+@pytest.mark.slow("every operation waits for Redis")
 def test_all_calls_are_503_while_redis_is_unreachable(
     own_redis: Mortal, own_api: Api, own_hand: Hand
 ) -> None:
@@ -183,6 +184,7 @@ def test_answers_given_on_a_slow_disk_survive_a_redis_kill(slow: tuple[Mortal, A
         assert api.view(job_id)["state"] == state, promise
 
 
+@pytest.mark.slow("Redis is killed and starts again")
 def test_unsynced_writes_are_503_when_redis_is_killed(slow: tuple[Mortal, Api, Hand]) -> None:
     server, api, hand = slow
     for _ in range(10):
@@ -405,6 +407,7 @@ class Muted:
                     target.sendall(data)
 
 
+@pytest.mark.slow("calls wait for a hung Redis")
 def test_stopping_with_redis_hung_is_503_and_names_accepted_jobs(
     own_redis: Mortal, own_hand: Hand, tmp_path: Path
 ) -> None:

@@ -263,6 +263,7 @@ def test_a_killed_vllm_worker_loses_no_feature(stack: Stack, features: str, dyin
     assert (kinds.count("estimate"), kinds.count("cell"), view.cells) == (1, 8, 8)
 
 
+@pytest.mark.slow("two workers run two jobs")
 def test_a_job_is_cancelled_in_both_phases(stack: Stack, restarted: Any) -> None:
     for name in ("worker-g", "worker"):
         restarted(name, engine_options={"token_s": 1.0})

@@ -433,6 +433,7 @@ def test_the_status_counts_what_waits_by_priority_and_tenant(lonely: Seen) -> No
     assert lonely.metrics("api")[depth] == 2
 
 
+@pytest.mark.slow("the doctor waits for what is dead")
 def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(
     lonely: Seen, patient_doctor: None
 ) -> None:
@@ -443,6 +444,7 @@ def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(
     assert "python -m midstream.broker.relay" in done.stdout
 
 
+@pytest.mark.slow("the doctor waits for what is away")
 def test_the_doctor_reports_an_unreachable_redis_and_api(stack: Seen) -> None:
     nowhere = free_port()
     found = list(

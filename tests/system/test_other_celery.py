@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import redis
 from celery import Celery
 from ledger_kit import settings_for
@@ -34,6 +35,7 @@ app.Worker(pool="threads", concurrency=4, hostname="other@test", **quiet).start(
 """
 
 
+@pytest.mark.slow("a task outlives the visibility timeout")
 def test_another_celery_apps_long_task_runs_once_and_only_it_is_controlled(
     redis_url: str, tmp_path: Path
 ) -> None:

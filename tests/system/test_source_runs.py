@@ -143,6 +143,7 @@ def test_source_runs_are_loaded_on_every_rank_of_any_worker(stack: Stack) -> Non
 
 
 # field case 31, 36
+@pytest.mark.slow("a job runs for seconds")
 def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_other(
     stack: Stack,
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_oth
 
 
 # field case 31
+@pytest.mark.slow("a worker and Redis start again")
 def test_names_and_rows_survive_a_killed_worker_and_a_killed_redis(stack: Stack) -> None:
     job = make_run(stack, "kept")
     expected = text(stack, patched(stack, "kept", job))

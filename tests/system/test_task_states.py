@@ -184,6 +184,7 @@ def test_a_redelivered_message_of_a_finished_job_changes_no_task_state(
     ]
 
 
+@pytest.mark.slow("a lease ends")
 def test_a_fenced_attempt_is_not_the_end_of_a_task(stack: Stack, flower: Watcher) -> None:
     job_id = stack.submit(["taken over"], max_tokens=300)
     flower.task(job_id, "STARTED")

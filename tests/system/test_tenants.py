@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from capture_kit import HIDDEN
 from edge import MODEL, Api, Hand
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 
@@ -30,6 +31,7 @@ def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def hand(api: Api) -> Iterator[Hand]:
     with Hand(api.settings) as worker:
+        worker.serve(hidden_size=HIDDEN)  # of the rows that it captures
         yield worker
 
 
@@ -58,7 +60,7 @@ def captured(ours: Caller, hand: Hand) -> str:
 
 
 def vector() -> dict[str, Any]:
-    return dict(msgspec.to_builtins(from_numpy(np.ones(8, np.float32))))
+    return dict(msgspec.to_builtins(from_numpy(np.ones(HIDDEN, np.float32))))
 
 
 def steering() -> list[dict[str, Any]]:
@@ -240,6 +242,7 @@ def test_global_steering_resolves_modules_of_the_callers_tenant(
     assert of_us.http.put("/v1/steering/global", json=body).status_code != 400
 
 
+@pytest.mark.slow("calls wait for a worker that does not answer")
 def test_what_ranks_report_names_no_other_tenants_modules(
     api: Api, ours: Caller, theirs: Caller, hand: Hand
 ) -> None:
@@ -316,7 +319,8 @@ def test_another_tenants_run_cannot_be_patched_with(
     assert there.text.replace(name, nowhere) == absent.text.replace(name, nowhere) or how == "name"
     assert "unknown source run" in there.json()["detail"]
     if how != "ours/{}":
-        assert send(ours, name).status_code == 202
+        answer = send(ours, name)
+        assert answer.status_code == 202, answer.text
 
 
 def test_internal_row_names_are_refused_in_requests(everyday: Caller, captured: str) -> None:

@@ -113,6 +113,7 @@ async def test_each_start_and_end_is_one_webhook(made: Service, receiver: Receiv
     assert await made.sender.round() == 0
 
 
+@pytest.mark.slow("its disk is slow, and Redis starts again")
 async def test_an_end_delivered_while_the_disk_is_slow_survives_a_kill_of_redis(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, receiver: Receiver
 ) -> None:

@@ -50,6 +50,7 @@ def files(stack: Stack, job_id: str) -> list[str]:
 
 
 # field case 37
+@pytest.mark.slow("a worker starts again")
 def test_a_restarted_worker_runs_its_jobs_again_without_waiting_for_the_lease(
     stack: Stack, start: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_worker_that_cannot_start_says_why_on_its_last_line(
     assert stack.log("worker").splitlines()[-1].startswith(f"worker failed: {says}")
 
 
+@pytest.mark.slow("two workers start")
 def test_a_second_worker_of_the_same_id_is_refused(stack: Stack) -> None:
     lock = WorkerLock(stack.settings)
     stack.spawn("worker")

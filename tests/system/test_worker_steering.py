@@ -94,6 +94,7 @@ def test_the_latch_of_a_conversation_crosses_workers(stack: Stack, client: Clien
     assert inherited == [(1, "")] + [(0, first.id)] * len(jobs)
 
 
+@pytest.mark.slow("a job runs for seconds")
 def test_a_running_job_keeps_the_global_steering_that_it_began_under(
     stack: Stack, client: Client
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resyn
     client.global_steering.clear(MODEL)
 
 
+@pytest.mark.slow("a worker starts")
 def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(
     stack: Stack, client: Client
 ) -> None:

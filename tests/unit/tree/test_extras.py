@@ -62,6 +62,7 @@ def test_a_missing_extra_is_named_with_its_command(
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_torchvision_for_another_torch_is_named_before_anything_starts(tmp_path: Path) -> None:
     for path, text in {
         "torchvision/__init__.py": "raise RuntimeError('operator torchvision::nms is missing')",

@@ -2,6 +2,7 @@
 
 import configs
 import page
+import pytest
 import results
 from families import CHANGED, FAMILIES
 
@@ -27,6 +28,7 @@ def test_what_differs_is_refused_and_what_is_served_is_certified() -> None:
     assert [result.name for result in served if not result.laws] == []
 
 
+@pytest.mark.slow("imports vLLM")
 def test_what_transformers_does_not_have_is_refused_or_served_with_a_caveat() -> None:
     alone = [result for result in FOUND.values() if not configs.has_class(result.name)]
     assert [result for result in FOUND.values() if result.alone] == alone
