@@ -2,7 +2,8 @@
 
 `.cache/test/durations.json` has an entry for each test that ran: {"seconds": of the test and its
 own fixtures; "fixtures": {scope:place::name: seconds}, those that it set up; "outcome"; "tree": the
-git tree on which it ran}. `python tests/durations.py` prints the slowest.
+git tree on which it ran}. `python tests/durations.py` prints the slowest,
+`python tests/durations.py tree` the present tree.
 """
 
 import fcntl
@@ -10,6 +11,8 @@ import json
 import os
 import re
 import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -25,6 +28,8 @@ FILE = ROOT / ".cache" / "test" / "durations.json"
 #: that run on each core.
 TEST_S, FILE_S = 5.0, 60.0
 SAVE_S, NOTED_S = 20.0, 0.01
+#: Outcome of a test whose end was not reported: of a run that was killed, it has not passed.
+UNFINISHED = "unfinished"
 #: What follows the id of a test in the processes that share the tests.
 GROUP = re.compile(r"@[^]@]*$")
 #: Fixtures that several tests share count as fixtures, not as part of the test that comes first.
@@ -36,13 +41,17 @@ def read() -> dict[str, dict[str, Any]]:
 
 
 def tree() -> str:
-    """The git tree of the working copy, changes of tracked files included; empty outside of git."""
+    """The git tree of the working copy, with changes and new files; empty outside of git."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = os.environ | {"GIT_INDEX_FILE": str(Path(folder) / "index")}
 
-    def git(*args: str) -> str:
-        ran = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
-        return ran.stdout.strip()
+        def git(*args: str) -> str:
+            return subprocess.run(
+                ["git", *args], cwd=ROOT, env=own, capture_output=True, text=True, check=False
+            ).stdout.strip()
 
-    return git("rev-parse", f"{git('stash', 'create') or 'HEAD'}^{{tree}}")
+        git("add", "--all")
+        return git("write-tree") if git("rev-parse", "--is-inside-work-tree") else ""
 
 
 def load() -> float:
@@ -84,10 +93,10 @@ class Durations:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = GROUP.sub("", report.nodeid)
-        test = self.tests.setdefault(name, {"outcome": "passed"})
+        test = self.tests.setdefault(name, {"outcome": UNFINISHED})
         if report.when == "setup":
             test |= {"seconds": 0.0, "fixtures": {}, "tree": self.tree}
-        if test["outcome"] == "passed":
+        if test["outcome"] == UNFINISHED and (report.when == "teardown" or not report.passed):
             test["outcome"] = report.outcome
         test["fixtures"] |= {key: s for key, s in report.fixtures.items() if s >= NOTED_S}
         shared = sum(s for key, s in report.fixtures.items() if not key.startswith(OWN))
@@ -169,4 +178,4 @@ def show() -> None:
 
 
 if __name__ == "__main__":
-    show()
+    print(tree()) if sys.argv[1:] == ["tree"] else show()

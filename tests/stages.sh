@@ -9,7 +9,7 @@ logs=.cache/test
 mkdir -p "$logs"
 rm -f "$logs"/*.log "$logs"/*.failed
 [ -n "${RESUME:-}" ] || rm -f "$logs"/*.passed "$logs"/durations.json
-tree=$(git rev-parse "$(git stash create 2>/dev/null | grep . || echo HEAD)^{tree}" 2>/dev/null)
+tree=$(python tests/durations.py tree)
 
 declare -A may=([lint]=45 [test-unit]=330 [test-system]=345 [test-smoke]=60 [test-engine]=660)
 

@@ -6,8 +6,10 @@ collected (`pytest_collection_modifyitems` in tests/conftest.py).
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from durations import Durations
 
 ROOT = Path(__file__).parents[3]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -30,3 +32,24 @@ def test_no_test_is_left_out_by_the_marks_that_targets_name() -> None:
         runs = re.findall(rf'--set {name}\b[^;]*-m ("[^"]*"|\w+)', MAKEFILE)
         left_out = {mark for run in runs for mark in re.findall(r"not (\w+)", run)}
         assert left_out == apart == {run for run in runs if run.isidentifier()}
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome"),
+    [
+        ("setup passed", "unfinished"),
+        ("setup passed, call passed", "unfinished"),
+        ("setup passed, call passed, teardown passed", "passed"),
+        ("setup passed, call failed, teardown passed", "failed"),
+        ("setup passed, call passed, teardown failed", "failed"),
+        ("setup skipped, teardown passed", "skipped"),
+    ],
+)
+def test_a_test_has_passed_only_once_its_end_was_reported(told: str, outcome: str) -> None:
+    """`--resume` leaves out what has passed, also after a run that was killed."""
+    durations = Durations("tree", bounded=False)
+    for when, of in (phase.split() for phase in told.split(", ")):
+        facts = {"when": when, "outcome": of, "passed": of == "passed", "keywords": {}}
+        report = SimpleNamespace(**facts, nodeid="t@group", fixtures={}, load=1.0, duration=1.0)
+        durations.pytest_runtest_logreport(report)
+    assert durations.tests["t"]["outcome"] == outcome
