@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -80,11 +79,20 @@ def receiver() -> Iterator[Receiver]:
         yield made
 
 
-@pytest.fixture
-def relay(redis_url: str, tmp_path: Path) -> Iterator[RelayProcess]:
-    process = RelayProcess(redis_url, tmp_path / "relay.log")
+@pytest.fixture(scope="module")
+def served(
+    redis_session: redis_server.RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RelayProcess]:
+    process = RelayProcess(redis_session.url, tmp_path_factory.mktemp("relay") / "relay.log")
     yield process
     process.kill()
+
+
+@pytest.fixture
+def relay(served: RelayProcess, redis_url: str) -> RelayProcess:
+    """The module's, which runs; Redis is empty."""
+    served.revive()
+    return served
 
 
 @pytest.fixture

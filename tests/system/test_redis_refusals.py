@@ -80,6 +80,7 @@ def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
     assert all(process.poll() is None for process in processes.values())
 
 
+@pytest.mark.slow("a stack starts, and jobs run while Redis forgets scripts")
 def test_scripts_that_redis_forgets_between_load_and_call_cost_no_job(stack: Stack) -> None:
     """A restart between the two has the same effect."""
     processes = dict(stack.processes)

@@ -26,22 +26,6 @@ from midstream.schemas.jobs.jobs import Output, State
 LONG_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def served(
-    redis_session: redis_server.RedisServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RelayProcess]:
-    process = RelayProcess(redis_session.url, tmp_path_factory.mktemp("relay") / "relay.log")
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def relay(served: RelayProcess, redis_url: str) -> RelayProcess:
-    """The module's, which runs; Redis is empty."""
-    served.revive()
-    return served
-
-
 @contextmanager
 def appended(
     outbox: Outbox, jobs: list[str], requests: Iterable[int], every_s: float

@@ -3,7 +3,6 @@ protocols?
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,7 +11,6 @@ import zmq
 from receipt_rig import Jobs, Peer, RelayProcess, once_each, receipt, wait_until
 
 from midstream import __version__
-from midstream.broker.ops import redis_server
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Kind
 from midstream.broker.receipts.outbox import Outbox, OutboxError
@@ -22,22 +20,6 @@ from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile, LostRange
 
 #: Time limit against hangs.
 LONG_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def served(
-    redis_session: redis_server.RedisServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RelayProcess]:
-    process = RelayProcess(redis_session.url, tmp_path_factory.mktemp("relay") / "relay.log")
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def relay(served: RelayProcess, redis_url: str) -> RelayProcess:
-    """The module's, which runs; Redis is empty."""
-    served.revive()
-    return served
 
 
 # -- odd traffic
