@@ -27,6 +27,8 @@ FILE = ROOT / ".cache" / "test" / "durations.json"
 #: longer at all. Both in seconds of a quiet machine: the time that passes, divided by the processes
 #: that run on each core.
 TEST_S, FILE_S = 5.0, 60.0
+#: With more processes on each core than this, waits grow faster than the load: there is no bound.
+BUSY = 4.0
 SAVE_S, NOTED_S = 20.0, 0.01
 #: Outcome of a test whose end was not reported: of a run that was killed, it has not passed.
 UNFINISHED = "unfinished"
@@ -103,7 +105,8 @@ class Durations:
         if report.when != "teardown":  # which may end what many tests shared
             seconds = max(0.0, report.duration - shared)
             test["seconds"] = round(test["seconds"] + seconds, 3)
-            self.quiet[name] += seconds / report.load
+            if report.load <= BUSY:
+                self.quiet[name] += seconds / report.load
         if "slow" in report.keywords:
             self.excused.add(name)
         if time.monotonic() - self.saved > SAVE_S:

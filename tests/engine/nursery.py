@@ -289,7 +289,9 @@ def main() -> None:
     import midstream.workers.engine.vllm as hosting
     from midstream.workers.engine.no_torchvision import stand_in
     from midstream.workers.runner.hooks.architectures import ARCHITECTURES, BACKEND_CLASS
+    from midstream.workers.runner.support import seams
 
+    seams.verify(unproven=True)
     stand_in()
     know_models((*ARCHITECTURES, BACKEND_CLASS))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended

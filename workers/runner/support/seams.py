@@ -8,10 +8,11 @@ midstream.workers.runner.support.seams FOLDER`. `docs/vllm-versions.md` describe
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from .replacements import refusals, replacements
-from .seam_table import SEAMS
+from .seam_table import SEAMS, Seam
 from .vllm_source import Source, installed
 
 #: Versions whose runners the adapters were tested with, newest first. Other versions are refused,
@@ -44,14 +45,22 @@ def mismatches(source: Source) -> Iterator[str]:
                 yield f"{where}: {problem}"
 
 
+@cache
+def _missing(seams: tuple[Seam, ...]) -> tuple[str, ...]:
+    """Return what the installed vLLM lacks; a second of work, and the same while the process runs.
+
+    `seams`: `SEAMS`.
+    """
+    return tuple(mismatches(installed()))
+
+
 def verify(source: Source | None = None, *, unproven: bool = False) -> list[str]:
     """Return caveats for the installed vLLM; raises SeamError for an unsupported version, or one
     that lacks seams, with all of their names.
 
     `unproven`: also accept a version in `READ`.
     """
-    source = source or installed()
-    version = source.version.partition("+")[0]
+    version = (source or installed()).version.partition("+")[0]
     if version not in (*WINDOW, *READ) or (version in READ and not unproven):
         more = (
             (
@@ -65,7 +74,7 @@ def verify(source: Source | None = None, *, unproven: bool = False) -> list[str]
             f"vLLM {version} is not supported; install one of {', '.join(WINDOW)}{more} "
             "(docs/vllm-versions.md)"
         )
-    if result := list(mismatches(source)):
+    if result := _missing(SEAMS) if source is None else tuple(mismatches(source)):
         raise SeamError(
             f"vLLM {version} is not built as Midstream expects (docs/vllm-versions.md): "
             f"{'; '.join(result)}"

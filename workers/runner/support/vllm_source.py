@@ -23,6 +23,7 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._modules: dict[str, ast.Module | None] = {}
+        self._attributes: dict[ast.ClassDef, dict[str, ast.stmt]] = {}
 
     @cached_property
     def version(self) -> str:
@@ -125,9 +126,10 @@ class Source:
                 return statement
             if name in _assigned(statement):
                 return statement
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Assign | ast.AnnAssign) and name in _set_on_self(inner):
-                return inner
+        if node not in self._attributes:
+            self._attributes[node] = _attributes(node)
+        if name in self._attributes[node]:
+            return self._attributes[node][name]
         for base in node.bases:
             plain = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(plain, ast.Name):
@@ -166,6 +168,16 @@ def _assigned(node: ast.stmt) -> set[str]:
         else []
     )
     return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _attributes(node: ast.ClassDef) -> dict[str, ast.stmt]:
+    """Return the first statement that sets each attribute of `self`."""
+    found: dict[str, ast.stmt] = {}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Assign | ast.AnnAssign):
+            for name in _set_on_self(inner):
+                found.setdefault(name, inner)
+    return found
 
 
 def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,38 +12,35 @@ import pytest
 from midstream.client.stack.processes import birth, wait_for
 from midstream.workers.runner.base.process import die_with_parent
 
-#: Starts a child as vLLM starts its processes, says its pid, and stays.
+#: Starts a child as vLLM starts its processes, says its pid, and stays. The child asks to end with
+#: its parent when it is let: a process that imports vLLM takes seconds until then.
 PARENT = """
-import multiprocessing, sys, time
+import multiprocessing, time
 from pathlib import Path
-sys.path.insert(0, {here!r})
-from test_orphans import live
+
+folder = Path({folder!r})
+
+def live():
+    (folder / "started").touch()
+    while not (folder / "asks").exists():
+        time.sleep(0.01)
+    from midstream.workers.runner.base.process import die_with_parent
+    die_with_parent()
+    (folder / "asked").touch()
+    time.sleep(600)
+
 if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=live, args=(Path({folder!r}),))
+    child = multiprocessing.get_context("spawn").Process(target=live)
     child.start()
     print(child.pid, flush=True)
     time.sleep(600)
 """
 
 
-def live(folder: Path) -> None:
-    """In the child.
-
-    It asks to end with its parent when it is let: a process that imports vLLM takes seconds until
-    then.
-    """
-    (folder / "started").touch()
-    while not (folder / "asks").exists():
-        time.sleep(0.01)
-    die_with_parent()
-    (folder / "asked").touch()
-    time.sleep(600)
-
-
 @pytest.mark.parametrize("when", ["after it asked", "before it asked"])
 def test_an_orphan_ends_even_if_the_parent_died_first(tmp_path: Path, when: str) -> None:
     program = tmp_path / "parent.py"
-    program.write_text(PARENT.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
+    program.write_text(PARENT.format(folder=str(tmp_path)))
     parent = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE)
     pid = born = 0
     try:
