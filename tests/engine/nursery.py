@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import copy
 import functools
+import gc
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -291,9 +293,13 @@ def main() -> None:
     from midstream.workers.runner.hooks.architectures import ARCHITECTURES, BACKEND_CLASS
     from midstream.workers.runner.support import seams
 
+    for name in ("vllm.v1.worker.cpu_worker", "midstream.workers.runner.vllm.worker_class"):
+        importlib.import_module(name)
     seams.verify(unproven=True)
     stand_in()
     know_models((*ARCHITECTURES, BACKEND_CLASS))
+    gc.collect()
+    gc.freeze()  # a collection in a fork neither looks at what was imported nor copies its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
     for line in iter(sys.stdin.readline, ""):
         birth = from_json(line, Birth)

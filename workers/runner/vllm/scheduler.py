@@ -43,7 +43,6 @@ _HASHED_IN = "midstream_hashed_in"
 #: Attribute of a request: its decoded spec, or None.
 _SPEC = "midstream_spec"
 
-die_with_parent()
 idle_sleep.install()
 zeroed_blocks.install()
 
@@ -98,6 +97,7 @@ class _Midstream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        die_with_parent()
         learn_records()
         self._midstream_finished: dict[str, Finish] = {}
         self._midstream_ends: list[tuple[str, int]] = []
