@@ -229,6 +229,7 @@ def test_info_and_manifest_say_how_a_checkpoint_is_quantised(
     ],
 )
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="they are served on this CPU")
+@pytest.mark.slow("vLLM inspects a model's class in a process of its own")
 def test_what_this_cpu_cannot_run_is_refused_before_a_process_starts(
     name: str, form: str, reason: str, made: Maker, tmp_path
 ) -> None:
@@ -321,6 +322,7 @@ _FP4 = {
         ({"quant_method": "torchao", "quant_type": {"default": "int8_weight_only"}}, "torchao"),
     ],
 )
+@pytest.mark.slow("vLLM inspects a model's class in a process of its own")
 def test_formats_without_a_kernel_here_are_refused_with_vllms_reason(
     config: dict[str, Any], reason: str, made: Maker, tmp_path
 ) -> None:
