@@ -81,7 +81,7 @@ test: $(READY) model browser ## the fast tests: lint, unit and system tests, and
 	@MAY=720 MAKE="$(MAKE)" tests/stages.sh test-system test-unit -- lint test-smoke test-engine
 
 test-all: $(READY) model browser ## every test but those of packages and the fault gate, in stages, for the night before a release; hours (RESUME=1: what has not passed on this tree)
-	@MAKE="$(MAKE)" tests/stages.sh lint test-unit test-system test-smoke test-engine test-long test-matrix test-redis test-triton test-torch
+	@MAKE="$(MAKE)" tests/stages.sh test-system test-unit test-long test-redis -- lint test-smoke test-engine test-matrix test-triton test-torch
 
 lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets and for what a merge left
 	@echo "== lint"
@@ -153,7 +153,7 @@ test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family,
 	$(ALL_THREADS); run --set matrix -m "ranks and not packages" tests/engine; $(DONE)
 
 # `make test-system` runs with the server that is installed, which is the wheel's Valkey 8.1 where there is no other.
-test-redis: $(READY) model .cache/redis/.ready ## system tests over other versions of Redis and Valkey; 7 minutes each (REDIS="redis-8.2": only these)
+test-redis: $(READY) model .cache/redis/.ready ## system tests over other versions of Redis and Valkey; 4 minutes each (REDIS="redis-8.2": only these)
 	@failed=0; \
 	for server in $(REDIS); do \
 	  echo "== system tests with $$server"; \
