@@ -6,6 +6,7 @@ times as long.
 """
 
 import unittest.mock
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -58,4 +59,4 @@ def _install(worker: Any, fault: str) -> None:
         unittest.mock.patch.object(PlatformWorker, "initialize_from_config"),
     ):
         worker.load_model()
-        worker.initialize_from_config()
+        worker.initialize_from_config(SimpleNamespace(num_blocks=worker.model_runner.num_blocks))
