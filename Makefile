@@ -140,9 +140,11 @@ test-engine: $(READY) model ## engine tests: real vLLM on CPU
 	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set fast -m "not ranks" tests/engine; \
 	$(ALL_THREADS); run --set fast -m ranks tests/engine; $(DONE)
 
+# The browser's tests are by themselves: while it is open, a loop runs in the test process.
 test-long: $(READY) model browser ## long tests: the browser's, blocks of the docs, kills, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), machines (as root) …; an hour (SHARE=N: a seventh)
 	@echo "== long tests"
-	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set long $(SHARE:%=--share %) -m "not ranks and not machines" tests; \
+	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set long $(SHARE:%=--share %) -m "not ranks and not machines and not web" tests; \
+	run $(SHARED) 2 --set long $(SHARE:%=--share %) tests/web; \
 	run --set long $(SHARE:%=--share %) -s -m machines tests/machines; \
 	$(ALL_THREADS); run --set long $(SHARE:%=--share %) -m ranks tests/engine; $(DONE)
 
