@@ -279,7 +279,8 @@ def fork_processes() -> None:
 
 
 def architectures_of(checkpoint: Path) -> list[str]:
-    return list(json.loads((checkpoint / "config.json").read_text()).get("architectures") or [])
+    config = checkpoint / "config.json"  # absent where the model is a name of a hub
+    return json.loads(config.read_text()).get("architectures") or [] if config.exists() else []
 
 
 def main() -> None:

@@ -62,6 +62,8 @@ def refusal(form: str, dtype: str) -> str:
         # oneDNN's own reference, which is right
         slow = form == "int8 static" and dtype == "bfloat16" and "avx512f" not in flags()
         return "" if slow else "Int8 products need VNNI"
+    if form == "int8 per token" and dtype == "float32" and "amx_tile" in flags():
+        return "expect A to be bfloat16 or half"
     if form in ("awq", "gptq", "int4 groups") and "avx512f" not in flags():
         return "cpu_gemm_wna16"
     return ""

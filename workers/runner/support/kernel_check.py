@@ -108,6 +108,8 @@ def _building(config: VllmConfig) -> Iterator[None]:
 
 def _try(config: VllmConfig, name: str) -> None:
     """Raises UnsupportedQuantisationError if the sums of a layer with extreme weights are wrong."""
+    # vLLM's int4 kernels use AMX without asking Linux for it, which would kill the process
+    torch.cpu._init_amx()
     raw = config.model_config.model_arch_config.quantization_config or {}
     inputs = math.lcm(256, *_group_sizes(raw))
     layer = _layer(config, name, inputs, _OUTPUTS, "cpu")
