@@ -86,6 +86,7 @@ def steer(
 #: Variables that count when modules are imported; others reach the engine through its fork.
 AT_IMPORT = (
     "PYTHONPATH",
+    "HF_HUB_CACHE",
     "TRITON_INTERPRET",
     "HIDDEN_CPU_FLAGS",
     "ONEDNN_MAX_CPU_ISA",

@@ -30,8 +30,10 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
         str(case.settings.get("dtype", "float32")),
     )
     settings = options_of(way) | case.settings | {"engine_options": case.options(folder, path)}
-    env = {"HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
-    if case.ranks > 1 or case.on_hub:  # where the hub's files are is read when it is imported
+    env = {"HF_HUB_OFFLINE": "1"}
+    if case.on_hub:
+        env["HF_HUB_CACHE"] = str(folder / "hub")
+    if case.ranks > 1 or case.on_hub:
         (folder / "engine").mkdir()
         host = Host(folder / "engine", served, env, tensor_parallel_size=case.ranks, **settings)
     else:
