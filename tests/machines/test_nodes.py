@@ -25,6 +25,7 @@ TEXT = "Once upon a time in a land far away there lived a king who"
 LAYERS, HIDDEN, TOKENS = 30, 576, 8
 ENGINE = {
     "engine": "vllm",
+    "engine_options": {},
     "model_name": "demo",
     "kv_cache_gib": 0.25,
     "max_model_len": 256,
