@@ -144,7 +144,7 @@ test-engine: $(READY) model ## engine tests: real vLLM on CPU
 test-long: $(READY) model browser ## long tests: the browser's, blocks of the docs, kills, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), machines (as root) …; an hour (SHARE=N: a seventh)
 	@echo "== long tests"
 	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set long $(SHARE:%=--share %) -m "not ranks and not machines and not web" tests; \
-	run $(SHARED) 2 --set long $(SHARE:%=--share %) tests/web; \
+	run $(SHARED) 2 --set long $(SHARE:%=--share %) -m web tests/web; \
 	run --set long $(SHARE:%=--share %) -s -m machines tests/machines; \
 	$(ALL_THREADS); run --set long $(SHARE:%=--share %) -m ranks tests/engine; $(DONE)
 
