@@ -15,9 +15,8 @@ FP32_ROWS_30_LAYERS = 5e-5
 BF16_EXCESS = 1.5
 #: The same rows in another batch composition, fp32: matrix kernels may sum in another order.
 FP32_BATCH = 1e-5
-#: As FP32_BATCH in bf16, after 30 layers: a rounding is 0.4 % of a coordinate. Measured with
-#: AMX: 0.026.
-BF16_BATCH = 0.03
+#: As FP32_BATCH in bf16, after 30 layers: a rounding is 0.4 % of a coordinate.
+BF16_BATCH = 0.02
 #: As BF16_BATCH in fp16, whose roundings are an eighth.
 FP16_BATCH = 0.005
 #: nats: what a steered token's log-probability differs by from the plain one's at least; far above
