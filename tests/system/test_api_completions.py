@@ -5,6 +5,7 @@ settled?
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any
 
@@ -345,12 +346,17 @@ def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
     body = {"model": MODEL, "prompt": "hello", **wish}
     asked = pool.submit(api.http.post, "/v1/completions", json=body)
     claim = hand.claim_next()
-    with redis.Redis.from_url(redis_url) as client, client.monitor() as monitor:
+    with (
+        redis.Redis.from_url(redis_url) as client,
+        client.monitor() as monitor,
+        ExitStack() as after,
+    ):
         before, calls = 0, 2
         while calls > before + 1:  # the acceptance has its own barrier; one call is ours
             time.sleep(0.3)
             before, calls = calls, client.info("stats")["total_commands_processed"]
         # While its log is synced, Redis holds writes back: then the API has to ask again.
+        after.callback(client.config_set, "appendfsync", "everysec")
         client.config_set("appendfsync", "no")
         wait_until(lambda: not client.info("persistence")["aof_pending_bio_fsync"])
         client.echo("quiet")
@@ -360,7 +366,6 @@ def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
         hand.receipts(claim)
         assert asked.result().status_code == 200
         client.echo("the end")
-        client.config_set("appendfsync", "everysec")
         commands = takewhile(lambda each: "the end" not in each["command"], monitor.listen())
         whole = [each["command"] for each in commands if each["client_type"] != "lua"]
         seen = whole[whole.index("ECHO quiet") :]

@@ -47,9 +47,10 @@ def mismatches(source: Source) -> Iterator[str]:
 
 @cache
 def _missing(seams: tuple[Seam, ...]) -> tuple[str, ...]:
-    """Return what the installed vLLM lacks; a second of work, and the same while the process runs.
+    """Return what the installed vLLM lacks, as `mismatches` does; a second of work, and the same
+    answer while the process runs.
 
-    `seams`: `SEAMS`.
+    `seams`: `SEAMS`, of which the answer is kept.
     """
     return tuple(mismatches(installed()))
 
