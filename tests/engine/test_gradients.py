@@ -213,7 +213,6 @@ def test_the_model_leaves_memory_when_idle_and_loads_again(service: Service) -> 
 
 def test_a_job_survives_the_death_of_its_worker(service: Service) -> None:
     stack = service.stack
-    stack.wait_log(WORKER, "model dropped from memory")
     stack.kill(WORKER)
     job = service.job(layers=[1], positions=[3], scalar={"kind": "loss"})
     stack.restart(WORKER, engine="gradients")
