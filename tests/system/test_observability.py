@@ -3,6 +3,7 @@
 Logs, metrics, traces and the status of a whole stack, as an operator reads them.
 """
 
+import functools
 import json
 import math
 import os
@@ -22,8 +23,9 @@ from stack import Stack, free_port
 from typer.testing import CliRunner
 
 from midstream.client.cli import main as cli
+from midstream.client.extras import import_trouble
 from midstream.client.sdk.discovery import STATE_FILE
-from midstream.client.stack.checks import disk_checks, redis_checks
+from midstream.client.stack.checks import disk_checks, engine_checks, redis_checks
 from midstream.client.stack.checks.finding import Finding
 from midstream.client.stack.doctor import examine
 from midstream.schemas.base.records import from_json
@@ -35,6 +37,7 @@ ADMIN_KEY = "ms_abcdef012345_" + "s3cr3t" * 8
 TRACE, CALLER_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 #: Only ends what hangs.
 LONG_S = 60.0
+IMPORT_TROUBLE = functools.cache(import_trouble)
 STAGES = {"POST /v1/completions", "queue", "attempt", "prompt", "receipt", "durable", "release"}
 
 
@@ -325,8 +328,9 @@ def test_top_prints_the_service_once_on_80_columns(stack: Seen, held: httpx2.Res
 @pytest.fixture
 def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """No round trip and no fsync is too slow: how busy the machine that runs the tests is, is not
-    what they are about.
+    what they are about. A process imports torch once for all of them.
     """
+    monkeypatch.setattr(engine_checks, "import_trouble", IMPORT_TROUBLE)
     for level in ("WARN", "FAIL"):
         monkeypatch.setattr(redis_checks, f"PING_{level}_MS", math.inf)
         monkeypatch.setattr(disk_checks, f"FSYNC_{level}_MS", math.inf)
@@ -342,6 +346,7 @@ def bad(stack: Seen) -> dict[str, Finding]:
     }
 
 
+@pytest.mark.slow("a process of its own imports torch")
 def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(
     stack: Seen, patient_doctor: None
 ) -> None:
@@ -445,7 +450,7 @@ def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(
 
 
 @pytest.mark.slow("the doctor waits for what is away")
-def test_the_doctor_reports_an_unreachable_redis_and_api(stack: Seen) -> None:
+def test_the_doctor_reports_an_unreachable_redis_and_api(stack: Seen, patient_doctor: None) -> None:
     nowhere = free_port()
     found = list(
         examine(
