@@ -189,10 +189,12 @@ class Machines:
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGUSR1)  # Celery answers with the stacks of all threads
+            time.sleep(1)
             process.kill()
             process.wait()
             raise AssertionError(
-                f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-4000:]}"
+                f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-20000:]}"
             ) from None
 
     def restart(self, name: str, **changed: Any) -> None:
