@@ -195,6 +195,7 @@ class Fleet(Machines):
                 for name, act in steps:
                     say(f"{time.strftime('%H:%M:%S')} {name} ({len(observed)} jobs are over)")
                     await asyncio.to_thread(act)
+                    await asyncio.to_thread(self._supervise)
                 await asyncio.sleep(AFTER_S)
             finally:
                 over.set()
@@ -205,7 +206,16 @@ class Fleet(Machines):
             await clients.close()
         return observed
 
+    def _supervise(self) -> None:
+        """Start the relay again, as every deployment does, if libzmq has ended it: version 4.3.5
+        aborts where it reads from a broken connection just before it writes to it
+        (https://github.com/zeromq/libzmq/issues/4841).
+        """
+        if self.processes["relay"].poll() == -signal.SIGABRT:
+            self.revive("relay")
+
     async def _settle(self) -> None:
+        self._supervise()
         ledger = Ledger.connect(self.judges_settings())
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and await ledger.redis.zcard("ms:live"):  # noqa: ASYNC110
