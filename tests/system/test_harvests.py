@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -356,7 +357,9 @@ def test_a_consumer_that_is_killed_gets_every_row_once(
     fields = large(stack, "stream", 110)
     made = undisturbed(client, fields)
     view = client.harvests.submit(**fields, to={"window": 3})
-    assert consumer(stack, view, tmp_path / "rows", "0").wait(WAIT_S) == -9
+    first = consumer(stack, view, tmp_path / "rows", "0")
+    said = first.communicate(timeout=WAIT_S)[1]
+    assert first.returncode == -signal.SIGKILL, said
     stack.kill("worker")
     stack.restart("worker")
     last = consumer(stack, view, tmp_path / "rows")
