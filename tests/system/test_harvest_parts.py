@@ -20,8 +20,10 @@ from sweep_rig import Rig, having
 
 from midstream.broker.artifacts.headers import find_entries
 from midstream.broker.ledger.recovery.harvests import TRIES, Harvests, job_id_of
+from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client.harvest import open
 from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.harvests import (
     HarvestCut,
     HarvestPositions,
@@ -172,6 +174,32 @@ async def test_an_attempt_that_was_cut_short_is_gone_on_with(rig: Rig) -> None:
         for file in shard.entry.files
     }
     assert attempts == {"1", "2"}  # what the first attempt kept was not computed again
+
+
+async def test_a_plan_that_is_stored_after_the_seal_is_removed(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker could not reach the store until another one had done all of its work."""
+    put, reachable = serving.HarvestAttempt._put, asyncio.Event()
+
+    async def late(self: Any, harvest: Any, store: Any, key: str, *rest: Any) -> Any:
+        if key.endswith(".a1.msgpack"):
+            await reachable.wait()
+        return await put(self, harvest, store, key, *rest)
+
+    monkeypatch.setattr(serving.HarvestAttempt, "_put", late)
+    async with rig.worker() as runs:
+        harvest = await submitted(rig, DOCUMENTS[:20])
+        (job,) = (await Harvests(rig.ledger).view(harvest.id)).jobs
+        first = asyncio.create_task(runs.run_part(job))
+        while (await rig.ledger.view(job)).attempt < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await Reaper(rig.ledger, rig.settings).sweep(now() + 2 * rig.settings.lease_s)
+        async with rig.worker("another", data_dir=str(tmp_path / "another")) as others:
+            assert (await work(rig, others, harvest.id)).state == "succeeded"
+            reachable.set()
+            await first
+    checked(harvest.uri)
 
 
 @contextmanager
