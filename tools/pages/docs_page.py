@@ -48,10 +48,20 @@ VARIES = [
         r'"(?:step|actions|offset|version|global_version|seconds)":\d+(?:\.\d+)?',
         r'"\w+":\d+(?:\.\d+)?',
     ),
+    # an engine without other work takes a job at once
     (
         r'"state":"queued","attempt":0',
         r'"state":"(?:queued","attempt":0|running","attempt":1)',
-    ),  # an engine without other work takes a job at once
+    ),
+    (
+        r'"queued":\d+\.\d+,"capture_status":"pending"',
+        (
+            r'"queued":\d+\.\d+,(?:"started":\d+\.\d+,"worker":"[^"]+",)?'
+            r'"capture_status":"pending"(?:,"receipts_expected":\d+)?'
+        ),
+    ),
+    (r'"cells_expected":300}$', r'"cells_expected":300(?:,"global_version":\d+)?}'),
+    (r'"prompts":1}$', r'"prompts":1(?:,"global_version":\d+)?}'),
     (r'etag: "\d+"', r'etag:"\d+"'),
     (r"-?\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)", r"-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"),
     (r"\d{4,}", r"\d+"),
