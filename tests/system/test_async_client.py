@@ -263,7 +263,10 @@ async def test_every_call_of_the_awaiting_client_works(
 async def test_a_cancelled_wait_for_a_sweep_cancels_the_sweep(stack: Stack) -> None:
     async with AsyncClient(stack.url) as client:
         first = asyncio.Event()
-        job = await client.sweeps.submit(**SWEEP, hooks=["pre_attn", "mlp_out"])
+        long = {**SWEEP["pairs"][0], "clean": 30 * "hello you ", "corrupt": 30 * "hallo you "}
+        job = await client.sweeps.submit(
+            model="fake-model", pairs=[long], hooks=["pre_attn", "mlp_out"]
+        )
         task = asyncio.create_task(
             client.sweeps.result(job, lambda event: first.set(), cancel=True)
         )
