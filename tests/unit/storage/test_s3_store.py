@@ -190,7 +190,6 @@ def test_a_missing_bucket_is_not_taken_for_a_deleted_object(s3: FaultProxy) -> N
 def test_a_store_that_is_away_or_slow_is_reported_in_time_and_comes_back(
     s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_client, "PROBE_S", 1)
     put(bucket, "x", b"1")
     s3.stop()
     with pytest.raises(ConnectionRefusedError, match="cannot be reached"):
@@ -199,8 +198,12 @@ def test_a_store_that_is_away_or_slow_is_reported_in_time_and_comes_back(
     s3.start()
     assert content(bucket, "x") == b"1"
     s3.fault("slow", "PUT", seconds=300.0)
-    assert "does not answer in time" in _Troubles().of(bucket)
+    with monkeypatch.context() as patch:
+        patch.setattr(s3_client, "PROBE_S", 1)
+        s3_client.client.cache_clear()
+        assert "does not answer in time" in _Troubles().of(bucket)
     s3.faults.clear()
+    s3_client.client.cache_clear()
     assert _Troubles().of(bucket) == ""
 
 
