@@ -63,7 +63,12 @@ class Ours:
         columns = [Column(str(place), [(place, place)]) for place in range(len(base))]
         pair = StoredPair(base, source, columns, answer=[5], foil=[6])
         sweep = StoredSweep(
-            [pair], ["pre_attn"], list(range(layers)), "logit_diff", "denoise", noise=1
+            pairs=[pair],
+            hooks=["pre_attn"],
+            layers=list(range(layers)),
+            metric="logit_diff",
+            direction="denoise",
+            noise=1,
         )
         job = Job(
             id=f"sweep{self._number}",
