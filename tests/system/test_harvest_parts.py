@@ -340,6 +340,7 @@ async def test_a_part_does_not_recreate_the_record_of_a_deleted_harvest(
         assert await runs.run_part(job) is AttemptOutcome.CANCELLED
     assert not await rig.ledger.redis.exists(f"ms:harvest:{harvest.id}")
     assert (await rig.ledger.view(job)).state == "cancelled"
+    assert not list(Path(harvest.uri).glob("plans/*"))
 
 
 async def test_a_submission_that_comes_late_does_not_put_a_part_out(rig: Rig) -> None:

@@ -151,19 +151,20 @@ class HarvestAttempt:
         answer = await patiently(
             lambda: self._harvests.planned(job, attempt, plan, file), f"plan of {harvest.id}"
         )
-        if answer != "kept" and await self._planned_by_another(harvest, key):
+        if answer != "kept" and await self._planned(harvest) != key:
             # the file may be younger than the seal, which removes what nothing names
             await asyncio.to_thread(store.delete, key)
         self._check(answer)
 
-    async def _planned_by_another(self, harvest: StoredHarvest, key: str) -> bool:
+    async def _planned(self, harvest: StoredHarvest) -> str:
+        """Return the key of the plan that counts; empty before there is one."""
         try:
             file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
         except MidstreamError as error:
             if error.kind != "not_found":
                 raise
-            return False
-        return file.key != key
+            return ""
+        return file.key
 
     async def _seal(self, harvest: StoredHarvest, store: ArtifactStore) -> None:
         done = await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}")
