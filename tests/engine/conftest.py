@@ -74,11 +74,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
         if asked_of(item) & RANKS:
             item.add_marker("ranks")
-        if asked_of(item) & SLOW:
-            # compiling takes ten minutes where eight processes wait for each core
+        if "compiled" in asked_of(item):  # ten minutes where eight processes wait for each core
             item.add_marker(pytest.mark.timeout(1800))
-            if item.path.name != "test_modes.py":
-                item.add_marker("long")
+        if asked_of(item) & SLOW and item.path.name != "test_modes.py":
+            item.add_marker("long")
     order = [*LONGEST, *dict.fromkeys(group_of(item) for item in here)]
     here.sort(key=lambda item: order.index(group_of(item)))
     elsewhere = [item for item in items if item.path.parent != Path(__file__).parent]
