@@ -212,6 +212,7 @@ class Fleet(Machines):
         (https://github.com/zeromq/libzmq/issues/4841).
         """
         if self.processes["relay"].poll() == -signal.SIGABRT:
+            print("libzmq has ended the relay: it is started again")
             self.revive("relay")
 
     async def _settle(self) -> None:
