@@ -12,8 +12,9 @@ if field == 'dropped' then
   if before ~= args.before then
     return 'moved' -- another process has deleted the same shards
   end
-  redis.call('HINCRBY', record, 'bytes', -args.bytes)
-  tally(record, tenant, 'bytes', -args.bytes)
+  local less = 0 - args.bytes -- not -args.bytes: Redis 6.2 takes -0 for no integer
+  redis.call('HINCRBY', record, 'bytes', less)
+  tally(record, tenant, 'bytes', less)
 else
   if args.cursor > (tonumber(units) or 0) then
     return 'ahead'
