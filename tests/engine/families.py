@@ -8,6 +8,7 @@ from typing import Any
 
 import configs
 import tiny
+from processors import flags
 
 #: Name → architecture.
 FAMILIES: Mapping[str, str] = {
@@ -46,8 +47,10 @@ ROUTED = frozenset(
 )
 #: What must be replaced in vLLM for them to run here, tests only: see `engine_process`.
 CHANGED: Mapping[str, dict[str, str]] = {"minimax-m2": {"ROUTE_IN_ONE_GROUP": "1"}}
-#: vLLM computes their linear attention in bf16 only.
-BF16_ONLY = frozenset({"qwen3-next", "qwen3.5"})
+#: Latent attention.
+LATENT = ("deepseek-v2", "deepseek-v3")
+#: vLLM computes their linear attention in bf16 only, and with AMX latent attention.
+BF16_ONLY = frozenset({"qwen3-next", "qwen3.5", *(LATENT if "amx_tile" in flags() else ())})
 
 
 def checkpoint(name: str, path: Path, **more: Any) -> Path:

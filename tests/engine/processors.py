@@ -58,6 +58,8 @@ def refusal(form: str, dtype: str) -> str:
 
     By the flags alone, without asking the code under test.
     """
+    if "amx_tile" in flags() and (form == "fp8 per tensor" or "static" in form):
+        return "with the checkpoint's scale"
     if form.startswith("int8") and not {"avx512_vnni", "avx_vnni"} & flags():
         # oneDNN's own reference, which is right
         slow = form == "int8 static" and dtype == "bfloat16" and "avx512f" not in flags()

@@ -5,7 +5,7 @@ transformers'; so are tokens.
 from pathlib import Path
 
 import pytest
-from families import BF16_ONLY, CHANGED, FAMILIES, ROUTED, checkpoint
+from families import BF16_ONLY, CHANGED, FAMILIES, LATENT, ROUTED, checkpoint
 from fidelity import ALL, DRAWS, PROMPT, Outcome, Truth, capture, judge, options_of
 from fidelity_page import Way
 from host import Host, capture_of, prompt_of
@@ -26,9 +26,8 @@ CASES = [
 ]
 #: Of layers that keep a state; in steps of 32 tokens their prompts of 40 take two.
 RECURRENT = [("falcon-h1", FP32), ("nemotron-h", FP32), ("granite4", FP32), ("qwen3-next", BF16)]
-#: Latent attention of sizes that vLLM's kernel for it does not take on a CPU: its plain attention
+#: Sizes of latent attention that vLLM's kernel for it does not take on a CPU: its plain attention
 #: takes any.
-LATENT = ("deepseek-v2", "deepseek-v3")
 SMALL_LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_head_dim": 64, "head_dim": 32}
 
 

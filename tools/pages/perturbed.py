@@ -162,7 +162,7 @@ CHANGES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"mlp_hidden_act": "silu"},
         {"use_bias": True},
         {"layer_norm_epsilon": 0.5},
-        {"time_step_limit": [0.5, 0.7]},
+        {"time_step_min": 0.5},
     ],
     "Mamba2ForCausalLM": [
         {"use_conv_bias": False},

@@ -186,8 +186,9 @@ SEPARATE_HEADS = frozenset(
 )
 #: Architectures whose Mamba layers clamp time steps to at least `time_step_min` in transformers.
 LEAST_STEP = frozenset({"NemotronHForCausalLM"})
-#: A `time_step_min` up to this has no effect.
-LEAST_STEP_MATTERS = 1e-6
+#: A `time_step_min` up to this has no effect, and one up to the other, transformers' default, has
+#: hardly any.
+LEAST_STEP_MATTERS, LEAST_STEP_SERVED = 1e-6, 1e-3
 #: Architectures whose window has one token more in vLLM.
 WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
 
@@ -261,7 +262,13 @@ def caveats(
             f"less (now {max_model_len})"
         )
     reasons: list[str] = []
-    if architecture in LEAST_STEP and getattr(config, "time_step_min", 0.0) > LEAST_STEP_MATTERS:
+    least_step = getattr(config, "time_step_min", 0.0) if architecture in LEAST_STEP else 0.0
+    if least_step > LEAST_STEP_SERVED:
+        raise DifferentNumbersError(
+            f"time_step_min={least_step}: transformers' Mamba layers have a least time step, "
+            f"vLLM's have none: served up to {LEAST_STEP_SERVED}, with a caveat"
+        )
+    if least_step > LEAST_STEP_MATTERS:
         reasons.append(
             "time_step_min: transformers' Mamba layers have a least time step, vLLM's have "
             "none; where the least step applies, rows differ slightly"

@@ -123,6 +123,14 @@ REFUSED = (
         ),
         "4-bit weights are not served in float32: set dtype to bfloat16 or float16",
     ),
+    Rule(
+        lambda facts: (
+            facts.amx
+            and any(each.scale == "tensor" and not each.dynamic for each in facts.activations)
+        ),
+        "on a CPU with AMX, vLLM does not round activations with the checkpoint's scale: use a CPU "
+        "without AMX, or dequantise the checkpoint",
+    ),
 )
 CAVEATS = (
     Rule(

@@ -12,7 +12,7 @@ if field == 'dropped' then
   if before ~= args.before then
     return 'moved' -- another process has deleted the same shards
   end
-  local less = 0 - args.bytes -- not -args.bytes: Redis 6.2 takes -0 for no integer
+  local less = 0 - args.bytes -- not -args.bytes: Redis 6.2 and 7.0 take -0 for no integer
   redis.call('HINCRBY', record, 'bytes', less)
   tally(record, tenant, 'bytes', less)
 else

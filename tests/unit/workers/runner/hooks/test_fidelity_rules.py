@@ -248,6 +248,12 @@ def test_a_least_time_step_is_a_caveat() -> None:
     )
 
 
+def test_a_least_time_step_that_matters_is_refused() -> None:
+    why = r"time_step_min=0.5: .* served up to 0.001"
+    with pytest.raises(UnsupportedArchitectureError, match=why):
+        describe("NemotronHForCausalLM", transformers.NemotronHConfig(time_step_min=0.5))
+
+
 def test_heads_that_vllm_reorders_as_it_loads_them_have_a_caveat() -> None:
     """Drafters aside, no other model file of vLLM has such a step."""
     spec = importlib.util.find_spec("vllm")

@@ -81,6 +81,8 @@ def test_the_name_says_how_weights_and_activations_are_rounded(form: str, name: 
         (facts("int8 per token", experts=True), "a GPU or a CPU with AMX for quantised experts"),
         (other("gpt_oss_mxfp4", experts=True), "a GPU or a CPU with AMX for quantised experts"),
         (facts("int4 groups", dtype=torch.float32), "set dtype to bfloat16 or float16"),
+        (facts("int8 static", amx=True), "does not round activations with the checkpoint's scale"),
+        (facts("fp8 static", amx=True), "does not round activations with the checkpoint's scale"),
     ],
 )
 def test_what_this_machine_cannot_compute_is_refused_with_the_reason(
