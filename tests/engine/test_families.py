@@ -17,18 +17,12 @@ pytestmark = pytest.mark.long
 FP32, BF16 = Way("v1", "eager", "float32"), Way("v1", "eager", "bfloat16")
 #: A hybrid, and experts with sinks: the others take minutes.
 SHORT = {("falcon-h1", FP32), ("gpt-oss", FP32)}
-OTHER_ROUNDING = pytest.mark.xfail(
-    "amx_tile" in flags(), reason="with AMX, a patched row in bf16 is 3.2 times the bound off"
-)
+#: What exceeds its bound with AMX: by 3.2 times. The others' rows, and its own at other hooks, do
+#: not.
+WITH_AMX = {("gpt-oss", BF16): {"patched attn_out"}} if "amx_tile" in flags() else {}
 CASES = [
     pytest.param(
-        name,
-        way,
-        id=f"{name} {way.name}",
-        marks=[
-            *([] if (name, way) in SHORT else [pytest.mark.matrix]),
-            *([OTHER_ROUNDING] if (name, way) == ("gpt-oss", BF16) else []),
-        ],
+        name, way, id=f"{name} {way.name}", marks=[] if (name, way) in SHORT else pytest.mark.matrix
     )
     for name in FAMILIES
     for way in (FP32, BF16)
@@ -127,7 +121,10 @@ def exceeded(
 def test_every_hook_of_a_family_gives_transformers_rows_and_tokens(
     name: str, way: Way, nurseries, tmp_path: Path
 ) -> None:
-    assert exceeded(name, way, tmp_path, nurseries("v1")) == {}
+    found = exceeded(name, way, tmp_path, nurseries("v1"))
+    if found.keys() == WITH_AMX.get((name, way)):
+        pytest.xfail(f"with AMX: {found}")
+    assert found == {}
 
 
 @pytest.mark.matrix

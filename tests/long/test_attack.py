@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from attack import ATTACKS, LARGE, options, rounds
+from attack import ATTACKS, BATCH, LARGE, options, rounds
 from host import Host
 from processors import flags
 from tiny import checkpoint
@@ -23,17 +23,7 @@ MATRIX = pytest.mark.matrix
     [
         ("llama", "float32"),
         *(pytest.param("llama", dtype, marks=MATRIX) for dtype in LARGE if dtype != "float32"),
-        pytest.param(
-            "demo",
-            "bfloat16",
-            marks=[
-                MATRIX,
-                pytest.mark.xfail(
-                    "amx_tile" in flags(),
-                    reason="with AMX, rows depend on the batch by 2.6 %; the bound is 2 %",
-                ),
-            ],
-        ),
+        pytest.param("demo", "bfloat16", marks=MATRIX),
     ],
 )
 def test_attacks_do_not_change_victims(tmp_path: Path, model: str, dtype: str) -> None:
@@ -50,3 +40,7 @@ def test_attacks_do_not_change_victims(tmp_path: Path, model: str, dtype: str) -
     assert all(seen.by_attack.values()), (
         "each kind of attack would have left rows that are not finite"
     )
+    alike = seen.worst[0] <= BATCH[dtype] and not seen.rounded
+    if not alike and model == "demo" and "amx_tile" in flags():
+        pytest.xfail(f"with AMX, rows depend on the batch by more than the bound: {seen}")
+    assert alike, seen

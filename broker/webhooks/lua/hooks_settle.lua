@@ -10,7 +10,7 @@ if not state then
   return 'unknown'
 end
 redis.call('RPUSH', 'ms:hook-log:' .. id, args.attempt)
-redis.call('LTRIM', 'ms:hook-log:' .. id, -args.kept, -1)
+redis.call('LTRIM', 'ms:hook-log:' .. id, 0 - args.kept, -1)
 if state ~= 'pending' or (lease ~= args.token and verdict ~= 'delivered') then
   return 'stale'
 end

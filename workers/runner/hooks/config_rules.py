@@ -262,7 +262,7 @@ def caveats(
             f"less (now {max_model_len})"
         )
     reasons: list[str] = []
-    least_step = getattr(config, "time_step_min", 0.0) if architecture in LEAST_STEP else 0.0
+    least_step = (architecture in LEAST_STEP and getattr(config, "time_step_min", None)) or 0.0
     if least_step > LEAST_STEP_SERVED:
         raise DifferentNumbersError(
             f"time_step_min={least_step}: transformers' Mamba layers have a least time step, "

@@ -52,11 +52,12 @@ class Rounding(NamedTuple):
     scale: str  # what has its own scale: tensor, channel, token, group, block
     dynamic: bool = False  # the scale is computed from the tensor itself
 
+    @property
+    def static(self) -> bool:
+        return self.scale == "tensor" and not self.dynamic
+
     def __str__(self) -> str:
-        return (
-            f"{self.kind} "
-            f"{'static' if self.scale == 'tensor' and not self.dynamic else f'per {self.scale}'}"
-        )
+        return f"{self.kind} {'static' if self.static else f'per {self.scale}'}"
 
 
 class Quantisation(NamedTuple):
@@ -124,10 +125,7 @@ REFUSED = (
         "4-bit weights are not served in float32: set dtype to bfloat16 or float16",
     ),
     Rule(
-        lambda facts: (
-            facts.amx
-            and any(each.scale == "tensor" and not each.dynamic for each in facts.activations)
-        ),
+        lambda facts: facts.amx and any(rounding.static for rounding in facts.activations),
         "on a CPU with AMX, vLLM does not round activations with the checkpoint's scale: use a CPU "
         "without AMX, or dequantise the checkpoint",
     ),
