@@ -1,10 +1,12 @@
-"""Host time per engine step of a rank's data plane, without a model and without its sites.
+"""Host time per engine step of a rank's data plane on its paths for a GPU, without a model.
 
     python benchmarks/host_step.py [--requests 64 256] [--layers 30] [--hidden 576] [--steps 1000]
     python benchmarks/host_step.py --against FOLDER [--rounds 3]
 
-Prints µs of one thread in `begin`, `choose`, `plan` and `drain`, and their sum, per step in which
-every request generates one token: idle, without a spec; captured; steered; and both.
+Prints µs of the model's thread in `begin`, `choose`, `plan` and `drain` (medians), and of their sum
+the median, mean, 95th percentile and maximum, per step in which every request generates one token:
+idle, without a spec; one layer captured; each steered with a configuration of its own at all
+layers; and both.
 
 `--against`: another checkout with its own `.venv`, measured in turns with this one; prints the
 medians of both, and of the rounds' ratios.
@@ -36,27 +38,34 @@ class Load:
     """Requests on one plane that end and come again every `LIFE` steps."""
 
     def __init__(self, folder: Path, kind: str, requests: int, layers: int, hidden: int) -> None:
-        self._stand = Stand(folder, layers, hidden)
+        self._stand = Stand(
+            folder, layers, hidden, on_device=True, configurations=requests * (1 + layers)
+        )
         self._plane = self._stand.plane
         self._requests, self._kind, self._round = requests, kind, 0
         captured, steered = KINDS[kind]
-        vector = from_numpy(np.ones(hidden, dtype=np.float32))
-        self._plane.rank_state.put_vectors({content_hash(vector): vector})
-        steering = [
-            StoredSteering(
-                layers=[layers // 2],
-                hook="post_block",
-                positions="all",
-                family="add",
-                tensors=[content_hash(vector)],
+        self._specs = [
+            spec_of(
+                PROMPT,
+                captures=[capture] * captured,
+                steering=(steering := [self._steering(number, layers, hidden)] * steered),
+                digest=steering_digest(steering),
             )
-        ] * steered
-        capture = StoredCapture(sites={"post_block": [layers // 2]}, positions="all", tag="t")
-        self._spec = spec_of(
-            PROMPT,
-            captures=[capture] * captured,
-            steering=steering,
-            digest=steering_digest(steering),
+            for capture in [
+                StoredCapture(sites={"post_block": [layers // 2]}, positions="all", tag="t")
+            ]
+            for number in range(requests)
+        ]
+
+    def _steering(self, number: int, layers: int, hidden: int) -> StoredSteering:
+        vector = from_numpy(np.full(hidden, 1 + number, dtype=np.float32))
+        self._plane.rank_state.put_vectors({content_hash(vector): vector})
+        return StoredSteering(
+            layers=list(range(layers)),
+            hook="post_block",
+            positions="all",
+            family="add",
+            tensors=[content_hash(vector)],
         )
 
     def life(self) -> list[list[float]]:
@@ -64,7 +73,12 @@ class Load:
         self._round += 1
         ids = [f"{self._round}.{number}" for number in range(self._requests)]
         # the step of its prompt makes a request's first token
-        new = [] if self._kind == "idle" else arriving(ids, self._spec, 1 + LIFE)
+        new = [
+            one
+            for name, spec in zip(ids, self._specs, strict=True)
+            for one in arriving([name], spec, 1 + LIFE)
+            if self._kind != "idle"
+        ]
         prompts = CAPACITY // PROMPT
         for batch in range(0, len(ids), prompts):
             part = slice(batch, batch + prompts)
@@ -138,7 +152,10 @@ def main() -> None:
             del parts["forward"]  # without a model it says nothing
             results.append({"requests": requests, "kind": kind, "steps": len(steps)})
             results[-1] |= {part: round(us, 1) for part, us in parts.items()}
-            results[-1]["sum"] = round(sum(parts.values()), 1)
+            sums = sorted(sum(parts) - parts[PARTS.index("forward")] for parts in steps)
+            figures = {"sum": statistics.median(sums), "mean": statistics.fmean(sums)}
+            figures |= {"p95": sums[int(0.95 * len(sums))], "max": sums[-1]}
+            results[-1] |= {name: round(s * 1e6, 1) for name, s in figures.items()}
             print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
     print(json.dumps({"benchmark": "host_step", **vars(options), "results": results}))
 

@@ -12,6 +12,7 @@ one token, and steps that compute prompts.
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,9 +28,11 @@ from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.base.config import Place, PlaneConfig
-from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+from midstream.workers.runner.base.engine_step import Finish, NewRequest, StepView
 from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of, visit_of
 from midstream.workers.runner.plane.data_plane import DataPlane
+
+sys.path.append(str(Path(__file__).resolve().parent / "gpu"))
 
 CAPACITY = 2048
 #: Bytes that are more than the processor's caches hold.
@@ -74,9 +77,19 @@ def made(
 
 
 class Stand:
-    """A data plane whose forward only visits its sites."""
+    """A data plane whose forward only visits its sites; with `on_device`, one that takes its paths
+    for a GPU (`gpu/timed_device.py`), whose forward computes nothing.
+    """
 
-    def __init__(self, folder: Path, layers: int, hidden: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layers: int,
+        hidden: int,
+        *,
+        on_device: bool = False,
+        configurations: int = 3,
+    ) -> None:
         config = PlaneConfig(
             version=__version__,
             worker="w",
@@ -85,8 +98,8 @@ class Stand:
             outbox_dir=str(folder / "outbox"),
             capture_root=str(folder / "captures"),
             hooks=[],
-            steering_rows=3,
-            steering_entries=16,
+            steering_rows=configurations,
+            steering_entries=16 * configurations,
             step_tokens=CAPACITY,
             step_rows=0,
             capture_queue_mib=256,
@@ -109,8 +122,8 @@ class Stand:
             capacity=CAPACITY,
             lists=(2 * layers + 1) * CAPACITY,
             patterns=2,
-            configurations=3,
-            entries=16,
+            configurations=configurations,
+            entries=16 * configurations,
         )
         buffers = buffers_of(layers, sizes, hidden, torch.bfloat16, torch.device("cpu"))
         self.plane = DataPlane(
@@ -119,8 +132,16 @@ class Stand:
             sites,
             buffers,
             num_layers=layers,
-            traced=False,
+            traced=on_device,
         )
+        self._device: Any = None
+        if on_device:
+            import timed_device
+
+            self._device = timed_device
+            timed_device.patch_memory()
+            timed_device.install(self.plane, 2 * layers * CAPACITY)
+        self._hidden = torch.zeros(CAPACITY, hidden, dtype=torch.bfloat16) if on_device else None
         modules = [torch.nn.Module() for _ in sites]
         self._visits = [
             visit_of(module, [site], n, buffers, False)
@@ -131,6 +152,9 @@ class Stand:
 
     def forward(self, rows: int) -> None:
         """Visit all sites with so many rows."""
+        if self._device is not None:
+            self._device.forward(self.plane, 0.0)
+            return
         for visit in self._visits:
             visit(self._streams[0, :rows], self._streams[1, :rows])
 
@@ -138,17 +162,16 @@ class Stand:
         self, new: list[NewRequest], ended: dict[str, Finish], windows: list[tuple[str, int, int]]
     ) -> list[float]:
         """Run a step; return the seconds of `PARTS`. `windows`: request, first position, count."""
-        rows, row = [], 0
-        for request, first, count in windows:
-            rows.append(RequestRows(request, row, count, first))
-            row += count
+        ids, firsts, counts = zip(*windows, strict=True) if windows else ((), (), ())
+        view = StepView(ids, counts, firsts, [1] * len(ids))
+        hidden = None if self._hidden is None else self._hidden[: view.num_rows]
         times = []
         for part in (
             lambda: self.plane.begin(new, ended, 0),
             lambda: self.plane.choose(windows),
-            lambda: self.plane.plan(StepView(rows, row)),
-            lambda: self.forward(row),
-            lambda: self.plane.drain(),
+            lambda: self.plane.plan(view),
+            lambda: self.forward(view.num_rows),
+            lambda: self.plane.drain(hidden),
         ):
             began = time.thread_time()
             part()

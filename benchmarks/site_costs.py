@@ -45,7 +45,7 @@ def _today(shape: Shape, hooks: Collection[Hook]) -> None:
 DESIGNS = {
     "a launch per site, one family": _single,
     "merged, one family": _merged,
-    "merged, two families": _today,
+    "merged, three families": _today,
 }
 
 

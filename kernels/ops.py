@@ -21,9 +21,9 @@ _PLANNED = (
 _SCHEMAS = {
     "pair_site": (
         f"(Tensor(a!) hidden, Tensor(b!) residual, Tensor(c!) ring, {_PLANNED}, int "
-        "branches=0) -> ()"
+        "branches=0, *, int group=0) -> ()"
     ),
-    "single_site": f"(Tensor(a!) stream, Tensor(b!) ring, {_PLANNED}) -> ()",
+    "single_site": f"(Tensor(a!) stream, Tensor(b!) ring, {_PLANNED}, *, int group=0) -> ()",
 }
 
 _library = torch.library.Library("midstream", "FRAGMENT")
@@ -32,39 +32,42 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
-#: Whether ops of this process do nothing. A graph that is captured while this is true contains no
-#: launch of a site, whenever it is replayed.
-_idle = False
+#: Families of forward passes: with the launches of all sites, with those of the residual stream's
+#: group (`hooks.sites.stream_hooks`), and with none. A launch of group `g` runs in the families up
+#: to `g`.
+WHOLE, STREAM, IDLE = range(3)
+_family = WHOLE
 
 
 @contextmanager
-def idle_sites(idle: bool) -> Iterator[None]:
-    """Disable the ops within the block if `idle`, else enable them.
+def in_family(chosen: int) -> Iterator[None]:
+    """Have the ops within the block do nothing unless their launch is in the family `chosen`. A
+    graph that is captured there contains no other launch, whenever it is replayed.
 
     Apart from their tensors, the ops have no other state.
     """
-    global _idle
-    before, _idle = _idle, idle
+    global _family
+    before, _family = _family, chosen
     try:
         yield
     finally:
-        _idle = before
+        _family = before
 
 
-def sites_idle() -> bool:
-    """Return whether the ops are disabled now."""
-    return _idle
+def family() -> int:
+    """Return the family of the present forward pass."""
+    return _family
 
 
-def _unless_idle(site: Callable[..., None]) -> Callable[..., None]:
-    def run(*arguments: Any) -> None:
-        if not _idle:
+def _in_its_families(site: Callable[..., None]) -> Callable[..., None]:
+    def run(*arguments: Any, group: int = WHOLE) -> None:
+        if group >= _family:
             site(*arguments)
 
     return run
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, group: int = WHOLE) -> None:
     """Stand in for an op while tracing: no result, and no shape changes."""
 
 
@@ -81,10 +84,10 @@ def _single_site_on_gpu(*arguments: Any) -> None:
     single_site(*arguments)
 
 
-_library.impl("pair_site", _unless_idle(reference.pair_site), "CPU")
-_library.impl("single_site", _unless_idle(reference.single_site), "CPU")
-_library.impl("pair_site", _unless_idle(_pair_site_on_gpu), "CUDA")
-_library.impl("single_site", _unless_idle(_single_site_on_gpu), "CUDA")
+_library.impl("pair_site", _in_its_families(reference.pair_site), "CPU")
+_library.impl("single_site", _in_its_families(reference.single_site), "CPU")
+_library.impl("pair_site", _in_its_families(_pair_site_on_gpu), "CUDA")
+_library.impl("single_site", _in_its_families(_single_site_on_gpu), "CUDA")
 _library._register_fake("pair_site", _nothing)
 _library._register_fake("single_site", _nothing)
 

@@ -109,8 +109,9 @@ class Settings(Record):
     max_model_len: Count | None = None  # tokens; default: the model's own
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1
-    # how vLLM's ranks are started; `ray` spreads them over the machines of a Ray cluster
-    executor: Literal["auto", "ray"] = "auto"
+    # how vLLM's ranks are started: `mp` in processes of their own, also a single one on a GPU;
+    # `ray` on the machines of a Ray cluster
+    executor: Literal["auto", "mp", "ray"] = "auto"
     # machines that share one engine without Ray: `python -m midstream.workers.follower` on all but
     # the first
     nodes: Count = 1
@@ -188,8 +189,8 @@ class Settings(Record):
     # The data plane
     # hook points to install, separated by commas: fewer cost less in compiled forward passes
     hooks: str = "all"
-    # a second CUDA graph for each batch shape, without sites, which idle steps replay; false: to
-    # find out whether a fault comes from it
+    # more CUDA graphs for each batch shape, with fewer launches of sites, for steps that need no
+    # others; false: to find out whether a fault comes from them
     graph_families: bool = True
     # distinct steering configurations in the engine; more than `max_num_seqs`: waiting requests
     # prepare theirs

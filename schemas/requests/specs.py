@@ -502,6 +502,12 @@ def touched(spec: RankSpec) -> tuple[int, int]:
     return first, max((end_position(item, spec.prompt_tokens) for item in selectors), default=0)
 
 
+def touched_hooks(spec: RankSpec) -> set[Hook]:
+    """Return the hooks of the request's steering and captures."""
+    entries = (*spec.global_steering, *spec.steering)
+    return {entry.hook for entry in entries}.union(*(capture.sites for capture in spec.captures))
+
+
 #: The most rows of the ranks' steering table that may edit *one token* for its own request; global
 #: steering may use as many in addition. Rows at other positions do not count, see `columns_of`.
 MAX_STEERING_ROWS = 4

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import torch
 from midstream_fake_engine.rank_faults import Faults, inject
-from rank_kit import HIDDEN, Rank, Request, make_buffers, steering
+from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, view_of
 
 from midstream import __version__
 from midstream.client.captures.reader import CaptureReader
-from midstream.kernels import idle_sites
+from midstream.kernels import WHOLE, in_family
 from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
@@ -30,7 +30,7 @@ from midstream.schemas.requests.specs import (
 )
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.runner.base.config import Place, PlaneConfig
-from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.plane.reentry import ReentryGate
@@ -120,7 +120,7 @@ class Rig:
         )
         self.faults = Faults(config.fault, rank)
         inject(self.plane, self.faults)
-        self.idle = False  # whether the last forward was of the idle family
+        self.family = WHOLE  # of the last forward
         self.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})
 
     def left(self, hook: str, layer: int) -> np.ndarray:
@@ -164,16 +164,12 @@ class Rig:
             for r in new
         ]
         self.plane.begin(arrived, ends, 0, keeping)
-        self.idle = self.plane.choose(
+        self.family = self.plane.choose(
             (str(request.number), first, count) for request, first, count in told or windows
         )
-        rows, row = [], 0
-        for request, first, count in windows:
-            rows.append(RequestRows(str(request.number), row, count, first))
-            row += count
-        self.plane.plan(StepView(rows, row))
+        self.plane.plan(view_of(*((str(r.number), first, count) for r, first, count in windows)))
         if windows:
-            with idle_sites(self.idle):
+            with in_family(self.family):
                 self._rank.forward(*windows)
         self.plane.drain(torch.tensor(hidden)[:, None].expand(-1, HIDDEN) if hidden else None)
 

@@ -8,14 +8,16 @@ h, l) alone, so that every captured row says where it comes from.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from midstream.kernels import pair_site, single_site
+from midstream.kernels import STREAM, WHOLE, pair_site, single_site
 from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Planned
 from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.model.banks import RESIDUAL
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.interventions import FAMILIES, SCALARS
 from midstream.schemas.requests.specs import (
@@ -27,11 +29,12 @@ from midstream.schemas.requests.specs import (
 )
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.storage.store import open_store
-from midstream.workers.runner.base.engine_step import RequestRows
+from midstream.workers.runner.base.engine_step import StepView
 from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.hooks.sites import Buffers, Site
+from midstream.workers.runner.plane.repeated_steps import RepeatedSteps
 from midstream.workers.runner.rows.capture import Ports, Recording
 from midstream.workers.runner.rows.mover import Mover
 from midstream.workers.runner.rows.overload import Overload
@@ -60,6 +63,12 @@ def make_buffers(
         counts=zeros(sites, COUNTS),
         sizes=torch.full((sites, capacity), torch.nan),
     )
+
+
+def view_of(*windows: tuple[str, int, int]) -> StepView:
+    """A step of these requests, each with its first position and its number of rows."""
+    ids, firsts, counts = zip(*windows, strict=True) if windows else ((), (), ())
+    return StepView(ids, counts, firsts, [1] * len(ids))
 
 
 @dataclass
@@ -106,7 +115,12 @@ class Rank:
     ) -> None:
         """`runs_root`: the capture root that source runs are read from."""
         self.sites = [
-            Site(hook, layer, "pair" if HOOKS.index(hook) % 2 == 0 else "single")
+            Site(
+                hook,
+                layer,
+                "pair" if HOOKS.index(hook) % 2 == 0 else "single",
+                group=STREAM if hook == "post_block" else WHOLE,
+            )
             for layer in range(layers)
             for hook in HOOKS
         ]
@@ -121,10 +135,17 @@ class Rank:
         self.slabs, self.pieces = SlabPool(1 << 24), SlabPool(1 << 24, spill_dir)
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
         self.mover = Mover(self.pieces)
-        overload = Overload(policy, 100, lambda: self.backlog)
+        self.overload = Overload(policy, 100, lambda: self.backlog)
         self.planner = Planner(
-            self.sites, self.buffers, self.table, self.slabs, overload, self.mover, traced=traced
+            self.sites,
+            self.buffers,
+            self.table,
+            self.slabs,
+            self.overload,
+            self.mover,
+            traced=traced,
         )
+        self.repeated: RepeatedSteps | None = None  # see `plan`
         self.ports = Ports(self.sites)
         self._traced = traced
         # what the last forward's streams were after the sites
@@ -136,6 +157,7 @@ class Rank:
         return content_hash(tensor)
 
     def admit(self, request: Request) -> Request:
+        self.repeated = None  # as a data plane does
         found = enumerate(
             Recording.of(capture, self.ports, request.prompt_tokens) for capture in request.captures
         )
@@ -149,19 +171,31 @@ class Rank:
         spec = request.tracked.spec
         return steering_rows(spec.global_steering) + steering_rows(spec.steering)
 
-    def plan(self, *windows: tuple[Request, int, int]) -> None:
+    def plan(self, *windows: tuple[Request, int, int], again: bool = True) -> bool:
         """(request, first position, how many) in batch order. Of a request that asks for nothing
-        the planner does not hear, as in a data plane; its rows move those of the others.
+        the planner does not hear, as in a data plane; its rows move those of the others. Returns
+        whether the step repeats the one before, which it may do if `again`.
         """
-        mine, row = [], 0
-        for request, first, count in windows:
-            place = RequestRows(str(request.number), row, count, first)
-            if request.asks:
-                mine.append((request.tracked, place))
-            row += count
+        view = view_of(*((str(request.number), first, count) for request, first, count in windows))
+        if self.repeated is not None:
+            repeats = again and not self.overload.drops() and self.repeated.take(view, family=WHOLE)
+            self.repeated.count()
+            if repeats:
+                self.planner.plan_again(self.repeated.positions)
+                self.planner.commit()
+                return True
+        mine = [
+            (request.tracked, place)
+            for (request, _, _), place in zip(windows, view.requests, strict=True)
+            if request.asks
+        ]
         self.planner.plan_steering(mine)
         self.planner.plan_capture(mine)
         self.planner.commit()
+        banks: Any = SimpleNamespace(names=[RESIDUAL], steered=self.planner.steered)
+        repeated = RepeatedSteps(view, mine, banks, family=WHOLE)
+        self.repeated = repeated if self.planner.whole and mine else None
+        return False
 
     def step(self, *windows: tuple[Request, int, int]) -> None:
         self.plan(*windows)
@@ -198,14 +232,21 @@ class Rank:
                 if site.kind == "pair":
                     residual = torch.full_like(stream, 0.5)
                     hidden = stream - residual
-                    pair_site(hidden, residual, *arguments)
+                    pair_site(hidden, residual, *arguments, group=site.group)
                     stream = hidden + residual
                 else:
-                    single_site(stream, *arguments)
+                    single_site(stream, *arguments, group=site.group)
             self.left[site.hook, site.layer] = stream.numpy()
+
+    def settle(self) -> None:
+        """Until all rows that were recorded are where they belong."""
+        self.planner.move()
+        if self.mover._thread.is_alive():
+            self.mover.submit(lambda: None).result()
 
     def finish(self, request: Request, capture: int = 0) -> FinishedCapture:
         recording = request.tracked.recordings[capture]
+        self.settle()
         token_ids = list(range(1000, 1000 + request.total))
         return recording.finish(
             request.tracked.spec,

@@ -208,8 +208,10 @@ def probe_tensors() -> list[Tensor]:
     return [from_numpy(WEIGHT), from_numpy(np.full(1, 0.5, dtype=np.float32))]
 
 
-def draw(draws: random.Random, count: int, *, shares: bool) -> list[Asked]:
-    """Draw `count` requests, in the order of their arrival. `shares`: some share prompt blocks."""
+def draw(draws: random.Random, count: int, *, shares: bool, calm: bool) -> list[Asked]:
+    """Draw `count` requests, in the order of their arrival. `shares`: some share prompt blocks.
+    `calm`: they generate many tokens.
+    """
     asked = [_source(draws)]
     for number in range(1, count):
         prompt = draws.randint(3, 14)
@@ -219,7 +221,7 @@ def draw(draws: random.Random, count: int, *, shares: bool) -> list[Asked]:
             group=draws.randrange(2) if together else -1,
             shared=0,
             prompt=prompt,
-            total=prompt + draws.randint(1, 9),
+            total=prompt + draws.randint(*((20, 40) if calm else (1, 9))),
         )
         if together:
             request.shared = draws.randint(0, prompt)

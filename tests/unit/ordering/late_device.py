@@ -201,6 +201,9 @@ class DeviceTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)})"
 
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        """Do nothing: memory of the device is not given to another tensor."""
+
     @classmethod
     def __torch_dispatch__(
         cls, operation: Any, types: Any, arguments: Any = (), named: Any = None

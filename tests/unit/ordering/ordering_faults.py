@@ -135,6 +135,19 @@ FAULTS |= {fault: partial(_moved, owner=owner, name=name) for fault, (owner, nam
 
 
 @fault
+def observations_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch, made: Simulation) -> None:
+    for bank in made.plane._banks._banks:
+        patch.setattr(bank.finite._side, "wait_stream", lambda other: None)
+
+
+@fault
+def the_next_forward_does_not_wait_for_observations(
+    patch: pytest.MonkeyPatch, _: Simulation
+) -> None:
+    patch.setattr(finite_check.FiniteCheck, "precede", lambda self: None)
+
+
+@fault
 def observations_are_read_before_their_event(patch: pytest.MonkeyPatch, _: Simulation) -> None:
     def made(function: Any) -> Any:
         def init(self: Any, *arguments: Any) -> None:

@@ -29,9 +29,11 @@ from drawn_requests import (
     vector,
 )
 from late_device import KIND, Device
+from rank_kit import view_of
 
 from midstream import __version__
 from midstream.broker.receipts.outbox import Outbox
+from midstream.kernels import STREAM, WHOLE
 from midstream.kernels.plan import (
     AFTER,
     BEFORE,
@@ -52,7 +54,7 @@ from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import open_store
 from midstream.workers.runner.base.config import Place, PlaneConfig
-from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping, RequestCaptures, RowIndex
 from midstream.workers.runner.files.finished_rows import Columns
 from midstream.workers.runner.hooks.sites import Buffers, Site, Sizes, buffers_of
@@ -134,6 +136,8 @@ class Simulation:
         self.seed, self.folder, self._draws = seed, folder, random.Random(seed)
         draws = self._draws
         self.policy = ("block", "spill", "block", "drop")[seed % 4]
+        # most steps repeat the one before: all requests generate one token in each
+        self._calm = seed % 3 == 2
         self.device = Device(
             seed,
             haste=draws.choice([0.05, 0.3, 0.6]),
@@ -147,7 +151,7 @@ class Simulation:
         self._note_receipts(patch)
         self._traced = draws.random() < 0.7
         self._shares = self.policy != "drop" and draws.random() < 0.8
-        self.asked = draw(draws, REQUESTS, shares=self._shares)
+        self.asked = draw(draws, REQUESTS, shares=self._shares, calm=self._calm)
         self.step = 0
         self.findings: list[str] = []
         #: The step in which an injected failure happened; 0: none did.
@@ -165,7 +169,10 @@ class Simulation:
     def _make_plane(self) -> None:
         draws = self._draws
         banks = {
-            RESIDUAL: [Site(hook, layer, "single") for hook, layer in SITES[RESIDUAL]],  # type: ignore[arg-type]
+            RESIDUAL: [
+                Site(hook, layer, "single", group=STREAM if hook == "post_block" else WHOLE)  # type: ignore[arg-type]
+                for hook, layer in SITES[RESIDUAL]
+            ],
             "query": [Site(hook, layer, "single") for hook, layer in SITES["query"]],  # type: ignore[arg-type]
         }
         self._sites = banks
@@ -199,7 +206,7 @@ class Simulation:
             steering_entries=20,
             step_tokens=CAPACITY,
             step_rows=0,
-            capture_queue_mib=0 if self.policy != "block" or draws.random() < 0.5 else 1,
+            capture_queue_mib=int((self.policy == "block" and draws.random() < 0.5) or self._calm),
             capture_window_mib=0 if draws.random() < 0.5 else 64,
             capture_overload=self.policy,
             spill_dir=str(self.folder / "spill"),
@@ -326,7 +333,7 @@ class Simulation:
                 else:  # as the v2 runner does
                     new.append(NewRequest(life.asked.id, life.asked.spec, cached))
             elif not life.preempted and life.computed and not life.surplus:
-                life.preempted = draws.random() < 0.04
+                life.preempted = draws.random() < (0.01 if self._calm else 0.04)
                 preempted += life.preempted
         while (
             self._waiting
@@ -341,12 +348,9 @@ class Simulation:
         windows = self._windows(keeping)
         keeping.drop = self._index.dropped()
         self.plane.begin(new, finished, preempted, keeping, resumed, ends)
-        idle = self.plane.choose((life.asked.id, start, count) for life, start, count, _ in windows)
-        rows, row = [], 0
-        for life, start, count, _ in windows:
-            rows.append(RequestRows(life.asked.id, row, count, start))
-            row += count
-        self.plane.plan(StepView(rows, row))
+        placed = [(life.asked.id, start, count) for life, start, count, _ in windows]
+        family = self.plane.choose(placed)
+        self.plane.plan(view_of(*placed))
         contents = [content for *_, tokens in windows for content in tokens]
         hidden = None
         if contents:
@@ -355,12 +359,13 @@ class Simulation:
                 for life, start, count, _ in windows
                 for place in range(count)
             ]
-            self._forward(contents, broken, idle=idle)
+            self._forward(contents, broken, family=family)
             hidden = self._hidden
         self.plane.drain(hidden)
-        if draws.random() < 0.1:  # a forward that was not planned
+        if draws.random() < 0.1:  # a forward of no request
+            self.plane.plan_nothing()
             self._contents += 1
-            self._forward([junk(self._contents)] * CAPACITY, [False] * CAPACITY, idle=False)
+            self._forward([junk(self._contents)] * CAPACITY, [False] * CAPACITY, family=WHOLE)
 
     def _ended(self) -> tuple[dict[str, Finish], list[tuple[str, int]]]:
         """Return the requests that ended before this step, and the ends that the worker reports."""
@@ -404,14 +409,15 @@ class Simulation:
         draws, room, windows = self._draws, CAPACITY, []
         for life in self._running:
             asked, start = life.asked, life.computed
-            if life.preempted or draws.random() < 0.1 or room < 4:
+            skips = draws.random() < (0.002 if self._calm else 0.1)
+            if life.preempted or skips or room < 4:
                 continue
             if start < asked.prompt:
                 count = min(asked.prompt - start, draws.choice([2, 5, 20]), room)
                 tokens = [asked.content(position) for position in range(start, start + count)]
                 life.computed = start + count
             else:
-                drafts = draws.choice([0, 0, 1, 2])
+                drafts = 0 if self._calm else draws.choice([0, 0, 1, 2])
                 accepted = 0 if life.surplus else draws.randint(0, drafts)
                 accepted = max(0, min(accepted, asked.total - 2 - start))
                 count = 1 + drafts
@@ -431,11 +437,11 @@ class Simulation:
                 self._cached |= set(asked.hashes[:full])
         return windows
 
-    def _forward(self, contents: list[int], broken: list[bool], *, idle: bool) -> None:
+    def _forward(self, contents: list[int], broken: list[bool], *, family: int) -> None:
         tokens = np.array(contents)
         for name, sites in self._sites.items():
             for number, site in enumerate(sites):
-                if not idle and (self._traced or site.busy):
+                if site.group >= family and (self._traced or site.busy):
                     rows = rows_at((site.hook, site.layer), tokens)
                     self.device.launch(partial(visit, self._buffers[name], number, rows))
         left = torch.zeros(len(contents), WIDTHS[RESIDUAL])

@@ -1,8 +1,14 @@
 """An engine step as the data plane sees it, the same for vLLM's v1 and v2 runners."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from ....schemas.requests.specs import RankSpec
+
+_Numbers = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +68,34 @@ class RequestRows:
     samples: int = 1
 
 
-@dataclass(frozen=True, slots=True)
 class StepView:
-    """One real forward pass; padded rows and dummy runs never appear."""
+    """One real forward pass: its requests in the order of their token rows. Padded rows and dummy
+    runs never appear.
+    """
 
-    requests: list[RequestRows]
-    num_rows: int
+    def __init__(
+        self, ids: Sequence[str], counts: _Numbers, positions: _Numbers, samples: _Numbers
+    ) -> None:
+        """`ids`: of the requests. Of each request, copied: `counts`: its token rows; `positions`:
+        the position of the first; `samples`: see `RequestRows`.
+        """
+        self.ids = list(ids)
+        self.counts = np.array(counts, dtype=np.int64)
+        self.positions = np.array(positions, dtype=np.int64)
+        self.samples = np.array(samples, dtype=np.int64)
+        self.num_rows = int(self.counts.sum())
+
+    @cached_property
+    def requests(self) -> list[RequestRows]:
+        """The rows of each request. Steps that repeat the last one do without them."""
+        first_rows = np.cumsum(self.counts) - self.counts
+        numbers = (first_rows, self.counts, self.positions, self.samples)
+        return list(map(RequestRows, self.ids, *(each.tolist() for each in numbers)))
+
+    def is_like(self, other: "StepView") -> bool:
+        """Return whether the rows are of the same requests, whatever their positions."""
+        return (
+            self.ids == other.ids
+            and np.array_equal(self.counts, other.counts)
+            and np.array_equal(self.samples, other.samples)
+        )

@@ -56,7 +56,7 @@ class ActionLedger:
     def __init__(self) -> None:
         self.count = 0
         self.epoch = 0  # number of restarts
-        self._state = 0
+        self.state = 0
 
     def fold(self, step: int, kind: Kind, *content: str | int) -> None:
         """Account for one applied action in engine step `step`.
@@ -66,12 +66,12 @@ class ActionLedger:
         if kind not in KINDS or len(content) != len(KINDS[kind]):
             raise ValueError(f"{kind!r} with {len(content)} values is not an action")
         digest = zlib.crc32(msgspec.msgpack.encode((step, kind, content)))
-        self._state = splitmix64(self._state ^ ((self.count & 0xFFFFFFFF) << 32 | digest))
+        self.state = splitmix64(self.state ^ ((self.count & 0xFFFFFFFF) << 32 | digest))
         self.count += 1
 
     def restart(self) -> None:
         """Begin the next epoch from zero."""
-        self.count = self._state = 0
+        self.count = self.state = 0
         self.epoch += 1
 
     @property
@@ -80,8 +80,13 @@ class ActionLedger:
         return self.seal(0)
 
     def seal(self, results: int) -> str:
-        """Return the checksum with the CRC32 of a request's results, 0 for none.
+        """Return the checksum with the CRC32 of a request's results: see `sealed`."""
+        return sealed(self.state, results)
 
-        They are no part of the ledger: a request that fails on one rank has them on the others.
-        """
-        return f"{splitmix64(self._state ^ results) if results else self._state:016x}"
+
+def sealed(state: int, results: int) -> str:
+    """Return the checksum of a ledger in `state` with the CRC32 of a request's results, 0 for none.
+
+    They are no part of the ledger: a request that fails on one rank has them on the others.
+    """
+    return f"{splitmix64(state ^ results) if results else state:016x}"

@@ -47,15 +47,17 @@ class InterventionError(Exception):
 @dataclass
 class WriteJob:
     """A finished request: its receipt, complete except for the captures, and the functions that
-    build these. `size`: approximate bytes of their rows.
+    build these. `size`: approximate bytes of their rows. `complete` adds to the receipt what takes
+    a while to compute.
 
-    The builds run in a writer thread; what they refer to stays alive until the receipt is
+    All of them run in a writer thread; what they refer to stays alive until the receipt is
     delivered.
     """
 
     receipt: Receipt
     builds: Sequence[Callable[[], FinishedCapture]] = ()
     size: int = 0
+    complete: Callable[[Receipt], Receipt] | None = None
 
 
 @dataclass
@@ -71,6 +73,7 @@ class _Report:
     """Outcome of one request's captures so far."""
 
     job: WriteJob
+    completed: Receipt | None = None
     files: list[CapturedFile] = field(default_factory=list)
     consumed: list[Consumed] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # reasons for the status `error`
@@ -83,7 +86,7 @@ class _Report:
         own reason.
         """
         receipt = msgspec.structs.replace(
-            self.job.receipt, files=self.files, consumed=self.consumed
+            self.completed or self.job.receipt, files=self.files, consumed=self.consumed
         )
         if receipt.status == "error" or not (self.failed or self.missing):
             return receipt
@@ -166,7 +169,7 @@ class Writer:
 
     def submit(self, job: WriteJob) -> None:
         """Queue a job; return immediately. A receipt without captures is delivered directly."""
-        if not job.builds:
+        if not job.builds and job.complete is None:
             store_unavailable = job.receipt.kind == "capture_failed" and any(
                 filesystem.unavailable for filesystem in self._filesystems
             )
@@ -253,6 +256,7 @@ class Writer:
         reports = [_Report(job) for job in group]
         captures: list[tuple[_Report, FinishedCapture]] = []
         for of_request in reports:
+            _complete(of_request)
             for build in of_request.job.builds:
                 if (capture := _built(of_request, build)) is not None:
                     captures.append((of_request, capture))
@@ -305,6 +309,18 @@ class Writer:
                 [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
             )
         return consumers[name].consume
+
+
+def _complete(report: _Report) -> None:
+    """Complete the receipt; if that fails, add the reason to `report.failed`."""
+    try:
+        if report.job.complete is not None:
+            report.completed = report.job.complete(report.job.receipt)
+    except Exception as error:
+        receipt = report.job.receipt
+        logger.exception("receipt of job %s request %d is not whole", receipt.job, receipt.request)
+        report.kind = "intervention_failed"
+        report.failed.append(f"the sizes of its edits cannot be reported: {error}")
 
 
 def _built(report: _Report, build: Callable[[], FinishedCapture]) -> FinishedCapture | None:

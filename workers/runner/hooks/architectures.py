@@ -5,7 +5,7 @@ loaded. Model files stay unchanged. `layer_discovery` finds the hook points of a
 an entry; a hook that a model does not have is refused by name. See `docs/architectures.md`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,6 +139,13 @@ def launch_groups(
         else:
             groups.append([hook])
     return [tuple(group) for group in groups]
+
+
+def stream_group(launches: Iterable[Collection[Hook]]) -> set[Hook]:
+    """Return the hooks whose launches are in the family `kernels.ops.STREAM`: `post_block`, and
+    those that share one of its launches.
+    """
+    return {hook for launched in launches if "post_block" in launched for hook in launched}
 
 
 #: Llama and layers built like it: norms fuse the addition, `hidden, residual = norm(hidden,

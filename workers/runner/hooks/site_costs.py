@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ....schemas.prompts.selectors import HOOKS, Hook
-from .architectures import Variant, launch_groups
+from .architectures import Variant, launch_groups, stream_group
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,15 @@ def step_cost(
     edited at the hooks `edited` and captured at the hooks `captured`.
 
     `hooks`: the installed hooks. `configurations`: distinct vectors that the step's edits add.
-    `groups`: launches of another design; by default those of the current design, in which an idle
-    step replays graphs without sites.
+    `groups`: launches of another design; by default those of the current design, in which a step
+    replays a graph of the family that it needs.
     """
     busy_hooks = {*edited, *captured}
     if groups is None:
         is_busy = bool(busy_hooks & set(hooks))
         groups = launches(shape.variant, hooks, shape.layers) if is_busy else []
+        if busy_hooks <= (stream := stream_group(groups)):
+            groups = [group for group in groups if not stream.isdisjoint(group)]
     seconds, moved, host, unfused = 0.0, 0, 0, 0
     for group in groups:
         busy = [hook for hook in group if hook in busy_hooks]

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....kernels import pair_site, single_site
+from ....kernels import STREAM, WHOLE, pair_site, single_site
 from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
 from ....schemas.prompts.selectors import Hook
 from ....schemas.requests.interventions import EVERY, FAMILIES, SCALARS
-from .architectures import Adapter, UnsupportedArchitectureError, launch_groups
+from .architectures import Adapter, UnsupportedArchitectureError, launch_groups, stream_group
 from .taps import Kind, Side
 
 
@@ -36,6 +36,7 @@ class Site:
     busy: bool = False
     # first site of its launch; the following sites that do not lead share that launch
     leads: bool = True
+    group: int = WHOLE  # of its launch, see `kernels.ops` and `stream_hooks`
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _branches(sites: Sequence[Site]) -> int:
 def _lead(
     sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, next_layer: bool
 ) -> None:
-    """Set `leads` of each site: whether it is the first of its launch.
+    """Set `leads` of each site, whether it is the first of its launch, and `group`.
 
     `sites`: the sites of all held layers, which are consecutive, in order.
     """
@@ -180,6 +181,20 @@ def _lead(
         site.leads = not any(
             (last.hook, site.hook) in itertools.pairwise(group) for group in groups
         )
+    launches = [[site.hook for site in launched] for _, launched in _launches(sites)]
+    stream = stream_group(launches)
+    for (_, launched), hooks in zip(_launches(sites), launches, strict=True):
+        for site in launched:
+            site.group = WHOLE if stream.isdisjoint(hooks) else STREAM
+
+
+def stream_hooks(sites: Sequence[Site]) -> frozenset[Hook]:
+    """Return the hooks that need no other launches than those of the family `kernels.ops.STREAM`:
+    `post_block`, and hooks that share its launches. Empty if there are no other launches, and
+    therefore no such family.
+    """
+    others = {site.hook for site in sites if site.group == WHOLE}
+    return frozenset({site.hook for site in sites} - others) if others else frozenset()
 
 
 def read_between_layers(model: nn.Module, adapter: Adapter) -> tuple[int, ...]:
@@ -288,9 +303,9 @@ def visit_of(
     def visit(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if torch.compiler.is_compiling() or always or leader.busy:
             if residual is None:
-                single_site(hidden, *arguments())
+                single_site(hidden, *arguments(), group=leader.group)
             else:
-                pair_site(hidden, residual, *arguments(), branches)
+                pair_site(hidden, residual, *arguments(), branches, group=leader.group)
 
     return visit
 

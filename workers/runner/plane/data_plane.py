@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import torch
 
 from ....broker.receipts.curve import client_keys
 from ....broker.receipts.outbox import Outbox
+from ....kernels import IDLE, STREAM, WHOLE
 from ....schemas.base.faults import arm
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.model.routing import RoutingKind
-from ....schemas.requests.specs import StoredSteering, steering_rows, touched
+from ....schemas.requests.specs import StoredSteering, steering_rows, touched, touched_hooks
 from ....storage.calls import CALLS
 from ....storage.file_store import scratch
 from ....storage.store import open_store
@@ -39,7 +41,7 @@ from ..edits.prepared_rows import rows_of
 from ..edits.source_runs import RunStore
 from ..edits.taints import Taints
 from ..files.writer import Diversion, make_writer
-from ..hooks.sites import Buffers, Site
+from ..hooks.sites import Buffers, Site, stream_hooks
 from ..readings.readings import Reader, Readings
 from ..rows.banks import Banks, Part
 from ..rows.mover import Mover
@@ -50,6 +52,7 @@ from ..rows.streams import Streams
 from .grading import Grading
 from .probe_scores import Scorer
 from .reentry import Reentry, ReentryGate
+from .repeated_steps import RepeatedSteps
 from .reports import Reports
 from .requests import Requests
 from .step_edits import Edits
@@ -70,9 +73,9 @@ EXIT_NO_RECEIPTS = 70
 #: next start.
 FLUSH_S = 5.0
 
-_IDLE = (
+_LOST = (
     "internal error: its rows are not where the scheduler announced them, and this "
-    "step's forward pass runs without hook sites"
+    "step's forward pass runs without its hook sites"
 )
 _RESYNCED = (
     "the worker's ranks were resynced while the request ran: its steering cannot be verified"
@@ -110,7 +113,11 @@ class DataPlane:
         every = [*sites, *(site for part in inside for site in part.sites)]
         self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
         queue_bytes = config.capture_queue_mib << 20
-        self._slabs = SlabPool(queue_bytes // 2, pinned=buffers.ring.device.type != "cpu")
+        self._slabs = SlabPool(
+            queue_bytes // 2,
+            pinned=buffers.ring.device.type != "cpu",
+            aside=lambda action: self._mover.submit(action),
+        )
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
         self._outbox = Outbox(
             Path(config.outbox_dir),
@@ -221,9 +228,15 @@ class DataPlane:
         ]
         #: The order within each phase of a step, see `StepPart`.
         self._parts = tuple(part for part in parts if part is not None)
+        self._begins, self._prepares, self._plans, self._drains, self._settles = (
+            [getattr(part, phase) for part in self._parts if phase in vars(type(part))]
+            for phase in ("begin", "prepare", "plan", "drain", "settle")
+        )
         self.load = Load()
         self._families = traced and config.graph_families
-        self._idle = False  # the next forward is of the idle family
+        self._stream_hooks = stream_hooks(every)
+        self._family = WHOLE  # of the next forward
+        self._least = IDLE  # of the tracked requests, the smallest family that any may need
         self._idle_steps = 0
         self._preemptions = 0
         # CRC32 of how batches were composed since this rank last had no requests, to compare runs
@@ -379,8 +392,10 @@ class DataPlane:
             for request_id, finish in finished.items()
             if request_id in self._tracked
         }
-        for part in self._parts:
-            part.begin(ended)
+        for begin in self._begins:
+            begin(ended)
+        if ended or new or resumed:
+            requests.change()
         for request_id in sorted(ended):
             tracked = self._tracked.pop(request_id)
             with requests.guard([tracked], BY_REQUEST):
@@ -390,7 +405,7 @@ class DataPlane:
         for key, num_tokens in ends:
             requests.end(key, num_tokens)
         if new and not self._tracked:
-            self._schedule = 0
+            self._schedule, self._least = 0, IDLE
         for packed in waiting:
             self._table.prepared.expect(partial(rows_of, packed))
         for request in new:
@@ -401,61 +416,86 @@ class DataPlane:
         for request_id, cached_tokens in (resumed or {}).items():
             if request_id in self._tracked:
                 requests.resume(self._tracked[request_id], cached_tokens)
-        for part in self._parts:
-            part.prepare(keeping)
+        for prepare in self._prepares:
+            prepare(keeping)
 
-    def choose(self, windows: Iterable[tuple[str, int, int]]) -> bool:
-        """Return whether the forward of these (request, first position, count) is of the idle
-        family of graphs, in which sites do nothing.
+    def choose(self, windows: Iterable[tuple[str, int, int]]) -> int:
+        """Return the family of graphs (see `kernels.ops`) for the forward of these (request, first
+        position, count): the smallest that has all launches which a site may need.
 
         Depends only on data that every rank gets: the ranks of a stage must replay the same graph,
         even if one of them records nothing or its plan fails. A forward that runs as Python, or an
-        engine without the setting `graph_families`, has one family, and is never idle.
+        engine without the setting `graph_families`, has one family.
         """
-        self._idle = self._families and not (
-            self._tracked and any(self._touches(*window) for window in windows)
-        )
-        self._idle_steps += self._idle
-        return self._idle
+        self._family = WHOLE
+        if self._families:
+            self._family = self._needed(windows) if self._tracked else IDLE
+        self._idle_steps += self._family == IDLE
+        return self._family
 
-    def _touches(self, request_id: str, first: int, count: int) -> bool:
-        tracked = self._tracked.get(request_id)
-        return (
-            tracked is not None
-            and first < tracked.touched[1]
-            and tracked.touched[0] < first + count
-        )
+    def _needed(self, windows: Iterable[tuple[str, int, int]]) -> int:
+        """Return the family that these rows need."""
+        needed = IDLE
+        for request_id, first, count in windows:
+            if needed == self._least:
+                break
+            if (tracked := self._tracked.get(request_id)) is not None:
+                begin, end = tracked.touched
+                if first < end and begin < first + count:
+                    needed = min(needed, tracked.family)
+        return needed
 
     def plan(self, view: StepView) -> None:
         """Fill the buffers for the next forward pass."""
         self._token_rows += view.num_rows
         self._view = view
         if not self._tracked:
+            self.plan_nothing()
             return
-        places = [(rows.first_row, rows.num_rows, rows.first_position) for rows in view.requests]
-        self._schedule = zlib.crc32(msgspec.msgpack.encode(places), self._schedule)
+        self._banks.precede()
+        requests = self._requests
+        places = np.stack((view.counts, view.positions))
+        self._schedule = zlib.crc32(places.tobytes(), self._schedule)
+        repeated = requests.repeated
+        if (
+            repeated is not None
+            and not self._overload.drops()
+            and repeated.take(view, family=self._family)
+        ):
+            self._rows.plan_again(repeated)
+            return
+        requests.change()
         tracked_rows = [
             (self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked
         ]
-        if self._idle:
-            lost = {
-                rows.id
-                for _, rows in tracked_rows
-                if self._touches(rows.id, rows.first_position, rows.num_rows)
-            }
-            for request_id in lost:
-                self._requests.fail(self._tracked[request_id], _IDLE, "intervention_failed")
-            tracked_rows = [
-                (tracked, rows) for tracked, rows in tracked_rows if rows.id not in lost
-            ]
-        for part in self._parts:
-            part.plan(tracked_rows, view)
+        lost = {
+            rows.id
+            for _, rows in tracked_rows
+            if self._needed([(rows.id, rows.first_position, rows.num_rows)]) < self._family
+        }
+        for request_id in lost:
+            requests.fail(self._tracked[request_id], _LOST, "intervention_failed")
+        tracked_rows = [(tracked, rows) for tracked, rows in tracked_rows if rows.id not in lost]
+        changes = requests.changes
+        for plan in self._plans:
+            plan(tracked_rows, view)
+        if self._banks.whole and requests.changes == changes:
+            repeated = RepeatedSteps(view, tracked_rows, self._banks, family=self._family)
+            requests.repeated = repeated if repeated.possible else None
+
+    def plan_nothing(self) -> None:
+        """Have the next forward pass, of no tracked request, do nothing."""
+        self._banks.precede()
+        if self._banks.loaded:
+            with self._requests.guard((), BY_REQUEST):
+                self._banks.clear()
 
     def grade(self, logits: torch.Tensor) -> None:
         """Grade the requests that are due with the logits of the planned step."""
         if self._grading.due:
             with self._requests.guard(self._grading.due, "intervention_failed"):
                 for tracked, why in self._grading.take(logits):
+                    self._requests.change()
                     self._reports.failed(self._requests.step, tracked, why, "intervention_failed")
 
     def drain(self, hidden: torch.Tensor | None = None) -> None:
@@ -464,13 +504,14 @@ class DataPlane:
         `hidden`: output of the last layer, `[tokens, hidden_size]`; None on other stages.
         """
         step, self._view = RanStep(self._view, hidden), None
-        for part in self._parts:
-            part.drain(step)
-        for part in self._parts:
-            part.settle(step)
+        for drain in self._drains:
+            drain(step)
+        for settle in self._settles:
+            settle(step)
 
-    def found(self) -> Callable[[], list[tuple[str, int]]]:
-        """Return a function that returns (request, position) of the last step's non-finite rows.
+    def found(self) -> Callable[[], list[tuple[str, int]]] | None:
+        """Return a function that returns (request, position) of the last step's non-finite rows;
+        None if there is nothing to find.
 
         The function may be called in any thread, and waits for the step.
         """
@@ -488,10 +529,16 @@ class DataPlane:
                 BY_REQUEST,
             )
             return
+        requests.change()
         tracked = Tracked(
-            spec, admitted=requests.step, cached_tokens=request.cached_tokens, touched=touched(spec)
+            spec,
+            admitted=requests.step,
+            cached_tokens=request.cached_tokens,
+            touched=touched(spec),
+            family=STREAM if touched_hooks(spec) <= self._stream_hooks else WHOLE,
         )
         self._tracked[request.id] = tracked
+        self._least = min(self._least, tracked.family)
         requests.live.add(spec.key)
         # every rank must reach this call regardless of its state, since it may be collective
         prepared, unprepared = self.readings.prepare(spec)

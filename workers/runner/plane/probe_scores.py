@@ -146,6 +146,11 @@ class Scorer:
         except Exception as error:
             self._error = error
 
+    @property
+    def settled(self) -> bool:
+        """Return whether no rows wait for their scores."""
+        return not self._pending and not self._kept and self._error is None
+
     def settle(self, needed: Mapping[Watch, int] | None = None) -> None:
         """Score the rows that have landed, in the order of the steps; raise the last error.
 
@@ -177,16 +182,16 @@ class Scorer:
         self._kept.clear()
         self._kept_steps = self._kept_bytes = 0
 
-    def news(self) -> Callable[[], list[News]]:
-        """Return a function that returns the news of the last step.
+    def news(self) -> Callable[[], list[News]] | None:
+        """Return a function that returns the news of the last step; None if it scores nothing.
 
         The function may be called in any thread, and waits for the step.
         """
-        batch = self._last
+        batch, self._last = self._last, None
+        if batch is None:
+            return None
 
         def of_step() -> list[News]:
-            if batch is None:
-                return []
             self._score_pending(lambda item: item is batch)
             return batch.news
 

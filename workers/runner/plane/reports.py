@@ -3,16 +3,18 @@
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
 from ..base.config import Place, PlaneConfig
-from ..edits.actions import ActionLedger
+from ..edits.actions import ActionLedger, sealed
 from ..files.finished_rows import FinishedCapture
 from ..files.writer import InterventionError, WriteJob, Writer
 from ..probes.watches import ProbeError
 from ..rows.capture import Recording
+from ..rows.edit_sizes import RequestSizes
 from ..rows.finite_check import precedes_edits
 from ..rows.planner import Tracked
 from .grading import lacking
@@ -65,8 +67,6 @@ class Reports:
             if tracked.gates is not None:
                 tracked.results = tracked.gates.checksum(rows, tracked.results)
                 tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
-        for sizes in tracked.sizes.values():
-            tracked.results = sizes.checksum(tracked.results)
         tracked.reported = True
         recordings = [
             recording for recording in tracked.recordings.values() if not recording.capture.scored
@@ -78,7 +78,16 @@ class Reports:
             sum(recording.num_rows * recording.width(self._hidden_size) for recording in recordings)
             * self._dtype.itemsize
         )
-        self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
+        complete = None
+        if tracked.sizes:
+            complete = partial(
+                _with_sizes,
+                sizes=list(tracked.sizes.values()),
+                results=tracked.results,
+                state=self._actions.state,
+                shown=self._place.tp == 0,
+            )
+        self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size, complete))
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
         """Report a failure, without waiting for the request to end. `kind`: see `Receipt.kind`."""
@@ -87,6 +96,7 @@ class Reports:
         tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
         for recording in tracked.recordings.values():
             recording.forget()
+        tracked.forget_sizes()
         self._writer.submit(WriteJob(self._receipt(step, tracked), [], 0))
 
     def _build(
@@ -144,7 +154,19 @@ class Reports:
             trace=spec.trace,
             scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
             identity=self._config.identity,
-            sizes=[size for sizes in tracked.sizes.values() for size in sizes.report(spec.request)]
-            if place.tp == 0 and not tracked.failure
-            else [],
         )
+
+
+def _with_sizes(
+    receipt: Receipt, *, sizes: list[RequestSizes], results: int, state: int, shown: bool
+) -> Receipt:
+    """Add the sizes of the request's edits to its receipt and to the checksum of `results`, in a
+    writer thread: thousands of bins are no work for the model's.
+    """
+    for each in sizes:
+        results = each.checksum(results)
+    return msgspec.structs.replace(
+        receipt,
+        checksum=sealed(state, results),
+        sizes=[size for each in sizes for size in each.report(receipt.request)] if shown else [],
+    )

@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Collection
+from typing import NamedTuple
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.prompts.selectors import select
 from ..base.engine_step import Finish
 from ..edits.taints import Taints
+from ..rows.finite_check import entries_of
 from ..rows.planner import Tracked
+from .repeated_steps import RepeatedSteps
 from .reports import Reports
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,14 @@ class Guard:
         return True
 
 
+class Kinds(NamedTuple):
+    """Tracked requests by what they need in a step."""
+
+    recorded: list[Tracked]  # those with captures
+    watched: list[Tracked]  # those with probes
+    edits: bool  # whether one has interventions, even if it has failed
+
+
 class Requests:
     """Tracked requests of one rank."""
 
@@ -57,6 +68,29 @@ class Requests:
         self.ends: dict[str, int] = {}
         # requests that the scheduler ended, and whose end the worker has not reported yet
         self.finished: dict[str, tuple[Tracked, Finish]] = {}
+        self.changes = 0  # calls of `change`
+        self.repeated: RepeatedSteps | None = None  # steps that repeat each other until a change
+        self._kinds: Kinds | None = None
+
+    def change(self) -> None:
+        """Precede everything that changes the tracked requests or what is planned for one."""
+        self.changes += 1
+        self._kinds = None
+        if self.repeated is not None:
+            self.repeated.count()
+            self.repeated = None
+
+    @property
+    def kinds(self) -> Kinds:
+        """The tracked requests by what they need."""
+        if self._kinds is None:
+            every = self.tracked.values()
+            self._kinds = Kinds(
+                [item for item in every if item.recordings and not item.reported],
+                [item for item in every if item.watch is not None and not item.reported],
+                any(entries_of(item.spec) for item in every),
+            )
+        return self._kinds
 
     def guard(self, concerned: Collection[Tracked], kind: str) -> Guard:
         """Return a context in which an error fails these requests. `kind`: see `Receipt.kind`."""
@@ -64,6 +98,7 @@ class Requests:
 
     def resume(self, tracked: Tracked, cached_tokens: int) -> None:
         """Check a resumed request, which may use cache blocks that another request computed."""
+        self.change()
         tracked.admitted, tracked.cached_tokens = self.step, cached_tokens
         if self.taints.affects(tracked.spec, cached_tokens):
             self.fail(tracked, TAINTED, "intervention_failed")
@@ -110,6 +145,8 @@ class Requests:
                 sizes.close(rows)
             self.check_sizes(tracked)
             self.reports.over(self.step, tracked, kept_ids, rows)
+        else:
+            tracked.forget_sizes()
 
     def check_sizes(self, tracked: Tracked) -> None:
         """Fail a request if an edit exceeded a limit that says so."""
@@ -124,6 +161,7 @@ class Requests:
         that includes its interventions: this digest is tainted. `since`: the step of the failure,
         if not this one.
         """
+        self.change()
         self.reports.failed(self.step, tracked, message, kind)
         digest = tracked.spec.digest
         edited = kind not in ("capture_failed", "probe_failed", "edit_too_large")

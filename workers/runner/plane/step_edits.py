@@ -62,7 +62,6 @@ class Edits(StepPart):
         tracked.edited = [(spec, self._banks.num_sites(row, spec)) for row, spec in tracked.rows]
         self._rows.release(self._requests.step, tracked.rows)
         tracked.set_rows([])
-        self._banks.forget_step()
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         """Decide the gates of the step's positions, then plan its edits."""

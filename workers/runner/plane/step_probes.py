@@ -19,12 +19,13 @@ class Probes(StepPart):
 
     def begin(self, ended: Mapping[str, int]) -> None:
         """Score the rows that ended requests and gates need."""
-        tracked = self._requests.tracked
-        watched = [item for item in tracked.values() if item.watch is not None]
+        tracked, watched = self._requests.tracked, self._requests.kinds.watched
+        if not watched and self._scorer.settled:
+            return
         with self._requests.guard(watched, "probe_failed"):
             needed = {
                 item.watch: ended.get(request, sys.maxsize)
-                for request, item in tracked.items()
+                for request, item in (tracked.items() if watched else ())
                 if item.watch is not None and (request in ended or item.gates is not None)
             }
             self._scorer.settle(needed)
@@ -41,11 +42,7 @@ class Probes(StepPart):
         """Score the step's rows that probes read, and stored rows served for cached tokens."""
         if step.recorded is None:
             return
-        if watched := [
-            tracked
-            for tracked in self._requests.tracked.values()
-            if tracked.watch is not None and not tracked.reported
-        ]:
+        if watched := self._requests.kinds.watched:
             with self._requests.guard(watched, "probe_failed"):
                 self._scorer.take(
                     step.recorded,

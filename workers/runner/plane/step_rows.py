@@ -3,6 +3,10 @@ same prompt, and passes them on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ..base.config import Place
@@ -12,16 +16,26 @@ from ..edits.model_state import RankState
 from ..files.writer import Writer
 from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
-from ..rows.edit_sizes import SizeCount, StepSizes
-from ..rows.execution_check import Miscount
+from ..rows.edit_sizes import StepSizes
+from ..rows.execution_check import Due, Miscount
 from ..rows.finite_check import NonFinite, precedes_edits, reason
 from ..rows.mover import Mover
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
 from ..rows.streams import Streams
+from .repeated_steps import RepeatedSteps
 from .requests import Requests
 from .step_parts import RanStep, StepPart
+
+
+class _Edited(NamedTuple):
+    """The requests that steps with this plan edit, until the tracked requests change."""
+
+    due: Due
+    changes: int
+    slots: np.ndarray  # of each one's sizes
+    places: np.ndarray  # of each in the step
 
 
 class Rows(StepPart):
@@ -45,6 +59,7 @@ class Rows(StepPart):
         self._overload, self._mover, self._writer = overload, mover, writer
         self._store = RowStore(mover)
         self._keeping: Keeping | None = None  # the scheduler's orders for this step
+        self._edited: dict[str, _Edited] = {}  # by bank
         # the last step in which rows were not kept although the scheduler assumes so; 0: none
         self.unkept = 0
 
@@ -81,17 +96,20 @@ class Rows(StepPart):
             for recording in tracked.recordings.values():
                 self._streams.prepare(spec, recording, request.max_tokens, self._block_size())
 
+    def release(self, tracked: Tracked) -> None:
+        self._banks.forget_step()
+        if tracked.recordings:
+            moved = self._mover.submit(lambda: None)  # after all that was queued before
+            for recording in tracked.recordings.values():
+                recording.moved = moved
+
     def prepare(self, keeping: Keeping | None) -> None:
         """Serve stored rows for tokens that the prefix cache skips; wait if there is overload."""
         self._keeping = keeping
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._store.serve)
-        if recording := [
-            tracked
-            for tracked in self._requests.tracked.values()
-            if tracked.recordings and not tracked.reported
-        ]:
-            with self._requests.guard(recording, "capture_failed"):
+        if recorded := self._requests.kinds.recorded:
+            with self._requests.guard(recorded, "capture_failed"):
                 self._overload.wait()
 
     def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
@@ -107,28 +125,39 @@ class Rows(StepPart):
         ):
             self._banks.commit()
 
+    def plan_again(self, steps: RepeatedSteps) -> None:
+        """Plan and commit the next of these steps."""
+        guard = self._requests.guard
+        with guard(steps.recording, "capture_failed"):
+            self._banks.plan_again(steps.positions)
+        with guard(steps.planned, BY_REQUEST):
+            self._banks.commit()
+
     def drain(self, step: RanStep) -> None:
         requests = self._requests
         with requests.guard(requests.tracked.values(), BY_REQUEST):
-            self._banks.take(requests.step, step.view, step.hidden if self._place.grades else None)
+            # rows of requests that no edit reaches are finite if the model's are
+            checked = self._place.grades and requests.kinds.edits
+            self._banks.take(requests.step, step.view, step.hidden if checked else None)
         if self._banks.busy:
             step.recorded = []
-            with requests.guard(
-                [tracked for tracked in requests.tracked.values() if tracked.recordings],
-                "capture_failed",
-            ):
+            with requests.guard(requests.kinds.recorded, "capture_failed"):
                 step.recorded = self._banks.drain()
 
     def settle(self, step: RanStep) -> None:
         self._settle()
-        tracked = self._requests.tracked
-        if self._keeping is not None:
-            for block in self._keeping.keep:
-                if block.request_id in tracked and tracked[block.request_id].reported:
-                    self.unkept = self._requests.step
-                self._with_recording(block, self._store.keep)
-            self._store.drop(self._keeping.drop)
+        if (keeping := self._keeping) is not None:
+            if keeping.keep:
+                self._banks.move(partial(self._keep, keeping.keep))
+            self._store.drop(keeping.drop)
             self._keeping = None
+
+    def _keep(self, blocks: Sequence[KeptBlock]) -> None:
+        tracked = self._requests.tracked
+        for block in blocks:
+            if block.request_id in tracked and tracked[block.request_id].reported:
+                self.unkept = self._requests.step
+            self._with_recording(block, self._store.keep)
 
     def forget_failures(self, step: int) -> None:
         """Clear `unkept` if the prefix cache was reset at `step`, after those rows were lost."""
@@ -150,6 +179,8 @@ class Rows(StepPart):
 
         `ended`: wait for the steps of these requests.
         """
+        if self._banks.settled:
+            return
         with self._requests.guard(self._requests.tracked.values(), BY_REQUEST):
             for bank, item in self._banks.settle(ended):
                 if isinstance(item, Miscount):
@@ -174,18 +205,30 @@ class Rows(StepPart):
 
     def _sized(self, bank: Bank, item: StepSizes) -> None:
         """Keep the sizes of a step's edits with their requests."""
-        for rows in item.view.requests:
-            tracked = self._requests.tracked.get(rows.id) if rows.id in item.edited else None
-            if tracked is None or tracked.reported:
-                continue
-            if (sizes := tracked.sizes.get(bank.name)) is None:
-                sizes = tracked.sizes[bank.name] = SizeCount(bank.sites)
-            first = rows.first_row
-            sizes.add(
-                rows.first_position, item.first, item.values[:, first : first + rows.num_rows]
-            )
-            if sizes.too_large:
+        changes = self._requests.changes
+        known = self._edited.get(bank.name)
+        if known is None or known.changes != changes or known.due is not item.due:
+            known = self._edited[bank.name] = self._edited_in(bank, item, changes)
+        if bank.sizes.add(item, known.slots, known.places):
+            for tracked in list(self._requests.tracked.values()):
                 self._requests.check_sizes(tracked)
+
+    def _edited_in(self, bank: Bank, item: StepSizes, changes: int) -> _Edited:
+        found = [
+            (tracked, place)
+            for place, request in enumerate(item.view.ids)
+            if request in item.due.edited
+            if (tracked := self._requests.tracked.get(request)) is not None and not tracked.reported
+        ]
+        for tracked, _ in found:
+            if bank.name not in tracked.sizes:
+                tracked.sizes[bank.name] = bank.sizes.begin()
+        return _Edited(
+            item.due,
+            changes,
+            np.array([tracked.sizes[bank.name].slot for tracked, _ in found], dtype=np.int64),
+            np.array([place for _, place in found], dtype=np.int64),
+        )
 
     def _miscounted(self, miscount: Miscount) -> None:
         """Fail the request; if its rows were not captured as planned, also requests that may have

@@ -67,6 +67,11 @@ class ProbeNews:
             if new.scored:
                 self._scored.setdefault(new.request_id, []).extend(new.scored)
 
+    @property
+    def tell(self) -> bool:
+        """Return whether this step's tokens have news: then `cut` must see them."""
+        return bool(self._stops or self._scored)
+
     def cut(self, request: Any, new_token_ids: list[int]) -> tuple[list[int], str]:
         """Return the step's tokens of a request that are kept, and the probe that ends the request
         after them; empty if none does.

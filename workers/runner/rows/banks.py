@@ -6,8 +6,10 @@ The residual bank is the first, and the only bank if no hooks inside layers are 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ....schemas.model.banks import RESIDUAL
@@ -19,7 +21,7 @@ from ..edits.vector_pool import Joined
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
 from .capture import Ports, Recording
-from .edit_sizes import StepSizes
+from .edit_sizes import SizeTable, StepSizes
 from .execution_check import Miscount
 from .extents import Extent
 from .finite_check import FiniteCheck, NonFinite
@@ -67,6 +69,7 @@ class Bank:
         )
         whole = part.columns is None or not part.columns.sharded
         self.finite = FiniteCheck(part.sites, part.buffers, whole=whole)
+        self.sizes = SizeTable(part.sites)
 
     def recording(
         self, capture: StoredCapture, prompt_tokens: int, first_of_stage: bool
@@ -216,9 +219,38 @@ class Banks:
     def busy(self) -> bool:
         return any(bank.planner.busy for bank in self._banks)
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all plans have everything that requests ask for."""
+        return all(bank.planner.whole for bank in self._banks)
+
+    @property
+    def steered(self) -> Iterator[tuple[int, int]]:
+        """The index of each request that a plan edits, and the edits of each row."""
+        return (item for bank in self._banks for item in bank.planner.steered)
+
+    @property
+    def loaded(self) -> bool:
+        """Return whether the next forward would find a plan that is not empty."""
+        return any(bank.planner.loaded for bank in self._banks)
+
     def forget_step(self) -> None:
         for bank in self._banks:
             bank.planner.forget_step()
+
+    def move(self, keep: Callable[[], None]) -> None:
+        """Have all rows moved that were recorded so far, see `Planner.move`."""
+        for bank in self._banks:
+            keep = partial(bank.planner.move, keep)
+        keep()
+
+    def clear(self) -> None:
+        for bank in self._banks:
+            bank.planner.clear()
 
     def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         try:
@@ -230,24 +262,44 @@ class Banks:
             raise
 
     def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        self._capture(lambda planner: planner.plan_capture(request_rows))
+
+    def plan_again(self, positions: np.ndarray) -> None:
+        self._capture(lambda planner: planner.plan_again(positions))
+
+    def _capture(self, action: Callable[[Planner], None]) -> None:
         try:
             for bank in self._banks:
-                bank.planner.plan_capture(request_rows)
+                action(bank.planner)
         except Exception:  # as above; edits remain
             for bank in self._banks:
                 bank.planner.clear_captures()
             raise
 
     def commit(self) -> None:
-        for bank in self._banks:
-            bank.planner.commit()
+        try:
+            for bank in self._banks:
+                bank.planner.commit()
+        except Exception:  # the others would do what they did in the last step
+            for bank in self._banks:
+                bank.planner.abandon()
+            raise
 
     def drain(self) -> list[tuple[Recording, Extent]]:
         recorded: list[tuple[Recording, Extent]] = []
-        self._each(lambda bank: recorded.extend(bank.planner.drain() if bank.planner.busy else ()))
+        self._each(lambda bank: recorded.extend(bank.planner.drain()))
         return recorded
 
     # --- Findings; the methods of `FiniteCheck`
+
+    @property
+    def settled(self) -> bool:
+        """Return whether all observations are settled."""
+        return all(bank.finite.settled for bank in self._banks)
+
+    def precede(self) -> None:
+        for bank in self._banks:
+            bank.finite.precede()
 
     def take(self, step: int, view: StepView | None, hidden: torch.Tensor | None) -> None:
         """Observe the forward of `view`. `hidden`: output of the last layer, checked only once."""
@@ -268,8 +320,9 @@ class Banks:
             for finding in bank.finite.settle(needed):
                 yield bank, finding
 
-    def found(self) -> Callable[[], list[tuple[str, int]]]:
-        """Return a function that returns (request, position) of the last step's non-finite rows.
+    def found(self) -> Callable[[], list[tuple[str, int]]] | None:
+        """Return a function that returns (request, position) of the last step's non-finite rows;
+        None if nothing was observed.
 
         The function may be called in any thread, and waits for the step.
         """
@@ -278,6 +331,8 @@ class Banks:
             for bank in self._banks
             if (finding := bank.finite.last) is not None
         ]
+        if not last:
+            return None
         return lambda: [item for finite, finding in last for item in finite.of(finding)]
 
     def _each(self, action: Callable[[Bank], None]) -> None:

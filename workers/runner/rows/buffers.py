@@ -7,7 +7,6 @@ rows of one half while the next step fills the other.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,15 +14,6 @@ import torch
 from ..base.host_memory import locked_copy
 from ..hooks.sites import Buffers
 from .pending_rows import LANDED, Landing, OnStream
-from .slabs import SlabPool
-
-
-class NewRows(NamedTuple):
-    """Destination of a step's captured rows."""
-
-    slab: torch.Tensor  # `[rows, hidden_size]`, CPU
-    first: int = 0  # the ring row at which they begin
-    landing: Landing = LANDED  # arrival of the rows that `Staging.take` copies
 
 
 class Staging:
@@ -47,6 +37,11 @@ class Staging:
         if self._on_cpu:
             self._token_rows = buffers.token_rows.numpy()
 
+    @property
+    def row(self) -> tuple[int, torch.dtype]:
+        """Elements and dtype of a captured row."""
+        return self._buffers.ring.shape[1], self._buffers.ring.dtype
+
     # --- Edits
 
     def clear_rows(self) -> None:
@@ -63,25 +58,28 @@ class Staging:
 
     # --- Captures
 
-    def new_rows(self, slabs: SlabPool, rows: int) -> "NewRows":
-        """Return the destination of this step's `rows` captured rows.
-
-        Raises HostMemoryError, and RuntimeError when the ring cannot hold them (requests are
-        admitted so that it can).
+    def check_room(self, rows: int) -> None:
+        """Raise RuntimeError if a step cannot record so many rows (requests are admitted so that it
+        can).
         """
-        ring = self._buffers.ring
-        room = len(ring) if self._area is None else self._area.rows
+        room = len(self._buffers.ring) if self._area is None else self._area.rows
         if not self._direct and rows > room:
             raise RuntimeError(
                 f"{rows} captured rows in one step, but the buffer has room for {room} (setting "
                 "capture_buffer_mib)"
             )
-        first, landing = self._area.next() if self._area is not None else (0, LANDED)
-        new = NewRows(slabs.new_slab(rows, ring.shape[1], ring.dtype, landing), first, landing)
-        self._rows = rows
+
+    def next_area(self) -> tuple[int, Landing]:
+        """Begin a step that records: return the first ring row of its rows, and the landing of the
+        copy that `take` makes of them.
+        """
+        return self._area.next() if self._area is not None else (0, LANDED)
+
+    def record_into(self, slab: torch.Tensor) -> None:
+        """Have the next forward's rows arrive in `slab`, `[rows, hidden_size]`."""
+        self._rows = len(slab)
         if self._direct:
-            self._buffers.ring = new.slab
-        return new
+            self._buffers.ring = slab
 
     def set_slots(self, pattern: int, tokens: np.ndarray) -> None:
         """Give captured token `tokens[i]` slot i at the ports of this pattern."""

@@ -87,7 +87,6 @@ class Piece:
         self._ports, self._positions = ports, as_array(positions)
         self._by_port = slab.view(len(ports), len(positions), width)
         self._first = positions[0] if len(positions) else 0
-        self._places: tuple[torch.Tensor, ...] = ()  # of the positions
         self._dense = isinstance(positions, range) and positions.step == 1
         self._held = np.zeros(len(positions), dtype=bool)
 
@@ -109,12 +108,8 @@ class Piece:
             raise RuntimeError(
                 f"positions {[*range(first, first + count)][:8]} were recorded but not requested"
             )
-        if count > 1:
-            self._held[at : at + count] = True
-            return self._by_port.narrow(1, at, count)
-        self._held[at] = True
-        self._places = self._places or self._by_port.split(1, dim=1)
-        return self._places[at]
+        self._held[at : at + count] = True
+        return self._by_port.narrow(1, at, count)
 
     def runs(self, start: int = 0, stop: int = sys.maxsize) -> list[Extent]:
         """Return the rows of positions in `[start, stop)`, by position."""
@@ -183,7 +178,7 @@ class Recording:
     # ones
     block: int = SPAN
     span: int = SPAN
-    copied: "Future[None] | None" = None  # of the rows recorded last
+    moved: "Future[None] | None" = None  # the mover has done everything that it had to
     opened: bool = False  # pieces were made since the last call of `leave`
     _numbers: np.ndarray = field(init=False)  # ports, int64, ascending
     _pieces: dict[int, Piece] = field(default_factory=dict)  # by first position of the range
@@ -318,8 +313,7 @@ class Recording:
         """Hand pieces that are complete to the stream, once they have enough rows; drop those that
         are scored, or that a window of the first and last positions has left behind.
 
-        Called before a step's rows are copied: pieces that the step completes may yet be kept for
-        other requests.
+        Called once it is known which of the copied rows are kept for other requests.
         """
         self.opened = False
         window = self.capture.window
@@ -354,8 +348,8 @@ class Recording:
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of the ended request. Raises the first error of copying."""
-        if self.copied is not None:
-            self.copied.result()
+        if self.moved is not None:
+            self.moved.result()
         if self._error is not None:
             raise self._error
         return list(self._pieces.values())

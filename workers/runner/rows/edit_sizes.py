@@ -1,13 +1,17 @@
-"""Relative sizes of a request's edits at the sites of one bank: the largest, and a histogram for
-the median, in memory that does not grow with the request.
+"""Relative sizes of the edits of live requests at the sites of one bank: the largest, and a
+histogram for the median, in memory that does not grow with a request.
 
 A bin is 1/24 of an octave wide, so its middle is within 1.5 % of each value. Rows of rejected
 drafts do not count, and a row that is computed again counts once: what a step computed is kept
 until the next step shows how much of it was accepted.
+
+A step is counted as a whole, for all requests at once: the model's thread does this between two
+steps, so its cost must not grow with the number of requests.
 """
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +19,12 @@ import numpy as np
 from ....schemas.base.edit_sizes import EditSizes
 from ..base.engine_step import StepView
 from ..hooks.sites import Site
+from .execution_check import Due
 
 #: Bins of an octave, and the octaves: from 2⁻¹² to 2⁸. The first bin has smaller sizes, the last
 #: larger ones.
 BINS, LOWEST, HIGHEST = 24, -12, 8
 WIDTH = 2 + BINS * (HIGHEST - LOWEST)
-#: A request's sizes are sorted into bins once it holds those of this many steps, or this many
-#: values.
-STEPS, VALUES = 16, 1 << 16
 
 
 class StepSizes(NamedTuple):
@@ -30,88 +32,197 @@ class StepSizes(NamedTuple):
 
     step: int
     view: StepView
-    edited: frozenset[str]  # the requests whose rows were edited
+    due: Due  # the plan
     first: int  # number of the first site
     values: np.ndarray  # float32 [sites, rows of the step], as `kernels.plan.Planned.sizes`
 
 
-class SizeCount:
+class RequestSizes:
     """The sizes of one request in one bank."""
+
+    def __init__(self, table: "SizeTable", slot: int) -> None:
+        """`slot`: of the request in the table."""
+        self._table, self.slot = table, slot
+        self.too_large = ""  # the first edit that exceeded its limit, by position and site
+        # of each edited site, once the request is over: its number, its bins, and the largest size
+        self._places = np.zeros(0, dtype=np.int64)
+        self._counts = np.zeros((0, WIDTH), dtype=np.uint32)
+        self._largest = np.zeros(0, dtype=np.float32)
+
+    def close(self, stop: int) -> None:
+        """Count what is left of the positions below `stop`, and leave the table."""
+        if self.slot >= 0:
+            self._places, self._counts, self._largest = self._table.close(self, stop)
+            self.slot = -1
+
+    def report(self, request: int) -> list[EditSizes]:
+        """Return the report of each edited site, once closed. `request`: see `EditSizes`."""
+        totals = np.cumsum(self._counts, axis=1, dtype=np.int64)
+        rows = totals[:, -1] if len(totals) else np.zeros(0, dtype=np.int64)
+        bins = (totals >= (rows[:, None] + 1) // 2).argmax(axis=1)  # of the lower median
+        middles = np.where(bins > 0, 2.0 ** (LOWEST + (bins - 0.5) / BINS), 0.0)
+        medians = np.where(bins == WIDTH - 1, self._largest, np.minimum(middles, self._largest))
+        sites = [self._table.sites[place] for place in self._places.tolist()]
+        return [
+            EditSizes(
+                request=request,
+                hook=site.hook,
+                layer=site.layer,
+                rows=count,
+                median=median,
+                largest=largest,
+            )
+            for site, count, median, largest in zip(
+                sites, rows.tolist(), medians.tolist(), self._largest.tolist(), strict=True
+            )
+        ]
+
+    def checksum(self, crc: int) -> int:
+        """Continue a CRC32 with everything that was counted."""
+        for part in (self._places, self._counts, self._largest):
+            crc = zlib.crc32(part.tobytes(), crc)
+        return crc
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step's sizes that wait for the next step of their requests. Arrays by request."""
+
+    first: int
+    values: np.ndarray
+    slots: np.ndarray
+    first_rows: np.ndarray
+    rows: np.ndarray  # how many
+    positions: np.ndarray  # of the first rows
+
+    def only(self, chosen: np.ndarray) -> "_Step":
+        return _Step(
+            self.first,
+            self.values,
+            *(part[chosen] for part in (self.slots, self.first_rows, self.rows, self.positions)),
+        )
+
+
+class SizeTable:
+    """The sizes of all live requests in one bank."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         """`sites`: of the bank."""
-        self._sites = sites
-        self._steps: list[tuple[int, int, np.ndarray]] = []  # first position, first site, values
-        self._stop = 0  # positions below are counted
-        # site · WIDTH + bin of each bin that is not empty, ascending, and how many sizes it has
-        self._bins, self._counts = np.zeros((2, 0), dtype=np.int64)
-        self._largest = np.zeros(len(sites), dtype=np.float32)
-        self.too_large = ""  # the first edit that exceeded its limit, by position and site
+        self.sites = sites
+        self._requests: list[RequestSizes | None] = []  # by slot
+        self._stops = np.zeros(0, dtype=np.int64)  # [slot]: positions below are counted
+        # [slot, site]: row of `_counts` and `_largest`; -1: no edit there
+        self._rows = np.full((0, len(sites)), -1, dtype=np.int64)
+        self._counts = np.zeros((0, WIDTH), dtype=np.uint32)
+        self._largest = np.zeros(0, dtype=np.float32)
+        self._free: list[int] = []  # rows
+        self._steps: list[_Step] = []
 
-    def add(self, position: int, site: int, values: np.ndarray) -> None:
-        """Take the sizes of a step: `[sites, rows]` from these on."""
-        self._steps.append((position, site, values.copy()))
-        held = sum(values.size for _, _, values in self._steps)
-        exceeded = any(bool((last < 0).any()) for _, _, last in self._steps[-2:])
-        if len(self._steps) > STEPS or held > VALUES or exceeded:
-            self._count(self._steps[:-1], position)
-            self._steps = self._steps[-1:]
+    def begin(self) -> RequestSizes:
+        """Return the sizes of another request."""
+        if None not in self._requests:
+            more = max(16, len(self._requests))
+            self._requests += [None] * more
+            self._stops = _longer(self._stops, more, 0)
+            self._rows = _longer(self._rows, more, -1)
+        slot = self._requests.index(None)
+        made = self._requests[slot] = RequestSizes(self, slot)
+        return made
 
-    def close(self, stop: int) -> None:
-        """Count what is left of the positions below `stop`."""
-        self._count(self._steps, stop)
-        self._steps = []
+    def add(self, step: StepSizes, slots: np.ndarray, places: np.ndarray) -> bool:
+        """Take the sizes of a step. `slots`: of its edited requests; `places`: their numbers in the
+        step.
 
-    def _count(self, steps: Sequence[tuple[int, int, np.ndarray]], stop: int) -> None:
-        stops = [position for position, _, _ in steps[1:]] + [stop]
-        for (position, site, values), end in zip(steps, stops, strict=False):
-            # the next step begins at the first position that was not accepted
-            chosen = values[:, max(self._stop - position, 0) : max(end - position, 0)]
-            self._sort(max(self._stop, position), site, chosen)
-            self._stop = max(self._stop, min(end, position + values.shape[1]))
+        Returns whether edits of earlier steps exceeded their limits.
+        """
+        view = step.view
+        rows, positions = view.counts[places], view.positions[places]
+        first_rows = (np.cumsum(view.counts) - view.counts)[places]
+        stops = np.full(len(self._requests), -1, dtype=np.int64)
+        stops[slots] = positions  # the next step begins at the first that was not accepted
+        exceeded = self._count(stops)
+        self._steps.append(_Step(step.first, step.values, slots, first_rows, rows, positions))
+        return exceeded
 
-    def _sort(self, position: int, site: int, values: np.ndarray) -> None:
-        columns, places = np.nonzero(~np.isnan(values.T))  # by position, then by site
-        sizes, sites = values[places, columns], places + site
-        if not self.too_large and (bad := np.flatnonzero(sizes < 0)).size:
-            first, at = self._sites[sites[bad[0]]], position + columns[bad[0]]
-            self.too_large = (
-                f"the edit at {first.hook} of layer {first.layer}, position {at} is "
-                f"{-sizes[bad[0]]:.4g} times as long as its row: more than its limit"
-            )
-        sizes = np.abs(sizes)
+    def close(self, sizes: RequestSizes, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Count a request's positions below `stop` and forget it; return the numbers of its edited
+        sites, `[sites]`, their bins, `[sites, WIDTH]`, and their largest sizes, `[sites]`.
+        """
+        slot = sizes.slot
+        stops = np.full(len(self._requests), -1, dtype=np.int64)
+        stops[slot] = stop
+        self._count(stops)
+        places = np.flatnonzero(self._rows[slot] >= 0)
+        rows = self._rows[slot, places]
+        found = places, self._counts[rows], self._largest[rows]
+        self._counts[rows], self._largest[rows] = 0, 0
+        self._free += rows.tolist()
+        self._rows[slot], self._stops[slot], self._requests[slot] = -1, 0, None
+        return found
+
+    def _count(self, stops: np.ndarray) -> bool:
+        """Count what waits of requests whose slot has a stop, `[slot]` or -1, below it; return
+        whether edits exceeded their limits.
+        """
+        waiting, exceeded = [], False
+        for step in self._steps:
+            ready = stops[step.slots] >= 0
+            if ready.any():
+                exceeded |= self._sort(step.only(ready), stops)
+            if not ready.all():
+                waiting.append(step.only(~ready))
+        self._steps = waiting
+        return exceeded
+
+    def _sort(self, step: _Step, stops: np.ndarray) -> bool:
+        below = np.minimum(stops[step.slots], step.positions + step.rows)
+        begin = np.maximum(self._stops[step.slots], step.positions)
+        self._stops[step.slots] = np.maximum(self._stops[step.slots], below)
+        counts = np.maximum(below - begin, 0)
+        member = np.repeat(np.arange(len(counts)), counts)  # of each column
+        positions = np.arange(len(member)) + np.repeat(begin - np.cumsum(counts) + counts, counts)
+        columns = positions - step.positions[member] + step.first_rows[member]
+        values = step.values[:, columns]
+        places, at = np.nonzero(~np.isnan(values))
+        sizes, slots = values[places, at], step.slots[member[at]]
+        places += step.first
+        if exceeded := bool((sizes < 0).any()):
+            self._limit(slots, positions[at], places, sizes)
+            sizes = np.abs(sizes)
+        rows = self._rows_of(slots, places)
         with np.errstate(divide="ignore"):
             bins = np.clip(np.floor((np.log2(sizes) - LOWEST) * BINS) + 1, 0, WIDTH - 1)
-        every = np.concatenate([self._bins, sites * WIDTH + bins.astype(np.int64)])
-        counts = np.concatenate([self._counts, np.ones_like(sites)])
-        self._bins, index = np.unique(every, return_inverse=True)
-        self._counts = np.bincount(index, counts).astype(np.int64)
-        np.maximum.at(self._largest, sites, sizes)
+        np.add.at(self._counts.reshape(-1), rows * WIDTH + bins.astype(np.int64), 1)
+        np.maximum.at(self._largest, rows, sizes)
+        return exceeded
 
-    def report(self, request: int) -> list[EditSizes]:
-        """Return the report of each edited site. `request`: see `EditSizes`."""
-        reports = []
-        for number in np.unique(self._bins // WIDTH).tolist():
-            chosen, largest = self._bins // WIDTH == number, float(self._largest[number])
-            total = np.cumsum(self._counts[chosen])
-            at = int(np.searchsorted(total, (total[-1] + 1) // 2))  # of the lower median
-            bin_ = int(self._bins[chosen][at]) % WIDTH
-            middle = 2.0 ** (LOWEST + (bin_ - 0.5) / BINS) if bin_ else 0.0
-            median = largest if bin_ == WIDTH - 1 else min(middle, largest)
-            site = self._sites[number]
-            reports.append(
-                EditSizes(
-                    request=request,
-                    hook=site.hook,
-                    layer=site.layer,
-                    rows=int(total[-1]),
-                    median=median,
-                    largest=largest,
+    def _rows_of(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+        rows: np.ndarray = self._rows[slots, places]
+        if (new := rows < 0).any():
+            pairs = np.unique(slots[new] * len(self.sites) + places[new])
+            if (lack := len(pairs) - len(self._free)) > 0:
+                more = max(lack, len(self._largest))
+                self._free += range(len(self._largest), len(self._largest) + more)
+                self._counts = _longer(self._counts, more, 0)
+                self._largest = _longer(self._largest, more, 0)
+            taken, self._free = self._free[: len(pairs)], self._free[len(pairs) :]
+            self._rows.reshape(-1)[pairs] = taken
+            rows = self._rows[slots, places]
+        return rows
+
+    def _limit(
+        self, slots: np.ndarray, positions: np.ndarray, places: np.ndarray, sizes: np.ndarray
+    ) -> None:
+        """Note the first edit of each request that exceeded its limit: its size is negative."""
+        bad = np.flatnonzero(sizes < 0)
+        for at in bad[np.lexsort((places[bad], positions[bad]))].tolist():
+            request, site = self._requests[slots[at]], self.sites[places[at]]
+            if request is not None and not request.too_large:
+                request.too_large = (
+                    f"the edit at {site.hook} of layer {site.layer}, position {positions[at]} is "
+                    f"{-sizes[at]:.4g} times as long as its row: more than its limit"
                 )
-            )
-        return reports
 
-    def checksum(self, crc: int) -> int:
-        """Continue a CRC32 with everything that is counted."""
-        parts = (self._bins, self._counts, self._largest)
-        return zlib.crc32(b"".join(part.tobytes() for part in parts), crc)
+
+def _longer(values: np.ndarray, more: int, filled: int) -> np.ndarray:
+    return np.concatenate([values, np.full((more, *values.shape[1:]), filled, values.dtype)])

@@ -7,6 +7,7 @@ ran with another plan.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Miscount:
         return f"step {self.step}, {what}: {self.expected} planned, {self.counted} counted"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Due:
     """Counts that the sites of one step must reach, and for which requests."""
 
@@ -50,6 +51,11 @@ class Due:
     edits: Sequence[tuple[str, np.ndarray]]  # request → sites that edit its rows, bool [sites]
     # request → ports that capture its rows, bool [2 · sites]
     captures: Sequence[tuple[str, np.ndarray]]
+
+    @cached_property
+    def edited(self) -> frozenset[str]:
+        """The requests whose rows are edited."""
+        return frozenset(request for request, _ in self.edits)
 
     def miscounts(self, step: int, counts: np.ndarray, sites: Sequence[Site]) -> Iterator[Miscount]:
         """Yield each request's first site whose actual `counts` differ, for each `kind`."""

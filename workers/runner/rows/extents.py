@@ -29,6 +29,23 @@ def spaced(numbers: np.ndarray) -> np.ndarray | Spaced:
     return Spaced(first, apart, ports, count) if np.array_equal(numbers, places) else numbers
 
 
+def rows_of(slab: torch.Tensor, numbers: "np.ndarray | Spaced", steps: int = 1) -> torch.Tensor:
+    """Return the rows of these numbers `[ports, rows]` in a slab, as `[ports, rows, hidden_size]`:
+    a view if they are equally spaced. Of more steps, which share the slab equally, as `[ports,
+    rows, steps, hidden_size]`.
+    """
+    of_step, width = len(slab) // steps, slab.shape[1]
+    if not isinstance(numbers, Spaced):
+        if steps == 1:
+            return slab[torch.from_numpy(numbers)]
+        return slab[torch.from_numpy(numbers[:, :, None] + np.arange(steps) * of_step)]
+    shape, strides = [numbers.ports, numbers.length], [numbers.apart * width, width]
+    if steps > 1:
+        shape, strides = [*shape, steps], [*strides, of_step * width]
+    first = slab.storage_offset() + numbers.first * width
+    return slab.as_strided([*shape, width], [*strides, 1], first)
+
+
 @dataclass(slots=True, eq=False)
 class StepRows:
     """Captured rows of one forward pass, or of a piece.
@@ -53,14 +70,8 @@ class StepRows:
         return self._view
 
     def rows(self, numbers: "np.ndarray | Spaced") -> torch.Tensor:
-        """Return the landed rows of these numbers `[ports, rows]`, as `[ports, rows, hidden_size]`:
-        a view if they are equally spaced.
-        """
-        if not isinstance(numbers, Spaced):
-            return self.slab[torch.from_numpy(numbers)]
-        width, first = self.slab.shape[1], self.slab.storage_offset()
-        shape, strides = (numbers.ports, numbers.length, width), (numbers.apart * width, width, 1)
-        return self.slab.as_strided(shape, strides, first + numbers.first * width)
+        """Return the landed rows of these numbers: see `rows_of`."""
+        return rows_of(self.slab, numbers)
 
     def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
         """Return which rows of the slab are not finite when stored as `dtype`; None if all are

@@ -5,13 +5,14 @@ Four things are observed: the marks that sites set for rows that they edit
 (`kernels.plan.Planned.broken`), the sites' counts of their work (`Planned.counts`, judged in
 `execution_check`), the relative sizes of edits (`Planned.sizes`), and the sum of each row that
 leaves the last layer, which is not finite if a value of the row is not. On an accelerator they are
-copied to pinned memory and read when the step is over; on the CPU they are read immediately.
+copied to pinned memory and read when that is over; on the CPU they are read immediately.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,76 +41,74 @@ class NonFinite:
     edited: bool = False  # the site's edits caused it; False: it was non-finite before them
 
 
+class _Seen(NamedTuple):
+    """Observations of one step's forward; None: not observed."""
+
+    broken: np.ndarray | None = None  # int32 [rows]
+    sums: np.ndarray | None = None  # float32 [rows]
+    counts: np.ndarray | None = None  # int32 [sites, COUNTS]
+    sizes: np.ndarray | None = None  # float32 [edited sites and those between them, rows]
+
+
 class _Finding:
-    """Observations of one step's forward, with the event that makes them available."""
+    """What was observed of a step, once `event` has occurred."""
 
     def __init__(
         self,
         step: int,
         view: StepView,
-        broken: torch.Tensor | None,
-        sums: torch.Tensor | None,
-        counts: torch.Tensor | None,
         due: Due | None,
-        sizes: tuple[int, torch.Tensor] | None,
+        first: int,
+        seen: Callable[[], _Seen],
         event: "torch.cuda.Event | None",
     ) -> None:
-        """`broken`, `sums`: `[rows]`, `counts`: `[sites, COUNTS]`, `sizes`: the first site and
-        `[sites, rows]`, all on the CPU; None: not observed. `event`: recorded after their copies;
-        None: there were none.
+        """`due`: the work planned for its sites. `first`: number of the first site in the sizes.
+        `seen()`: called after the event; None: there is nothing to wait for.
         """
         self.step, self.view = step, view
-        self._broken, self._sums, self._counts, self._due, self._event = (
-            broken,
-            sums,
-            counts,
-            due,
-            event,
-        )
-        self._sizes = sizes
+        self._due, self._first, self._seen, self._event = due, first, seen, event
 
     def done(self) -> bool:
         return self._event is None or self._event.query()
 
-    def miscounts(self, sites: Sequence[Site]) -> list[Miscount]:
-        """Return what sites did not do. Waits for the copies."""
+    def _read(self) -> _Seen:
         if self._event is not None:
             self._event.synchronize()
-        if self._due is None or self._counts is None:
-            return []
-        return list(self._due.miscounts(self.step, self._counts.numpy(), sites))
+        return self._seen()
 
-    def sizes(self) -> list[StepSizes]:
-        """Return the sizes of the step's edits, if there were any. Waits for the copies."""
-        if self._event is not None:
-            self._event.synchronize()
-        if self._sizes is None or self._due is None:
-            return []
-        edited = frozenset(request for request, _ in self._due.edits)
-        first, values = self._sizes
-        return [StepSizes(self.step, self.view, edited, first, values.numpy())]
+    def items(self, sites: Sequence[Site]) -> "list[NonFinite | Miscount | StepSizes]":
+        """Return what is to be settled of the step. Waits for the event."""
+        seen, due = self._read(), self._due
+        found: list[NonFinite | Miscount | StepSizes] = []
+        if due is not None and seen.counts is not None:
+            found += due.miscounts(self.step, seen.counts, sites)
+        found += self._non_finite(seen, sites)
+        if due is not None and seen.sizes is not None:
+            found.append(StepSizes(self.step, self.view, due, self._first, seen.sizes))
+        return found
 
-    def read(self, sites: Sequence[Site]) -> list[NonFinite]:
+    def non_finite(self, sites: Sequence[Site]) -> list[NonFinite]:
         """Return each request's first rows that are not finite, by position; at one position the
-        row at a site precedes the row after the last layer. Waits for the copies.
+        row at a site precedes the row after the last layer. Waits for the event.
         """
-        if self._event is not None:
-            self._event.synchronize()
-        non_finites: list[NonFinite] = []
-        if self._broken is not None and (marks := self._broken.numpy()).any():
-            for id_, place, position in self._first(marks != 0):
+        return self._non_finite(self._read(), sites)
+
+    def _non_finite(self, seen: _Seen, sites: Sequence[Site]) -> list[NonFinite]:
+        found: list[NonFinite] = []
+        if (marks := seen.broken) is not None and marks.any():
+            for id_, place, position in self._first_bad(marks != 0):
                 mark = int(marks[place])
-                non_finites.append(
-                    NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0)
-                )
-        if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
-            non_finites += [
-                NonFinite(id_, self.step, position, None) for id_, _, position in self._first(bad)
+                found.append(NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
+        if seen.sums is not None and not math.isfinite(float(seen.sums.sum(dtype=np.float64))):
+            bad = ~np.isfinite(seen.sums)
+            found += [
+                NonFinite(id_, self.step, position, None)
+                for id_, _, position in self._first_bad(bad)
             ]
         # By position, because a row that the unedited model made non-finite explains later ones.
-        return sorted(non_finites, key=lambda item: item.position)
+        return sorted(found, key=lambda item: item.position)
 
-    def _first(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
+    def _first_bad(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
         """Yield (request, row, position) of the first bad row of each request that has one."""
         for rows in self.view.requests:
             indices = np.flatnonzero(bad[rows.first_row : rows.first_row + rows.num_rows])
@@ -122,15 +121,31 @@ class _Finding:
 
 
 class FiniteCheck:
-    """The check of one bank: `take` observes a forward, `settle` returns what is known by then."""
+    """The check of one bank: `take` observes a forward, `settle` returns what is known by then.
+
+    On an accelerator a stream of its own collects the observations in one record, copies it, and
+    sets everything back for the next forward, which waits for that if it must: see `precede`.
+    """
 
     def __init__(self, sites: Sequence[Site], buffers: Buffers, *, whole: bool = True) -> None:
         """`whole`: this rank holds whole rows; the sizes of parts of rows mean nothing."""
         self._sites, self._broken, self._counts = list(sites), buffers.broken, buffers.counts
         self._sizes, self._whole = buffers.sizes, whole
-        self._on_cpu = buffers.broken.device.type == "cpu"
+        self._device = buffers.broken.device
+        self._side = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)
+        self._over: torch.cuda.Event | None = None  # the end of the last step's observation
         self._pending: deque[_Finding] = deque()
         self.last: _Finding | None = None  # observations of the last step
+
+    @property
+    def settled(self) -> bool:
+        return not self._pending
+
+    def precede(self) -> None:
+        """Have the next forward wait until the last one's observations are over."""
+        over, self._over = self._over, None
+        if over is not None and not over.query():
+            torch.cuda.current_stream(self._device).wait_event(over)
 
     def take(
         self,
@@ -147,59 +162,63 @@ class FiniteCheck:
         self.last = None
         if view is None or (due is None and hidden is None):
             return
-        try:
-            self._observe(step, view, due, edits, hidden)
-        except Exception:
-            self._broken.zero_()  # else the next step would be blamed
-            self._counts.zero_()
-            self._sizes.fill_(math.nan)
-            raise
-
-    def _observe(
-        self, step: int, view: StepView, due: Due | None, edits: bool, hidden: torch.Tensor | None
-    ) -> None:
-        rows = view.num_rows
-        broken, counts = (
-            self._broken[:rows] if edits else None,
-            self._counts if due is not None else None,
-        )
         at = np.zeros(0, dtype=np.int64)
         if edits and due is not None and self._whole:
             at = np.flatnonzero(due.counts[:, EDITED])
-        sizes = self._sizes[at[0] : at[-1] + 1, :rows] if len(at) else None
-        if self._on_cpu:
-            broken = None if broken is None or not bool(broken.any()) else broken.clone()
-            hidden = None if hidden is None or all_finite(hidden[:rows]) else hidden
-            if due is not None:
-                counts = (
-                    None
-                    if np.array_equal(self._counts.numpy(), due.counts)
-                    else self._counts.clone()
-                )
-                self._counts.zero_()
-            if broken is None and hidden is None and counts is None and sizes is None:
-                return
-            read = None if sizes is None else sizes.clone()
-        sums, event = (
-            None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32),
-            None,
+        rows, first = view.num_rows, int(at[0]) if len(at) else 0
+        watched = _Watched(
+            self._broken[:rows] if edits else None,
+            None if hidden is None else hidden[:rows],
+            self._counts if due is not None else None,
+            self._sizes[first : at[-1] + 1, :rows] if len(at) else None,
         )
-        if not self._on_cpu:
-            broken, sums, counts, read = (
-                None if item is None else _copy_to_host(item)
-                for item in (broken, sums, counts, sizes)
+        try:
+            seen, event = self._observe(watched, due)
+        except Exception:
+            watched.reset()  # else the next step would be blamed
+            raise
+        if seen is not None:
+            self.last = _Finding(step, view, due, first, seen, event)
+            self._pending.append(self.last)
+
+    def _observe(
+        self, watched: "_Watched", due: Due | None
+    ) -> "tuple[Callable[[], _Seen] | None, torch.cuda.Event | None]":
+        """Return what reads the observations, or None if there are none, and when."""
+        if self._side is None:
+            return _seen_here(watched, due), None
+        return self._copied(self._side, watched)
+
+    def _copied(
+        self, side: torch.cuda.Stream, watched: "_Watched"
+    ) -> "tuple[Callable[[], _Seen], torch.cuda.Event]":
+        """Have the observations copied and set back; return what reads the copies, and when."""
+        self._over = event = torch.cuda.Event(blocking=True)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(side):
+                if watched.hidden is not None:
+                    watched.hidden.record_stream(
+                        side
+                    )  # vLLM may drop it before the sum is computed
+                parts = watched.parts()
+                flat = [part.view(torch.int32).reshape(-1) for part in parts.values()]
+                record = _copy_to_host(torch.cat(flat))
+                watched.reset()
+        finally:
+            event.record(side)
+
+        def seen() -> _Seen:
+            ends = np.cumsum([len(part) for part in flat])[:-1]
+            values = np.split(record.numpy(), ends)
+            return _Seen(
+                **{
+                    name: value.view(_DTYPES[name]).reshape(part.shape)
+                    for (name, part), value in zip(parts.items(), values, strict=True)
+                }
             )
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-            if counts is not None:
-                self._counts.zero_()
-        if broken is not None:
-            self._broken.zero_()
-        if sizes is not None:
-            sizes.fill_(math.nan)
-        of_sites = None if read is None else (int(at[0]), read)
-        self.last = _Finding(step, view, broken, sums, counts, due, of_sites, event)
-        self._pending.append(self.last)
+
+        return seen, event
 
     def settle(
         self, needed: Mapping[str, int] | None = None
@@ -212,18 +231,13 @@ class FiniteCheck:
         last = max(
             (
                 number
-                for number, item in enumerate(self._pending)
+                for number, item in enumerate(self._pending if needed else ())
                 if _computed(item.view, needed or {})
             ),
             default=-1,
         )
         while self._pending and (last >= 0 or self._pending[0].done()):
-            finding = self._pending.popleft()
-            findings += [
-                *finding.miscounts(self._sites),
-                *finding.read(self._sites),
-                *finding.sizes(),
-            ]
+            findings += self._pending.popleft().items(self._sites)
             last -= 1
         return findings
 
@@ -232,7 +246,49 @@ class FiniteCheck:
 
         May be called from another thread; waits for the step.
         """
-        return [(item.id, item.position) for item in finding.read(self._sites)]
+        return [(item.id, item.position) for item in finding.non_finite(self._sites)]
+
+
+_DTYPES = {"broken": np.int32, "sums": np.float32, "counts": np.int32, "sizes": np.float32}
+
+
+class _Watched(NamedTuple):
+    """What is observed of a forward, where the forward left it; None: nothing."""
+
+    broken: torch.Tensor | None  # int32 [rows]
+    hidden: torch.Tensor | None  # [rows, hidden_size]
+    counts: torch.Tensor | None  # int32 [sites, COUNTS]
+    sizes: torch.Tensor | None  # float32 [sites, rows]
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return what `_Seen` has, by name."""
+        hidden = self.hidden
+        sums = None if hidden is None else hidden.sum(dim=-1, dtype=torch.float32)
+        parts = {"broken": self.broken, "sums": sums, "counts": self.counts, "sizes": self.sizes}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def reset(self) -> None:
+        """Set back what sites only add to."""
+        for part in (self.broken, self.counts):
+            if part is not None:
+                part.zero_()
+        if self.sizes is not None:
+            self.sizes.fill_(math.nan)
+
+
+def _seen_here(watched: _Watched, due: Due | None) -> Callable[[], _Seen] | None:
+    """Read observations on the CPU, and set them back; None: there is nothing to report."""
+    parts = watched._replace(
+        broken=watched.broken if watched.broken is not None and watched.broken.any() else None,
+        hidden=None if watched.hidden is None or all_finite(watched.hidden) else watched.hidden,
+        counts=None
+        if watched.counts is None
+        or (due is not None and np.array_equal(watched.counts.numpy(), due.counts))
+        else watched.counts,
+    ).parts()
+    seen = _Seen(**{name: part.clone().numpy() for name, part in parts.items()})
+    watched.reset()
+    return (lambda: seen) if parts else None
 
 
 def all_finite(rows: torch.Tensor) -> bool:

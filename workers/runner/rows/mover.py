@@ -1,5 +1,5 @@
-"""Mover: a rank's background thread that copies the rows of each step out of their slab, into
-memory or files of their recordings, so that no step waits for it.
+"""Mover: a rank's background thread that copies the rows of steps out of their slabs, into memory
+or files of their recordings, so that no step waits for it.
 """
 
 import logging
@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from .slabs import SlabPool
-from .step_runs import StepRuns
+from .step_runs import Stretch
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +35,19 @@ class Mover:
         """Return the bytes of slabs whose rows are not copied yet."""
         return self._given - self._taken
 
-    def take(self, runs: StepRuns, *, spill: bool) -> None:
-        """Have the rows of a step copied to their recordings, into files if `spill`."""
-        size = runs.step.slab.nbytes
+    def take(self, stretch: Stretch, *, spill: bool) -> None:
+        """Have recorded rows copied to their recordings, into files if `spill`."""
+        size = stretch.slab.nbytes
         new = self.memory.new_file if spill else self.memory.new_slab
 
         def copy() -> None:
             try:
-                runs.copy(new)
+                stretch.copy(new)
             finally:
                 self._taken += size
 
         self._given += size
-        copied = self.submit(copy)
-        for recording in runs.recordings:
-            recording.copied = copied
+        self.submit(copy)
 
     def submit(self, action: Callable[[], T]) -> "Future[T]":
         """Queue an action; return the future of its result. An action whose future is cancelled

@@ -39,3 +39,16 @@ class OnStream:
 
     def done(self) -> bool:
         return bool(self._event.query())
+
+
+class LastLanding:
+    """The landing of several steps' rows, which arrive in order: that of the last step so far."""
+
+    def __init__(self) -> None:
+        self.last: Landing = LANDED
+
+    def wait(self) -> None:
+        self.last.wait()
+
+    def done(self) -> bool:
+        return self.last.done()

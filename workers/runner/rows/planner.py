@@ -9,9 +9,11 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
+from ....kernels import WHOLE
 from ....kernels import plan as columns
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
@@ -24,14 +26,14 @@ from ..probes.gates import Gates
 from ..probes.watches import ProbeError, Watch
 from .buffers import Staging
 from .capture import Recording
-from .edit_sizes import SizeCount
+from .edit_sizes import RequestSizes
 from .execution_check import Due
 from .extents import Extent, StepRows, contiguous
-from .last_step import LastStep
 from .mover import Mover
 from .overload import Overload
+from .pending_rows import LastLanding
 from .slabs import SlabPool
-from .step_runs import Layout, StepRuns, layout_of
+from .step_runs import Layout, Stretch, layout_of, leave
 
 
 @dataclass
@@ -53,8 +55,9 @@ class Tracked:
     admitted: int = 0  # the step in which it began, or resumed after a preemption
     cached_tokens: int = 0  # tokens that the prefix cache served in that step
     touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.requests.specs.touched`
+    family: int = WHOLE  # the last of `kernels.ops` that has the launches that it needs
     unsound: bool = False  # the model computed non-finite rows that no edit could have reached
-    sizes: dict[str, SizeCount] = field(default_factory=dict)  # of its edits, by bank
+    sizes: dict[str, RequestSizes] = field(default_factory=dict)  # of its edits, by bank
     accounted: bool = False  # the request's LoRA adapter is in the action ledger
     watch: Watch | None = None  # the scores of its probes
     gates: Gates | None = None  # the probes' decisions about its steering
@@ -69,6 +72,10 @@ class Tracked:
         """Set the rows that edit the request's tokens from now on, in this order."""
         self.rows, self.columns = rows, columns_of([spec for _, spec in rows])
         self.gated = any(spec.gate for _, spec in rows)
+
+    def forget_sizes(self) -> None:
+        for sizes in self.sizes.values():
+            sizes.close(0)
 
     def decide(self, stop: int) -> str:
         """Decide the gates of positions below `stop`; return why that failed, or an empty text."""
@@ -88,6 +95,9 @@ class Tracked:
         return self.gates.among(row.gate, positions) if self.gates is not None else []
 
 
+#: Steps whose rows are moved together at most, and the share of the unused memory that is kept for
+#: slabs which their slab may take at most: one over this.
+_TOGETHER, _SHARE = 32, 8
 _NONE = np.zeros(0, dtype=np.int64)
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
 _COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
@@ -134,9 +144,8 @@ class Planner:
         self._staging = Staging(buffers, traced=traced)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
         self._nothing = np.zeros_like(self._plan)
-        self._last_step = LastStep(bank)
         self._repeats = False  # this step has the last step's plan, at later positions
-        self._members: Sequence[tuple[Tracked, RequestRows]] = ()  # whose plan may be repeated
+        self.whole = False  # the plan has everything that requests ask for
         self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
         self._launch_sizes = np.diff(self._firsts, append=len(self._sites))
         self._edits = False
@@ -153,7 +162,11 @@ class Planner:
         self._edit_lists = (0, 0)  # entries of edits in `_lists`, and their tokens
         self._layout = Layout([], _NONE, [], _NONE, _NONE)
         self._window: list[_RowRun] = []  # what the plan captures
-        self._runs: StepRuns | None = None  # what this step's forward records
+        self._window_members = self._window_skips = _NONE  # of each of these
+        self._stretch: Stretch | None = None  # steps whose rows are not moved yet
+        self._copied: Sequence[Recording] = ()  # whose rows may leave
+        self._step: StepRows | None = None  # the rows that this step's forward records
+        self._loaded = False  # the forward reads a plan that is not empty
         self._busy = False
 
     @property
@@ -166,19 +179,25 @@ class Planner:
         """Return whether the current forward edits a row."""
         return self._busy and self._edits
 
+    @property
+    def loaded(self) -> bool:
+        """Return whether the next forward would find a plan that is not empty."""
+        return self._loaded
+
+    @property
+    def steered(self) -> Sequence[tuple[int, int]]:
+        """Of each request that the plan edits: its index, and the edits of each row."""
+        return self._steered
+
     def forget_step(self) -> None:
-        """Repeat no plan of requests that end, and keep nothing of them alive."""
-        self._last_step.forget()
-        self._members, self._window = (), []
+        """Keep nothing alive of requests that end."""
+        self.move()
+        self._window = []
 
     def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Begin a step's plan, with the edits of these requests' rows; on an error nothing is
         edited. Precedes `plan_capture`.
         """
-        self._repeats = self._last_step.repeated_by(request_rows)
-        if self._repeats:
-            self._steer_again(request_rows)
-            return
         self.clear_plan()
         # runs of tokens that one row edits: (first token, count, column, row)
         runs: list[tuple[int, int, int, int]] = []
@@ -229,12 +248,10 @@ class Planner:
                 self._plan[touched, columns.ALIKE] = row_of[0]
                 self._plan[touched, columns.ALIKE_FROM] = tokens[0]
         self._edit_lists = len(self._lists), self._lists_end
-        self._members = request_rows
 
     def clear_plan(self) -> None:
         """Plan nothing: neither the last step again nor what was planned of this step so far."""
-        self._last_step.forget()
-        self._repeats, self._members = False, ()
+        self._repeats = self.whole = False
         self._plan[:] = 0
         self._lists, self._lists_end, self._edit_lists = [], 0, (0, 0)
         self._steered = []
@@ -245,31 +262,27 @@ class Planner:
 
     def clear_captures(self) -> None:
         """Plan no captures, neither the last step's again nor those planned so far."""
-        self._repeats, self._members = False, ()
+        self._repeats = self.whole = False
         self._forget_captures()
-
-    def _steer_again(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        """Count the edits of a repeated plan, which names all rows of a request or none."""
-        for member, edits in self._steered:
-            tracked, place = request_rows[member]
-            stop = place.first_position + place.num_rows
-            tracked.applied += edits * max(stop - max(place.first_position, tracked.reached), 0)
-        if self._last:
-            for tracked, place in request_rows:
-                if tracked.rows:
-                    tracked.reached = max(tracked.reached, place.first_position + place.num_rows)
 
     def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan the captures of these requests' rows; on an error nothing is captured."""
-        self._runs = None
+        self._repeats = False
         drops = self._overload.drops()
-        self._repeats = self._repeats and not drops
+        self.whole = not drops
         try:
-            if not self._repeats:
-                self._forget_captures()
-                self._plan_capture(request_rows, drops=drops)
-            if self._window:
-                self._record(request_rows)
+            self._forget_captures()
+            self._plan_capture(request_rows, drops=drops)
+            self._record([rows.first_position for _, rows in request_rows])
+        except Exception:
+            self.clear_captures()
+            raise
+
+    def plan_again(self, positions: np.ndarray) -> None:
+        """Plan the last step again, whose requests' rows now begin at these positions."""
+        self._repeats, self._step = True, None
+        try:
+            self._record(positions)
         except Exception:
             self.clear_captures()
             raise
@@ -279,7 +292,6 @@ class Planner:
     ) -> None:
         window = self._runs_of(request_rows)
         if drops:  # but not scored rows, which do not wait for the writers
-            self._members = ()
             for item in window:
                 if not item.recording.capture.scored:
                     first = request_rows[item.member][1].first_position + item.skip
@@ -293,22 +305,54 @@ class Planner:
         self._plan_ports(self._layout.pattern, self._layout.tokens)
         self._captured = [(item.request, item.recording.mask) for item in window]
         self._window = window
+        self._window_members = np.array([item.member for item in window])
+        self._window_skips = np.array([item.skip for item in window])
 
-    def _record(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
+    def _record(self, positions: Sequence[int] | np.ndarray) -> None:
         """Give the captured rows of this step their memory."""
+        if not self._window:
+            return
         layout = self._layout
-        new = self._staging.new_rows(self._slabs, layout.rows)
-        self._plan[:, _ROW_COLUMNS] = (layout.base + new.first).reshape(-1, 2)
-        self._runs = StepRuns(
-            StepRows(new.slab, layout.base, layout.pattern, new.landing),
-            layout,
-            [item.recording for item in self._window],
-            [request_rows[item.member][1].first_position + item.skip for item in self._window],
-        )
+        firsts = np.asarray(positions)[self._window_members] + self._window_skips
+        if self._stretch is None or not self._stretch.is_continued_by(layout, firsts):
+            self.move()
+            self._staging.check_room(layout.rows)
+            width, dtype = self._staging.row
+            many = 1
+            if self._repeats and all(count == 1 for _, _, count in layout.runs):
+                size = layout.rows * width * dtype.itemsize
+                spans = [item.recording.span for item in self._window]
+                many = max(1, min(_TOGETHER, self._slabs.keep_bytes // (_SHARE * size), *spans))
+            landing = LastLanding()
+            slab = self._slabs.new_slab(many * layout.rows, width, dtype, landing)
+            recordings = [item.recording for item in self._window]
+            self._stretch = Stretch(layout, recordings, firsts, slab, landing)
+        first, landed = self._staging.next_area()
+        self._step = self._stretch.next(landed)
+        self._staging.record_into(self._step.slab)
+        self._plan[:, _ROW_COLUMNS] = (layout.base + first).reshape(-1, 2)
+
+    def move(self, keep: Callable[[], None] = lambda: None) -> None:
+        """Have the rows moved that were recorded so far. `keep` gives the mover orders to keep
+        some of them, before others may leave.
+        """
+        self._copy()
+        keep()
+        if self._copied:
+            self._mover.submit(partial(leave, self._copied))
+            self._copied = ()
+
+    def _copy(self) -> None:
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None and stretch.steps:
+            stretch.count()
+            self._mover.take(stretch, spill=self._overload.spills())
+            self._copied = stretch.recordings
 
     def _forget_captures(self) -> None:
         """Take the captures out of the plan."""
-        self._runs = None
+        self.move()
+        self._step = None
         self._window, self._captured = [], []
         entries, self._lists_end = self._edit_lists
         del self._lists[entries:]
@@ -376,23 +420,26 @@ class Planner:
         if not self._repeats:
             self._complete()
         if self._planned is None:
-            self._clear()
+            self.clear()
             return
         self._busy, self.due = True, self._planned
+        if self._loaded and self._repeats and self._step is None:
+            return  # the forward finds the plan where the last one found it
         try:
             self._staging.commit(self._plan, [] if self._repeats else self._lists)
         except Exception:
-            self._abandon()
+            self.abandon()
             raise
-        for site in self._launched:
-            site.busy = True
+        if not (self._loaded and self._repeats):
+            for site in self._launched:
+                site.busy = True
+        self._loaded = True
 
     def _complete(self) -> None:
         """Complete the plan of this step, which the next one may repeat."""
         for site in self._launched:
             site.busy = False
         self._planned, self._launched = None, []
-        self._last_step.keep(self._members)
         self._plan[:, columns.SITE] = 0
         captured = self._plan[:, _COUNT_COLUMNS]
         active = captured.any(axis=1)
@@ -407,54 +454,44 @@ class Planner:
         )
         self._launched = [self._sites[number] for number in np.flatnonzero(launched).tolist()]
 
-    def _clear(self) -> None:
-        """Commit an empty plan for the next forward, unless the last one was empty too."""
-        self.due = None
-        if self._busy:
-            self._busy = False
+    def clear(self) -> None:
+        """Have the next forward do nothing."""
+        self._busy, self.due = False, None
+        if self._loaded:
+            self._loaded = False
             try:
                 self._staging.commit(self._nothing, [])
             except Exception:
-                self._abandon()
+                self.abandon()
                 raise
             for site in self._launched:
                 site.busy = False
 
-    def _abandon(self) -> None:
-        self._last_step.forget()
+    def abandon(self) -> None:
+        """Have the next forward do nothing, whatever of a plan was uploaded."""
         self._plan[:] = 0
         self._edits, self.due, self._planned = False, None, None
         self._forget_captures()
         self._staging.abandon()
         for site in self._sites:
             site.busy = False
-        self._busy = False
+        self._busy = self._loaded = False
 
     def drain(self) -> list[tuple[Recording, Extent]]:
-        """Hand the captured rows of the last forward to their recordings, and return those that
-        probes read; commit an empty plan, so that the next forward does nothing unless it is
-        planned.
-        """
-        runs = self._runs
+        """Take the captured rows of the last forward, and return those that probes read."""
+        step, self._step = self._step, None
+        self._busy, self.due = False, None
+        if step is None:
+            return []
+        assert self._stretch is not None
         try:
-            if runs is not None:
-                self._staging.take(runs.step.slab)
-                for recording, first, (_, _, count) in zip(
-                    runs.recordings, runs.firsts, runs.layout.runs, strict=True
-                ):
-                    recording.recorded += count
-                    if recording.dropped:
-                        recording.dropped.difference_update(range(first, first + count))
-                self._mover.take(runs, spill=self._overload.spills())
+            self._staging.take(step.slab)
+            found = self._stretch.take(step)
+            if self._stretch.full:
+                self._copy()
         except Exception:
-            self._last_step.forget()
+            self._stretch = None
             self.plan_steering([])
+            self.clear()
             raise
-        finally:  # a forward that was not planned must not use this plan
-            self._runs = None
-            self._clear()
-        return [
-            (recording, runs.extent(run))
-            for run, recording in enumerate(runs.recordings if runs is not None else ())
-            if runs is not None and recording.watch is not None
-        ]
+        return found

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,12 +31,19 @@ class SlabPool:
     """Slabs of one rank. Used from one thread; slabs may be dropped in any thread."""
 
     def __init__(
-        self, keep_bytes: int, spill_dir: Path | None = None, *, pinned: bool = False
+        self,
+        keep_bytes: int,
+        spill_dir: Path | None = None,
+        *,
+        pinned: bool = False,
+        aside: Callable[[Callable[[], None]], object] = lambda action: action(),
     ) -> None:
         """`keep_bytes`: unused memory that is always kept for later slabs; `pinned`: use
-        page-locked memory, for copies from an accelerator.
+        page-locked memory, for copies from an accelerator. `aside(action)`: runs it in a helper, as
+        giving memory back takes longer than a step.
         """
-        self._keep, self._spill_dir, self._pinned = keep_bytes, spill_dir, pinned
+        self._aside = aside
+        self.keep_bytes, self._spill_dir, self._pinned = keep_bytes, spill_dir, pinned
         # bytes of slabs that are in use or still being copied to, without spilled ones
         self.alive = 0
         self.spilled = 0  # bytes spilled so far
@@ -48,15 +56,17 @@ class SlabPool:
         self._returned: deque[tuple[torch.Tensor, Landing]] = deque()
 
     def reserve(self, largest: int) -> None:
-        """Make a first set of memories, of `largest` bytes, a half of it, a quarter and so on, if
-        the pool keeps as much.
+        """Make all memories that the pool keeps: of `largest` bytes, a half of it, a quarter and so
+        on, then more of `largest`.
 
         In any thread: locking pages takes longer than a step. Raises HostMemoryError.
         """
-        size = min(largest, self._keep // 2)
-        while size >= _RESERVED:
+        size = largest = min(largest, self.keep_bytes // 2)
+        room = self.keep_bytes
+        while (size := max(size, _RESERVED)) <= room:
             self._reserved.append(pages(_size_class(size), locked=self._pinned))
-            size //= 2
+            room -= size
+            size = size // 2 if size > _RESERVED else largest
 
     def new_slab(
         self, rows: int, hidden_size: int, dtype: torch.dtype, landing: Landing = LANDED
@@ -106,8 +116,11 @@ class SlabPool:
             self.alive -= len(memory)
             self._give(memory)
         # Successive steps need slabs of about the same size, and reuse pages already touched.
-        while self._free_bytes > max(self._keep, max(self._recent, default=0) - self.alive):
-            self._pop(next(iter(self._free)))
+        surplus: list[torch.Tensor] = []
+        while self._free_bytes > max(self.keep_bytes, max(self._recent, default=0) - self.alive):
+            surplus.append(self._pop(next(iter(self._free))))
+        if surplus:
+            self._aside(surplus.clear)
 
     def _give(self, memory: torch.Tensor) -> None:
         self._free.setdefault(len(memory), []).append(memory)

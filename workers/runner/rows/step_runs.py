@@ -1,5 +1,6 @@
 """Runs of a step: the consecutive positions that each recording captures in it, their places in the
-step's slab, and the copy of their rows to the recordings.
+step's slab, and the copy of their rows to the recordings. Steps that repeat one another share a
+slab, and their rows are copied together.
 """
 
 import logging
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 
 from .capture import NewMemory, Recording
-from .extents import Extent, Spaced, StepRows, spaced
+from .extents import Extent, Spaced, StepRows, rows_of, spaced
+from .pending_rows import LANDED, Landing, LastLanding
 
 logger = logging.getLogger(__name__)
 
@@ -112,19 +114,64 @@ def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
     return numbers if bool((numbers[1:] > numbers[:-1]).all()) else np.unique(numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRuns:
-    """The recorded rows of a step: run i has rows of `recordings[i]` from `firsts[i]` on."""
+class Stretch:
+    """The recorded rows of steps with one layout, each of which continues the one before: run i has
+    rows of `recordings[i]` from `firsts[i]` on.
+    """
 
-    step: StepRows
-    layout: Layout
-    recordings: Sequence[Recording]
-    firsts: Sequence[int]
+    def __init__(
+        self,
+        layout: Layout,
+        recordings: Sequence[Recording],
+        firsts: np.ndarray,
+        slab: torch.Tensor,
+        landing: LastLanding,
+    ) -> None:
+        """`firsts`: int64 [runs]. `slab`: has room for the rows of one step or more; of more only
+        if each run has one position in a step. `landing`: of the slab.
+        """
+        self.layout, self.recordings, self.slab = layout, recordings, slab
+        self._firsts, self._landing = firsts, landing
+        self.steps = 0  # taken so far
+        self._watched = any(recording.watch is not None for recording in recordings)
 
-    def extent(self, run: int) -> Extent:
-        """Return a run of these."""
-        _, _, count = self.layout.runs[run]
-        return Extent(self.step, self.layout.slots[run], self.firsts[run], count)
+    @property
+    def full(self) -> bool:
+        return len(self.slab) < (self.steps + 1) * self.layout.rows
+
+    def is_continued_by(self, layout: Layout, firsts: np.ndarray) -> bool:
+        """Return whether the next step may have these runs."""
+        continues = layout is self.layout and np.array_equal(firsts, self._firsts + self.steps)
+        return continues and not self.full
+
+    def next(self, landing: Landing) -> StepRows:
+        """Return the memory of the next step's rows, see `take`."""
+        size, layout = self.layout.rows, self.layout
+        slab = self.slab[self.steps * size : (self.steps + 1) * size]
+        return StepRows(slab, layout.base, layout.pattern, landing)
+
+    def take(self, step: StepRows) -> list[tuple[Recording, Extent]]:
+        """Add the next step, whose rows are on their way; return those that probes read."""
+        self.steps, self._landing.last = self.steps + 1, step.landing
+        if not self._watched:
+            return []
+        firsts, runs = (self._firsts + self.steps - 1).tolist(), self.layout.runs
+        return [
+            (recording, Extent(step, slots, first, count))
+            for recording, slots, first, (_, _, count) in zip(
+                self.recordings, self.layout.slots, firsts, runs, strict=True
+            )
+            if recording.watch is not None
+        ]
+
+    def count(self) -> None:
+        """Count the rows as recorded."""
+        for recording, first, (_, _, count) in zip(
+            self.recordings, self._firsts.tolist(), self.layout.runs, strict=True
+        ):
+            recording.recorded += count * self.steps
+            if recording.dropped:
+                recording.dropped.difference_update(range(first, first + count * self.steps))
 
     def copy(self, new: NewMemory) -> None:
         """Copy the rows to their recordings, once they have landed.
@@ -133,23 +180,31 @@ class StepRuns:
         take longer than the rows, and would hold up the model's thread.
         """
         try:
-            self.step.landing.wait()
+            self._landing.wait()
+            used = self.slab[: self.steps * self.layout.rows]
+            like = StepRows(used, self.layout.base, self.layout.pattern, LANDED)
             rows, places = list[torch.Tensor](), list[torch.Tensor]()
-            for recording in self.recordings:
-                if recording.opened:
-                    recording.leave()
             for runs, counts, numbers in self.layout.alike:
-                parts = self.step.rows(numbers).split(counts, dim=1)
+                found = rows_of(used, numbers, self.steps)
+                parts = found.split(counts, dim=1) if self.steps == 1 else found.unbind(1)
                 for run, count, part in zip(runs, counts, parts, strict=True):
-                    spans = self.recordings[run].places(self.firsts[run], count, self.step, new)
+                    first, many = int(self._firsts[run]), count * self.steps
+                    spans = self.recordings[run].places(first, many, like, new)
                     places += spans
-                    rows += [part] if len(spans) == count == 1 else _cut(part, spans)
+                    rows += [part] if len(spans) == 1 == many else _cut(part, spans)
             if places:
                 torch._foreach_copy_(places, rows)
         except Exception as error:
             logger.exception("captured rows could not be copied")
             for recording in self.recordings:
                 recording.fail(error)
+
+
+def leave(recordings: Sequence[Recording]) -> None:
+    """Have rows leave those in which pieces were begun."""
+    for recording in recordings:
+        if recording.opened:
+            recording.leave()
 
 
 def _cut(rows: torch.Tensor, places: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

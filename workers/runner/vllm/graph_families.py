@@ -1,12 +1,12 @@
-"""Two CUDA graphs for each batch shape: one for idle steps, without the sites' launches, and one
-for busy steps.
+"""CUDA graphs of several families for each batch shape: for steps with work at any site, at sites
+of the residual stream alone, and at none (`kernels.ops`).
 
-Both are captured from the same compiled artefact, so they compute the same bits. vLLM keys its
+All are captured from the same compiled artefact, so they compute the same bits. vLLM keys its
 graphs by a descriptor of the batch; here the descriptor also has the graph's family.
 `docs/decisions/0015-graph-families.md` has the reasons.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,63 +15,60 @@ from vllm.forward_context import BatchDescriptor, get_forward_context
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from ....kernels import idle_sites, sites_idle
-
-#: Values of `idle` in the order of capture, which must be the same on all ranks: custom all-reduce
-#: exchanges buffer addresses in that order.
-FAMILIES = (False, True)
+from ....kernels import WHOLE, family, in_family
 
 
 @dataclass(frozen=True)
 class Batch(BatchDescriptor):
     """Key of a graph in the v1 runner, and of a piecewise graph in both."""
 
-    idle: bool = False
+    family: int = WHOLE
 
 
 @dataclass(frozen=True)
 class Execution(BatchExecutionDescriptor):
     """Key of a graph in the v2 runner."""
 
-    idle: bool = False
+    family: int = WHOLE
 
 
-def _of_family(descriptor: Any, kind: type, idle: bool) -> Any:
+def _of_family(descriptor: Any, kind: type, chosen: int) -> Any:
     """Return a descriptor, vLLM's or already of `kind`, as the key of one family."""
     if isinstance(descriptor, kind):
-        return replace(descriptor, idle=idle)  # type: ignore[type-var]
+        return replace(descriptor, family=chosen)  # type: ignore[type-var]
     return kind(
-        **{field.name: getattr(descriptor, field.name) for field in fields(descriptor)}, idle=idle
+        **{field.name: getattr(descriptor, field.name) for field in fields(descriptor)},
+        family=chosen,
     )
 
 
 class FamilyDispatcher(CudagraphDispatcher):
-    """The v1 runner's dispatcher with twice the keys; `dispatch` returns the key of the next
-    forward's family, which `idle_sites` has set.
+    """The v1 runner's dispatcher with keys for each family; `dispatch` returns the key of the next
+    forward's family, which `in_family` has set.
     """
 
+    families: Sequence[int]
+
     def _create_padded_batch_descriptor(self, *args: Any, **kwargs: Any) -> BatchDescriptor:
-        return _of_family(
-            super()._create_padded_batch_descriptor(*args, **kwargs), Batch, sites_idle()
-        )
+        return _of_family(super()._create_padded_batch_descriptor(*args, **kwargs), Batch, family())
 
     def add_cudagraph_key(
         self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor
     ) -> None:
-        for idle in FAMILIES:
-            super().add_cudagraph_key(runtime_mode, _of_family(batch_descriptor, Batch, idle))
+        for each in self.families:
+            super().add_cudagraph_key(runtime_mode, _of_family(batch_descriptor, Batch, each))
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """Return the descriptors to capture, largest first like vLLM's.
 
-        The keys are a set, whose order differs between processes, so `idle` orders equal ones.
+        The keys are a set, whose order differs between processes, so `family` orders equal ones.
         """
         return [
             (
                 mode,
                 sorted(
                     descriptors,
-                    key=lambda item: (-item.num_tokens, -item.num_active_loras, item.idle),
+                    key=lambda item: (-item.num_tokens, -item.num_active_loras, item.family),
                 ),
             )
             for mode, descriptors in super().get_capture_descs()
@@ -93,7 +90,7 @@ class _Capturing(CudaGraphManager):
             forward = create_forward_fn(descriptor, *more, **named)
 
             def run(mode: CUDAGraphMode) -> None:
-                with idle_sites(descriptor.idle):
+                with in_family(descriptor.family):
                     forward(mode)
 
             return run
@@ -109,7 +106,7 @@ class _Dispatching(CudaGraphManager):
         return (
             result
             if result.cg_mode == CUDAGraphMode.NONE
-            else _of_family(result, Execution, sites_idle())
+            else _of_family(result, Execution, family())
         )
 
     def run_pw_graph(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,22 +114,27 @@ class _Dispatching(CudaGraphManager):
         found at capture and at replay.
         """
         context = get_forward_context()
-        context.batch_descriptor = _of_family(context.batch_descriptor, Batch, sites_idle())
+        context.batch_descriptor = _of_family(context.batch_descriptor, Batch, family())
         return super().run_pw_graph(*args, **kwargs)
 
 
-def dispatch_by_family(dispatcher: CudagraphDispatcher) -> None:
-    """Give the v1 runner's dispatcher two families, before its keys are made."""
+def dispatch_by_family(dispatcher: CudagraphDispatcher, families: Sequence[int]) -> None:
+    """Give the v1 runner's dispatcher these families, before its keys are made.
+
+    They are captured in this order, which must be the same on all ranks: custom all-reduce
+    exchanges buffer addresses in that order.
+    """
     dispatcher.__class__ = FamilyDispatcher
+    dispatcher.families = families
 
 
-def capture_both_families(manager: CudaGraphManager) -> None:
-    """Give the v2 runner's manager two families, before it captures."""
+def capture_families(manager: CudaGraphManager, families: Sequence[int]) -> None:
+    """Give the v2 runner's manager these families, before it captures them in this order."""
     base = type(manager)
     manager.__class__ = type(f"Midstream{base.__name__}", (_Dispatching, base, _Capturing), {})
     for mode, descriptors in manager._capture_descs.items():
         manager._capture_descs[mode] = [
-            _of_family(descriptor, Execution, idle)
+            _of_family(descriptor, Execution, each)
             for descriptor in descriptors
-            for idle in FAMILIES
+            for each in families
         ]

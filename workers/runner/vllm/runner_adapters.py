@@ -3,19 +3,22 @@
 Both adapters are mix-ins of the platform's runner class; see `docs/decisions/0001-contracts.md`.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from ....kernels import idle_sites
-from ..base.config import plane_config
-from ..base.engine_step import NewRequest, RequestRows, StepView
+from ....kernels import WHOLE, in_family
+from ..base.config import PlaneConfig, plane_config
+from ..base.engine_step import NewRequest, StepView
 from ..base.packed_spec import packed_spec, unpack
 from ..probes.probe_news import NEWS
 from ..support import build_errors
-from .graph_families import capture_both_families, dispatch_by_family
+from .graph_families import capture_families, dispatch_by_family
 from .quarantine import attach
 from .scheduler import ends, finishes, keeping, load, waiting
 
@@ -49,13 +52,20 @@ def _resumed(scheduler_output: Any) -> dict[str, int]:
     return {req_id: computed for req_id, computed in pairs if req_id in cached.resumed_req_ids}
 
 
-def _windows(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield (request, first position, count) of a step as the scheduler sends it to all ranks."""
+def _windows(scheduler_output: Any) -> Iterable[tuple[str, int, int]]:
+    """Return (request, first position, count) of a step as the scheduler sends it to all ranks."""
     counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
-    for data in scheduler_output.scheduled_new_reqs:
-        yield data.req_id, data.num_computed_tokens, counts[data.req_id]
-    for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield req_id, computed, counts[req_id]
+    new = [
+        (data.req_id, data.num_computed_tokens, counts[data.req_id])
+        for data in scheduler_output.scheduled_new_reqs
+    ]
+    running = zip(
+        cached.req_ids,
+        cached.num_computed_tokens,
+        map(counts.__getitem__, cached.req_ids),
+        strict=True,
+    )
+    return itertools.chain(new, running)
 
 
 class _Adapter:
@@ -63,10 +73,14 @@ class _Adapter:
 
     midstream: "DataPlane | None" = None
 
+    @cached_property
+    def _plane_config(self) -> PlaneConfig:
+        return plane_config()
+
     @contextmanager
     def _step(self, scheduler_output: Any) -> Iterator[None]:
         """Begin a step, and after the block, which runs the forward, drain it."""
-        config = plane_config()
+        config = self._plane_config
         with build_errors.kept_for_worker(config.spill_dir, config.boot):
             with self._begin(scheduler_output):
                 yield
@@ -74,7 +88,7 @@ class _Adapter:
 
     def _begin(self, scheduler_output: Any) -> AbstractContextManager[None]:
         """Begin a step; return the context in which it must run, with its graph family."""
-        idle = False
+        chosen = WHOLE
         if self.midstream is not None:
             preempted = len(scheduler_output.preempted_req_ids or ())
             self.midstream.load = load(scheduler_output)
@@ -87,8 +101,8 @@ class _Adapter:
                 ends(scheduler_output),
                 waiting(scheduler_output),
             )
-            idle = self.midstream.choose(_windows(scheduler_output))
-        return idle_sites(idle)
+            chosen = self.midstream.choose(_windows(scheduler_output))
+        return in_family(chosen)
 
     def _drain(self) -> None:
         if self.midstream is not None:
@@ -101,7 +115,16 @@ class _Adapter:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if self.midstream is None:
             return output
-        return attach(attach(output, self.midstream.found()), self.midstream.probe_news(), NEWS)
+        if (found := self.midstream.found()) is not None:
+            output = attach(output, found)
+        if (news := self.midstream.probe_news()) is not None:
+            output = attach(output, news, NEWS)
+        return output
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.midstream is not None:
+            self.midstream.plan_nothing()
+        return super()._dummy_run(*args, **kwargs)  # type: ignore[misc]
 
 
 class V1Adapter(_Adapter):
@@ -113,12 +136,12 @@ class V1Adapter(_Adapter):
                 scheduler_output, intermediate_tensors
             )
 
-    def two_families(self) -> None:
-        """Give vLLM's dispatcher two graph families; call this before its keys are made."""
-        dispatch_by_family(self.cudagraph_dispatcher)  # type: ignore[attr-defined]
+    def use_families(self, families: Sequence[int]) -> None:
+        """Give vLLM's dispatcher these graph families; call this before its keys are made."""
+        dispatch_by_family(self.cudagraph_dispatcher, families)  # type: ignore[attr-defined]
 
     def _warmup_and_capture(self, desc: Any, *args: Any, **kwargs: Any) -> None:
-        with idle_sites(getattr(desc, "idle", False)):  # without families, it is vLLM's own
+        with in_family(getattr(desc, "family", WHOLE)):  # without families, it is vLLM's own
             super()._warmup_and_capture(desc, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(
@@ -129,13 +152,16 @@ class V1Adapter(_Adapter):
         )
         if self.midstream is not None:
             batch = self.input_batch  # type: ignore[attr-defined]
-            counts = [int(count) for count in num_scheduled_tokens]
-            req_ids, drafts = (
-                batch.req_ids[: len(counts)],
-                scheduler_output.scheduled_spec_decode_tokens,
+            many = len(num_scheduled_tokens)
+            req_ids, drafts = batch.req_ids[:many], scheduler_output.scheduled_spec_decode_tokens
+            self.midstream.plan(
+                StepView(
+                    req_ids,
+                    num_scheduled_tokens,
+                    batch.num_computed_tokens_cpu[:many],
+                    [1 + len(drafts.get(req_id, ())) for req_id in req_ids],
+                )
             )
-            samples = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
-            self.midstream.plan(_view(req_ids, counts, batch.num_computed_tokens_cpu, samples))
         return prepared
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +199,7 @@ class V1Adapter(_Adapter):
 class V2Adapter(_Adapter):
     """`vllm.v1.worker.gpu.model_runner.GPUModelRunner` and its CPU subclass."""
 
-    families = False
+    families: Sequence[int] = ()
 
     def execute_model(
         self,
@@ -188,11 +214,11 @@ class V2Adapter(_Adapter):
                 scheduler_output, intermediate_tensors, dummy_run, *args, **kwargs
             )
 
-    def two_families(self) -> None:
-        """Give two families to the graphs' managers, which do not exist yet: see
+    def use_families(self, families: Sequence[int]) -> None:
+        """Give these families to the graphs' managers, which do not exist yet: see
         `initialize_kv_cache`.
         """
-        self.families = True
+        self.families = families
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Call vLLM's method, and give the graph manager that it makes its families. vLLM makes
@@ -200,18 +226,21 @@ class V2Adapter(_Adapter):
         """
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         if self.families and self.cudagraph_manager is not None:  # type: ignore[attr-defined]
-            capture_both_families(self.cudagraph_manager)  # type: ignore[attr-defined]
+            capture_families(self.cudagraph_manager, self.families)  # type: ignore[attr-defined]
         return result
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         if self.midstream is not None:
-            counts = [int(count) for count in batch.num_scheduled_tokens[: batch.num_reqs]]
-            logits = batch.cu_num_logits_np
-            samples = [
-                int(count) for count in logits[1 : batch.num_reqs + 1] - logits[: batch.num_reqs]
-            ]
-            self.midstream.plan(_view(batch.req_ids, counts, batch.num_computed_tokens_np, samples))
+            many = batch.num_reqs
+            self.midstream.plan(
+                StepView(
+                    batch.req_ids,
+                    batch.num_scheduled_tokens[:many],
+                    batch.num_computed_tokens_np[:many],
+                    np.diff(batch.cu_num_logits_np[: many + 1]),
+                )
+            )
         return batch
 
     def drafting_model(self) -> "nn.Module | None":
@@ -220,12 +249,3 @@ class V2Adapter(_Adapter):
 
     def make_pipeline_buffers(self, *_: Any) -> None:
         """Do nothing: the v2 runner makes these buffers."""
-
-
-def _view(req_ids: list[str], counts: list[int], computed: Any, samples: list[int]) -> StepView:
-    """Return the step's view: rows are in batch order, request after request."""
-    requests, row = [], 0
-    for index, (req_id, count, sampled) in enumerate(zip(req_ids, counts, samples, strict=True)):
-        requests.append(RequestRows(req_id, row, count, int(computed[index]), sampled))
-        row += count
-    return StepView(requests, row)

@@ -108,6 +108,9 @@ class _Midstream:
         self._midstream_capturing: dict[str, RequestCaptures] = {}
         self._midstream_bases: dict[str, RepeatedPrompt] = {}  # live requests that repeat a prompt
         self._midstream_chunks: dict[str, int] = {}  # live requests → prompt tokens per step
+        # requests with captures or chunks that do not only generate: what limits or keeps the rows
+        # of prompts is done for these alone
+        self._midstream_filling: set[str] = set()
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         vllm_config = self.vllm_config  # type: ignore[attr-defined]
         config, model = plane_config(), vllm_config.model_config
@@ -144,6 +147,7 @@ class _Midstream:
 
     def _join(self, request: Any, spec: RankSpec) -> None:
         """Record what later steps need from the spec."""
+        self._fill(request)
         if spec.captures and spec.version == __version__:
             self._midstream_ring.join(
                 request.request_id, spec.captures, spec.prompt_tokens, request.max_tokens
@@ -165,6 +169,12 @@ class _Midstream:
             packed = packed_spec(request.sampling_params)
             if packed is not None:
                 self._midstream_arrived[request.request_id] = packed
+
+    def _fill(self, request: Any) -> None:
+        """Note that a request is to compute its prompt, or after a preemption all its tokens."""
+        spec = _spec(request)
+        if spec is not None and (spec.captures or spec.chunk):
+            self._midstream_filling.add(request.request_id)
 
     def midstream_end(self, ends: list[tuple[str, int]]) -> None:
         """Send ends to all ranks with the next step, which `has_finished_requests` ensures."""
@@ -195,6 +205,7 @@ class _Midstream:
             self._midstream_ring.leave(request.request_id)
             self._midstream_bases.pop(request.request_id, None)
             self._midstream_chunks.pop(request.request_id, None)
+            self._midstream_filling.discard(request.request_id)
             if (
                 spec.keep_blocks
                 and not spec.digest
@@ -206,13 +217,15 @@ class _Midstream:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
-        running = self.running  # type: ignore[attr-defined]
+        running, filling = self.running, self._midstream_filling  # type: ignore[attr-defined]
+        self._bind("_reserve_prefill_lookahead", ours=bool(filling))
         with self._midstream_cells.composing(running, self.waiting):  # type: ignore[attr-defined]
-            self._midstream_ring.begin(
-                ((request.request_id, request.num_computed_tokens) for request in running),
-                (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
-                self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
-            )
+            if filling:
+                self._midstream_ring.begin(
+                    ((request.request_id, request.num_computed_tokens) for request in running),
+                    (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
+                    self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
+                )
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # An empty step with running requests is no problem: these may all be in a step that is
         # still computed, and waiting ones will be scheduled later.
@@ -237,12 +250,21 @@ class _Midstream:
         if self._midstream_ends:
             setattr(output, _ENDS, self._midstream_ends)
             self._midstream_ends = []
-        if self._midstream_capturing or self._midstream_rows.pending:
+        if filling or self._midstream_rows.pending:
             setattr(output, _KEEPING, self._keeping(output))
         running, queued = self.get_request_counts()  # type: ignore[attr-defined]
         usage = self.kv_cache_manager.usage  # type: ignore[attr-defined]
         setattr(output, _LOAD, (running, queued, usage))
         return output
+
+    def _bind(self, name: str, *, ours: bool) -> None:
+        """Have vLLM call our method of this name from now on, or its own: it calls these for every
+        request in every step, which costs a step of many requests even if ours do nothing.
+        """
+        if ours:
+            self.__dict__.pop(name, None)
+        elif name not in self.__dict__:
+            self.__dict__[name] = getattr(super(), name)
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
@@ -265,6 +287,7 @@ class _Midstream:
             if self._midstream_quarantine.isolate(request, request_id, position):
                 _rehash(request, always=True)
         self._midstream_probes.hear(news_of(model_runner_output))
+        self._bind("_update_request_with_output", ours=self._midstream_probes.tell)
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -307,6 +330,7 @@ class _Midstream:
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self._midstream_quarantine.leaving(request.request_id)
+        self._fill(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         _rehash(request)
 
@@ -321,14 +345,17 @@ class _Midstream:
                     self.requests[data.req_id].block_hashes,  # type: ignore[attr-defined]
                     data.num_computed_tokens,
                 )
-        for request_id, count in output.num_scheduled_tokens.items():
+        filling = self._midstream_filling
+        scheduled = output.num_scheduled_tokens
+        for request_id in [name for name in scheduled if name in filling]:
+            request = self.requests[request_id]  # type: ignore[attr-defined]
             captures = self._midstream_capturing.get(request_id)
+            stop = request.num_computed_tokens  # already includes the tokens of this step
             if captures is not None:
-                request = self.requests[request_id]  # type: ignore[attr-defined]
-                stop = request.num_computed_tokens  # already includes the tokens of this step
-                keeping.keep += rows.keep(
-                    request_id, captures, request.block_hashes, stop - count, stop
-                )
+                start = stop - scheduled[request_id]
+                keeping.keep += rows.keep(request_id, captures, request.block_hashes, start, stop)
+            if stop >= request.num_tokens:  # a preempted request computes more than its prompt
+                filling.discard(request_id)
         keeping.drop = rows.dropped()
         return keeping
 

@@ -7,7 +7,7 @@ ranks.
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
 from ....broker.ops import logs
+from ....kernels import IDLE, STREAM, WHOLE
 from ....schemas.base.records import learn_records
 from ....schemas.base.tensors import Tensor
 from ....schemas.extensions import Extension
@@ -36,7 +37,7 @@ from ..hooks.architectures import UnsupportedArchitectureError, describe
 from ..hooks.attention_kinds import attention_kinds
 from ..hooks.model_adapter import complete
 from ..hooks.routing_kinds import routing_kinds
-from ..hooks.sites import Sizes, install, read_between_layers, warm_up
+from ..hooks.sites import Site, Sizes, install, read_between_layers, stream_hooks, warm_up
 from ..plane.data_plane import DataPlane, answer
 from ..plane.grading import tap
 from ..plane.inside_hooks import Group, install_inside
@@ -97,8 +98,6 @@ class MidstreamWorker(PlatformWorker):
         # vLLM hard-codes the platform's runner class, so the instance's class is replaced by a
         # subclass, which adds methods but no state.
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
-        if plane_config().graph_families:
-            runner.two_families()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         check(self.vllm_config)
@@ -176,6 +175,7 @@ class MidstreamWorker(PlatformWorker):
             device=self.device,
             always=traced,
         )
+        self._use_families([*sites, *(site for part in inside for site in part.sites)])
         shapes = {str(hook): places[0].columns.row for hook, places in inner.items()}
         self._found = msgspec.structs.replace(
             self._found, inside=shapes, absent=self._found.absent | absent
@@ -250,6 +250,12 @@ class MidstreamWorker(PlatformWorker):
         if not pp.is_first_rank:
             tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.model_runner.make_pipeline_buffers(loaded, tokens, model.dtype, self.device)
+
+    def _use_families(self, sites: Sequence[Site]) -> None:
+        """Have the runner capture the graph families that a step may be of, see `kernels.ops`."""
+        if plane_config().graph_families:
+            families = (WHOLE, STREAM, IDLE) if stream_hooks(sites) else (WHOLE, IDLE)
+            self.model_runner.use_families(families)
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Connect the plane to the runner, only now, so that profiling runs do not reach it."""

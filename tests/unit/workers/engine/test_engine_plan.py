@@ -201,7 +201,8 @@ def test_idle_steps_launch_nothing_and_busy_ones_more_with_more_hooks() -> None:
         (each.hooks, each.step): each.cost for each in plan(model_of(LLAMA_8B), Settings()).work
     }
     assert work["6 hooks", "idle"].launches == 0
-    assert 0 < work["post_block", "steered"].launches < work["6 hooks", "steered"].launches
+    assert 0 < work["post_block", "steered"].launches < work["6 hooks", "all six captured"].launches
+    assert work["6 hooks", "steered"].launches == 33, "those of the stream, and the first of it"
     assert work["post_block", "captured"].host_bytes == 32 * 64 * 8192
 
 

@@ -116,9 +116,8 @@ def test_kept_rows_of_a_vector_that_was_dropped_are_refused(rig: Rig) -> None:
     rig.plane.rank_state.drop_vectors([NAME])
     again = steered(2)
     rig.step((again, 0, 6), new=[again])
-    (_, failed) = rig.receipts()
-    assert (failed.job, failed.status, failed.message) == (
-        "j2",
+    failed = rig.told()["j2"]
+    assert (failed.status, failed.message) == (
         "error",
         f"vector {NAME[:12]} is not on this rank",
     )

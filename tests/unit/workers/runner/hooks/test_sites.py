@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midstream.kernels import idle_sites
+from midstream.kernels import IDLE, in_family
 from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, SITE, Planned
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.schemas.requests.interventions import PLACE
@@ -238,7 +238,7 @@ def test_a_traced_graph_serves_idle_and_busy_steps_and_keeps_every_site(backend:
     assert not any(site.busy for site in sites)
     capture_all(sites, buffers)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        with idle_sites(True):
+        with in_family(IDLE):
             idle = compiled(X)
         assert not buffers.ring.any()
         busy = compiled(X)
@@ -513,7 +513,7 @@ def test_pieces_of_vllms_backend_keep_every_site_and_copy_no_ring(
             found = model(X)
             rows = captured(sites, buffers)
             buffers.ring.zero_()
-            with idle_sites(True):
+            with in_family(IDLE):
                 idle = model(X)
     assert torch.allclose(found, expected, atol=1e-5)
     assert all(torch.allclose(rows[place], wanted[place], atol=1e-5) for place in wanted)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from rank_kit import view_of
 
 from midstream.schemas.requests.specs import Grade, RankSpec
-from midstream.workers.runner.base.engine_step import RequestRows, StepView
+from midstream.workers.runner.base.engine_step import StepView
 from midstream.workers.runner.plane.grading import KEPT, Grading, lacking, tap
 from midstream.workers.runner.rows.planner import Tracked
 
@@ -33,13 +34,14 @@ def step(
     grading: Grading, logits: torch.Tensor, *windows: tuple[Tracked | None, int, int, int]
 ) -> list[tuple[Tracked, str]]:
     """`(request, or a plain one, first position, rows, logits)` in batch order."""
-    rows, mine, row = [], [], 0
-    for number, (tracked, first, count, samples) in enumerate(windows):
-        rows.append(RequestRows(str(number), row, count, first, samples))
-        row += count
-        if tracked is not None:
-            mine.append((tracked, rows[-1]))
-    grading.plan(mine, StepView(rows, row))
+    found = view_of(*((str(n), first, count) for n, (_, first, count, _) in enumerate(windows)))
+    view = StepView(found.ids, found.counts, found.positions, [window[3] for window in windows])
+    mine = [
+        (tracked, rows)
+        for (tracked, *_), rows in zip(windows, view.requests, strict=True)
+        if tracked is not None
+    ]
+    grading.plan(mine, view)
     return grading.take(logits)
 
 
@@ -168,10 +170,8 @@ def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
     model.compute_logits = lambda rows: rows
     tap(model, grading.take)
     model.compute_logits(logits_of(9))
-    grading.plan(
-        [(tracked, RequestRows("0", 0, PROMPT, 0))],
-        StepView([RequestRows("0", 0, PROMPT, 0)], PROMPT),
-    )
+    view = view_of(("0", 0, PROMPT))
+    grading.plan([(tracked, view.requests[0])], view)
     sampled = model.compute_logits(logits_of(1))
     model.compute_logits(logits_of(1, seed=1))
     assert tracked.graded is not None

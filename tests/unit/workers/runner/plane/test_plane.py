@@ -434,8 +434,9 @@ def test_rows_are_copied_once_and_not_on_the_thread_of_the_model(
     first.total = 11
     rig.step(finished=[first, second])
     assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
-    # two blocks of the first prompt, one of the second, and each generated token
-    assert copied == ["midstream-mover"] * (2 + 4 + 1 + 1)
+    # two blocks of the first prompt, one of the second; the first generated token of both requests,
+    # whose step is planned, and the first one's others, whose steps repeat it
+    assert copied == ["midstream-mover"] * (2 + 1 + 1 + 1 + 1)
     assert (rig.reader(second).array(1)[:4] == stream_of(1, "post_block", 1, 0, 4)).all()
 
 
@@ -475,6 +476,7 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Act
     rows = [rig.left("post_block", 1)[:6]]
     rig.step((request, 6, 1), (other, 6, 1))
     rows.append(rig.left("post_block", 1)[:1])
+    rig.plane._mover.submit(lambda: None).result()
     for each in rig.plane._tracked.values():
         assert not any(recording.pieces() for recording in each.recordings.values()), (
             "rows that are scored or wait for it are held by nothing else"

@@ -66,6 +66,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
+    for actor in (Banks, Scorer):  # else they are asked only if something waits
+        monkeypatch.setattr(actor, "settled", False)
     for actor, names in ACTORS.items():
         for name in names:
             monkeypatch.setattr(

@@ -8,11 +8,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from rank_kit import view_of
 from torch import nn
 
 from midstream.schemas.prompts.selectors import PositionSelector
 from midstream.schemas.requests.specs import Entry, RankSpec, StoredCapture, StoredSteering
-from midstream.workers.runner.base.engine_step import RequestRows, StepView
+from midstream.workers.runner.base.engine_step import RequestRows
 from midstream.workers.runner.plane.reentry import (
     Reentry,
     ReentryGate,
@@ -210,12 +211,10 @@ def entering(gate: ReentryGate, *keys: str) -> Reentry:
 
 def plan(entering: Reentry, *step: tuple[RankSpec, int, int]) -> tuple[list[str], int]:
     """The reasons of the requests that failed, and how many rows the step has."""
-    mine, row = [], 0
-    for number, (spec, first, count) in enumerate(step):
-        mine.append((Tracked(spec), RequestRows(str(number), row, count, first)))
-        row += count
-    entering.plan(mine, StepView([rows for _, rows in mine], row))
-    return cast("Failures", entering._requests).reasons, row
+    view = view_of(*((str(number), first, count) for number, (_, first, count) in enumerate(step)))
+    specs = [Tracked(spec) for spec, _, _ in step]
+    entering.plan(list(zip(specs, view.requests, strict=True)), view)
+    return cast("Failures", entering._requests).reasons, view.num_rows
 
 
 @pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
@@ -285,5 +284,5 @@ def test_reentry_decisions_ignore_rank_state() -> None:
     forward = entering(gate, "j.0.base")
     tracked = Tracked(msgspec.structs.replace(cell(3)), failure="no", reported=True)
     rows = RequestRows("0", 0, 6, 4)
-    forward.plan([(tracked, rows)], StepView([rows], 6))
+    forward.plan([(tracked, rows)], view_of(("0", 4, 6)))
     assert gate.begin == 3

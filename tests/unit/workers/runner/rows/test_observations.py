@@ -2,23 +2,26 @@
 which are not finite, fail their requests before a receipt says otherwise; edits have a size.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from plane_kit import Rig, capturing, run, steered
-from rank_kit import Request, steering, stream_of
+from rank_kit import Request, steering, stream_of, view_of
 
 from midstream.kernels.plan import CAPTURED_AFTER
 from midstream.schemas.prompts.selectors import Window
-from midstream.workers.runner.base.engine_step import Finish, RequestRows, StepView
+from midstream.workers.runner.base.engine_step import Finish
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.hooks.sites import Site
 from midstream.workers.runner.rows import finite_check
-from midstream.workers.runner.rows.edit_sizes import STEPS, SizeCount
+from midstream.workers.runner.rows.edit_sizes import RequestSizes, SizeTable, StepSizes
+from midstream.workers.runner.rows.execution_check import Due
 from midstream.workers.runner.rows.finite_check import _Finding
 
 
@@ -121,7 +124,7 @@ class LateEvent:
         assert blocking, "a thread that waits must not spin"
         self.landed = False
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         return
 
     def query(self) -> bool:
@@ -135,9 +138,12 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an accelerator, where a step does not wait for them."""
-    monkeypatch.setattr(rig.plane._banks.first.finite, "_on_cpu", False)
+    side = SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
+    monkeypatch.setattr(rig.plane._banks.first.finite, "_side", side)
     monkeypatch.setattr(finite_check, "_copy_to_host", torch.Tensor.clone)
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
     skip(monkeypatch, rig, "post_block", 1)
     request, other = capturing(1), steered(2)
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
@@ -259,8 +265,8 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
     rig.step((request, 0, 6), new=[request])
     for position in range(6, last + 1):
         rig.step((request, position, 1))
-    view = StepView([RequestRows("1", 0, 1, last)], 1)
-    finding = _Finding(9, view, None, None, None, None, None, event)  # type: ignore[arg-type]
+    view = view_of(("1", last, 1))
+    finding = _Finding(9, view, None, 0, finite_check._Seen, event)  # type: ignore[arg-type]
     rig.plane._banks.first.finite._pending.append(finding)
     rig.plane.begin([], {"1": Finish(list(range(1000, 1008)), False)}, 0)
     assert event.landed == waits
@@ -269,6 +275,7 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
 # --- Relative sizes of edits
 
 SITES = [Site("post_block", layer, "pair") for layer in range(4)]
+DUE = Due(np.zeros((4, 3), dtype=np.int32), [], [])
 NAN = math.nan
 
 
@@ -276,15 +283,25 @@ def step(*rows: list[float]) -> np.ndarray:
     return np.array(rows, dtype=np.float32)
 
 
+def one() -> RequestSizes:
+    return SizeTable(SITES).begin()
+
+
+def add(sizes: RequestSizes, position: int, site: int, values: np.ndarray) -> None:
+    """A step of this request alone: `[sites, rows]` from these on."""
+    step = StepSizes(0, view_of(("1", position, values.shape[1])), DUE, site, values)
+    sizes._table.add(step, np.array([sizes.slot]), np.array([0]))
+
+
 def test_the_median_is_within_its_bound_and_the_largest_exact() -> None:
     draws = np.random.default_rng(1)
     for scale in (1e-3, 0.1, 3.0, 200.0):
         sizes, values = (
-            SizeCount(SITES),
+            one(),
             (draws.random(1001) * scale).astype(np.float32) + scale / 100,
         )
         for number, value in enumerate(values):
-            sizes.add(number, 2, step([value]))
+            add(sizes, number, 2, step([value]))
         sizes.close(len(values))
         (found,) = sizes.report(0)
         assert (found.hook, found.layer, found.rows) == ("post_block", 2, 1001)
@@ -296,22 +313,22 @@ def test_the_median_is_within_its_bound_and_the_largest_exact() -> None:
 
 def test_sizes_beyond_the_bins_are_reported_as_zero_and_as_the_largest() -> None:
     for value, median in ((0.0, 0.0), (2e-4, 0.0), (1000.0, 1000.0)):
-        sizes = SizeCount(SITES)
-        sizes.add(0, 0, step([value]))
+        sizes = one()
+        add(sizes, 0, 0, step([value]))
         sizes.close(1)
         assert [sizes.report(0)[0].median] == [pytest.approx(median)]
 
 
-@pytest.mark.parametrize("wait", [0, STEPS])
+@pytest.mark.parametrize("wait", [0, 16])
 def test_rejected_drafts_and_positions_computed_again_do_not_count(wait: int) -> None:
     """`wait`: with so many steps more, which are counted before the request ends."""
-    sizes = SizeCount(SITES)
-    sizes.add(0, 1, step([1, 2, 3], [NAN, 5, NAN]))
-    sizes.add(3, 1, step([4, 90, 91]))  # two drafts are rejected
-    sizes.add(4, 1, step([5, 92]))  # the next step never begins: preempted
-    sizes.add(0, 1, step([93, 93, 93, 93, 6, 7]))
+    sizes = one()
+    add(sizes, 0, 1, step([1, 2, 3], [NAN, 5, NAN]))
+    add(sizes, 3, 1, step([4, 90, 91]))  # two drafts are rejected
+    add(sizes, 4, 1, step([5, 92]))  # the next step never begins: preempted
+    add(sizes, 0, 1, step([93, 93, 93, 93, 6, 7]))
     for number in range(wait):
-        sizes.add(6 + number, 1, step([0.5]))
+        add(sizes, 6 + number, 1, step([0.5]))
     sizes.close(6 + wait)
     assert not sizes.too_large
     first, second = sizes.report(0)
@@ -321,32 +338,74 @@ def test_rejected_drafts_and_positions_computed_again_do_not_count(wait: int) ->
 
 
 def test_rows_after_the_end_do_not_count() -> None:
-    sizes = SizeCount(SITES)
-    sizes.add(0, 0, step([1, 2, 9]))
+    sizes = one()
+    add(sizes, 0, 0, step([1, 2, 9]))
     sizes.close(2)
     assert sizes.report(0)[0].largest == 2.0
 
 
 def test_the_first_edit_beyond_its_limit_is_found_by_position_once_it_counts() -> None:
-    sizes = SizeCount(SITES)
-    sizes.add(0, 1, step([1, -3, -4], [1, 1, -2], [NAN, -8, 1]))
+    sizes = one()
+    add(sizes, 0, 1, step([1, -3, -4], [1, 1, -2], [NAN, -8, 1]))
     assert not sizes.too_large, "it may be a draft"
-    sizes.add(3, 1, step([1], [1], [1]))
+    add(sizes, 3, 1, step([1], [1], [1]))
     assert "post_block of layer 1, position 1 is 3 times" in sizes.too_large
-    rejected = SizeCount(SITES)
-    rejected.add(0, 0, step([1, -3]))
-    rejected.add(1, 0, step([1]))
+    rejected = one()
+    add(rejected, 0, 0, step([1, -3]))
+    add(rejected, 1, 0, step([1]))
     rejected.close(2)
     assert not rejected.too_large
     assert rejected.report(0)[0].largest == 1.0
 
 
 def test_equal_sizes_have_equal_checksums_however_they_are_computed() -> None:
-    whole, parts, other = SizeCount(SITES), SizeCount(SITES), SizeCount(SITES)
-    whole.add(0, 0, step([1, 2, 3]))
+    whole, parts, other = one(), one(), one()
+    add(whole, 0, 0, step([1, 2, 3]))
     for number in range(3):
-        parts.add(number, 0, step([number + 1.0]))
-        other.add(number, 0, step([number + 1.5]))
+        add(parts, number, 0, step([number + 1.0]))
+        add(other, number, 0, step([number + 1.5]))
     for sizes in (whole, parts, other):
         sizes.close(3)
     assert whole.checksum(0) == parts.checksum(0) != other.checksum(0)
+
+
+def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
+    """Of prompts in chunks, drafts, preemptions, steps in which a request is absent, and rows of
+    the table that ended requests leave to others.
+    """
+    draws = np.random.default_rng(7)
+    table = SizeTable(SITES)
+    live: list[tuple[RequestSizes, RequestSizes, int]] = []  # in the table, alone, next position
+    ended = 0
+    for number in range(400):
+        while len(live) < 5:
+            live.append((table.begin(), one(), 0))
+        members, windows = [], []
+        first = int(draws.integers(len(SITES)))
+        for index in np.flatnonzero(draws.random(len(live)) < 0.7).tolist():
+            together, alone, position = live[index]
+            if draws.random() < 0.05:
+                position = 0  # it was preempted
+            count = int(draws.integers(1, 6))
+            windows.append((str(index), position, count))
+            members.append(together)
+            accepted = int(draws.integers(1, count + 1))
+            live[index] = (together, alone, position + accepted)
+        view = view_of(*windows)
+        values = draws.random((len(SITES) - first, view.num_rows)).astype(np.float32)
+        values[draws.random(values.shape) < 0.3] = NAN
+        slots = np.array([sizes.slot for sizes in members], dtype=np.int64)
+        table.add(StepSizes(number, view, DUE, first, values), slots, np.arange(len(members)))
+        for rows_, together in zip(view.requests, members, strict=True):
+            alone = next(alone for other, alone, _ in live if other is together)
+            stop = rows_.first_row + rows_.num_rows
+            add(alone, rows_.first_position, first, values[:, rows_.first_row : stop])
+        if draws.random() < 0.2:
+            together, alone, position = live.pop(int(draws.integers(len(live))))
+            for sizes in (together, alone):
+                sizes.close(position)
+            assert together.report(0) == alone.report(0)
+            assert together.checksum(0) == alone.checksum(0)
+            ended += 1
+    assert ended > 50
+    assert len(table._largest) < 2 * 8 * len(SITES), "rows are used again"

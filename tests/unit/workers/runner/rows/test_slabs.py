@@ -270,6 +270,7 @@ def test_a_long_capture_keeps_nothing_of_others_alive() -> None:
         other = rank.admit(Request(at, 30, 31, [capture("all_prompt", **wide)]))
         rank.step((long, at, 1), (other, 0, 30))
     del other
+    rank.repeated = None
     rank.planner.forget_step()
     rank.mover.close()
     rank.slabs.collect()
@@ -291,6 +292,7 @@ def test_a_request_holds_its_rows_and_at_most_a_piece_more(total: int, end: int)
     rank.step((request, 0, 6))
     for at in range(6, total - 1):
         rank.step((request, at, 1))
+    rank.settle()
     sizes = [len(piece.rows.slab) // 2 for piece in recording.pieces()]
     assert sizes == [6, 3] if total == 8 else [6, 16, 16, 16, 10]
     assert_whole(rank, request)

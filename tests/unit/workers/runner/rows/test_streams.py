@@ -99,6 +99,17 @@ def test_rows_leave_while_the_request_runs_and_the_file_is_whole(rig: Rig) -> No
     check(rig, request)
 
 
+def test_rows_of_a_prompt_leave_when_it_is_over(rig: Rig) -> None:
+    """The writers begin then, not when the request ends after many more tokens."""
+    request = long(positions="all_prompt")
+    for number, at in enumerate((0, *range(20, 24))):
+        rig.step((request, at, 1 if number else 20), new=[] if number else [request])
+    wait_for(rig)
+    assert request_recording(rig, request).stream.begun
+    rig.step(finished=[request])
+    assert rig.told()["j1"].status == "ok"
+
+
 def request_recording(rig: Rig, request: Request) -> Any:
     return rig.plane._tracked[str(request.number)].recordings[0]
 
@@ -230,6 +241,7 @@ def test_a_cancelled_capture_leaves_nothing_on_the_disk(rig: Rig) -> None:
     descriptor = draft._descriptor
     assert os.fstat(descriptor).st_size > held
     del stream, draft, request
+    wait_for(rig)
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
@@ -308,6 +320,7 @@ def test_a_capture_within_the_window_does_not_stream(rig: Rig) -> None:
         None,
         None,
     ]
+    wait_for(rig)
     assert request_recording(rig, unbounded).pieces()
 
 

@@ -21,21 +21,22 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-from midstream.kernels import idle_sites, single_site, sites_idle
+from midstream.kernels import IDLE, STREAM, WHOLE, family, in_family, single_site
 from midstream.kernels.plan import Does, SitePlan
 from midstream.schemas.prompts.selectors import PositionSelector, Window
 from midstream.schemas.requests.specs import RankSpec, touched
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
+from midstream.workers.runner.hooks.sites import Site
 from midstream.workers.runner.vllm.graph_families import (
     Batch,
     Execution,
-    FamilyDispatcher,
-    capture_both_families,
+    capture_families,
     dispatch_by_family,
 )
 from midstream.workers.runner.vllm.runner_adapters import V1Adapter, V2Adapter
 
 SIZES = [1, 2, 4, 8]
+FAMILIES = (WHOLE, STREAM, IDLE)
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 
 
@@ -76,7 +77,7 @@ class Forward:
 
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         stream = torch.zeros(len(input_ids), HIDDEN)
-        single_site(stream, *self._planned)
+        single_site(stream, *self._planned, group=STREAM)
         Forward.worked = bool(stream.any())
         return stream
 
@@ -103,7 +104,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
 @pytest.fixture
 def dispatcher(config: VllmConfig) -> CudagraphDispatcher:
     made = CudagraphDispatcher(config)
-    dispatch_by_family(made)
+    dispatch_by_family(made, FAMILIES)
     return made
 
 
@@ -119,7 +120,7 @@ def manager(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> ModelCudaGra
     monkeypatch.setattr(cudagraph_utils, "has_compiled_submodule", lambda _: True)
     monkeypatch.setattr(cudagraph_utils, "prepare_inputs_to_capture", lambda *_, **__: (None, None))
     made = ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
-    capture_both_families(made)
+    capture_families(made, FAMILIES)
     return made
 
 
@@ -152,12 +153,12 @@ def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(
     stock.initialize_cudagraph_keys(mode)
     dispatcher.initialize_cudagraph_keys(mode)
     for kind, keys in stock.cudagraph_keys.items():
-        assert len(dispatcher.cudagraph_keys[kind]) == 2 * len(keys)
+        assert len(dispatcher.cudagraph_keys[kind]) == 3 * len(keys)
     for tokens in range(1, max(SIZES) + 2):
         for uniform in (False, True):
             theirs = stock.dispatch(tokens, uniform_decode=uniform)
-            for idle in (False, True):
-                with idle_sites(idle):
+            for each in FAMILIES:
+                with in_family(each):
                     kind, found = dispatcher.dispatch(tokens, uniform_decode=uniform)
                 assert (kind, found.num_tokens, found.num_reqs, found.uniform) == (
                     theirs[0], theirs[1].num_tokens, theirs[1].num_reqs, theirs[1].uniform
@@ -166,7 +167,7 @@ def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(
                     assert found == theirs[1]
                 else:
                     assert isinstance(found, Batch)
-                    assert found.idle == idle
+                    assert found.family == each
                     assert found in dispatcher.cudagraph_keys[kind]
 
 
@@ -177,14 +178,14 @@ def test_v1_captures_in_one_order_on_every_rank(dispatcher: CudagraphDispatcher)
     dispatcher.initialize_cudagraph_keys(BOTH)
     order = dispatcher.get_capture_descs()
     for keys in dispatcher.cudagraph_keys.values():
-        shuffled = sorted(keys, key=lambda each: (not each.idle, each.num_tokens))  # type: ignore[attr-defined]
+        shuffled = sorted(keys, key=lambda each: (-each.family, each.num_tokens))  # type: ignore[attr-defined]
         keys.clear()
         keys.update(shuffled)
     monkey = {mode: list(reversed(list(keys))) for mode, keys in dispatcher.cudagraph_keys.items()}
     dispatcher.cudagraph_keys = monkey  # type: ignore[assignment]
     assert dispatcher.get_capture_descs() == order
-    assert [[(each.num_tokens, each.idle) for each in found] for _, found in order] == [  # type: ignore[attr-defined]
-        [(size, idle) for size in reversed(SIZES) for idle in (False, True)]
+    assert [[(each.num_tokens, each.family) for each in found] for _, found in order] == [  # type: ignore[attr-defined]
+        [(size, each) for size in reversed(SIZES) for each in FAMILIES]
     ] * 2
 
 
@@ -218,13 +219,13 @@ def test_v1_captures_and_replays_a_graph_of_each_family(
     for mode, descriptors in dispatcher.get_capture_descs():
         for descriptor in descriptors:
             Midstream()._warmup_and_capture(descriptor, mode)
-    assert [graph.worked for graph in Graph.captured] == [True, False] * len(SIZES)
-    assert not sites_idle()
-    for idle in (True, False, True):
-        with idle_sites(idle):
-            assert run(3).idle == idle
-        assert Graph.replayed[-1].worked == (not idle)
-    assert len(Graph.captured) == 2 * len(SIZES)
+    assert [graph.worked for graph in Graph.captured] == [True, True, False] * len(SIZES)
+    assert family() == WHOLE
+    for each in (IDLE, WHOLE, STREAM, IDLE):
+        with in_family(each):
+            assert run(3).family == each
+        assert Graph.replayed[-1].worked == (each != IDLE)
+    assert len(Graph.captured) == 3 * len(SIZES)
 
 
 # --- the v2 runner
@@ -241,28 +242,28 @@ def test_v2_captures_and_dispatches_a_graph_of_each_family(
     assert before == BatchExecutionDescriptor(CUDAGraphMode.NONE, 1, 1)  # nothing is captured yet
     captured(manager, model)
     stock._graphs_captured = True
-    assert len(manager.graphs) == 2 * len(stock._capture_descs[CUDAGraphMode.FULL])
+    assert len(manager.graphs) == 3 * len(stock._capture_descs[CUDAGraphMode.FULL])
     taken = len(Graph.captured)
-    assert [graph.worked for graph in Graph.captured] == [True, False] * 2 * len(SIZES)
+    assert [graph.worked for graph in Graph.captured] == [True, True, False] * 2 * len(SIZES)
     for uniform in (1, None):
         for requests in range(1, max(SIZES) + 2):
             theirs = stock.dispatch(requests, requests, uniform, 0)
-            for idle in (False, True):
-                with idle_sites(idle):
+            for each in FAMILIES:
+                with in_family(each):
                     found = manager.dispatch(requests, requests, uniform, 0)
                 if theirs.cg_mode == CUDAGraphMode.NONE:
                     assert found == theirs
                     continue
                 assert isinstance(found, Execution)
-                assert (found.cg_mode, found.num_tokens, found.num_reqs, found.idle) == (
-                    theirs.cg_mode, theirs.num_tokens, theirs.num_reqs, idle
+                assert (found.cg_mode, found.num_tokens, found.num_reqs, found.family) == (
+                    theirs.cg_mode, theirs.num_tokens, theirs.num_reqs, each
                 )  # fmt: skip
                 if found.cg_mode == CUDAGraphMode.FULL:
                     manager.run_fullgraph(found)
                 else:
                     descriptor = BatchDescriptor(found.num_tokens)  # as the runner makes it
                     with (
-                        idle_sites(idle),
+                        in_family(each),
                         set_forward_context(
                             None,
                             config,
@@ -272,7 +273,7 @@ def test_v2_captures_and_dispatches_a_graph_of_each_family(
                         ),
                     ):
                         manager.run_pw_graph(model, {"input_ids": torch.zeros(found.num_tokens)})
-                assert Graph.replayed[-1].worked == (not idle)
+                assert Graph.replayed[-1].worked == (each != IDLE)
     assert len(Graph.captured) == taken, "none was captured while requests run"
 
 
@@ -280,7 +281,7 @@ def test_v2_captures_and_dispatches_a_graph_of_each_family(
 def test_v2_adapter_gives_both_families_to_every_manager_where_it_is_asked_to(
     config: VllmConfig, manager: Any, families: bool
 ) -> None:
-    """vLLM extrapolates the memory from the first two graphs: they are one of each family."""
+    """vLLM extrapolates the memory from the first two graphs, which are those with launches."""
 
     class Runner:
         cudagraph_manager: Any = None
@@ -295,14 +296,14 @@ def test_v2_adapter_gives_both_families_to_every_manager_where_it_is_asked_to(
 
     runner = Midstream()
     if families:
-        runner.two_families()
+        runner.use_families(FAMILIES)
     runner.initialize_kv_cache(None)
     for profiling in (True, False):
         runner.initialize_kv_cache("cache", is_profiling=profiling)
         full = runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
-        assert len(full) == (1 + families) * len(SIZES)
-        idle = [getattr(each, "idle", None) for each in full[:2]]
-        assert idle == ([False, True] if families else [None, None])
+        assert len(full) == (3 if families else 1) * len(SIZES)
+        first = [getattr(each, "family", None) for each in full[:2]]
+        assert first == ([WHOLE, STREAM] if families else [None, None])
 
 
 # --- without families
@@ -317,7 +318,7 @@ def test_without_families_v1_captures_vllms_graphs_with_their_sites(config: Vllm
 
     class Runner:
         def _warmup_and_capture(self, desc: Any, cudagraph_runtime_mode: CUDAGraphMode) -> None:
-            seen.append((desc, sites_idle()))
+            seen.append((desc, family()))
 
     class Midstream(V1Adapter, Runner):
         pass
@@ -325,41 +326,53 @@ def test_without_families_v1_captures_vllms_graphs_with_their_sites(config: Vllm
     for mode, descriptors in stock.get_capture_descs():
         for descriptor in descriptors:
             Midstream()._warmup_and_capture(descriptor, mode)
-    assert [(type(each), idle) for each, idle in seen] == [(BatchDescriptor, False)] * len(SIZES)
+    assert [(type(each), chosen) for each, chosen in seen] == [(BatchDescriptor, WHOLE)] * len(
+        SIZES
+    )
 
 
-@pytest.mark.parametrize("families", [True, False])
-def test_the_setting_decides_whether_a_worker_asks_its_runner_for_families(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, families: bool
+@pytest.mark.parametrize(
+    ("asked", "groups", "wanted"),
+    [
+        (True, [STREAM, WHOLE], (WHOLE, STREAM, IDLE)),
+        (True, [STREAM, STREAM], (WHOLE, IDLE)),  # two families would have the same launches
+        (True, [WHOLE], (WHOLE, IDLE)),
+        (False, [STREAM, WHOLE], None),
+    ],
+)
+def test_setting_and_sites_decide_which_families_a_worker_asks_its_runner_for(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bool,
+    groups: list[int],
+    wanted: tuple[int, ...] | None,
 ) -> None:
     from midstream.workers.runner.vllm import worker_class
 
-    class Runner:
+    class Runner(V1Adapter):
         cudagraph_dispatcher = CudagraphDispatcher(config)
 
-    class Worker(worker_class.MidstreamWorker):
-        def __init__(self) -> None:
-            self.vllm_config = SimpleNamespace(use_v2_model_runner=False)
-
-    monkeypatch.setattr(
-        worker_class.PlatformWorker, "init_device", lambda self: vars(self).update(made=Runner())
-    )
-    monkeypatch.setattr(Worker, "model_runner", property(lambda self: self.made), raising=False)
-    monkeypatch.setattr(
-        worker_class, "plane_config", lambda: SimpleNamespace(graph_families=families)
-    )
-    Worker().init_device()
-    assert isinstance(Runner.cudagraph_dispatcher, FamilyDispatcher) == families
+    settings = SimpleNamespace(graph_families=asked)
+    monkeypatch.setattr(worker_class, "plane_config", lambda: settings)
+    sites = [
+        Site(hook, 0, "pair", group=group)
+        for hook, group in zip(("post_block", "mlp_in"), groups, strict=False)
+    ]
+    worker: Any = SimpleNamespace(model_runner=Runner())
+    worker_class.MidstreamWorker._use_families(worker, sites)
+    assert getattr(Runner.cudagraph_dispatcher, "families", None) == wanted
 
 
-@pytest.mark.parametrize(("families", "idle"), [(True, [True, False]), (False, [False, False])])
-def test_without_families_no_step_is_idle(tmp_path: Path, families: bool, idle: list[bool]) -> None:
+@pytest.mark.parametrize(("families", "wanted"), [(True, [IDLE, STREAM]), (False, [WHOLE, WHOLE])])
+def test_without_families_all_steps_are_whole(
+    tmp_path: Path, families: bool, wanted: list[int]
+) -> None:
     rig = Rig(tmp_path, traced=True, graph_families=families)
     whole = capturing(1, total=7)
     rig.step()
-    chosen = [rig.idle]
+    chosen = [rig.family]
     rig.step((whole, 0, 6), new=[whole])
-    assert [*chosen, rig.idle] == idle
+    assert [*chosen, rig.family] == wanted
 
 
 # --- which family a step is of
@@ -414,8 +427,8 @@ def test_ranks_of_a_stage_choose_alike_whatever_fails_on_one(tmp_path: Path) -> 
         chosen = []
         for windows, given in steps:
             rig.step(*windows, **given)
-            chosen.append(rig.idle)
-        assert chosen == [False, False, False, True, False, True]
+            chosen.append(rig.family)
+        assert chosen == [STREAM, STREAM, STREAM, IDLE, WHOLE, IDLE]
     assert [{receipt.status for receipt in rig.receipts()} for rig in ranks] == [
         {"ok"},
         {"error", "ok"},
@@ -426,17 +439,35 @@ def test_a_step_of_requests_without_a_spec_is_idle(tmp_path: Path) -> None:
     rig = Rig(tmp_path, traced=True)
     plain, beside = Request(9, 6, 8), capturing(1)
     rig.step((plain, 0, 6))
-    assert rig.idle
+    assert rig.family == IDLE
     rig.step((plain, 6, 1), (beside, 0, 6), new=[beside])
-    assert not rig.idle
+    assert rig.family < IDLE
     rig.step((plain, 7, 1))  # the other one waits
-    assert rig.idle
+    assert rig.family == IDLE
 
 
 def test_a_forward_that_runs_as_python_asks_its_sites(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.step((Request(9, 6, 8), 0, 6))
-    assert not rig.idle
+    assert rig.family < IDLE
+
+
+def test_a_step_has_the_launches_that_its_requests_need(tmp_path: Path) -> None:
+    """A capture of another hook needs all of them, and only while its rows are computed."""
+    rig = Rig(tmp_path, traced=True)
+    stream, other = capturing(1), Request(2, 6, 8, [capture("all_prompt", mlp_out=[0])])
+    chosen = []
+    for windows, given in [
+        ([(stream, 0, 6)], {"new": [stream]}),
+        ([(stream, 6, 1), (other, 0, 6)], {"new": [other]}),
+        ([(other, 6, 1), (stream, 7, 1)], {}),
+        ([(other, 7, 1)], {"finished": [stream]}),
+    ]:
+        rig.step(*windows, **given)  # type: ignore[arg-type]
+        chosen.append(rig.family)
+    assert chosen == [STREAM, WHOLE, STREAM, IDLE]
+    rig.step(finished=[other])
+    assert {receipt.status for receipt in rig.receipts()} == {"ok"}
 
 
 def test_rows_in_an_idle_step_fail_their_request_alone(tmp_path: Path) -> None:
@@ -450,10 +481,10 @@ def test_rows_in_an_idle_step_fail_their_request_alone(tmp_path: Path) -> None:
     )
     rig.step((early, 0, 6), (beside, 0, 6), new=[early, beside])
     rig.step((early, 2, 1), told=[(early, 6, 1)])
-    assert rig.idle
+    assert rig.family == IDLE
     rig.step(finished=[early, beside])
     receipts = rig.told()
-    assert "runs without hook sites" in receipts["j1"].message
+    assert "runs without its hook sites" in receipts["j1"].message
     assert receipts["j2"].status == "ok"
 
 
@@ -463,15 +494,12 @@ def test_rows_in_an_idle_step_fail_their_request_alone(tmp_path: Path) -> None:
 #: Request → (first position, tokens, drafts among them). The second is the last token of a prompt,
 #: padded with placeholder drafts.
 STEP = {"chunk": (0, 5, 0), "padded": (9, 4, 3), "drafted": (20, 3, 2), "plain": (30, 1, 0)}
-VIEW = StepView(
-    [
-        RequestRows("chunk", 0, 5, 0, 1),
-        RequestRows("padded", 5, 4, 9, 4),
-        RequestRows("drafted", 9, 3, 20, 3),
-        RequestRows("plain", 12, 1, 30, 1),
-    ],
-    13,
-)
+ROWS = [
+    RequestRows("chunk", 0, 5, 0, 1),
+    RequestRows("padded", 5, 4, 9, 4),
+    RequestRows("drafted", 9, 3, 20, 3),
+    RequestRows("plain", 12, 1, 30, 1),
+]
 
 
 def v1(views: list[StepView]) -> None:
@@ -519,4 +547,4 @@ def v2(views: list[StepView]) -> None:
 def test_both_runners_count_the_logits_of_drafts(runner: Any) -> None:
     views: list[StepView] = []
     runner(views)
-    assert views == [VIEW]
+    assert [(view.requests, view.num_rows) for view in views] == [(ROWS, 13)]

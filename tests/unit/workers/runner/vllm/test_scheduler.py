@@ -79,6 +79,9 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         def add_request(self, request: Any) -> None:
             pass
 
+        def _reserve_prefill_lookahead(self, *_: Any) -> int:
+            return 0
+
     made: Any = object.__new__(type("Made", (scheduler._Midstream, Stock), {}))
     made.rooms = []  # whether each call for room said that nothing else helps
     parts = {
@@ -88,6 +91,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         "cells": SimpleNamespace(composing=lambda *_: nullcontext()),
         "finished": {},
         "capturing": {},
+        "filling": set(),
         "ends": [],
         "arrived": {},
     }

@@ -1,0 +1,218 @@
+"""What a rank does in each step in which all requests decode, without a clock: Python calls of ours
+on the model's thread and on helper threads, which share one interpreter lock on one GPU, and the
+work that is queued on the forward's stream.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from late_device import KIND, Device
+from rank_kit import view_of
+
+from midstream import __version__
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.requests.specs import (
+    RankSpec,
+    StoredCapture,
+    StoredSteering,
+    steering_digest,
+)
+from midstream.workers.runner.base.config import Place, PlaneConfig
+from midstream.workers.runner.base.engine_step import NewRequest
+from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of
+from midstream.workers.runner.plane.data_plane import DataPlane
+from midstream.workers.runner.rows import slabs
+
+LAYERS, HIDDEN, PROMPT, MOST, STEPS = 32, 4, 2, 256, 48
+DTYPE = torch.float32
+
+#: Kind of load → our calls in a step on the model's thread and on helper threads, with 64 requests
+#: and with 256. They may only fall: whoever saves calls writes down what is left.
+CALLS = {
+    "idle": ((50, 0), (50, 0)),
+    "one": ((137, 9), (145, 37)),
+    "steer": ((121, 0), (121, 0)),
+    "both": ((149, 9), (157, 37)),
+}
+#: Kind of load → operations that a step queues on the forward's stream beside the forward.
+QUEUED = {"idle": 0, "one": 2, "steer": 0, "both": 2}
+#: Folders of the product whose functions are counted.
+OURS = tuple(f"/{folder}/" for folder in ("workers", "kernels", "schemas", "broker", "storage"))
+
+
+class Load:
+    """A rank whose requests decode, on a device that keeps up with it."""
+
+    def __init__(self, kind: str, requests: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._kind, self._requests, self._position = kind, requests, 0
+        self.calls, self.queued, self.counted = Counter[str](), 0, False
+        self.device = Device(0, haste=0.99)
+        self.device.install(patch)
+        patch.setattr(slabs, "pages", lambda size, *, locked: torch.empty(size, dtype=torch.uint8))
+        with self.device.calls():
+            self._make(folder)
+            new = [] if kind == "idle" else [self._new(number) for number in range(requests)]
+            self._step(new, PROMPT)
+            for _ in range(3):  # one is planned, the next is found to repeat it
+                self._step([], 1)
+            self._mover().result()
+        submit = self.plane._mover.submit
+
+        def counting(action: Callable[[], Any]) -> Any:
+            def run() -> Any:
+                with self._counting("helpers"):
+                    return action()
+
+            return submit(run)
+
+        patch.setattr(self.plane._mover, "submit", counting)
+
+    def _mover(self) -> Any:
+        return self.plane._mover.submit(lambda: None)
+
+    def _make(self, folder: Path) -> None:
+        sites = [Site("post_block", layer, "pair") for layer in range(LAYERS)]
+        rows = MOST * PROMPT
+        sizes = Sizes(
+            ring_rows=2 * LAYERS * rows,
+            capacity=rows,
+            lists=(2 * LAYERS + 1) * rows,
+            patterns=4,
+            configurations=MOST + 1,
+            entries=LAYERS * MOST + 1,
+        )
+        self._buffers = buffers_of(LAYERS, sizes, HIDDEN, DTYPE, KIND)
+        self._hidden = self.device.full((rows, HIDDEN), 0.0, DTYPE)
+        config = PlaneConfig(
+            version=__version__,
+            worker="w",
+            boot="b",
+            relay_url="tcp://127.0.0.1:9",
+            outbox_dir=str(folder / "outbox"),
+            capture_root=str(folder / "captures"),
+            hooks=[],
+            steering_rows=sizes.configurations,
+            steering_entries=sizes.entries,
+            step_tokens=rows,
+            step_rows=0,
+            capture_queue_mib=64,
+            capture_window_mib=64,
+            capture_overload="block",
+            spill_dir=str(folder / "spill"),
+            row_store_mib=0,
+            sweep_entry=False,
+            writer_threads=1,
+            segment_limit_kib=64,
+            segment_mib=1,
+            memory_limit_kib=64,
+            capture_quota_mib=0,
+            cores=[0],
+        )
+        place = Place(rank=0, world=1, tp=0, pp=0, stages=1)
+        self.plane = DataPlane(config, place, sites, self._buffers, num_layers=LAYERS, traced=True)
+
+    def _new(self, number: int) -> NewRequest:
+        """A request with a configuration of its own."""
+        layers, captures, steering = list(range(LAYERS)), [], []
+        if self._kind in ("one", "both"):
+            at = [LAYERS // 2] if self._kind == "one" else layers
+            captures = [StoredCapture(sites={"post_block": at}, positions="all", tag="t")]
+        if self._kind in ("steer", "both"):
+            vector = from_numpy(np.full(HIDDEN, number, dtype=np.float32))
+            self.plane.rank_state.put_vectors({content_hash(vector): vector})
+            steering = [
+                StoredSteering(
+                    layers=layers,
+                    hook="post_block",
+                    positions="all",
+                    family="add",
+                    tensors=[content_hash(vector)],
+                )
+            ]
+        spec = RankSpec(
+            version=__version__,
+            job=f"j{number}",
+            request=0,
+            attempt=1,
+            prompt_tokens=PROMPT,
+            captures=captures,
+            steering=steering,
+            digest=steering_digest(steering) if steering else "",
+        )
+        return NewRequest(f"r{number}", spec, 0, PROMPT + STEPS + 8)
+
+    @contextmanager
+    def _counting(self, thread: str) -> Iterator[None]:
+        def note(frame: FrameType, event: str, _: object) -> None:
+            file = frame.f_code.co_filename
+            if event == "call" and "/tests/" not in file and any(map(file.__contains__, OURS)):
+                self.calls[thread] += 1
+
+        sys.setprofile(note if self.counted else None)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _step(self, new: list[NewRequest], count: int) -> None:
+        windows = [(f"r{number}", self._position, count) for number in range(self._requests)]
+        self._position += count
+        plane, first = self.plane, self.device.first
+        before = first.issued
+        with self._counting("model"):
+            plane.begin(new, {}, 0)
+            plane.choose(windows)
+            plane.plan(view_of(*windows))
+        self.queued += first.issued - before
+        due, buffers = plane._banks.first.planner.due, self._buffers
+        if due is not None:
+            edited = np.flatnonzero(due.counts[:, 0])
+            counts, sizes = buffers.counts.content, buffers.sizes.content
+
+            def forward() -> None:
+                counts.copy_(torch.from_numpy(due.counts))
+                sizes[edited, : self._requests * count] = 0.1
+
+            self.device.launch(forward)
+        before = first.issued
+        with self._counting("model"):
+            plane.drain(self._hidden)
+            if (found := plane.found()) is not None:
+                found()
+        self.queued += first.issued - before
+
+    def count(self) -> tuple[tuple[int, int], int]:
+        """Per step: calls on the model's thread and on helpers, and operations that were queued on
+        the forward's stream.
+        """
+        self.queued, self.counted = 0, True
+        with self.device.calls():
+            for _ in range(STEPS):
+                self._step([], 1)
+            self.counted = False
+            self._mover().result()
+            requests = self.plane._requests
+            assert not any(tracked.failure for tracked in requests.tracked.values())
+            assert self._kind == "idle" or requests.repeated is not None
+        calls = (round(self.calls[thread] / STEPS) for thread in ("model", "helpers"))
+        return (next(calls), next(calls)), round(self.queued / STEPS)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_step_costs_calls_that_do_not_grow_with_the_requests(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for requests, most in zip((64, MOST), CALLS[kind], strict=True):
+        calls, queued = Load(kind, requests, tmp_path / str(requests), monkeypatch).count()
+        print(f"{kind}, {requests} requests: calls {calls}, queued {queued}")
+        assert calls[0] <= most[0]
+        assert calls[1] <= most[1]
+        assert queued <= QUEUED[kind]
