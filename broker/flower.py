@@ -59,9 +59,10 @@ INSPECT_TIMEOUT_MS = 3000
 MISDIRECTED, UNAUTHORIZED = STATUS_OF_KIND["misdirected"], STATUS_OF_KIND["unauthorized"]
 #: The path that the key of the setting `observe_key` also opens.
 METRICS = "/metrics"
-#: Seconds between two looks. A job found ended in one look is reported in the next, unless its
-#: worker has reported it meanwhile.
-LOOK_S = 3.0
+#: Seconds between two looks.
+LOOK_S = 1.0
+#: Seconds for which the worker of a job that is found ended may still report it itself.
+WORKER_S = 3.0
 #: Maximum number of tasks whose jobs are queried in one look; if more are unfinished, they take
 #: turns.
 MAX_QUERIED = 2000
@@ -90,13 +91,14 @@ class Door:
 
 
 class MissedEnds:
-    """Emits the end events that Flower has missed.
+    """Emits the end events that no worker has sent.
 
-    Events are lossy: no process reports the end of a task whose worker was killed while receipts
-    were in flight, or that ended while Flower was down. So the ledger is queried periodically for
-    the jobs of all tasks that Flower considers unfinished, and the events are emitted that their
-    workers would have sent. A job may have several tasks, one per attempt: the last reports the
-    job's end, the earlier ones that another attempt followed.
+    A worker sends none for a job that ends with its receipts, or in another attempt. And events are
+    lossy: that of a killed worker is never sent, and one sent while Flower was down is lost. So the
+    ledger is queried periodically for the jobs of all tasks that Flower considers unfinished. A job
+    that ended by its receipts is reported at once; any other one when its worker has had its time
+    to do so. A job may have several tasks, one per attempt: the last
+    reports the job's end, the earlier ones that another attempt followed.
 
     Except for the round trip to Redis, everything runs on Flower's event loop, which alone touches
     Flower's state. `events`: that state, a flower.events.EventsState.
@@ -107,7 +109,8 @@ class MissedEnds:
         self._client = redis_open.client(
             jobs_url(redis_url), socket_timeout=5, socket_connect_timeout=5
         )
-        self._over: dict[str, JobEnding] = {}  # by task, as found by the previous look
+        # task whose job has ended → when that is reported, unless its worker does so
+        self._found: dict[str, tuple[float, JobEnding]] = {}
         self._last_attempts: dict[str, int] = {}  # as of the current look
         self._turn = 0
         self._trouble = ""  # last error logged
@@ -129,25 +132,31 @@ class MissedEnds:
                 log.exception("could not report the end of a task")
 
     async def look(self) -> None:
-        """Report tasks that had ended by the previous look and have not been reported since; query
-        the others.
+        """Query unfinished tasks; report those whose jobs have ended, unless workers may still do
+        so.
 
         Raises redis.RedisError.
         """
-        over, self._over = self._over, {}
-        unfinished = self._unfinished()
-        for task_id in unfinished.keys() & over.keys():
-            self._report(unfinished.pop(task_id), over[task_id])
-        in_turn = self._in_turn(list(unfinished))
-        if in_turn:
-            result = await asyncio.to_thread(
+        in_turn = self._in_turn(
+            [task_id for task_id in self._unfinished() if task_id not in self._found]
+        )
+        result = (
+            await asyncio.to_thread(
                 endings, self._client, [job_of_task(task_id)[0] for task_id in in_turn]
             )
-            self._over = {
-                task_id: ending
-                for task_id, ending in zip(in_turn, result, strict=True)
-                if ending.state in TERMINAL
-            }
+            if in_turn
+            else []
+        )
+        unfinished, moment = self._unfinished(), time.monotonic()  # events came meanwhile
+        for task_id, ending in zip(in_turn, result, strict=True):
+            if ending.state in TERMINAL:
+                due = moment if ending.settled else moment + WORKER_S
+                self._found[task_id] = due, ending
+        for task_id, (due, ending) in [*self._found.items()]:
+            if task_id not in unfinished:
+                del self._found[task_id]
+            elif due <= moment:
+                self._report(unfinished[task_id], ending)
 
     def _unfinished(self) -> dict[str, Any]:
         """Return the tasks whose end must still be reported, by id. A task in state RETRY needs no

@@ -56,7 +56,6 @@ class Consumer(CeleryConsumer):
         connection.
         """
         self._events_wait = False
-        self.app.task_events = self.event_dispatcher  # for tasks that outlive a connection
         if self.event_dispatcher is not None:
             self.event_dispatcher.buffer_limit = EVENTS_AT_ONCE
         super().register_with_event_loop(hub)

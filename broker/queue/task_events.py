@@ -1,6 +1,7 @@
 """Celery task events for job states, so that Flower and the ledger agree.
 
-Workers emit them for their tasks; Flower's own process emits them for tasks whose worker could not.
+Workers emit them for tasks that end with their jobs; Flower's own process emits them for jobs that
+end later, when their receipts have arrived, and for tasks whose worker could not.
 A task is one attempt at a job, and its state in Flower is the job's:
 
     succeeded                       SUCCESS
@@ -32,23 +33,27 @@ class JobEnding(NamedTuple):
     state: State  # `expired` if the ledger no longer has the job
     problem: Problem | None = None  # of a failed job
     finished: float | None = None  # seconds since the epoch
+    settled: bool = False  # it ended after its attempt, by receipts: no worker reports that
 
 
 def endings(client: redis.Redis, job_ids: Sequence[str]) -> list[JobEnding]:
     """Return the states of these jobs, in one round trip. Raises redis.RedisError."""
     pipe = client.pipeline(transaction=False)
     for job_id in job_ids:
-        pipe.hmget(f"ms:job:{job_id}", "state", "error", "finished")
+        pipe.hmget(f"ms:job:{job_id}", "state", "error", "finished", "generated")
     return [_ending(*values) for values in pipe.execute()]
 
 
-def _ending(state: bytes | None, error: bytes | None, finished: bytes | None) -> JobEnding:
+def _ending(
+    state: bytes | None, error: bytes | None, finished: bytes | None, generated: bytes | None
+) -> JobEnding:
     if state is None:
         return JobEnding(State.EXPIRED)
     return JobEnding(
         State(state.decode()),
         from_json(error, Problem) if error else None,
         float(finished) if finished else None,
+        generated is not None and generated != finished,
     )
 
 

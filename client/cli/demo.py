@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,18 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Table
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
@@ -38,15 +31,17 @@ from ...workers.demo_model import MODEL_NAME, fetch_demo_model
 from ..captures.reader import CaptureReader
 from ..render import jobs, sweeps
 from ..render import steering as show_steering
+from ..render.findings import Report
 from ..render.steering import DIGEST
 from ..sdk.client import Client
 from ..sdk.wire import Answer
-from ..stack.processes import sigterm_as_interrupt, wait_for
-from ..stack.supervisor import LOCK_FILE, Supervisor, read_state
+from ..stack.checks.finding import Check, Finding, findings_of, graded
+from ..stack.checks.table import STOPPED
+from ..stack.measurements.files import held
+from ..stack.processes import sigterm_as_interrupt
+from ..stack.supervisor import LOCK_FILE, OWN, Supervisor, read_state
 from ..study.patch_study import PatchStudy
 
-#: Seconds that killed processes may take to end: an engine frees gigabytes.
-END_S = 5.0
 FACTS = (
     "The Eiffel Tower is located in the city of",
     "The capital of Japan is",
@@ -102,33 +97,33 @@ LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
 LEAST_SHIFT = 0.5
 
 
-@dataclass(frozen=True)
-class Shift:
-    """Expected and measured movement of the stream along a steering vector's direction."""
+@dataclass
+class Stage:
+    """Where the demo runs: a service of the demo model, and a folder for the figure."""
 
-    expected: float
-    measured: float
+    client: Client
+    folder: Path
+    report: Report
+    job: str = ""  # the first that captured
 
-
-class Verdict:
-    """Prints the result of each check, and collects the checks that failed."""
-
-    def __init__(self, console: Console):
-        self._console = console
-        self.failed: list[str] = []
-
-    def check(self, holds: bool, claim: str) -> None:
-        _line(self._console, f"[green]✓[/] {claim}" if holds else f"[red]✗ {claim}[/]")
-        if not holds:
-            self.failed.append(claim)
+    @property
+    def console(self) -> Console:
+        assert self.report.console is not None
+        return self.report.console
 
 
 def run_demo(
-    data: Path | None = None, console: Console | None = None, *, keep: bool = False
+    data: Path | None = None,
+    url: str | None = None,
+    console: Console | None = None,
+    *,
+    keep: bool = False,
 ) -> int:
-    """Start a separate stack, and run the demo on it; return the exit code.
+    """Run the demo on a separate stack that is started for it, or on the running stack at `url`;
+    return the exit code.
 
-    `data`: the data directory, by default `demo/` in the setting `data_dir`, re-created.
+    `data`: the data directory, by default `demo/` in the setting `data_dir`, re-created; with
+    `url`, the folder for the figure, by default the working directory.
 
     `keep`: leave the stack and its page open until Ctrl-C.
     """
@@ -137,50 +132,40 @@ def run_demo(
     console.rule(
         f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM"
     )
-    settings = _settings(data, console)
+    report = Report(console)
+    if url is not None:
+        folder = (data or Path()).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        with _served(url) as client:
+            demonstrate(Stage(client, folder, report))
+        console.rule(f"[bold]Done in {time.monotonic() - began:.0f} s[/]", align="left")
+        return report.end()
     with (
         sigterm_as_interrupt(),
-        _started(settings, console) as stack,
+        _started(_settings(data, console), console) as stack,
         Client(stack.url, stack.settings.admin_key) as client,
     ):
-        verdict = Verdict(console)
-        job = demonstrate(client, Path(stack.settings.data_dir), console, verdict)
-        console.print()
-        _line(
-            console,
-            f"the page: [bold]{stack.url}/[/]"
-            + (" · open until Ctrl-C" if keep else " · [dim]--keep leaves it open[/]"),
-        )
+        stage = Stage(client, Path(stack.settings.data_dir), report)
+        demonstrate(stage)
+        more = " · open until Ctrl-C" if keep else " · [dim]--keep leaves it open[/]"
+        _line(console, f"\n  the page: [bold]{stack.url}/[/]{more}")
         if keep:
             with suppress(KeyboardInterrupt):
                 signal.pause()
-    ended = wait_for(lambda: not stack.survivors(), END_S)
-    verdict.check(ended, "everything stopped, no process left behind")
-    _farewell(console, stack.settings, job, time.monotonic() - began)
-    if verdict.failed:
-        console.print(
-            f"[red]{len(verdict.failed)} of the checks failed[/]; logs: "
-            f"{Path(stack.settings.data_dir) / 'logs'}"
-        )
-        return 1
-    return 0
+    report.add(findings_of(STOPPED, stack.survivors))
+    _farewell(console, stack.settings, stage.job, time.monotonic() - began)
+    if report.failed:
+        _line(console, f"logs: {Path(stack.settings.data_dir) / 'logs'}")
+    return report.end()
 
 
-def run_demo_at(url: str, keep: Path | None = None, console: Console | None = None) -> int:
-    """Run the demo on a running stack; return the exit code.
-
-    `keep`: the folder for the figure, by default the working directory.
+@contextmanager
+def _served(url: str) -> Iterator[Client]:
+    """Connect to a running stack; remove the module that the demo registers at the end.
 
     Raises MidstreamError if the demo model is not served there, or if the demo's module already
-    exists. The module that the demo registers is removed at the end.
+    exists.
     """
-    console = console or Console(highlight=False)
-    began = time.monotonic()
-    console.rule(
-        f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM"
-    )
-    folder = (keep or Path()).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     with Client(url, load_settings().api_key) as client:
         if MODEL_NAME not in (served := client.models()):
             raise MidstreamError(
@@ -192,28 +177,16 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
             raise MidstreamError(
                 "conflict", f"{url} already has a module {MODULE!r}, which the demo would replace"
             )
-        _line(console, f"[green]✓[/] stack: [bold]{url}[/]")
-        verdict = Verdict(console)
         try:
-            demonstrate(client, folder, console, verdict)
+            yield client
         finally:
-            if MODULE in {module.name for module in client.modules.list(MODEL_NAME)}:
+            with suppress(MidstreamError):  # it was not registered
                 client.modules.delete(MODULE, MODEL_NAME)
-    console.print()
-    console.rule(f"[bold]Done in {time.monotonic() - began:.0f} s[/]", align="left")
-    if verdict.failed:
-        console.print(f"[red]{len(verdict.failed)} of the checks failed[/]")
-    return 1 if verdict.failed else 0
 
 
-def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict) -> str:
-    """Patch, capture and steer the served demo model, and write the figure into `folder`. Return
-    the id of the first capturing job.
-    """
-    _patch(client, MODEL_NAME, folder, console, verdict)
-    job = _capture(client, MODEL_NAME, console, verdict)
-    _steer(client, MODEL_NAME, console, verdict)
-    return job
+def demonstrate(stage: Stage) -> None:
+    """Patch, capture and steer the served demo model, and check each result."""
+    stage.report.add(findings_of(DEMONSTRATED, stage))
 
 
 @contextmanager
@@ -230,12 +203,10 @@ def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
         stack = Supervisor(settings, say=lambda line: None, waiting=progress.refresh)
         stack.start()
     try:
+        flower = stack.flower_url or "none"
         _line(
             console,
-            (
-                f"[green]✓[/] stack up: [bold]{stack.url}[/] · API docs {stack.url}/schema · "
-                f"dashboard {stack.flower_url or 'none'}"
-            ),
+            f"stack up: [bold]{stack.url}[/] · API docs {stack.url}/schema · dashboard {flower}",
         )
         yield stack
     finally:
@@ -247,102 +218,82 @@ def _settings(data: Path | None, console: Console) -> Settings:
     """Return the user's settings with free ports, the demo model and a separate data directory."""
     base = load_settings()
     folder = Path(data or Path(base.data_dir) / "demo").expanduser().resolve()
-    if data is None and (folder / LOCK_FILE).exists() and not _in_use(folder):
+    # a supervisor that may still use the folder reports the conflict itself
+    if data is None and (folder / LOCK_FILE).exists() and not read_state(folder):
         shutil.rmtree(folder)  # left by an earlier demo
     with console.status("the demo model …"):
         model = fetch_demo_model(
             Path(base.cache_dir), say=lambda line: console.print(f"  {escape(line)}", style="dim")
         )
-    _line(
-        console,
-        (
-            f"[green]✓[/] model: {MODEL_NAME}, {NUM_LAYERS} layers, hidden size "
-            f"{HIDDEN_SIZE} [dim]({_short(model)})[/]"
-        ),
-    )
-    return load_settings(
-        model=str(model),
-        model_name=MODEL_NAME,
-        data_dir=str(folder),
-        api_port=0,
-        flower_port=0,
-        redis_url="",
-        relay_url="",
-    )
+    shape = f"{NUM_LAYERS} layers, hidden size {HIDDEN_SIZE}"
+    _line(console, f"model: {MODEL_NAME}, {shape} [dim]({_short(model)})[/]")
+    return load_settings(model=str(model), model_name=MODEL_NAME, data_dir=str(folder), **OWN)
 
 
-def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> str:
-    """Capture every layer at every prompt token, and check the rows; return the id of the first
-    job.
-    """
+def _heading(console: Console, title: str, text: str) -> None:
     console.print()
-    console.rule(
-        "[bold]Capture[/]: every layer at every prompt token, answered once all rows are on disk",
-        align="left",
+    console.rule(f"[bold]{title}[/]: {text}", align="left")
+
+
+def _capture(stage: Stage) -> Iterator[Finding]:
+    """Capture every layer at every prompt token, and check the rows."""
+    client, console = stage.client, stage.console
+    _heading(
+        console,
+        "Capture",
+        "every layer at every prompt token, answered once all rows are on disk",
     )
     spec = {"layers": "all", "positions": "all_prompt", "tag": "demo"}
 
     def ask(prompt: str) -> Answer:
         return client.completion(
-            model, prompt, capture=spec, capture_wait=True, max_tokens=FACT_TOKENS, temperature=0
+            MODEL_NAME,
+            prompt,
+            capture=spec,
+            capture_wait=True,
+            max_tokens=FACT_TOKENS,
+            temperature=0,
         )
 
     answers = _all([partial(ask, prompt) for prompt in FACTS], "held responses", console)
     for prompt, answer in zip(FACTS, answers, strict=True):
-        _line(
-            console, f"[dim]{escape(prompt)}[/][bold]{escape(answer.text.replace(chr(10), ' '))}[/]"
-        )
-    console.print()
-    console.print(_receipts("Receipts: each rank's report on each request", answers))
+        text = answer.text.replace("\n", " ")
+        _line(console, f"[dim]{escape(prompt)}[/][bold]{escape(text)}[/]")
+    console.print("\n", _receipts("Receipts: each rank's report on each request", answers))
     readers = [client.capture(answer.job) for answer in answers]
+    stage.job = answers[0].job
     _draw_norms(console, readers[0], FACTS[0])
-    statuses = [
-        answer.capture_results.status if answer.capture_results else "missing" for answer in answers
-    ]
-    verdict.check(
-        statuses == ["ok"] * len(FACTS),
-        f"{statuses.count('ok')}/{len(FACTS)} captures complete when the response arrived",
-    )
-    checks = [check for reader in readers for check in reader.verify()]
-    total = jobs.size(sum(check.bytes for check in checks))
-    verdict.check(
-        all(check.ok for check in checks),
-        f"CRC32 of {len(checks)} files ({total}) recomputed and correct",
-    )
+    yield held(client, answers, steered=False)
     stacks = [reader.stack() for reader in readers]
     shapes = all(
         stack.shape == (NUM_LAYERS, len(reader.token_ids()), HIDDEN_SIZE)
         for stack, reader in zip(stacks, readers, strict=True)
     )
     rows = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
-    finite = all(bool(np.isfinite(stack).all()) for stack in stacks)
-    verdict.check(
-        shapes and finite,
+    whole = shapes and all(bool(np.isfinite(stack).all()) for stack in stacks)
+    yield graded(
+        "rows",
+        not whole,
         f"{rows} rows: {NUM_LAYERS} layers × every token × {HIDDEN_SIZE}, all finite",
     )
-    agree = all(
-        answer.determinism is not None and answer.determinism.consistent for answer in answers
+    yield graded(
+        "answer",
+        "Paris" not in answers[0].text,
+        "the model answers that the Eiffel Tower is in Paris",
     )
-    verdict.check(agree, "determinism: checksums and action counts of all ranks agree")
-    verdict.check(
-        "Paris" in answers[0].text, "and the model answers that the Eiffel Tower is in Paris"
-    )
-    return answers[0].job
 
 
-def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
+def _steer(stage: Stage) -> Iterator[Finding]:
     """Complete prompts without and with steering by a module, show both, and check the ranks."""
-    console.print()
-    console.rule(
-        (
-            "[bold]Steering[/]: a direction computed from captures, registered as a "
-            f"module, added at layer {LAYER}"
-        ),
-        align="left",
+    client, console = stage.client, stage.console
+    _heading(
+        console,
+        "Steering",
+        f"a direction computed from captures, registered as a module, added at layer {LAYER}",
     )
     spec = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
     source = client.run(
-        model=model, prompts=[*SEA, *LAND], capture=spec, sampling={"max_tokens": 1}
+        model=MODEL_NAME, prompts=[*SEA, *LAND], capture=spec, sampling={"max_tokens": 1}
     )
     reader = client.capture(source.id)
     means = np.stack(
@@ -356,15 +307,10 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     typical = float(np.linalg.norm(means, axis=1).mean())
     sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
     _line(console, f"{sets}: norm {norm:.1f}, mean norm of the activations {typical:.1f}")
-    module = client.modules.register(MODULE, {f"post_block.{LAYER}": direction}, model, sets)
+    module = client.modules.register(MODULE, {f"post_block.{LAYER}": direction}, MODEL_NAME, sets)
     push = [{"module": MODULE, "scale": SCALE}]
-    _line(
-        console,
-        (
-            f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request "
-            f"uses {escape(to_json(push).decode())}"
-        ),
-    )
+    use = f"a request uses {escape(to_json(push).decode())}"
+    _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; {use}")
 
     def ask(steering: list[dict[str, Any]]) -> Answer:
         capture = {
@@ -373,7 +319,7 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
             "tag": "steered" if steering else "plain",
         }
         return client.completion(
-            model,
+            MODEL_NAME,
             list(STEERED),
             steering=steering,
             capture=capture,
@@ -392,93 +338,98 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
             ("unsteered", plain.texts[index]),
             (f"+ {SCALE:g} · {MODULE}", steered.texts[index]),
         )
-    console.print()
-    console.print(_receipts("Receipts of the steered completions", [steered]))
-    shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
-    verdict.check(
-        plain.texts != steered.texts, "the steered completions differ from the plain ones"
+    console.print("\n", _receipts("Receipts of the steered completions", [steered]))
+    yield graded(
+        "texts", plain.texts == steered.texts, "the steered completions differ from the plain ones"
     )
-    moved = (
-        f"at layer {LAYER + 1} the stream moved {shift.measured:.1f} along the direction "
-        f"(pushed by {shift.expected:.1f})"
+    moved = _moved(client.capture(plain.job), client.capture(steered.job), direction / norm)
+    pushed = SCALE * norm
+    yield graded(
+        "shift",
+        moved < LEAST_SHIFT * pushed,
+        (
+            f"at layer {LAYER + 1} the stream moved {moved:.1f} along the direction (pushed by "
+            f"{pushed:.1f})"
+        ),
     )
-    verdict.check(shift.measured >= LEAST_SHIFT * shift.expected, moved)
-    applied = (
-        sum(report.applied for stage in steered.determinism.stages for report in stage.ranks)
-        if steered.determinism
-        else 0
+    yield held(client, [steered], steered=True)
+    console.print("\n  [dim]$ midstream dynamic[/]")
+    result = client.global_steering.dynamic(MODEL_NAME)
+    for worker in result.workers:
+        _line(console, show_steering.worker_line(worker))
+        console.print(show_steering.ranks(worker, result.determinism))
+    yield graded(
+        "ranks",
+        not result.determinism.consistent,
+        Text.from_markup(show_steering.agreement_line(result)).plain,
     )
-    verdict.check(applied > 0, f"receipts: {applied} token rows changed")
-    agree = steered.determinism is not None and steered.determinism.consistent
-    verdict.check(agree, jobs.determinism_line(steered.determinism))
-    _ask_the_ranks(client, console, verdict)
 
 
-def _patch(client: Client, model: str, folder: Path, console: Console, verdict: Verdict) -> None:
+def _patch(stage: Stage) -> Iterator[Finding]:
     """Trace the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262), and draw the
     result in the terminal and as a figure.
     """
-    console.print()
-    console.rule(
-        (
-            "[bold]Patching[/]: rows of one prompt copied into another, to find where the "
-            "answer is computed"
-        ),
-        align="left",
+    console = stage.console
+    _heading(
+        console,
+        "Patching",
+        "rows of one prompt copied into another, to find where the answer is computed",
     )
-    study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=client, model=model).sweep(hooks=[HOOK])
+    study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=stage.client, model=MODEL_NAME)
+    study = study.sweep(hooks=[HOOK])
     result, (pair,) = study.result, study.result.pairs
     console.print(Padding(sweeps.report(result, count=3), (0, 0, 0, 2)))
     summary, grid = result.summary, study.grid()
-    path = folder / "sweep.png"
+    path = stage.folder / "sweep.png"
     study.plot(path)
     _line(console, f"[bold]{escape(_short(path))}[/]: the same heatmap as a figure")
     took = f" in {summary.seconds:.1f} s" if summary.seconds else ""
-    verdict.check(
-        summary.cells + summary.skipped == summary.total,
+    yield graded(
+        "cells",
+        summary.cells + summary.skipped != summary.total,
         f"{summary.cells} cells, each confirmed by every rank{took}; {summary.skipped} skipped",
     )
     knows = [
         item is not None and item.value * sign > 0
         for item, sign in ((pair.source, 1), (pair.base, -1))
     ]
-    verdict.check(
-        all(knows), "unpatched, the model answers Paris for one prompt and Rome for the other"
+    yield graded(
+        "prompts",
+        not all(knows),
+        "unpatched, the model answers Paris for one prompt and Rome for the other",
     )
     values = np.nan_to_num(grid.values[grid.hooks[0]])
-    verdict.check(
-        values[-1, -1] >= LEAST_AT_THE_END,
+    yield graded(
+        "last token",
+        values[-1, -1] < LEAST_AT_THE_END,
         f"the last token in the last layer recovers {values[-1, -1]:.0%}",
     )
     layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
     value, late = values[layer, column], values[-1, column]
-    early = (
-        f"earlier, at the subject: “{grid.names[column]}” alone recovers {value:.0%} in "
-        f"layer {layer}, {late:.0%} in the last"
+    yield graded(
+        "subject",
+        value < LEAST_AT_THE_SUBJECT or late > MOST_WHEN_READ,
+        (
+            f"earlier, at the subject: “{grid.names[column]}” alone recovers {value:.0%} in "
+            f"layer {layer}, {late:.0%} in the last"
+        ),
     )
-    verdict.check(value >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
     floor = pair.noise_floor
-    verdict.check(
-        floor is not None and floor < value,
+    yield graded(
+        "noise floor",
+        floor is None or floor >= value,
         f"noise floor, from patches of a prompt with its own rows: {floor or 0:.2g}",
     )
 
 
-def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
-    """Query the ranks, as `midstream dynamic` does."""
-    console.print("\n  [dim]$ midstream dynamic[/]")
-    result = client.global_steering.dynamic(MODEL_NAME)
-    for worker in result.workers:
-        _line(console, show_steering.worker_line(worker))
-        console.print(show_steering.ranks(worker, result.determinism))
-    verdict.check(result.determinism.consistent, show_steering.agreement_line(result))
+#: What the demo shows and checks, in this order; see `stack.checks.table`.
+DEMONSTRATED = (Check("patching", _patch), Check("capture", _capture), Check("steering", _steer))
 
 
-def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:
-    """Return the mean projection of (steered − plain) on the direction, over the prompt tokens
-    after the sink.
+def _moved(plain: CaptureReader, steered: CaptureReader, unit: np.ndarray) -> float:
+    """Return the mean projection of (steered − plain) on a direction, over the prompt tokens after
+    the sink.
     """
-    unit = direction / np.linalg.norm(direction)
     moved = [
         (steered.array(LAYER + 1, request=request) - plain.array(LAYER + 1, request=request))[
             SINK_TOKENS:
@@ -486,29 +437,16 @@ def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) 
         @ unit
         for request in plain.requests()
     ]
-    return Shift(
-        expected=SCALE * float(np.linalg.norm(direction)),
-        measured=float(np.concatenate(moved).mean()),
-    )
+    return float(np.concatenate(moved).mean())
 
 
 def _all(calls: list[Callable[[], Answer]], title: str, console: Console) -> list[Answer]:
-    """Make calls concurrently, with a progress bar; return their results in order."""
-    columns = (
-        TextColumn("  {task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(len(calls)) as pool:
-        task = progress.add_task(title, total=len(calls))
-        futures = [pool.submit(call) for call in calls]
-        for _ in as_completed(futures):
-            progress.advance(task)
-        return [future.result() for future in futures]
+    """Make calls concurrently; return their results in order."""
+    with console.status(title), ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls))
 
 
-def _receipts(title: str, answers: list[Answer]) -> Table:
+def _receipts(title: str, answers: list[Answer]) -> RenderableType:
     return jobs.receipts(
         title, [(answer.job, answer.capture_results, answer.determinism) for answer in answers]
     )
@@ -580,8 +518,3 @@ def _command() -> str:
 def _short(path: Path) -> str:
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
-
-
-def _in_use(folder: Path) -> bool:
-    """Return whether a supervisor may still use the folder; it then reports the conflict itself."""
-    return bool(read_state(folder))

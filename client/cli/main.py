@@ -133,9 +133,9 @@ def demo(
     """
     if url is None:
         need("cpu", "`midstream demo`", *COMMANDS["demo"])
-    from .demo import run_demo, run_demo_at
+    from .demo import run_demo
 
-    raise typer.Exit(run_demo(data, keep=keep) if url is None else run_demo_at(url, data))
+    raise typer.Exit(run_demo(data, url, keep=keep))
 
 
 @model_app.command("fetch")

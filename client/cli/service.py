@@ -11,14 +11,14 @@ from rich.live import Live
 from rich.text import Text
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
 from ...schemas.service.status import Status
 from ..render import status as show_status
+from ..render.findings import Report
 from ..sdk import discovery
-from ..stack.checks.finding import Finding
-from ..stack.doctor import examine
-from .jobs import AsJson, Url, connect, out
+from ..stack.checks.finding import findings_of
+from ..stack.checks.service import Service
+from .jobs import AsJson, Url, connect, out, print_json
 from .options import overrides
 
 #: The default number of seconds between two updates.
@@ -41,9 +41,7 @@ def top(
     with connect(url) as client:
         if once or json_:
             status = client.status()
-            if json_:
-                print(to_json(status).decode())
-            else:
+            if not print_json(status, json_):
                 out.print(show_status.status(status, client.url))
             return
         before = client.status()  # an error on the first call ends the command
@@ -109,23 +107,24 @@ def doctor(
 
     Exit code 1 if a check fails.
     """
+    from ..stack import plan as plans
+    from ..stack.checks.table import PLANNED, RUNNING
     from ..stack.supervisor import own_redis_url
 
     settings = load_settings(
         given=overrides(set_ or []), data_dir=str(data_dir) if data_dir else None
     )
+    report = Report(None if json_ else out)
     if plan is not None:
-        from ..stack.plan import facts, lines, planned
-
-        result = planned(
+        result = plans.planned(
             plan.removeprefix("-"),
             settings,
             gpu=not cpu,
             tokens_per_second=tokens_per_second,
             gpu_memory_gib=gpu_memory_gib,
         )
-        text = "\n".join(lines(result, tokens_per_second))
-        print(to_json(facts(result)).decode() if json_ else text)
+        report.add(findings_of(PLANNED, result))
+        print_json(plans.facts(result), json_)
         return
     data = discovery.data_dir(settings)
     stack = discovery.running(data)
@@ -134,17 +133,7 @@ def doctor(
         or (stack.url if data_dir and stack else "")
         or discovery.find_url(None, settings, sure=False)
     )
-    findings: list[Finding] = []
-    for finding in examine(settings, settings.redis_url or own_redis_url(data), address):
-        findings.append(finding)
-        if not json_:
-            out.print(show_status.findings([finding]))
-    counts = {
-        level: sum(finding.level == level for finding in findings)
-        for level in ("ok", "warn", "fail")
-    }
-    if json_:
-        print(to_json([finding._asdict() for finding in findings]).decode())
-    else:
-        out.print(f"ok: {counts['ok']}, warnings: {counts['warn']}, failures: {counts['fail']}")
-    raise typer.Exit(1 if counts["fail"] else 0)
+    service = Service(settings, settings.redis_url or own_redis_url(data), address)
+    report.add(findings_of(RUNNING, service))
+    print_json(report.findings, json_)
+    raise typer.Exit(report.end())

@@ -11,9 +11,9 @@ import typer
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import SettingsError, engine_options, load_settings
 from ..extras import COMMANDS, need
-from ..render.verification import page
+from ..render.findings import Report
 from ..stack.processes import sigterm_as_interrupt
-from .jobs import err
+from .jobs import err, out
 from .options import overrides
 from .start import DataDir, Unproven
 
@@ -57,6 +57,7 @@ def verify(
     """
     need("cpu", "`midstream verify`", *COMMANDS["verify"])
     from ...workers.engines import check_options
+    from ..stack.supervisor import OWN
     from ..stack.verify import verify as verified
 
     try:
@@ -68,10 +69,7 @@ def verify(
             engine_options=engine_options(engine or []) or None,
             engine_unproven=engine_unproven or None,
             data_dir=str(folder),
-            api_port=0,
-            flower_port=0,
-            redis_url="",
-            relay_url="",
+            **OWN,
         )
         logging.disable(logging.WARNING)  # vLLM logs when it is imported
         check_options(settings)
@@ -85,9 +83,9 @@ def verify(
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
     shutil.rmtree(folder, ignore_errors=True)
     killed = ("relay", "worker") if kill_worker else ("relay",)
+    report = Report(out)
     with sigterm_as_interrupt():
-        report = verified(settings, seconds, killed, lambda line: err.print(line, style="dim"))
-    print(page(report), flush=True)
+        report.add(verified(settings, seconds, killed, lambda line: err.print(line, style="dim")))
     if json_ is not None:
-        json_.write_bytes(to_json(report))
-    raise typer.Exit(1 if report.failed else 0)
+        json_.write_bytes(to_json(report.findings))
+    raise typer.Exit(report.end())

@@ -1,6 +1,4 @@
-"""Terminal output of the service's status, for 80 columns, and of the findings of `midstream
-doctor`.
-"""
+"""Terminal output of the service's status, for 80 columns."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -13,19 +11,14 @@ from rich.text import Text
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
 from ...schemas.service.status import QueueStatus, Status
-from ..stack.checks.finding import Finding
 from .jobs import count, size
 
-_LEVELS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 #: Column titles in the table of jobs, by state.
 _STATES = {
     state: "begun" if state is State.RUNNING else state.value
     for state in State
     if state not in (State.CANCELLING, State.EXPIRED)
 }
-#: Width of the column with a finding's subject. It is fixed, because findings are printed one by
-#: one.
-_ABOUT = 14
 #: The most characters of a name, so that numbers fit 80 columns.
 _NAME = 22
 #: Seconds for which a disagreement of ranks is shown.
@@ -195,16 +188,3 @@ def _ago(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def findings(result: Iterable[Finding]) -> Table:
-    rows = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    rows.add_column(no_wrap=True, min_width=4)
-    rows.add_column(no_wrap=True, min_width=_ABOUT)
-    rows.add_column(overflow="fold")
-    for finding in result:
-        text = Text(finding.found)
-        if finding.advice:
-            text.append(f"\n→ {finding.advice}", style="bold" if finding.level == "fail" else "")
-        rows.add_row(Text(finding.level, style=_LEVELS[finding.level]), finding.about, text)
-    return rows

@@ -3,7 +3,7 @@ anything.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import msgspec
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.settings import Settings
+from .checks.finding import Finding
 
 if TYPE_CHECKING:
-    from ...workers.engine.plan import Plan, Work
+    from ...workers.engine.plan import Plan
 
 MIB = 1 << 20
 
@@ -79,8 +80,10 @@ def facts(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def lines(plan: "Plan", tokens_per_second: float) -> Iterator[str]:
-    """Yield a plan as text, with tables in Markdown."""
+def findings(plan: "Plan") -> Iterator[Finding]:
+    """Yield a plan's facts: the memory of each rank, at most; what is added to a decode step; what
+    is written to the disk if every request is captured at every token; and limits.
+    """
     model = plan.model
     weights = (
         f", {model.parameters * model.weight_bytes / (1 << 30):.1f} GiB quantised"
@@ -88,71 +91,31 @@ def lines(plan: "Plan", tokens_per_second: float) -> Iterator[str]:
         else ""
     )
     parameters = f"{model.parameters / 1e9:.2f} B parameters{weights}"
-    yield (
-        f"{model.architecture}: {model.layers} layers × {model.hidden_size}, "
-        f"{model.dtype}, {parameters}"
-    )
-    yield f"hooks: {', '.join(plan.hooks)}"
-    yield ""
-    yield "Memory of each rank, at most:"
-    yield ""
-    rows = [
-        [part.name, part.where, _mib(part.bytes), part.about, part.setting] for part in plan.memory
-    ]
+    shape = f"{model.layers} layers × {model.hidden_size}, {model.dtype}, {parameters}"
+    facts = [("model", f"{model.architecture}: {shape}"), ("hooks", ", ".join(plan.hooks))]
+    for part in plan.memory:
+        setting = f" ({part.setting})" if part.setting else ""
+        facts.append((part.name, f"{_memory(part.bytes, part.where)}: {part.about}{setting}"))
     for where in ("GPU", "host"):
-        if total := sum(part.bytes for part in plan.memory if part.where == where):
-            rows.append(["**total**", where, _mib(total), "", ""])
-    yield from _table(["part", "in", "MiB", "holds", "setting"], rows)
+        total = sum(part.bytes for part in plan.memory if part.where == where)
+        facts.append((f"total {where}", f"{_memory(total, where)} of a rank, at most"))
     if plan.work:
-        yield ""
-        yield (
-            "Added to a decode step, estimated for an H200, where stock vLLM takes "
-            f"{plan.step_s * 1e3:.1f} ms:"
+        about = f"stock vLLM takes {plan.step_s * 1e3:.1f} ms (estimates for an H200); added:"
+        facts.append(("decode step", about))
+    for work in plan.work:
+        cost = work.cost
+        amounts = (
+            f"{work.step:<16} {cost.launches:4} launches, {cost.bytes / 1e6:6.1f} MB on the GPU, "
+            f"{cost.host_bytes / 1e6:6.1f} MB to the host: {cost.seconds * 1e3:.2f} ms, "
+            f"{work.share:.1%}"
         )
-        yield ""
-        rows = [
-            [work.hooks, work.step, str(work.cost.launches), *_cost(work)] for work in plan.work
-        ]
-        yield from _table(
-            ["hooks", "step", "launches", "MB on the GPU", "MB to the host", "ms", "share"], rows
-        )
-    yield ""
-    yield (
-        "Written to the disk, if every request is captured at every token "
-        f"({tokens_per_second:.0f} tokens/s):"
-    )
-    yield ""
-    rows = [
-        [stream.captured, f"{stream.token_bytes / 1024:.0f}", f"{stream.bytes_per_s / 1e6:.0f}"]
-        for stream in plan.streams
-    ]
-    yield from _table(["captured", "KiB per token", "MB/s"], rows)
-    yield ""
-    yield "Limits:"
-    yield ""
-    yield from (f"- {limit}" for limit in plan.limits)
+        facts.append((work.hooks, amounts))
+    for stream in plan.streams:
+        rate = f"{stream.token_bytes / 1024:.0f} KiB per token, {stream.bytes_per_s / 1e6:.0f} MB/s"
+        facts.append(("disk", f"{stream.captured}, of every token: {rate}"))
+    facts += [("limit", limit) for limit in plan.limits]
+    yield from (Finding("info", about, found) for about, found in facts)
 
 
-def _cost(work: "Work") -> list[str]:
-    cost = work.cost
-    return [
-        f"{cost.bytes / 1e6:.1f}",
-        f"{cost.host_bytes / 1e6:.1f}",
-        f"{cost.seconds * 1e3:.2f}",
-        f"{work.share:.1%}",
-    ]
-
-
-def _mib(count: int) -> str:
-    return f"{count / MIB:.1f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table, aligned so that they are readable as plain text."""
-    wide = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, ["---"] * len(wide), *rows):
-        yield (
-            "| "
-            + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True))
-            + " |"
-        )
+def _memory(count: int, where: str) -> str:
+    return f"{count / MIB:8.1f} MiB on the {where}"

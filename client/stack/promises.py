@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
-Verdict = Literal["PASS", "FAIL", "UNSURE"]
+from .checks.finding import Finding, Level
 
 #: Percentiles of the bootstrapped median that bound a figure's interval, and the number of draws.
 INTERVAL, DRAWS = (2.5, 97.5), 2000
@@ -16,7 +15,6 @@ INTERVAL, DRAWS = (2.5, 97.5), 2000
 class Promise(NamedTuple):
     """One promise: it holds if the measured figure is at most `limit`."""
 
-    name: str
     text: str
     limit: float
     unit: str = ""
@@ -24,79 +22,39 @@ class Promise(NamedTuple):
 
 #: In the order of the page. Costs are whole calls over HTTP, relative to those of stock vLLM's own
 #: server; docs/verify.md has the reasons for the limits.
-PROMISES = (
-    Promise("certificate", "laws of the hook points that fail on the loaded model", 0),
-    Promise("idle", "cost of a call that captures and edits nothing", 1.05, "×"),
-    Promise("capture", "cost of capturing a hook in every layer, at every prompt token", 1.10, "×"),
-    Promise("steer", "cost of steering every token in every layer", 1.10, "×"),
-    Promise("patch", "cost of patching a prompt token in every layer", 1.10, "×"),
-    Promise("neighbour", "rows beside a steered request that differ from those without it", 0),
-    Promise("noise", "difference of a row alone and in a batch, relative to its norm", 1e-3),
-    Promise("receipts", "files and receipts missing or wrong when a held response arrives", 0),
-    Promise("durability", "accepted jobs lost when a process is killed", 0),
-    Promise("processes", "processes left behind at the end", 0),
-)
+PROMISES = {
+    "certificate": Promise("laws of the hook points that fail on the loaded model", 0),
+    "idle": Promise("cost of a call that captures and edits nothing", 1.05, "×"),
+    "capture": Promise("cost of capturing a hook in every layer, at every prompt token", 1.10, "×"),
+    "steer": Promise("cost of steering every token in every layer", 1.10, "×"),
+    "patch": Promise("cost of patching a prompt token in every layer", 1.10, "×"),
+    "neighbour": Promise("rows beside a steered request that differ from those without it", 0),
+    "noise": Promise("difference of a row alone and in a batch, relative to its norm", 1e-3),
+    "receipts": Promise("files and receipts missing or wrong when a held response arrives", 0),
+    "durability": Promise("accepted jobs lost when a process is killed", 0),
+    "processes": Promise("processes left behind at the end", 0),
+}
 
 
-class Measured(NamedTuple):
-    """Figures of a promise: one, or one for each pair. `limit` replaces the promise's."""
+def judge(name: str, figures: Sequence[float], detail: str, limit: float | None = None) -> Finding:
+    """Judge a promise by its figures: one, or one for each pair. It fails if their median and the
+    median's whole interval are above the limit, or if a figure is missing or not a number; if only
+    the median is above it, the measurement cannot decide.
 
-    figures: Sequence[float]
-    detail: str = ""
-    limit: float | None = None
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """A promise with its figure (the median), its interval, and the verdict."""
-
-    name: str
-    text: str
-    verdict: Verdict
-    figure: float | None  # None: it was not measured
-    limit: float
-    unit: str = ""
-    low: float | None = None  # of the median's interval, if there are several figures
-    high: float | None = None
-    figures: list[float] = []
-    detail: str = ""
-
-
-class Report(msgspec.Struct, frozen=True):
-    """The page of `midstream verify`."""
-
-    created: str  # UTC
-    seconds: float
-    host: dict[str, str]
-    model: dict[str, str]
-    settings: dict[str, str]  # those that differ from the defaults
-    outcomes: list[Outcome]
-
-    @property
-    def failed(self) -> list[str]:
-        """The names of the promises that do not hold."""
-        return [outcome.name for outcome in self.outcomes if outcome.verdict == "FAIL"]
-
-
-def judge(promise: Promise, measured: Measured) -> Outcome:
-    """Judge a promise by its figures. It fails if their median and the median's whole interval are
-    above the limit, or if a figure is missing or not a number; if only the median is above it, the
-    measurement cannot decide.
+    `limit` replaces the promise's.
     """
-    figures = [float(figure) for figure in measured.figures]
-    limit = promise.limit if measured.limit is None else measured.limit
-    common = (limit, promise.unit)
-    if not figures or not all(map(math.isfinite, figures)):
-        detail = measured.detail or "not measured"
-        return Outcome(promise.name, promise.text, "FAIL", None, *common, detail=detail)
-    figure, low, high = float(np.median(figures)), None, None
-    if len(figures) > 1:
-        low, high = interval(figures)
-    verdict: Verdict = "PASS"
-    if figure > limit:
-        verdict = "UNSURE" if low is not None and low <= limit else "FAIL"
-    return Outcome(
-        promise.name, promise.text, verdict, figure, *common, low, high, figures, measured.detail
-    )
+    text, most, unit = PROMISES[name]
+    most = most if limit is None else limit
+    measured = [float(figure) for figure in figures]
+    bound = f"at most {_number(most)}{unit}: {text}\n{detail}"
+    if not measured or not all(map(math.isfinite, measured)):
+        return Finding("fail", name, f"not measured, {bound}", "", measured, most)
+    figure, (low, high) = float(np.median(measured)), interval(measured)
+    spread = f" [{_number(low)}, {_number(high)}]" if len(measured) > 1 else ""
+    level: Level = "ok" if figure <= most else "warn" if low <= most else "fail"
+    advice = "not decided: measure longer (--seconds)" if level == "warn" else ""
+    found = f"{_number(figure)}{unit}{spread}, {bound}"
+    return Finding(level, name, found, advice, measured, most)
 
 
 def interval(figures: Sequence[float]) -> tuple[float, float]:
@@ -104,3 +62,7 @@ def interval(figures: Sequence[float]) -> tuple[float, float]:
     draws = np.random.default_rng(0).integers(len(figures), size=(DRAWS, len(figures)))
     low, high = np.percentile(np.median(np.array(figures)[draws], axis=1), INTERVAL)
     return float(low), float(high)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) and value != 1 else f"{value:.3g}"

@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
+#: Settings of a stack that runs beside others on this machine.
+OWN: dict[str, Any] = {"api_port": 0, "flower_port": 0, "redis_url": "", "relay_url": ""}
+
+
 class Part(NamedTuple):
     """Parameters of one child process."""
 

@@ -1,10 +1,10 @@
 """`midstream verify`: runs the real stack next to stock vLLM's own server, both on this machine,
-with the same model and the same engine options; takes all measurements, and judges.
+with the same model and the same engine options, and takes all measurements.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
 from ...schemas.base.settings import Settings
 from ..sdk.client import Client
-from .measurements import costs, facts, files, rows
+from .checks.finding import Finding, findings_of
+from .checks.table import MEASURED, STOPPED
+from .measurements import facts
 from .measurements.rig import Rig
 from .processes import Child, members, wait_for
-from .promises import PROMISES, Measured, Outcome, Report, judge
 from .supervisor import (
     READY_TIMEOUT_S,
     Say,
@@ -29,68 +30,34 @@ from .supervisor import (
     prepare,
 )
 
-END_S = 10.0
 #: Share of a GPU's memory for each of the two engines on it.
 GPU_SHARE = 0.45
-#: The promises that each measurement decides, in the order in which they are taken.
-MEASUREMENTS: dict[str, Callable[[Rig], Measured | dict[str, Measured]]] = {
-    "certificate": rows.certificate,
-    "idle capture steer patch": costs.costs,
-    "neighbour": rows.neighbour,
-    "noise": rows.noise,
-    "receipts": files.receipts,
-    "durability": files.durability,
-}
 
 
-def verify(settings: Settings, seconds: float, killed: Sequence[str], say: Say) -> Report:
-    """Start both servers, take all measurements, stop everything, and judge.
+def verify(
+    settings: Settings, seconds: float, killed: Sequence[str], say: Say
+) -> Iterator[Finding]:
+    """Start both servers, take all measurements, and stop everything.
 
     Raises MidstreamError if a server does not start.
     """
     began, data = time.monotonic(), Path(settings.data_dir)
     host = facts.host_facts()
     settings = for_both(prepare(settings, data, say), "gpu" in host)
+    yield from facts.listed(host)
     say("starting stock vLLM's server")
     with _stock_server(settings) as (stock, process):
         say("starting Midstream's stack")
         stack = Supervisor(settings, say=lambda line: None)
         with stack, Client(stack.url, stack.settings.admin_key) as client:
             rig = Rig(stack, client, stock, seconds, killed, say)
-            model, taken = facts.model_facts(rig), measure(rig)
+            changed = {"settings": facts.changed(settings)}
+            yield from facts.listed(facts.model_facts(rig) | changed)
+            yield from findings_of(MEASURED, rig, say)
         say("stopping both")
-
-    def left() -> list[int]:
-        return [*stack.survivors(), *members(process)]
-
-    wait_for(lambda: not left(), END_S)
-    taken["processes"] = Measured([len(left())], "the stack's and stock vLLM's")
-    return Report(
-        created=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now())),
-        seconds=round(time.monotonic() - began, 1),
-        host=host,
-        model=model,
-        settings=facts.changed(settings),
-        outcomes=outcomes(taken),
-    )
-
-
-def measure(rig: Rig) -> dict[str, Measured]:
-    """Take all measurements; one that fails has no figures, and the error as its detail."""
-    taken: dict[str, Measured] = {}
-    for names, take in MEASUREMENTS.items():
-        rig.say(f"measuring: {names.replace(' ', ', ')}")
-        try:
-            found = take(rig)
-            taken |= found if isinstance(found, dict) else {names: found}
-        except (MidstreamError, httpx2.HTTPError, OSError, KeyError, ValueError) as error:
-            taken |= dict.fromkeys(names.split(), Measured([], f"{type(error).__name__}: {error}"))
-    return taken
-
-
-def outcomes(taken: dict[str, Measured]) -> list[Outcome]:
-    """Judge every promise; one without a measurement fails."""
-    return [judge(promise, taken.get(promise.name, Measured([]))) for promise in PROMISES]
+    yield from findings_of(STOPPED, lambda: [*stack.survivors(), *members(process)])
+    created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now()))
+    yield Finding("info", "verified", f"{created}, {time.monotonic() - began:.0f} s")
 
 
 def for_both(settings: Settings, gpu: bool) -> Settings:

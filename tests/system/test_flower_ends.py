@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -21,6 +22,7 @@ class Seen:
         self.state = EventsState(max_tasks_in_memory=1000)
         self.ends = MissedEnds(self.state, redis_url)
         self.ledger = redis.Redis.from_url(redis_url)
+        self.clock = SimpleNamespace(now=0.0)
 
     def hears(self, task_id: str, *events: str) -> None:
         for number, event in enumerate(events):
@@ -39,18 +41,22 @@ class Seen:
         self.ledger.hset(f"ms:job:{job_id}", mapping={"state": state, **more})
 
     def looks(self, times: int = 2) -> None:
+        """Look, each time after workers have had their time to report."""
         for _ in range(times):
             asyncio.run(self.ends.look())
+            self.clock.now += flower.WORKER_S
 
     def states(self, *task_ids: str) -> list[str]:
         return [self.state.tasks[task_id].state for task_id in task_ids]
 
 
 @pytest.fixture
-def seen(redis_url: str) -> Iterator[Seen]:
-    flower = Seen(redis_url)
-    yield flower
-    flower.ledger.close()
+def seen(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    seen = Seen(redis_url)
+    clock = SimpleNamespace(monotonic=lambda: seen.clock.now, time=time.time)
+    monkeypatch.setattr(flower, "time", clock)
+    yield seen
+    seen.ledger.close()
 
 
 def test_job_ends_are_reported_to_flower_as_a_worker_would(seen: Seen) -> None:
@@ -112,10 +118,20 @@ def test_ends_reported_by_a_worker_are_not_reported_again(seen: Seen) -> None:
     seen.hears("job_a", "started")
     seen.stands("job_a", "succeeded")
     seen.looks(1)
-    assert seen.states("job_a") == ["STARTED"], "its worker has its time to tell"
+    assert seen.states("job_a") == ["STARTED"], "its worker has its time to report"
     seen.hears("job_a", "succeeded")
     seen.looks()
     assert seen.state.counter[WORKER]["task-succeeded"] == 1
+
+
+def test_a_job_that_its_receipts_ended_is_reported_at_once(seen: Seen) -> None:
+    for job_id, finished in (("job_here", 5.0), ("job_later", 6.0)):
+        seen.hears(job_id, "started")
+        seen.stands(job_id, "succeeded", generated=5.0, finished=finished)
+    asyncio.run(seen.ends.look())
+    assert seen.states("job_later", "job_here") == ["SUCCESS", "STARTED"], (
+        "the worker of a job that ended with its attempt reports it"
+    )
 
 
 def test_flower_polls_nothing_without_unfinished_tasks() -> None:

@@ -26,8 +26,9 @@ from midstream.client.cli import main as cli
 from midstream.client.extras import import_trouble
 from midstream.client.sdk.discovery import STATE_FILE
 from midstream.client.stack.checks import disk_checks, engine_checks, redis_checks
-from midstream.client.stack.checks.finding import Finding
-from midstream.client.stack.doctor import examine
+from midstream.client.stack.checks.finding import Finding, findings_of
+from midstream.client.stack.checks.service import Service
+from midstream.client.stack.checks.table import RUNNING
 from midstream.schemas.base.records import from_json
 from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.status import Status
@@ -338,7 +339,7 @@ def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bad(stack: Seen) -> dict[str, Finding]:
     """What the doctor does not like, by what it is about; a fake model has nothing to certify."""
-    found = examine(stack.settings, stack.settings.redis_url, stack.url)
+    found = findings_of(RUNNING, Service(stack.settings, stack.settings.redis_url, stack.url))
     return {
         finding.about: finding
         for finding in found
@@ -452,14 +453,11 @@ def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(
 @pytest.mark.slow("the doctor waits for what is away")
 def test_the_doctor_reports_an_unreachable_redis_and_api(stack: Seen, patient_doctor: None) -> None:
     nowhere = free_port()
-    found = list(
-        examine(
-            stack.settings, f"redis://:s3cr3t@127.0.0.1:{nowhere}/0", f"http://127.0.0.1:{nowhere}"
-        )
-    )
+    redis_url, url = f"redis://:s3cr3t@127.0.0.1:{nowhere}/0", f"http://127.0.0.1:{nowhere}"
+    found = list(findings_of(RUNNING, Service(stack.settings, redis_url, url)))
     assert {finding.about for finding in found if finding.level == "fail"} == {
         "redis",
         "api",
         "service",
     }
-    assert not any("s3cr3t" in part for finding in found for part in finding)
+    assert "s3cr3t" not in str(found)

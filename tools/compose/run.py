@@ -26,7 +26,9 @@ from images import bases, build, fetch_packages, served
 from rich.console import Console
 
 from midstream.client import Client
-from midstream.client.cli.demo import Verdict, demonstrate
+from midstream.client.cli.demo import Stage, demonstrate
+from midstream.client.render.findings import Report
+from midstream.client.stack.checks.finding import graded
 from midstream.schemas.jobs.jobs import State
 
 #: Killed in this order: Flower forgets what it had not written down yet, so that it is asked about
@@ -45,6 +47,13 @@ TASK_STATES = {
 }
 #: Flower looks into the ledger every few seconds.
 FLOWER_LAG_S = 30.0
+
+
+class Verdict(Report):
+    """Prints the result of each check, and collects those that failed."""
+
+    def check(self, holds: bool, claim: str) -> None:
+        self.add([graded("compose", not holds, claim)])
 
 
 class Deployment:
@@ -443,7 +452,7 @@ def test(
             with Client(stack.api, tenants_key(stack)) as client:
                 (cache / "demo").mkdir(parents=True, exist_ok=True)
                 if not brief:
-                    demonstrate(client, cache / "demo", console, verdict)
+                    demonstrate(Stage(client, cache / "demo", verdict))
                 scaled_workers(stack, client, verdict)
                 if brief:
                     return 1 if verdict.failed else 0

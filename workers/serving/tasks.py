@@ -9,7 +9,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import TERMINAL, JobView, State
 from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
-from .task_states import JobRequest, PutBack, Settlements, Settling, Told
+from .task_states import JobRequest, PutBack, Told
 
 KINDS = ("generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest")
 
@@ -24,8 +24,6 @@ class JobTask(Task):
 
 def register_tasks(app: Celery, host: EngineHost) -> None:
     """Register the tasks `midstream.<kind>` with `app`; their argument is the job's id."""
-    app.task_events = None  # the consumer sets it when it connects
-    app.settlements = Settlements(host.settings.redis_url, lambda: app.task_events)
     for kind in KINDS:
         app.task(name=f"midstream.{kind}", base=JobTask, throws=(JobFailed,))(_body(host, kind))
 
@@ -36,7 +34,7 @@ def _body(host: EngineHost, kind: str) -> Callable[[str], str]:
         if outcome is AttemptOutcome.SUCCEEDED:
             return outcome.value
         if outcome is AttemptOutcome.GENERATED:
-            raise Settling
+            raise Told(None, "its receipts are on their way")
         if outcome is AttemptOutcome.PUT_BACK or (
             host.death and outcome is AttemptOutcome.NOT_OURS
         ):
@@ -54,7 +52,7 @@ def _body(host: EngineHost, kind: str) -> Callable[[str], str]:
 
 def _became(view: JobView, outcome: AttemptOutcome) -> str:
     """Reports a job that did not end here by its state in the ledger: returns for a success,
-    otherwise raises JobFailed, Told or Settling.
+    otherwise raises JobFailed or Told.
     """
     if view.state is State.SUCCEEDED:
         return outcome.value
@@ -66,4 +64,5 @@ def _became(view: JobView, outcome: AttemptOutcome) -> str:
         )
     if view.state is State.QUEUED or view.state in TERMINAL:
         raise Told(view.state, outcome.value)
-    raise Settling  # another message's attempt runs it; this task ends as that one does
+    # another message's attempt runs it; this task ends as that one does
+    raise Told(None, outcome.value)

@@ -1,19 +1,21 @@
 """Checks of this environment's engine: vLLM, its options, and extensions."""
 
+import math
 from collections.abc import Iterator
 
-from ....schemas.base.settings import Settings, SettingsError
+from ....schemas.base.settings import SettingsError
 from ...extras import COMPANIONS_ADVICE, companions_trouble, import_trouble
-from .finding import Finding
+from .finding import Finding, graded
+from .service import Service
 
 
-def vllm(settings: Settings) -> Iterator[Finding]:
+def vllm(service: Service) -> Iterator[Finding]:
     """Check this environment's vLLM; yield nothing if it is not installed.
 
-    Options are checked only if any are set, because the check imports vLLM.
+    Options are checked only if any are set, because the check imports vLLM. Raises SeamError.
     """
     from ....workers.engines import check_options
-    from ....workers.runner.support.seams import WINDOW, SeamError, verify
+    from ....workers.runner.support.seams import verify
     from ....workers.runner.support.vllm_source import installed
 
     try:
@@ -27,55 +29,30 @@ def vllm(settings: Settings) -> Iterator[Finding]:
     if trouble := companions_trouble():
         yield Finding("fail", "vllm", trouble, COMPANIONS_ADVICE)
         return
+    caveats = verify(source, unproven=service.settings.engine_unproven)
+    found = "; ".join(caveats) or f"version {source.version}"
+    yield graded("vllm", bool(caveats), found, fail=math.inf)
     try:
-        caveats = verify(source, unproven=settings.engine_unproven)
-        yield Finding(
-            "warn" if caveats else "ok", "vllm", "; ".join(caveats) or f"version {source.version}"
-        )
-    except SeamError as error:
-        yield Finding(
-            "fail", "vllm", str(error), f"install an unchanged build of one of {', '.join(WINDOW)}"
-        )
-        return
-    try:
-        for caveat in check_options(settings):
-            yield Finding(
-                "warn",
-                "vllm options",
-                caveat,
-                "remove it from the table [engine], or compare rows with a reference yourself",
-            )
+        for caveat in check_options(service.settings):
+            advice = "remove it from the table [engine], or compare rows with a reference yourself"
+            yield Finding("warn", "vllm options", caveat, advice)
     except SettingsError as error:
-        yield Finding(
-            "fail", "vllm options", str(error), "docs/engine-options.md lists what is accepted"
-        )
+        advice = "docs/engine-options.md lists what is accepted"
+        yield Finding("fail", "vllm options", str(error), advice)
 
 
-def extensions(settings: Settings) -> Iterator[Finding]:
+def extensions(service: Service) -> Iterator[Finding]:
     """Yield the extensions that packages of this environment offer, and whether the setting names
-    them; does not import the packages.
+    them; does not import the packages. Raises SettingsError if it names others.
     """
     from ....workers.runner.base.extensions import check_installed, named, offered
 
-    try:
-        check_installed(settings.extensions)
-    except SettingsError as error:
-        yield Finding(
-            "fail",
-            "extensions",
-            str(error),
-            "install the package where the worker runs, or remove it from the setting extensions",
-        )
     for offer in offered():
         about = f"{offer.package} {offer.version} offers the {offer.kind} {offer.name}"
-        if offer.package in named(settings.extensions):
-            yield Finding("ok", "extensions", about)
-        else:
-            yield Finding(
-                "ok",
-                "extensions",
-                (
-                    f"{about}; a worker with these settings does not load it, because the setting "
-                    f"extensions does not name {offer.package}"
-                ),
+        if offer.package not in named(service.settings.extensions):
+            about += (
+                "; a worker with these settings does not load it, because the setting extensions "
+                f"does not name {offer.package}"
             )
+        yield Finding("ok", "extensions", about)
+    check_installed(service.settings.extensions)

@@ -1,10 +1,14 @@
-"""Findings of the checks: what was found, how bad it is, and what to do about it."""
+"""Checks and their findings: what was found, how bad it is, and what to do about it."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from ....schemas.base.version import __version__
 
-Level = Literal["ok", "warn", "fail"]
+#: `info`: a fact that no check judges.
+Level = Literal["info", "ok", "warn", "fail"]
 
 #: Differences of two clocks in seconds: above the first, leases and deadlines are noticeably wrong;
 #: above the second, they are useless.
@@ -12,25 +16,55 @@ SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 TIMEOUT_S = 5.0
 
 
-class Finding(NamedTuple):
-    """One line of `midstream doctor`."""
+class Finding(msgspec.Struct, frozen=True):
+    """One line of `midstream doctor`, `verify` and `demo`."""
 
     level: Level
     about: str
     found: str
     advice: str = ""  # what to do about it
+    figures: list[float] = []  # of a measured promise: one, or one for each pair
+    limit: float | None = None  # of the figures' median
+
+
+class Check(NamedTuple):
+    """A row of the table of checks."""
+
+    about: str  # of its findings; several are separated by commas
+    take: Callable[[Any], Iterable[Finding]]
+    advice: str = ""  # if it cannot be taken
+
+
+def findings_of(
+    checks: Iterable[Check], subject: Any, say: Callable[[str], None] = lambda line: None
+) -> Iterator[Finding]:
+    """Take checks of a subject in turn. One that raises fails, with the error as its reason."""
+    for check in checks:
+        say(f"checking: {check.about}")
+        try:
+            yield from check.take(subject)
+        except Exception as error:  # the other checks still find what they can
+            ours = type(error).__module__.startswith("midstream")
+            why = str(error) if ours else f"{type(error).__name__}: {error}"
+            for about in check.about.split(", "):
+                yield Finding("fail", about, why, check.advice)
+
+
+def graded(
+    about: str, value: float, found: str, advice: str = "", warn: float = 1, fail: float = 1
+) -> Finding:
+    """Judge a value, or what is wrong: from `fail` on it fails, from `warn` on it is worth a
+    warning, and else needs no advice.
+    """
+    level: Level = "fail" if value >= fail else "warn" if value >= warn else "ok"
+    return Finding(level, about, found, "" if level == "ok" else advice)
 
 
 def clock_finding(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:
     """Judge a clock that is `ahead` seconds ahead of this machine's. `warn`: tolerated seconds."""
-    level: Level = "fail" if abs(ahead) > SKEW_FAIL_S else "warn" if abs(ahead) > warn else "ok"
     text = f"{abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
-    return Finding(
-        level,
-        about,
-        text,
-        "" if level == "ok" else "leases and deadlines depend on clocks: run NTP on both machines",
-    )
+    advice = "leases and deadlines depend on clocks: run NTP on both machines"
+    return graded(about, abs(ahead), text, advice, warn, SKEW_FAIL_S)
 
 
 def version_finding(about: str, version: str, more: str = "") -> Finding:
@@ -38,9 +72,5 @@ def version_finding(about: str, version: str, more: str = "") -> Finding:
     text = f"version {version}{' ' + more if more else ''}"
     if version == __version__:
         return Finding("ok", about, text)
-    return Finding(
-        "warn",
-        about,
-        f"{text}; this command's version is {__version__}",
-        "run one version everywhere: see the notes on upgrades",
-    )
+    text += f"; this command's version is {__version__}"
+    return Finding("warn", about, text, "run one version everywhere: see the notes on upgrades")

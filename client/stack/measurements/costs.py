@@ -1,13 +1,15 @@
 """Measures what Midstream adds to a call, relative to stock vLLM's own server."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import numpy as np
 
 from ....schemas.base.errors import MidstreamError
-from ..promises import Measured
+from ..checks.finding import Finding
+from ..promises import judge
 from .rig import BATCH, EVERY_ROW, GENTLE, HTTP_S, LAYERS, LENGTH, Rig
 
 #: The least and the most tokens that each prompt generates. The number is chosen so that a call to
@@ -17,8 +19,8 @@ TOKENS, MOST_TOKENS, CALL_S = 16, 512, 1.5
 LEAST_PAIRS, MOST_PAIRS = 4, 40
 
 
-def costs(rig: Rig) -> dict[str, Measured]:
-    """Time the same calls to both servers in turns; return the ratios of each round.
+def costs(rig: Rig) -> Iterator[Finding]:
+    """Time the same calls to both servers in turns; judge the ratios of each round.
 
     An idle call is compared with stock vLLM; the others with the faster of these two.
     """
@@ -65,12 +67,11 @@ def costs(rig: Rig) -> dict[str, Measured]:
     medians = {kind: float(np.median(seconds)) for kind, seconds in taken.items()}
     # where our idle call is faster than stock vLLM, an edit must not hide its cost behind that
     faster = min("stock", "idle", key=lambda kind: medians[kind])
-    bases = {kind: "stock" if kind == "idle" else faster for kind in kinds if kind != "stock"}
-    return {
-        kind: Measured(
+    for kind in [kind for kind in kinds if kind != "stock"]:
+        base = "stock" if kind == "idle" else faster
+        yield judge(
+            kind,
             [ours / other for ours, other in zip(taken[kind], taken[base], strict=True)],
             f"{medians[kind]:.2f} s, {base} {medians[base]:.2f} s; "
             f"{BATCH} prompts × {LENGTH} + {tokens} tokens, {pairs} pairs",
         )
-        for kind, base in bases.items()
-    }

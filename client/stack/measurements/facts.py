@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 
 from ....schemas.base.settings import SECRETS, Settings
 from ....schemas.base.version import __version__
+from ..checks.finding import Finding
 from ..plan import host_bytes
 from .rig import Rig
 
@@ -55,12 +57,17 @@ def model_facts(rig: Rig) -> dict[str, str]:
     return facts
 
 
-def changed(settings: Settings) -> dict[str, str]:
+def changed(settings: Settings) -> str:
     """Return the settings that differ from the defaults, without addresses, folders and secrets."""
-    return {
-        name: str(value)
+    return ", ".join(
+        f"{name}={value}"
         for name, value in msgspec.structs.asdict(settings).items()
         if name not in {*SECRETS, "model"}
         and not name.endswith(PLACES)
         and value != getattr(Settings(), name)
-    }
+    )
+
+
+def listed(facts: Mapping[str, str]) -> list[Finding]:
+    """Return facts as findings."""
+    return [Finding("info", name, value) for name, value in facts.items()]

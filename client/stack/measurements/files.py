@@ -3,12 +3,16 @@ killed.
 """
 
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ....schemas.base.errors import MidstreamError
+from ...sdk.client import Client
+from ...sdk.wire import Answer
+from ..checks.finding import Finding
 from ..processes import wait_for
-from ..promises import Measured
+from ..promises import judge
 from .rig import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, Rig
 
 #: Jobs that are in progress when a process is killed, their prompts, and tokens of each.
@@ -16,10 +20,8 @@ JOBS, JOB_PROMPTS, JOB_TOKENS = 12, 4, 16
 RECOVERY_S = 300.0
 
 
-def receipts(rig: Rig) -> Measured:
-    """Count what is missing or wrong when a held response arrives: files, checksums, ranks that
-    disagree.
-    """
+def receipts(rig: Rig) -> Iterator[Finding]:
+    """Count what is missing or wrong when a held response arrives, edits by every rank included."""
     answer = rig.client.completion(
         rig.card["id"],
         rig.prompts(BATCH // 4),
@@ -29,24 +31,46 @@ def receipts(rig: Rig) -> Measured:
         capture_wait=True,
         steering=rig.steering(GENTLE),
     )
-    results, determinism = answer.capture_results, answer.determinism
-    if results is None or determinism is None:
-        return Measured([], "the response has no receipts")
-    root = Path(results.root) if results.root and "://" not in results.root else None
-    absent = sum(root is not None and not (root / file.path).is_file() for file in results.files)
-    with rig.client.capture(answer.job) as reader:
-        bad = sum(not check.ok for check in reader.verify())
-    reports = [report for stage in determinism.stages for report in stage.ranks]
-    wrong = absent + bad + (not determinism.consistent) + (results.status != "ok")
-    wrong += sum(report.applied == 0 for report in reports) + (not results.files)
-    return Measured(
+    results = answer.capture_results
+    root = Path(results.root) if results and results.root and "://" not in results.root else None
+    absent = sum(
+        root is not None and not (root / file.path).is_file()
+        for file in (results.files if results else [])
+    )
+    yield held(rig.client, [answer], absent, steered=True)
+
+
+def held(client: Client, answers: Sequence[Answer], wrong: int = 0, *, steered: bool) -> Finding:
+    """Judge captures of held responses: their status, the files' checksums, and ranks that
+    disagree, or that edited nothing if `steered`.
+
+    `wrong`: what is known to be wrong already. Raises MidstreamError for one without receipts.
+    """
+    files, rows, size, reports = 0, 0, 0, []
+    for answer in answers:
+        results, determinism = answer.capture_results, answer.determinism
+        if results is None or determinism is None:
+            raise MidstreamError("internal", "the response has no receipts")
+        with client.capture(answer.job) as reader:
+            checks = reader.verify()
+        reports += [report for stage in determinism.stages for report in stage.ranks]
+        wrong += sum(not check.ok for check in checks) + (not determinism.consistent)
+        wrong += (results.status != "ok") + (not results.files)
+        files, rows = files + len(results.files), rows + results.rows
+        size += sum(check.bytes for check in checks)
+    applied = [report.applied for report in reports]
+    wrong += applied.count(0) if steered else 0
+    ranks = len({report.rank for report in reports})
+    return judge(
+        "receipts",
         [wrong],
-        f"{len(results.files)} files, {results.rows} rows, CRC32 recomputed; "
-        f"{len(reports)} receipts of {len({report.rank for report in reports})} ranks agree",
+        f"{files} files of {len(answers)} responses, {rows} rows, {size / 2**20:.1f} MiB, CRC32 "
+        f"recomputed; {len(reports)} receipts of {ranks} ranks agree, {sum(applied)} token rows "
+        "edited",
     )
 
 
-def durability(rig: Rig) -> Measured:
+def durability(rig: Rig) -> Iterator[Finding]:
     """Kill processes while jobs run; count the accepted jobs whose captures are not complete."""
     lost, notes = 0, []
     for name in rig.killed:
@@ -68,7 +92,7 @@ def durability(rig: Rig) -> Measured:
             f"{name} killed with {unfinished} of {JOBS} jobs unfinished: {intact} complete "
             f"after {time.monotonic() - start:.1f} s"
         )
-    return Measured([lost], "; ".join(notes))
+    yield judge("durability", [lost], "; ".join(notes))
 
 
 def _finished(rig: Rig, job: str) -> bool:

@@ -1,9 +1,13 @@
 """Checks captured rows: by the laws of the certificate, and beside other requests in the batch."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from ....schemas.base.errors import MidstreamError
 from ....schemas.base.tensors import content_hash, from_numpy
-from ..promises import Measured
+from ..checks.finding import Finding
+from ..promises import judge
 from .rig import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, Rig
 
 #: Pairs of runs beside another request until all are composed alike; tokens of the other request.
@@ -14,20 +18,21 @@ BATCH_LAW = "post_block: rows in a mixed batch = those alone"
 EPS, LEAST_NOISE = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}, 1e-3
 
 
-def certificate(rig: Rig) -> Measured:
+def certificate(rig: Rig) -> Iterator[Finding]:
     """Count the laws that fail in the certificate of the loaded model."""
     if (found := rig.certificate) is None:
-        return Measured([], "the model was not certified (setting certify)")
+        raise MidstreamError("internal", "the model was not certified (setting certify)")
     unproven = sorted({*found.absent, *found.unproven})
     missing = f"; not proven: {', '.join(unproven)}" if unproven else ""
-    return Measured(
+    yield judge(
+        "certificate",
         [len(found.failed) + (not found.proven)],
         f"{len(found.laws)} laws checked in {found.seconds:.0f} s; proven: "
         f"{', '.join(found.proven)}{missing}",
     )
 
 
-def neighbour(rig: Rig) -> Measured:
+def neighbour(rig: Rig) -> Iterator[Finding]:
     """Compare a prompt's rows beside a steered request with those alone and beside the same request
     unsteered, bit for bit.
 
@@ -54,15 +59,16 @@ def neighbour(rig: Rig) -> Measured:
         if number + 1 >= LEAST_TRIES and shared >= LEAST_TRIES and beside <= without:
             break
     if not shared:
-        return Measured([], "the requests never shared a step")
-    return Measured(
+        raise MidstreamError("internal", "the requests never shared a step")
+    yield judge(
+        "neighbour",
         [len(beside - without)],
         f"{shared} runs in one batch with a request steered in every layer; "
         f"{len(beside | without)} different results",
     )
 
 
-def noise(rig: Rig) -> Measured:
+def noise(rig: Rig) -> Iterator[Finding]:
     """Compare a prompt's rows alone with those in a batch: what a change of the batch does to rows
     of the same request.
     """
@@ -72,7 +78,8 @@ def noise(rig: Rig) -> Measured:
     errors = np.linalg.norm(batched - alone, axis=-1) / np.linalg.norm(alone, axis=-1)
     laws = rig.certificate.laws if rig.certificate else []
     units = next((law.tolerance for law in laws if law.law == BATCH_LAW), 0.0)
-    return Measured(
+    yield judge(
+        "noise",
         [float(np.median(errors))],
         f"the median of {errors.size} rows; the largest {errors.max():.2g}; limit: the "
         "certificate's tolerance for batches",

@@ -13,7 +13,8 @@ from cli_kit import Cli
 
 from midstream.client.cli import main
 from midstream.client.stack import supervisor, verify
-from midstream.client.stack.promises import PROMISES, Measured, Report
+from midstream.client.stack.checks.finding import Finding
+from midstream.client.stack.promises import PROMISES, judge
 from midstream.schemas.base.settings import Settings
 
 
@@ -138,12 +139,12 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     """The settings of every run; of its promises, only the cost named by `model` is too high."""
     settings: list[Settings] = []
 
-    def run(given: Settings, seconds: float, killed: Any, say: Any) -> Report:
+    def run(given: Settings, seconds: float, killed: Any, say: Any) -> list[Finding]:
         settings.append(given)
-        figures = {promise.name: Measured([promise.limit]) for promise in PROMISES}
-        if given.model in figures:
-            figures[given.model] = Measured([9.0])
-        return Report("now", 1.0, {}, {}, {}, verify.outcomes(figures))
+        figures = {name: promise.limit for name, promise in PROMISES.items()}
+        return [
+            judge(name, [9.0 if name == given.model else figures[name]], "") for name in figures
+        ]
 
     monkeypatch.setattr(verify, "verify", run)
     monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")  # also removes what the command sets
@@ -155,7 +156,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     ("typed", "code"),
     [
         ("--model m", 0),
-        *((f"--model {promise.name}", 1) for promise in PROMISES),
+        *((f"--model {name}", 1) for name in PROMISES),
         ("--modle m", 2),
         ("--seconds -1", 2),
         ("--set kv_cache", 2),
@@ -176,9 +177,8 @@ def test_verify_takes_settings_and_writes_json(
 ) -> None:
     given = ["--set", "dtype=float32", "--data-dir", "d", "--model", "idle", "--json", "out.json"]
     ended = cli("verify", *given)
-    assert (ended.code, "9 of 10 promises hold; FAILED: idle" in ended.out) == (1, True)
+    assert (ended.code, "ok: 9, warnings: 0, failures: 1 (idle)" in ended.out) == (1, True)
     (made,) = verified
     assert (made.dtype, made.data_dir) == ("float32", str(tmp_path / "d" / "verify"))
     written = json.loads((tmp_path / "out.json").read_text())
-    verdicts = {outcome["name"]: outcome["verdict"] for outcome in written["outcomes"]}
-    assert [name for name, verdict in verdicts.items() if verdict != "PASS"] == ["idle"]
+    assert [each["about"] for each in written if each["level"] != "ok"] == ["idle"]

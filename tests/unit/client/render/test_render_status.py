@@ -13,6 +13,7 @@ from midstream import MidstreamError, __version__
 from midstream.client.render import status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
 from midstream.client.stack.checks.finding import Finding
+from midstream.client.stack.checks.service import Service
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
 from midstream.schemas.service.status import (
@@ -172,7 +173,7 @@ def test_status_shows_missing_parts_and_ranks_that_disagreed_lately() -> None:
 def test_the_doctor_grades_status_findings(changes: dict[str, Any], about: str, level: str) -> None:
     found = [
         finding
-        for finding in service_checks.parts(status(**{"queues": [], **changes}), Settings())
+        for finding in service_checks.judged(status(**{"queues": [], **changes}), Settings())
         if finding.level != "ok"
     ]
     assert [(finding.about, finding.level) for finding in found] == (
@@ -184,7 +185,7 @@ def test_the_doctor_grades_status_findings(changes: dict[str, Any], about: str, 
 def test_the_doctor_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (found,) = engine_checks.vllm(Settings())
+    (found,) = engine_checks.vllm(Service(Settings(), "", ""))
     assert (found.level, found.about) == ("fail", "vllm")
     assert found.found == "torch cannot be imported: OSError: libtorch.so: cannot open"
 
@@ -197,7 +198,7 @@ def test_the_doctor_lists_allowed_hosts() -> None:
         allowed="localhost, api.example",
     ).problem()
     with server(reply(problem, status=421)) as (url, _):
-        found = [*service_checks.api(url, {}), *service_checks.keys(url, {})]
+        found = list(service_checks.api(Service(Settings(), "", url)))
     assert found == [
         Finding(
             "fail",

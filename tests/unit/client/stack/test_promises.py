@@ -1,4 +1,4 @@
-"""When does a promise of `midstream verify` hold, what is on its page, and what do its measurements
+"""When does a promise of `midstream verify` hold, what is reported, and what do its measurements
 count?
 """
 
@@ -8,57 +8,61 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from midstream.client.render.verification import page
+from midstream.client.render.findings import Report
 from midstream.client.stack import verify
+from midstream.client.stack.checks import table
+from midstream.client.stack.checks.finding import Check, findings_of
 from midstream.client.stack.measurements import costs, facts, rows
 from midstream.client.stack.measurements.rig import Rig
-from midstream.client.stack.promises import PROMISES, Measured, Promise, Report, judge
+from midstream.client.stack.promises import PROMISES, judge
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 
-COST = Promise("idle", "cost", 1.05, "×")
-
 
 @pytest.mark.parametrize(
-    ("figures", "verdict"),
+    ("figures", "level"),
     [
-        ([1.0], "PASS"),
-        ([1.05], "PASS"),
-        ([1.06], "FAIL"),
-        ([1.0, 1.2, 1.01, 0.99], "PASS"),  # one slow pair
-        ([1.2, 1.3, 1.25, 1.2], "FAIL"),
-        ([0.9, 1.3, 1.25, 1.0, 1.1], "UNSURE"),
-        ([], "FAIL"),
-        ([math.nan], "FAIL"),
-        ([1.0, math.inf], "FAIL"),
+        ([1.0], "ok"),
+        ([1.05], "ok"),
+        ([1.06], "fail"),
+        ([1.0, 1.2, 1.01, 0.99], "ok"),  # one slow pair
+        ([1.2, 1.3, 1.25, 1.2], "fail"),
+        ([0.9, 1.3, 1.25, 1.0, 1.1], "warn"),
+        ([], "fail"),
+        ([math.nan], "fail"),
+        ([1.0, math.inf], "fail"),
     ],
 )
 def test_a_promise_fails_if_its_whole_interval_is_above_the_limit(
-    figures: list[float], verdict: str
+    figures: list[float], level: str
 ) -> None:
-    assert judge(COST, Measured(figures)).verdict == verdict
+    assert judge("idle", figures, "").level == level
 
 
-def test_only_measured_promises_can_hold_and_each_has_a_measurement() -> None:
-    assert judge(COST, Measured([1.2], limit=1.3)).verdict == "PASS"
-    judged = verify.outcomes({"idle": Measured([1.0])})
-    assert [outcome.name for outcome in judged] == [promise.name for promise in PROMISES]
-    assert [outcome.name for outcome in judged if outcome.verdict == "PASS"] == ["idle"]
-    measured = " ".join(verify.MEASUREMENTS).split()
-    assert [*measured, "processes"] == [promise.name for promise in PROMISES]
+def test_each_promise_is_judged_by_one_check_and_a_measurement_may_move_its_limit() -> None:
+    assert judge("idle", [1.2], "", limit=1.3).level == "ok"
+    checks = [*table.MEASURED, *table.STOPPED]
+    assert ", ".join(check.about for check in checks).split(", ") == [*PROMISES]
 
 
-def test_the_page_has_figures_limits_and_settings_without_secrets() -> None:
-    judged = verify.outcomes({"idle": Measured([1.0, 1.02], "2 pairs"), "receipts": Measured([3])})
-    report = Report("now", 9.0, {"vllm": "0.32.0"}, {"name": "m"}, {"dtype": "bfloat16"}, judged)
-    lines = page(report).splitlines()
-    assert "PASS   idle         1.01× [1, 1.02], at most 1.05×: cost of a call" in page(report)
-    assert "FAIL   receipts     3, at most 0: files" in page(report)
-    assert lines[-1].startswith("1 of 10 promises hold; FAILED: certificate, capture, ")
-    assert "settings      dtype=bfloat16" in lines
+def test_the_report_has_figures_limits_and_what_failed() -> None:
+    console = Console(width=100, record=True)
+    report = Report(console)
+    report.add(facts.listed({"vllm": "0.32.0", "name": "m"}))
+    report.add([judge("idle", [1.0, 1.02], "2 pairs"), judge("receipts", [3], "")])
+    assert report.end() == 1
+    text = console.export_text()
+    assert "ok   idle           1.01× [1, 1.02], at most 1.05×: cost of a call" in text
+    assert "fail receipts       3, at most 0: files" in text
+    assert "info vllm           0.32.0" in text
+    assert text.splitlines()[-1] == "ok: 1, warnings: 0, failures: 1 (receipts)"
+
+
+def test_settings_that_differ_from_the_defaults_are_listed_without_secrets() -> None:
     given = Settings(dtype="float32", admin_key="ms_secret", redis_url="redis://:pw@h", model="m")
-    assert facts.changed(given) == {"dtype": "float32"}
+    assert facts.changed(given) == "dtype=float32"
 
 
 def test_each_engine_gets_half_of_a_gpu_unless_its_share_is_given() -> None:
@@ -69,14 +73,15 @@ def test_each_engine_gets_half_of_a_gpu_unless_its_share_is_given() -> None:
     assert verify.for_both(given, True).engine_options == {share: 0.3}
 
 
-def test_a_failed_measurement_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(rig: Any) -> Measured:
+def test_a_check_that_raises_fails_and_does_not_end_the_others() -> None:
+    def broken(rig: Any) -> Any:
         raise MidstreamError("unavailable", "no answer")
 
-    monkeypatch.setattr(verify, "MEASUREMENTS", {"a b": broken, "c": lambda rig: Measured([0])})
-    taken = verify.measure(SimpleNamespace(say=lambda line: None))  # type: ignore[arg-type]
-    assert [list(taken[name].figures) for name in "abc"] == [[], [], [0]]
-    assert "no answer" in taken["a"].detail
+    checks = [Check("a, b", broken, "wait"), Check("c", lambda rig: facts.listed({"c": "fine"}))]
+    found = list(findings_of(checks, None))
+    assert [finding.about for finding in found] == ["a", "b", "c"]
+    assert [finding.level for finding in found] == ["fail", "fail", "info"]
+    assert (found[0].found, found[0].advice) == ("no answer", "wait")
 
 
 # --- Measurements ---
@@ -113,17 +118,23 @@ class FakeRig:
     [
         (FakeRig(), [0]),
         (FakeRig(leak=1e-7), [1]),
-        (FakeRig(apart=1000), []),  # never in one step: nothing is shown
     ],
 )
 def test_steering_that_reaches_a_neighbour_is_counted(rig: FakeRig, figures: list[int]) -> None:
-    assert list(rows.neighbour(rig).figures) == figures  # type: ignore[arg-type]
+    (found,) = rows.neighbour(rig)  # type: ignore[arg-type]
+    assert found.figures == figures
+
+
+def test_requests_that_never_share_a_step_show_nothing() -> None:
+    with pytest.raises(MidstreamError, match="never shared a step"):
+        list(rows.neighbour(FakeRig(apart=1000)))  # type: ignore[arg-type]
 
 
 def test_bits_that_differ_by_the_batch_alone_are_no_leak() -> None:
     rig = FakeRig(shift=1e-7)
     rig.rows([])  # the run alone then has other bits than those beside
-    assert list(rows.neighbour(rig).figures) == [0]  # type: ignore[arg-type]
+    (found,) = rows.neighbour(rig)  # type: ignore[arg-type]
+    assert found.figures == [0]
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.25), ("float32", 1e-3)])
@@ -133,7 +144,7 @@ def test_the_noise_floor_is_bounded_by_the_certificates_tolerance(dtype: str, li
     rig.certificate = SimpleNamespace(  # type: ignore[attr-defined]
         laws=[SimpleNamespace(law=rows.BATCH_LAW, tolerance=32.0)]
     )
-    measured = rows.noise(rig)  # type: ignore[arg-type]
+    (measured,) = rows.noise(rig)  # type: ignore[arg-type]
     assert measured.limit == limit
     assert measured.figures[0] == pytest.approx(1e-6, rel=1e-3)
 
@@ -175,8 +186,8 @@ class TimedRig(FakeRig):
 def test_costs_are_of_calls_with_all_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"stock": 2.0, "idle": 1.0, "capture": 1.25, "steer": 1.0, "patch": 1.5}
     taken = costs.costs(TimedRig(monkeypatch, seconds, 0))  # type: ignore[arg-type]
-    figures = {kind: set(measured.figures) for kind, measured in taken.items()}
+    figures = {found.about: set(found.figures) for found in taken}
     assert figures == {"idle": {0.5}, "capture": {1.25}, "steer": {1.0}, "patch": {1.5}}
     seconds = dict.fromkeys(("stock", "idle", "capture", "steer", "patch"), 1.0)
     with pytest.raises(MidstreamError, match="steer: 511 tokens instead of 512"):
-        costs.costs(TimedRig(monkeypatch, seconds, 1))  # type: ignore[arg-type]
+        list(costs.costs(TimedRig(monkeypatch, seconds, 1)))  # type: ignore[arg-type]
