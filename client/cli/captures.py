@@ -12,8 +12,9 @@ from ...schemas.jobs.captures import CaptureEntry
 from ..captures.export import export
 from ..captures.reader import CaptureReader
 from ..render import jobs as show
+from ..sdk.client import Client
 from . import options
-from .jobs import AsJson, JobId, Url, connect, delete, out, print_list
+from .jobs import AsJson, JobId, Url, connect, delete, out, print_list, with_client
 
 Source = Annotated[
     str,
@@ -85,15 +86,15 @@ def capture_verify(source: Source, job: Job = None, tag: Tag = None, url: Url = 
 
 
 @capture_app.command("save")
+@with_client
 def capture_save(
+    client: Client,
     job_id: JobId,
     folder: Annotated[Path, typer.Argument(help="Target folder.")],
     partial: Partial = False,
-    url: Url = None,
 ) -> None:
     """Download a job's capture files and verify them."""
-    with connect(url) as client:
-        reader = client.capture(job_id, folder, partial=partial)
+    reader = client.capture(job_id, folder, partial=partial)
     out.print(f"{show.count(len(reader.files), 'file')} in {folder}", markup=False, soft_wrap=True)
 
 
@@ -133,26 +134,26 @@ def capture_export(
 
 
 @capture_app.command("list")
+@with_client
 def capture_list(
+    client: Client,
     tag: Annotated[str | None, typer.Option(help="Only captures under this tag.")] = None,
     limit: Annotated[int, typer.Option(help="Number of captures.")] = 20,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """List the newest captures on the server, with their sizes."""
-    with connect(url) as client:
-        page = client.captures.list(tag=tag, limit=limit)
+    page = client.captures.list(tag=tag, limit=limit)
     print_list(page, page.captures, CaptureEntry, "captures", json_)
 
 
 @capture_app.command("delete")
+@with_client
 def capture_delete(
+    client: Client,
     jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of the jobs.")],
-    url: Url = None,
 ) -> None:
     """Delete the captures of jobs. Job records stay; downloads in progress complete."""
-    with connect(url) as client:
-        delete(jobs, client.captures.delete)
+    delete(jobs, client.captures.delete)
 
 
 def open_capture(

@@ -12,9 +12,10 @@ from ...schemas.jobs.harvests import HarvestRequest, HarvestView
 from ..render import jobs as show
 from ..render import records
 from ..sdk.answers.progress import harvest_bar
+from ..sdk.client import Client
 from ..sdk.wire import given
 from . import jobs, options
-from .jobs import AsJson, Url, connect, delete, detach, out, print_json, print_list
+from .jobs import AsJson, Url, connect, delete, detach, out, print_json, print_list, with_client
 
 Id = Annotated[str, typer.Argument(metavar="HARVEST", help="The harvest's id.")]
 SOURCE: dict[str, Any] = {"rich_help_panel": "Source"}
@@ -32,7 +33,9 @@ def register(app: typer.Typer) -> None:
 
 
 @harvest_app.command("run")
+@with_client
 def harvest_run(
+    client: Client,
     source: Annotated[
         str | None,
         typer.Option(help="File or folder below the server's harvest_sources.", **SOURCE),
@@ -119,40 +122,36 @@ def harvest_run(
         ),
     ] = True,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """Harvest the rows of a corpus. Interrupting it leaves the harvest running."""
-    with connect(url) as client:
-        fields = {
-            "source": given(
-                path=source,
-                lines=lines and options.read_lines(lines),
-                format=format_,
-                kind=kind,
-                field=field,
-            ),
-            "cut": given(max_length=max_length, fit=fit),
-            "positions": given(every=every, sample=sample, skip_first=skip_first, seed=seed),
-            "shards": given(mib=shard_mib, shuffle=seed),
-            **given(model=model, dtype=dtype, store=store, max_tokens=max_tokens, to=to),
-            **_sites(hooks, layers),
-        }
-        chosen = {name: value for name, value in fields.items() if value}
-        if body is not None and chosen:
-            raise invalid(
-                "--body", "is the whole request: not valid with options for source or rows"
-            )
-        if body is None and not (source or lines):
-            raise invalid("--source", "is required unless --lines or --body is given")
-        if body is not None:
-            view = client.harvests.submit(options.read_json(body, HarvestRequest, "--body"))
-        else:
-            view = client.harvests.submit(
-                **{"model": jobs.only_model(client), **chosen} if model is None else chosen
-            )
-        detach(view, wait, json_)
-        with harvest_bar() as progress:
-            view = client.harvests.wait(view, progress)
+    fields = {
+        "source": given(
+            path=source,
+            lines=lines and options.read_lines(lines),
+            format=format_,
+            kind=kind,
+            field=field,
+        ),
+        "cut": given(max_length=max_length, fit=fit),
+        "positions": given(every=every, sample=sample, skip_first=skip_first, seed=seed),
+        "shards": given(mib=shard_mib, shuffle=seed),
+        **given(model=model, dtype=dtype, store=store, max_tokens=max_tokens, to=to),
+        **_sites(hooks, layers),
+    }
+    chosen = {name: value for name, value in fields.items() if value}
+    if body is not None and chosen:
+        raise invalid("--body", "is the whole request: not valid with options for source or rows")
+    if body is None and not (source or lines):
+        raise invalid("--source", "is required unless --lines or --body is given")
+    if body is not None:
+        view = client.harvests.submit(options.read_json(body, HarvestRequest, "--body"))
+    else:
+        view = client.harvests.submit(
+            **{"model": jobs.only_model(client), **chosen} if model is None else chosen
+        )
+    detach(view, wait, json_)
+    with harvest_bar() as progress:
+        view = client.harvests.wait(view, progress)
     _print(view, json_)
 
 
@@ -182,53 +181,53 @@ def harvest_stream(
 
 
 @harvest_app.command("status")
-def harvest_status(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def harvest_status(client: Client, harvest: Id, json_: AsJson = False) -> None:
     """Show a harvest: state, counts, tokens/s and time left."""
-    with connect(url) as client:
-        _print(client.harvests.get(harvest), json_)
+    _print(client.harvests.get(harvest), json_)
 
 
 @harvest_app.command("list")
+@with_client
 def harvest_list(
+    client: Client,
     limit: Annotated[int, typer.Option(help="Number of harvests.")] = 20,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """List the newest harvests."""
-    with connect(url) as client:
-        page = client.harvests.list(limit=limit)
+    page = client.harvests.list(limit=limit)
     print_list(page, page.harvests, HarvestView, "harvests", json_)
 
 
 @harvest_app.command("pause")
-def harvest_pause(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def harvest_pause(client: Client, harvest: Id, json_: AsJson = False) -> None:
     """Pause a harvest; finished shards are kept."""
-    with connect(url) as client:
-        _print(client.harvests.pause(harvest), json_)
+    _print(client.harvests.pause(harvest), json_)
 
 
 @harvest_app.command("resume")
-def harvest_resume(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def harvest_resume(client: Client, harvest: Id, json_: AsJson = False) -> None:
     """Continue a paused harvest."""
-    with connect(url) as client:
-        _print(client.harvests.resume(harvest), json_)
+    _print(client.harvests.resume(harvest), json_)
 
 
 @harvest_app.command("cancel")
-def harvest_cancel(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def harvest_cancel(client: Client, harvest: Id, json_: AsJson = False) -> None:
     """Cancel a harvest; it cannot be resumed."""
-    with connect(url) as client:
-        _print(client.harvests.cancel(harvest), json_)
+    _print(client.harvests.cancel(harvest), json_)
 
 
 @harvest_app.command("delete")
+@with_client
 def harvest_delete(
+    client: Client,
     harvests: Annotated[list[str], typer.Argument(metavar="HARVEST...", help="Their ids.")],
-    url: Url = None,
 ) -> None:
     """Delete harvests that have ended: files and records."""
-    with connect(url) as client:
-        delete(harvests, client.harvests.delete)
+    delete(harvests, client.harvests.delete)
 
 
 @harvest_app.command("verify")
@@ -266,7 +265,9 @@ def harvest_verify(
 
 
 @harvest_app.command("survey")
+@with_client
 def harvest_survey(
+    client: Client,
     harvest: Id,
     sae: Annotated[
         str | None, typer.Option(help="The registered autoencoder whose features are surveyed.")
@@ -280,18 +281,16 @@ def harvest_survey(
         int | None, typer.Option(help="Whose examples are shown; default: the first listed.")
     ] = None,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """Survey the features of a finished harvest, or compare it with another of the same tokens."""
-    with connect(url) as client:
-        fields = given(sae=sae, against=against, top=top, context=context)
-        found, model = client.harvests.survey(harvest, **fields), client.harvests.get(harvest).model
-        view = found.view(limit=20, feature=feature)
-        if not print_json(view, json_):
-            tokens = sorted({token for one in view.examples for token in one.token_ids})
-            texts = client.detokenize(model, tokens).token_strs if tokens else []
-            shown = records.survey(view, dict(zip(tokens, texts, strict=True)))
-            out.print(*shown, sep="\n", soft_wrap=True)
+    fields = given(sae=sae, against=against, top=top, context=context)
+    found, model = client.harvests.survey(harvest, **fields), client.harvests.get(harvest).model
+    view = found.view(limit=20, feature=feature)
+    if not print_json(view, json_):
+        tokens = sorted({token for one in view.examples for token in one.token_ids})
+        texts = client.detokenize(model, tokens).token_strs if tokens else []
+        shown = records.survey(view, dict(zip(tokens, texts, strict=True)))
+        out.print(*shown, sep="\n", soft_wrap=True)
 
 
 def _print(view: HarvestView, json_: bool) -> None:

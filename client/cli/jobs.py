@@ -1,7 +1,9 @@
 """The commands `submit` and `job …`, and what all commands share."""
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -56,6 +58,23 @@ def connect(given: str | None) -> Client:
     return Client(given, load_settings().api_key)
 
 
+def with_client(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter `client` by the option --url: the command gets a connection to
+    the API there.
+    """
+
+    @wraps(command)
+    def connected(*, url: str | None, **arguments: Any) -> None:
+        with connect(url) as client:
+            command(client=client, **arguments)
+
+    signature = inspect.signature(command, eval_str=True)
+    kept = [each for name, each in signature.parameters.items() if name != "client"]
+    url = inspect.Parameter("url", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Url)
+    vars(connected)["__signature__"] = signature.replace(parameters=[*kept, url])
+    return connected
+
+
 def print_json(record: Any, as_json: bool = True) -> bool:
     """Print a record as JSON if `as_json`; return `as_json`."""
     if as_json:
@@ -104,7 +123,9 @@ def delete(names: Sequence[str], call: Callable[[str], Any], done: str = "delete
 
 
 @options.with_handling
+@with_client
 def submit(
+    client: Client,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="One or more prompts.")
     ] = None,
@@ -231,117 +252,113 @@ def submit(
         typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and exit."),
     ] = True,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """Submit a job; by default, wait for it and show the result."""
-    with connect(url) as client:
-        if body is not None:
-            request = read_request(body)
-        else:
-            texts = [*(prompts or []), *(options.read_prompts(file) if file else [])]
-            if not texts:
-                raise invalid("prompts", "give a prompt, --file or --body")
-            chats = [
-                with_images([{"role": "user", "content": text}], image) for text in texts if image
-            ]
-            fields: dict[str, Any] = {
-                "model": model or only_model(client),
-                **({"messages": chats} if chats else {"prompts": texts}),
-                "sampling": {"max_tokens": max_tokens, "temperature": temperature},
-                "steering": options.parse_steering(steer or []),
-                "patch": options.parse_patches(patch or []),
-                "probes": options.parse_probes(probe or []),
-                "policies": policy or [],
-                "conversation": conversation,
-                "lens": options.parse_lens(lens) if lens else None,
-                "features": [options.parse_features(item) for item in features or []],
-                **handling,
-                "capture": options.parse_capture(
-                    layers=layers,
-                    hooks=hooks,
-                    positions=positions,
-                    spans=span,
-                    every_n=every_n,
-                    at=at,
-                    dtype=dtype,
-                    layout=layout,
-                    consumers=consumer,
-                    tag=tag,
-                    run=run,
-                ),
-            }
-            request = job_request(None, fields)
-        view = client.submit(request)
-        detach(view, wait, json_)
-        if not json_:
-            follow(client, view)
-        report_end(client, client.wait(view.id), json_)
+    if body is not None:
+        request = read_request(body)
+    else:
+        texts = [*(prompts or []), *(options.read_prompts(file) if file else [])]
+        if not texts:
+            raise invalid("prompts", "give a prompt, --file or --body")
+        chats = [with_images([{"role": "user", "content": text}], image) for text in texts if image]
+        fields: dict[str, Any] = {
+            "model": model or only_model(client),
+            **({"messages": chats} if chats else {"prompts": texts}),
+            "sampling": {"max_tokens": max_tokens, "temperature": temperature},
+            "steering": options.parse_steering(steer or []),
+            "patch": options.parse_patches(patch or []),
+            "probes": options.parse_probes(probe or []),
+            "policies": policy or [],
+            "conversation": conversation,
+            "lens": options.parse_lens(lens) if lens else None,
+            "features": [options.parse_features(item) for item in features or []],
+            **handling,
+            "capture": options.parse_capture(
+                layers=layers,
+                hooks=hooks,
+                positions=positions,
+                spans=span,
+                every_n=every_n,
+                at=at,
+                dtype=dtype,
+                layout=layout,
+                consumers=consumer,
+                tag=tag,
+                run=run,
+            ),
+        }
+        request = job_request(None, fields)
+    view = client.submit(request)
+    detach(view, wait, json_)
+    if not json_:
+        follow(client, view)
+    report_end(client, client.wait(view.id), json_)
 
 
 @job_app.command("show")
-def job_show(job_id: JobId, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def job_show(client: Client, job_id: JobId, json_: AsJson = False) -> None:
     """Show a job, with outputs and receipts once it has ended."""
-    with connect(url) as client:
-        view = client.jobs.get(job_id)
-        if print_json(view, json_):
-            return
-        out.print(records.one(view))
-        if view.state is State.SUCCEEDED:
-            print_result(client, client.result(job_id))
+    view = client.jobs.get(job_id)
+    if print_json(view, json_):
+        return
+    out.print(records.one(view))
+    if view.state is State.SUCCEEDED:
+        print_result(client, client.result(job_id))
 
 
 @job_app.command("list")
+@with_client
 def job_list(
+    client: Client,
     state: Annotated[State | None, typer.Option(help="Only jobs in this state.")] = None,
     model: Annotated[str | None, typer.Option(help="Only jobs of this model.")] = None,
     limit: Annotated[int, typer.Option(help="Number of jobs.")] = 20,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """List the newest jobs."""
-    with connect(url) as client:
-        page = client.jobs.list(state=state.value if state else None, model=model, limit=limit)
+    page = client.jobs.list(state=state.value if state else None, model=model, limit=limit)
     print_list(page, page.jobs, jobs.jobs, "jobs", json_)
 
 
 @job_app.command("wait")
+@with_client
 def job_wait(
+    client: Client,
     job_id: JobId,
     timeout: Annotated[float | None, typer.Option(help="Seconds; default: no limit.")] = None,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """Wait until a job ends; exits non-zero unless it succeeded."""
-    with connect(url) as client:
-        report_end(client, client.wait(job_id, timeout), json_)
+    report_end(client, client.wait(job_id, timeout), json_)
 
 
 @job_app.command("result")
-def job_result(job_id: JobId, url: Url = None) -> None:
+@with_client
+def job_result(client: Client, job_id: JobId) -> None:
     """Print a job's result as JSON."""
-    with connect(url) as client:
-        print_json(client.result(job_id))
+    print_json(client.result(job_id))
 
 
 @job_app.command("cancel")
-def job_cancel(job_id: JobId, url: Url = None) -> None:
+@with_client
+def job_cancel(client: Client, job_id: JobId) -> None:
     """Cancel a job."""
-    with connect(url) as client:
-        out.print(f"{job_id} {jobs.coloured(client.jobs.cancel(job_id).state)}")
+    out.print(f"{job_id} {jobs.coloured(client.jobs.cancel(job_id).state)}")
 
 
 @job_app.command("events")
+@with_client
 def job_events(
+    client: Client,
     job_id: JobId,
     after: Annotated[str, typer.Option(help="Resume after this event id.")] = "",
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """Stream a job's events until it ends."""
-    with connect(url) as client:
-        for event in client.jobs.events(job_id, after):
-            if not print_json(event, json_):
-                out.print(jobs.event(event), soft_wrap=True)
+    for event in client.jobs.events(job_id, after):
+        if not print_json(event, json_):
+            out.print(jobs.event(event), soft_wrap=True)
 
 
 def follow(client: Client, view: JobView) -> None:

@@ -23,8 +23,9 @@ from ...schemas.base.settings import load_settings
 from ..durations import seconds
 from ..render.jobs import facts, minute, size
 from ..sdk import wire
+from ..sdk.client import Client
 from ..sdk.service import key_request
-from .jobs import AsJson, Url, connect, delete, err, out, print_json, print_list
+from .jobs import AsJson, Url, connect, delete, err, out, print_json, print_list, with_client
 
 RedisUrl = Annotated[
     str | None,
@@ -148,24 +149,24 @@ def keys_generate() -> None:
 
 
 @keys_app.command("list")
-def keys_list(json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def keys_list(client: Client, json_: AsJson = False) -> None:
     """List the keys of all tenants."""
-    with connect(url) as client:
-        api_keys = client.keys.list()
+    api_keys = client.keys.list()
     print_list(api_keys, api_keys, KeyView, "keys", json_)
 
 
 @keys_app.command("revoke")
+@with_client
 def keys_revoke(
+    client: Client,
     ids: Annotated[
         list[str],
         typer.Argument(metavar="ID...", help="The key's id: the part between ms_ and the secret."),
     ],
-    url: Url = None,
 ) -> None:
     """Revoke keys: they are rejected everywhere within five seconds."""
-    with connect(url) as client:
-        delete(ids, client.keys.revoke, "revoked")
+    delete(ids, client.keys.revoke, "revoked")
 
 
 # --- Tenants
@@ -230,26 +231,24 @@ def tenants_set(
 
 
 @tenants_app.command("show")
-def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def tenants_show(client: Client, name: TenantOption = None, json_: AsJson = False) -> None:
     """Show a tenant's limits and current usage."""
-    with connect(url) as client:
-        if name is not None and name not in (
-            known := [view.name for view in client.tenants.list()]
-        ):
-            raise MidstreamError(
-                "not_found",
-                f"unknown tenant {name!r}: it has neither keys nor limits of its own",
-                allowed=", ".join(known) or None,
-                hint=suggestion(name, known),
-            )
-        _show([client.tenants.get(name)], json_)
+    if name is not None and name not in (known := [view.name for view in client.tenants.list()]):
+        raise MidstreamError(
+            "not_found",
+            f"unknown tenant {name!r}: it has neither keys nor limits of its own",
+            allowed=", ".join(known) or None,
+            hint=suggestion(name, known),
+        )
+    _show([client.tenants.get(name)], json_)
 
 
 @tenants_app.command("list")
-def tenants_list(json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def tenants_list(client: Client, json_: AsJson = False) -> None:
     """List the tenants that have keys or limits of their own."""
-    with connect(url) as client:
-        tenants = client.tenants.list()
+    tenants = client.tenants.list()
     if print_json(tenants, json_):
         return
     _show(tenants, False)

@@ -15,6 +15,7 @@ from ...schemas.base.settings import SettingsError
 from ...schemas.base.version import __version__
 from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk import discovery
+from ..sdk.client import Client
 from . import (
     captures,
     harvests,
@@ -30,7 +31,7 @@ from . import (
     verify,
     webhooks,
 )
-from .jobs import AsJson, Url, connect, err, out
+from .jobs import AsJson, Url, err, out, with_client
 
 #: Section of `midstream --help` → its commands and groups, in this order.
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -152,10 +153,10 @@ def model_fetch(
 
 
 @model_app.command("list")
-def model_list(json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def model_list(client: Client, json_: AsJson = False) -> None:
     """List the served models."""
-    with connect(url) as client:
-        served = client.models()
+    served = client.models()
     print(to_json(served).decode() if json_ else "\n".join(served) or "no models")
 
 

@@ -39,6 +39,7 @@ from .jobs import (
     print_json,
     print_list,
     print_record,
+    with_client,
 )
 from .options import optional
 
@@ -71,18 +72,18 @@ class Registry(Generic[T]):
         app = typer.Typer(no_args_is_help=True, help=help)
         name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {self.noun}.")]
 
-        def list_(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-            with connect(url) as client:
-                result = self.calls(client).list(model)
+        @with_client
+        def list_(client: Client, model: Model = None, json_: AsJson = False) -> None:
+            result = self.calls(client).list(model)
             print_list(result, result, self.kind, self.plural, json_)
 
-        def show(name: name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-            with connect(url) as client:
-                print_record(self.calls(client).get(name, model), json_)
+        @with_client
+        def show(client: Client, name: name, model: Model = None, json_: AsJson = False) -> None:
+            print_record(self.calls(client).get(name, model), json_)
 
-        def remove(name: name, model: Model = None, url: Url = None) -> None:
-            with connect(url) as client:
-                self.calls(client).delete(name, model)
+        @with_client
+        def remove(client: Client, name: name, model: Model = None) -> None:
+            self.calls(client).delete(name, model)
             out.print(f"{name} removed", markup=False)
 
         app.command("list", help=f"List the {self.plural}.")(list_)
@@ -297,7 +298,9 @@ def register(app: typer.Typer) -> None:
 
 
 @modules_app.command("export")
+@with_client
 def modules_export(
+    client: Client,
     name: ModulesName,
     file: Annotated[Path, typer.Argument(help="The file to write.")],
     format: Annotated[
@@ -305,11 +308,9 @@ def modules_export(
         typer.Option("--format", help=f"{', '.join(FORMATS)}; default: from the suffix."),
     ] = None,
     model: Model = None,
-    url: Url = None,
 ) -> None:
     """Write a module to a file for other tools."""
-    with connect(url) as client:
-        written = client.modules.export(name, file, format, model)
+    written = client.modules.export(name, file, format, model)
     out.print(f"{name} written to {file} as {written}", markup=False, soft_wrap=True)
 
 
@@ -335,41 +336,41 @@ def jacobian_convert(
 
 
 @runs_app.command("list")
+@with_client
 def runs_list(
+    client: Client,
     limit: Annotated[int, typer.Option(help="Number of runs.")] = 20,
     model: Model = None,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """List the newest named runs."""
-    with connect(url) as client:
-        page = client.source_runs.list(model, limit=limit)
+    page = client.source_runs.list(model, limit=limit)
     print_list(page, page.runs, RunView, "runs", json_)
 
 
 @runs_app.command("show")
-def runs_show(name: Run, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def runs_show(client: Client, name: Run, model: Model = None, json_: AsJson = False) -> None:
     """Show a run: its state, and the layers and positions of each prompt."""
-    with connect(url) as client:
-        print_record(client.source_runs.get(name, model), json_)
+    print_record(client.source_runs.get(name, model), json_)
 
 
 @runs_app.command("delete")
+@with_client
 def runs_delete(
+    client: Client,
     names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of the runs.")],
     model: Model = None,
-    url: Url = None,
 ) -> None:
     """Delete runs: their captures and their names."""
-    with connect(url) as client:
-        delete(names, lambda name: client.source_runs.delete(name, model))
+    delete(names, lambda name: client.source_runs.delete(name, model))
 
 
 @global_app.command("show")
-def global_show(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def global_show(client: Client, model: Model = None, json_: AsJson = False) -> None:
     """Show global steering, and whether every worker has applied it."""
-    with connect(url) as client:
-        _print_global(client.global_steering.get(model), json_)
+    _print_global(client.global_steering.get(model), json_)
 
 
 @global_app.command("set")
@@ -383,19 +384,19 @@ def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Ur
 
 
 @global_app.command("clear")
-def global_clear(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def global_clear(client: Client, model: Model = None, json_: AsJson = False) -> None:
     """Clear global steering for new requests."""
-    with connect(url) as client:
-        _print_global(client.global_steering.clear(model), json_)
+    _print_global(client.global_steering.clear(model), json_)
 
 
-def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def dynamic(client: Client, model: Model = None, json_: AsJson = False) -> None:
     """Show the current checksums, table, versions and queues of each rank.
 
     Exits non-zero if the ranks disagree.
     """
-    with connect(url) as client:
-        result = client.global_steering.dynamic(model)
+    result = client.global_steering.dynamic(model)
     if not print_json(result, json_):
         for worker in result.workers:
             out.print(steering.worker_line(worker), soft_wrap=True)

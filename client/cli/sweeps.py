@@ -21,7 +21,7 @@ from ..sdk.client import Client
 from ..sdk.sweeps import sweep_request
 from ..study.patch_study import PatchStudy
 from . import jobs, options
-from .jobs import AsJson, Url, connect, detach, out, print_json, print_result
+from .jobs import AsJson, Url, connect, detach, out, print_json, print_result, with_client
 
 #: The groups of options in `--help`.
 _prompts, _cells, _estimates = (
@@ -119,16 +119,16 @@ def register(app: typer.Typer) -> None:
     app.command()(dose)
 
 
+@with_client
 def dose(
+    client: Client,
     file: Annotated[Path, typer.Argument(help="The body of `POST /v1/doses` as JSON.")],
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """Weigh the effect of steering against its damage, by layer and scale."""
-    with connect(url) as client:
-        result = client.dose(options.read_json(file, DoseRequest, "FILE"))
-        if not print_json(result, json_):
-            print_result(client, result)
+    result = client.dose(options.read_json(file, DoseRequest, "FILE"))
+    if not print_json(result, json_):
+        print_result(client, result)
 
 
 def _read(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from ...schemas.access.webhooks import (
 )
 from ..durations import seconds
 from ..render import jobs, records
-from .jobs import AsJson, Url, connect, delete, err, out, print_json, print_list
+from ..sdk.client import Client
+from .jobs import AsJson, delete, err, out, print_json, print_list, with_client
 
 Tenant = Annotated[str | None, typer.Option(help="This tenant's; requires scope admin.")]
 
@@ -30,7 +31,9 @@ def register(app: typer.Typer) -> None:
 
 
 @webhooks_app.command("list")
+@with_client
 def webhooks_list(
+    client: Client,
     job: Annotated[str | None, typer.Option(help="Only webhooks about this job.")] = None,
     state: Annotated[
         str | None,
@@ -45,30 +48,28 @@ def webhooks_list(
     ] = False,
     tenant: Tenant = None,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """List the newest webhooks and their outcome."""
-    with connect(url) as client:
-        if disabled:
-            _print_disabled(client.webhooks.disabled(tenant=tenant), json_)
-            return
-        page = client.webhooks.deliveries(
-            job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit
-        )
+    if disabled:
+        _print_disabled(client.webhooks.disabled(tenant=tenant), json_)
+        return
+    page = client.webhooks.deliveries(
+        job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit
+    )
     print_list(page, page.deliveries, Delivery, "webhooks", json_)
 
 
 @webhooks_app.command("show")
+@with_client
 def webhooks_show(
+    client: Client,
     delivery_id: Annotated[
         str, typer.Argument(metavar="ID", help="A delivery's id: the header `webhook-id`.")
     ],
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """Show a webhook and all its attempts."""
-    with connect(url) as client:
-        delivery = client.webhooks.delivery(delivery_id)
+    delivery = client.webhooks.delivery(delivery_id)
     if print_json(delivery, json_):
         return
     out.print(
@@ -82,28 +83,30 @@ def webhooks_show(
 
 
 @webhooks_app.command("redeliver")
+@with_client
 def webhooks_redeliver(
+    client: Client,
     ids: Annotated[
         list[str], typer.Argument(metavar="ID...", help="Ids of the deliveries, in any state.")
     ],
-    url: Url = None,
 ) -> None:
     """Send webhooks again, under the same ids."""
-    with connect(url) as client:
-        delete(ids, client.webhooks.redeliver, "will be sent again")
+    delete(ids, client.webhooks.redeliver, "will be sent again")
 
 
 @webhooks_app.command("secret")
-def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
+@with_client
+def webhooks_secret(client: Client, json_: AsJson = False) -> None:
     """Show the secret that signs webhooks about this key's jobs, and the previous secret while it
     also signs.
     """
-    with connect(url) as client:
-        _print_secrets(client.webhooks.secrets(), json_)
+    _print_secrets(client.webhooks.secrets(), json_)
 
 
 @webhooks_app.command("rotate")
+@with_client
 def webhooks_rotate(
+    client: Client,
     keep_former: Annotated[
         str,
         typer.Option(
@@ -115,16 +118,12 @@ def webhooks_rotate(
         bool, typer.Option("--own", help="A secret for this key only, instead of its tenant's.")
     ] = False,
     json_: AsJson = False,
-    url: Url = None,
 ) -> None:
     """Create a new signing secret."""
-    with connect(url) as client:
-        _print_secrets(
-            client.webhooks.rotate_secret(
-                keep_former_s=seconds(keep_former, "--keep-former"), own=own
-            ),
-            json_,
-        )
+    _print_secrets(
+        client.webhooks.rotate_secret(keep_former_s=seconds(keep_former, "--keep-former"), own=own),
+        json_,
+    )
 
 
 def _print_secrets(listed: SecretList, json_: bool) -> None:
@@ -149,7 +148,9 @@ def _print_disabled(endpoints: list[DisabledEndpoint], as_json: bool) -> None:
 
 
 @webhooks_app.command("enable")
+@with_client
 def webhooks_enable(
+    client: Client,
     receiver: Annotated[
         str,
         typer.Argument(
@@ -157,12 +158,10 @@ def webhooks_enable(
         ),
     ],
     tenant: Tenant = None,
-    url: Url = None,
 ) -> None:
     """Re-enable a receiver that responded with 410.
 
     Use `redeliver` for webhooks that were disabled in the meantime.
     """
-    with connect(url) as client:
-        client.webhooks.enable(receiver, tenant=tenant)
+    client.webhooks.enable(receiver, tenant=tenant)
     out.print(f"{receiver} is enabled", markup=False)
