@@ -4,24 +4,20 @@ a missing package names the extra.
 
 from typing import Any
 
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base.errors import MidstreamError, Translated
 
 
 def pandas() -> Any:
     """Return the module. Raises MidstreamError if it is not installed."""
-    try:
+    with Translated(ImportError, lambda error: _missing("a data frame needs pandas", error)):
         import pandas
-    except ImportError as error:
-        raise _missing("a data frame needs pandas", error) from error
     return pandas
 
 
 def xarray() -> Any:
     """Return the module. Raises MidstreamError if it is not installed."""
-    try:
+    with Translated(ImportError, lambda error: _missing("labelled arrays need xarray", error)):
         import xarray
-    except ImportError as error:
-        raise _missing("labelled arrays need xarray", error) from error
     return xarray
 
 
@@ -29,11 +25,9 @@ def plotly() -> Any:
     """Return `plotly`, with `graph_objects` and `subplots` loaded. Raises MidstreamError if it is
     not installed.
     """
-    try:
+    with Translated(ImportError, lambda error: _missing("interactive figures need plotly", error)):
         import plotly.graph_objects
         import plotly.subplots
-    except ImportError as error:
-        raise _missing("interactive figures need plotly", error) from error
     return plotly
 
 

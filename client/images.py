@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..schemas.base.errors import invalid
+from ..schemas.base.errors import Translated, invalid
 from ..schemas.prompts.images import ImageError, check_image
 
 
@@ -17,10 +17,8 @@ def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[s
     """
     data = image
     if isinstance(image, str | Path):
-        try:
+        with Translated(OSError, lambda error: invalid(field, f"cannot be read: {error}")):
             data = Path(image).read_bytes()
-        except OSError as error:
-            raise invalid(field, f"cannot be read: {error}") from error
     elif hasattr(image, "save"):
         image.save(file := io.BytesIO(), "PNG")
         data = file.getvalue()

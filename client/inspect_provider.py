@@ -28,7 +28,7 @@ from inspect_ai.solver._task_state import sample_state
 from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.jobs.openai import ChatRequest
 from ..schemas.readings.readings import FIELDS as READINGS
 from .sdk.calls import finish
@@ -71,10 +71,8 @@ def checked(fields: Any, where: str) -> dict[str, Any]:
     unknown = [name for name in fields if name not in FIELDS]
     if unknown:
         raise ValueError(f"{where}: unknown field {unknown[0]!r}; valid: {', '.join(FIELDS)}")
-    try:
+    with Translated((MidstreamError, ValueError), lambda error: ValueError(f"{where}: {error}")):
         body_of(fields)
-    except (MidstreamError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
     return fields
 
 

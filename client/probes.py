@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.base.errors import invalid
+from ..schemas.base.errors import Translated, invalid
 from ..schemas.base.records import Plotted
 from .extras import need
 
@@ -171,10 +171,8 @@ def _split(
         splitter = selection.StratifiedShuffleSplit(
             n_splits=1, test_size=held_out, random_state=seed
         )
-        try:
+        with Translated(ValueError, lambda error: invalid("labels", str(error))):
             return next(splitter.split(names, names))  # type: ignore[no-any-return]
-        except ValueError as error:
-            raise invalid("labels", str(error)) from error
     if len(groups) != len(names):
         raise invalid(
             "groups", f"has {len(groups)} entries", allowed=f"{len(names)}, one for each row"
@@ -182,10 +180,10 @@ def _split(
     parts = max(2, round(1 / held_out))
     splitter = selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
     labels = np.array([str(group) for group in groups])
-    try:
+    with Translated(
+        ValueError, lambda error: invalid("groups", str(error), allowed=f"{parts} or more groups")
+    ):
         return next(splitter.split(names, names, labels))  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise invalid("groups", str(error), allowed=f"{parts} or more groups") from error
 
 
 def _train(

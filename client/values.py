@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from ..schemas.base.errors import NO_FIELD, MidstreamError, invalid, suggestion
+from ..schemas.base.errors import NO_FIELD, MidstreamError, Translated, invalid, suggestion
 from ..schemas.base.records import Record
 from ..schemas.base.tensors import Tensor, from_numpy
 from ..schemas.jobs.jobs import JobRequest, Sampling
@@ -267,10 +267,9 @@ def packed(values: Any, field: str) -> Tensor:
     """Pack an array for sending: float16 stays, other dtypes become float32. `values`: what
     `is_array` accepts.
     """
-    try:
+    # rows of different lengths
+    with Translated(ValueError, lambda error: invalid(field, f"is not an array: {error}")):
         array = _from_torch(values) if is_torch(values) else np.asarray(values)
-    except ValueError as error:  # rows of different lengths
-        raise invalid(field, f"is not an array: {error}") from error
     if array.dtype.kind not in "fiu":
         raise invalid(field, f"must be numeric, not an array of {array.dtype}")
     return from_numpy(array)

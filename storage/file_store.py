@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.base.faults import crash_point
 from ..schemas.jobs.captures import SEGMENT_SUFFIX, index_of
 from .direct_write import LEAST, DirectWriter
@@ -559,10 +559,11 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
     """Check that the file at `path` has this device and inode. Raises NotInPlaceError."""
-    try:
+    with Translated(
+        (FileNotFoundError, NotADirectoryError),
+        lambda error: NotInPlaceError(f"{path.name} was deleted while being written"),
+    ):
         result = _identity(os.stat(path))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotInPlaceError(f"{path.name} was deleted while being written") from error
     if result != identity:
         raise NotInPlaceError(f"{path.name} was replaced while being written")
 

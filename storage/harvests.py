@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.base.records import Plotted, from_json
 from ..schemas.jobs.harvests import (
     FORMAT,
@@ -311,25 +311,30 @@ def open(uri: str) -> Harvest:
 
 def read_manifest(store: ArtifactStore) -> HarvestManifest:
     """Read the manifest of a harvest. Raises `not_found`, `capture_damaged`."""
-    try:
-        with store.open(MANIFEST) as handle:
-            data = handle.read(0, handle.size)
-    except FileNotFoundError as error:
-        raise MidstreamError(
-            "not_found",
-            f"{store.uri} has no {MANIFEST}: it is not a harvest, or the harvest is not complete",
-        ) from error
-    try:
+    with (
+        Translated(
+            FileNotFoundError,
+            lambda error: MidstreamError(
+                "not_found",
+                f"{store.uri} has no {MANIFEST}: it is not a harvest, or the harvest is not "
+                "complete",
+            ),
+        ),
+        store.open(MANIFEST) as handle,
+    ):
+        data = handle.read(0, handle.size)
+    with Translated(
+        (msgspec.DecodeError, AttributeError),
+        lambda error: MidstreamError(
+            "capture_damaged", f"{store.uri}/{MANIFEST} cannot be read: {error}"
+        ),
+    ):
         if (result := msgspec.json.decode(data).get("format")) != FORMAT:
             raise MidstreamError(
                 "capture_damaged",
                 f"{store.uri} has the format {result!r}; this version reads {FORMAT!r}",
             )
         return from_json(data, HarvestManifest)
-    except (msgspec.DecodeError, AttributeError) as error:
-        raise MidstreamError(
-            "capture_damaged", f"{store.uri}/{MANIFEST} cannot be read: {error}"
-        ) from error
 
 
 def shown(sites: Sequence[Site]) -> str:

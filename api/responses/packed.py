@@ -13,7 +13,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...broker.artifacts.headers import Place, explained, header_of, must_be_there
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.jobs.captures import Manifest
 from ...storage.formats.capture_blobs import DamagedBlob, Header, TensorPlace, encode_header
 from ...storage.store import ArtifactStore, Handle
@@ -32,11 +32,9 @@ class OpenBlob:
     def check(self, crc32: int) -> None:
         """Read the whole blob. Raises DamagedBlob if it is not what was written, OSError."""
         crc = 0
-        try:
+        with Translated(EOFError, lambda error: DamagedBlob(str(error))):
             for chunk in self.read(0, self.place.bytes):
                 crc = zlib_ng.crc32(chunk, crc)
-        except EOFError as error:
-            raise DamagedBlob(str(error)) from error
         if crc != crc32:
             raise DamagedBlob(
                 f"CRC32 mismatch in {self.place.bytes} bytes: {crc:08x} read, {crc32:08x} written"

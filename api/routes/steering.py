@@ -17,7 +17,7 @@ from litestar.params import JSONBody, QueryParameter
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller, own, scoped, shown, unscoped
 from ...schemas.base.edit_sizes import limit_of
-from ...schemas.base.errors import MidstreamError, unknown
+from ...schemas.base.errors import MidstreamError, Translated, unknown
 from ...schemas.base.limits import MAX_DESCRIPTION
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor
@@ -56,10 +56,10 @@ Name = Annotated[str, name_parameter("module")]
 
 def _module_of(raw: bytes) -> ModuleRequest:
     """Decode a body that is a safetensors file. Raises a 400."""
-    try:
+    with Translated(
+        ValueError, lambda error: MidstreamError("invalid_request", f"the body: {error}")
+    ):
         return ModuleRequest(steering=specs_of(raw))
-    except ValueError as error:
-        raise MidstreamError("invalid_request", f"the body: {error}") from error
 
 
 @dataclass

@@ -19,7 +19,7 @@ from litestar.exceptions import InternalServerException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from ...schemas.access.keys import scoped
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.json_bounds import JsonCounter, TooManyValues
 from ...schemas.base.limits import MAX_IDEMPOTENCY_KEY
 from ...schemas.base.records import from_json
@@ -139,10 +139,8 @@ class JsonRequest(Request[Any, Any, Any]):
         # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
         kind = needed.annotation if needed else Any
-        try:
+        with Translated(problems.UNREADABLE, lambda error: problems.malformed(error, kind)):
             return from_json(body, kind)
-        except problems.UNREADABLE as error:
-            raise problems.malformed(error, kind) from error
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
         """Return what `read` returns for the body.

@@ -6,7 +6,7 @@ Lists names; reads no file.
 import re
 from collections.abc import Iterable, Sequence
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.harvests import Format, HarvestSource
 from ...storage.store import ArtifactStore, below, open_store
@@ -91,12 +91,13 @@ def find(roots: Sequence[str], source: HarvestSource) -> tuple[str, list[str], F
             if source.path.startswith(root + "/")
             else source.path
         )
-        try:
-            files = _files(open_store(root), relative.strip("/"))
-        except (ValueError, OSError) as error:
-            raise invalid(
+        with Translated(
+            (ValueError, OSError),
+            lambda error: invalid(
                 "source.path", f"{source.path!r} cannot be read: {error}", allowed=_below(roots)
-            ) from error
+            ),
+        ):
+            files = _files(open_store(root), relative.strip("/"))
         if files:
             return root, *_of_format(source, files)
     raise invalid("source.path", f"there is no {source.path!r}", allowed=_below(roots))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.jobs.captures import BlobEntry, path_fault
 from ...schemas.jobs.jobs import FileEntry
 from ...schemas.jobs.receipts import CapturedFile
@@ -45,10 +45,8 @@ def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | Cap
     """
     if (fault := path_fault(file.path, job)) is not None:
         raise MidstreamError("capture_failed", fault)
-    try:
+    with Translated(ValueError, lambda error: MidstreamError("capture_failed", str(error))):
         store.check(file.path)
-    except ValueError as error:
-        raise MidstreamError("capture_failed", str(error)) from error
     return Place(file.path, file.offset, file.bytes, job, request, file.path.partition("/")[0])
 
 
@@ -88,14 +86,15 @@ def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, Bl
     a manifest that cannot be read.
     """
     blob_entries: list[tuple[str, BlobEntry]] = []
-    try:
+    with Translated(
+        OSError,
+        lambda error: MidstreamError(
+            "capture_failed", f"the captures of job {job} cannot be listed: {error}"
+        ),
+    ):
         listed = [
             key for key in store.children(f"{tag}/{job}/") if key.endswith(".json")
         ] + indices(store, tag, job)
-    except OSError as error:
-        raise MidstreamError(
-            "capture_failed", f"the captures of job {job} cannot be listed: {error}"
-        ) from error
     for index in listed:
         folder, _, name = index.rpartition("/")
         try:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.settings import Settings, SettingsError, refuse_exposed
 from ..ops.private_files import private_folder
 
@@ -58,10 +58,11 @@ class KnownClients:
         self._files: object = None  # names, times and inodes at the last read
         self._next_look = 0.0
         self._logged: dict[str, float] = {}  # unknown key → when it was last logged
-        try:
+        with Translated(
+            OSError,
+            lambda error: SettingsError(f"curve_clients_dir={str(folder)!r}: {error.strerror}"),
+        ):
             self._look()
-        except OSError as error:
-            raise SettingsError(f"curve_clients_dir={str(folder)!r}: {error.strerror}") from error
 
     def key_of(self, worker: str) -> str | None:
         """Return the public key of `worker`, if known."""
@@ -227,7 +228,9 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
             "use another"
         )
     folder = Path(settings.curve_dir)
-    try:
+    with Translated(
+        OSError, lambda error: SettingsError(f"curve_dir={str(folder)!r}: {error.strerror}")
+    ):
         private_folder(folder)
         with (folder / "lock").open("a") as lock:  # a worker may start before the relay
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -241,8 +244,6 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
                     curve_clients_dir=str(folder / CLIENTS),
                 )
             secret, _ = _kept_keys("worker", worker, folder)
-    except OSError as error:
-        raise SettingsError(f"curve_dir={str(folder)!r}: {error.strerror}") from error
     return msgspec.structs.replace(
         settings,
         curve_dir="",
@@ -270,13 +271,14 @@ def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
 
 def secret_key(path: str) -> tuple[str, str]:
     """Return (public, secret) of a private key's file. Raises SettingsError."""
-    try:
+    with Translated(
+        (OSError, UnicodeDecodeError),
+        lambda error: SettingsError(
+            f"curve_secret_file={path!r}: {getattr(error, 'strerror', None) or 'not a text file'}"
+        ),
+    ):
         text = Path(path).read_text().strip()
         refuse_exposed(f"curve_secret_file={path!r}", path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"curve_secret_file={path!r}: {getattr(error, 'strerror', None) or 'not a text file'}"
-        ) from error
     _check(text, f"curve_secret_file={path!r}")
     return zmq.curve_public(text.encode()).decode(), text
 

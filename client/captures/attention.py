@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.model.attention import AttentionKind
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 
@@ -22,10 +22,10 @@ def heads_of(kind: AttentionKind, heads: LayerSelector | None) -> list[int]:
 
     Raises MidstreamError with the valid heads.
     """
-    try:
+    with Translated(
+        SelectorError, lambda error: invalid("head", str(error), allowed=f"0 to {kind.heads - 1}")
+    ):
         return resolve_layers("all" if heads is None else heads, kind.heads, "head")
-    except SelectorError as error:
-        raise invalid("head", str(error), allowed=f"0 to {kind.heads - 1}") from error
 
 
 def pattern(

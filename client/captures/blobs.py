@@ -14,7 +14,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, index_of
 from ...storage.blobs import indices, read_entries
 from ...storage.formats.capture_blobs import DamagedBlob, DeletedBlob, Header, read_header
@@ -236,10 +236,8 @@ def _in_segments(store: ArtifactStore, tag: str, job: str) -> Iterator[Place]:
 
 def _of_segment(store: ArtifactStore, index: str, job: str | None) -> list[Place]:
     folder = index.rpartition("/")[0]
-    try:
+    with Translated(DamagedBlob, lambda error: _damaged(Place(store, index).path, str(error))):
         entries = list(read_entries(store, index, None if job is None else {job}))
-    except DamagedBlob as error:
-        raise _damaged(Place(store, index).path, str(error)) from error
     return [
         Place(
             store,
@@ -290,8 +288,8 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
 
 def _viewed(place: Place) -> memoryview:
     assert place.store is not None, "bytes in memory are not opened"
-    try:
-        with place.store.open(place.key) as handle:
-            return handle.view()
-    except FileNotFoundError as error:
-        raise gone(place.path) from error
+    with (
+        Translated(FileNotFoundError, lambda error: gone(place.path)),
+        place.store.open(place.key) as handle,
+    ):
+        return handle.view()

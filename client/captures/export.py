@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from ...schemas.base.errors import invalid
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.prompts.selectors import (
     ALIASES,
     HookName,
@@ -75,10 +75,10 @@ def _sites(
 def _layers(layer_selector: LayerSelector, present: list[int]) -> list[int]:
     if layer_selector == "all":
         return present
-    try:
+    with Translated(
+        SelectorError, lambda error: invalid("layers", str(error), allowed=str(present))
+    ):
         chosen = resolve_layers(plain(layer_selector, LayerSelector), present[-1] + 1)
-    except SelectorError as error:
-        raise invalid("layers", str(error), allowed=str(present)) from error
     if missing := set(chosen) - set(present):
         raise invalid("layers", f"layer {min(missing)} was not captured", allowed=str(present))
     return chosen

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.records import Plotted
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 from ..notebook import rendered
@@ -213,10 +213,10 @@ def _chosen(
     layers: LayerSelector, reader: "CaptureReader", request: int, captured: Sequence[int]
 ) -> list[int]:
     """Resolve a selector of layers. Raises MidstreamError that lists the captured layers."""
-    try:
+    with Translated(
+        SelectorError, lambda error: invalid("layers", str(error), allowed=as_ranges(captured))
+    ):
         chosen = resolve_layers(layers, reader.manifest(request).num_layers)
-    except SelectorError as error:
-        raise invalid("layers", str(error), allowed=as_ranges(captured)) from error
     if missing := [layer for layer in chosen if layer not in captured]:
         detail = f"q and k were not both captured in layers {as_ranges(missing)}"
         raise MidstreamError("not_found", detail, field="layers", allowed=as_ranges(captured))

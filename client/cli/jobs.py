@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base.dtypes import RowDType
-from ...schemas.base.errors import MidstreamError, error_of, invalid
+from ...schemas.base.errors import MidstreamError, Translated, error_of, invalid
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
 from ...schemas.jobs.harvests import HarvestView
@@ -469,7 +469,8 @@ def only_model(client: Client) -> str:
 
 
 def read_request(path: Path, kind: Any = JobRequest) -> Any:
-    try:
+    with Translated(
+        (msgspec.ValidationError, msgspec.DecodeError),
+        lambda error: invalid("body", f"{path}: {error}"),
+    ):
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise invalid("body", f"{path}: {error}") from error

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import typer
 
-from ...schemas.base.errors import MidstreamError, invalid, suggestion
+from ...schemas.base.errors import MidstreamError, Translated, invalid, suggestion
 from ...schemas.base.settings import SettingsError
 from ...schemas.base.tensors import Tensor
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
@@ -104,14 +104,15 @@ def read_hooks(text: str, layers: LayerSelector | None = None) -> dict[HookName,
 
     Raises MidstreamError naming the option.
     """
-    try:
-        hooks = parse_hooks(text, "" if layers is None else layers)
-    except ValueError as error:
-        raise invalid(
+    with Translated(
+        ValueError,
+        lambda error: invalid(
             "--hooks",
             str(error),
             allowed="such as post_block:all;pre_attn:0-3 or resid_pre,mlp_out",
-        ) from error
+        ),
+    ):
+        hooks = parse_hooks(text, "" if layers is None else layers)
     if layers is not None and layers not in hooks.values():
         raise invalid("--layers", "has no effect: every hook in --hooks names its own layers")
     return {
@@ -270,10 +271,8 @@ def _parts(text: str) -> list[str]:
 
 def _vector(path: str, text: str) -> dict[str, Tensor]:
     """Read the vector of a `.npy` file, for a patch."""
-    try:
+    with Translated((OSError, ValueError), lambda error: invalid("--patch", f"{text!r}: {error}")):
         return {"vector": numpy_file.read_npy(vectors.content(path)).tensor()}
-    except (OSError, ValueError) as error:
-        raise invalid("--patch", f"{text!r}: {error}") from error
 
 
 def _unreadable(text: str, why: str) -> MidstreamError:
@@ -413,10 +412,8 @@ def _source(name: str, text: str) -> dict[str, Any]:
 
 
 def _read(text: str, name: str, value: str, read: Callable[[str], Any]) -> Any:
-    try:
+    with Translated(ValueError, lambda error: _no_patch(text, f"invalid {name} {value!r}")):
         return read(value)
-    except ValueError as error:
-        raise _no_patch(text, f"invalid {name} {value!r}") from error
 
 
 def _no_patch(text: str, why: str) -> MidstreamError:

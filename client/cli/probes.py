@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from ...schemas.artifacts.probes import Aggregation, Probe
-from ...schemas.base.errors import invalid
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.prompts.selectors import HookName
 from ...schemas.requests.policies import Policy, PolicyRequest
 from ..captures.row_matrix import samples
@@ -129,14 +129,19 @@ def probe_register(
     url: Url = None,
 ) -> None:
     """Register a probe, or replace it; running requests keep the previous one."""
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            tensors = {key: np.array(arrays[key]) for key in ("weight", "bias") if key in arrays}
-    except Exception as error:
-        # numpy parses a file's header as a Python literal, which can raise many kinds of errors
-        raise invalid(
-            "file", f"{file}: {error}", allowed="a .npz file with `weight` and, optionally, `bias`"
-        ) from error
+    # numpy parses a file's header as a Python literal, which can raise many kinds of errors
+    with (
+        Translated(
+            Exception,
+            lambda error: invalid(
+                "file",
+                f"{file}: {error}",
+                allowed="a .npz file with `weight` and, optionally, `bias`",
+            ),
+        ),
+        np.load(file, allow_pickle=False) as arrays,
+    ):
+        tensors = {key: np.array(arrays[key]) for key in ("weight", "bias") if key in arrays}
     if "weight" not in tensors:
         raise invalid("file", f"{file} has no array `weight`")
     thresholds = threshold[0] if threshold and len(threshold) == 1 else threshold

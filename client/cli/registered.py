@@ -16,7 +16,7 @@ from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.fits import FitResult
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunView
@@ -161,10 +161,11 @@ def _fit_lens(client: Client, name: str, file: str, fields: dict[str, Any]) -> J
 
 def _lines(file: str) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file. Raises MidstreamError naming the file."""
-    try:
+    with Translated(
+        DecodeError,
+        lambda error: invalid("FILE", f"{file}: {error}", allowed="an object on each line"),
+    ):
         return [json.decode(line, type=dict[str, Any]) for line in options.read_lines(Path(file))]
-    except DecodeError as error:
-        raise invalid("FILE", f"{file}: {error}", allowed="an object on each line") from error
 
 
 modules_app = Registry("a module", "modules", ModuleView, attrgetter("modules")).commands(
@@ -328,10 +329,8 @@ def jacobian_convert(
     ] = None,
 ) -> None:
     """Write a folder that can be registered from another tool's file."""
-    try:
+    with Translated((OSError, ValueError), lambda error: invalid("FILE", str(error))):
         layers = jacobian.convert(file, folder, checkpoint)
-    except (OSError, ValueError) as error:
-        raise invalid("FILE", str(error)) from error
     out.print(f"{folder}: layers {as_ranges(layers)}", markup=False)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...schemas.base.errors import invalid
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.requests.interventions import PLACE
 from ..values import is_torch
 from .cache import ActivationCache
@@ -108,12 +108,12 @@ def _as_rows(values: np.ndarray, shape: tuple[int, ...], of_head: bool, at: str)
 
 def _array(values: Any, name: str) -> np.ndarray:
     """Convert values to float32. Raises MidstreamError for anything but finite numbers."""
-    try:
+    with Translated(
+        (TypeError, ValueError), lambda error: invalid(name, f"is not an array of numbers: {error}")
+    ):
         result = np.asarray(
             values.detach().cpu().float() if is_torch(values) else values, dtype=np.float32
         )
-    except (TypeError, ValueError) as error:
-        raise invalid(name, f"is not an array of numbers: {error}") from error
     if result.ndim == 0 or not result.size:
         raise invalid(
             name,

@@ -23,7 +23,7 @@ from ...schemas.artifacts.probes import Probe, ProbePage, ProbeRequest
 from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
 from ...schemas.artifacts.tuned_lenses import TunedLens, TunedLensPage, TunedLensRequest
 from ...schemas.base.edit_sizes import EditLimit
-from ...schemas.base.errors import invalid
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.base.limits import PathName
 from ...schemas.requests.policies import Policy, PolicyChange, PolicyPage, PolicyRequest
 from ...schemas.requests.source_runs import RunPage, RunView
@@ -69,16 +69,17 @@ def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
     from ...storage.formats.module_files import of_sites
     from .. import vectors
 
-    try:
+    with Translated(
+        ValueError,
+        lambda error: invalid(
+            "steering", str(error) if isinstance(steering, Mapping) else f"{steering}: {error}"
+        ),
+    ):
         if isinstance(steering, Mapping):
             return of_sites(
                 {site: packed(values, f"steering.{site}") for site, values in steering.items()}
             )
         return vectors.read(steering)
-    except ValueError as error:
-        raise invalid(
-            "steering", str(error) if isinstance(steering, Mapping) else f"{steering}: {error}"
-        ) from error
 
 
 def _run(method: str, name: str, model: str | None) -> Call:
@@ -173,12 +174,10 @@ class Modules(Named[M, ModuleView]):
 
         answer = await self._send(self._call("GET", name, model, "/file"))
         wire.raise_problem(answer)
-        try:
+        with Translated(ValueError, lambda error: invalid("format", str(error))):
             return vectors.write(
                 path, specs_of(answer.content), format, answer.headers.get(MODEL_HEADER, "")
             )
-        except ValueError as error:
-            raise invalid("format", str(error)) from error
 
 
 class GlobalSteering(Calls[M]):

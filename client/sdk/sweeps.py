@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.attributions import AttributionRequest, EstimatedPair
 from ...schemas.jobs.jobs import Event, JobResult, JobView
 from ...schemas.jobs.sweeps import (
@@ -64,12 +64,13 @@ def sweep_event(event: Event) -> SweepEvent | None:
     """Convert an event to the sweep's type; None for an event that all jobs have."""
     if event.event not in _KINDS:
         return None
-    try:
-        return msgspec.convert(event.data, _KINDS[event.event])
-    except msgspec.ValidationError as error:
-        raise MidstreamError(
+    with Translated(
+        msgspec.ValidationError,
+        lambda error: MidstreamError(
             "version_mismatch", f"the server's event {event.event} cannot be read: {error}"
-        ) from error
+        ),
+    ):
+        return msgspec.convert(event.data, _KINDS[event.event])
 
 
 def _grid(result: JobResult) -> SweepResult:

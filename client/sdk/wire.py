@@ -18,6 +18,7 @@ from ...schemas.base.errors import (
     STATUS_OF_KIND,
     MidstreamError,
     Problem,
+    Translated,
     error_of,
     invalid,
 )
@@ -301,13 +302,14 @@ def decode(response: httpx2.Response, kind: type[T]) -> T:
     the error from `not_understood` if the body is invalid.
     """
     raise_problem(response)
-    try:
-        return from_json(response.content, kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise not_understood(
+    with Translated(
+        (msgspec.ValidationError, msgspec.DecodeError),
+        lambda error: not_understood(
             response,
             (f"the response from {response.request.url.path} is not a {kind.__name__}: {error}"),
-        ) from error
+        ),
+    ):
+        return from_json(response.content, kind)
 
 
 def raise_problem(response: httpx2.Response) -> None:
@@ -363,7 +365,13 @@ def not_understood(response: httpx2.Response, problem: str) -> MidstreamError:
 def answer(response: httpx2.Response) -> Answer:
     """Parse an OpenAI-style response. Raises what `decode` raises."""
     raw = decode(response, dict[str, Any])
-    try:
+    with Translated(
+        (KeyError, TypeError, msgspec.ValidationError),
+        lambda error: not_understood(
+            response,
+            (f"the response from {response.request.url.path} has an unexpected shape: {error!r}"),
+        ),
+    ):
         choices = sorted(raw["choices"], key=lambda choice: choice["index"])
         return Answer(
             job=response.headers.get(JOB_HEADER, ""),
@@ -381,11 +389,6 @@ def answer(response: httpx2.Response) -> Answer:
             raw=raw,
             probes=msgspec.convert(raw.get("probes", []), list[ProbeResult]),
         )
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise not_understood(
-            response,
-            (f"the response from {response.request.url.path} has an unexpected shape: {error!r}"),
-        ) from error
 
 
 def answer_from_result(result: JobResult) -> Answer:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack
 
 import msgspec
 
-from ...schemas.base.errors import MidstreamError, invalid, misfit
+from ...schemas.base.errors import MidstreamError, Translated, invalid, misfit
 from ...schemas.base.records import Record, from_json, to_json
 from ...schemas.base.version import __version__
 from ...schemas.jobs.sweeps import (
@@ -238,10 +238,11 @@ class _Study(Generic[C]):
 
     def _read(self, path: Path | str) -> Self:
         raw = Path(path).read_bytes()
-        try:
+        with Translated(
+            (msgspec.ValidationError, msgspec.DecodeError),
+            lambda error: invalid("path", f"{path} is not a saved study: {error}"),
+        ):
             header = from_json(raw, _Header)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise invalid("path", f"{path} is not a saved study: {error}") from error
         if header.format != _FORMAT:
             raise invalid("path", f"{path} is not a saved study")
         if header.version != _VERSION:
@@ -250,13 +251,14 @@ class _Study(Generic[C]):
                 f"{__version__} reads format {_VERSION}"
             )
             raise MidstreamError("version_mismatch", detail)
-        try:
-            saved = from_json(raw, _Saved)
-        except msgspec.ValidationError as error:
-            raise invalid(
+        with Translated(
+            msgspec.ValidationError,
+            lambda error: invalid(
                 "path",
                 f"{path}, written by {header.midstream}: {': '.join(reversed(misfit(error)))}",
-            ) from error
+            ),
+        ):
+            saved = from_json(raw, _Saved)
         self._pairs, self._model = saved.request.pairs, saved.request.model
         return self._keep(saved.job, saved.request, saved.result)
 

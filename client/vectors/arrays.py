@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...schemas.base.dtypes import DTYPES, ITEM_BYTES, DType, widened
+from ...schemas.base.errors import Translated
 from ...schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES, MAX_VECTOR_FILE
 from ...schemas.base.tensors import Tensor
 
@@ -72,10 +73,11 @@ def opened(raw: bytes, stored: bool) -> Archive:
     """
     if raw.count(b"PK\x01\x02") > MAX_FILE_TENSORS + _MAX_OTHER_MEMBERS:
         raise ValueError(f"its archive has more than {MAX_FILE_TENSORS} members")
-    try:
+    with Translated(
+        (zipfile.BadZipFile, NotImplementedError, ValueError, OSError),
+        lambda error: ValueError(f"its archive is damaged: {error}"),
+    ):
         archive = zipfile.ZipFile(io.BytesIO(raw))
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-        raise ValueError(f"its archive is damaged: {error}") from error
     sizes = {member.filename: member.file_size for member in archive.infolist()}
     if len(sizes) != len(archive.infolist()):
         raise ValueError("its archive has a member twice")
@@ -96,19 +98,22 @@ def member(archive: Archive, name: str) -> bytes:
     """
     if name not in archive.sizes:
         raise ValueError(f"its archive has no {name!r:.80}")
-    try:
-        with archive.zip.open(name) as stream:
-            raw = stream.read(archive.sizes[name] + 1)
-    except (
-        zipfile.BadZipFile,
-        NotImplementedError,
-        ValueError,
-        EOFError,
-        OSError,
-        RuntimeError,
-        zlib.error,
-    ) as error:
-        raise ValueError(f"its archive is damaged at {name!r:.80}: {error}") from error
+    with (
+        Translated(
+            (
+                zipfile.BadZipFile,
+                NotImplementedError,
+                ValueError,
+                EOFError,
+                OSError,
+                RuntimeError,
+                zlib.error,
+            ),
+            lambda error: ValueError(f"its archive is damaged at {name!r:.80}: {error}"),
+        ),
+        archive.zip.open(name) as stream,
+    ):
+        raw = stream.read(archive.sizes[name] + 1)
     if len(raw) != archive.sizes[name]:
         raise ValueError(
             f"its archive is damaged at {name!r:.80}: it is shorter than the archive declares"

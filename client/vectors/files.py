@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ...schemas.base.errors import Translated
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
 from ...schemas.base.tensors import to_numpy
@@ -241,23 +242,25 @@ def _loreft(arrays: Mapping[str, Array]) -> SteeringSpec:
 
 
 def _of_json(raw: bytes) -> list[SteeringSpec]:
-    try:
+    with Translated(
+        (msgspec.DecodeError, TooManyValues, UnicodeDecodeError),
+        lambda error: ValueError(f"it is not valid JSON of a SteeringVector: {error}"),
+    ):
         check_json(raw)
         result = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, TooManyValues, UnicodeDecodeError) as error:
-        raise ValueError(f"it is not valid JSON of a SteeringVector: {error}") from error
     return _of_lens(result if isinstance(result, list) else [result])
 
 
 def _of_lens(vectors: list[Any]) -> list[SteeringSpec]:
-    try:
+    with Translated(
+        msgspec.ValidationError,
+        lambda error: ValueError(f"it is not a SteeringVector of vllm-lens: {error}"),
+    ):
         return [
             spec
             for vector in msgspec.convert(vectors, lens_vectors.LensVectors)
             for spec in lens_vectors.specs_of(vector)
         ]
-    except msgspec.ValidationError as error:
-        raise ValueError(f"it is not a SteeringVector of vllm-lens: {error}") from error
 
 
 #: The formats, in the order in which they are tried.
@@ -278,15 +281,13 @@ _READERS: tuple[_Format, ...] = (
 
 def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[SteeringSpec]:
     """Select the entries of `layers`; if the file names no layers, apply its only entry at them."""
-    try:
+    with Translated(SelectorError, lambda error: ValueError(f"layers: {error}")):
         if specs and specs[0].layers is None:
             return _at_layers(specs[0], layers)
         if layers is None or layers == "all":
             return specs
         present = {layer for spec in specs if isinstance(layer := spec.layers, int)}
         numbers = _numbers(layers)
-    except SelectorError as error:
-        raise ValueError(f"layers: {error}") from error
     if len(present) < len({msgspec.json.encode(spec.layers) for spec in specs}):
         raise ValueError("its entries have several layers each: leave the layers out")
     if isinstance(layers, int | list) and (

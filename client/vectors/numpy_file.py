@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ...schemas.base.errors import Translated
 from ...storage.formats.tensor_files import npy_header
 from .arrays import Array, array_of, member, opened
 
@@ -19,10 +20,8 @@ def read_npy(raw: bytes) -> Array:
     ValueError.
     """
     stream = io.BytesIO(raw)
-    try:
+    with Translated(ValueError, lambda error: ValueError(f"it is not a numpy file: {error}")):
         shape, fortran, dtype = npy_header(stream)
-    except ValueError as error:
-        raise ValueError(f"it is not a numpy file: {error}") from error
     if dtype.kind not in "fiu":
         raise ValueError(f"it holds {dtype}; valid: numbers")
     remaining = len(raw) - stream.tell()

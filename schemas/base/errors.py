@@ -1,8 +1,10 @@
 """Errors and their wire format: RFC 9457 problem details with the field at fault."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -76,6 +78,23 @@ class Problem(Record, omit_defaults=True):
     instance: str | None = None
     allowed: str | None = None
     hint: str | None = None
+
+
+E = TypeVar("E", bound=Exception)
+
+
+@dataclass(frozen=True)
+class Translated(Generic[E]):
+    """A context that raises another error for errors of `kinds`: `make` returns it."""
+
+    kinds: type[E] | tuple[type[E], ...]
+    make: Callable[[E], Exception]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self.kinds):
+            raise self.make(error) from error
 
 
 class MidstreamError(Exception):

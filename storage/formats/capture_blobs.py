@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ...schemas.base.dtypes import DTYPES, ITEM_BYTES
-from ...schemas.base.errors import shortened
+from ...schemas.base.errors import Translated, shortened
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.captures import FORMAT, Manifest
 
@@ -116,10 +116,11 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
     Raises DeletedBlob, and DamagedBlob if the blob is truncated or not Midstream's.
     """
     metadata, tensors, end = read_tensors(read, size)
-    try:
+    with Translated(
+        (msgspec.DecodeError, KeyError, TypeError),
+        lambda error: DamagedBlob(f"it is not a Midstream file: {error!r}"),
+    ):
         manifest = msgspec.json.decode(metadata["manifest"], type=Manifest)
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise DamagedBlob(f"it is not a Midstream file: {error!r}") from error
     if manifest.format != FORMAT:
         raise DamagedBlob(f"its format is {manifest.format!r}; this version reads {FORMAT!r}")
     return Header(manifest, tensors, end)
@@ -158,14 +159,15 @@ def read_tensors(
             f"it is truncated, or not a safetensors file: {size} bytes do not contain a header"
         )
     start = _LENGTH_BYTES + length
-    try:
+    with Translated(
+        (msgspec.DecodeError, RecursionError),
+        lambda error: DamagedBlob(f"it has no valid safetensors header: {error}"),
+    ):
         entries = msgspec.json.decode(read(_LENGTH_BYTES, length), type=dict[str, msgspec.Raw])
         metadata = (
             msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None)
             or {}
         )
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise DamagedBlob(f"it has no valid safetensors header: {error}") from error
     places = [_place(name, entry, start, item_bytes) for name, entry in entries.items()]
     tensors, end = sorted(places, key=lambda tensor: (tensor.start, tensor.length)), start
     for tensor in tensors:
@@ -183,10 +185,11 @@ def read_tensors(
 
 
 def _place(name: str, raw: msgspec.Raw, start: int, item_bytes: Mapping[str, int]) -> TensorPlace:
-    try:
+    with Translated(
+        (msgspec.DecodeError, RecursionError),
+        lambda error: DamagedBlob(f"{shortened(name)} has no valid entry in the header: {error}"),
+    ):
         entry = msgspec.json.decode(raw, type=_Entry)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise DamagedBlob(f"{shortened(name)} has no valid entry in the header: {error}") from error
     if entry.dtype not in item_bytes:
         raise DamagedBlob(
             f"{shortened(name)} is {shortened(entry.dtype)}; valid: {', '.join(item_bytes)}"

@@ -5,7 +5,7 @@ files.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...schemas.base.errors import invalid
+from ...schemas.base.errors import Translated, invalid
 
 
 def folder_below(
@@ -28,15 +28,16 @@ def folder_below(
     top = Path(root).expanduser().resolve()
     if "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:
         raise invalid("path", f"{path!r} is not a path below {setting}", allowed=allowed)
-    try:
-        folder = (top / path).resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        raise invalid(
+    with Translated(
+        (OSError, RuntimeError),
+        lambda error: invalid(
             "path",
             f"there is no folder {path!r} in {setting}",
             allowed=allowed,
             hint=f"`midstream doctor` on the server prints the folder of {setting}",
-        ) from error
+        ),
+    ):
+        folder = (top / path).resolve(strict=True)
     if not folder.is_dir() or not folder.is_relative_to(top) or folder == top:
         raise invalid("path", f"{path!r} is not a folder below {setting}", allowed=allowed)
     missing = [
@@ -61,12 +62,10 @@ def new_folder(root: str, path: str, setting: str) -> Path:
 
 def bounded_file(path: Path, most: int, fault: type[ValueError]) -> bytes:
     """Returns the bytes of a file. Raises `fault` if it is missing, or larger than `most` bytes."""
-    try:
+    with Translated(OSError, lambda error: fault(f"{path.name} cannot be read: {error.strerror}")):
         if (size := path.stat().st_size) > most:
             raise fault(f"{path.name} has {size} bytes; the limit is {most}")
         return path.read_bytes()
-    except OSError as error:
-        raise fault(f"{path.name} cannot be read: {error.strerror}") from error
 
 
 def _inside(file: Path, top: Path) -> bool:

@@ -16,6 +16,7 @@ from ...schemas.artifacts.jacobian_lenses import (
     JacobianRecord,
 )
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
+from ...schemas.base.errors import Translated
 from ...schemas.base.records import now
 from ...schemas.jobs.models import ModelInfo
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
@@ -111,10 +112,11 @@ def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
         for row in range(vocabulary):
             check_finite(UNEMBEDDING, file.read(UNEMBEDDING, row))
         raw = file.metadata.get(RECORD)
-        try:
+        with Translated(
+            msgspec.DecodeError,
+            lambda error: TensorFileError(f"{FILE}: metadata {RECORD!r}: {error}"),
+        ):
             fit = None if raw is None else msgspec.json.decode(raw, type=JacobianRecord)
-        except msgspec.DecodeError as error:
-            raise TensorFileError(f"{FILE}: metadata {RECORD!r}: {error}") from error
         return Content(file.digest().hex(), layers, file.bytes, vocabulary, fit)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.limits import MAX_LORA_BYTES, MAX_LORA_CONFIG
 from ...schemas.prompts.selectors import as_ranges
 from .capture_blobs import DamagedBlob
@@ -103,20 +103,18 @@ def digest_of(config: bytes, weights: bytes) -> str:
 
 
 def parse(config: bytes, weights: bytes) -> LoraContent:
-    try:
+    with Translated(
+        (ValueError, RecursionError), lambda error: LoraError(f"{CONFIG} is not JSON: {error}")
+    ):
         members = json.loads(config)
-    except (ValueError, RecursionError) as error:
-        raise LoraError(f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(members, dict):
         raise LoraError(f"{CONFIG} is not a JSON object")
     return LoraContent(members, _shapes(weights), digest_of(config, weights), len(weights))
 
 
 def _shapes(weights: bytes) -> dict[str, list[int]]:
-    try:
+    with Translated(DamagedBlob, lambda error: LoraError(f"{WEIGHTS}: {error}")):
         tensors = whole_file(lambda start, count: weights[start : start + count], len(weights))
-    except DamagedBlob as error:
-        raise LoraError(f"{WEIGHTS}: {error}") from error
     for name, place in tensors.items():
         if len(place.shape) != 2 or min(place.shape) < 1:
             raise LoraError(f"{WEIGHTS}: {name} has the shape {place.shape}; valid: two dimensions")
@@ -273,8 +271,8 @@ def joined(first: Sequence[LoraModule], second: Sequence[LoraModule]) -> list[Lo
 
 def check_on(folder: Path, support: LoraSupport) -> tuple[LoraContent, LoraFacts]:
     """Returns an adapter, and its rank and modules on this model. Raises a 400 naming `path`."""
-    try:
+    with Translated(
+        LoraError, lambda error: MidstreamError("invalid_request", str(error), field="path")
+    ):
         content = read(folder)
         return content, check(content, support)
-    except LoraError as error:
-        raise MidstreamError("invalid_request", str(error), field="path") from error

@@ -19,6 +19,7 @@ import msgspec
 import safetensors
 
 from ...schemas.base.dtypes import DTYPES, DType
+from ...schemas.base.errors import Translated
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
 from ...schemas.base.tensors import Tensor
@@ -63,11 +64,12 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
     model (its layers, its width), and which fields an op takes.
     """
     _check_header(raw)
-    try:
+    with Translated(
+        (safetensors.SafetensorError, msgspec.DecodeError),
+        lambda error: ValueError(f"it is not a safetensors file: {error}"),
+    ):
         read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]
         metadata = _metadata(raw)
-    except (safetensors.SafetensorError, msgspec.DecodeError) as error:
-        raise ValueError(f"it is not a safetensors file: {error}") from error
     tensors = {name: _tensor(name, result) for name, result in read}
     if not tensors:
         raise ValueError("it has no tensors: name them {hook}.{layer}, such as post_block.12")
@@ -156,11 +158,12 @@ def of_sites(
 
 
 def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
-    try:
+    with Translated(
+        (msgspec.DecodeError, TooManyValues),
+        lambda error: ValueError(f"metadata {ENTRIES_KEY} is not a list of entries: {error}"),
+    ):
         check_json(text.encode())
         entries = msgspec.json.decode(text, type=list[SteeringSpec])
-    except (msgspec.DecodeError, TooManyValues) as error:
-        raise ValueError(f"metadata {ENTRIES_KEY} is not a list of entries: {error}") from error
     for index, entry in enumerate(entries):
         if entry.module is not None:
             raise ValueError(

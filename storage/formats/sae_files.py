@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ...schemas.artifacts.saes import Architecture, Normalisation, SaeForm
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.limits import MAX_SAE_BYTES, MAX_SAE_CONFIG, MAX_SAE_WIDTH
 from ...schemas.prompts.selectors import ALIASES, HOOKS, Hook
 from .folders import bounded_file, folder_below
@@ -126,7 +126,7 @@ def reading(folder: Path) -> Iterator[tuple[SaeContent, TensorFile]]:
     Raises SaeError, also at the end if the files changed meanwhile.
     """
     gemma = not (folder / CONFIG).is_file()
-    try:
+    with Translated(TensorFileError, lambda error: SaeError(str(error))):
         config = b"" if gemma else bounded_file(folder / CONFIG, MAX_SAE_CONFIG, SaeError)
         with opened(folder / (GEMMA_SCOPE if gemma else WEIGHTS), MAX_SAE_BYTES) as file:
             digest = hashlib.sha256(hashlib.sha256(config).digest() + file.digest()).hexdigest()
@@ -135,8 +135,6 @@ def reading(folder: Path) -> Iterator[tuple[SaeContent, TensorFile]]:
                 file,
             )
             file.check_unchanged()
-    except TensorFileError as error:
-        raise SaeError(str(error)) from error
 
 
 # --- The two formats
@@ -159,10 +157,10 @@ def _of_gemma_scope(file: TensorFile, digest: str) -> SaeContent:
 
 
 def _of_saelens(raw: bytes, file: TensorFile, digest: str) -> SaeContent:
-    try:
+    with Translated(
+        (ValueError, RecursionError), lambda error: SaeError(f"{CONFIG} is not JSON: {error}")
+    ):
         config = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise SaeError(f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("metadata") or {}, dict):
         raise SaeError(f"{CONFIG}, or its member metadata, is not a JSON object")
     metadata = config.get("metadata") or config
@@ -411,11 +409,14 @@ def check_on(
 
     Reads all of its tensors. Raises a 400 naming `path`, `hook` or `layer`.
     """
-    try:
-        with reading(folder) as (content, file):
-            tensors_of(content.form, file)
-    except (SaeError, TensorFileError) as error:
-        raise MidstreamError("invalid_request", str(error), field="path") from error
+    with (
+        Translated(
+            (SaeError, TensorFileError),
+            lambda error: MidstreamError("invalid_request", str(error), field="path"),
+        ),
+        reading(folder) as (content, file),
+    ):
+        tensors_of(content.form, file)
     result: dict[str, Any] = {}
     for field, value, named in (("hook", hook, content.hook), ("layer", layer, content.layer)):
         if value is None and named is None:

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, widened
-from ...schemas.base.errors import shortened
+from ...schemas.base.errors import Translated, shortened
 from ...schemas.base.limits import MAX_FILE_HEADER
 from .capture_blobs import DamagedBlob, TensorPlace, read_tensors
 
@@ -112,10 +112,8 @@ class TensorFile:
     # --- The two formats ---
 
     def _of_safetensors(self) -> dict[str, Place]:
-        try:
+        with Translated(DamagedBlob, lambda error: TensorFileError(f"{self._name}: {error}")):
             self.metadata, tensors = whole_header(self._bytes_at, self.bytes)
-        except DamagedBlob as error:
-            raise TensorFileError(f"{self._name}: {error}") from error
         for name, place in tensors.items():
             _check_shape(self._name, name, place.shape)
         return {
@@ -160,22 +158,25 @@ class TensorFile:
         return places
 
     def _header(self, member: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-        try:
+        with Translated(
+            ValueError, lambda error: TensorFileError(f"{self._name}: {shortened(member)}: {error}")
+        ):
             return npy_header(stream)
-        except ValueError as error:
-            raise TensorFileError(f"{self._name}: {shortened(member)}: {error}") from error
 
     def _member(self, place: Place) -> np.ndarray:
         assert self._zip is not None
-        try:
-            with self._zip.open(place.member) as stream:
-                npy_header(stream)
-                size = np.dtype(place.dtype).itemsize * math.prod(place.shape)
-                raw = stream.read(size)
-        except (zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError) as error:
-            raise TensorFileError(
-                f"{self._name}: {place.member} cannot be read: {error}"
-            ) from error
+        with (
+            Translated(
+                (zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError),
+                lambda error: TensorFileError(
+                    f"{self._name}: {place.member} cannot be read: {error}"
+                ),
+            ),
+            self._zip.open(place.member) as stream,
+        ):
+            npy_header(stream)
+            size = np.dtype(place.dtype).itemsize * math.prod(place.shape)
+            raw = stream.read(size)
         if len(raw) != size:
             raise TensorFileError(f"{self._name}: the bytes of {place.member} are not all there")
         return np.frombuffer(raw, place.dtype).astype(np.float32, copy=False).reshape(place.shape)
@@ -184,10 +185,10 @@ class TensorFile:
 @contextmanager
 def opened(path: Path, most: int, tensors: int = _TENSORS) -> Iterator[TensorFile]:
     """Opens the file at `path`. Raises TensorFileError."""
-    try:
+    with Translated(
+        OSError, lambda error: TensorFileError(f"{path.name} cannot be read: {error.strerror}")
+    ):
         file = path.open("rb")
-    except OSError as error:
-        raise TensorFileError(f"{path.name} cannot be read: {error.strerror}") from error
     with file:
         yield TensorFile(file, path.name, most, tensors)
 
@@ -229,15 +230,16 @@ def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     numpy evaluates the header as a literal, without running code. Raises ValueError for any error.
     """
     form: Any = np.lib.format
-    try:
+    with Translated(
+        Exception,
+        lambda error: ValueError(
+            f"it has no valid npy header ({shortened(str(error))}); valid: an array as "
+            "numpy.save writes it"
+        ),
+    ):
         version = form.read_magic(stream)
         read = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}.get(version)
         if read is None:
             raise ValueError(f"npy version {version}")
         shape, fortran, dtype = read(stream)
-    except Exception as error:
-        raise ValueError(
-            f"it has no valid npy header ({shortened(str(error))}); valid: an array as "
-            "numpy.save writes it"
-        ) from error
     return shape, fortran, dtype

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.limits import MAX_TUNED_BYTES
 from .folders import folder_below
 from .tensor_files import TensorFile, TensorFileError, opened
@@ -89,15 +89,18 @@ def checked(
     """Open the file of a lens that fits the model, with its layers; their maps are finite. Raises a
     400 that names `path`, also for errors inside.
     """
-    try:
-        with reading(folder) as file:
-            layers = layers_of(file, num_layers, hidden_size, besides)
-            for layer in layers:
-                for name, values in zip(("weight", "bias"), map_of(file, layer), strict=True):
-                    check_finite(f"{layer}.{name}", values)
-            yield file, layers
-    except TensorFileError as error:
-        raise MidstreamError("invalid_request", str(error), field="path") from error
+    with (
+        Translated(
+            TensorFileError,
+            lambda error: MidstreamError("invalid_request", str(error), field="path"),
+        ),
+        reading(folder) as file,
+    ):
+        layers = layers_of(file, num_layers, hidden_size, besides)
+        for layer in layers:
+            for name, values in zip(("weight", "bias"), map_of(file, layer), strict=True):
+                check_finite(f"{layer}.{name}", values)
+        yield file, layers
 
 
 def check_finite(name: str, values: np.ndarray) -> None:

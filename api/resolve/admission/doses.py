@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_DOSE_WORK, MAX_JOB_EDITS, MAX_PROMPTS
 from ....schemas.jobs.doses import DoseRequest, StoredDose
 from ....schemas.jobs.jobs import Job, Sampling
@@ -42,10 +42,8 @@ def parse_dose(body: DoseRequest) -> ParsedRequest:
 
 def expanded(job: Job, body: DoseRequest, num_layers: int) -> Job:
     """Return the job of all cells. `job`: of the prompts of one. Raises a 400 naming the field."""
-    try:
+    with Translated(SelectorError, lambda error: invalid("layers", str(error))):
         layers = [None] if body.layers is None else resolve_layers(body.layers, num_layers)
-    except SelectorError as error:
-        raise invalid("layers", str(error)) from error
     scaled = [(layer, scale) for layer in layers for scale in sorted(body.scales)]
     dose = StoredDose(
         cells=[(None, 0.0), *scaled],

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import (
     MAX_FIT_TOKENS,
     MAX_FIT_WORK,
@@ -105,10 +105,8 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
 def _lens_layers(body: LensFitRequest, model: ModelInfo) -> list[int]:
     """Return the layers of a lens: below the last, whose Jacobian is the identity."""
     last = model.num_layers - 1
-    try:
+    with Translated(SelectorError, lambda error: invalid("layers", str(error))):
         layers = resolve_layers(body.layers, model.num_layers)
-    except SelectorError as error:
-        raise invalid("layers", str(error)) from error
     if body.layers == "all":
         layers.remove(last)
     if not layers or layers[-1] == last:
@@ -147,10 +145,11 @@ def _template(body: FitRequest, model: ModelInfo) -> SteeringTemplate:
         else {"vector": from_numpy(np.zeros(model.hidden_size))}
     )
     spec = SteeringSpec(layers=body.layers, hook=body.hook, positions=body.positions, **fields)
-    try:
+    with Translated(
+        MidstreamError,
+        lambda error: error.at((error.field or "").removeprefix("steering[0].") or None),
+    ):
         (template,) = resolve_module([spec], model).entries
-    except MidstreamError as error:
-        raise error.at((error.field or "").removeprefix("steering[0].") or None) from error
     if template.hook not in HOOKS:
         served = ", ".join(hook for hook in HOOKS if hook in model.hooks)
         raise invalid("hook", f"{body.hook} has no rows of the stream's width", allowed=served)
@@ -201,10 +200,8 @@ def _example(
     """
     if len(ids) > model.max_model_len:
         raise too_long(TooLong(0, len(ids)), at, model)
-    try:
+    with Translated(SelectorError, lambda error: invalid(field + error.at, f"{at}: {error}")):
         resolved = resolve_positions(positions, prompt_tokens)
-    except SelectorError as error:
-        raise invalid(field + error.at, f"{at}: {error}") from error
     if not select(resolved, 0, len(ids), prompt_tokens):
         raise invalid(field, f"selects no token of {at}, which has {len(ids)}")
     return FitTokens(token_ids=ids, prompt_tokens=prompt_tokens, at=resolved)

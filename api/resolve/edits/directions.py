@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_ENTRIES
 from ....schemas.base.tensors import from_numpy
 from ....schemas.jobs.models import ModelInfo
@@ -95,14 +95,17 @@ class DirectionFiles:
         lens, layers = directed.lens, directed.layers
         keys = [(lens.digest, layer, token) for layer in layers for token in tokens]
         if not self._known.keys() >= {*keys}:
-            try:
-                with reading(folder_of(self._root, lens.path)) as file:
-                    self._check(lens, file)
-                    read = directions(file, layers, tokens)
-            except (TensorFileError, MidstreamError) as error:
-                raise invalid(
-                    f"{directed.at}.jacobian", f"{lens.name!r} ({lens.digest[:12]}): {error}"
-                ) from error
+            with (
+                Translated(
+                    (TensorFileError, MidstreamError),
+                    lambda error: invalid(
+                        f"{directed.at}.jacobian", f"{lens.name!r} ({lens.digest[:12]}): {error}"
+                    ),
+                ),
+                reading(folder_of(self._root, lens.path)) as file,
+            ):
+                self._check(lens, file)
+                read = directions(file, layers, tokens)
             self._known.update({(lens.digest, *key): vector for key, vector in read.items()})
         result = {key[1:]: self._known[key] for key in keys}
         while len(self._known) > _REMEMBERED:
@@ -168,11 +171,9 @@ def _checked(spec: SteeringSpec, lens: JacobianLens, model: ModelInfo, at: str) 
         raise invalid(f"{at}.hook", f"{lens.name!r} maps {lens.hook}", allowed=lens.hook)
     if spec.layers is None:
         raise invalid(f"{at}.layers", "is required: the layers to edit")
-    try:
+    with Translated(SelectorError, lambda error: invalid(f"{at}.layers", str(error))):
         every = spec.layers == "all"
         layers = lens.layers if every else resolve_layers(spec.layers, model.num_layers)
-    except SelectorError as error:
-        raise invalid(f"{at}.layers", str(error)) from error
     if lacking := sorted({*layers} - {*lens.layers}):
         detail = f"{lens.name!r} has no map of layer {lacking[0]}"
         raise invalid(f"{at}.layers", detail, allowed=as_ranges(lens.layers))

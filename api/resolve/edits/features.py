@@ -15,7 +15,7 @@ import numpy as np
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.artifacts.saes import Sae, SaeForm
 from ....schemas.base.dtypes import DTYPES, narrowed, widened
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_FEATURES
 from ....schemas.base.tensors import Tensor, from_numpy
 from ....schemas.jobs.models import ModelInfo
@@ -97,17 +97,20 @@ class FeatureFiles:
         return rows
 
     def _from_files(self, sae: Sae, features: Iterable[int]) -> dict[int, Rows]:
-        try:
-            with reading(folder_of(self._root, sae.path)) as (content, file):
-                if content.digest != sae.digest:
-                    raise SaeError(
-                        "its files have changed since it was registered (now "
-                        f"{content.digest[:12]}): "
-                        "register it again"
-                    )
-                tensors = tensors_of(sae.form, file)
-        except (SaeError, MidstreamError) as error:
-            raise invalid("sae", f"{sae.name!r} ({sae.digest[:12]}): {error}") from error
+        with (
+            Translated(
+                (SaeError, MidstreamError),
+                lambda error: invalid("sae", f"{sae.name!r} ({sae.digest[:12]}): {error}"),
+            ),
+            reading(folder_of(self._root, sae.path)) as (content, file),
+        ):
+            if content.digest != sae.digest:
+                raise SaeError(
+                    "its files have changed since it was registered (now "
+                    f"{content.digest[:12]}): "
+                    "register it again"
+                )
+            tensors = tensors_of(sae.form, file)
         return {
             feature: Rows(
                 decoder_row(sae.form, tensors, feature), _rule(sae.form, tensors, feature)

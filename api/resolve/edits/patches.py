@@ -5,14 +5,13 @@ source. Only this module reads names of runs and modules: the entries refer to c
 (`schemas.requests.source_runs.row_name`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
-from ....schemas.base.errors import invalid, suggestion
+from ....schemas.base.errors import Translated, invalid, suggestion
 from ....schemas.base.limits import MAX_MASKS, MAX_PATCH_ROWS
 from ....schemas.base.records import to_msgpack
 from ....schemas.base.tensors import content_hash, from_numpy
@@ -57,13 +56,11 @@ def runs_of(specs: Iterable[PatchSpec]) -> list[str]:
     return names
 
 
-@contextmanager
-def _field(at: str) -> Iterator[None]:
+def _field(at: str) -> Translated[ValueError]:
     """Turn a ValueError into a 400 at the field `at`, or below it if a SelectorError says where."""
-    try:
-        yield
-    except ValueError as error:
-        raise invalid(f"{at}{getattr(error, 'at', '')}", str(error)) from error
+    return Translated(
+        ValueError, lambda error: invalid(f"{at}{getattr(error, 'at', '')}", str(error))
+    )
 
 
 # --- Which rows are written
@@ -384,13 +381,14 @@ def _rows_of(
         )
     shared: dict[int, list[int]] = {}
     for number, place in enumerate(written):
-        with _field(at if position is None else f"{at}[{number}]"):
-            try:
-                source = _captured(place if position is None else position[number], prompt)
-            except SelectorError as error:
-                raise SelectorError(
-                    f"{which}{error}" if position is None else str(error)
-                ) from error
+        with (
+            _field(at if position is None else f"{at}[{number}]"),
+            Translated(
+                SelectorError,
+                lambda error: SelectorError(f"{which}{error}" if position is None else str(error)),
+            ),
+        ):
+            source = _captured(place if position is None else position[number], prompt)
         shared.setdefault(source, []).append(place)
     return {(source, ()): places for source, places in shared.items()}
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import msgspec
 
 from ....schemas.base.edit_sizes import EditLimit, strictest
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_ENTRIES, MAX_JOB_EDITS
 from ....schemas.base.records import from_msgpack
 from ....schemas.base.tensors import Tensor
@@ -199,12 +199,13 @@ def _check_scale(
     number, value = (
         (family.numbers[0], made.numbers[0]) if family.scale is None else (family.scale, made.scale)
     )
-    try:
-        check_limit(family, number, value)
-    except ValueError as error:
-        raise invalid(
+    with Translated(
+        ValueError,
+        lambda error: invalid(
             f"{at}.scale", f"{scale:.3g} times the module's {number.name}: {error}"
-        ) from error
+        ),
+    ):
+        check_limit(family, number, value)
     if not reach * abs(scale) <= limit_of(bounds):
         largest, limit = reach * abs(scale), limit_of(bounds)
         raise invalid(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ....broker.ops import global_capture
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.images import ImageRef
 from ....schemas.prompts.selectors import (
@@ -110,12 +110,10 @@ def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
 
 
 def one_hook(name: Any, bounds: Bounds) -> Hook:
-    try:
+    with Translated(SelectorError, lambda error: SelectorError(str(error))):
         (hook,) = resolve_sites(
             {name: "all"}, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
         )
-    except SelectorError as error:
-        raise SelectorError(str(error)) from error
     return hook
 
 

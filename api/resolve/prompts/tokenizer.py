@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ....broker.artifacts.chat_templates import in_parts, template_environment
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from .text_spans import TextMap
@@ -270,26 +270,29 @@ class Codec:
             messages = [
                 {**message, "content": in_parts(message["content"])} for message in messages
             ]
-        try:
+        # a template may raise any exception to reject a conversation
+        with Translated(
+            Exception,
+            lambda error: invalid("messages", f"the model's chat template rejects them: {error}"),
+        ):
             text = template.render(
                 messages=messages, add_generation_prompt=rendering.opened, **given
             )
-        except Exception as error:  # a template may raise any exception to reject a conversation
-            raise invalid("messages", f"the model's chat template rejects them: {error}") from error
         return _cut(text) if rendering.continued else text
 
     @cached_property
     def _template(self) -> jinja2.Template:
         if self._bundle.chat_template is None:
             raise invalid("messages", "this model has no chat template", hint="use /v1/completions")
-        try:
-            return template_environment().from_string(self._bundle.chat_template)
-        except jinja2.TemplateSyntaxError as error:
-            raise invalid(
+        with Translated(
+            jinja2.TemplateSyntaxError,
+            lambda error: invalid(
                 "messages",
                 f"this model's chat template is broken: {error}",
                 hint="use /v1/completions",
-            ) from error
+            ),
+        ):
+            return template_environment().from_string(self._bundle.chat_template)
 
 
 #: Marks the end of a message that should be continued, so that the ending that the template adds

@@ -24,7 +24,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError, Problem, error_of
+from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
 from ....schemas.base.records import Wire, from_msgpack, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import TokenizerBundle
@@ -176,7 +176,12 @@ class Helpers:
                 return process
             self._all.discard(process)
         pipe = asyncio.subprocess.PIPE
-        try:
+        with Translated(
+            OSError,
+            lambda error: MidstreamError(
+                "unavailable", f"cannot start a tokeniser process: {error.strerror}"
+            ),
+        ):
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -186,10 +191,6 @@ class Helpers:
                 stdout=pipe,
                 limit=1 << 20,
             )
-        except OSError as error:
-            raise MidstreamError(
-                "unavailable", f"cannot start a tokeniser process: {error.strerror}"
-            ) from error
         self._all.add(process)
         return process
 

@@ -11,7 +11,7 @@ from ....broker.ledger.named.probes import misfit
 from ....broker.ledger.named.registry import Registry
 from ....schemas.artifacts.probes import PROBES, Probe
 from ....schemas.artifacts.saes import Sae
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.jobs.models import GradientInfo, ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, SelectorError, select
 from ....schemas.requests.scalars import SCALAR_FIELDS, StoredScalar
@@ -146,10 +146,10 @@ def _scalars(spec: GradientsOf, bounds: Bounds, at: str) -> list[StoredScalar]:
     if scalar.kind != "logit":
         default = "all_prompt" if scalar.kind == "loss" else "last_prompt"
         given = msgspec.structs.replace(scalar, positions=scalar.positions or default)
-        try:
+        with Translated(
+            SelectorError, lambda error: invalid(f"{at}.positions{error.at}", str(error))
+        ):
             of_each = positions_of_each(given, bounds)
-        except SelectorError as error:
-            raise invalid(f"{at}.positions{error.at}", str(error)) from error
         for index, chosen in enumerate(of_each):
             positions[index] = _in_prompt(chosen, index, bounds, f"{at}.positions")
     if scalar.kind == "loss":  # the first token is given, not predicted

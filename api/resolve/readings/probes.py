@@ -13,7 +13,7 @@ from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
 from ....schemas.artifacts.probes import Probe, ProbeContent, ProbeRequest, ProbeUse, StoredProbe
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_PROBE_LABELS, MAX_PROBE_TOKENS, MAX_REQUEST_PROBES
 from ....schemas.base.records import now, to_msgpack
 from ....schemas.base.settings import Settings
@@ -67,10 +67,8 @@ def resolve_probe(
             f"has shape {list(bias.shape)}",
             allowed=f"[{number}], a number for each label, or null",
         )
-    try:
+    with Translated(SelectorError, lambda error: invalid("hook", str(error))):
         hook = one_hook(probe_request.hook, Bounds(model, []))
-    except SelectorError as error:
-        raise invalid("hook", str(error)) from error
     if hook not in HOOKS:
         served = ", ".join(name for name in model.hooks if name in HOOKS)
         raise invalid(
@@ -78,10 +76,8 @@ def resolve_probe(
             f"{hook} does not belong to the residual stream: its rows have another width",
             allowed=served,
         )
-    try:
+    with Translated(SelectorError, lambda error: invalid("layer", str(error))):
         (layer,) = resolve_layers(probe_request.layer, model.num_layers)
-    except SelectorError as error:
-        raise invalid("layer", str(error)) from error
     labels, thresholds = _of_labels(probe_request, number)
     exponential = probe_request.aggregation == "exponential"
     if exponential != (probe_request.decay is not None):
@@ -298,10 +294,8 @@ def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
     }
     if given.get("mode", "canary") != "canary":
         given.setdefault("share", 0.0)
-    try:
+    with Translated(ValueError, lambda error: invalid("mode", str(error))):
         content = msgspec.structs.replace(kept[number].content, **given)
-    except ValueError as error:
-        raise invalid("mode", str(error)) from error
     return msgspec.structs.replace(kept[number], content=content, created=now())
 
 

@@ -7,7 +7,7 @@ combined with the parts of a row that a cell writes.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_NEURONS
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import HEAD_AXES, Column, Neurons, PatchWindow, SweepRequest
@@ -132,10 +132,8 @@ def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> li
                 allowed="hooks with the same heads in one sweep",
             )
     count, width = sizes[0]
-    try:
+    with Translated(SelectorError, lambda error: invalid("heads", str(error))):
         chosen = resolve_layers("all" if request.heads is None else request.heads, count, "head")
-    except SelectorError as error:
-        raise invalid("heads", str(error)) from error
     return [Part(f"head {head}", head, _dims(head, width)) for head in chosen]
 
 
@@ -146,10 +144,8 @@ def _dims(head: int, width: int) -> str:
 def dims_of_head(field: str, hook: Hook, index: int, model: ModelInfo) -> tuple[int, str]:
     """Return a head's number, from 0, and its dimensions. Raises a 400 naming the field."""
     count, width = _heads_at(field, hook, model)
-    try:
+    with Translated(SelectorError, lambda error: invalid(field, str(error))):
         (head,) = resolve_layers(index, count, "head")
-    except SelectorError as error:
-        raise invalid(field, str(error)) from error
     return head, _dims(head, width)
 
 

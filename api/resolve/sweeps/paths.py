@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import PatchWindow, SweepRequest
 from ....schemas.prompts.selectors import Hook, SelectorError, as_ranges, resolve_layers
@@ -97,14 +97,10 @@ def _check_fields(request: SweepRequest) -> None:
 
 
 def _end(field: str, end: PathEnd, model: ModelInfo) -> StoredEnd:
-    try:
+    with Translated(SelectorError, lambda error: invalid(f"{field}.hook", str(error))):
         hook = one_hook(end.hook, Bounds(model, []))
-    except SelectorError as error:
-        raise invalid(f"{field}.hook", str(error)) from error
-    try:
+    with Translated(SelectorError, lambda error: invalid(f"{field}.layer", str(error))):
         (layer,) = resolve_layers(end.layer, model.num_layers)
-    except SelectorError as error:
-        raise invalid(f"{field}.layer", str(error)) from error
     if end.head is None:
         return StoredEnd(layer=layer, hook=hook)
     head, dims = dims_of_head(f"{field}.head", hook, end.head, model)

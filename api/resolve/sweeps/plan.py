@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import anyio.to_thread
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import (
@@ -252,10 +252,8 @@ def _hooks(request: SweepRequest, model: ModelInfo) -> list[Hook]:
 def _numbers(
     field: str, selector: LayerSelector | DimensionSelector, count: int, what: str = "layer"
 ) -> list[int]:
-    try:
+    with Translated(SelectorError, lambda error: invalid(field, str(error))):
         return resolve_layers(selector, count, what)
-    except SelectorError as error:
-        raise invalid(field, str(error)) from error
 
 
 def _mask(
@@ -441,13 +439,14 @@ def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
     how: Alignment | list[tuple[int, int]] = (
         request.alignment if pair.spec.alignment is None else pair.spec.alignment
     )
-    try:
-        return align(_tokens(pair.clean), _tokens(pair.corrupt), how, pair.patched)
-    except SelectorError as error:
-        raise invalid(
+    with Translated(
+        SelectorError,
+        lambda error: invalid(
             f"{'' if pair.spec.alignment is None else pair.at + '.'}alignment{error.at}",
             str(error),
-        ) from error
+        ),
+    ):
+        return align(_tokens(pair.clean), _tokens(pair.corrupt), how, pair.patched)
 
 
 def _tokens(prompt: ReadPrompt) -> Tokens:
@@ -510,7 +509,12 @@ def _resolved(
     """Return ascending positions of the prompt. Raises a 400 for positions outside it."""
     tokens = len(prompt.ids)
     find: SpanFinder = no_text if prompt.where is None else prompt.where.find
-    try:
+    with Translated(
+        SelectorError,
+        lambda error: invalid(
+            f"{field}{error.at}", whose + (NO_POSITION if requested_positions == [] else str(error))
+        ),
+    ):
         return list(
             select(
                 _inside(resolve_positions(requested_positions, tokens, find), tokens),
@@ -519,10 +523,6 @@ def _resolved(
                 tokens,
             )
         )
-    except SelectorError as error:
-        raise invalid(
-            f"{field}{error.at}", whose + (NO_POSITION if requested_positions == [] else str(error))
-        ) from error
 
 
 def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:

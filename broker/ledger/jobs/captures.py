@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 from ....schemas.access.keys import DEFAULT_TENANT
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_json, now
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.captures import CaptureEntry, CapturePage
@@ -139,16 +139,17 @@ class Captures:
                 hint=f"cancel it with POST /v1/jobs/{job_id}/cancel",
             )
         at = now()
-        try:
-            await self._remove({job_id: at}, at)
-        except OSError as error:
-            raise MidstreamError(
+        with Translated(
+            OSError,
+            lambda error: MidstreamError(
                 "internal",
                 (
                     f"the captures of job {job_id} are deleted, but their files are still on disk: "
                     f"{error}"
                 ),
-            ) from error
+            ),
+        ):
+            await self._remove({job_id: at}, at)
 
     async def sweep(self, at: float | None = None) -> list_of_text:
         """Delete captures of jobs that ended more than `capture_ttl_s` ago, and resume earlier

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
-from ....schemas.base.errors import MidstreamError, Problem, unknown
+from ....schemas.base.errors import MidstreamError, Problem, Translated, unknown
 from ....schemas.base.records import from_json, from_msgpack, now, to_json
 from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
@@ -431,16 +431,17 @@ def _readiness(
 
 
 def _decoded(packed: bytes) -> Run:
-    try:
-        return from_msgpack(packed, Run)
-    except msgspec.ValidationError as error:
-        raise MidstreamError(
+    with Translated(
+        msgspec.ValidationError,
+        lambda error: MidstreamError(
             "version_mismatch",
             (
                 "a run's name was stored by a version of Midstream incompatible with "
                 f"{__version__}: {error}"
             ),
-        ) from error
+        ),
+    ):
+        return from_msgpack(packed, Run)
 
 
 def _place(run: Run) -> tuple[float, str]:

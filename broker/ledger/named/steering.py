@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from ....schemas.access.keys import shown, unscoped
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_msgpack, now, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
@@ -176,10 +176,10 @@ class Steering:
         raw = blob if pinned is None else pinned
         if raw is None:
             raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
-        try:
+        with Translated(
+            msgspec.DecodeError, lambda error: unreadable(f"the tensor {name}", UNKNOWN, error)
+        ):
             return from_msgpack(raw, Tensor)
-        except msgspec.DecodeError as error:
-            raise unreadable(f"the tensor {name}", UNKNOWN, error) from error
 
     # --- workers' reports
 

@@ -23,7 +23,7 @@ from ....schemas.access.keys import (
     KeyView,
     Scope,
 )
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_msgpack, now, to_msgpack
 from ....schemas.base.settings import PREFIX, Settings, SettingsError
 from ....schemas.base.version import __version__
@@ -215,13 +215,14 @@ def _holds(raw: bytes, at: float) -> bool:
 
 
 def _decoded(raw: bytes) -> Key:
-    try:
-        return from_msgpack(raw, Key)
-    except msgspec.ValidationError as error:
-        raise MidstreamError(
+    with Translated(
+        msgspec.ValidationError,
+        lambda error: MidstreamError(
             "version_mismatch",
             (
                 f"a key was stored by a version of Midstream incompatible with {__version__}: "
                 f"{error}"
             ),
-        ) from error
+        ),
+    ):
+        return from_msgpack(raw, Key)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.records import from_json, to_json
 from ....schemas.jobs.jobs import JobResult
 
@@ -40,7 +40,14 @@ class MapCache:
     def __init__(self, folder: Path | str):
         self._folder = Path(folder).expanduser()
         self._rows = self._folder / "captures"
-        try:
+        with Translated(
+            OSError,
+            lambda error: invalid(
+                "cache",
+                f"{self._folder} cannot be used: {error}",
+                allowed="a folder that can be written",
+            ),
+        ):
             self._rows.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._readable():
                 self._db = sqlite3.connect(
@@ -60,12 +67,6 @@ class MapCache:
                         "NULL, rows TEXT NOT NULL)"
                     )
                     self._db.execute(f"PRAGMA user_version = {_VERSION}")
-        except OSError as error:
-            raise invalid(
-                "cache",
-                f"{self._folder} cannot be used: {error}",
-                allowed="a folder that can be written",
-            ) from error
         self._remove_stale()
 
     def close(self) -> None:
@@ -142,11 +143,12 @@ class MapCache:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise invalid(
+        with Translated(
+            sqlite3.Error,
+            lambda error: invalid(
                 "cache",
                 f"{self._folder / 'results.sqlite'}: {error}",
                 allowed="a folder that `map` created, or a new one",
-            ) from error
+            ),
+        ):
+            yield

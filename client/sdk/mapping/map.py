@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_PROMPTS
 from ....schemas.base.records import to_json
 from ....schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, State
@@ -401,17 +401,18 @@ class _Mapping:
                 hint="give one of the two",
             )
         self._chat = is_chat
-        try:
+        with Translated(
+            (TypeError, ValueError),
+            lambda error: invalid(
+                f"prompts[{number}]",
+                f"is not a prompt: {error}",
+                allowed="a text, token ids, or a conversation",
+            ),
+        ):
             plain = (
                 prompt if isinstance(prompt, str) or is_chat else [int(token) for token in prompt]
             )
             encoded = to_json(plain)
-        except (TypeError, ValueError) as error:
-            raise invalid(
-                f"prompts[{number}]",
-                f"is not a prompt: {error}",
-                allowed="a text, token ids, or a conversation",
-            ) from error
         key = map_key.of_prompt(self._plan.base, encoded) if self._cache else str(number)
         return _Entry(number, prompt, plain, len(encoded), key)
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import httpx2
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.settings import Settings
 from ...sdk import wire
 from .finding import TIMEOUT_S
@@ -28,7 +28,8 @@ class Service:
         answer.
         """
         sent = self.headers if headers is None else headers
-        try:
+        with Translated(
+            httpx2.HTTPError,
+            lambda error: MidstreamError("unavailable", f"no answer from {self.url}: {error}"),
+        ):
             return httpx2.get(f"{self.url}{path}", headers=sent, timeout=TIMEOUT_S)
-        except httpx2.HTTPError as error:
-            raise MidstreamError("unavailable", f"no answer from {self.url}: {error}") from error
