@@ -4,7 +4,7 @@ import os
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ..schemas.model.banks import asked_hooks
 from ..schemas.requests.attributions import GRADIENTS
@@ -24,7 +24,12 @@ def make_engine(settings: Settings) -> Engine:
     """
     if settings.engine not in (VLLM, GRADIENTS):
         return cast(Engine, _offered(settings.engine).load()(settings))
-    try:
+    with Translated(
+        ModuleNotFoundError,
+        lambda error: MidstreamError(
+            "engine_failed", f"vLLM is not installed ({error}): install the `cpu` or `gpu` extra"
+        ),
+    ):
         if settings.engine == GRADIENTS:
             # Before torch is loaded: threads that spin while they wait would take the cores from
             # the vLLM worker beside this one, and from each other.
@@ -33,10 +38,6 @@ def make_engine(settings: Settings) -> Engine:
 
             return TransformersEngine(settings)
         from .engine.vllm import VllmEngine
-    except ModuleNotFoundError as error:
-        raise MidstreamError(
-            "engine_failed", f"vLLM is not installed ({error}): install the `cpu` or `gpu` extra"
-        ) from error
     return VllmEngine(settings)
 
 

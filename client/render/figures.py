@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...schemas.artifacts.probes import ProbeResult
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.jobs.sweeps import SweepResult
 from ...storage.harvests import Harvest
@@ -79,13 +79,15 @@ _LIGHT = 0.6
 
 def matplotlib() -> Any:
     """Import matplotlib. Raises MidstreamError if the extra `plots` is not installed."""
-    try:
+    with Translated(
+        ImportError,
+        lambda error: MidstreamError(
+            "unavailable", ("drawing needs matplotlib: pip install 'midstream[plots]'")
+        ),
+    ):
         import matplotlib
         import matplotlib.figure
         import matplotlib.font_manager
-    except ImportError as error:
-        detail = "drawing needs matplotlib: pip install 'midstream[plots]'"
-        raise MidstreamError("unavailable", detail) from error
     return matplotlib
 
 
@@ -342,36 +344,31 @@ def lens_figure(
 
 
 def _draw_lens(lens: Lens, places: Sequence[int]) -> "Figure":
-    columns, rows = len(places), len(lens.layers)
-    drawn = figure_class()(
-        figsize=(columns * _LENS_COLUMN + _LENS_AROUND, rows * _LENS_ROW + 1.0),
-        layout="constrained",
-    )
-    axis = drawn.subplots()
     values = np.exp(lens.logprobs[:, places, 0])
-    mesh = axis.pcolormesh(
-        values, vmin=0, vmax=1, cmap="viridis", edgecolors="white", linewidth=0.3
-    )
-    for row in range(rows):
-        for column, place in enumerate(places):
-            colour = "black" if values[row, column] > _LIGHT else "white"
-            word = shown(lens.word(lens.tokens[row, place, 0]))
+
+    def write(axis: Any) -> None:
+        for (row, column), value in np.ndenumerate(values):
+            colour = "black" if value > _LIGHT else "white"
+            word = shown(lens.word(lens.tokens[row, places[column], 0]))
             axis.text(
                 column + 0.5, row + 0.5, word, ha="center", va="center", fontsize=5.5, color=colour
             )
-    axis.set_xticks(
-        np.arange(columns) + 0.5,
-        [shown(lens.word(lens.token_ids[place])) for place in places],
-        rotation=45,
-        ha="right",
-        fontsize=6,
+        axis.set_ylabel("layer")
+        axis.tick_params(length=2, width=0.6)
+
+    return _draw_heat(
+        values,
+        [str(layer) for layer in lens.layers],
+        [lens.word(lens.token_ids[place]) for place in places],
+        f"most likely next token, read at {lens.hook}",
+        "its probability",
+        _LENS_COLUMN,
+        write,
+        vmin=0,
+        vmax=1,
+        edgecolors="white",
+        linewidth=0.3,
     )
-    axis.set_yticks(np.arange(rows) + 0.5, [str(layer) for layer in lens.layers], fontsize=6)
-    axis.set_ylabel("layer")
-    axis.tick_params(length=2, width=0.6)
-    axis.set_title(f"most likely next token, read at {lens.hook}", fontsize=8)
-    _bar(drawn.colorbar(mesh, ax=axis, pad=0.01), "its probability")
-    return drawn  # type: ignore[no-any-return]
 
 
 # --- Features, captured rows, harvests
@@ -412,17 +409,27 @@ def capture_figure(
 
 
 def _draw_heat(
-    values: np.ndarray, rows: list[str], columns: list[str], title: str, unit: str
+    values: np.ndarray,
+    rows: list[str],
+    columns: list[str],
+    title: str,
+    unit: str,
+    wide: float = _LENS_COLUMN / 2,
+    write: Callable[[Any], None] = lambda axis: None,
+    **look: Any,
 ) -> "Figure":
-    """Draw `values` `[rows, columns]`, with tokens as columns."""
-    size = (len(columns) * _LENS_COLUMN / 2 + _LENS_AROUND, len(rows) * _LENS_ROW + 1.0)
+    """Draw `values` `[rows, columns]`, with tokens as columns. `wide`: inches of a column; `write`:
+    draws on the axes; `look`: of the cells.
+    """
+    size = (len(columns) * wide + _LENS_AROUND, len(rows) * _LENS_ROW + 1.0)
     drawn = figure_class()(figsize=size, layout="constrained")
     axis = drawn.subplots()
-    mesh = axis.pcolormesh(values, cmap="viridis")
+    mesh = axis.pcolormesh(values, cmap="viridis", **look)
     names = [shown(word) for word in columns]
     axis.set_xticks(np.arange(len(columns)) + 0.5, names, rotation=45, ha="right", fontsize=6)
     axis.set_yticks(np.arange(len(rows)) + 0.5, rows, fontsize=6)
     axis.set_title(title, fontsize=8)
+    write(axis)
     _bar(drawn.colorbar(mesh, ax=axis, pad=0.01), unit)
     return drawn  # type: ignore[no-any-return]
 

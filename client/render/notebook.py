@@ -4,8 +4,13 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from html import escape
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from rich import markup
+from rich.console import Console, RenderableType
+from rich.segment import Segment
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
 
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
@@ -19,10 +24,11 @@ from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
 from ...schemas.service.status import Status
+from . import attention as maps
+from . import figures, interactive, jobs, readings, records, status, steering, sweeps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import RenderableType
 
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
@@ -49,9 +55,7 @@ def register(shell: Any) -> None:
 def record_html(record: Any) -> str | None:
     """Return a record as HTML; None for a type that notebooks show as text."""
     if type(record) in _RECORDS:
-        from .records import parts
-
-        return html(*parts(record))
+        return html(*records.parts(record))
     render = _HTML.get(type(record))
     return None if render is None else render(record)
 
@@ -65,15 +69,11 @@ def listing_html(listing: "Listing[Any]") -> str | None:
     return _list_html(listing, type(listing[0]))
 
 
-def html(*parts: "RenderableType") -> str:
+def html(*parts: RenderableType) -> str:
     """Return terminal output as HTML, with its colours.
 
     Text is escaped: it becomes neither markup nor links.
     """
-    from rich.console import Console
-    from rich.segment import Segment
-    from rich.terminal_theme import DEFAULT_TERMINAL_THEME
-
     console = Console(
         file=io.StringIO(),
         width=_WIDTH,
@@ -93,10 +93,8 @@ def html(*parts: "RenderableType") -> str:
 
 def _png(draw: Callable[[], "Figure"]) -> bytes | None:
     """Return a figure as PNG; None without matplotlib."""
-    from .figures import png
-
     try:
-        return png(draw())
+        return figures.png(draw())
     except MidstreamError as error:
         if error.kind != "unavailable":
             raise
@@ -110,8 +108,6 @@ def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
 
 def sweep_html(result: SweepResult, pair: int | None = None) -> str:
     """Return the heatmap (without matplotlib, as the terminal draws it) and the strongest cells."""
-    from . import sweeps
-
     drawn = sweep_png(result, pair)
     if drawn is None:
         return html(sweeps.report(result, pair))
@@ -126,8 +122,6 @@ def _image(name: str, drawn: bytes) -> str:
 
 
 def _job_html(result: JobResult) -> str:
-    from . import jobs, records
-
     if result.sweep is not None:
         return sweep_html(result.sweep)
     captures = result.capture_results
@@ -144,13 +138,9 @@ def _job_html(result: JobResult) -> str:
 
 def answer_html(answer: "Answer") -> str:
     """Return texts, captures, and whether the ranks agree on what they applied."""
-    from rich.markup import escape
-
-    from . import jobs
-
     shown = jobs.table("", "request", "text", "finish")
     for number, (text, finish) in enumerate(zip(answer.texts, answer.finish_reasons, strict=True)):
-        shown.add_row(str(number), escape(repr(text)), str(finish))
+        shown.add_row(str(number), markup.escape(repr(text)), str(finish))
     parts: list[RenderableType] = [shown]
     if answer.capture_results is not None:
         parts.append(
@@ -164,20 +154,14 @@ def answer_html(answer: "Answer") -> str:
 
 def reader_html(reader: "CaptureReader") -> str:
     """Return the captured rows, and what is missing."""
-    from rich.markup import escape
-
-    from . import jobs
-
     return html(
         jobs.capture(reader),
-        *[f"[yellow]missing:[/] {escape(gap.detail)}" for gap in reader.gaps()],
+        *[f"[yellow]missing:[/] {markup.escape(gap.detail)}" for gap in reader.gaps()],
     )
 
 
 def plot(value: Any, path: Any, **options: Any) -> Any:
     """Draw a result with matplotlib; see `schemas.base.records.Plotted`."""
-    from . import figures
-
     return figures.plot(value, path, **options)
 
 
@@ -185,8 +169,6 @@ def attention_html(attention: "Attention") -> str:
     """Return the patterns (without matplotlib, as the terminal draws them), and what the heads
     attend to.
     """
-    from . import attention as maps
-
     drawn = _png(lambda: plot(attention, None))
     if drawn is None:
         return html(maps.report(attention))
@@ -195,25 +177,17 @@ def attention_html(attention: "Attention") -> str:
 
 def lens_html(lens: "Lens") -> str:
     """Return the top tokens by layer and position, and the ranks of named tokens."""
-    from .readings import lens_table, named_table
-
-    return html(lens_table(lens), *([named_table(lens)] if lens.named else []))
-
-
-def _shown(module: str, name: str, value: Any) -> str:
-    """Return a value as HTML, rendered by a function of a terminal module."""
-    return html(getattr(import_module(module, __package__), name)(value))
+    named = [readings.named_table(lens)] if lens.named else []
+    return html(readings.lens_table(lens), *named)
 
 
 def features_html(features: "Features") -> str:
     """Return each token with its most active features."""
-    return _shown(".readings", "features_table", features)
+    return html(readings.features_table(features))
 
 
 def mapped_html(item: "Mapped") -> str:
     """Return the prompt, and the result as that of a job with this prompt only."""
-    from rich.text import Text
-
     return html(
         Text(f"{item.index}: {item.prompt!r}" + (" (from the cache)" if item.cached else ""))
     ) + _job_html(item.result)
@@ -221,43 +195,29 @@ def mapped_html(item: "Mapped") -> str:
 
 def grid_html(grid: "Grid") -> str:
     """Return the heatmap, if matplotlib is installed, and the strongest cells."""
-    from . import sweeps
-
     drawn = _png(lambda: plot(grid, None))
     return (_image("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
 
 
 def plotly_figure(value: Any, *arguments: Any) -> Any:
     """Return the interactive figure of a grid, a reader or a lens."""
-    from . import interactive
-
     return interactive.FIGURES[type(value).__name__](value, *arguments)
 
 
-def _list_html(records: Sequence[Any], kind: type) -> str:
+def _list_html(entries: Sequence[Any], kind: type) -> str:
     """Return a table with a line for each record."""
-    from .records import listed
-
-    return html(listed(records, kind))
+    return html(records.listed(entries, kind))
 
 
 def _global_html(view: GlobalView) -> str:
-    from . import steering
-
     return html(steering.global_line(view), steering.entries(view.entries))
 
 
 def _status_html(now: Status) -> str:
-    from . import status
-
     return html(status.status(now, ""))
 
 
 def _harvest_html(view: HarvestView) -> str:
-    from rich.text import Text
-
-    from . import jobs
-
     return html(Text(jobs.harvest(view)))
 
 
@@ -265,7 +225,7 @@ def _harvest_html(view: HarvestView) -> str:
 _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
     JobResult: _job_html,
-    JobPage: lambda page: _shown(".jobs", "jobs", page.jobs),
+    JobPage: lambda page: html(jobs.jobs(page.jobs)),
     CapturePage: lambda page: _list_html(page.captures, CaptureEntry),
     RunPage: lambda page: _list_html(page.runs, RunView),
     GlobalView: _global_html,

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.settings import Settings
 
 #: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or
@@ -34,10 +34,10 @@ def check_folder(settings: Settings) -> None:
             "config, weights and tokenizer"
         )
     if folder.is_dir() and (folder / "config.json").is_file():
-        try:
+        with Translated(
+            ValueError, lambda error: _refused(f"{folder / 'config.json'} is not JSON: {error}")
+        ):
             config = json.loads((folder / "config.json").read_bytes())
-        except ValueError as error:
-            raise _refused(f"{folder / 'config.json'} is not JSON: {error}") from error
         if not isinstance(config, dict):
             raise _refused(f"{folder / 'config.json'} is not a JSON object")
 
@@ -65,15 +65,16 @@ def check_layers(model: str, config: Any, layers: int) -> None:
 
 def _weight_names(folder: Path) -> Iterable[str]:
     index = folder / "model.safetensors.index.json"
-    try:
+    with Translated(
+        (OSError, ValueError, KeyError, TypeError, SafetensorError),
+        lambda error: _refused(f"the weights in {folder} cannot be read: {error}"),
+    ):
         if index.is_file():
             return list(json.loads(index.read_bytes())["weight_map"])
         names: list[str] = []
         for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
             with safe_open(file, framework="np") as weights:
                 names += weights.keys()
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise _refused(f"the weights in {folder} cannot be read: {error}") from error
     return names
 
 

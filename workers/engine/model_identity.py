@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import encode_bundle
@@ -142,7 +142,12 @@ class FileDigests:
 
         Raises MidstreamError if a file cannot be read or changes meanwhile.
         """
-        try:
+        with Translated(
+            OSError,
+            lambda error: MidstreamError(
+                "engine_failed", f"the checkpoint cannot be read: {error}", field="model"
+            ),
+        ):
             files = (
                 {"": path}
                 if path.is_file()
@@ -153,10 +158,6 @@ class FileDigests:
                 }
             )
             return hashlib.sha256(json.dumps(self._contents(files)).encode()).hexdigest()
-        except OSError as error:
-            raise MidstreamError(
-                "engine_failed", f"the checkpoint cannot be read: {error}", field="model"
-            ) from error
 
     def _contents(self, files: Mapping[str, Path]) -> list[tuple[str, str]]:
         began, read, fresh = time.time(), 0, False

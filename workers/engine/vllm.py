@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport, LoraUse
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.ring import Ring, plan_queue, plan_ring, plan_writers
 from ...schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ...schemas.base.version import __version__
@@ -606,15 +606,16 @@ def _caveats(settings: Settings) -> list[str]:
 
     Raises MidstreamError for a refused version or option, before a process of the engine starts.
     """
-    try:
+    with Translated(
+        (SettingsError, seams.SeamError),
+        lambda error: MidstreamError("engine_failed", f"the engine did not start: {error}"),
+    ):
         options = accepted(settings).caveats
         return [
             *seams.verify(unproven=settings.engine_unproven),
             *options,
             *([] if settings.certify else [UNCERTIFIED]),
         ]
-    except (SettingsError, seams.SeamError) as error:
-        raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
 
 
 def configured(settings: Settings) -> tuple[Any, Images]:

@@ -25,7 +25,7 @@ from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...schemas.artifacts.saes import StoredSae
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.ring import plan_writers
 from ...schemas.base.settings import Settings, SettingsError
 from ...schemas.base.tensors import Tensor, to_numpy
@@ -289,14 +289,14 @@ class TransformersEngine:
     async def estimate(self, ask: EstimateRequest) -> Estimate:
         def work(points: Points, check: Check) -> Estimate:
             assert self._loaded is not None
-            try:
+            with Translated(
+                MidstreamError, lambda error: MidstreamError("intervention_failed", error.detail)
+            ):
                 pace = self._pace_of(points, ask)
                 began = time.perf_counter()
                 estimate = estimates.estimate(
                     points, self._loaded, ask, free_on(points), self._load_sae, check
                 )
-            except MidstreamError as error:
-                raise MidstreamError("intervention_failed", error.detail) from error
             forwards = (time.perf_counter() - began) / pace
             return msgspec.structs.replace(estimate, forwards=round(forwards, 2))
 

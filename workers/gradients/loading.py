@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ..engine.proof.comparison import Source
 from ..engine.proof.reference import NotComparableError, configured, free_bytes
 from ..runner.hooks.architectures import UnsupportedArchitectureError
@@ -41,7 +41,10 @@ def load_points(source: Source, dtype: str, setting: str) -> Points:
     config, model_class, bare = bare_points(source, dtype)
     weights = sum(weight.numel() for weight in bare.model.parameters())
     device = device_for(int(_LOADING * weights * getattr(torch, dtype).itemsize), dtype, setting)
-    try:
+    with Translated(
+        torch.OutOfMemoryError,
+        lambda error: refused(f"memory ran out while the weights were read: {error}"),
+    ):
         model, report = model_class.from_pretrained(
             source.path,
             config=config,
@@ -51,8 +54,6 @@ def load_points(source: Source, dtype: str, setting: str) -> Points:
             attn_implementation=attention.NAME,
             output_loading_info=True,
         )
-    except torch.OutOfMemoryError as error:
-        raise refused(f"memory ran out while the weights were read: {error}") from error
     missing = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
     if missing:
         raise refused(
@@ -71,14 +72,14 @@ def bare_points(source: Source, dtype: str) -> tuple[Any, Any, Points]:
         raise refused(f"its gradients are not computed: {source.refused}")
     if dtype not in DTYPES:
         raise refused(f"gradients are computed in {' or '.join(DTYPES)}; the model is in {dtype}")
-    try:
+    with Translated(
+        (NotComparableError, UnsupportedArchitectureError), lambda error: refused(str(error))
+    ):
         config, model_class = configured(
             source.path, source.architecture, source.revision, source.overrides
         )
         with torch.device("meta"):
             return config, model_class, Points(model_class(copy.deepcopy(config)))
-    except (NotComparableError, UnsupportedArchitectureError) as error:
-        raise refused(str(error)) from error
 
 
 def device_for(needed: int, dtype: str, setting: str) -> Device:

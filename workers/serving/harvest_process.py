@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 import msgspec
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, Problem, error_of
+from ...schemas.base.errors import MidstreamError, Problem, Translated, error_of
 from ...schemas.base.records import from_msgpack, to_msgpack
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.harvests import (
@@ -213,14 +213,12 @@ class SourceProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         at = ""
-        try:
+        with Translated((EOFError, OSError), lambda error: _Ended(at)):
             _send(process.stdin, request)
             while (reply := from_msgpack(_receive(process.stdout), Reply)).at or reply.unknown:
                 if reply.unknown:
                     _send(process.stdin, msgspec.structs.replace(request, opening=opening))
                 at = reply.at
-        except (EOFError, OSError) as error:
-            raise _Ended(at) from error
         if reply.problem is not None:
             raise error_of(reply.problem)
         return reply

@@ -13,7 +13,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...broker.artifacts.corpora import find, missing, roots_of
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.limits import MAX_DOCUMENT_BYTES
 from ...schemas.base.records import to_msgpack
 from ...schemas.base.settings import Settings
@@ -209,12 +209,13 @@ class HarvestSource:
     def _line(self, line: bytes, document: int) -> Any:
         if not line.strip():
             return None
-        try:
+        with Translated(
+            (msgspec.DecodeError, UnicodeDecodeError, RecursionError),
+            lambda error: ValueError(f"document {document} is not JSON: {error}"),
+        ):
             if not line.lstrip().startswith(b"{"):
                 return msgspec.json.decode(line)
             value = self._member.decode(line).value
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"document {document} is not JSON: {error}") from error
         if value is msgspec.UNSET:
             raise ValueError(f"document {document} has no member {self._source.field!r}")
         return value

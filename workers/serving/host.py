@@ -24,7 +24,7 @@ from celery import Celery
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.steering import Steering
 from ...broker.ledger.recovery.reaper import Reaper
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import now
 from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
@@ -139,10 +139,12 @@ class EngineHost:
         async def look() -> JobView:
             return await self._ledger.view(job_id)
 
-        try:
+        # the loop may have stopped
+        with Translated(
+            TimeoutError,
+            lambda error: MidstreamError("unavailable", f"no outcome for {job_id} in time"),
+        ):
             view: JobView = self._schedule(look()).result(DEATH_GRACE_S)
-        except TimeoutError as error:  # the loop may have stopped
-            raise MidstreamError("unavailable", f"no outcome for {job_id} in time") from error
         return view
 
     def cancel(self, job_id: str) -> None:

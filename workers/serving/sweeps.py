@@ -20,7 +20,7 @@ from ...broker.ledger.jobs.sweeps import Kept, Sweeps
 from ...broker.ledger.results.attribution_cells import cells_to_compute, exact_units
 from ...broker.ledger.results.sweep_metrics import in_nats, recovered, useless_baseline
 from ...broker.ledger.results.sweep_result import sweep_cell, sweep_start, sweep_summary
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.faults import crash_point
 from ...schemas.base.tensors import Tensor, content_hash
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
@@ -376,7 +376,13 @@ class SweepAttempt:
             for layer in range(len(self._sweep.layers))
         }
         store = open_store(self._ledger.settings.artifacts)
-        try:
+        with Translated(
+            (OSError, ValueError),
+            lambda error: MidstreamError(
+                "intervention_failed",
+                f"the rows that neurons are chosen from cannot be read: {error}",
+            ),
+        ):
             ordering = asyncio.to_thread(
                 order_by_difference,
                 store,
@@ -387,11 +393,6 @@ class SweepAttempt:
                 most,
             )
             order = await self._sources.reading(ordering)
-        except (OSError, ValueError) as error:
-            raise MidstreamError(
-                "intervention_failed",
-                f"the rows that neurons are chosen from cannot be read: {error}",
-            ) from error
         self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
 
     def _sweep_site(self, hook: int, layer: int) -> tuple[str, int]:
@@ -564,14 +565,14 @@ class SweepAttempt:
                 if (record := self._records.get(unit.number)) is not None
                 for receipt in record.receipts
             ]
-            try:
+            with Translated(
+                ValueError, lambda error: MidstreamError("intervention_failed", str(error))
+            ):
                 if request in self._firsts:
                     return self._requests.first_files(*self._firsts[request])
                 if sender is not None and key == self._requests.first_key(sender):
                     return self._requests.first_files(sender, receipts)
                 return self._requests.files(pair, key, receipts)
-            except ValueError as error:
-                raise MidstreamError("intervention_failed", str(error)) from error
 
         return locate
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from celery import Celery, Task
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.jobs.jobs import TERMINAL, JobView, State
 from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
@@ -40,11 +40,12 @@ def _body(host: EngineHost, kind: str) -> Callable[[str], str]:
         ):
             time.sleep(REJECT_PAUSE_S)
             raise PutBack(host.death or outcome.value)
-        try:
+        # the job was removed; or Redis is unreachable, and Flower misses the job's end
+        with Translated(
+            MidstreamError,
+            lambda error: Told(State.EXPIRED if error.kind == "not_found" else None, str(error)),
+        ):
             view = host.view(job_id)
-        except MidstreamError as error:
-            # the job was removed; or Redis is unreachable, and Flower misses the job's end
-            raise Told(State.EXPIRED if error.kind == "not_found" else None, str(error)) from error
         return _became(view, outcome)
 
     return run

@@ -220,17 +220,19 @@ def _check_scale(
 def _own_positions(
     module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str
 ) -> list[PositionSelector]:
-    try:
+    with Translated(
+        SelectorError,
+        lambda error: invalid(
+            f"{at}.module",
+            f"module {module.name!r}, entry {number}: {error}",
+            hint=(
+                f"give {at}.positions, instead of the module's own"
+                if at.startswith("steering")
+                else "use another module"
+            ),
+        ),
+    ):
         return positions_of_each(entry, bounds)
-    except SelectorError as error:
-        hint = (
-            f"give {at}.positions, instead of the module's own"
-            if at.startswith("steering")
-            else "use another module"
-        )
-        raise invalid(
-            f"{at}.module", f"module {module.name!r}, entry {number}: {error}", hint=hint
-        ) from error
 
 
 # --- A request

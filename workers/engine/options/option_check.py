@@ -21,7 +21,7 @@ from pydantic import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from ....schemas.base.errors import suggestion
+from ....schemas.base.errors import Translated, suggestion
 from ....schemas.base.settings import Settings, SettingsError
 from ...runner.support.rules import is_one_of
 from .option_lists import OURS, PROVEN, UNKNOWN, WRONG
@@ -111,12 +111,13 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     adapter = _adapter(kind)
     if adapter is None:
         return value
-    try:
-        return adapter.validate_json(json.dumps(value, default=str), strict=True)
-    except ValidationError as error:
-        raise SettingsError(
+    with Translated(
+        ValidationError,
+        lambda error: SettingsError(
             f"{_shown(value)}: {'; '.join(dict.fromkeys(_problems(error, kind)))}"
-        ) from error
+        ),
+    ):
+        return adapter.validate_json(json.dumps(value, default=str), strict=True)
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any] | None:

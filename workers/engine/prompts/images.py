@@ -18,7 +18,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.image import convert_image_mode
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.prompts.images import ImageRef, ImageSpan, of_image
 from ....schemas.prompts.selectors import PositionSelector, Window
 from ..protocol import EngineRequest
@@ -159,17 +159,19 @@ def prompt_with_images(token_ids: list[int], files: Sequence[bytes]) -> TokensPr
 
 
 def _decoded(data: bytes, number: int) -> Image.Image:
-    try:
+    # a decoder may raise any exception for a bad file
+    with Translated(
+        Exception,
+        lambda error: MidstreamError(
+            "invalid_request",
+            f"image {number} of the prompt cannot be decoded: {error}",
+            field="messages",
+        ),
+    ):
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
         image.load()  # raises for a truncated file
         converted: Image.Image = convert_image_mode(image, "RGB")
         return converted
-    except Exception as error:  # a decoder may raise any exception for a bad file
-        raise MidstreamError(
-            "invalid_request",
-            f"image {number} of the prompt cannot be decoded: {error}",
-            field="messages",
-        ) from error
 
 
 class Images(NamedTuple):

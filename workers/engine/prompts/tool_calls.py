@@ -19,7 +19,7 @@ from vllm.parser import Parser, ParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.settings import SettingsError
 from ....schemas.jobs.jobs import CallDelta, Message, MessageDelta
 from ....schemas.prompts.chat import FunctionCall, ToolCall
@@ -45,7 +45,9 @@ class ToolParsers:
         check_name(name)
         self.name = name
         self._config, self._tokenizer = config, cached_tokenizer_from_config(config)
-        try:
+        with Translated(
+            (TypeError, ValueError), lambda error: SettingsError(f"tool_parser={name!r}: {error}")
+        ):
             self._parser = ParserManager.get_parser(
                 tool_parser_name=name,
                 enable_auto_tools=True,
@@ -53,8 +55,6 @@ class ToolParsers:
                 is_harmony=config.hf_config.model_type == "gpt_oss",
                 tokenizer=self._tokenizer,
             )
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"tool_parser={name!r}: {error}") from error
 
     @classmethod
     def fitting(cls, template: str | None, config: ModelConfig) -> "ToolParsers | None":
@@ -87,7 +87,10 @@ class ToolParsers:
             "tool_choice": choice,
             "stream": ask.stream,
         }
-        try:
+        with Translated(
+            (ValidationError, ValueError, TypeError, KeyError),
+            lambda error: invalid("tools", f"the parser of tool calls refuses them: {error}"),
+        ):
             request = ChatCompletionRequest.model_validate(
                 {**body, "parallel_tool_calls": ask.tools.parallel}
             )
@@ -97,8 +100,6 @@ class ToolParsers:
             )
             if request.tool_choice != "none" or parser.always_adjust_request:
                 request = parser.adjust_request(request)
-        except (ValidationError, ValueError, TypeError, KeyError) as error:
-            raise invalid("tools", f"the parser of tool calls refuses them: {error}") from error
         params.skip_special_tokens = params.skip_special_tokens and request.skip_special_tokens
         params.structured_outputs = request.extract_structured_outputs()
         return ToolReader(parser, request, ask)

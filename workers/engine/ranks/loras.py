@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ....schemas.artifacts.loras import LoraSupport, StoredLora
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....storage.formats.lora_files import LoraError, check, folder_of, read
 from .cache import LoadCall, RankCache
 from .collective import Ranks
@@ -61,7 +61,14 @@ class RankLoras(RankCache[StoredLora]):
                 field="lora",
             )
         folder = folder_of(self._root, lora.path)
-        try:
+        with Translated(
+            LoraError,
+            lambda error: MidstreamError(
+                "invalid_request",
+                f"adapter {lora.name!r} ({lora.digest[:12]}): {error}",
+                field="lora",
+            ),
+        ):
             content = read(folder)
             if content.digest != lora.digest:
                 raise LoraError(
@@ -69,10 +76,4 @@ class RankLoras(RankCache[StoredLora]):
                     "register it again"
                 )
             check(content, support)
-        except LoraError as error:
-            raise MidstreamError(
-                "invalid_request",
-                f"adapter {lora.name!r} ({lora.digest[:12]}): {error}",
-                field="lora",
-            ) from error
         return folder
