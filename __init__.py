@@ -7,28 +7,30 @@ from .schemas.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import lens as lens
-    from .client import Answer as Answer
-    from .client import AsyncClient as AsyncClient
-    from .client import AsyncPatchStudy as AsyncPatchStudy
-    from .client import CaptureReader as CaptureReader
-    from .client import CaptureSpec as CaptureSpec
-    from .client import Client as Client
-    from .client import Mapped as Mapped
-    from .client import MidstreamError as MidstreamError
-    from .client import PatchSource as PatchSource
-    from .client import PatchSpec as PatchSpec
-    from .client import PatchStudy as PatchStudy
-    from .client import ServerTimeout as ServerTimeout
-    from .client import ServerUnreachable as ServerUnreachable
-    from .client import Span as Span
-    from .client import SteeringSpec as SteeringSpec
-    from .client import UnknownArgument as UnknownArgument
-    from .client import VersionMismatch as VersionMismatch
-    from .client import harvest as harvest
-    from .client import matrix as matrix
-    from .client import probes as probes
-    from .client import returned_rows as returned_rows
-    from .client import samples as samples
+    from .client import (
+        Answer as Answer,
+        AsyncClient as AsyncClient,
+        AsyncPatchStudy as AsyncPatchStudy,
+        CaptureReader as CaptureReader,
+        CaptureSpec as CaptureSpec,
+        Client as Client,
+        Mapped as Mapped,
+        MidstreamError as MidstreamError,
+        PatchSource as PatchSource,
+        PatchSpec as PatchSpec,
+        PatchStudy as PatchStudy,
+        ServerTimeout as ServerTimeout,
+        ServerUnreachable as ServerUnreachable,
+        Span as Span,
+        SteeringSpec as SteeringSpec,
+        UnknownArgument as UnknownArgument,
+        VersionMismatch as VersionMismatch,
+        harvest as harvest,
+        matrix as matrix,
+        probes as probes,
+        returned_rows as returned_rows,
+        samples as samples,
+    )
 
 __all__ = [
     "Answer",

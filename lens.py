@@ -4,11 +4,9 @@ See `docs/coming-from.md`.
 """
 
 from .client.lens import ops as ops
-from .client.lens.cache import ActivationCache as ActivationCache
-from .client.lens.cache import NotServed as NotServed
+from .client.lens.cache import ActivationCache as ActivationCache, NotServed as NotServed
 from .client.lens.logits import Logits as Logits
-from .client.lens.model import Config as Config
-from .client.lens.model import HookedModel as HookedModel
+from .client.lens.model import Config as Config, HookedModel as HookedModel
 from .client.lens.ops import Op as Op
 
 __all__ = ["ActivationCache", "Config", "HookedModel", "Logits", "NotServed", "Op", "ops"]

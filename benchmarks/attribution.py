@@ -36,9 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 import httpx2
 from gradient_kit import exact, heads_at, sweep
 from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL
-from patching import LAYERS, Pair, stack
-from patching import pair_of as served_pair
-from patching import sweep as whole_sweep
+from patching import LAYERS, Pair, pair_of as served_pair, stack, sweep as whole_sweep
 
 from lens import MODEL
 from midstream.schemas.jobs.sweeps import StoredSweep

@@ -11,23 +11,24 @@ from .extras import explained
 if TYPE_CHECKING:
     from ..schemas.base.errors import MidstreamError as MidstreamError
     from ..schemas.prompts.selectors import Span as Span
-    from ..schemas.requests.specs import CaptureSpec as CaptureSpec
-    from ..schemas.requests.specs import PatchSource as PatchSource
-    from ..schemas.requests.specs import PatchSpec as PatchSpec
-    from ..schemas.requests.specs import SteeringSpec as SteeringSpec
+    from ..schemas.requests.specs import (
+        CaptureSpec as CaptureSpec,
+        PatchSource as PatchSource,
+        PatchSpec as PatchSpec,
+        SteeringSpec as SteeringSpec,
+    )
     from .captures.reader import CaptureReader as CaptureReader
-    from .captures.row_matrix import matrix as matrix
-    from .captures.row_matrix import samples as samples
-    from .sdk.client import AsyncClient as AsyncClient
-    from .sdk.client import Client as Client
+    from .captures.row_matrix import matrix as matrix, samples as samples
+    from .sdk.client import AsyncClient as AsyncClient, Client as Client
     from .sdk.mapping.map import Mapped as Mapped
-    from .sdk.wire import Answer as Answer
-    from .sdk.wire import ServerTimeout as ServerTimeout
-    from .sdk.wire import ServerUnreachable as ServerUnreachable
-    from .sdk.wire import VersionMismatch as VersionMismatch
-    from .sdk.wire import returned_rows as returned_rows
-    from .study.patch_study import AsyncPatchStudy as AsyncPatchStudy
-    from .study.patch_study import PatchStudy as PatchStudy
+    from .sdk.wire import (
+        Answer as Answer,
+        ServerTimeout as ServerTimeout,
+        ServerUnreachable as ServerUnreachable,
+        VersionMismatch as VersionMismatch,
+        returned_rows as returned_rows,
+    )
+    from .study.patch_study import AsyncPatchStudy as AsyncPatchStudy, PatchStudy as PatchStudy
     from .values import UnknownArgument as UnknownArgument
 
 #: Module → its public names, loaded on first use.

@@ -7,10 +7,12 @@ are not registered twice.
 """
 
 if __name__ == "midstream.kernels":
-    from .ops import IDLE as IDLE
-    from .ops import STREAM as STREAM
-    from .ops import WHOLE as WHOLE
-    from .ops import family as family
-    from .ops import in_family as in_family
-    from .ops import pair_site as pair_site
-    from .ops import single_site as single_site
+    from .ops import (
+        IDLE as IDLE,
+        STREAM as STREAM,
+        WHOLE as WHOLE,
+        family as family,
+        in_family as in_family,
+        pair_site as pair_site,
+        single_site as single_site,
+    )

@@ -30,8 +30,7 @@ from ...schemas.jobs.harvests import (
 from ...schemas.jobs.jobs import JobView
 from ...storage.store import around, open_store
 from ...storage.surveys import Surveyed
-from ..context import HARVEST_LOOK_S as LOOK_S
-from ..context import AppContext, unless_client_leaves
+from ..context import HARVEST_LOOK_S as LOOK_S, AppContext, unless_client_leaves
 from ..resolve.admission.harvests import check_comparable, plan_harvest, plan_survey
 from ..resolve.edits.loras import named_lora
 from ..resolve.edits.steering import modules_named

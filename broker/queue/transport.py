@@ -22,8 +22,7 @@ from kombu.asynchronous import get_event_loop
 from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as kombu_virtual
 from kombu.utils.json import dumps, loads
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError, RedisError, ResponseError
 
 from ..ops import redis_open
 from ..ops.redis_availability import is_redis_unavailable

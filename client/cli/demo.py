@@ -29,8 +29,7 @@ from ...schemas.base.settings import Settings, load_settings
 from ...schemas.base.version import __version__
 from ...workers.demo_model import MODEL_NAME, fetch_demo_model
 from ..captures.reader import CaptureReader
-from ..render import jobs, sweeps
-from ..render import steering as show_steering
+from ..render import jobs, steering as show_steering, sweeps
 from ..render.findings import Report
 from ..render.steering import DIGEST
 from ..sdk.client import Client

@@ -9,8 +9,7 @@ import typer
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.harvests import HarvestRequest, HarvestView
-from ..render import jobs as show
-from ..render import records
+from ..render import jobs as show, records
 from ..sdk.answers.progress import harvest_bar
 from ..sdk.client import Client
 from ..sdk.wire import given

@@ -8,8 +8,7 @@ import typer
 
 from ...schemas.base.errors import invalid
 from ..captures.patterns import Attention, Behaviour, attention_of
-from ..render import attention as show
-from ..render import figures, readings
+from ..render import attention as show, figures, readings
 from . import options
 from .captures import open_capture
 from .jobs import AsJson, Model, Url, connect, only_model, out, print_json

@@ -12,9 +12,7 @@ from ...schemas.jobs.attributions import AttributionRequest
 from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.sweeps import SweepRequest
 from ...schemas.requests.attributions import Verify
-from ..render import attributions as show_attributions
-from ..render import figures
-from ..render import sweeps as show_sweeps
+from ..render import attributions as show_attributions, figures, sweeps as show_sweeps
 from ..render.figures import check
 from ..sdk.answers.progress import bar
 from ..sdk.client import Client

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Any
 from ..extras import explained
 
 if TYPE_CHECKING:
-    from ...storage.harvests import Harvest as Harvest
-    from ...storage.harvests import open as open
-    from .exports import to_arrow as to_arrow
-    from .exports import to_hidden_states as to_hidden_states
-    from .exports import to_parquet as to_parquet
-    from .training import RowDataset as RowDataset
-    from .training import activations as activations
-    from .verification import Verification as Verification
-    from .verification import verify as verify
+    from ...storage.harvests import Harvest as Harvest, open as open
+    from .exports import (
+        to_arrow as to_arrow,
+        to_hidden_states as to_hidden_states,
+        to_parquet as to_parquet,
+    )
+    from .training import RowDataset as RowDataset, activations as activations
+    from .verification import Verification as Verification, verify as verify
 
 _HOMES = {
     "open": "...storage.harvests",

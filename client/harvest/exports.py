@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.base.errors import invalid
-from ...storage.harvests import Shard, Site
-from ...storage.harvests import open as open_harvest
+from ...storage.harvests import Shard, Site, open as open_harvest
 from ...storage.shards import shard_buffers, site_name
 
 GAPS = "the harvest's positions leave gaps: training reads whole documents"

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...storage.harvests import Harvest, Shard, Site
-from ...storage.harvests import open as open_harvest
+from ...storage.harvests import Harvest, Shard, Site, open as open_harvest
 from ...storage.shards import site_name
 
 #: The default number of shards that are shuffled together.

@@ -10,8 +10,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.harvest_order import row_order
 from ...schemas.jobs.harvests import UnitEntry
 from ...storage.formats.capture_blobs import DamagedBlob
-from ...storage.harvests import Harvest, Shard
-from ...storage.harvests import open as open_harvest
+from ...storage.harvests import Harvest, Shard, open as open_harvest
 from ...storage.shards import checksum, shard_tensors, site_name
 
 #: The most faults that are listed.

@@ -24,8 +24,17 @@ from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
 from ...schemas.service.status import Status
-from . import attention as maps
-from . import figures, interactive, jobs, readings, records, status, steering, sweeps
+from . import (
+    attention as maps,
+    figures,
+    interactive,
+    jobs,
+    readings,
+    records,
+    status,
+    steering,
+    sweeps,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -27,8 +27,7 @@ from ...schemas.jobs.sweeps import (
 from .. import values
 from . import wire
 from .answers.attribution import Attribution, attribution_of
-from .answers.progress import Progress as Progress
-from .answers.progress import SweepEvent as SweepEvent
+from .answers.progress import Progress as Progress, SweepEvent as SweepEvent
 from .calls import Awaits, Calls, M, call, stream
 from .fields import AttributeFields, SweepFields
 from .jobs import Jobs

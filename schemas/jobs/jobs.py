@@ -35,9 +35,7 @@ from ..base.limits import (
     TokenIds,
 )
 from ..base.records import Plotted, Record
-from ..base.states import TERMINAL as TERMINAL
-from ..base.states import TRANSITIONS as TRANSITIONS
-from ..base.states import State as State
+from ..base.states import TERMINAL as TERMINAL, TRANSITIONS as TRANSITIONS, State as State
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..readings.readings import ReadingRequest, ReadingResults

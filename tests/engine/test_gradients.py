@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from stack import Stack
-from test_features import LAYER as SAE_LAYER
-from test_features import Dictionary
+from test_features import LAYER as SAE_LAYER, Dictionary
 from transformers import AutoModelForCausalLM
 
 from midstream.client.captures.reader import CaptureReader

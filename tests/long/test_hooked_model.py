@@ -10,8 +10,7 @@ from typing import Any
 import nbclient
 import numpy as np
 import pytest
-from notebooks import TUTORIALS, lines, peer_code, printed, read, shown
-from notebooks import difference as differs
+from notebooks import TUTORIALS, difference as differs, lines, peer_code, printed, read, shown
 from safetensors import safe_open
 from stack import Stack
 from tree import ROOT

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from capture_kit import HIDDEN as CAPTURED_SIZE
-from capture_kit import finished, values, write
+from capture_kit import HIDDEN as CAPTURED_SIZE, finished, values, write
 from edge import Api, Hand, running
 from typer.testing import CliRunner
 

@@ -3,8 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from spelling import byte_level, overlapping
 from tokenizers import Tokenizer
 

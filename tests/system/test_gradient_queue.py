@@ -7,8 +7,15 @@ from typing import Any, NamedTuple
 
 import pytest
 from edge import model_info
-from ledger_kit import BOOT, IDENTITY, MODEL, make_job, open_ledger, settings_for
-from ledger_kit import worker_info as worker
+from ledger_kit import (
+    BOOT,
+    IDENTITY,
+    MODEL,
+    make_job,
+    open_ledger,
+    settings_for,
+    worker_info as worker,
+)
 from msgspec.structs import replace
 from sweep_rig import sweep, sweep_job
 from test_reaper import relay_beat

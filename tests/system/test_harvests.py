@@ -31,8 +31,7 @@ from survey_kit import examples_of
 from tree import ROOT
 
 from midstream.client import Client, MidstreamError
-from midstream.client.harvest import Harvest, to_hidden_states, verify
-from midstream.client.harvest import open as open_harvest
+from midstream.client.harvest import Harvest, open as open_harvest, to_hidden_states, verify
 from midstream.schemas.jobs.harvests import HarvestView
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.workers.surveys.rows import Block

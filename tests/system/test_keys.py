@@ -17,8 +17,7 @@ import openai
 import pytest
 import server_sent
 from edge import MODEL, Api, Hand, running
-from hypothesis import HealthCheck, example, given, reject, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, reject, settings, strategies as st
 from ports import free_port
 from receipt_rig import wait_until
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed

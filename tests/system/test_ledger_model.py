@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from ledger_kit import IDENTITY, MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
 from midstream.broker.ledger.core.dispatch import cost_of

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from ledger_kit import (
     BOOT,

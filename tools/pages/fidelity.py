@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from families import BF16_ONLY, CHANGED, FAMILIES, checkpoint
-from families import ROUTED as ROUTED_FAMILIES
+from families import BF16_ONLY, CHANGED, FAMILIES, ROUTED as ROUTED_FAMILIES, checkpoint
 from fidelity_page import PAGE, WAYS, Figure, Table, Way, read_page, write_page
 from host import Host, prompt_of
 from nursery import Nursery

@@ -50,8 +50,7 @@ from ..positions.captures import (
 )
 from ..positions.gates import gated_by
 from ..positions.windows import with_window_tokens
-from ..prompts.images import check_number as check_number_of_images
-from ..prompts.images import placed
+from ..prompts.images import check_number as check_number_of_images, placed
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
 from ..readings.probes import NO_POLICIES, Applied, check_step, check_tokens

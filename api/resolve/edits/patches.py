@@ -34,8 +34,7 @@ from ....schemas.requests.specs import PatchSpec, SteeringSpec, StoredSteering
 from ....schemas.requests.steering import Module
 from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
 from ..positions.heads import dimensions, heads_of, whole_vector
-from .interventions import RULES as STEERING_RULES
-from .interventions import limit_of, reach_of
+from .interventions import RULES as STEERING_RULES, limit_of, reach_of
 from .model_state import ModelState, unknown_module
 
 #: Source runs that one request may use: a worker holds all of them in memory together.

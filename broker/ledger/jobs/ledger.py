@@ -27,17 +27,14 @@ from ....schemas.jobs.jobs import (
     JobPage,
     JobResult,
     JobView,
-    State,
-)
-from ....schemas.jobs.jobs import (
     Outcome as JobOutcome,
+    State,
 )
 from ....schemas.jobs.sweeps import UnitRecord
 from ....schemas.requests.attributions import Queue
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
-from ..core.connection import of_each as of_each
-from ..core.connection import reachable as reachable
+from ..core.connection import of_each as of_each, reachable as reachable
 from ..core.record import FIELDS, JobRecord, decode
 from ..core.tenants import refusal
 from ..results import pages, views

@@ -1,8 +1,7 @@
 """Does every route say who may call it, and are names of different tenants never the same?"""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from litestar import get
 from litestar.routes import HTTPRoute
 

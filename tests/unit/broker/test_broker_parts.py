@@ -4,8 +4,7 @@ import re
 
 import pytest
 import redis
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kombu.transport import redis as kombu_redis
 
 from midstream.broker.ledger.core import scripts

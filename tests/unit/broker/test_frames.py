@@ -5,8 +5,7 @@ test_wire_golden.py holds the bytes of each kind.
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from midstream import __version__
 from midstream.broker.receipts import frames

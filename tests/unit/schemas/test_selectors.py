@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.prompts.selectors import (

@@ -3,8 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from midstream.schemas.base.dtypes import bfloat16_to_float32
 from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack

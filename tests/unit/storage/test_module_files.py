@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.numpy import save
 
 from midstream.schemas.base.dtypes import ITEM_BYTES, DType

@@ -56,8 +56,6 @@ from .comparison import (
     figures,
     longer,
     suspects,
-)
-from .comparison import (
     verdict as compared_verdict,
 )
 

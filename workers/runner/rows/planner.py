@@ -13,8 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from ....kernels import WHOLE
-from ....kernels import plan as columns
+from ....kernels import WHOLE, plan as columns
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.prompts.selectors import select

@@ -3,8 +3,7 @@
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as LateError
+from concurrent.futures import Future, TimeoutError as LateError
 from functools import partial
 
 from .capture import Recording

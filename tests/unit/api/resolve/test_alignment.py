@@ -6,8 +6,7 @@ from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from midstream.api.resolve.sweeps import alignment
 from midstream.api.resolve.sweeps.alignment import Aligned, Tokens, align, match_span, match_spans

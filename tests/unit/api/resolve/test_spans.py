@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from spelling import byte_level, fallback, overlapping
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 

@@ -11,8 +11,7 @@ from http_kit import reply, server
 from rich.console import Console
 
 from midstream import MidstreamError, SteeringSpec
-from midstream.client.render import records
-from midstream.client.render import steering as show_steering
+from midstream.client.render import records, steering as show_steering
 from midstream.schemas.base.records import from_json
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.requests.steering import (

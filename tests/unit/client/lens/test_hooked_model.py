@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 from refusal_kit import refuses
 
-from midstream.client.lens.cache import REFUSED as OF_CACHE
-from midstream.client.lens.cache import ActivationCache
+from midstream.client.lens.cache import REFUSED as OF_CACHE, ActivationCache
 from midstream.client.lens.logits import Logits, Predictions
-from midstream.client.lens.model import REFUSED as OF_MODEL
-from midstream.client.lens.model import HookedModel, edits_of
+from midstream.client.lens.model import REFUSED as OF_MODEL, HookedModel, edits_of
 from midstream.client.lens.names import ABSENT, BLOCK, SHORT, Card, Site, chosen, hooks_of, site_of
 from midstream.lens import ops
 from midstream.schemas.base.errors import MidstreamError

@@ -19,8 +19,7 @@ from midstream.client.captures import patterns
 from midstream.client.captures.attention import pattern
 from midstream.client.captures.patterns import BEHAVIOURS, Attention, attention_of
 from midstream.client.notebook import rendered
-from midstream.client.render import attention as show
-from midstream.client.render import figures
+from midstream.client.render import attention as show, figures
 from midstream.client.sdk.attention import (
     attention_patches,
     by_layer,

@@ -18,8 +18,7 @@ from refusal_kit import refuses
 
 from midstream import AsyncClient, Client, Mapped, MidstreamError
 from midstream.client.sdk import wire
-from midstream.client.sdk.mapping import key as map_key
-from midstream.client.sdk.mapping import map as mapping
+from midstream.client.sdk.mapping import key as map_key, map as mapping
 from midstream.client.sdk.mapping.cache import MapCache
 from midstream.client.sdk.mapping.map import sliced
 from midstream.schemas.artifacts.loras import LoraUse

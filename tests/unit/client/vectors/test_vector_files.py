@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from midstream import MidstreamError, SteeringSpec
 from midstream.client import vectors

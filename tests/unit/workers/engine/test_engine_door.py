@@ -6,8 +6,7 @@ import re
 from typing import Any, get_args
 
 import pytest
-from test_sweep_plan import model as model_of
-from test_sweep_plan import pair, plan
+from test_sweep_plan import model as model_of, pair, plan
 from tree import ROOT, sources
 
 from midstream.broker.ledger.core.scripts import stored_tags

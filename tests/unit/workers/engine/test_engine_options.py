@@ -24,8 +24,7 @@ from midstream.schemas.base.settings import (
     load_settings,
     to_environment,
 )
-from midstream.workers.engine.options import engine_arguments as vllm_options
-from midstream.workers.engine.options import option_lists
+from midstream.workers.engine.options import engine_arguments as vllm_options, option_lists
 from midstream.workers.engine.options.option_check import accepted
 from midstream.workers.engine.options.option_lists import (
     OURS,

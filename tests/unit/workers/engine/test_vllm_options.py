@@ -4,8 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
-from vllm.config import vllm as vllm_config
+from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig, vllm as vllm_config
 from vllm.platforms import current_platform
 
 from midstream.schemas.base.settings import Settings

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from capture_kit import source_run, values
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 
 from midstream.schemas.requests.interventions import FAMILIES, PLACE, SCALARS, Family

@@ -19,8 +19,7 @@ from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule
 from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.limits import MAX_DECISIONS
-from midstream.workers.runner.probes import deciders
-from midstream.workers.runner.probes import watches as watches_module
+from midstream.workers.runner.probes import deciders, watches as watches_module
 from midstream.workers.runner.probes.aggregates import aggregate
 from midstream.workers.runner.probes.gates import Gates
 from midstream.workers.runner.probes.probe_news import (

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from midstream.schemas.base.ring import MOST_BYTES, plan_ring
 from midstream.schemas.prompts.selectors import Window
