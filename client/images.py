@@ -26,10 +26,8 @@ def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[s
         raise invalid(
             field, f"is a {type(image).__name__}", allowed="a path, bytes, or a Pillow image"
         )
-    try:
+    with Translated(ImageError, lambda error: invalid(field, str(error)), hidden=True):
         kind = check_image(data).lower()
-    except ImageError as error:
-        raise invalid(field, str(error)) from None
     return {
         "type": "image_url",
         "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"},

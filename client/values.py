@@ -66,10 +66,12 @@ def checked(value: Any, kind: type[T], prefix: str = "") -> T:
     """Return `value` converted to `kind`. Raises MidstreamError with the path of the invalid field,
     below `prefix`.
     """
-    try:
+    with Translated(
+        msgspec.ValidationError,
+        lambda error: refusal(error, kind, prefix, getattr(kind, "__name__", "value")),
+        hidden=True,
+    ):
         return msgspec.convert(plain(value, kind, prefix), kind)
-    except msgspec.ValidationError as error:
-        raise refusal(error, kind, prefix, getattr(kind, "__name__", "value")) from None
 
 
 def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:

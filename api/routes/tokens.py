@@ -3,7 +3,7 @@
 from litestar import Response, post
 from litestar.params import JSONBody
 
-from ...schemas.base.errors import invalid
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.jobs.jobs import StoredPrompt
 from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from ..context import AppContext
@@ -30,7 +30,11 @@ async def tokenize(data: JSONBody[TokenizeRequest], context: AppContext) -> Resp
     info = await context.model(data.model)
     codec = await context.codec(info)
     special_tokens = data.messages is None and data.add_special_tokens
-    try:
+    with Translated(
+        TooLong,
+        lambda error: invalid("prompt" if data.messages is None else "messages", error.detail),
+        hidden=True,
+    ):
         if data.messages is not None:
             if images := parse_conversation("messages", data.messages).images:
                 raise invalid(
@@ -44,8 +48,6 @@ async def tokenize(data: JSONBody[TokenizeRequest], context: AppContext) -> Resp
             assert data.prompt is not None
             (ids,) = await codec.encode([data.prompt], special_tokens=special_tokens)
             prompt = StoredPrompt(token_ids=ids, text=data.prompt)
-    except TooLong as error:
-        raise invalid("prompt" if data.messages is None else "messages", error.detail) from None
     words = await codec.read(prompt.token_ids, prompt.text, special_tokens=special_tokens)
     return Response(
         Tokenized(

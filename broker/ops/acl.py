@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 
 PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"
@@ -145,9 +145,13 @@ def jobs_url(redis_url: str) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text + "\n")
-    except FileExistsError:
-        raise MidstreamError("conflict", f"{path} already exists: use another folder") from None
+    with (
+        Translated(
+            FileExistsError,
+            lambda error: MidstreamError("conflict", f"{path} already exists: use another folder"),
+            hidden=True,
+        ),
+        os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+    ):
+        file.write(text + "\n")
     return path

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.attributions import AttributionRequest
 from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.sweeps import SweepRequest
@@ -309,15 +309,17 @@ def parse_verify(text: str) -> dict[str, float]:
     """Parse `top=20,random=20,tolerance=0.05`, the fields of `Verify`; `defaults` has none. Raises
     MidstreamError naming `--verify`.
     """
-    try:
-        parts = [] if text == "defaults" else [part.split("=") for part in text.split(",")]
-        return {name: float(value) if "." in value else int(value) for name, value in parts}
-    except ValueError:
-        raise invalid(
+    with Translated(
+        ValueError,
+        lambda error: invalid(
             "--verify",
             f"{text!r} is not valid",
             allowed=f"defaults, or NAME=NUMBER with {', '.join(Verify.__struct_fields__)}",
-        ) from None
+        ),
+        hidden=True,
+    ):
+        parts = [] if text == "defaults" else [part.split("=") for part in text.split(",")]
+        return {name: float(value) if "." in value else int(value) for name, value in parts}
 
 
 def parse_window(text: str) -> dict[str, int]:

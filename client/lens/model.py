@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.readings.lens import LensReading
 from ..sdk import wire
@@ -380,14 +380,16 @@ def _texts(input: Any) -> list[Any]:
 
 def _token_ids(input: Any) -> list[list[int]]:
     """Convert token ids `[pos]` or `[batch, pos]` to lists. Raises MidstreamError."""
-    try:
-        result = np.asarray(input.detach().cpu() if is_torch(input) else input)
-    except ValueError:
-        raise invalid(
+    with Translated(
+        ValueError,
+        lambda error: invalid(
             "input",
             "prompts differ in length: nothing is padded",
             hint="run prompts of one length, or one at a time",
-        ) from None
+        ),
+        hidden=True,
+    ):
+        result = np.asarray(input.detach().cpu() if is_torch(input) else input)
     if result.dtype.kind not in "iu" or result.ndim not in (1, 2) or not result.size:
         allowed = "text, a list of texts, or token ids [pos] or [batch, pos]"
         raise invalid(

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import httpx2
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.jobs.jobs import JobView
 from .. import values
 from . import fields, wire
@@ -96,10 +96,10 @@ class Calls(Generic[M]):
 
     async def _send(self, call: Call) -> httpx2.Response:
         """Return the response, regardless of its status. Raises ServerUnreachable."""
-        try:
+        with Translated(
+            httpx2.TransportError, lambda error: wire.unreachable(self._io.url, error), hidden=True
+        ):
             return await self._io.send(call)
-        except httpx2.TransportError as error:
-            raise wire.unreachable(self._io.url, error) from None
 
     async def _ask(self, call: Call, kind: type[T]) -> T:
         """Return the body of a successful response as `kind`; raises what `wire.decode` raises."""

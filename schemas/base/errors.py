@@ -85,16 +85,19 @@ E = TypeVar("E", bound=Exception)
 
 @dataclass(frozen=True)
 class Translated(Generic[E]):
-    """A context that raises another error for errors of `kinds`: `make` returns it."""
+    """A context that raises another error for errors of `kinds`: `make` returns it, and its cause
+    is the first unless `hidden`.
+    """
 
     kinds: type[E] | tuple[type[E], ...]
     make: Callable[[E], Exception]
+    hidden: bool = False
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, self.kinds):
-            raise self.make(error) from error
+            raise self.make(error) from (None if self.hidden else error)
 
 
 class MidstreamError(Exception):

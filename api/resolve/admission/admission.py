@@ -21,7 +21,7 @@ from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.edit_sizes import EditLimit
-from ....schemas.base.errors import MidstreamError, invalid, suggestion
+from ....schemas.base.errors import MidstreamError, Translated, invalid, suggestion
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ....schemas.base.records import now
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
@@ -92,14 +92,14 @@ async def tokenise(
         if not prompt.value:
             raise invalid(prompt.field, "is empty: a prompt needs at least one token")
     plain = [prompt for prompt in prompts if isinstance(prompt.value, str)]
-    try:
+    with Translated(
+        TooLong, lambda error: too_long(error, plain[error.index].field, model), hidden=True
+    ):
         encoded = iter(
             await codec.encode([str(prompt.value) for prompt in plain], special_tokens=True)
             if plain
             else []
         )
-    except TooLong as error:
-        raise too_long(error, plain[error.index].field, model) from None
     stored = []
     for prompt in prompts:
         if isinstance(prompt.value, str):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_ANSWER_TOKENS
 from ....schemas.jobs.models import ModelInfo
 from ..prompts.request_parsing import ParsedPrompt
@@ -67,14 +67,16 @@ async def continue_prompts(
             plain += [(field, part) for part in parts]
         else:
             await tokenise([ParsedPrompt(field, value)], model, codec)
-    try:
-        encoded = iter(await codec.encodings([text for _, text in plain], special_tokens=False))
-    except TooLong as error:
-        raise invalid(
+    with Translated(
+        TooLong,
+        lambda error: invalid(
             plain[error.index][0],
             f"together with its prompt, it {error.detail}",
             allowed=f"at most {model.max_model_len} tokens in total",
-        ) from None
+        ),
+        hidden=True,
+    ):
+        encoded = iter(await codec.encodings([text for _, text in plain], special_tokens=False))
     made = []
     for field, value, prompts in requested:
         if isinstance(value, str):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_NESTING, MAX_SCHEMA
 from ....schemas.base.records import to_json
 from ....schemas.jobs.jobs import StructuredRequest
@@ -43,10 +43,12 @@ def bounded_json(raw: msgspec.Raw | bytes, at: str, most: int = MAX_SCHEMA) -> A
                 "is nested too deeply",
                 allowed=f"at most {MAX_NESTING} levels of objects and arrays",
             )
-    try:
+    with Translated(
+        (msgspec.DecodeError, UnicodeDecodeError),
+        lambda error: invalid(at, f"is not JSON: {error}"),
+        hidden=True,
+    ):
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(at, f"is not JSON: {error}") from None
 
 
 def _schema(raw: msgspec.Raw | bytes, at: str) -> str:

@@ -136,10 +136,12 @@ class Codec:
         for index, text in enumerate(texts):
             self._check_characters(index, len(text))
         distinct = [*dict.fromkeys(texts)]
-        try:
+        with Translated(
+            TooLong,
+            lambda error: TooLong(texts.index(distinct[error.index]), error.tokens, error.detail),
+            hidden=True,
+        ):
             made = await self._encodings(distinct, special_tokens, offsets)
-        except TooLong as error:
-            raise TooLong(texts.index(distinct[error.index]), error.tokens, error.detail) from None
         result = dict(zip(distinct, made, strict=True))
         return [result[text] for text in texts]
 

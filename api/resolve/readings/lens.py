@@ -10,7 +10,7 @@ from ....broker.ledger.named.registry import Registry
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
 from ....schemas.artifacts.registered import Kind
 from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TUNED_LENSES, TunedLens
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
 from ....schemas.readings.lens import LensSpec, NamedToken, StoredLens
@@ -91,10 +91,10 @@ async def with_token_ids(spec: LensSpec, codec: Codec) -> LensSpec:
 async def single_tokens(named: Mapping[str, NamedToken], codec: Codec) -> dict[str, int]:
     """Return field → token id, for ids and texts. Raises a 400 for a text that is not one token."""
     texts = {field: token for field, token in named.items() if isinstance(token, str)}
-    try:
+    with Translated(
+        TooLong, lambda error: invalid(list(texts)[error.index], error.detail), hidden=True
+    ):
         encoded = await codec.encode(list(texts.values()), special_tokens=False) if texts else []
-    except TooLong as error:
-        raise invalid(list(texts)[error.index], error.detail) from None
     result = {field: token for field, token in named.items() if isinstance(token, int)}
     for (field, text), ids in zip(texts.items(), encoded, strict=True):
         if len(ids) != 1:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import anyio.to_thread
 
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_SWEEP_TEXT
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import SweepPair
@@ -79,10 +79,10 @@ async def _read_texts(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: 
     for prompt in prompts:
         if not prompt.value:
             raise invalid(prompt.field, "is empty: a prompt needs at least one token")
-    try:
+    with Translated(
+        TooLong, lambda error: too_long(error, prompts[error.index].field, model), hidden=True
+    ):
         encoded = await codec.encodings(texts, special_tokens=True, offsets=True)
-    except TooLong as error:
-        raise too_long(error, prompts[error.index].field, model) from None
     for prompt, result in zip(prompts, encoded, strict=True):
         if not len(result.ids):
             raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
@@ -107,12 +107,14 @@ async def _read_ids(
 
     texts = await anyio.to_thread.run_sync(spell)
     check_text(pairs, dict(zip((prompt.field for prompt in prompts), texts, strict=True)))
-    try:
-        encoded = await codec.encodings(texts, special_tokens=False, offsets=True)
-    except TooLong as error:
-        raise invalid(
+    with Translated(
+        TooLong,
+        lambda error: invalid(
             prompts[error.index].field, f"the text of these token ids {error.detail}"
-        ) from None
+        ),
+        hidden=True,
+    ):
+        encoded = await codec.encodings(texts, special_tokens=False, offsets=True)
     return await anyio.to_thread.run_sync(
         _as_read, [tuple(tokens) for tokens in ids], texts, ids, encoded, codec
     )

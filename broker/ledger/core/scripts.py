@@ -20,7 +20,7 @@ from ....schemas.artifacts.conditions import StoredPolicy
 from ....schemas.artifacts.loras import use_of
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.artifacts.registered import Kind, Registered
-from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import now, to_json, to_msgpack
 from ....schemas.base.settings import Settings
@@ -134,10 +134,8 @@ class Scripts:
         self._bound = {name: client.register_script(source(name)) for name in NAMES}
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        with Translated(KeyError, lambda error: AttributeError(name), hidden=True):
             return self._bound[name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 @cache

@@ -4,16 +4,14 @@ import math
 import os
 import secrets
 import shutil
-import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ....schemas.base.settings import is_loopback
 from ....storage.store import Demanding, open_store
-from .finding import Finding, graded
+from .finding import Finding, graded, timed
 from .service import Service
 
 #: Milliseconds of a write with fsync; every group of capture files and receipts waits for several.
@@ -47,11 +45,15 @@ def _disk(data: Path) -> Iterator[Finding]:
     advice = "delete captures (`midstream capture delete`, capture_ttl_s), or set capture_quota_mib"
     found = f"{free / 2**30:.1f} GiB free in {data}"
     yield graded("disk space", -free, found, advice, -DISK_WARN, -DISK_FAIL)
-    took = _fsyncs(data)
-    middle = statistics.median(took)
-    found = f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {len(took)} writes"
+    with tempfile.NamedTemporaryFile(dir=data, prefix=".doctor-") as file:
+
+        def write() -> None:
+            os.pwrite(file.fileno(), bytes(4096), 0)
+            os.fsync(file.fileno())
+
+        middle, found = timed(FSYNCS, write)
     advice = "receipts and captures wait for the disk: use a local SSD for data_dir"
-    yield graded("disk fsync", middle, found, advice, FSYNC_WARN_MS, FSYNC_FAIL_MS)
+    yield graded("disk fsync", middle, f"{found} writes", advice, FSYNC_WARN_MS, FSYNC_FAIL_MS)
 
 
 def store(service: Service) -> Iterator[Finding]:
@@ -66,11 +68,13 @@ def store(service: Service) -> Iterator[Finding]:
     key = f".doctor/{secrets.token_hex(8)}"
     store = open_store(settings.artifacts)
     store.prepare()
-    began = time.perf_counter()
-    writer = store.writer()
-    writer.append(key, [b"midstream"])
-    writer.commit()
-    took = (time.perf_counter() - began) * 1000
+
+    def write() -> None:
+        writer = store.writer()
+        writer.append(key, [b"midstream"])
+        writer.commit()
+
+    took, _ = timed(1, write)
     with store.open(key) as handle:
         read = handle.read(0, 100)
     store.delete(key)
@@ -87,15 +91,3 @@ def store(service: Service) -> Iterator[Finding]:
     found = f"{settings.artifacts} stored an object in {took:.0f} ms"
     advice = "receipts of captures wait for the store: use a nearer one"
     yield graded("artifact store", took, found, advice, STORE_WARN_MS, math.inf)
-
-
-def _fsyncs(folder: Path) -> list[float]:
-    """Write 4 KiB with fsync several times; return the milliseconds of each."""
-    took = []
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
-        for _ in range(FSYNCS):
-            began = time.perf_counter()
-            os.pwrite(file.fileno(), bytes(4096), 0)
-            os.fsync(file.fileno())
-            took.append((time.perf_counter() - began) * 1000)
-    return took

@@ -1,5 +1,7 @@
 """Checks and their findings: what was found, how bad it is, and what to do about it."""
 
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -58,6 +60,17 @@ def graded(
     """
     level: Level = "fail" if value >= fail else "warn" if value >= warn else "ok"
     return Finding(level, about, found, "" if level == "ok" else advice)
+
+
+def timed(times: int, call: Callable[[], object]) -> tuple[float, str]:
+    """Call repeatedly; return the median of the milliseconds, and a text with the maximum."""
+    took = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        took.append((time.perf_counter() - began) * 1000)
+    middle = statistics.median(took)
+    return middle, f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {times}"
 
 
 def clock_finding(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:

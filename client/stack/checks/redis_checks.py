@@ -1,13 +1,12 @@
 """Checks of Redis: its answers, memory, append-only file and users."""
 
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from ....schemas.base.settings import Settings
-from .finding import TIMEOUT_S, Finding, Level, clock_finding, graded
+from .finding import TIMEOUT_S, Finding, Level, clock_finding, graded, timed
 from .service import Service
 
 #: Milliseconds of a round trip to Redis: above the first, held responses and receipts are slow;
@@ -41,24 +40,14 @@ def redis_server(service: Service) -> Iterator[Finding]:
     found = f"version {version}{valkey}, clients: {info['connected_clients']}"
     least = f"{'.'.join(map(str, OLDEST))} or later is required"
     yield graded("redis", known < OLDEST, found, least)
-    yield _latency(client)
+    middle, text = timed(PINGS, client.ping)
+    advice = "move Redis closer, and check for slow commands: `redis-cli slowlog get`"
+    yield graded("redis latency", middle, f"{text} pings", advice, PING_WARN_MS, PING_FAIL_MS)
     yield from _memory(info, service.settings)
     yield from _durability(info, _config(client, "appendfsync"))
     yield from default_user(client, known)
     seconds, micros = client.time()
     yield clock_finding("redis clock", seconds + micros / 1e6 - time.time())
-
-
-def _latency(client: Any) -> Finding:
-    took = []
-    for _ in range(PINGS):
-        began = time.perf_counter()
-        client.ping()
-        took.append((time.perf_counter() - began) * 1000)
-    middle = statistics.median(took)
-    text = f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {PINGS} pings"
-    advice = "move Redis closer, and check for slow commands: `redis-cli slowlog get`"
-    return graded("redis latency", middle, text, advice, PING_WARN_MS, PING_FAIL_MS)
 
 
 def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:

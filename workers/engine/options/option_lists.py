@@ -5,8 +5,6 @@ Data only; `option_check` reads it. Every field of vLLM's `AsyncEngineArgs` is i
 in `docs/engine-options.md`.
 """
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -363,50 +361,3 @@ UNKNOWN: frozenset[str] = frozenset(
         "video_pruning_rate",
     )
 )
-
-
-def tables() -> Iterator[str]:
-    """Yields the lists as lines of Markdown, for `docs/engine-options.md`."""
-    yield "## Proven"
-    yield ""
-    yield "| option | values | what it changes |"
-    yield "|---|---|---|"
-    for name, entry in sorted(PROVEN.items()):
-        values = (
-            ", ".join(f"`{json.dumps(value)}`" for value in entry.values)
-            or ", ".join(f"`{part}`" for part in entry.parts)
-            or "any"
-        )
-        yield (
-            f"| `{name}` | {values} | "
-            f"{entry.why}{f'; on a CPU nothing: {entry.on_cpu}' if entry.on_cpu else ''} |"
-        )
-    yield ""
-    yield "## Refused: a setting of Midstream"
-    yield ""
-    yield "| option | use the setting |"
-    yield "|---|---|"
-    yield from (f"| `{name}` | {_named(setting)} |" for name, setting in sorted(OURS.items()))
-    yield ""
-    yield "## Refused: wrong with Midstream"
-    yield ""
-    yield "| options | reason |"
-    yield "|---|---|"
-    for reason in dict.fromkeys(WRONG[name] for name in sorted(WRONG)):
-        yield (
-            f"| {', '.join(f'`{name}`' for name in sorted(WRONG) if WRONG[name] == reason)} "
-            f"| {reason} |"
-        )
-    yield ""
-    yield "## Unknown"
-    yield ""
-    yield ", ".join(f"`{name}`" for name in sorted(UNKNOWN))
-
-
-def _named(setting: str) -> str:
-    name, _, more = setting.partition(" ")
-    return f"`{name}` {more}".rstrip()
-
-
-if __name__ == "__main__":
-    print("\n".join(tables()))

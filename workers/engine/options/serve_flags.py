@@ -7,7 +7,7 @@ tables of `docs/coming-from-vllm-serve.md`.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -250,18 +250,6 @@ def is_switch(name: str) -> bool:
     return named or name in _SWITCHES
 
 
-def becomes(name: str) -> str:
-    """Return what an argument becomes, as Markdown."""
-    if name in SETTINGS:
-        also = "".join(f", with `{key}={value}`" for key, value in ALSO.get(name, {}).items())
-        return f"the setting `{SETTINGS[name]}`{also}"
-    if name in NO_EFFECT:
-        return f"nothing: {NO_EFFECT[name]}"
-    if name in REFUSED:
-        return f"refused: {REFUSED[name]}"
-    return f"the engine option `{name}`" + ("" if name in PROVEN else ", not proven")
-
-
 def translated(given: Mapping[str, str | bool]) -> dict[str, Any]:
     """Return the settings that flags of `vllm serve` stand for, by name.
 
@@ -287,24 +275,3 @@ def translated(given: Mapping[str, str | bool]) -> dict[str, Any]:
     if wrong:
         raise SettingsError("; ".join(wrong))
     return settings | ({"engine_options": options} if options else {})
-
-
-def tables() -> Iterator[str]:
-    """Yields the tables of `docs/coming-from-vllm-serve.md` as lines of Markdown."""
-    shown = (*COMMON, *(name for name in (*SETTINGS, *NO_EFFECT) if name not in COMMON))
-    yield "| flag | becomes |"
-    yield "|---|---|"
-    for name in shown:
-        short = f", `{SPELLINGS[name]}`" if name in SPELLINGS else ""
-        yield f"| `{flag(name)}`{short} | {becomes(name)} |"
-    yield ""
-    yield "| refused | why |"
-    yield "|---|---|"
-    refused = [name for name in ARGUMENTS if name in REFUSED and name not in WRONG]
-    for reason in dict.fromkeys(map(REFUSED.__getitem__, refused)):
-        names = (f"`{flag(name)}`" for name in refused if REFUSED[name] == reason)
-        yield f"| {', '.join(names)} | {reason} |"
-
-
-if __name__ == "__main__":
-    print("\n".join(tables()))

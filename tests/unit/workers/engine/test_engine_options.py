@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import option_tables
 import pytest
 from extension_kit import install
 from option_cases import CASES, Case
@@ -31,7 +32,6 @@ from midstream.workers.engine.options.option_lists import (
     PROVEN,
     UNKNOWN,
     WRONG,
-    tables,
 )
 from midstream.workers.engines import check_options, make_engine
 from midstream.workers.runner.support.allowlist import check
@@ -69,10 +69,10 @@ def test_our_setting_for_an_option_exists() -> None:
 
 
 def test_the_page_shows_the_lists() -> None:
-    mark = "written by `python -m midstream.workers.engine.options.option_lists` -->"
+    mark = "written by `python tools/pages/option_tables.py lists` -->"
     written = PAGE.read_text().split(f"<!-- {mark}")[1].split(f"<!-- end of the part {mark}")[0]
-    assert written.strip() == "\n".join(tables()), (
-        "run python -m midstream.workers.engine.options.option_lists"
+    assert written.strip() == "\n".join(option_tables.lists()), (
+        "run python tools/pages/option_tables.py lists"
     )
 
 

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import msgspec
+import option_tables
 import pytest
 from tree import ROOT
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -22,7 +23,6 @@ from midstream.workers.engine.options.serve_flags import (
     SPELLINGS,
     flag,
     is_switch,
-    tables,
     translated,
 )
 
@@ -124,4 +124,4 @@ def test_refused_flags_say_why_all_at_once() -> None:
 
 
 def test_the_page_has_the_tables() -> None:
-    assert "\n".join(tables()) in PAGE.read_text()
+    assert "\n".join(option_tables.flags()) in PAGE.read_text()

@@ -1,0 +1,98 @@
+"""Writes the tables of options of vLLM, for `docs/engine-options.md` and
+`docs/coming-from-vllm-serve.md`, from the lists that the product reads.
+
+    python tools/pages/option_tables.py lists
+    python tools/pages/option_tables.py flags
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+
+from midstream.workers.engine.options.option_lists import OURS, PROVEN, UNKNOWN, WRONG
+from midstream.workers.engine.options.serve_flags import (
+    ALSO,
+    ARGUMENTS,
+    COMMON,
+    NO_EFFECT,
+    REFUSED,
+    SETTINGS,
+    SPELLINGS,
+    flag,
+)
+
+
+def lists() -> Iterator[str]:
+    """Yield the lists as lines of Markdown, for `docs/engine-options.md`."""
+    yield "## Proven"
+    yield ""
+    yield "| option | values | what it changes |"
+    yield "|---|---|---|"
+    for name, entry in sorted(PROVEN.items()):
+        values = (
+            ", ".join(f"`{json.dumps(value)}`" for value in entry.values)
+            or ", ".join(f"`{part}`" for part in entry.parts)
+            or "any"
+        )
+        yield (
+            f"| `{name}` | {values} | "
+            f"{entry.why}{f'; on a CPU nothing: {entry.on_cpu}' if entry.on_cpu else ''} |"
+        )
+    yield ""
+    yield "## Refused: a setting of Midstream"
+    yield ""
+    yield "| option | use the setting |"
+    yield "|---|---|"
+    yield from (f"| `{name}` | {_named(setting)} |" for name, setting in sorted(OURS.items()))
+    yield ""
+    yield "## Refused: wrong with Midstream"
+    yield ""
+    yield "| options | reason |"
+    yield "|---|---|"
+    for reason in dict.fromkeys(WRONG[name] for name in sorted(WRONG)):
+        yield (
+            f"| {', '.join(f'`{name}`' for name in sorted(WRONG) if WRONG[name] == reason)} "
+            f"| {reason} |"
+        )
+    yield ""
+    yield "## Unknown"
+    yield ""
+    yield ", ".join(f"`{name}`" for name in sorted(UNKNOWN))
+
+
+def _named(setting: str) -> str:
+    name, _, more = setting.partition(" ")
+    return f"`{name}` {more}".rstrip()
+
+
+def becomes(name: str) -> str:
+    """Return what an argument becomes, as Markdown."""
+    if name in SETTINGS:
+        also = "".join(f", with `{key}={value}`" for key, value in ALSO.get(name, {}).items())
+        return f"the setting `{SETTINGS[name]}`{also}"
+    if name in NO_EFFECT:
+        return f"nothing: {NO_EFFECT[name]}"
+    if name in REFUSED:
+        return f"refused: {REFUSED[name]}"
+    return f"the engine option `{name}`" + ("" if name in PROVEN else ", not proven")
+
+
+def flags() -> Iterator[str]:
+    """Yield the tables of `docs/coming-from-vllm-serve.md` as lines of Markdown."""
+    shown = (*COMMON, *(name for name in (*SETTINGS, *NO_EFFECT) if name not in COMMON))
+    yield "| flag | becomes |"
+    yield "|---|---|"
+    for name in shown:
+        short = f", `{SPELLINGS[name]}`" if name in SPELLINGS else ""
+        yield f"| `{flag(name)}`{short} | {becomes(name)} |"
+    yield ""
+    yield "| refused | why |"
+    yield "|---|---|"
+    refused = [name for name in ARGUMENTS if name in REFUSED and name not in WRONG]
+    for reason in dict.fromkeys(map(REFUSED.__getitem__, refused)):
+        names = (f"`{flag(name)}`" for name in refused if REFUSED[name] == reason)
+        yield f"| {', '.join(names)} | {reason} |"
+
+
+if __name__ == "__main__":
+    print("\n".join({"lists": lists, "flags": flags}[sys.argv[1]]()))
