@@ -105,11 +105,6 @@ class Stage:
     report: Report
     job: str = ""  # the first that captured
 
-    @property
-    def console(self) -> Console:
-        assert self.report.console is not None
-        return self.report.console
-
 
 def run_demo(
     data: Path | None = None,
@@ -236,7 +231,7 @@ def _heading(console: Console, title: str, text: str) -> None:
 
 def _capture(stage: Stage) -> Iterator[Finding]:
     """Capture every layer at every prompt token, and check the rows."""
-    client, console = stage.client, stage.console
+    client, console = stage.client, stage.report.console
     _heading(
         console,
         "Capture",
@@ -284,7 +279,7 @@ def _capture(stage: Stage) -> Iterator[Finding]:
 
 def _steer(stage: Stage) -> Iterator[Finding]:
     """Complete prompts without and with steering by a module, show both, and check the ranks."""
-    client, console = stage.client, stage.console
+    client, console = stage.client, stage.report.console
     _heading(
         console,
         "Steering",
@@ -368,7 +363,7 @@ def _patch(stage: Stage) -> Iterator[Finding]:
     """Trace the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262), and draw the
     result in the terminal and as a figure.
     """
-    console = stage.console
+    console = stage.report.console
     _heading(
         console,
         "Patching",

@@ -14,7 +14,7 @@ from ..sdk.answers.progress import harvest_bar
 from ..sdk.client import Client
 from ..sdk.wire import given
 from . import jobs, options
-from .jobs import AsJson, Url, connect, delete, detach, out, print_json, print_list, with_client
+from .jobs import AsJson, delete, detach, out, print_json, print_list, with_client
 
 Id = Annotated[str, typer.Argument(metavar="HARVEST", help="The harvest's id.")]
 SOURCE: dict[str, Any] = {"rich_help_panel": "Source"}
@@ -155,7 +155,9 @@ def harvest_run(
 
 
 @harvest_app.command("stream")
+@with_client
 def harvest_stream(
+    client: Client,
     harvest: Id,
     to: Annotated[
         str,
@@ -167,7 +169,6 @@ def harvest_stream(
     limit: Annotated[
         int, typer.Option(min=1, help="Wait while this many samples are not taken.")
     ] = 4096,
-    url: Url = None,
 ) -> None:
     """Hand a stream's documents to a trainer, as hs_connectors reads them.
 
@@ -175,8 +176,7 @@ def harvest_stream(
     """
     from ..sdk.bridge import bridge, target_of
 
-    with connect(url) as client:
-        bridge(client, harvest, target_of(to, harvest), consumer, limit)
+    bridge(client, harvest, target_of(to, harvest), consumer, limit)
 
 
 @harvest_app.command("status")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -114,7 +114,7 @@ def doctor(
     settings = load_settings(
         given=overrides(set_ or []), data_dir=str(data_dir) if data_dir else None
     )
-    report = Report(None if json_ else out)
+    report = Report(Console(quiet=True) if json_ else out)
     if plan is not None:
         result = plans.planned(
             plan.removeprefix("-"),

@@ -172,7 +172,9 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Site]
     if callable(names):
         sites = [site for site in card.sites() if names(site.full)]
     else:
-        is_key = isinstance(names, str) or _is_pair(names)
+        is_key = isinstance(names, str) or (
+            isinstance(names, tuple) and len(names) in (2, 3) and _is_number(names[1])
+        )
         keys: Iterable[Key] = [names] if is_key else names  # type: ignore[list-item]
         named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
         sites = [site for site in card.sites() if site in named]
@@ -183,10 +185,6 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Site]
             allowed=", ".join(name for name in BLOCK if card.has(name)) + ", each of a block",
         )
     return sites
-
-
-def _is_pair(names: Any) -> bool:
-    return isinstance(names, tuple) and len(names) in (2, 3) and _is_number(names[1])
 
 
 def hooks_of(sites: Iterable[Site]) -> dict[Hook, list[int]]:

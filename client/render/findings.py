@@ -17,16 +17,14 @@ _NEXT = "\n" + " " * (4 + 1 + _ABOUT + 1)
 class Report:
     """Prints findings as they are found, and collects them."""
 
-    def __init__(self, console: Console | None) -> None:
-        """`console`: None prints nothing."""
+    def __init__(self, console: Console) -> None:
         self.console = console
         self.findings: list[Finding] = []
 
     def add(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self.findings.append(finding)
-            if self.console:
-                self.console.print(_text(finding), soft_wrap=True)
+            self.console.print(_text(finding), soft_wrap=True)
 
     @property
     def failed(self) -> list[str]:
@@ -37,12 +35,11 @@ class Report:
         """Print the number of findings of each level, and what failed; return the exit code."""
         levels = [finding.level for finding in self.findings]
         named = f" ({', '.join(dict.fromkeys(self.failed))})" if self.failed else ""
-        if self.console:
-            self.console.print(
-                f"ok: {levels.count('ok')}, warnings: {levels.count('warn')}, "
-                f"failures: {len(self.failed)}{named}",
-                soft_wrap=True,
-            )
+        self.console.print(
+            f"ok: {levels.count('ok')}, warnings: {levels.count('warn')}, "
+            f"failures: {len(self.failed)}{named}",
+            soft_wrap=True,
+        )
         return 1 if self.failed else 0
 
 

@@ -100,8 +100,12 @@ def findings(plan: "Plan") -> Iterator[Finding]:
         total = sum(part.bytes for part in plan.memory if part.where == where)
         facts.append((f"total {where}", f"{_memory(total, where)} of a rank, at most"))
     if plan.work:
-        about = f"stock vLLM takes {plan.step_s * 1e3:.1f} ms (estimates for an H200); added:"
-        facts.append(("decode step", about))
+        facts.append(
+            (
+                "decode step",
+                f"stock vLLM takes {plan.step_s * 1e3:.1f} ms (estimates for an H200); added:",
+            )
+        )
     for work in plan.work:
         cost = work.cost
         amounts = (
@@ -111,8 +115,13 @@ def findings(plan: "Plan") -> Iterator[Finding]:
         )
         facts.append((work.hooks, amounts))
     for stream in plan.streams:
-        rate = f"{stream.token_bytes / 1024:.0f} KiB per token, {stream.bytes_per_s / 1e6:.0f} MB/s"
-        facts.append(("disk", f"{stream.captured}, of every token: {rate}"))
+        facts.append(
+            (
+                "disk",
+                f"{stream.captured}, of every token: {stream.token_bytes / 1024:.0f} KiB per "
+                f"token, {stream.bytes_per_s / 1e6:.0f} MB/s",
+            )
+        )
     facts += [("limit", limit) for limit in plan.limits]
     yield from (Finding("info", about, found) for about, found in facts)
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 import msgspec
 
 from .dtypes import DType
-from .errors import suggestion
+from .errors import Translated, suggestion
 from .limits import MAX_IMAGE
 from .records import Record, to_json
 from .secret_files import is_burnt, is_exposed
@@ -428,7 +428,10 @@ def chosen(
     values: dict[str, Any] = {}
     file = env.get(FILE_VARIABLE)
     if file:
-        try:
+        with Translated(
+            (OSError, tomllib.TOMLDecodeError),
+            lambda error: SettingsError(f"{FILE_VARIABLE}={file}: {error}"),
+        ):
             values.update(
                 _checked(
                     _with_engine_table(tomllib.loads(Path(file).read_text())), known, f"file {file}"
@@ -443,8 +446,6 @@ def chosen(
                 refuse_exposed(
                     f"{FILE_VARIABLE}={file}", file, f"contains {', '.join(secrets)}, and "
                 )
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise SettingsError(f"{FILE_VARIABLE}={file}: {error}") from error
     from_env = {
         name[len(PREFIX) :].lower(): text
         for name, text in env.items()

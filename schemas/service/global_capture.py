@@ -11,7 +11,7 @@ from typing import cast, get_args
 
 import msgspec
 
-from ..base.errors import MidstreamError, suggestion
+from ..base.errors import MidstreamError, Translated, suggestion
 from ..base.settings import Settings, SettingsError
 from ..jobs.models import ModelInfo
 from ..prompts.selectors import (
@@ -53,7 +53,7 @@ def from_settings(
     rejected, because even a single position would not fit. Raises SettingsError with the reason and
     the valid values.
     """
-    try:
+    with Translated(ValueError, lambda error: SettingsError(f"global_capture: {error}")):
         specs = parse(
             settings.global_capture, settings.global_capture_positions, settings.global_capture_tag
         )
@@ -65,8 +65,6 @@ def from_settings(
                         f"it has {sites} sites, but one step has room for {row_limit} rows "
                         "(setting capture_buffer_mib)"
                     )
-    except ValueError as error:
-        raise SettingsError(f"global_capture: {error}") from error
     return specs
 
 
@@ -80,7 +78,10 @@ def captures_of(
     when it started.
     """
     stored_captures: list[StoredCapture | None] = []
-    try:
+    with Translated(
+        SelectorError,
+        lambda error: MidstreamError("internal", f"global capture does not fit the model: {error}"),
+    ):
         sites = resolve_sites(spec.wanted, model.num_layers, model.hooks, model.absent)
         for tokens in lengths:
             ends = isinstance(spec.positions, Span) and spec.positions.last is not None
@@ -100,10 +101,6 @@ def captures_of(
                 window=cast(Span, spec.positions) if ends else None,
             )
             stored_captures.append(capture)
-    except SelectorError as error:
-        raise MidstreamError(
-            "internal", f"global capture does not fit the model: {error}"
-        ) from error
     return stored_captures
 
 
@@ -133,12 +130,11 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
     fields = {"hooks": hooks, "positions": parse_positions(positions), "tag": tag}
     if positions.strip().partition(":")[0] == "image":
         raise ValueError("positions of images are not valid here: few prompts have one")
-    try:
+    with Translated(
+        msgspec.ValidationError,
+        lambda error: ValueError(f"{error}: a tag is one folder name of letters, digits, - and _"),
+    ):
         return [msgspec.convert(fields, CaptureSpec)]
-    except msgspec.ValidationError as error:
-        raise ValueError(
-            f"{error}: a tag is one folder name of letters, digits, - and _"
-        ) from error
 
 
 def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, LayerSelector]:

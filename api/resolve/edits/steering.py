@@ -333,11 +333,6 @@ def check_limited(entries: Iterable[SteeringTemplate | StoredSteering], field: s
             )
 
 
-def _plain_specs(spec: SteeringSpec, at: str, features: Named) -> list[SteeringSpec]:
-    """Return the specs that a spec other than a module stands for."""
-    return features.directions.get(at) or [plain_spec(spec, features)]
-
-
 def _entries_of(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
 ) -> list[tuple[SteeringTemplate, list[PositionSelector]]]:
@@ -406,7 +401,8 @@ def resolve_module(
         found = _entries_of(spec, Bounds(model, []), at, blobs, features)
         made = (limited(entry, own, at) for entry, _ in found)
         entries += [limited(entry, limit, at) for entry in made]
-        reach += [reach_of(plain) for plain in _plain_specs(spec, at, features)]
+        plain_specs = features.directions.get(at) or [plain_spec(spec, features)]
+        reach += [reach_of(plain) for plain in plain_specs]
     _check_room([_unresolved(entry) for entry in entries], "", model)
     return Content(entries, reach, blobs)
 

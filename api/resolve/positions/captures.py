@@ -318,10 +318,6 @@ def _unsplit_rows(captures: Sequence[StoredCapture], index: int, bounds: Bounds)
     return step_rows(captures, bounds.model, bounds.prompts[index].tokens, bounds.max_tokens)
 
 
-def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
-    return capture.count_stored(bounds.prompts[index].tokens, bounds.max_tokens)
-
-
 def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> None:
     """Raises a 400 unless the rows of one token, with its drafts, fit the capture buffer."""
     if not _fits_step(captures, index, bounds):
@@ -392,7 +388,8 @@ def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
     """Return the most bytes that one prompt returns in the response; per rank, if several have
     parts.
     """
-    model, positions = bounds.model, _positions_of(capture, index, bounds)
+    model, prompt = bounds.model, bounds.prompts[index]
+    positions = capture.count_stored(prompt.tokens, bounds.max_tokens)
     if capture.reading is not None:
         return capture.reading.size(positions, capture.num_sites)
     if "memory" not in capture.consumers:

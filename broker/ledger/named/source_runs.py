@@ -343,7 +343,7 @@ class SourceRuns:
                 held_by=[
                     worker
                     for worker, held in zip(workers, caches, strict=True)
-                    if _captures_of_run(run) in held
+                    if f"{run.job}.{run.tag}" in held
                 ],
             )
             for run, standing, count in zip(
@@ -469,7 +469,3 @@ def _cache(worker: str) -> str:
 def _captures_of(key: str) -> str:
     job, _, tag = parse_key(key)
     return f"{job}.{tag}"
-
-
-def _captures_of_run(run: Run) -> str:
-    return f"{run.job}.{run.tag}"

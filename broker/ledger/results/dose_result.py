@@ -12,7 +12,11 @@ from ....schemas.jobs.receipts import Receipt
 def with_receipts(result: DoseResult, ticket: Sequence[Receipt]) -> DoseResult:
     """Return the result that the worker stored, completed with the receipts that have arrived."""
     cells = [
-        _completed(result, cell, [item for item in ticket if number == _cell_of(result, item)])
+        _completed(
+            result,
+            cell,
+            [item for item in ticket if number == item.request // result.dose.requests],
+        )
         for number, cell in enumerate([result.unsteered, *result.cells])
     ]
     layers = dict.fromkeys(cell.layer for cell in cells[1:])
@@ -23,10 +27,6 @@ def with_receipts(result: DoseResult, ticket: Sequence[Receipt]) -> DoseResult:
         cells=cells[1:],
         safe=[cell for cell in safe if cell is not None],
     )
-
-
-def _cell_of(result: DoseResult, receipt: Receipt) -> int:
-    return receipt.request // result.dose.requests
 
 
 def _completed(result: DoseResult, cell: DoseCell, receipts: Sequence[Receipt]) -> DoseCell:

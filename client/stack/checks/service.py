@@ -1,7 +1,6 @@
 """The service that `midstream doctor` examines."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import httpx2
 
@@ -19,17 +18,13 @@ class Service:
     redis_url: str  # empty: not configured
     url: str
 
-    @cached_property
-    def headers(self) -> dict[str, str]:
-        return wire.headers(self.settings.api_key)
-
-    def get(self, path: str, headers: dict[str, str] | None = None) -> httpx2.Response:
-        """Call the API, by default with the settings' key. Raises MidstreamError if there is no
+    def get(self, path: str, *, keyed: bool = True) -> httpx2.Response:
+        """Call the API, with the settings' key if `keyed`. Raises MidstreamError if there is no
         answer.
         """
-        sent = self.headers if headers is None else headers
+        headers = wire.headers(self.settings.api_key) if keyed else {}
         with Translated(
             httpx2.HTTPError,
             lambda error: MidstreamError("unavailable", f"no answer from {self.url}: {error}"),
         ):
-            return httpx2.get(f"{self.url}{path}", headers=sent, timeout=TIMEOUT_S)
+            return httpx2.get(f"{self.url}{path}", headers=headers, timeout=TIMEOUT_S)

@@ -30,7 +30,7 @@ def api(service: Service) -> Iterator[Finding]:
     """Check that the API answers, its version and clock, whether a job would run, its models and
     keys. Raises MidstreamError if there is no answer.
     """
-    answer, ready = service.get("/healthz", {}), service.get("/readyz")
+    answer, ready = service.get("/healthz", keyed=False), service.get("/readyz")
     version = answer.headers.get(wire.VERSION_HEADER)
     if version is None:
         yield Finding("fail", "api", f"the server at {service.url} is not Midstream", "give --url")
@@ -44,14 +44,11 @@ def api(service: Service) -> Iterator[Finding]:
     if date := answer.headers.get("date"):
         ahead = parsedate_to_datetime(date).timestamp() + 0.5 - time.time()
         yield clock_finding("api clock", ahead, DATE_SKEW_S)
-    if ready.status_code == 200:
-        yield Finding("ok", "ready", "a job would run now")
-    else:
-        missing = (
-            "; ".join(ready.json().get("missing", [])) or f"/readyz answers {ready.status_code}"
-        )
-        found = f"no job would run now: {missing}"
-        yield Finding("fail", "ready", found, "start a worker, and check its log")
+    missing = "" if ready.status_code == 200 else f"/readyz answers {ready.status_code}"
+    if missing and (named := ready.json().get("missing", [])):
+        missing = "; ".join(named)
+    found = f"no job would run now: {missing}" if missing else "a job would run now"
+    yield graded("ready", bool(missing), found, "start a worker, and check its log")
     listed = service.get("/v1/models")
     for entry in listed.json()["data"] if listed.status_code == 200 else []:
         yield from _model(service.get(f"/v1/models/{entry['id']}").json())
@@ -186,7 +183,7 @@ def _model(card: dict[str, Any]) -> Iterator[Finding]:
 def _keys(service: Service) -> Finding:
     """Check whether the API requires keys, and accepts the configured one."""
     without_key, with_key = (
-        service.get("/v1/tenant", sent).status_code for sent in ({}, service.headers)
+        service.get("/v1/tenant", keyed=keyed).status_code for keyed in (False, True)
     )
     if without_key == 401:
         valid = "missing or not valid" if with_key == 401 else "valid"
