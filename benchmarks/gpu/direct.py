@@ -58,14 +58,14 @@ class Stepped:
 
 
 class Direct:
-    """`VllmEngine` with that, without asynchronous scheduling: the batches of a step follow from
-    what was added before it alone.
+    """`VllmEngine` with that, without asynchronous scheduling unless `extra` has it: the batches of
+    a step follow from what was added before it alone.
     """
 
     def __init__(self, settings: Settings, extra: dict[str, Any]) -> None:
         from midstream.workers.engine import vllm
 
-        os.environ[engines.EXTRA] = json.dumps(extra | {"async_scheduling": False})
+        os.environ[engines.EXTRA] = json.dumps({"async_scheduling": False} | extra)
         self._loop = asyncio.new_event_loop()
         # The certification run submits requests of its own, and nothing steps the engine for them.
         self.engine = engines.direct_engine(msgspec.structs.replace(settings, certify=False))

@@ -60,10 +60,15 @@ class Event:
     waited: Callable[[float], None] = staticmethod(lambda seconds: None)
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.at = 0.0
+        self.at = self._reached = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self.at = (stream or current()).free
+        self._reached = max(self.at, time.perf_counter())
+
+    def elapsed_time(self, other: "Event") -> float:
+        """Milliseconds from here to there, on the device."""
+        return (other._reached - self._reached) * 1e3
 
     def query(self) -> bool:
         return time.perf_counter() >= self.at

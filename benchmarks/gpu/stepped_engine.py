@@ -1,0 +1,578 @@
+"""An engine core that its caller steps: scheduler, model runner, rank and all of our threads share
+one process and one interpreter, as on one GPU.
+
+Run as a program with a `Setup` as JSON, it serves `Work` line by line; `Child` is such a process.
+On the device `timed`, vLLM's real engine core, scheduler and v2 runner and our whole data plane run
+with a device that only takes time (`timed_device.py`); on `cuda` and `cpu` all is real. `stock` is
+vLLM with nothing of ours.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import queue
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+KINDS = ("stock", "idle", "one", "steer", "both")
+#: Of the timed device: its model, and the rows of half a ring.
+LAYERS, HIDDEN, VOCABULARY, RING = 32, 64, 512, 262_144
+#: Seconds of the timed device for each token of a prompt.
+TOKEN_S = 22e-6
+#: Batches with graphs on a GPU: smaller ones are padded.
+GRAPH_SIZES = [1, 64, 256]
+#: Files larger than this are deleted after a run.
+KEPT_BYTES = 64 << 10
+#: Seconds between two looks at how far rows are.
+LOOK_S = 0.02
+#: Steps that the profiler records, from the middle of a run on.
+PROFILED = 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine."""
+
+    engine: str  # stock, ours
+    device: str = "timed"  # timed, cuda, cpu
+    executor: str = "uni"
+    most: int = 64  # requests at a time
+    device_ms: float = 7.0  # of the timed device, for a step
+    parts: bool = True  # whether parts of steps are timed
+    folder: str = ""  # for what is written; "": one in memory, deleted at the end
+    tags: dict[str, str] = field(default_factory=dict)  # of captures → folder of their files
+
+    @property
+    def timed(self) -> bool:
+        return self.device == "timed"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that all begin together.
+
+    Kinds: `stock` and `idle`: nothing is asked; `one`: each captures one layer; `steer`: each has a
+    configuration of its own at all layers; `both`: that, and captures of all layers; `prompts`:
+    each captures all layers at its prompt.
+    """
+
+    kind: str
+    requests: int
+    prompt: int = 32
+    generated: int = 128
+    tag: str = "memory"
+    switch: str = ""  # see `causes.SWITCHES`
+    inject: dict[str, float] = field(default_factory=dict)  # part → ms of a busy wait in it
+    profile: str = ""  # file for a list of what ran in a few steps
+
+
+class Engine:
+    """vLLM's engine core in this process."""
+
+    _plane: Any = None  # of our rank, if it is here
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        import direct
+        import kit
+
+        self._setup, self._sink, self._runs = setup, kit.Sink(), 0
+        self._requests, self._device_s = 0, 0.0
+        if setup.timed:
+            self._patch()
+        shape, self._settings, extra = self._configured(folder)
+        self._layers, self._hidden = int(shape["num_hidden_layers"]), int(shape["hidden_size"])
+        self._vocabulary = int(shape["vocab_size"])
+        for tag, target in setup.tags.items():
+            Path(target).mkdir(parents=True, exist_ok=True)
+            self._settings.capture_root.mkdir(parents=True, exist_ok=True)
+            (self._settings.capture_root / tag).unlink(missing_ok=True)
+            (self._settings.capture_root / tag).symlink_to(Path(target).resolve())
+        self.thread = direct.Stepped.thread
+        llm = self._stock(extra) if setup.engine == "stock" else self._ours(extra)
+        self._llm, self._core = llm, llm.engine_core.engine_core
+        owners = self._owners()
+        self._plane = owners.get("plane")
+        self.clock = self.thread.submit(self._clock, owners).result()
+        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._send, name="outputs", daemon=True).start()
+
+    # --- The start
+
+    def _configured(self, folder: Path) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+        """Return the model's shape, the settings, and arguments for vLLM beside them."""
+        import kit
+
+        setup = self._setup
+        as_asked: Any = argparse.Namespace(gpu=setup.device == "cuda")
+        extra = kit.without_weights(as_asked)
+        extra["distributed_executor_backend"] = setup.executor
+        if setup.timed:
+            shape = kit.shape("tiny") | {
+                "hidden_size": HIDDEN,
+                "num_hidden_layers": LAYERS,
+                "head_dim": 32,
+                "vocab_size": VOCABULARY,
+            }
+            more: dict[str, Any] = {
+                "max_num_seqs": setup.most,
+                "max_num_batched_tokens": 8192,
+                "max_model_len": 2048,
+                "kv_cache_gib": 1.5,
+                "dtype": "bfloat16",
+                "runner": "v2",
+                "capture_queue_mib": 1506,
+            }
+        elif setup.device == "cuda":
+            shape, more = kit.shape("8b"), {"max_num_seqs": setup.most}
+            extra |= {"async_scheduling": True, "cudagraph_capture_sizes": GRAPH_SIZES}
+            extra["kv_cache_memory_bytes"] = 9 << 30
+        else:
+            shape, more = kit.shape("tiny"), {}
+            extra["async_scheduling"] = True
+        dtype = "float32" if setup.device == "cpu" else "bfloat16"
+        model = kit.write_model(folder / "model", shape, dtype)
+        settings = kit.serving_settings(
+            as_asked, folder / "data", model, **{"relay_url": self._sink.url} | more
+        )
+        return shape, settings, extra
+
+    def _patch(self) -> None:
+        """Have vLLM's runner for GPUs run on the stand-in for one."""
+        import timed_device
+
+        timed_device.patch_triton()
+        timed_device.patch_memory()
+        import torch
+        import vllm.config.vllm
+        import vllm.v1.worker.cpu.shm
+        import vllm.v1.worker.cpu_model_runner as on_cpu
+        import vllm.v1.worker.gpu.model_runner as runner
+        from vllm.model_executor.models.llama import LlamaForCausalLM
+
+        timed_device.patch_streams()
+        vllm.config.vllm.VllmConfig._validate_v2_model_runner = lambda self: None
+        on_cpu._torch_cuda_wrapper = contextlib.contextmanager(_nothing)
+        hidden = torch.zeros(16384, HIDDEN, dtype=torch.bfloat16)
+        logits = torch.zeros(1024, VOCABULARY)
+        combine = runner.combine_sampled_and_draft_tokens
+
+        def forward(model: Any, ids: Any = None, positions: Any = None, *_: Any, **__: Any) -> Any:
+            rows = len(positions)
+            prompts = max(0, rows - self._requests) * TOKEN_S
+            seconds = self._setup.device_ms * 1e-3 + prompts + self._device_s
+            timed_device.forward(self._plane, seconds)
+            return hidden[:rows]
+
+        LlamaForCausalLM.forward = forward
+        LlamaForCausalLM.compute_logits = lambda model, rows, *_: logits[: len(rows)]
+        runner.combine_sampled_and_draft_tokens = lambda *given: combine(*given).zero_()
+
+    def _stock(self, extra: dict[str, Any]) -> Any:
+        import engines
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from midstream.workers.engine.options import engine_arguments
+
+        engine_arguments.prepare_environment(self._settings)
+        arguments = engine_arguments.engine_options(self._settings) | extra
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        if self._setup.timed:
+            config = _overlapped(config)
+            config.scheduler_config.scheduler_cls = (
+                "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+            )
+        start = LLMEngine.from_vllm_config
+        llm = self.thread.submit(start, config, disable_log_stats=True).result()
+        self.facts = engines.facts_of(llm)
+        return llm
+
+    def _ours(self, extra: dict[str, Any]) -> Any:
+        import direct
+
+        if self._setup.timed:
+            self._on_timed_device()
+        self._direct = direct.Direct(self._settings, extra)
+        self.facts = self._direct.facts
+        return self._direct._llm.llm
+
+    def _on_timed_device(self) -> None:
+        """Have our worker and plane take their paths for a GPU."""
+        import timed_device
+
+        from midstream.schemas.base.ring import Ring
+        from midstream.workers.engine import vllm as module
+        from midstream.workers.runner.plane.data_plane import DataPlane
+        from midstream.workers.runner.vllm import zeroed_blocks
+
+        make = DataPlane.__init__
+
+        def made(plane: Any, *given: Any, **named: Any) -> None:
+            make(plane, *given, **named | {"traced": True})
+            timed_device.install(plane, RING)
+            self._plane = plane
+
+        def scheduler(config: Any) -> str:
+            _overlapped(config)
+            return "midstream.workers.runner.vllm.scheduler.MidstreamAsyncScheduler"
+
+        DataPlane.__init__ = made  # type: ignore[method-assign]
+        zeroed_blocks.CpuBlocks = type("NotOnCpu", (), {})  # type: ignore[misc]
+        changed: Any = module
+        changed.scheduler_class, changed._ring = scheduler, lambda *_: Ring(RING, 2, 0)
+
+    def _owners(self) -> dict[str, Any]:
+        """Return whose methods are parts of a step, see `step_clock.PARTS`."""
+        import vllm.v1.executor.multiproc_executor as apart
+        import vllm.v1.executor.uniproc_executor as here
+
+        executor = self._core.model_executor
+        if (worker := getattr(executor, "driver_worker", None)) is None:
+            return {"scheduler": self._core.scheduler, "future": apart.FutureWrapper}
+        runner = worker.worker.model_runner
+        plane = getattr(runner, "midstream", None)
+        return {
+            "scheduler": self._core.scheduler,
+            "future": here.AsyncOutputFuture,
+            "runner": runner,
+            "plane": plane,
+            "overload": getattr(plane, "_overload", None),
+            "graphs": getattr(runner, "cudagraph_manager", None),
+            "model": runner.model,
+        }
+
+    def _clock(self, owners: Mapping[str, Any]) -> Any:
+        from step_clock import StepClock
+
+        chosen = owners if self._setup.parts else {"future": owners["future"]}
+        return StepClock(chosen, device=self._setup.device != "cpu" and "runner" in chosen)
+
+    def _send(self) -> None:
+        """Encode outputs in a thread, as the engine core's process does."""
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        encoder, buffer = MsgpackEncoder(), bytearray()
+        while True:
+            encoder.encode_into(self._sent.get(), buffer)
+
+    # --- Requests
+
+    def _wishes(self, work: Work) -> list[dict[str, Any] | None]:
+        """What each request asks for; its vectors are on the rank."""
+        import numpy as np
+
+        from midstream.schemas.base.tensors import from_numpy
+        from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+
+        if work.kind in ("stock", "idle"):
+            return [None] * work.requests
+        layers, draws = list(range(self._layers)), np.random.default_rng(1)
+        wishes = []
+        for _ in range(work.requests):
+            wish: dict[str, Any] = {}
+            if work.kind != "steer":
+                at = layers[self._layers // 2 :][:1] if work.kind == "one" else layers
+                positions = "all_prompt" if work.kind == "prompts" else "all"
+                wish["captures"] = [
+                    StoredCapture(sites={"post_block": at}, positions=positions, tag=work.tag)
+                ]
+            if work.kind in ("steer", "both"):
+                vector = from_numpy(draws.standard_normal(self._hidden).astype(np.float32))
+                wish["steering"] = [
+                    StoredSteering(
+                        layers=layers,
+                        hook="post_block",
+                        positions="all",
+                        family="add",
+                        tensors=self._direct.hold([vector]),
+                        scale=0.1,
+                    )
+                ]
+            wishes.append(wish)
+        return wishes
+
+    def _add(self, number: int, tokens: list[int], work: Work, wish: dict[str, Any] | None) -> None:
+        """`wish`: None: of a request that is not ours."""
+        import direct
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        if wish is None:
+            params = SamplingParams(
+                max_tokens=work.generated,
+                ignore_eos=True,
+                temperature=0,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            name = f"{self._runs}.{number}"
+        else:
+            from midstream.schemas.requests.steering import GlobalSteering
+            from midstream.workers.engine.ranks.rank_spec import rank_spec
+            from midstream.workers.engine.vllm_output import sampling_params
+
+            job = f"j{self._runs}-{number}"
+            ask = direct.request(number, tokens, work.generated, job=job, **wish)
+            params = sampling_params(ask.sampling, rank_spec(ask, GlobalSteering()))
+            name = f"{job}.{number}.1"
+        self._llm.add_request(name, TokensPrompt(prompt_token_ids=tokens), params)
+
+    # --- A run
+
+    def run(self, work: Work) -> dict[str, Any]:
+        """Run requests from their prompts to their end, and to the last file."""
+        import causes
+
+        # what a client holds is elsewhere in a service
+        self._llm.output_processor.request_states.clear()
+        gc.collect()
+        wishes = self._wishes(work)
+        self._device_s = work.inject.get("device", 0.0) * 1e-3
+        for name in self.clock.inject:
+            self.clock.inject[name] = work.inject.get(name, 0.0) * 1e-3
+        with causes.switched(work.switch, self._plane):
+            found: dict[str, Any] = self.thread.submit(self._steps, work, wishes).result()
+        self._clear()
+        return found
+
+    def _steps(self, work: Work, wishes: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        import kit
+        import step_clock
+
+        self._runs, self._requests, core = self._runs + 1, len(wishes), self._core
+        received, landed = self._sink.count, self._sink.bytes
+        prompts = kit.token_ids(len(wishes), work.prompt, self._vocabulary, seed=self._runs)
+        bounds, used = step_clock.bounds(work.generated, work.generated), list[dict[str, float]]()
+        profile = _Profile(work.profile)
+        rows = _Rows(self._plane) if work.kind == "prompts" else None
+        self.clock.start()
+        began = time.perf_counter()
+        for number, (tokens, wish) in enumerate(zip(prompts, wishes, strict=True)):
+            self._add(number, tokens, work, wish)
+        first = full = last = 0.0
+        while core.scheduler.has_requests() or core.batch_queue:
+            outputs, executed = core.step_fn()
+            core.post_step(model_executed=executed)
+            if outputs and (found := outputs.get(0)) is not None and found.outputs:
+                self._sent.put(found)
+                last = time.perf_counter()
+                first = first or last
+                if len(found.outputs) == len(wishes):
+                    full = full or last
+                    self.clock.step()
+                    if self.clock.steps - 1 in bounds:
+                        used.append(step_clock.threads())
+                    profile.step(self.clock.steps - work.generated // 2)
+        durable = self._durable(work, received, wishes) if wishes[0] is not None else last
+        result: dict[str, Any] = {
+            "first_ms": (first - began) * 1e3,
+            "full_ms": (full - began) * 1e3,
+            "end_ms": (durable - last) * 1e3,
+            "seconds": last - began,
+            "durable": durable - began,
+            "bytes": self._sink.bytes - landed,
+        }
+        if self.clock.steps > step_clock.LEAST_STEPS:
+            result |= step_clock.statistics_of(self.clock, work.generated)
+        if len(used) == 2:
+            names = {name: used[1][name] - used[0].get(name, 0.0) for name in used[1]}
+            steps = bounds[1] - bounds[0]
+            result["threads"] = {name: took * 1e3 / steps for name, took in names.items()}
+        return result | ({"series": rows.close()} if rows is not None else {})
+
+    def _durable(self, work: Work, received: int, wishes: Sequence[Any]) -> float:
+        """Return when the last receipt came."""
+        core, end = self._core, time.monotonic() + 60
+        while self._sink.count - received < len(wishes) and time.monotonic() < end:
+            core.step_fn() if core.scheduler.has_requests() else time.sleep(0.002)
+        assert self._sink.count - received == len(wishes), "not all receipts came"
+        if work.switch:  # without one of its parts, the product is right to fail requests
+            self._sink.failed.clear()
+        assert not self._sink.failed, self._sink.failed[:1]
+        return self._sink.at
+
+    def _clear(self) -> None:
+        for folder, _, names in os.walk(self._settings.capture_root, followlinks=True):
+            for path in (Path(folder) / name for name in names):
+                if path.stat().st_size > KEPT_BYTES:
+                    path.unlink()
+
+
+class _Rows:
+    """Bytes of captured rows over time: handed to the mover, moved, and written."""
+
+    def __init__(self, plane: Any) -> None:
+        self._plane, self._over = plane, threading.Event()
+        self._began, self._from = time.perf_counter(), self._now()
+        self._found: list[list[float]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _now(self) -> list[int]:
+        if self._plane is None:
+            return [0, 0, 0]
+        mover, totals = self._plane._mover, self._plane._writer.totals
+        return [mover._given, mover._taken, totals["captured_bytes"]]
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            gone = [now - before for now, before in zip(self._now(), self._from, strict=True)]
+            self._found.append([time.perf_counter() - self._began, *gone])
+
+    def close(self) -> list[list[float]]:
+        """Return `[seconds, bytes, bytes, bytes]` of each look."""
+        self._over.set()
+        self._thread.join()
+        return self._found
+
+
+class _Profile:
+    """Names, streams, beginnings and lengths of what ran in a few steps."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._profiler = path, None
+
+    def step(self, number: int) -> None:
+        """`number`: of the step that has just ended; the first that is profiled begins after 0."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        if self._path and number == 0:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=activities)
+            self._profiler.__enter__()
+        elif self._profiler is not None and number == PROFILED:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._profiler.__exit__(None, None, None)
+            events = self._profiler.profiler.kineto_results.events()
+            listed = [
+                [
+                    event.name()[:80],
+                    str(event.device_type()).rpartition(".")[2],
+                    event.device_resource_id(),
+                    event.start_ns(),
+                    event.duration_ns(),
+                ]
+                for event in events
+            ]
+            Path(self._path).write_text(json.dumps(listed))
+            self._profiler = None
+
+
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _overlapped(config: Any) -> Any:
+    """vLLM's config as on one GPU, which the platform for CPUs changes."""
+    config.scheduler_config.async_scheduling = True
+    config.parallel_config.distributed_executor_backend = "uni"
+    return config
+
+
+# --- A process with one
+
+
+def serve(setup: Setup) -> None:
+    """Run what is asked on standard input, line by line."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM prints
+    import kit  # first: it settles where our modules are
+
+    assert kit
+    import torch
+
+    if setup.device != "cuda":
+        torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        folder = setup.folder or stack.enter_context(
+            tempfile.TemporaryDirectory(dir="/dev/shm", prefix="stepped-engine-")
+        )
+        began = time.monotonic()
+        engine = Engine(setup, Path(folder))
+        answers.write(json.dumps(engine.facts | {"ready_s": time.monotonic() - began}) + "\n")
+        for line in sys.stdin:
+            answers.write(json.dumps(engine.run(Work(**json.loads(line)))) + "\n")
+    os._exit(0)
+
+
+class Child:
+    """A process with one engine, which is being started."""
+
+    def __init__(self, setup: Setup) -> None:
+        environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._setup = setup
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(asdict(setup))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | environment,
+        )
+        self.facts: dict[str, Any] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready(self, seconds: float = 600) -> "Child":
+        """Wait until it serves. Raises RuntimeError, as all calls do, if it does not in time."""
+        self.facts = self.facts or self._answer(seconds)
+        return self
+
+    def run(self, work: Work, seconds: float = 600) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(work)).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer(seconds)
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        # it answers each line with one, so nothing is left in the buffer
+        if not select.select([self._process.stdout], [], [], max(0.0, seconds))[0]:
+            self.kill()
+            raise RuntimeError(f"the engine {self._setup.engine} did not answer in {seconds:.0f} s")
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"the engine ended with {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    @property
+    def over(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self._setup.folder:
+            shutil.rmtree(self._setup.folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+if __name__ == "__main__":
+    serve(Setup(**json.loads(sys.argv[1])))
