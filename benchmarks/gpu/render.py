@@ -67,6 +67,46 @@ _SERVING = {
     ),
     "disk_share": Figure("rate of those files, of the disk's own in the same round", "%"),
 }
+#: Kind of load → the largest ratio of its step to stock vLLM's.
+RATIOS = {"idle": 1.03, "one": 1.15, "steer": 1.12, "both": 1.27}
+#: The longest step of each, of stock's median.
+LONGEST = 3.0
+_KINDS = {
+    "idle": "unused hooks, 64 requests decode",
+    "one": "one layer captured",
+    "steer": "64 distinct steering configurations at every layer",
+    "both": "the same, with every layer captured",
+}
+_WHY = (
+    {
+        kind: _limit(f"step with {means}, of stock's", kind, RATIOS[kind])
+        for kind, means in _KINDS.items()
+    }
+    | {
+        f"longest_{kind}": _limit(
+            f"longest step with {means}, of stock's median", f"longest_{kind}", LONGEST
+        )
+        for kind, means in _KINDS.items()
+    }
+    | {
+        f"{name}{kind}": Figure(f"step with {means}, of stock's, {where}", digits=3)
+        for name, where in (("many_", "256 requests"), ("mp_", "ours in two processes"))
+        for kind, means in _KINDS.items()
+    }
+    | {
+        f"{name}_{tag}": Figure(f"{what}, {where}", unit)
+        for name, what, unit in (
+            ("rate", "captured prompts until durable", "GB/s"),
+            ("prompt", "prompts with every layer captured until the last token, of stock's", ""),
+        )
+        for tag, where in (
+            ("memory", "files in memory, 4K pages"),
+            ("huge", "files in memory, huge pages"),
+            ("disk", "files on the disk"),
+        )
+    }
+    | {"disk_share": Figure("rate of the files on the disk, of its own in the same round", "%")}
+)
 #: Stage → its figures, in the order of the page.
 FIGURES: dict[str, dict[str, Figure]] = {
     "smoke": {
@@ -97,6 +137,7 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "largest error of a plain request's first log-probability", "logprob_error", 0.1
         ),
     },
+    "why": _WHY,
     "kernels": {
         "cases": Figure(
             "random sites compared with the reference: every family, dtype and width", digits=0

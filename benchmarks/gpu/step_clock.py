@@ -79,6 +79,10 @@ class StepClock:
             self._before = max(0, len(self._events) - 1)
         self._steps.append((time.perf_counter(), self._now.copy()))
 
+    def seconds(self, name: str) -> float:
+        """Return the seconds in all that a part took since the run began."""
+        return float(self._now[1, self._place[name]])
+
     @property
     def steps(self) -> int:
         return len(self._steps)

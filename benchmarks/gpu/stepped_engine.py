@@ -356,7 +356,7 @@ class Engine:
         profile = _Profile(work.profile)
         rows = _Rows(self._plane) if work.kind == "prompts" else None
         self.clock.start()
-        began = time.perf_counter()
+        threads, began = step_clock.threads(), time.perf_counter()
         for number, (tokens, wish) in enumerate(zip(prompts, wishes, strict=True)):
             self._add(number, tokens, work, wish)
         first = full = last = 0.0
@@ -381,11 +381,13 @@ class Engine:
             "seconds": last - began,
             "durable": durable - began,
             "bytes": self._sink.bytes - landed,
+            "overload_s": self.clock.seconds("overload"),
+            "threads_s": _since(threads),
         }
         if self.clock.steps > step_clock.LEAST_STEPS:
             result |= step_clock.statistics_of(self.clock, work.generated)
         if len(used) == 2:
-            names = {name: used[1][name] - used[0].get(name, 0.0) for name in used[1]}
+            names = _since(used[0], used[1])
             steps = bounds[1] - bounds[0]
             result["threads"] = {name: took * 1e3 / steps for name, took in names.items()}
         return result | ({"series": rows.close()} if rows is not None else {})
@@ -426,13 +428,17 @@ class _Rows:
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_S):
-            gone = [now - before for now, before in zip(self._now(), self._from, strict=True)]
-            self._found.append([time.perf_counter() - self._began, *gone])
+            self._look()
+
+    def _look(self) -> None:
+        gone = [now - before for now, before in zip(self._now(), self._from, strict=True)]
+        self._found.append([time.perf_counter() - self._began, *gone])
 
     def close(self) -> list[list[float]]:
         """Return `[seconds, bytes, bytes, bytes]` of each look."""
         self._over.set()
         self._thread.join()
+        self._look()
         return self._found
 
 
@@ -470,6 +476,14 @@ class _Profile:
             ]
             Path(self._path).write_text(json.dumps(listed))
             self._profiler = None
+
+
+def _since(before: Mapping[str, float], now: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return seconds on a processor of each thread since then."""
+    import step_clock
+
+    now = now or step_clock.threads()
+    return {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
 
 
 def _nothing() -> Iterator[None]:

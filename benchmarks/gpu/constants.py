@@ -1,0 +1,365 @@
+"""Constants of a machine that a step depends on, without an engine: what the interpreter, a launch,
+a helper thread, memory and files take, and a graph of site launches between matrix products.
+
+Each measurement is a function that gives rows of (what, value, unit). What needs a GPU or root is
+left out without one, and its row says so.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = tuple[str, float | str, str]
+#: Short calls of torch that a step of the model's thread makes, and steps of the convoy.
+CALLS, STEPS, GAP_S = 400, 60, 0.003
+#: Rows of a step that a helper moves, and their width.
+ROWS, WIDTH = 64, 4096
+#: Threads that write files, and blocks of 8 MiB that they write together.
+THREADS, BLOCKS = (1, 2, 4, 8), 48
+#: Of the 8B: the MLPs' products, their inner width of its own, and site launches of a step with
+#: hooks everywhere and at the stream alone.
+PRODUCTS, INNER, SITES = 64, 14336, (97, 32, 0)
+REPLAYS = 15
+#: `unshare`, from <linux/sched.h>.
+_OWN_MOUNTS = 0x20000
+
+
+def interpreter(*, gpu: bool, tiny: bool) -> list[Row]:
+    """A loop of Python, and launches of small operations."""
+    found: list[Row] = []
+    loops, launches = 30_000, 500 if tiny else 10_000
+    held: dict[int, int] = {}
+    used = time.thread_time()
+    for number in range(loops):
+        held[number & 1023] = held.get(number & 511, 0) + number
+    found.append((f"{loops} turns of a Python loop", (time.thread_time() - used) * 1e3, "ms"))
+    value = torch.zeros(64, device="cuda" if gpu else "cpu")
+    value.add_(1)
+    began = time.perf_counter()
+    for _ in range(launches):
+        value.add_(1)
+    found.append(("launch of an operation", (time.perf_counter() - began) / launches * 1e6, "µs"))
+    if gpu:
+        torch.cuda.synchronize()
+        event = torch.cuda.Event(blocking=True)
+        began = time.perf_counter()
+        for _ in range(launches):
+            event.record()
+        took = (time.perf_counter() - began) / launches * 1e6
+        found.append(("record of an event", took, "µs"))
+    return found
+
+
+# --- A helper thread beside the model's
+
+
+def convoy(*, tiny: bool) -> list[Row]:
+    """A step of many short calls, each of which releases the interpreter, while a helper works once
+    a step: ms of the step, and of the helper alone.
+    """
+    slab = torch.randn(ROWS, WIDTH).bfloat16()
+    arena = torch.empty(ROWS * 64, WIDTH, dtype=torch.bfloat16)
+    pieces, places = list(arena.view(ROWS, 64, WIDTH)), torch.arange(ROWS) * 64
+
+    def views() -> None:
+        for row, piece in enumerate(pieces):
+            piece.narrow(0, 3, 1).copy_(slab.narrow(0, row, 1))
+
+    def together() -> None:
+        targets = [piece.narrow(0, 3, 1) for piece in pieces]
+        torch._foreach_copy_(targets, list(slab.split(1)))
+
+    def once() -> None:
+        arena.index_copy_(0, places, slab)
+
+    def python() -> None:
+        for row in range(ROWS):
+            dict.fromkeys(range(20), row)
+
+    works = {"no helper": lambda: None, f"{ROWS} copies of views": views}
+    works |= {"one call for them": together, "one indexed copy": once, "Python alone": python}
+    found: list[Row] = []
+    for name, work in works.items():
+        alone = _milliseconds(work, 10 if tiny else 50)
+        found.append((f"a step beside: {name}", _beside(work, tiny=tiny), "ms"))
+        found.append((f"that helper's work alone: {name}", alone, "ms"))
+    found.append((f"a step beside: {ROWS} copies in another process", _apart(tiny=tiny), "ms"))
+    return found
+
+
+def _steps(wake: Callable[[], Any], *, tiny: bool) -> float:
+    """Median ms of the model's step, before each of which the helper is woken."""
+    few = [torch.ones(64) for _ in range(4)]
+    times = []
+    for _ in range(10 if tiny else STEPS):
+        time.sleep(GAP_S)
+        began = time.perf_counter()
+        wake()
+        for _ in range(CALLS // 4):
+            few[0].add_(1)
+            few[1].mul_(1.0)
+            few[2].copy_(few[3])
+            few[0][:8]
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
+
+
+def _beside(work: Callable[[], Any], *, tiny: bool) -> float:
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def run() -> None:
+        while asked.get():
+            work()
+
+    helper = threading.Thread(target=run)
+    helper.start()
+    try:
+        return _steps(lambda: asked.put(True), tiny=tiny)
+    finally:
+        asked.put(False)
+        helper.join()
+
+
+_HELPER = f"""
+import os, torch
+torch.set_num_threads(1)
+slab, arena = torch.randn({ROWS}, {WIDTH}).bfloat16(), torch.empty({ROWS * 64}, {WIDTH}).bfloat16()
+pieces = list(arena.view({ROWS}, 64, {WIDTH}))
+os.write(1, b"r")
+while os.read(0, 1):
+    for row, piece in enumerate(pieces):
+        piece.narrow(0, 3, 1).copy_(slab.narrow(0, row, 1))
+"""
+
+
+def _apart(*, tiny: bool) -> float:
+    helper = subprocess.Popen(
+        [sys.executable, "-c", _HELPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    assert helper.stdin is not None and helper.stdout is not None
+    try:
+        helper.stdout.read(1)
+        write, to = os.write, helper.stdin.fileno()
+        return _steps(lambda: write(to, b"x"), tiny=tiny)
+    finally:
+        helper.stdin.close()
+        helper.wait()
+
+
+def _milliseconds(work: Callable[[], Any], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        taken.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(taken)
+
+
+# --- Memory
+
+
+def copies(*, gpu: bool, tiny: bool) -> list[Row]:
+    """Copies between host and device, from memory that is page-locked and that is not."""
+    if not gpu:
+        return [("copies between host and device", "needs a GPU", "")]
+    size, found = (1 << 20) if tiny else (256 << 20), list[Row]()
+    on_device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    for name, locked in (("page-locked", True), ("pageable", False)):
+        on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=locked)
+        for way, to, of in (("to", on_device, on_host), ("from", on_host, on_device)):
+
+            def copy(to: torch.Tensor = to, of: torch.Tensor = of) -> None:
+                to.copy_(of, non_blocking=True)
+                torch.cuda.synchronize()
+
+            copy()
+            rate = size / _milliseconds(copy, 5) / 1e6
+            found.append((f"{name} memory {way} the device", rate, "GB/s"))
+    return found
+
+
+def pages(*, gpu: bool, tiny: bool) -> list[Row]:
+    """First touch of new memory with small and with huge pages, and page-locking it."""
+    size, found = (8 << 20) if tiny else (1 << 30), list[Row]()
+    for name, advice in (("4K pages", mmap.MADV_NOHUGEPAGE), ("huge pages", mmap.MADV_HUGEPAGE)):
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(advice)
+        values = torch.frombuffer(memory, dtype=torch.uint8)
+        per_gib = (1 << 30) / size / 1e3
+        began = _milliseconds(lambda values=values: values.zero_(), 1)  # type: ignore[misc]
+        found.append((f"first touch of a GiB, {name}", began * per_gib, "s"))
+        if gpu:
+            runtime: Any = torch.cuda.cudart()
+            at = values.data_ptr()
+            took = _milliseconds(lambda at=at: runtime.cudaHostRegister(at, size, 0), 1)  # type: ignore[misc]
+            found.append((f"page-locking a GiB, {name}", took * per_gib, "s"))
+            took = _milliseconds(lambda at=at: runtime.cudaHostUnregister(at), 1)  # type: ignore[misc]
+            found.append((f"unlocking a GiB, {name}", took * per_gib, "s"))
+        del values
+        memory.close()
+    return found
+
+
+# --- Files
+
+
+def huge_folder(at: Path) -> Path | None:
+    """A folder of files in memory with huge pages; None where it cannot be mounted.
+
+    From then on the calling thread and what it starts have mounts of their own, which end with
+    them.
+    """
+    if ctypes.CDLL(None).unshare(_OWN_MOUNTS):
+        return None
+    at.mkdir(parents=True, exist_ok=True)
+    commands = [["mount", "--make-rprivate", "/"]]
+    commands.append(["mount", "-t", "tmpfs", "-o", "huge=always", "midstream-why", str(at)])
+    try:
+        done = [subprocess.run(each, capture_output=True, check=False) for each in commands]
+    except OSError:  # no such program
+        return None
+    return None if any(each.returncode for each in done) else at
+
+
+def files(folders: dict[str, Path | None], *, tiny: bool, left: Callable[[], float]) -> list[Row]:
+    """Writing new files from several threads, each 8 MiB at a time after its CRC32, as a writer
+    does; to a disk with fsync.
+    """
+    block = os.urandom(1 << 20) * 8
+    blocks, found = BLOCKS if not tiny else 1, list[Row]()
+    for name, folder in folders.items():
+        if folder is None:
+            found.append((f"files in {name}", "cannot be mounted here", ""))
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        for threads in THREADS:
+            if left() < 0:
+                found.append((f"files in {name}, {threads} threads", "no time was left", ""))
+                continue
+            rate = _written(folder, block, max(1, blocks // threads), threads)
+            found.append((f"files in {name}, {threads} threads", rate / 1e9, "GB/s"))
+    return found
+
+
+def _written(folder: Path, block: bytes, blocks: int, threads: int) -> float:
+    """Bytes per second of so many blocks from each thread."""
+
+    def write(path: Path) -> None:
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(blocks):
+                zlib.crc32(block)
+                file.write(block)
+            os.fsync(file.fileno())
+
+    paths = [folder / f"rate-{number}" for number in range(threads)]
+    work = [threading.Thread(target=write, args=(path,)) for path in paths]
+    try:
+        began = time.perf_counter()
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        took = time.perf_counter() - began
+        return sum(path.stat().st_size for path in paths) / took
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+# --- A graph of sites
+
+
+def sites(*, gpu: bool, tiny: bool) -> list[Row]:
+    """A forward's matrix products in a graph, with site launches between them: idle ones and ones
+    that capture or add. On a CPU without a graph, which measures nothing.
+    """
+    from midstream.kernels.ops import pair_site
+    from midstream.kernels.plan import Does, SitePlan
+
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    width, tokens = (64, 2) if tiny else (WIDTH, 64)
+    inner = 2 * width if tiny else INNER
+    up = torch.randn(width, inner, device=device, dtype=dtype) / width**0.5
+    down = torch.randn(inner, width, device=device, dtype=dtype) / inner**0.5
+    hidden, residual, ring = (
+        torch.zeros(tokens, width, device=device, dtype=dtype) for _ in range(3)
+    )
+    plans = {
+        "idle": SitePlan(width),
+        "that capture": SitePlan(width, before=range(tokens)),
+        "that add": SitePlan(
+            width, [{"add": Does(torch.zeros(1, width))}], {token: [1] for token in range(tokens)}
+        ),
+    }
+    found: list[Row] = []
+    base = 0.0
+    for count in sorted(SITES):
+        for name, plan in plans.items() if count else [("", plans["idle"])]:
+            planned = plan.build(tokens, dtype, device)
+
+            def forward(count: int = count, planned: Any = planned) -> None:
+                middle, launched = hidden, 0
+                for number in range(PRODUCTS):
+                    if number % 2:
+                        hidden.copy_(middle @ down)
+                    else:
+                        middle = hidden @ up
+                    while launched * PRODUCTS < count * (number + 1):
+                        pair_site(hidden, residual, ring, *planned)
+                        launched += 1
+
+            took = _replayed(forward, gpu=gpu, tiny=tiny) * 1e3
+            what = f"a graph of {PRODUCTS} products"
+            if not count:
+                base = took
+                found.append((what, took, "ms"))
+                continue
+            found.append((f"{what} and {count} sites {name}", took, "ms"))
+            found.append((f"each of those {count} sites", (took - base) / count * 1e3, "µs"))
+    return found
+
+
+def _replayed(forward: Callable[[], None], *, gpu: bool, tiny: bool) -> float:
+    """Median seconds of the device."""
+    if not gpu:
+        return _milliseconds(forward, 1 if tiny else 3) / 1e3
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def table(title: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """A table for the page of results."""
+    shown = [
+        [what, f"{value:.4g}" if isinstance(value, float) else value, unit]
+        for what, value, unit in rows
+    ]
+    return {"title": title, "columns": ["what", "value", "unit"], "rows": shown}
