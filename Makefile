@@ -263,7 +263,7 @@ lens: $(READY) model .cache/lens/.ready ## install TransformerLens and recompute
 bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after the other
 	@for script in $(filter-out benchmarks/engines.py benchmarks/shares.py benchmarks/lens.py benchmarks/lens_heads.py benchmarks/lens_attribution.py benchmarks/lens_facade.py benchmarks/tutorials.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
-bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 18 minutes (GPU_PYTHON: a Python with vLLM)
+bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 22 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)
 
 pin-images: ## pin the images of others in Dockerfile, compose files and deploy/ to their present digests (needs Docker and the registries)

@@ -178,15 +178,17 @@ def attribute(
     return found
 
 
-def effects(runs: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, dict[str, float]]:
+def effects(
+    runs: Mapping[tuple[str, str], Sequence[Run]], of: str = "slope"
+) -> dict[str, dict[str, float]]:
     """Return kind → switch → ms of a step that its part takes. `runs`: (kind, switch or "") → its
-    run of each round.
+    run of each round. `of`: `slope`, or `busy`, of the model's thread.
     """
     found: dict[str, dict[str, float]] = {}
     for (kind, name), of_switch in runs.items():
         if name and (kind, "") in runs:
             pairs = zip(of_switch, runs[kind, ""], strict=False)
-            took = statistics.median(run["slope"] - whole["slope"] for run, whole in pairs)
+            took = statistics.median(run[of] - whole[of] for run, whole in pairs)
             found.setdefault(kind, {})[name] = took if SWITCHES[name].adds else -took
     return found
 

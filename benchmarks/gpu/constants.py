@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def _apart(*, tiny: bool) -> float:
     helper = subprocess.Popen(
         [sys.executable, "-c", _HELPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
-    assert helper.stdin is not None and helper.stdout is not None
+    assert helper.stdin is not None
+    assert helper.stdout is not None
     try:
         helper.stdout.read(1)
         write, to = os.write, helper.stdin.fileno()
@@ -199,16 +201,17 @@ def pages(*, gpu: bool, tiny: bool) -> list[Row]:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(advice)
         values = torch.frombuffer(memory, dtype=torch.uint8)
-        per_gib = (1 << 30) / size / 1e3
-        began = _milliseconds(lambda values=values: values.zero_(), 1)  # type: ignore[misc]
-        found.append((f"first touch of a GiB, {name}", began * per_gib, "s"))
+        runtime: Any = torch.cuda.cudart() if gpu else None
+        at, per_gib = values.data_ptr(), (1 << 30) / size / 1e3
+        works: dict[str, Callable[[], Any]] = {"first touch of": values.zero_}
         if gpu:
-            runtime: Any = torch.cuda.cudart()
-            at = values.data_ptr()
-            took = _milliseconds(lambda at=at: runtime.cudaHostRegister(at, size, 0), 1)  # type: ignore[misc]
-            found.append((f"page-locking a GiB, {name}", took * per_gib, "s"))
-            took = _milliseconds(lambda at=at: runtime.cudaHostUnregister(at), 1)  # type: ignore[misc]
-            found.append((f"unlocking a GiB, {name}", took * per_gib, "s"))
+            works["page-locking"] = partial(runtime.cudaHostRegister, at, size, 0)
+            works["unlocking"] = partial(runtime.cudaHostUnregister, at)
+        found += [
+            (f"{what} a GiB, {name}", _milliseconds(work, 1) * per_gib, "s")
+            for what, work in works.items()
+        ]
+        works.clear()
         del values
         memory.close()
     return found

@@ -163,11 +163,22 @@ FIGURES: dict[str, dict[str, Figure]] = {
         "wrong_rows": Figure(
             "rows with other bits, or missing", "", "0", at_most(0, "wrong_rows"), 0
         ),
-        "wrong_same": Figure(
+        "rows_after_equal_tokens": Figure(
             "those of them whose request had the same tokens until there",
             "",
             "0",
-            at_most(0, "wrong_same"),
+            at_most(0, "rows_after_equal_tokens"),
+            0,
+        ),
+        "rows_after_other_tokens": Figure(
+            "those of them whose request had other tokens before, so that they must differ",
+            digits=0,
+        ),
+        "requests_after_equal_tokens": Figure(
+            "requests with such rows after the same tokens",
+            "",
+            "0",
+            at_most(0, "requests_after_equal_tokens"),
             0,
         ),
         "same_error": Figure(

@@ -204,21 +204,31 @@ def _common(tokens: list[int], others: list[int]) -> int:
     return next((place for place, (one, two) in pairs if one != two), len(tokens))
 
 
-def compared(folder: Path, mode: str, other: str) -> dict[str, float]:
-    """Compare rows of two modes.
+#: Of a request with other bits. Its rows must differ from the position on where its tokens do.
+COLUMNS = ["request", "prompt tokens", "rows", "with other bits", "after equal tokens"]
+COLUMNS += ["first at position", "tokens differ from position", "largest error"]
+#: Requests that are shown.
+SHOWN = 40
 
-    `rows`: how many; `wrong_rows`: those with other bits, or that one of them lacks; `wrong_same`:
-    those of them that follow from the same tokens; `same_error`: the largest error of a row that
-    follows from the same tokens, of its length; `other_tokens`: requests that generated other
-    tokens, which depend on the last bit of a logit. Of eager steps, which are fewer, the same
-    first requests.
+
+def compared(folder: Path, mode: str, other: str) -> tuple[dict[str, float], list[list[Any]]]:
+    """Compare rows of two modes. Return figures, and of each request with other bits a row of
+    `COLUMNS`.
+
+    `rows`: how many; `wrong_rows`: those with other bits, or that one of them lacks;
+    `rows_after_equal_tokens`: those of them that follow from the same tokens, of
+    `requests_after_equal_tokens` requests; `rows_after_other_tokens`: the others, which must
+    differ; `same_error`: the largest error of a row that follows from the same tokens, of its
+    length; `other_tokens`: requests that generated other tokens, which depend on the last bit of a
+    logit. Of eager steps, which are fewer, the same first requests.
     """
     first, second = (np.load(folder / f"{name}.npy") for name in (mode, other))
     if other == "eager":
         first = first[: len(second)]
     if first.shape != second.shape:
         longest = max(len(first), len(second))
-        return {"rows": longest, "wrong_rows": longest, "wrong_same": longest}
+        lacking = dict.fromkeys(("rows", "wrong_rows", "rows_after_equal_tokens"), float(longest))
+        return lacking, []
     texts = [json.loads((folder / f"{name}.tokens").read_text()) for name in (mode, other)]
     outputs = list(zip(*(text["outputs"] for text in texts), strict=False))
     ends = np.array(
@@ -232,13 +242,24 @@ def compared(folder: Path, mode: str, other: str) -> dict[str, float]:
     wrong = (bits(first) != bits(second)).any(1)
     lengths = np.maximum(np.linalg.norm(second, axis=1), 1e-6)
     errors = np.linalg.norm(first - second, axis=1) / lengths
-    return {
+    figures = {
         "rows": len(first),
         "wrong_rows": int(wrong.sum()),
-        "wrong_same": int((wrong & same).sum()),
+        "rows_after_equal_tokens": int((wrong & same).sum()),
+        "rows_after_other_tokens": int((wrong & ~same).sum()),
+        "requests_after_equal_tokens": len(np.unique(places[wrong & same, 0])),
         "same_error": float(errors[same].max()),
         "other_tokens": sum(one != two for one, two in outputs),
     }
+    requests = []
+    for request in np.unique(places[wrong, 0]).tolist():
+        of_it = places[:, 0] == request
+        bad, prompt, until = wrong & of_it, texts[0]["prompts"][request], int(ends[request])
+        differ = "–" if until == prompt + len(outputs[request][0]) else until
+        counts = [int(rows.sum()) for rows in (of_it, bad, bad & same)]
+        first_bad, largest = int(places[bad, 1].min()), f"{errors[bad].max():.2g}"
+        requests.append([request, prompt, *counts, first_bad, differ, largest])
+    return figures, requests
 
 
 def main() -> None:
@@ -267,10 +288,14 @@ def main() -> None:
             f"{told['facts']}"
         )
         if mode == "graphs":
-            keep(steps=told["steps"], **compared(asked.out, "graphs", "compiled"))
+            figures, requests = compared(asked.out, "graphs", "compiled")
+            title = f"Requests with other bits than without graphs, {SHOWN} of {len(requests)}"
+            shown = {"title": title, "columns": COLUMNS, "rows": requests[:SHOWN]}
+            result["tables"] = [shown] if requests else []
+            keep(steps=told["steps"], **figures)
             keep(family_differences=told["families"])
     last = "graphs" if asked.gpu else "again"
-    of_eager = compared(asked.out, last, "eager")
+    of_eager, _ = compared(asked.out, last, "eager")
     if last == "again":
         keep(steps=facts[last]["steps"], **of_eager)
         keep(family_differences=facts[last]["families"])

@@ -33,6 +33,8 @@ SAMPLES, NAMES = 250, 8
 #: Looks at captured rows that are shown of a run.
 LOOKS = 8
 ROUNDS, SWITCHED_ROUNDS, FEW = 4, 2, 2
+#: Share of the memory that is free for files which captured rows may take.
+SPARE = 0.75
 
 
 @dataclass
@@ -231,7 +233,8 @@ def measure_switches(why: Why, found: Found) -> None:
 
     def after(runs: dict[tuple[str, str], Any]) -> None:
         plain = {kind: of_kind for (kind, switch), of_kind in runs.items() if not switch}
-        found.tables = [switches_table(causes.attribute(plain, causes.effects(runs)))]
+        cause = causes.attribute(plain, causes.effects(runs))
+        found.tables = [switches_table(cause, causes.effects(runs, "busy"))]
         why.so_far("switches", found)
 
     why.rounds(works, SWITCHED_ROUNDS, after)
@@ -331,6 +334,7 @@ def measure_prompts(why: Why, found: Found) -> None:
     why.start()
     tags = ["memory", *(["huge"] if why.huge else []), "disk"]
     size = {"prompt": 48, "generated": 8} if why.asked.tiny else {"prompt": 512, "generated": 16}
+    size["requests"] = fitting(why.requests, size["prompt"]) if why.asked.gpu else why.requests
     works = {tag: why.work("prompts", tag=tag, **size) for tag in tags}
     works["stock"] = why.work("stock", **size)
     why.run(works["memory"])
@@ -345,6 +349,13 @@ def measure_prompts(why: Why, found: Found) -> None:
     why.rounds(works, FEW, after)
     if not why.huge:
         found.notes = ["files in memory with huge pages: they cannot be mounted here"]
+
+
+def fitting(requests: int, prompt: int) -> int:
+    """So many of the requests' rows fit into files in memory."""
+    config = kit.shape("8b")
+    each = 2 * config["num_hidden_layers"] * config["hidden_size"] * prompt
+    return max(1, min(requests, int(SPARE * shutil.disk_usage("/dev/shm").free) // each))
 
 
 def measure_many(why: Why, found: Found) -> None:
@@ -473,18 +484,18 @@ def named(found: Mapping[str, causes.Cause]) -> list[str]:
     ]
 
 
-def switches_table(found: Mapping[str, causes.Cause]) -> dict[str, Any]:
+def switches_table(
+    found: Mapping[str, causes.Cause], busy: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    def share(took: float, cause: causes.Cause) -> str:
+        return f"{100 * took / cause.slope:.0f} %" if cause.slope > causes.LEAST_MS else "–"
+
     rows = [
-        [
-            kind,
-            switch,
-            round(took, 3),
-            f"{100 * took / cause.slope:.0f} %" if cause.slope > 0 else "–",
-        ]
+        [kind, switch, round(took, 3), share(took, cause), round(busy[kind][switch], 3)]
         for kind, cause in found.items()
         for switch, took in cause.switches.items()
     ]
-    columns = ["kind", "part", "ms a step", "of what is added to stock's"]
+    columns = ["kind", "part", "ms a step", "of what is added to stock's", "ms the thread is busy"]
     return {"title": "What each part costs, by a switch", "columns": columns, "rows": rows}
 
 
@@ -524,8 +535,9 @@ def rows_table(runs: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for tag, run in runs.items():
         series = run["series"]
-        for number in sorted({len(series) * (look + 1) // LOOKS for look in range(LOOKS)}):
-            seconds, *sizes = series[max(0, number - 1)]
+        looks = {max(0, len(series) * (look + 1) // LOOKS - 1) for look in range(LOOKS)}
+        for number in sorted(looks):
+            seconds, *sizes = series[number]
             rows.append([tag, round(seconds, 3), *(round(size / 1e9, 3) for size in sizes)])
     columns = ["files", "s", "given to the mover, GB", "moved, GB", "written, GB"]
     return {"title": "Captured rows over time, of the last run", "columns": columns, "rows": rows}

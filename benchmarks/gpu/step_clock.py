@@ -6,6 +6,7 @@ nothing of it. A part's time excludes that of the parts that it calls. What is m
 per step in arrays; `statistics_of` keeps their statistics.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +140,7 @@ class StepClock:
             torch.cuda.synchronize()
         found = np.array(
             [
-                [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
+                [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
                 for events in self._events[self._before :]
                 if len(events) == 1 + len(SPANS)
             ]
