@@ -54,11 +54,13 @@ class Why:
         self.requests, self.many = (8, 16) if asked.tiny else (64, 256)
         self.generated, self.prompt = (32, 16) if asked.tiny else (128, 32)
         self.until = time.monotonic() + asked.left
+        self.inject: dict[str, float] = {}  # into parts of our engine, to try what is named
         self._engines: dict[str, Child] = {}  # engine and executor → process
         self.wanted: dict[str, str] = {}  # engine → of those
         self._key = kit.source_hash(device=asked.device, tiny=asked.tiny)
         self._store = (asked.json or asked.out / "why").with_suffix(".parts")
         self.done: dict[str, dict[str, Any]] = {}
+        self.cut: dict[str, dict[str, Any]] = {}  # what parts had found that did not end
         with contextlib.suppress(OSError, ValueError):
             kept = json.loads(self._store.read_text())
             self.done = kept["done"] if kept["key"] == self._key else {}
@@ -88,7 +90,7 @@ class Why:
 
     def _result(self, more: dict[str, dict[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {"figures": {}, "tables": [], "notes": []}
-        for found in (self.done | more).values():
+        for found in (self.cut | self.done | more).values():
             result["figures"] |= found["figures"]
             result["tables"] += found["tables"]
             result["notes"] += found["notes"]
@@ -143,7 +145,8 @@ class Why:
         self._engines.clear()
 
     def work(self, kind: str, **more: Any) -> Work:
-        plain = Work(kind, self.requests, self.prompt, self.generated)
+        inject = self.inject if kind != "stock" else {}
+        plain = Work(kind, self.requests, self.prompt, self.generated, inject=inject)
         return replace(plain, **more)
 
     def run(self, work: Work) -> dict[str, Any]:
@@ -582,6 +585,7 @@ def run(why: Why, parts: Mapping[str, tuple[float, Callable[[Why, Found], None]]
             traceback.print_exc()
             wrong.append(f"{name}: {error}")
             found.notes.append(f"{name} was cut after {time.monotonic() - began:.0f} s: {error}")
+            why.cut[name] = asdict(found)
             why.so_far(name, found)
             why.close(kill=True)
         else:

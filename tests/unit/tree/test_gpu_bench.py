@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tree import ROOT
 
@@ -177,3 +178,139 @@ def test_the_page_in_the_repository_names_every_stage_and_goal(rendered) -> None
     for stage, figures in means.items():
         assert f"## {stage}\n" in page
         assert [text for text in figures if f"| {text} |" not in page] == []
+
+
+# --- Why a step is slow
+
+
+def python(program: str, *given: str) -> Any:
+    """What the program prints, as JSON; it finds the benchmarks' modules."""
+    path = f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n"
+    return json.loads(printed([sys.executable, "-c", path + program, *given]).splitlines()[-1])
+
+
+#: Prints of each kind what is named and whether it is hidden, of runs that are given as JSON.
+ATTRIBUTE = """
+import json
+import causes
+found = causes.attribute(json.loads(sys.argv[1]))
+print(json.dumps({kind: [cause.named, cause.hidden] for kind, cause in found.items()}))
+"""
+
+
+def step(slope: float = 7.0, device: float = 6.9, **parts: float | tuple[float, float]) -> Any:
+    """A run whose parts take so many ms on the processor, or that and in all."""
+    usual: dict[str, Any] = {"schedule": 0.2, "forward": 0.2, "drain": 0.1, "sample": 0.4}
+    times = {
+        name: took if isinstance(took, tuple) else (took, took)
+        for name, took in (usual | {"wait": (0.1, 4.0)} | parts).items()
+    }
+    return {
+        "slope": slope,
+        "median": slope,
+        "longest": slope,
+        "parts": {
+            name: {"cpu": cpu, "wall": {"mean": wall}} for name, (cpu, wall) in times.items()
+        },
+        "device": {"forward": device, "sampling": 0.1},
+    }
+
+
+def test_the_part_that_adds_most_is_named() -> None:
+    kinds = {
+        "nothing": step(),
+        "hidden": step(drain=2.1, wait=(0.1, 2.0)),
+        "host": step(9.0, drain=2.1),
+        "new": step(9.0, plan=2.0, drain=0.6),
+        "waits": step(9.0, wait=(2.1, 6.0)),
+        "longer wait": step(9.0, wait=(0.1, 6.0)),
+        "lock": step(9.0, sample=(0.4, 2.4)),
+        "device": step(9.0, device=8.9, wait=(0.1, 6.0)),
+        "launch": step(9.0, device=8.9, forward=2.2),
+    }
+    runs = {kind: [run] * 3 for kind, run in ({"stock": step()} | kinds).items()}
+    assert python(ATTRIBUTE, json.dumps(runs)) == {
+        "nothing": ["", False],
+        "hidden": ["drain", True],
+        "host": ["drain", False],
+        "new": ["plan", False],
+        "waits": ["wait", False],
+        "longer wait": ["", False],
+        "lock": ["blocked in sample", False],
+        "device": ["device: forward", False],
+        "launch": ["forward", False],
+    }
+
+
+def test_a_part_within_the_noise_of_its_rounds_is_not_named() -> None:
+    noisy = [step(drain=drain) for drain in (0.1, 1.1, 2.1)]
+    assert python(ATTRIBUTE, json.dumps({"stock": [step()] * 3, "both": noisy})) == {
+        "both": ["", False]
+    }
+
+
+#: Runs parts of the stage three times, in the first of which one of them raises. Prints which ran,
+#: what was wrong, and the figures that were left.
+RESUME = """
+import json
+import kit, stage_why
+asked = kit.options("")
+asked.out.mkdir()
+turns = []
+for turn in range(3):
+    ran = []
+    def part(name, ran=ran, turn=turn):
+        def run(why, found):
+            ran.append(name)
+            found.figures[name] = {"value": 1}
+            if name == "breaks" and turn == 0:
+                raise RuntimeError("no")
+        return run
+    why = stage_why.Why(asked)
+    why.finish(stage_why.run(why, {name: (1, part(name)) for name in ("one", "breaks", "two")}))
+    told = json.loads(asked.json.read_text())
+    turns.append([ran, told.get("wrong", ""), sorted(told["figures"])])
+print(json.dumps(turns))
+"""
+
+
+@pytest.mark.slow("imports torch")
+def test_the_parts_of_a_stage_that_are_done_are_not_run_again(tmp_path: Path) -> None:
+    given = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "work")]
+    figures = ["breaks", "one", "two"]
+    assert python(RESUME, *given, "--json", str(tmp_path / "why.result")) == [
+        [["one", "breaks", "two"], "breaks: no", figures],
+        [["breaks"], "", figures],
+        [["one", "breaks", "two"], "", figures],  # the stage was whole: this is another run
+    ]
+
+
+#: Compares rows of two modes that a folder has.
+COMPARE = """
+import json
+from pathlib import Path
+import stage_graphs
+print(json.dumps(stage_graphs.compared(Path(sys.argv[1]), "graphs", "compiled")))
+"""
+
+
+@pytest.mark.slow("imports torch")
+def test_rows_that_differ_are_told_apart_by_the_tokens_before_them(tmp_path: Path) -> None:
+    """Two requests, of prompts of 2 tokens; the second's tokens differ from position 3 on."""
+    places = [[request, position] for request in range(2) for position in range(4)]
+    rows = np.ones((8, 4), dtype=np.float32)
+    outputs = {"compiled": [[5, 6], [5, 6]], "graphs": [[5, 6], [5, 7]]}
+    for mode, of_mode in outputs.items():
+        changed = rows.copy()
+        if mode == "graphs":
+            changed[[2, 7]] += 0.5  # of the first at position 2, of the second at 3
+        np.save(tmp_path / f"{mode}.npy", changed)
+        np.save(tmp_path / f"{mode}.places.npy", np.array(places))
+        (tmp_path / f"{mode}.tokens").write_text(
+            json.dumps({"prompts": [2, 2], "outputs": of_mode})
+        )
+    figures, requests = python(COMPARE, str(tmp_path))
+    assert figures["wrong_rows"] == 2
+    assert figures["rows_after_equal_tokens"] == figures["requests_after_equal_tokens"] == 1
+    assert figures["rows_after_other_tokens"] == figures["other_tokens"] == 1
+    assert requests == [[0, 2, 4, 1, 1, 2, "–", "0.5"], [1, 2, 4, 1, 0, 3, 3, "0.5"]]
