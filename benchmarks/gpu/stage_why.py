@@ -279,15 +279,18 @@ def sample_gil(why: Why, found: Found) -> None:
 
 
 def holders(text: str) -> list[list[Any]]:
-    """Thread, share, and the function with the most samples, of py-spy's raw stacks."""
+    """Thread, share, and the function with the most samples, of py-spy's raw stacks. The clock's own
+    functions count as those that call them.
+    """
     threads: Counter[str] = Counter()
     inner: dict[str, Counter[str]] = {}
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
-        frames = stack.split(";")
-        named = frames[0].partition('"')[2].rstrip('"') or frames[0]
-        threads[named] += int(count)
-        inner.setdefault(named, Counter())[frames[-1]] += int(count)
+        thread, *frames = stack.split(";")
+        name = thread.partition(": ")[2] or thread
+        threads[name] += int(count)
+        of_product = [frame for frame in frames if "step_clock.py" not in frame]
+        inner.setdefault(name, Counter())[(of_product or [thread])[-1]] += int(count)
     whole = sum(threads.values())
     return [
         [name, round(100 * count / whole, 1), inner[name].most_common(1)[0][0]]
