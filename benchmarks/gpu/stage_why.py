@@ -195,8 +195,12 @@ def measure_constants(why: Why, found: Found) -> None:
 
 
 def measure_sites(why: Why, found: Found) -> None:
+    import torch
+
     rows = constants.sites(gpu=why.asked.gpu, tiny=why.asked.tiny)
     what = "in a graph" if why.asked.gpu else "without a graph: it needs a GPU"
+    if why.asked.gpu:  # the engines need it
+        torch.cuda.empty_cache()
     found.tables = [constants.table(f"Site launches between matrix products, {what}", rows)]
 
 
@@ -279,8 +283,8 @@ def sample_gil(why: Why, found: Found) -> None:
 
 
 def holders(text: str) -> list[list[Any]]:
-    """Thread, share, and the function with the most samples, of py-spy's raw stacks. The clock's own
-    functions count as those that call them.
+    """Thread, share, and the function with the most samples, of py-spy's raw stacks. The clock's
+    own functions count as those that call them.
     """
     threads: Counter[str] = Counter()
     inner: dict[str, Counter[str]] = {}
@@ -605,7 +609,8 @@ def main() -> None:
         why.finish(run(why, PARTS))
     finally:
         why.close()
-        shutil.rmtree(why.memory, ignore_errors=True)
+        for folder in (why.memory, asked.out / "disk"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
