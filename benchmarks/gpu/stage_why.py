@@ -54,6 +54,7 @@ class Why:
         self.requests, self.many = (8, 16) if asked.tiny else (64, 256)
         self.generated, self.prompt = (32, 16) if asked.tiny else (128, 32)
         self.until = time.monotonic() + asked.left
+        self.short = ""  # what the part that runs had no time for
         self.inject: dict[str, float] = {}  # into parts of our engine, to try what is named
         self._engines: dict[str, Child] = {}  # engine and executor → process
         self.wanted: dict[str, str] = {}  # engine → of those
@@ -102,8 +103,10 @@ class Why:
         """Have an engine of stock and one of ours, of this executor; others end. Return the seconds
         in which each was ready.
 
-        The timed device is in one process: with another executor, a CPU computes.
+        The timed device is in one process: with another executor, a CPU computes. The time until
+        they are ready is not the running part's.
         """
+        began = time.monotonic()
         tags = {"memory": self.memory / "small", "disk": self.asked.out / "disk"}
         tags |= {"huge": self.huge} if self.huge else {}
         self.wanted = {"stock": "stock-uni", "ours": f"ours-{executor}"}
@@ -126,10 +129,12 @@ class Why:
                         tags={tag: str(folder / name) for tag, folder in tags.items()},
                     )
                 )
-        return {
+        ready = {
             name: float(child.ready(max(0.0, self.left) + START_S).facts["ready_s"])
             for name, child in self._engines.items()
         }
+        self.until += min(time.monotonic() - began, max(0.0, self.asked.left - self.left))
+        return ready
 
     def engine(self, kind: str) -> Child:
         return self._engines[self.wanted["stock" if kind == "stock" else "ours"]]
@@ -143,6 +148,12 @@ class Why:
                 child.kill()
             child.close()
         self._engines.clear()
+
+    def end(self) -> None:
+        """End the engines, and delete what they wrote."""
+        self.close()
+        for folder in (self.memory, self.asked.out / "disk"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def work(self, kind: str, **more: Any) -> Work:
         inject = self.inject if kind != "stock" else {}
@@ -162,6 +173,7 @@ class Why:
         names, took = list(works), 0.0
         for number in range(count):
             if number and self.left < took:
+                self.short = f"{number} of {count} rounds, for want of time"
                 break
             began = time.monotonic()
             for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -564,11 +576,11 @@ PARTS: dict[str, tuple[float, Callable[[Why, Found], None]]] = {
     "start": (62, start_engines),
     "rounds": (34, measure_rounds),
     "switches": (26, measure_switches),
-    "gil": (10, sample_gil),
+    "gil": (14, sample_gil),
     "profile": (8, list_profiles),
     "prompts": (18, measure_prompts),
     "many": (14, measure_many),
-    "mp": (50, measure_processes),
+    "mp": (46, measure_processes),
 }
 
 
@@ -585,7 +597,7 @@ def run(why: Why, parts: Mapping[str, tuple[float, Callable[[Why, Found], None]]
             continue
         # what earlier parts left is shared out
         why.until = time.monotonic() + min(why.asked.left, max(seconds, share * why.asked.left))
-        found, began = Found(), time.monotonic()
+        found, began, why.short = Found(), time.monotonic(), ""
         try:
             part(why, found)
         except Exception as error:  # the others go on
@@ -597,6 +609,7 @@ def run(why: Why, parts: Mapping[str, tuple[float, Callable[[Why, Found], None]]
             why.close(kill=True)
         else:
             print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+            found.notes += [f"{name}: {why.short}"] if why.short else []
             why.keep(name, found)
     return "; ".join(wrong)
 
@@ -608,9 +621,7 @@ def main() -> None:
     try:
         why.finish(run(why, PARTS))
     finally:
-        why.close()
-        for folder in (why.memory, asked.out / "disk"):
-            shutil.rmtree(folder, ignore_errors=True)
+        why.end()
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ for line in sys.stdin:
     found = stage_why.Found()
     stage_why.measure_rounds(why, found)
     print(json.dumps(found.notes), flush=True)
-why.close()
+why.end()
 """
 
 
