@@ -145,7 +145,9 @@ def inject(plane: Any, faults: Faults) -> None:
         wrap(bank.table.prepared, "get", functools.partial(_content, faults, bank.table))
     wrap(banks, "plan_capture", functools.partial(_plan, faults))
     wrap(banks, "commit", functools.partial(_commit, faults, banks))
+    wrap(banks.first.planner, "commit", functools.partial(_commit_first, faults))
     wrap(banks, "settle", functools.partial(_settle, faults))
+    wrap(banks, "take", functools.partial(_take, faults))
     edits = next(part for part in plane._parts if isinstance(part, Edits))
     wrap(edits._rows, "acquire", functools.partial(_acquire, faults))
     if plane.loras is not None:
@@ -232,10 +234,14 @@ def _plan(faults: Faults, original: Callable[..., None], *args: Any) -> None:
     original(*args)
 
 
-def _commit(faults: Faults, banks: Any, original: Callable[[], None]) -> None:
+def _commit_first(faults: Faults, original: Callable[[], None]) -> None:
     from midstream.workers.runner.base.host_memory import HostMemoryError
 
     faults.check("commit", HostMemoryError)
+    original()
+
+
+def _commit(faults: Faults, banks: Any, original: Callable[[], None]) -> None:
     original()
     if banks.busy and faults.once("skip_site"):
         _lose_site(next(bank for bank in banks._banks if bank.planner.busy))
@@ -254,6 +260,11 @@ def _settle(faults: Faults, original: Callable[..., Any], needed: Any = None) ->
     if needed is None:
         faults.check("settle")
     return original(needed)
+
+
+def _take(faults: Faults, original: Callable[..., None], *args: Any) -> None:
+    original(*args)
+    faults.check("settle")  # on a CPU this is where they are read
 
 
 def _acquire(faults: Faults, original: Callable[..., Any], step: int, needed: Any) -> Any:
