@@ -114,15 +114,19 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> "ArtifactStore":
     return made
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> "Iterator[FaultProxy]":
+def _served() -> "Iterator[FaultProxy]":
     """An S3 server that checks signatures; this process has the credentials."""
     import s3_kit
 
-    for name, value in s3_kit.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    with s3_kit.s3_server() as proxy:
-        yield proxy
+    with s3_kit.s3_server() as made, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_kit.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield made
+
+
+#: A server for one test, and one for all tests of a module.
+s3 = pytest.fixture(_served, name="s3")
+proxy = pytest.fixture(_served, scope="module", name="proxy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,12 +8,16 @@ of tokens and of sites: of pair sites, of pairs behind a branch, and of single o
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
+
+sys.path.append(str(Path(__file__).parent / "engine" / "triton_cpu"))
+
+from midstream_triton_cpu.driver import CpuDriver
 
 from midstream.kernels import triton_site
 from midstream.kernels.plan import Does, SitePlan, build_group
@@ -25,37 +29,15 @@ TOKENS = (1, 7, 16)
 KINDS = ("pair", "behind a branch", "single")
 
 
-class Absent(DriverBase):
+class Absent(CpuDriver):
     """Names a GPU to compile for; nothing can run on it."""
 
     def __init__(self, architecture: int) -> None:
         super().__init__()
         self._target = GPUTarget("cuda", architecture, 32)
 
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
     def get_current_target(self) -> GPUTarget:
         return self._target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_benchmarker(self) -> Any:
-        raise RuntimeError("nothing runs here")
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        return None
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
 
 
 class CompiledOnly:

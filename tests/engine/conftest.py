@@ -149,35 +149,37 @@ def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     chunks. Packages with extensions.
     """
     directory = tmp_path_factory.mktemp("v1")
-    host = Host(
-        directory,
-        llama,
-        with_extensions(tmp_path_factory.mktemp("site")),
-        lens_dir=str(directory),
-        max_num_batched_tokens=64,
-        enable_prefix_caching=False,
-        steering_rows=4,
-        fault="rpc",
-        hooks="all,inside",
-        extensions=EXTENSIONS,
+    yield from shared(
+        Host(
+            directory,
+            llama,
+            with_extensions(tmp_path_factory.mktemp("site")),
+            lens_dir=str(directory),
+            max_num_batched_tokens=64,
+            enable_prefix_caching=False,
+            steering_rows=4,
+            fault="rpc",
+            hooks="all,inside",
+            extensions=EXTENSIONS,
+        )
     )
-    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
 def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Prefix cache on, and so few KV blocks that concurrent requests preempt one another."""
-    host = Host(
-        tmp_path_factory.mktemp("cached"),
-        llama,
-        with_extensions(tmp_path_factory.mktemp("site")),
-        num_gpu_blocks=8,
-        max_model_len=512,
-        fault="rpc",
-        hooks="all,inside",
-        extensions=EXTENSIONS,
+    yield from shared(
+        Host(
+            tmp_path_factory.mktemp("cached"),
+            llama,
+            with_extensions(tmp_path_factory.mktemp("site")),
+            num_gpu_blocks=8,
+            max_model_len=512,
+            fault="rpc",
+            hooks="all,inside",
+            extensions=EXTENSIONS,
+        )
     )
-    yield from shared(host)
 
 
 def interpreted() -> dict[str, str]:
@@ -196,18 +198,19 @@ def interpreted() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The v2 runner."""
-    host = Host(
-        tmp_path_factory.mktemp("v2"),
-        llama,
-        with_extensions(tmp_path_factory.mktemp("site"), interpreted()),
-        runner="v2",
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        max_num_seqs=8,
-        hooks="all,inside",
-        extensions=EXTENSIONS,
+    yield from shared(
+        Host(
+            tmp_path_factory.mktemp("v2"),
+            llama,
+            with_extensions(tmp_path_factory.mktemp("site"), interpreted()),
+            runner="v2",
+            max_num_batched_tokens=64,
+            max_model_len=256,
+            max_num_seqs=8,
+            hooks="all,inside",
+            extensions=EXTENSIONS,
+        )
     )
-    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
@@ -219,37 +222,39 @@ def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "OVERLAP_STEPS": "1",
         "VLLM_LOGGING_LEVEL": "DEBUG",
     }
-    host = Host(
-        tmp_path_factory.mktemp("overlapped"),
-        qwen3,
-        env,
-        runner="v2",
-        pipeline_parallel_size=2,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        max_num_seqs=8,
-        block_size=32,
-        num_gpu_blocks=10,
-        hooks="all,inside",
-        extensions=EXTENSIONS,
+    yield from shared(
+        Host(
+            tmp_path_factory.mktemp("overlapped"),
+            qwen3,
+            env,
+            runner="v2",
+            pipeline_parallel_size=2,
+            max_num_batched_tokens=64,
+            max_model_len=256,
+            max_num_seqs=8,
+            block_size=32,
+            num_gpu_blocks=10,
+            hooks="all,inside",
+            extensions=EXTENSIONS,
+        )
     )
-    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
 def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """torch.compile (inductor on CPU), v1 runner."""
-    host = Host(
-        tmp_path_factory.mktemp("compiled"),
-        llama,
-        with_extensions(tmp_path_factory.mktemp("site")),
-        enforce_eager=False,
-        max_num_batched_tokens=64,
-        fault="rpc",
-        hooks="all,inside",
-        extensions=EXTENSIONS,
+    yield from shared(
+        Host(
+            tmp_path_factory.mktemp("compiled"),
+            llama,
+            with_extensions(tmp_path_factory.mktemp("site")),
+            enforce_eager=False,
+            max_num_batched_tokens=64,
+            fault="rpc",
+            hooks="all,inside",
+            extensions=EXTENSIONS,
+        )
     )
-    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
@@ -260,31 +265,33 @@ def two_ranks() -> None:
 @pytest.fixture(scope="session")
 def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Two tensor-parallel ranks; each tenant has a prefix cache of its own."""
-    host = Host(
-        tmp_path_factory.mktemp("tp2"),
-        qwen3,
-        with_extensions(tmp_path_factory.mktemp("site")),
-        tensor_parallel_size=2,
-        fault="rpc",
-        prefix_cache_scope="tenant",
-        hooks="all,inside",
-        extensions=EXTENSIONS,
+    yield from shared(
+        Host(
+            tmp_path_factory.mktemp("tp2"),
+            qwen3,
+            with_extensions(tmp_path_factory.mktemp("site")),
+            tensor_parallel_size=2,
+            fault="rpc",
+            prefix_cache_scope="tenant",
+            hooks="all,inside",
+            extensions=EXTENSIONS,
+        )
     )
-    yield from shared(host)
 
 
 @pytest.fixture(scope="session")
 def pp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Two pipeline stages."""
-    host = Host(
-        tmp_path_factory.mktemp("pp2"),
-        qwen3,
-        with_extensions(tmp_path_factory.mktemp("site")),
-        pipeline_parallel_size=2,
-        hooks="all,inside",
-        extensions=EXTENSIONS,
+    yield from shared(
+        Host(
+            tmp_path_factory.mktemp("pp2"),
+            qwen3,
+            with_extensions(tmp_path_factory.mktemp("site")),
+            pipeline_parallel_size=2,
+            hooks="all,inside",
+            extensions=EXTENSIONS,
+        )
     )
-    yield from shared(host)
 
 
 #: Of a service with a real engine, which may stall the process for seconds.

@@ -1,13 +1,19 @@
-"""Captured rows of a job against those of the reference."""
+"""Captured rows of a job against those of the reference, and what changes them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from host import Host, relative_error
 from reference import Edit, Reference
+from tiny import HIDDEN
 from tolerances import FP32_ROWS
 
 from midstream.schemas.jobs.jobs import Job, Output
+
+
+def direction(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
 def check_rows(

@@ -49,6 +49,17 @@ class Service:
             if view.state in TERMINAL:
                 return view
 
+    def attributed(self, worker: str, **asked: Any) -> AttributionResult:
+        """The result of an attribution between the two prompts, checked by the vLLM worker."""
+        pair = {"clean": TOKENS, "corrupt": OTHER, "answer": [7], "foil": [8]}
+        answer = self.post("/v1/attributions", pairs=[pair], metric="logit_diff", **asked)
+        assert answer.status_code == 202, answer.text
+        job = str(answer.json()["id"])
+        assert self.ended(job).state is State.SUCCEEDED, self.stack.log(worker)[-3000:]
+        found = from_json(self.http.get(f"/v1/jobs/{job}/result").content, JobResult).attribution
+        assert isinstance(found, AttributionResult)
+        return found
+
     def rows(self, job: str) -> CaptureReader:
         view = self.ended(job)
         assert view.state is State.SUCCEEDED, (view.error, self.stack.log(WORKER)[-3000:])
@@ -128,16 +139,8 @@ def test_gradient_rows_are_those_of_autograd_by_hand(
 def test_an_attribution_is_estimated_here_and_verified_by_the_vllm_worker(
     service: Service,
 ) -> None:
-    pair = {"clean": TOKENS, "corrupt": OTHER, "answer": [7], "foil": [8]}
     verify = {"top": 4, "random": 4, "doubtful": 2}
-    answer = service.post(
-        "/v1/attributions", pairs=[pair], hooks=["post_block"], metric="logit_diff", verify=verify
-    )
-    assert answer.status_code == 202, answer.text
-    job = str(answer.json()["id"])
-    assert service.ended(job).state is State.SUCCEEDED, service.stack.log(WORKER)[-3000:]
-    result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult).attribution
-    assert isinstance(result, AttributionResult)
+    result = service.attributed(WORKER, hooks=["post_block"], verify=verify)
     (estimated,) = result.estimated
     (grids,) = result.pairs
     # the corrupt prompt is patched with rows of the clean one, to first order
@@ -169,14 +172,7 @@ def test_features_are_verified_by_patches_of_row_plus_delta_times_decoder(
     found = Dictionary(Path(service.stack.settings.sae_root), kind, seed=2)
     made = service.http.post("/v1/saes", json={"name": kind, "path": found.name, "model": "tiny"})
     assert made.status_code == 201, made.text
-    pair = {"clean": TOKENS, "corrupt": OTHER, "answer": [7], "foil": [8]}
-    how = {"metric": "logit_diff", "sae": kind, "verify": {"top": 6, "random": 6}}
-    answer = service.post("/v1/attributions", pairs=[pair], **how)
-    assert answer.status_code == 202, answer.text
-    job = str(answer.json()["id"])
-    assert service.ended(job).state is State.SUCCEEDED, service.stack.log("worker")[-3000:]
-    result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult).attribution
-    assert isinstance(result, AttributionResult)
+    result = service.attributed("worker", sae=kind, verify={"top": 6, "random": 6})
     (estimated,) = result.estimated
     clean, corrupt = (service.rows_of(tokens)[SAE_LAYER] for tokens in (TOKENS, OTHER))
     change = (found.encode(clean) - found.encode(corrupt)) * found.spread(corrupt)

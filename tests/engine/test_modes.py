@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, steer
 from reference import Edit, Reference
-from rows_kit import check_rows
+from rows_kit import check_rows, direction
 from tiny import HIDDEN, LAYERS
 
 from midstream.schemas.jobs.jobs import Job
@@ -14,10 +14,6 @@ from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import StoredCapture
 
 ALL = list(range(LAYERS))
-
-
-def direction(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
 def one_of_each(seed: int, layer: int = 1, hook: str = "post_block") -> list[Edit]:

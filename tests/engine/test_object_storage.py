@@ -23,14 +23,6 @@ HOOKS = {"pre_attn": [0, 1], "post_block": [0, 1]}
 
 
 @pytest.fixture(scope="module")
-def proxy() -> Iterator[s3_kit.FaultProxy]:
-    with s3_kit.s3_server() as made, pytest.MonkeyPatch.context() as patch:
-        for name, value in s3_kit.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield made
-
-
-@pytest.fixture(scope="module")
 def stack(
     llama: Path, proxy: s3_kit.FaultProxy, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:

@@ -9,18 +9,14 @@ import pytest
 from host import Host, capture_of, prompt_of, steer
 from msgspec.structs import replace
 from reference import Edit, Reference
-from rows_kit import check_rows
+from rows_kit import check_rows, direction
 from size_kit import both_sides, check_sizes
-from tiny import HIDDEN, LAYERS
+from tiny import LAYERS
 
 from midstream.schemas.jobs.jobs import Job, Output
 
 ALL = list(range(LAYERS))
 BLOCK = 128
-
-
-def direction(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
 def run_alone(host: Host, job: Job) -> tuple[list[Output], int]:

@@ -6,22 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
 from patching_kit import for_everyone
 from reference import Reference
-from tiny import HIDDEN
+from rows_kit import direction
 from tolerances import FP32_ROWS
 
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.requests.steering import GlobalSteering
 
 JOY, SAD = "d" * 64, "e" * 64
-
-
-def direction(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
 def send_vector(host: Host, seed: int) -> str:

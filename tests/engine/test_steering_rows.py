@@ -9,9 +9,9 @@ import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
 from msgspec.structs import replace
 from reference import Edit, Reference
-from rows_kit import check_rows
+from rows_kit import check_rows, direction
 from size_kit import both_sides, check_sizes, sizes_of
-from tiny import HIDDEN, LAYERS
+from tiny import LAYERS
 from tolerances import FP32_ROWS
 
 from midstream.schemas.prompts.selectors import Window
@@ -19,10 +19,6 @@ from midstream.schemas.requests.specs import StoredSteering
 
 ALL = list(range(LAYERS))
 BLOCK = 128
-
-
-def direction(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
 
 
 def test_entries_for_one_layer_add_up_for_every_prompt_of_a_job(

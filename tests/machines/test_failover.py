@@ -40,12 +40,13 @@ def test_a_failover_under_load_loses_nothing_acknowledged(tmp_path: Path) -> Non
         group = fleet.group
         took: list[float] = []
 
-        def partition(*others: str) -> None:
-            """The old master stays alive, and is found again after it has been alone for a
-            while.
+        def partition(*others: str, alone: tuple[str, ...] = ()) -> None:
+            """The old master stays alive, and is found again after it has been alone for a while;
+            `alone`: those that see nobody else meanwhile.
             """
             former = group.master()
-            network.cut(former, *(others or group.others()))
+            for name in (former, *alone):
+                network.cut(name, *(others or group.others()))
             took.append(group.await_failover(former))
             time.sleep(8)
             network.heal()
@@ -53,14 +54,7 @@ def test_a_failover_under_load_loses_nothing_acknowledged(tmp_path: Path) -> Non
 
         def with_a_worker() -> None:
             """One worker sees the old master alone: it goes on with its jobs there."""
-            former = group.master()
-            network.cut(former, *group.others(), HERE)
-            for other in (*group.others(), HERE):
-                network.cut("w2", other)
-            took.append(group.await_failover(former))
-            time.sleep(8)
-            network.heal()
-            group.await_whole()
+            partition(*group.others(), HERE, alone=("w2",))
 
         def kill() -> None:
             former = group.master()

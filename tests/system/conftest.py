@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
+import httpx2
 import pytest
 import redis
 import redis_servers
@@ -10,12 +12,14 @@ from edge import Api, Hand, running
 from hook_kit import Receiver, receiving
 from ledger_kit import open_ledger, settler
 from receipt_rig import Jobs, RelayProcess
+from stack import Stack
 from up_kit import Up
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ops import redis_server
+from midstream.client import Client
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +40,9 @@ def redis_url(redis_session: redis_server.RedisServer) -> str:
 
 
 @pytest.fixture
-async def ledger(redis_url: str) -> AsyncIterator[Ledger]:
+async def ledger(redis_url: str, tmp_path: Path) -> AsyncIterator[Ledger]:
     """A ledger with the usual settings; `open_ledger` is for others."""
-    async with open_ledger(redis_url) as opened:
+    async with open_ledger(redis_url, data_dir=str(tmp_path)) as opened:
         yield opened
 
 
@@ -71,6 +75,20 @@ def hand(api: Api) -> Iterator[Hand]:
     """A worker by hand that serves the tiny model of `edge`."""
     with Hand(api.settings) as worker:
         yield worker
+
+
+@pytest.fixture
+def http(stack: Stack) -> Iterator[httpx2.Client]:
+    """Asks the stack of the test's module."""
+    with httpx2.Client(base_url=stack.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[Client]:
+    """The same, as users ask."""
+    with Client(stack.url) as made:
+        yield made
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from midstream.broker.queue.celery_app import (
 from midstream.broker.queue.messages import job_of_task, task_id_of
 from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings
-from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.jobs.jobs import Job, Output, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.models import WorkerInfo
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
@@ -164,6 +164,10 @@ async def claimed(
     claim = await ledger.claim(job.id, worker, boot, ranks, IDENTITY)
     assert claim is not None
     return claim.attempt
+
+
+async def state_of(ledger: Ledger, job: Job) -> State:
+    return (await ledger.view(job.id)).state
 
 
 def worker_info(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> WorkerInfo:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 import redis
+from processes import Processes
 from receipt_rig import free_port, wait_until
 
 from midstream.broker.ops import redis_server
@@ -33,7 +34,7 @@ MODULES = {
 }
 
 
-class Machines:
+class Machines(Processes):
     """Processes `relay`, `callbacks`, `api` and `worker` (`worker-2`, … with ids of their own)."""
 
     host = "127.0.0.1"  # of Redis and the relay
@@ -113,21 +114,6 @@ class Machines:
 
     # Processes
 
-    def __enter__(self) -> "Machines":
-        try:
-            self._start_redis()
-            for name in self.names:
-                self.spawn(name)
-            for name in self.names:
-                self.wait_ready(name)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def stop(self) -> None:
         for name in reversed(list(self.processes)):
             self.end(name)
@@ -186,16 +172,7 @@ class Machines:
         process = self.processes[name]
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGUSR1)  # Celery answers with the stacks of all threads
-            time.sleep(1)
-            process.kill()
-            process.wait()
-            raise AssertionError(
-                f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-20000:]}"
-            ) from None
+        return self._ended(name, timeout)
 
     def restart(self, name: str, **changed: Any) -> None:
         """SIGTERM, wait, start again, wait until it is ready."""

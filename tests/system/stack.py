@@ -29,6 +29,7 @@ import pytest
 import redis
 from ledger_kit import submit_unsent
 from ports import free_port
+from processes import Processes
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ops import redis_server
@@ -73,7 +74,7 @@ def unsuccessful(views: Iterable[JobView]) -> dict[str, tuple[State, Problem | N
     }
 
 
-class Stack:
+class Stack(Processes):
     """`settings` override those below; everything the stack writes lies in `directory`."""
 
     def __init__(
@@ -125,24 +126,6 @@ class Stack:
         """Where the API listens."""
         return f"http://127.0.0.1:{self.settings.api_port}"
 
-    def __enter__(self) -> "Stack":
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> "Stack":
-        try:
-            self._start_redis()
-            for name in self.names:
-                self.spawn(name)
-            for name in self.names:
-                self.wait_ready(name)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
     def stop(self) -> None:
         """End everything, the clients of a server before the server; whatever happens, nothing is
         left behind.
@@ -155,7 +138,7 @@ class Stack:
                 if name != "relay":  # the others are its clients
                     self._terminate(name)
             for name in reversed(list(self.processes)):
-                self._ended(name) if name != "relay" else self.end(name)
+                self._ended(name, STOP_TIMEOUT_S) if name != "relay" else self.end(name)
         finally:
             for process in self.processes.values():
                 if process.poll() is None:
@@ -179,19 +162,6 @@ class Stack:
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)  # a stopped process does not see SIGTERM
             process.terminate()
-
-    def _ended(self, name: str, timeout: float = STOP_TIMEOUT_S) -> int:
-        process = self.processes[name]
-        try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGUSR1)  # Celery answers with the stacks of all threads
-            time.sleep(1)
-            process.kill()
-            process.wait()
-            raise AssertionError(
-                f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-20000:]}"
-            ) from None
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send `how`; for SIGKILL wait until the process is gone."""

@@ -3,7 +3,6 @@
 The worker is by hand: see `test_fits.py` for computed ones.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -29,12 +28,6 @@ BODY = {
     "layers": "1-2",
     "examples": [{"prompt": "hello world a", "target": " b"}] * 8,
 }
-
-
-@pytest.fixture
-def hand(api: Api) -> Iterator[Hand]:
-    with Hand(api.settings) as worker:
-        yield worker
 
 
 def gradients(hand: Hand, **changes: Any) -> None:

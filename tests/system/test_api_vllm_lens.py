@@ -58,12 +58,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-@pytest.fixture
-def http(stack: Stack) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
 def vector(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(*(shape or (1,)), HIDDEN)).astype(np.float32)
 

@@ -38,12 +38,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield started
 
 
-@pytest.fixture
-def http(stack: Stack) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
 @contextmanager
 def long(stack: Stack, http: httpx2.Client) -> Iterator[str]:
     """A job that keeps the worker busy."""

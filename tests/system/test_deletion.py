@@ -2,7 +2,6 @@
 time; whom does a full quota stop?
 """
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ from midstream.storage.store import open_store
 
 LAYOUTS = ["packed", "segment"]
 AGAIN = captures_module.SWEEP_AGAIN_S
-
-
-@pytest.fixture
-async def ledger(redis_url: str, tmp_path: Path) -> AsyncIterator[Ledger]:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -52,14 +52,6 @@ OF_BUCKETS = [name for name in POINTS if name.startswith(("harvest.", "receipt."
 
 
 @pytest.fixture(scope="module")
-def proxy() -> Iterator[FaultProxy]:
-    with pytest.MonkeyPatch.context() as patch, s3_kit.s3_server() as made:
-        for name, value in s3_kit.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield made
-
-
-@pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("kills")
     access = {"artifact_access_key": s3_kit.ACCESS_KEY, "artifact_secret_key": s3_kit.SECRET_KEY}

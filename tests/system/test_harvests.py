@@ -64,12 +64,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-@pytest.fixture
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.url) as made:
-        yield made
-
-
 def corpus(stack: Stack, name: str, documents: list[str]) -> str:
     path = Path(stack.settings.harvest_sources) / name
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))

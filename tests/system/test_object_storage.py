@@ -41,14 +41,6 @@ class Apart(Stack):
 
 
 @pytest.fixture(scope="module")
-def proxy() -> Iterator[FaultProxy]:
-    with pytest.MonkeyPatch.context() as patch, s3_kit.s3_server() as made:
-        for name, value in s3_kit.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield made
-
-
-@pytest.fixture(scope="module")
 def stack(proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     settings = {
         "artifact_store": f"s3://{s3_kit.new_bucket()}/lab",
@@ -65,12 +57,6 @@ def stack(proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def healthy(proxy: FaultProxy) -> Iterator[None]:
     yield
     proxy.faults.clear()
-
-
-@pytest.fixture
-def client(stack: Apart) -> Iterator[Client]:
-    with Client(stack.url) as made:
-        yield made
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from ledger_kit import (
     receipt,
     sent,
     settler,
+    state_of,
     worker_info,
 )
 
@@ -41,10 +42,6 @@ def file(path: str = "t/j/p0000.a1.pp0.safetensors", **changes: Any) -> Captured
         "sites": {"post_block": [0, 1]},
     }
     return CapturedFile(path, **(facts | changes))
-
-
-async def state_of(ledger: Ledger, job: Job) -> State:
-    return (await ledger.view(job.id)).state
 
 
 async def error_of(ledger: Ledger, job: Job) -> Problem:

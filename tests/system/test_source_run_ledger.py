@@ -2,7 +2,7 @@
 Redis and on a real disk.
 """
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,6 @@ from midstream.workers.serving.source_run_leases import LEASES, SourceRunLeases
 SITES = {"pre_attn": [0, 2], "post_block": [0, 1, 2, 3]}
 STAGES = [{"pre_attn": [0], "post_block": [0, 1]}, {"pre_attn": [2], "post_block": [2, 3]}]
 TAG = "t"
-
-
-@pytest.fixture
-async def ledger(redis_url: str, tmp_path: Path) -> AsyncIterator[Ledger]:
-    async with open_ledger(redis_url, data_dir=str(tmp_path)) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from ledger_kit import (
     receipt,
     sent,
     settler,
+    state_of,
 )
 
 from midstream.broker.ledger.core.scripts import SHELVED_S
@@ -24,10 +25,6 @@ from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE
-
-
-async def state_of(ledger: Ledger, job: Job) -> State:
-    return (await ledger.view(job.id)).state
 
 
 def refuse(redis_url: str, job: Job, attempt: int = 1, **settings: float) -> None:

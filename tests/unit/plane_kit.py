@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 from midstream_fake_engine.rank_faults import Faults, inject
-from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, view_of
+from rank_kit import HIDDEN, Rank, Request, make_buffers, plane_config, steering, view_of
 
 from midstream import __version__
 from midstream.client.captures.reader import CaptureReader
@@ -29,7 +29,7 @@ from midstream.schemas.requests.specs import (
     steering_digest,
 )
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.runner.base.config import Place, PlaneConfig
+from midstream.workers.runner.base.config import Place
 from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping
 from midstream.workers.runner.plane.data_plane import DataPlane
@@ -73,33 +73,14 @@ class Rig:
         `traced`: its forward does not ask whether a site is busy. `gate`, `loras`: see `DataPlane`.
         """
         self.directory = directory
-        config = PlaneConfig(
-            version=__version__,
-            worker="w",
-            boot="b",
-            relay_url="tcp://127.0.0.1:9",
-            outbox_dir=str(directory / "outbox"),
-            capture_root=str(directory / "captures"),
-            hooks=[],
-            steering_rows=3,
-            steering_entries=16,
-            step_tokens=CAPACITY,
-            step_rows=0,
-            capture_queue_mib=1,
-            capture_window_mib=64,
-            capture_overload="block",
-            spill_dir=str(directory / "spill"),
-            row_store_mib=1,
-            sweep_entry=True,
-            writer_threads=1,
-            segment_limit_kib=64,
-            segment_mib=1,
-            memory_limit_kib=64,
-            capture_quota_mib=0,
-            cores=[0],
-            fault="rpc",
-        )
-        config = msgspec.structs.replace(config, **options)
+        usual: dict[str, Any] = {
+            "steering_rows": 3,
+            "steering_entries": 16,
+            "step_tokens": CAPACITY,
+            "sweep_entry": True,
+            "fault": "rpc",
+        }
+        config = plane_config(directory, **(usual | options))
         self._rank = Rank(capacity=CAPACITY, traced=traced)
         sizes = {
             "configurations": config.steering_rows,

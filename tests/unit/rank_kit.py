@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from midstream import __version__
 from midstream.kernels import STREAM, WHOLE, pair_site, single_site
 from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Planned
 from midstream.schemas.base.tensors import content_hash, from_numpy
@@ -29,6 +30,7 @@ from midstream.schemas.requests.specs import (
 )
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.storage.store import open_store
+from midstream.workers.runner.base.config import PlaneConfig
 from midstream.workers.runner.base.engine_step import StepView
 from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
@@ -42,6 +44,33 @@ from midstream.workers.runner.rows.planner import Planner, Tracked
 from midstream.workers.runner.rows.slabs import SlabPool
 
 HIDDEN = 5
+
+
+def plane_config(folder: Path, **changed: Any) -> PlaneConfig:
+    """The configuration of a small rank whose files lie in `folder`."""
+    usual: dict[str, Any] = {
+        "version": __version__,
+        "worker": "w",
+        "boot": "b",
+        "relay_url": "tcp://127.0.0.1:9",
+        "outbox_dir": str(folder / "outbox"),
+        "capture_root": str(folder / "captures"),
+        "hooks": [],
+        "step_rows": 0,
+        "capture_queue_mib": 1,
+        "capture_window_mib": 64,
+        "capture_overload": "block",
+        "spill_dir": str(folder / "spill"),
+        "row_store_mib": 1,
+        "sweep_entry": False,
+        "writer_threads": 1,
+        "segment_limit_kib": 64,
+        "segment_mib": 1,
+        "memory_limit_kib": 64,
+        "capture_quota_mib": 0,
+        "cores": [0],
+    }
+    return PlaneConfig(**(usual | changed))
 
 
 def make_buffers(

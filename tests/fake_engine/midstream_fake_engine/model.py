@@ -35,7 +35,7 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(*special: str) -> Tokenizer:
     """One token per byte and nothing merged: any text survives a round trip."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
@@ -43,7 +43,7 @@ def make_tokenizer() -> Tokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([BOS, EOS])
+    tokenizer.add_special_tokens(list(special or (BOS, EOS)))
     return tokenizer
 
 

@@ -29,9 +29,8 @@ from drawn_requests import (
     vector,
 )
 from late_device import KIND, Device
-from rank_kit import view_of
+from rank_kit import plane_config, view_of
 
-from midstream import __version__
 from midstream.broker.receipts.outbox import Outbox
 from midstream.kernels import STREAM, WHOLE
 from midstream.kernels.plan import (
@@ -53,7 +52,7 @@ from midstream.schemas.requests.source_runs import RunFile, RunFiles, is_row, ru
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import open_store
-from midstream.workers.runner.base.config import Place, PlaneConfig
+from midstream.workers.runner.base.config import Place
 from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping, RequestCaptures, RowIndex
 from midstream.workers.runner.files.finished_rows import Columns
@@ -194,30 +193,17 @@ class Simulation:
             for name, sites in banks.items()
         }
         self._hidden = self.device.full((CAPACITY, WIDTHS[RESIDUAL]), 0.0, torch.float32)
-        config = PlaneConfig(
-            version=__version__,
-            worker="w",
-            boot="b",
-            relay_url="tcp://127.0.0.1:9",
-            outbox_dir=str(self.folder / "outbox"),
-            capture_root=str(self.folder / "captures"),
-            hooks=[],
+        config = plane_config(
+            self.folder,
             steering_rows=14,
             steering_entries=20,
             step_tokens=CAPACITY,
-            step_rows=0,
             capture_queue_mib=int((self.policy == "block" and draws.random() < 0.5) or self._calm),
             capture_window_mib=0 if draws.random() < 0.5 else 64,
             capture_overload=self.policy,
-            spill_dir=str(self.folder / "spill"),
             row_store_mib=1 if self._shares else 0,
-            sweep_entry=False,
             writer_threads=draws.choice([1, 2]),
             segment_limit_kib=1,
-            segment_mib=1,
-            memory_limit_kib=64,
-            capture_quota_mib=0,
-            cores=[0],
         )
         self.plane = DataPlane(
             config,

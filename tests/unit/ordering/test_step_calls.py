@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from late_device import KIND, Device
-from rank_kit import view_of
+from rank_kit import plane_config, view_of
 
 from midstream import __version__
 from midstream.schemas.base.tensors import content_hash, from_numpy
@@ -25,7 +25,7 @@ from midstream.schemas.requests.specs import (
     StoredSteering,
     steering_digest,
 )
-from midstream.workers.runner.base.config import Place, PlaneConfig
+from midstream.workers.runner.base.config import Place
 from midstream.workers.runner.base.engine_step import NewRequest
 from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of
 from midstream.workers.runner.plane.data_plane import DataPlane
@@ -91,30 +91,13 @@ class Load:
         )
         self._buffers = buffers_of(LAYERS, sizes, HIDDEN, DTYPE, KIND)
         self._hidden = self.device.full((rows, HIDDEN), 0.0, DTYPE)
-        config = PlaneConfig(
-            version=__version__,
-            worker="w",
-            boot="b",
-            relay_url="tcp://127.0.0.1:9",
-            outbox_dir=str(folder / "outbox"),
-            capture_root=str(folder / "captures"),
-            hooks=[],
+        config = plane_config(
+            folder,
             steering_rows=sizes.configurations,
             steering_entries=sizes.entries,
             step_tokens=rows,
-            step_rows=0,
             capture_queue_mib=64,
-            capture_window_mib=64,
-            capture_overload="block",
-            spill_dir=str(folder / "spill"),
             row_store_mib=0,
-            sweep_entry=False,
-            writer_threads=1,
-            segment_limit_kib=64,
-            segment_mib=1,
-            memory_limit_kib=64,
-            capture_quota_mib=0,
-            cores=[0],
         )
         place = Place(rank=0, world=1, tp=0, pp=0, stages=1)
         self.plane = DataPlane(config, place, sites, self._buffers, num_layers=LAYERS, traced=True)

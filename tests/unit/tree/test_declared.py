@@ -85,6 +85,7 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
     own = {path.stem for path in sources("tests", "tools", "benchmarks")} | {
         "midstream",
         "midstream_fake_engine",
+        "midstream_triton_cpu",
         "tests",
         "benchmarks",
     }

@@ -1,4 +1,4 @@
-"""The Makefile and docs/redis.md name the servers that the tests can run with."""
+"""The Makefile names the servers that the tests can run with."""
 
 import re
 
@@ -9,9 +9,3 @@ from tree import ROOT
 def test_the_makefile_runs_every_server_but_the_default() -> None:
     (names,) = re.findall(r"^REDIS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert names.split() == [name for name in redis_servers.SERVERS if name != "valkey-8.1"]
-
-
-def test_the_page_on_redis_lists_every_tested_server() -> None:
-    page = (ROOT / "docs/redis.md").read_text()
-    rows = re.findall(r"^\| `((?:redis|valkey)-[\d.]+)`", page, re.MULTILINE)
-    assert rows == list(redis_servers.SERVERS)

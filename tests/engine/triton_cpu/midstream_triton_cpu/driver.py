@@ -6,9 +6,6 @@ from triton.backends.driver import DriverBase
 
 
 class CpuDriver(DriverBase):
-    def __init__(self) -> None:
-        super().__init__()
-
     @classmethod
     def is_active(cls) -> bool:
         return True

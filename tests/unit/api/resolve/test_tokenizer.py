@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from midstream_fake_engine.model import make_tokenizer
 from refusal_kit import refuses
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.api.resolve.prompts import tokenizer_pool
@@ -66,13 +67,7 @@ TEMPLATES = {
 
 
 def make_codec(template: str | None, **changes: Any) -> Codec:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={sign: index for index, sign in enumerate(alphabet)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer = make_tokenizer("<s>", "</s>")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )

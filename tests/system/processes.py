@@ -1,0 +1,45 @@
+"""The processes of a service under a test: all of them start, or none is left."""
+
+import signal
+import subprocess
+import time
+from typing import Self
+
+
+class Processes:
+    """`names`: the processes that start; `processes`: those that have."""
+
+    names: tuple[str, ...] | list[str]
+    processes: dict[str, subprocess.Popen[bytes]]
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        try:
+            self._start_redis()
+            for name in self.names:
+                self.spawn(name)
+            for name in self.names:
+                self.wait_ready(name)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _ended(self, name: str, timeout: float) -> int:
+        """The exit code; a process that does not end in time is killed, which fails the test."""
+        process = self.processes[name]
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGUSR1)  # Celery answers with the stacks of all threads
+            time.sleep(1)
+            process.kill()
+            process.wait()
+            raise AssertionError(
+                f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-20000:]}"
+            ) from None
