@@ -77,14 +77,14 @@ def hand(api: Api) -> Iterator[Hand]:
         yield worker
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def http(stack: Stack) -> Iterator[httpx2.Client]:
     """Asks the stack of the test's module."""
     with httpx2.Client(base_url=stack.url, timeout=60) as client:
         yield client
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(stack: Stack) -> Iterator[Client]:
     """The same, as users ask."""
     with Client(stack.url) as made:

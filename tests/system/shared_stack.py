@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from stack import Stack
 from typer.testing import CliRunner
@@ -73,18 +72,6 @@ def forget(client: Client) -> None:
         client.source_runs.delete(run.name)
     if client.global_steering.get().entries:
         client.global_steering.clear()
-
-
-@pytest.fixture(scope="module")
-def http(stack: Stack) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.url) as connected:
-        yield connected
 
 
 @pytest.fixture

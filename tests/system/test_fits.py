@@ -51,12 +51,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.url) as running:
-        yield running
-
-
 def until_fitted(client: Client, job_id: str) -> None:
     """Until the worker has said something of its first steps."""
     next(event for event in client.jobs.events(job_id) if event.event == "fit")

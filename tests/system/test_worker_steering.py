@@ -42,12 +42,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-@pytest.fixture
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.url) as found:
-        yield found
-
-
 def reports(stack: Stack) -> dict[str, WorkerSteering]:
     found = stack.do(lambda ledger: Steering(ledger).reports(MODEL))
     return {report.worker: report for report in found}
