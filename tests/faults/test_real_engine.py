@@ -18,7 +18,7 @@ from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.app import EXIT_ENGINE_DIED
 from midstream.workers.demo_model import fetch_demo_model
 
-#: Who is killed; names of processes as Linux keeps them, 15 characters.
+#: Who is killed; names of processes as Linux keeps them, 15 characters; psutil may give more.
 VICTIMS = ["worker"] * 6 + ["VLLM::EngineCor"] * 2 + ["VLLM::Worker"] * 2
 #: Layouts in turn: rows of small jobs in segments, and files of their own.
 CAPTURES = [
@@ -95,7 +95,7 @@ def strike(stack: Stack, victim: str) -> None:
     if victim == "worker":
         stack.kill("worker")
     else:
-        next(process for process in engine if process.name() == victim).kill()
+        next(each for each in engine if each.name().startswith(victim)).kill()
         assert stack.exit_code("worker", 30) == EXIT_ENGINE_DIED
     require_gone(engine)
 

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ....schemas.requests.interventions import SCALARS
@@ -17,15 +18,11 @@ from ..hooks.sites import Buffers
 
 #: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
 Held = tuple[torch.Tensor, torch.Tensor]
+#: int64 `[runs, 4]`: site, family, first entry and number of entries of each. One object: Python's
+#: garbage collector visits every one, and there are as many runs as requests times layers.
+Runs = np.ndarray
 #: (site, family) → its vectors and scalars. An object that several sites share is stored once.
 Content = Mapping[tuple[int, int], Held]
-
-
-class _Extent(NamedTuple):
-    site: int
-    family: int
-    first: int
-    entries: int
 
 
 class Joined(NamedTuple):
@@ -37,7 +34,7 @@ class Joined(NamedTuple):
     content: Content  # parts of the tensors below
     vectors: torch.Tensor  # [entries, hidden_size]
     scalars: torch.Tensor  # [entries, SCALARS]
-    extents: tuple[_Extent, ...]  # `first` counts from 0
+    runs: Runs  # the first entry counts from 0
     crc32: int  # of (site, family) and bytes of all content
 
     @property
@@ -47,11 +44,11 @@ class Joined(NamedTuple):
     def fingerprint(self) -> int:
         """Return what `EntryPool.fingerprints` returns for this content once it is written."""
         crc = 0
-        for run in sorted(self.extents):
-            crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
+        for site, family, first, entries in sorted(self.runs.tolist()):
+            crc = zlib.crc32(f"{site} {family}".encode(), crc)
             crc = crc32_of(
-                self.vectors[run.first : run.first + run.entries],
-                self.scalars[run.first : run.first + run.entries],
+                self.vectors[first : first + entries],
+                self.scalars[first : first + entries],
                 crc=crc,
             )
         return crc
@@ -79,19 +76,19 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
         vectors, scalars = (torch.cat(item) for item in zip(*held.values(), strict=True))
     if pinned:
         vectors, scalars = locked_copy(vectors), locked_copy(scalars)
-    extents: list[_Extent] = []
+    runs: list[tuple[int, int, int, int]] = []
     parts: dict[tuple[int, int], Held] = {}
     first = 0
     for name, (value, _) in held.items():
         part = vectors[first : first + len(value)], scalars[first : first + len(value)]
-        extents += [_Extent(site, family, first, len(value)) for site, family in places[name]]
+        runs += [(*place, first, len(value)) for place in places[name]]
         parts |= dict.fromkeys(places[name], part)
         first += len(value)
     return Joined(
         {place: parts[place] for place in content},
         vectors,
         scalars,
-        tuple(extents),
+        np.array(runs, dtype=np.int64).reshape(-1, 4),
         _crc32(content),
     )
 
@@ -118,7 +115,7 @@ class EntryPool:
         self._buffers = buffers
         self._device = buffers.pool.device
         self._capacity = len(buffers.pool) - 1
-        self._runs: dict[int, list[_Extent]] = {}  # by row
+        self._runs: dict[int, Runs] = {}  # by row
         self._end = 1  # entries from here on are free; there may be gaps before it
         self._used = 0
 
@@ -140,14 +137,11 @@ class EntryPool:
             )
         if self._end + needed > 1 + self._capacity:
             self._close_gaps()
-        self._runs[row] = []
+        self._runs[row] = content.runs[:0]
         if not needed:  # all of the row's layers are on other stages
             return
         self._put(self._end, content.vectors, content.scalars)  # one copy for all sites
-        self._runs[row] = [
-            _Extent(site, family, self._end + first, entries)
-            for site, family, first, entries in content.extents
-        ]
+        self._runs[row] = np.add(content.runs, (0, 0, self._end, 0))
         self._end += needed
         self._used += needed
         self._write_places(row)
@@ -156,9 +150,8 @@ class EntryPool:
         """Free a row's entries and zero them."""
         runs = self._runs.pop(row)
         self._buffers.site_rows[:, :, row] = 0
-        if runs:  # a row's runs stay consecutive: they are written so, and compacted in order
-            first = min(run.first for run in runs)
-            last = max(run.first + run.entries for run in runs)
+        if len(runs):  # a row's runs stay consecutive: they are written so, and compacted in order
+            first, last = int(runs[:, 2].min()), int(runs[:, 2:].sum(1).max())
             self._buffers.pool[first:last] = 0
             self._buffers.scalars[first:last] = 0
             self._used -= last - first
@@ -186,18 +179,19 @@ class EntryPool:
         checksums = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
         for row, runs in self._runs.items():
             crc = 0
-            for run in sorted(runs):
-                first = int(site_rows[run.site, run.family, row])
-                crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
+            for site, family, _, entries in sorted(runs.tolist()):
+                first = int(site_rows[site, family, row])
+                crc = zlib.crc32(f"{site} {family}".encode(), crc)
                 crc = crc32_of(
-                    pool[first : first + run.entries], scalars[first : first + run.entries], crc=crc
+                    pool[first : first + entries], scalars[first : first + entries], crc=crc
                 )
             checksums[row] = crc
         return checksums
 
     def _close_gaps(self) -> None:
         """Compact all runs, keeping their order."""
-        placed = sorted({(run.first, run.entries) for runs in self._runs.values() for run in runs})
+        every = np.concatenate([runs[:, 2:] for runs in self._runs.values()])
+        placed = np.unique(every, axis=0).tolist()
         index = self._index(
             [entry for first, entries in placed for entry in range(first, first + entries)]
         )
@@ -209,12 +203,9 @@ class EntryPool:
         for first, entries in placed:
             moved[first] = self._end
             self._end += entries
-        self._runs = {
-            row: [run._replace(first=moved[run.first]) for run in runs]
-            for row, runs in self._runs.items()
-        }
         for row, runs in self._runs.items():
-            if runs:
+            runs[:, 2] = [moved[first] for first in runs[:, 2].tolist()]
+            if len(runs):
                 self._write_places(row)
 
     def _put(self, first: int, pool: torch.Tensor, scalars: torch.Tensor) -> None:
@@ -226,8 +217,8 @@ class EntryPool:
         sites, families, firsts, _ = self._index(self._runs[row]).t()
         self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
 
-    def _index(self, numbers: Sequence[int] | Sequence[_Extent]) -> torch.Tensor:
-        return self._on_device(torch.tensor(numbers, dtype=torch.int64))
+    def _index(self, numbers: Sequence[int] | Runs) -> torch.Tensor:
+        return self._on_device(torch.as_tensor(numbers, dtype=torch.int64))
 
     def _on_device(self, values: torch.Tensor) -> torch.Tensor:
         """Copy to the device, without waiting for the forward that runs there."""
