@@ -57,7 +57,7 @@ from .reports import Reports
 from .requests import Requests
 from .step_edits import Edits
 from .step_loras import Adapters
-from .step_parts import RanStep, StepPart
+from .step_parts import RanStep, StepPart, overrides
 from .step_probes import Probes
 from .step_rows import Rows
 
@@ -229,7 +229,7 @@ class DataPlane:
         #: The order within each phase of a step, see `StepPart`.
         self._parts = tuple(part for part in parts if part is not None)
         self._begins, self._prepares, self._plans, self._drains, self._settles = (
-            [getattr(part, phase) for part in self._parts if phase in vars(type(part))]
+            [getattr(part, phase) for part in self._parts if overrides(part, phase)]
             for phase in ("begin", "prepare", "plan", "drain", "settle")
         )
         self.load = Load()
