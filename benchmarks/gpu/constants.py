@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kit
 import torch
 
 Row = tuple[str, float | str, str]
@@ -242,8 +242,7 @@ def files(folders: dict[str, Path | None], *, tiny: bool, left: Callable[[], flo
     """Writing new files from several threads, each 8 MiB at a time after its CRC32, as a writer
     does; to a disk with fsync.
     """
-    block = os.urandom(1 << 20) * 8
-    blocks, found = BLOCKS if not tiny else 1, list[Row]()
+    size, found = (BLOCKS if not tiny else 1) * kit.BLOCK, list[Row]()
     for name, folder in folders.items():
         if folder is None:
             found.append((f"files in {name}", "cannot be mounted here", ""))
@@ -253,34 +252,9 @@ def files(folders: dict[str, Path | None], *, tiny: bool, left: Callable[[], flo
             if left() < 0:
                 found.append((f"files in {name}, {threads} threads", "no time was left", ""))
                 continue
-            rate = _written(folder, block, max(1, blocks // threads), threads)
+            rate = kit.disk_rate(folder, size, threads, checked=True)
             found.append((f"files in {name}, {threads} threads", rate / 1e9, "GB/s"))
     return found
-
-
-def _written(folder: Path, block: bytes, blocks: int, threads: int) -> float:
-    """Bytes per second of so many blocks from each thread."""
-
-    def write(path: Path) -> None:
-        with open(path, "wb", buffering=0) as file:
-            for _ in range(blocks):
-                zlib.crc32(block)
-                file.write(block)
-            os.fsync(file.fileno())
-
-    paths = [folder / f"rate-{number}" for number in range(threads)]
-    work = [threading.Thread(target=write, args=(path,)) for path in paths]
-    try:
-        began = time.perf_counter()
-        for thread in work:
-            thread.start()
-        for thread in work:
-            thread.join()
-        took = time.perf_counter() - began
-        return sum(path.stat().st_size for path in paths) / took
-    finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
 
 
 # --- A graph of sites

@@ -453,15 +453,21 @@ class Sink:
 # -- the disk --------------------------------------------------------------------------------------
 
 
-def disk_rate(folder: Path, size: int, threads: int = 2) -> float:
+#: Bytes that are written together.
+BLOCK = 8 << 20
+
+
+def disk_rate(folder: Path, size: int, threads: int = 2, *, checked: bool = False) -> float:
     """Bytes per second of writing so many to new files and waiting for the disk, with as many
-    threads as a rank's writers.
+    threads as a rank's writers. `checked`: each block after its CRC32, as a writer does.
     """
-    block = random.Random(0).randbytes(1 << 20) * 8
+    block = random.Random(0).randbytes(1 << 20) * (BLOCK >> 20)
 
     def write(path: Path) -> None:
         with open(path, "wb", buffering=0) as file:
             for _ in range(max(1, size // threads // len(block))):
+                if checked:
+                    zlib.crc32(block)
                 file.write(block)
             os.fsync(file.fileno())
 
