@@ -98,7 +98,7 @@ LEAST_SHIFT = 0.5
 
 @dataclass
 class Stage:
-    """Where the demo runs: a service of the demo model, and a folder for the figure."""
+    """The demo's client, the folder for its figure, and its report."""
 
     client: Client
     folder: Path

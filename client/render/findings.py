@@ -28,7 +28,7 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """What failed."""
+        """The subjects of the findings that are failures."""
         return [finding.about for finding in self.findings if finding.level == "fail"]
 
     def end(self) -> int:

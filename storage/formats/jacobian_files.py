@@ -43,7 +43,7 @@ class Matrix(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a file holds."""
+    """Contents of a file."""
 
     digest: str
     layers: list[int]

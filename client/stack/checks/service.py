@@ -12,7 +12,7 @@ from .finding import TIMEOUT_S
 
 @dataclass
 class Service:
-    """Where the parts of a service are."""
+    """The settings and addresses of a service's parts."""
 
     settings: Settings
     redis_url: str  # empty: not configured

@@ -51,7 +51,7 @@ class _Seen(NamedTuple):
 
 
 class _Finding:
-    """What was observed of a step, once `event` has occurred."""
+    """The observations of a step, complete once `event` has occurred."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ _DTYPES = {"broken": np.int32, "sums": np.float32, "counts": np.int32, "sizes": 
 
 
 class _Watched(NamedTuple):
-    """What is observed of a forward, where the forward left it; None: nothing."""
+    """The observations of a forward, where the forward left them; None: there are none."""
 
     broken: torch.Tensor | None  # int32 [rows]
     hidden: torch.Tensor | None  # [rows, hidden_size]

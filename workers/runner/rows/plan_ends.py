@@ -1,5 +1,5 @@
-"""How long a step's plan stays right: steps of decoding have it again, at later positions, until a
-request comes or goes or one of its selectors begins or ends.
+"""The end of a step's plan: steps of decoding repeat it at later positions, until a request comes
+or goes or one of its selectors begins or ends.
 """
 
 import sys

@@ -185,7 +185,7 @@ class Planner:
 
     @property
     def steered(self) -> Sequence[tuple[int, int]]:
-        """Of each request that the plan edits: its index, and the edits of each row."""
+        """The index of each request that the plan edits, and the edits of each of its rows."""
         return self._steered
 
     def forget_step(self) -> None:
