@@ -1,4 +1,8 @@
-"""Reads harvests in PyTorch: a dataset of rows, and a stream of activations for SAE trainers."""
+"""Reads harvests in PyTorch: a dataset of rows, and a stream of activations for SAE trainers.
+
+Its dataset derives from PyTorch's class, so that the package imports this module only when it is
+used.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
