@@ -251,20 +251,28 @@ def run(rig: Rig, *requests: Request) -> None:
 WEIGHT = np.random.default_rng(0).normal(size=(1, HIDDEN)).astype(np.float32)
 
 
-def probed(rig: Rig, action: Action, number: int = 1) -> Request:
-    """A request of 6 prompt tokens and 2 generated ones, with a probe at layer 1."""
-    tensors = [from_numpy(WEIGHT), from_numpy(np.full(1, 0.5, dtype=np.float32))]
+def probed(
+    rig: Rig,
+    action: Action,
+    number: int = 1,
+    *,
+    weight: np.ndarray = WEIGHT,
+    threshold: float = 1e9,
+    total: int = 8,
+) -> Request:
+    """A request of 6 prompt tokens, with a probe at layer 1."""
+    tensors = [from_numpy(weight), from_numpy(np.full(1, 0.5, dtype=np.float32))]
     rig.plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
     content = ProbeContent(
         hook="post_block",
         layer=1,
         tensors=[content_hash(tensor) for tensor in tensors],
         labels=["x"],
-        thresholds=[1e9],
+        thresholds=[threshold],
     )
     probe = StoredProbe(
         name="p", digest=content.digest, content=content, action=action, tokens=True
     )
-    request = Request(number, 6, 8, probe_captures([probe]))
+    request = Request(number, 6, total, probe_captures([probe]))
     request.tracked.spec.probes.append(probe)
     return request

@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 import torch
 from late_device import KIND, Device
+from lora_kit import ADAPTER, holding_adapter
 from rank_kit import plane_config, view_of
 
 from midstream import __version__
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import (
     RankSpec,
     StoredCapture,
     StoredSteering,
+    probe_captures,
     steering_digest,
 )
 from midstream.workers.runner.base.config import Place
@@ -41,9 +44,21 @@ CALLS = {
     "one": ((137, 9), (145, 37)),
     "steer": ((121, 0), (121, 0)),
     "both": ((149, 9), (157, 37)),
+    "gated": ((214, 0), (214, 0)),
+    "lora": ((129, 0), (129, 0)),
 }
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
-QUEUED = {"idle": 0, "one": 2, "steer": 0, "both": 2}
+QUEUED = {"idle": 0, "one": 2, "steer": 0, "both": 2, "gated": 2, "lora": 0}
+#: A probe that gates a request's steering, whose score is its bias.
+WEIGHTS = [from_numpy(np.zeros((1, HIDDEN), dtype=np.float32)), from_numpy(np.ones(1, np.float32))]
+CONTENT = ProbeContent(
+    hook="post_block",
+    layer=LAYERS // 2,
+    tensors=list(map(content_hash, WEIGHTS)),
+    labels=["x"],
+    thresholds=[0.5],
+)
+PROBE = StoredProbe(name="p", digest=CONTENT.digest, content=CONTENT, action="steer")
 #: Folders of the product whose functions are counted.
 OURS = tuple(f"/{folder}/" for folder in ("workers", "kernels", "schemas", "broker", "storage"))
 
@@ -59,6 +74,7 @@ class Load:
         patch.setattr(slabs, "pages", lambda size, *, locked: torch.empty(size, dtype=torch.uint8))
         with self.device.calls():
             self._make(folder)
+            self.plane.rank_state.put_vectors({content_hash(each): each for each in WEIGHTS})
             new = [] if kind == "idle" else [self._new(number) for number in range(requests)]
             self._step(new, PROMPT)
             for _ in range(3):  # one is planned, the next is found to repeat it
@@ -100,15 +116,24 @@ class Load:
             row_store_mib=0,
         )
         place = Place(rank=0, world=1, tp=0, pp=0, stages=1)
-        self.plane = DataPlane(config, place, sites, self._buffers, num_layers=LAYERS, traced=True)
+        self.plane = DataPlane(
+            config,
+            place,
+            sites,
+            self._buffers,
+            num_layers=LAYERS,
+            traced=True,
+            loras=holding_adapter(rows)[0] if self._kind == "lora" else None,
+        )
 
     def _new(self, number: int) -> NewRequest:
         """A request with a configuration of its own."""
         layers, captures, steering = list(range(LAYERS)), [], []
+        probes = [PROBE] if self._kind == "gated" and not number else []
         if self._kind in ("one", "both"):
             at = [LAYERS // 2] if self._kind == "one" else layers
             captures = [StoredCapture(sites={"post_block": at}, positions="all", tag="t")]
-        if self._kind in ("steer", "both"):
+        if self._kind not in ("idle", "one"):
             vector = from_numpy(np.full(HIDDEN, number, dtype=np.float32))
             self.plane.rank_state.put_vectors({content_hash(vector): vector})
             steering = [
@@ -118,6 +143,7 @@ class Load:
                     positions="all",
                     family="add",
                     tensors=[content_hash(vector)],
+                    gate=PROBE.gate if probes else "",
                 )
             ]
         spec = RankSpec(
@@ -126,9 +152,11 @@ class Load:
             request=0,
             attempt=1,
             prompt_tokens=PROMPT,
-            captures=captures,
+            captures=[*captures, *probe_captures(probes)],
             steering=steering,
             digest=steering_digest(steering) if steering else "",
+            probes=probes,
+            lora=ADAPTER if self._kind == "lora" else None,
         )
         return NewRequest(f"r{number}", spec, 0, PROMPT + STEPS + 8)
 

@@ -6,7 +6,7 @@ to its kernels.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,8 +24,7 @@ from ....schemas.prompts.selectors import as_ranges
 from ....storage.formats.lora_files import CONFIG, WEIGHTS, digest_of, general_name, raw_files
 from ..base.engine_step import StepView
 from ..edits.actions import ActionLedger
-from ..rows.planner import Tracked
-from .requests import WrongAdapterError
+from .requests import Requests, WrongAdapterError
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +38,8 @@ class Loras:
         """
         self._worker, self._manager, self._scratch = manager, manager._adapter_manager, scratch
         self._digests: dict[int, str] = {0: ""}  # vLLM's number → content
+        # the last step whose rows were all compared, and what `_state` was then
+        self._compared: tuple[StepView, tuple[Any, ...]] | None = None
         for wrapper in self._manager.punica_wrapper_mapping.values():
             if type(wrapper) is PunicaWrapperCPU:
                 wrapper.__class__ = _BySegment
@@ -101,20 +102,29 @@ class Loras:
             )
         return self._digests[number]
 
-    def account(
-        self,
-        step: int,
-        view: StepView,
-        tracked: Mapping[str, Tracked],
-        actions: ActionLedger,
-    ) -> None:
+    def _state(self, changes: int, rows: int) -> tuple[Any, ...]:
+        """Return all that decides how `account` ends for so many rows of the same requests."""
+        mapping = self._manager._last_mapping
+        numbers = None if mapping is None else mapping.index_mapping[:rows]
+        return changes, numbers, [*self._manager.lora_index_to_id], {*self._digests.items()}
+
+    def account(self, view: StepView, requests: Requests, actions: ActionLedger) -> None:
         """Check that every row of the last step was computed with its request's adapter, and fold
         the adapter into the ledger once for each request.
 
-        Raises WrongAdapterError if they differ.
+        Raises WrongAdapterError if they differ. Steps that repeat the last one do without a look
+        at each request.
         """
+        state = self._state(requests.changes, view.num_rows)
+        before, self._compared = self._compared, None
+        if before is None or state != before[1] or not view.is_like(before[0]):
+            self._compare(view, requests, actions)
+        self._compared = view, state
+
+    def _compare(self, view: StepView, requests: Requests, actions: ActionLedger) -> None:
+        """Check each request's rows, see `account`."""
         for rows in view.requests:
-            request = tracked.get(rows.id)
+            request = requests.tracked.get(rows.id)
             expected = (
                 request.spec.lora.digest
                 if request is not None and request.spec.lora is not None
@@ -129,9 +139,7 @@ class Loras:
                 )
             if request is not None and expected and not request.accounted:
                 request.accounted = True
-                actions.fold(
-                    step, "lora", request.spec.job, request.spec.request, request.spec.attempt, used
-                )
+                actions.fold(requests.step, "lora", *request.spec.ids, used)
 
     def modules(self, hf_config: Any) -> dict[str, list[dict[str, Any]]]:
         """Return the modules of this rank's layers that adapters may change, as

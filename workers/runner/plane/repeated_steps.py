@@ -39,15 +39,22 @@ class RepeatedSteps:
         self.positions = self._first = view.positions[self._places]
         self.recording = [tracked for tracked, _ in members if tracked.recordings]
         self.planned = [tracked for tracked, _ in members if tracked.rows or tracked.recordings]
+        self._gates = [
+            (number, tracked, tracked.gates.decided(rows.first_position))
+            for number, (tracked, rows) in enumerate(members)
+            if tracked.gates is not None
+        ]
 
     @property
     def possible(self) -> bool:
-        """Return whether there may be others: nothing is decided about a request in each step."""
+        """Return whether there may be others: nothing but gates of single tokens is decided about a
+        request in each step.
+        """
         return all(
-            tracked.gates is None
+            (tracked.gates is None or rows.num_rows == 1)
             and tracked.spec.entry is None
             and (tracked.spec.grade is None or tracked.graded is not None or tracked.reported)
-            for tracked, _ in self._members
+            for tracked, rows in self._members
         )
 
     def take(self, view: StepView, *, family: int) -> bool:
@@ -60,6 +67,11 @@ class RepeatedSteps:
             self._ends = self._find_ends()
         if bool((positions < self._first).any() or (stops > self._ends).any()):
             return False
+        for number, tracked, before in self._gates:
+            position = int(positions[number])
+            assert tracked.gates is not None
+            if tracked.decide(position + 1) or tracked.gates.decided(position) != before:
+                return False
         self._new += np.maximum(stops - np.maximum(positions, self._reached), 0)
         self._reached = np.maximum(self._reached, stops)
         self.positions = positions

@@ -23,7 +23,7 @@ class Adapters(StepPart):
         with requests.guard(requests.tracked.values(), BY_REQUEST):
             try:
                 if step.view is not None:
-                    self._loras.account(requests.step, step.view, requests.tracked, self._actions)
+                    self._loras.account(step.view, requests, self._actions)
             except WrongAdapterError as error:
                 wrong = error
         if wrong is not None:

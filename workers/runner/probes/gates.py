@@ -52,6 +52,11 @@ class Gates:
             for digest, is_open in decided.items():
                 self._open[digest].append(is_open)
 
+    def decided(self, position: int) -> list[bytes]:
+        """Return what was decided about the gates of a position, to compare it with others."""
+        at = position - self._first
+        return [bytes(flags[at : at + 1]) for flags in self._open.values() if at >= 0]
+
     def among(self, digest: str, positions: Sequence[int]) -> list[int]:
         """Return the positions, out of ascending `positions`, at which the gate is open.
 

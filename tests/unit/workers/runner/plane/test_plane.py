@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from capture_kit import source_run, values
+from lora_kit import ADAPTER, holding_adapter
 from plane_kit import VECTOR, WEIGHT, Adapters, Rig, capturing, probed, run, spec_of, steered
 from rank_kit import HIDDEN, Request, steering, stream_of
 
@@ -469,6 +470,32 @@ def test_rows_of_another_adapter_end_the_engine(rig: Rig, monkeypatch: pytest.Mo
         rig.step((request, 0, 4), new=[request])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manager: setattr(manager._last_mapping, "index_mapping", (1, 2)),
+        lambda manager: setattr(manager._last_mapping, "index_mapping", (0, 1)),
+        lambda manager: setattr(manager, "_last_mapping", None),
+        lambda manager: manager.lora_index_to_id.clear(),
+    ],
+)
+def test_another_adapter_is_found_in_a_step_that_repeats(
+    change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    loras, manager = holding_adapter(12)
+    rig = Rig(tmp_path, loras=loras)
+    requests = [steered(number) for number in (1, 2)]
+    for request in requests:
+        request.tracked.spec = msgspec.structs.replace(request.tracked.spec, lora=ADAPTER)
+    rig.step(*((request, 0, 6) for request in requests), new=requests)
+    for position in (6, 7, 8):
+        rig.step(*((request, position, 1) for request in requests))
+    assert rig.plane._requests.repeated is not None
+    change(manager)
+    with pytest.raises(WrongAdapterError):
+        rig.step(*((request, 9, 1) for request in requests))
+
+
 @pytest.mark.parametrize("action", ["flag", "stop"])
 def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Action) -> None:
     request, other = probed(rig, action), probed(rig, action, number=2)
@@ -486,6 +513,37 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Act
     assert (receipt.status, receipt.message) == ("ok", "")
     found = np.frombuffer(receipt.scores[0].tokens, dtype="<f4")
     np.testing.assert_allclose(found, np.concatenate(rows) @ WEIGHT[0] + 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> None:
+    first = float(stream_of(1, "post_block", 1, 0, 1)[0, 0])  # at position p it is larger by p
+    weight = np.full((1, HIDDEN), sign / HIDDEN, dtype=np.float32)
+    request = probed(rig, "steer", weight=weight, threshold=sign * (first + 8), total=15)
+    gate = request.tracked.spec.probes[0].gate
+    gated = msgspec.structs.replace(steering(content_hash(VECTOR), [0], "pre_attn"), gate=gate)
+    request.tracked.spec.steering.append(gated)
+    other = steered(2)
+    other.total = request.total
+    rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
+    edited, plans = {}, []
+    for position in range(6, 14):
+        rig.step((request, position, 1), (other, position, 1))
+        found = rig.left("pre_attn", 0) != [
+            stream_of(number, "pre_attn", 0, position, 1)[0] for number in (1, 2)
+        ]
+        assert found[1].all()
+        edited[position] = bool(found[0].all())
+        if (plan := rig.plane._requests.repeated) not in plans:
+            plans.append(plan)
+    # the score of the position before decides
+    assert edited == {
+        position: (position > 8) == (sign > 0) or position == 9 for position in edited
+    }
+    assert len(plans) == 2, "only a decision that differs is planned"
+    rig.step(finished=[request, other])
+    receipt = rig.told()["j1"]
+    assert receipt.scores[0].gated == receipt.applied == sum(edited.values())
 
 
 def test_rows_of_requests_that_are_forgotten_are_let_go(rig: Rig) -> None:
