@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,38 +299,104 @@ def sites(*, gpu: bool, tiny: bool) -> list[Row]:
                         pair_site(hidden, residual, ring, *planned)
                         launched += 1
 
-            took = _replayed(forward, gpu=gpu, tiny=tiny) * 1e3
             what = f"a graph of {PRODUCTS} products"
-            if not count:
-                base = took
-                found.append((what, took, "ms"))
-                continue
-            found.append((f"{what} and {count} sites {name}", took, "ms"))
-            found.append((f"each of those {count} sites", (took - base) / count * 1e3, "µs"))
+            for how, took in _timed(forward, gpu=gpu, tiny=tiny, sites=count):
+                if isinstance(took, str):
+                    found.append((f"{what} and {count} sites {name}{how}", took, ""))
+                    continue
+                if not count:
+                    base = took
+                    found.append((what, took * 1e3, "ms"))
+                    continue
+                found.append((f"{what} and {count} sites {name}{how}", took * 1e3, "ms"))
+                found.append((f"each of those {count} sites", (took - base) / count * 1e6, "µs"))
     return found
 
 
-def _replayed(forward: Callable[[], None], *, gpu: bool, tiny: bool) -> float:
-    """Median seconds of the device."""
+def _timed(
+    forward: Callable[[], None], *, gpu: bool, tiny: bool, sites: int
+) -> Iterator[tuple[str, float | str]]:
+    """How a graph was replayed, and the median seconds of the device: as it is, with launches that
+    begin before the previous one has ended, and with the sites' launches switched off, or why they
+    could not be.
+    """
     if not gpu:
-        return _milliseconds(forward, 1 if tiny else 3) / 1e3
+        yield "", _milliseconds(forward, 1 if tiny else 3) / 1e3
+        return
+    from midstream.kernels.triton_site import can_depend
+
+    graph = _captured(forward)
+    yield "", _replayed(graph.replay)
+    if sites and can_depend():
+        with kit.launches(dependent=True):
+            yield ", dependent launches", _replayed(_captured(forward).replay)
+    if sites:
+        try:
+            yield ", switched off", _replayed(without_sites(graph, sites))
+        except (ImportError, RuntimeError) as error:
+            yield ", switched off", str(error)
+
+
+def _captured(forward: Callable[[], None]) -> torch.cuda.CUDAGraph:
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         for _ in range(3):
             forward()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         forward()
+    graph.instantiate()
+    return graph
+
+
+def _replayed(replay: Callable[[], None]) -> float:
     times = []
     for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def without_sites(graph: torch.cuda.CUDAGraph, sites: int) -> Callable[[], None]:
+    """Return what launches the graph with its `sites` launches of sites switched off, as they could
+    be while nobody needs them. Raises RuntimeError.
+    """
+    from cuda.bindings import driver  # torch for GPUs needs it, too
+
+    def call(name: str, *arguments: Any) -> Any:
+        error, *results = getattr(driver, name)(*arguments)
+        if int(error):
+            raise RuntimeError(f"{name}: {error}")
+        return results[0] if results else None
+
+    raw = driver.CUgraph(graph.raw_cuda_graph())
+    *_, many = driver.cuGraphGetNodes(raw)
+    nodes = call("cuGraphGetNodes", raw, many)
+    kernels = [
+        node
+        for node in nodes
+        if call("cuGraphNodeGetType", node) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    ]
+    named = [
+        node
+        for node in kernels
+        if b"_sites" in call("cuFuncGetName", call("cuGraphKernelNodeGetParams", node).func)
+    ]
+    if len(named) != sites:
+        raise RuntimeError(f"{len(named)} of {len(kernels)} launches are of sites, not {sites}")
+    ready = call("cuGraphInstantiate", raw, 0)
+    for node in named:
+        call("cuGraphNodeSetEnabled", ready, node, 0)
+
+    def launch() -> None:
+        call("cuGraphLaunch", ready, torch.cuda.current_stream().cuda_stream)
+
+    return launch
 
 
 def table(title: str, rows: Sequence[Row]) -> dict[str, Any]:

@@ -377,20 +377,6 @@ def time_idle_sites() -> dict[int, float]:
     return found
 
 
-class Launches:
-    """Whether launches may begin before the previous one has ended, within the block."""
-
-    def __init__(self, *, dependent: bool) -> None:
-        self._dependent = dependent
-
-    def __enter__(self) -> None:
-        self._before = triton_site.DEPENDENT_LAUNCH
-        triton_site.DEPENDENT_LAUNCH = self._dependent
-
-    def __exit__(self, *_: object) -> None:
-        triton_site.DEPENDENT_LAUNCH = self._before
-
-
 def compare_launches() -> dict[str, dict[str, float]]:
     """Time that programmatic dependent launch takes off the sites of a large model's decode step,
     each after another kernel, as in a forward: idle and steered ones, both ways in turns.
@@ -411,7 +397,7 @@ def compare_launches() -> dict[str, dict[str, float]]:
 
         replays = {}
         for dependent in (False, True):
-            with Launches(dependent=dependent):
+            with kit.launches(dependent=dependent):
                 replays[dependent] = captured(work, SITES)
         taken: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(REPLAYS + 1):  # the first is a warm-up
@@ -462,7 +448,7 @@ def main() -> None:
     replays = check_graphs()
     keep(f"{replays} replays as the reference", graph_replays=replays)
     if triton_site.can_depend():
-        with Launches(dependent=True):
+        with kit.launches(dependent=True):
             replays += check_graphs()
         keep("the same with programmatic dependent launch", graph_replays=replays)
     keep(f"far offsets: {'checked' if check_far_offsets() else 'no memory for them'}")
