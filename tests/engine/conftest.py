@@ -143,45 +143,6 @@ def with_extensions(site: Path, env: Mapping[str, str] | None = None) -> dict[st
     return {**(env or {}), PACKAGES: str(site)}
 
 
-@pytest.fixture(scope="session")
-def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in
-    chunks. Packages with extensions.
-    """
-    directory = tmp_path_factory.mktemp("v1")
-    yield from shared(
-        Host(
-            directory,
-            llama,
-            with_extensions(tmp_path_factory.mktemp("site")),
-            lens_dir=str(directory),
-            max_num_batched_tokens=64,
-            enable_prefix_caching=False,
-            steering_rows=4,
-            fault="rpc",
-            hooks="all,inside",
-            extensions=EXTENSIONS,
-        )
-    )
-
-
-@pytest.fixture(scope="session")
-def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Prefix cache on, and so few KV blocks that concurrent requests preempt one another."""
-    yield from shared(
-        Host(
-            tmp_path_factory.mktemp("cached"),
-            llama,
-            with_extensions(tmp_path_factory.mktemp("site")),
-            num_gpu_blocks=8,
-            max_model_len=512,
-            fault="rpc",
-            hooks="all,inside",
-            extensions=EXTENSIONS,
-        )
-    )
-
-
 def interpreted() -> dict[str, str]:
     """Environment of an engine with the v2 runner, through Triton's interpreter: right, and
     slow.
@@ -195,103 +156,64 @@ def interpreted() -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """The v2 runner."""
-    yield from shared(
-        Host(
-            tmp_path_factory.mktemp("v2"),
-            llama,
-            with_extensions(tmp_path_factory.mktemp("site"), interpreted()),
-            runner="v2",
-            max_num_batched_tokens=64,
-            max_model_len=256,
-            max_num_seqs=8,
-            hooks="all,inside",
-            extensions=EXTENSIONS,
+def engine(model: str, env: Mapping[str, str] | None = None, **options: Any) -> Any:
+    """Return a fixture: an engine of the model of another fixture, with packages of extensions."""
+
+    @pytest.fixture(scope="session")
+    def started(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Host]:
+        folder = tmp_path_factory.mktemp(str(request.fixturename))
+        yield from shared(
+            Host(
+                folder,
+                request.getfixturevalue(model),
+                with_extensions(tmp_path_factory.mktemp("site"), env),
+                lens_dir=str(folder),
+                hooks="all,inside",
+                extensions=EXTENSIONS,
+                **options,
+            )
         )
-    )
+
+    return started
 
 
-@pytest.fixture(scope="session")
-def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """The v2 runner on two pipeline stages, three steps under way, and so few KV blocks that
-    requests preempt one another.
-    """
-    env = with_extensions(tmp_path_factory.mktemp("site"), interpreted()) | {
-        "OVERLAP_STEPS": "1",
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-    }
-    yield from shared(
-        Host(
-            tmp_path_factory.mktemp("overlapped"),
-            qwen3,
-            env,
-            runner="v2",
-            pipeline_parallel_size=2,
-            max_num_batched_tokens=64,
-            max_model_len=256,
-            max_num_seqs=8,
-            block_size=32,
-            num_gpu_blocks=10,
-            hooks="all,inside",
-            extensions=EXTENSIONS,
-        )
-    )
-
-
-@pytest.fixture(scope="session")
-def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """torch.compile (inductor on CPU), v1 runner."""
-    yield from shared(
-        Host(
-            tmp_path_factory.mktemp("compiled"),
-            llama,
-            with_extensions(tmp_path_factory.mktemp("site")),
-            enforce_eager=False,
-            max_num_batched_tokens=64,
-            fault="rpc",
-            hooks="all,inside",
-            extensions=EXTENSIONS,
-        )
-    )
+#: Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks.
+v1 = engine(
+    "llama", max_num_batched_tokens=64, enable_prefix_caching=False, steering_rows=4, fault="rpc"
+)
+#: Prefix cache on, and so few KV blocks that concurrent requests preempt one another.
+cached = engine("llama", num_gpu_blocks=8, max_model_len=512, fault="rpc")
+#: torch.compile (inductor on CPU), v1 runner.
+compiled = engine("llama", enforce_eager=False, max_num_batched_tokens=64, fault="rpc")
+#: The v2 runner.
+_V2: dict[str, Any] = {
+    "runner": "v2",
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+}
+v2 = engine("llama", interpreted(), **_V2)
+#: The v2 runner on two pipeline stages, three steps under way, and so few KV blocks that requests
+#: preempt one another.
+overlapped = engine(
+    "qwen3",
+    interpreted() | {"OVERLAP_STEPS": "1", "VLLM_LOGGING_LEVEL": "DEBUG"},
+    pipeline_parallel_size=2,
+    block_size=32,
+    num_gpu_blocks=10,
+    **_V2,
+)
+#: Two tensor-parallel ranks; each tenant has a prefix cache of its own.
+tp2 = engine("qwen3", tensor_parallel_size=2, fault="rpc", prefix_cache_scope="tenant")
+#: Two pipeline stages.
+pp2 = engine("qwen3", pipeline_parallel_size=2)
 
 
 @pytest.fixture(scope="session")
 def two_ranks() -> None:
     """Asked for by whatever starts an engine of several ranks itself."""
-
-
-@pytest.fixture(scope="session")
-def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Two tensor-parallel ranks; each tenant has a prefix cache of its own."""
-    yield from shared(
-        Host(
-            tmp_path_factory.mktemp("tp2"),
-            qwen3,
-            with_extensions(tmp_path_factory.mktemp("site")),
-            tensor_parallel_size=2,
-            fault="rpc",
-            prefix_cache_scope="tenant",
-            hooks="all,inside",
-            extensions=EXTENSIONS,
-        )
-    )
-
-
-@pytest.fixture(scope="session")
-def pp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Two pipeline stages."""
-    yield from shared(
-        Host(
-            tmp_path_factory.mktemp("pp2"),
-            qwen3,
-            with_extensions(tmp_path_factory.mktemp("site")),
-            pipeline_parallel_size=2,
-            hooks="all,inside",
-            extensions=EXTENSIONS,
-        )
-    )
 
 
 #: Of a service with a real engine, which may stall the process for seconds.

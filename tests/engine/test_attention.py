@@ -4,6 +4,7 @@ Real vLLM, tiny models in fp32.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -215,16 +216,15 @@ def test_patterns_of_a_family_are_transformers(
 ) -> None:
     """Prompts longer than the windows and chunks of the tiny models."""
     path = checkpoint(name, tmp_path / name)
-    host = nurseries("v1").host(
-        tmp_path / "engine",
-        path,
-        max_model_len=128,
-        block_size=32,
-        enforce_eager=True,
-        hooks="all,inside",
-    )
-    try:
+    with closing(
+        nurseries("v1").host(
+            tmp_path / "engine",
+            path,
+            max_model_len=128,
+            block_size=32,
+            enforce_eager=True,
+            hooks="all,inside",
+        )
+    ) as host:
         for reader, tokens in captured(host, prompt_of(60), prompt_of(7, seed=2)):
             assert largest_error(reader, tokens, path) <= FP32_ATTENTION
-    finally:
-        host.close()

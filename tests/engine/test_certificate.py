@@ -5,6 +5,7 @@ name?
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -301,12 +302,11 @@ def test_vllms_transformers_backend_is_compared(start: Callable[..., Host]) -> N
 def test_a_worker_compares_vllms_transformers_backend(folder: Path) -> None:
     """Start an engine whose core is a process of its own, as a worker does."""
     (directory := folder / "engine-worker").mkdir()
-    host = Host(directory, checkpoint("smollm3", folder / "smollm3-worker"), **SMALL)
-    try:
+    with closing(
+        Host(directory, checkpoint("smollm3", folder / "smollm3-worker"), **SMALL)
+    ) as host:
         made = certificate_of(host)
         assert (compared(made), made.caveats) == (dict.fromkeys([*HOOKS, "logits"], True), [])
-    finally:
-        host.close()
 
 
 @pytest.mark.long
@@ -364,8 +364,7 @@ def test_a_compiled_forward_is_proven(start: Callable[..., Host]) -> None:
 def test_ranks_are_proven_together(
     way: dict[str, int], qwen3: Path, two_ranks: None, tmp_path: Path
 ) -> None:
-    host = Host(tmp_path, qwen3, **(SMALL | way))
-    try:
+    with closing(Host(tmp_path, qwen3, **(SMALL | way))) as host:
         made = certificate_of(host)
         assert compared(made) == dict.fromkeys([*HOOKS, "logits"], True)
         assert (made.absent, made.tp, made.pp) == (
@@ -377,8 +376,6 @@ def test_ranks_are_proven_together(
         assert boundary.checked == LAYERS - 1, "those between stages are among them"
         assert host.call("same_content")
         assert NO_RELAY
-    finally:
-        host.close()
 
 
 @pytest.mark.matrix

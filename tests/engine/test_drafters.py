@@ -5,6 +5,7 @@ fp32.
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -335,8 +336,9 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
     head = str(eagle3_head(tmp_path / "head", target))
     (tmp_path / "engine").mkdir()
     drafts = {"speculative_tokens": DRAFTS, "drafter": "eagle3", "draft_model": head}
-    host = Host(tmp_path / "engine", target, tensor_parallel_size=2, max_model_len=256, **drafts)
-    try:
+    with closing(
+        Host(tmp_path / "engine", target, tensor_parallel_size=2, max_model_len=256, **drafts)
+    ) as host:
         reference, edit = (
             Reference(target),
             Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace"),
@@ -357,8 +359,6 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
             == 1
         )
         assert steps < 24, "drafts were accepted"
-    finally:
-        host.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 stamped.
 """
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,12 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
         host = Host(folder / "engine", served, env, tensor_parallel_size=case.ranks, **settings)
     else:
         host = nurseries("v1").host(folder / "engine", served, env, **settings)
-    try:
+    with closing(host):
         assert [caveat for caveat in host.info["caveats"] if "certif" not in caveat] == []
         outcomes = [
             capture(host, hooks_of(case.name), draw)
             for draw in range(2 if way.dtype == "float32" else 1)
         ]
-    finally:
-        host.close()
     figures = [judge([outcome], Truth(truth, way.dtype), way.dtype) for outcome in outcomes]
     assert {
         hook: str(figure)

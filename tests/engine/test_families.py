@@ -2,6 +2,7 @@
 transformers'; so are tokens.
 """
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,14 @@ def exceeded(
     edited, and patched.
     """
     path = checkpoint(name, folder / "checkpoint")
-    host = nursery.host(
-        folder / "engine",
-        path,
-        env or CHANGED.get(name),
-        **(options_of(way) | {"block_size": 32} | settings),
-    )
-    try:
+    with closing(
+        nursery.host(
+            folder / "engine",
+            path,
+            env or CHANGED.get(name),
+            **(options_of(way) | {"block_size": 32} | settings),
+        )
+    ) as host:
         truth = Truth(path, way.dtype)
         assert set(host.info["hooks"]) <= set(truth.hooks)
         draws = DRAWS if name in ROUTED and way == BF16 else 1
@@ -99,8 +101,6 @@ def exceeded(
             kind: [run(host, host.info["hooks"], draw) for draw in range(draws)]
             for kind, run in RUNS.items()
         }
-    finally:
-        host.close()
     # a median may hide a patch; fp32 shows it
     shows = way != BF16 or name not in ROUTED - BF16_ONLY
     figures = {

@@ -6,6 +6,7 @@ and bf16, and a few compiled and on v2.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
         nurseries(way.runner).host(tmp_path / "engine", checkpoints(name), **options_of(way)),
         hooks_of(name),
     )
-    try:
+    with closing(host):
         everything = capture_of([], "all", sites={hook: ALL for hook in hooks})
         asked: dict[str, list[Edit]] = {"": []} | {
             hook: [
@@ -137,8 +138,6 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
         }
         host.run(*jobs.values())
         captured = {hook: host.capture(job) for hook, job in jobs.items()}
-    finally:
-        host.close()
     truth, exceeded = Truth(checkpoints(name), way.dtype), {}
     for hook, reader in captured.items():
         rows = {(place, layer): reader.array(layer, place) for place in hooks for layer in ALL}
@@ -161,11 +160,8 @@ def test_captures_of_two_ranks_match_transformers(
     """A branch is whole only after the ranks' parts were summed; a later stage's first layer gets
     the stream from the stage before.
     """
-    host = Host(tmp_path, checkpoints(name), **options_of(EAGER), **{split: 2})
-    try:
+    with closing(Host(tmp_path, checkpoints(name), **options_of(EAGER), **{split: 2})) as host:
         outcomes = capture(host, hooks_of(name))
-    finally:
-        host.close()
     figures = judge([outcomes], Truth(checkpoints(name), EAGER.dtype), EAGER.dtype)
     assert {
         hook: str(figure) for hook, figure in figures.items() if figure.worst > EAGER.tolerance
@@ -197,10 +193,11 @@ def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else
     truth, sites = Reference(checkpoints("phi3-longrope")), {"post_block": list(ALL)}
     for max_model_len, prompts in ((128, {20: False, 100: True}), (64, {20: True})):
         settings = options_of(EAGER) | {"max_model_len": max_model_len}
-        host = nurseries("v1").host(
-            tmp_path / str(max_model_len), checkpoints("phi3-longrope"), **settings
-        )
-        try:
+        with closing(
+            nurseries("v1").host(
+                tmp_path / str(max_model_len), checkpoints("phi3-longrope"), **settings
+            )
+        ) as host:
             for length, alike in prompts.items():
                 job = host.job(
                     prompt_of(length),
@@ -223,8 +220,6 @@ def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else
                 for caveat in host.info["caveats"]
                 if "certif" not in caveat
             ] == [True] * (max_model_len > 64)
-        finally:
-            host.close()
 
 
 # field case 14
@@ -236,8 +231,7 @@ def test_a_cached_prompt_gives_the_rows_that_were_computed_before(
     3).
     """
     settings = options_of(EAGER) | {"max_model_len": 512, "enable_prefix_caching": True}
-    host = nurseries("v1").host(tmp_path / name, checkpoints(name), **settings)
-    try:
+    with closing(nurseries("v1").host(tmp_path / name, checkpoints(name), **settings)) as host:
         reference, prompt = Reference(checkpoints(name)), prompt_of(300, seed=5)
         sites, found = {hook: list(ALL) for hook in hooks_of(name)}, []
         for _ in range(2):
@@ -253,5 +247,3 @@ def test_a_cached_prompt_gives_the_rows_that_were_computed_before(
         (none, computed), (served, kept) = found
         assert none == 0 < served <= 256
         assert np.array_equal(kept[:, :served], computed[:, :served])
-    finally:
-        host.close()

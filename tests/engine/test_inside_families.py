@@ -2,6 +2,7 @@
 rows and edits are transformers'.
 """
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,10 @@ def test_hooks_inside_are_proven_at_the_start_and_equal_to_transformers(
     path = checkpoint(name, tmp_path / "checkpoint")
     host = engine(nursery, tmp_path / "engine", name, path)
     reference = InsideReference(path)
-    try:
+    with closing(host):
         found = measure(host, reference)
         if "router" in found:
             check_experts(host, reference)
-    finally:
-        host.close()
     assert {hook: cell for hook, cell in found.items() if beyond(cell)} == {}
     assert found.keys() == read_table(PAGE.read_text())[name].keys()
     assert set(host.info["certificate"]["proven"]) >= found.keys()

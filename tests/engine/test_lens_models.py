@@ -3,6 +3,7 @@ heads, soft caps, the backend.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_lens_equals_transformers_on_each_architecture(
 ) -> None:
     path = checkpoint(name, tmp_path / "checkpoint")
     host: Host = nurseries("v1").host(tmp_path / "engine", path, CHANGED.get(name), **SMALL)
-    try:
+    with closing(host):
         assert host.info["readings"] == {**host.info["readings"], "lens": ""}
         layers = list(range(host.info["num_layers"]))
         job = host.job(
@@ -68,5 +69,3 @@ def test_lens_equals_transformers_on_each_architecture(
         (reading,) = lenses(host, job)
         check(reading, Truth(path).logprobs((job.prompts[0].token_ids + output.token_ids)[:-1]))
         assert [row[0] for row in reading.top_tokens[-1][39:]] == output.token_ids
-    finally:
-        host.close()

@@ -4,6 +4,7 @@ Real vLLM, fp32.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -228,10 +229,15 @@ def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -
     """
     base = checkpoint("llama", tmp_path / "llama")
     loras, golden = peft_rows.write(tmp_path / "adapters", base), np.load(peft_rows.ROWS)
-    host = nursery.host(
-        tmp_path / "engine", base, lora_dir=str(tmp_path / "adapters"), max_loras=3, max_lora_rank=8
-    )
-    try:
+    with closing(
+        nursery.host(
+            tmp_path / "engine",
+            base,
+            lora_dir=str(tmp_path / "adapters"),
+            max_loras=3,
+            max_lora_rank=8,
+        )
+    ) as host:
         jobs = {
             name: host.job(
                 peft_rows.PROMPT, max_tokens=1, capture=capture_of(ALL, "all"), lora=lora
@@ -245,8 +251,6 @@ def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -
                     relative_error(host.capture(job).array(layer), golden[name][layer])
                     <= FP32_HOOKS
                 ), (name, layer)
-    finally:
-        host.close()
 
 
 @pytest.mark.long
@@ -309,13 +313,13 @@ def test_a_rank_that_computes_with_another_adapter_ends_the_engine(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     engine = adapted(nursery, tmp_path, "llama", fault="swap_lora")
-    try:
-        with pytest.raises(
+    with (
+        closing(engine.host),
+        pytest.raises(
             AssertionError, match=r"were computed with adapter 'another' instead of '[0-9a-f]{12}'"
-        ):
-            engine.host.run(engine.host.job(prompt_of(10), max_tokens=2, lora=engine.loras["one"]))
-    finally:
-        engine.host.close()
+        ),
+    ):
+        engine.host.run(engine.host.job(prompt_of(10), max_tokens=2, lora=engine.loras["one"]))
 
 
 @pytest.mark.long
@@ -330,11 +334,9 @@ def test_every_kind_of_layer_is_adapted_as_transformers_would(
     other names in vLLM (GPT-NeoX).
     """
     engine = adapted(nursery, tmp_path, name)
-    try:
+    with closing(engine.host):
         jobs = plain_and_edited(engine, 20)
         require_right_rows(engine, jobs, engine.host.run_together(*jobs.values()))
-    finally:
-        engine.host.close()
 
 
 @pytest.mark.long
@@ -364,7 +366,7 @@ def test_two_ranks_compute_and_account_for_an_adapter_alike(
 ) -> None:
     """Its matrices are divided as those of the model are; each stage has its own layers."""
     engine = adapted(None, tmp_path, "qwen3", **{split: 2})
-    try:
+    with closing(engine.host):
         jobs = plain_and_edited(engine, 20)
         require_right_rows(engine, jobs, engine.host.run(*jobs.values()))
         receipts = engine.host.receipts(jobs["one", False])
@@ -376,19 +378,15 @@ def test_two_ranks_compute_and_account_for_an_adapter_alike(
         assert len(engine.host.info["lora"]["modules"]["model.layers.*.self_attn.q_proj"]) == 1, (
             "the stages' layers come together"
         )
-    finally:
-        engine.host.close()
 
 
 @pytest.mark.matrix
 def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None:
     options = {"max_num_batched_tokens": 64, "max_model_len": 256, "max_num_seqs": 8}
     engine = adapted(nurseries("v2"), tmp_path, "llama", runner="v2", **options)
-    try:
+    with closing(engine.host):
         jobs = plain_and_edited(engine, 20)
         require_right_rows(engine, jobs, engine.host.run_together(*jobs.values()))
-    finally:
-        engine.host.close()
 
 
 @pytest.mark.matrix
@@ -396,7 +394,7 @@ def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     engine = adapted(nursery, tmp_path, "llama", dtype="bfloat16")
-    try:
+    with closing(engine.host):
         jobs = plain_and_edited(engine, 40)
         engine.host.run_together(*jobs.values())
         for name in ("one", "", "two"):
@@ -410,5 +408,3 @@ def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
             assert {hook: error for hook, error in errors.items() if error > BF16_EXCESS} == {}, (
                 name
             )
-    finally:
-        engine.host.close()

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,13 @@ def plain_rows(host: Host, prompt: list[int]) -> np.ndarray:
 @pytest.mark.matrix
 def test_other_requests_do_not_change_rounded_activations(made: Maker, tmp_path) -> None:
     """A neighbour with rows a hundred times as large would change a scale that they shared."""
-    host = Host(
-        tmp_path,
-        made("llama", "fp8 per token").quantised,
-        **options_of(Way("v1", "eager", "float32")),
-    )
-    try:
+    with closing(
+        Host(
+            tmp_path,
+            made("llama", "fp8 per token").quantised,
+            **options_of(Way("v1", "eager", "float32")),
+        )
+    ) as host:
         large = host.steering(Edit(0, np.full(64, 100, np.float32)))
         found = []
         for steering in (None, large):
@@ -128,8 +130,6 @@ def test_other_requests_do_not_change_rounded_activations(made: Maker, tmp_path)
             neighbour = host.job(prompt_of(20, seed=2), max_tokens=1, steering=steering)
             host.run_together(job, neighbour)
             found.append(host.capture(job).array(3))
-    finally:
-        host.close()
     assert np.array_equal(*found)
 
 
@@ -146,16 +146,15 @@ def test_scales_of_fused_weights_that_differ_are_said_in_a_caveat(
     found = {}
     for form in ("fp8 static", "fp8 static, own scales"):
         model = made("llama", form)
-        host = nursery.host(
-            tmp_path / form.replace(" ", "-"),
-            model.quantised,
-            **options_of(Way("v1", "eager", "bfloat16")),
-        )
-        try:
+        with closing(
+            nursery.host(
+                tmp_path / form.replace(" ", "-"),
+                model.quantised,
+                **options_of(Way("v1", "eager", "bfloat16")),
+            )
+        ) as host:
             assert any("rounds these weights again" in caveat for caveat in host.info["caveats"])
             rows = plain_rows(host, prompt_of(40, seed=1))
-        finally:
-            host.close()
         wanted = model.reference().rows(prompt_of(40, seed=1))["post_block", 3]
         own = model.reference(torch.bfloat16).rows(prompt_of(40, seed=1))["post_block", 3]
         found[form] = np.linalg.norm(rows - wanted) / np.linalg.norm(own - wanted)
@@ -175,17 +174,16 @@ def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(
         model = made("qwen3", form)
         folder = tmp_path / form.replace(" ", "-")
         folder.mkdir()
-        host = Host(
-            folder,
-            model.quantised,
-            **options_of(Way("v1", "eager", "float32")),
-            tensor_parallel_size=2,
-        )
-        try:
+        with closing(
+            Host(
+                folder,
+                model.quantised,
+                **options_of(Way("v1", "eager", "float32")),
+                tensor_parallel_size=2,
+            )
+        ) as host:
             assert any("each rank scales" in caveat for caveat in host.info["caveats"]) is not alike
             rows = plain_rows(host, prompt_of(40, seed=1))
-        finally:
-            host.close()
         wanted = model.reference().rows(prompt_of(40, seed=1))["post_block", 3]
         errors = np.linalg.norm(rows - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
         assert bool(np.median(errors) <= FP32_HOOKS) is alike
@@ -196,12 +194,13 @@ def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(
 def test_info_and_manifest_say_how_a_checkpoint_is_quantised(
     made: Maker, nursery, tmp_path
 ) -> None:
-    host = nursery.host(
-        tmp_path / "engine",
-        made("llama", "fp8 per token").quantised,
-        **options_of(Way("v1", "eager", "float32")),
-    )
-    try:
+    with closing(
+        nursery.host(
+            tmp_path / "engine",
+            made("llama", "fp8 per token").quantised,
+            **options_of(Way("v1", "eager", "float32")),
+        )
+    ) as host:
         assert (
             host.info["quantization"]
             == "compressed-tensors: fp8 weights, fp8 activations per token"
@@ -219,8 +218,6 @@ def test_info_and_manifest_say_how_a_checkpoint_is_quantised(
             made("llama", "fp8 per token").reference().rows(prompt_of(5))["post_block", 1],
         )
         assert error <= FP32_HOOKS
-    finally:
-        host.close()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ images.
 
 import io
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,7 @@ def test_prompts_with_images_give_transformers_rows_plain_and_edited(
     a single token of an image.
     """
     path = with_images(name, tmp_path / "checkpoint")
-    host = nursery.host(tmp_path / "engine", path, **options_of(EAGER))
-    try:
+    with closing(nursery.host(tmp_path / "engine", path, **options_of(EAGER))) as host:
         hooks, placeholder = tuple(host.info["hooks"]), host.info["image_placeholder"]
         assert host.info["images"], host.info["images_refused"]
         ids, images = prompt_with(
@@ -142,8 +142,6 @@ def test_prompts_with_images_give_transformers_rows_plain_and_edited(
         readers = {job.id: host.capture(job) for job in (plain, edited)}
         spans = readers[plain.id].images()
         of_second = host.capture(plain, 1).positions()
-    finally:
-        host.close()
     tokens, beside = seen_by_transformers(path, place=PLACES.get(name, "<image>"))
     ids_seen = readers[plain.id].token_ids()
     prompt_tokens = outputs[plain.id][0].prompt_tokens
@@ -180,12 +178,13 @@ def test_prompts_of_equal_tokens_and_other_images_share_no_rows(
 ) -> None:
     """Neither cached blocks nor kept rows; the same image does."""
     path = with_images("llava", tmp_path / "checkpoint")
-    host = nursery.host(
-        tmp_path / "engine",
-        path,
-        **options_of(EAGER) | {"enable_prefix_caching": True, "block_size": 32},
-    )
-    try:
+    with closing(
+        nursery.host(
+            tmp_path / "engine",
+            path,
+            **options_of(EAGER) | {"enable_prefix_caching": True, "block_size": 32},
+        )
+    ) as host:
         pairs = [PICTURES, [PICTURES[0], picture(3, 30, 90)], PICTURES]
         written, images = [], []
         for pictures in pairs:
@@ -198,8 +197,6 @@ def test_prompts_of_equal_tokens_and_other_images_share_no_rows(
         ]
         outputs = [host.run(job)[job.id][0] for job in jobs]
         rows = [host.capture(job).array(3) for job in jobs]
-    finally:
-        host.close()
     assert written[0] == written[1] == written[2]
     assert [output.cached_tokens for output in outputs] == [0, 0, 32]
     for number, pictures in enumerate(pairs):
@@ -221,11 +218,8 @@ def test_prompts_of_equal_tokens_and_other_images_share_no_rows(
 def test_text_alone_gives_transformers_rows_plain_and_edited(
     name: str, nursery: Nursery, checkpoints, tmp_path: Path
 ) -> None:
-    host = nursery.host(tmp_path / "engine", checkpoints(name), **options_of(EAGER))
-    try:
+    with closing(nursery.host(tmp_path / "engine", checkpoints(name), **options_of(EAGER))) as host:
         outcomes = capture(host, tuple(host.info["hooks"]))
-    finally:
-        host.close()
     figures = judge([outcomes], Truth(checkpoints(name), "float32"), "float32")
     assert {
         hook: str(figure) for hook, figure in figures.items() if figure.worst > EAGER.tolerance

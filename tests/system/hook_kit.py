@@ -3,7 +3,7 @@
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -112,8 +112,5 @@ class Receiver:
 
 @contextmanager
 def receiving() -> Iterator[Receiver]:
-    receiver = Receiver()
-    try:
+    with closing(Receiver()) as receiver:
         yield receiver
-    finally:
-        receiver.close()

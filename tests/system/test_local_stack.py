@@ -5,6 +5,7 @@ from another process.
 import json
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 
 import httpx2
@@ -114,8 +115,7 @@ def test_logs_of_one_process_or_all(up: Up) -> None:
 
 @pytest.mark.long
 def test_down_stops_everything_and_status_says_that_nothing_runs(tmp_path: Path) -> None:
-    up = Up(tmp_path / "data", api_port=free_port())
-    try:
+    with closing(Up(tmp_path / "data", api_port=free_port())) as up:
         up.ready()
         pids = up.state()["processes"].values()
         done = up.midstream("down")
@@ -125,8 +125,6 @@ def test_down_stops_everything_and_status_says_that_nothing_runs(tmp_path: Path)
             "it returns when all has ended"
         )
         assert up.process.wait(60) == 0
-    finally:
-        up.close()
     after = up.midstream("status")
     assert (after.returncode, f"no stack is running on {up.data}" in after.stdout) == (3, True)
     again = up.midstream("down")

@@ -3,6 +3,7 @@ rendered?
 """
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,7 @@ def outputs(notebook: Any, source: str) -> dict[str, str]:
 def test_the_notebook_runs_and_its_results_are_rendered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    up = Up(tmp_path / "data")
-    try:
+    with closing(Up(tmp_path / "data")) as up:
         url = up.ready()
         for name in [name for name in os.environ if name.startswith("MIDSTREAM_")]:
             monkeypatch.delenv(name)
@@ -65,5 +65,3 @@ def test_the_notebook_runs_and_its_results_are_rendered(
         assert figure["image/png"]
         assert "did you mean 'prompts'?" in outputs(notebook, "promts")["stream"]
         assert url in up.output()
-    finally:
-        up.close()

@@ -4,6 +4,7 @@ needs?
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx2
@@ -90,15 +91,12 @@ def test_flower_and_inspect_see_the_worker(machines: Machines, http: httpx2.Clie
     wait_until(
         lambda: "celery@" in (told := flower(machines, "/workers?json=1").text) or "w1@" in told
     )
-    app = make_app(machines.settings("api"))
-    try:
+    with closing(make_app(machines.settings("api"))) as app:
         wait_until(
             lambda: (
                 list((app.control.inspect(timeout=3).ping() or {}).values()) == [{"ok": "pong"}] * 2
             )
         )  # worker and callbacks
-    finally:
-        app.close()
 
 
 def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx2.Client) -> None:
@@ -191,12 +189,11 @@ def test_a_redis_with_a_wrong_certificate_is_refused(machines: Machines, tmp_pat
     elsewhere = url.replace("@127.0.0.1:", "@localhost:")  # the certificate is for 127.0.0.1
     with pytest.raises(redis.exceptions.ConnectionError, match="localhost"):
         redis.Redis.from_url(elsewhere, retry=None).ping()
-    app = make_app(load_settings({}, redis_url=elsewhere))
-    try:
-        with pytest.raises(Exception, match=r"certificate verify failed|localhost"):
-            app.connection_for_write().ensure_connection(max_retries=1, timeout=3, interval_start=0)
-    finally:
-        app.close()
+    with (
+        closing(make_app(load_settings({}, redis_url=elsewhere))) as app,
+        pytest.raises(Exception, match=r"certificate verify failed|localhost"),
+    ):
+        app.connection_for_write().ensure_connection(max_retries=1, timeout=3, interval_start=0)
 
 
 def test_a_restart_keeps_what_scripts_and_transactions_wrote(tmp_path: Path) -> None:

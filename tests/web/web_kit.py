@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from shutil import which
 from typing import Any, TypeVar
@@ -281,9 +281,7 @@ def visiting(
         viewport={"width": size[0], "height": size[1]}, color_scheme=scheme
     )  # type: ignore[arg-type]
     context.set_default_timeout(LONG_S * 1000)
-    try:
+    with closing(context):
         visit = Visit(context, url)
         yield visit
         visit.check()
-    finally:
-        context.close()
