@@ -36,6 +36,8 @@ PRODUCTS, INNER, SITES = 64, 14336, (97, 32, 0)
 REPLAYS = 15
 #: `unshare`, from <linux/sched.h>.
 _OWN_MOUNTS = 0x20000
+#: `CU_GRAPH_NODE_TYPE_KERNEL`, from <cuda.h>.
+_KERNEL_NODE = 0
 
 
 def interpreter(*, gpu: bool, tiny: bool) -> list[Row]:
@@ -333,7 +335,7 @@ def _timed(
     if sites:
         try:
             yield ", switched off", _replayed(without_sites(graph, sites))
-        except (ImportError, RuntimeError) as error:
+        except (OSError, RuntimeError, AttributeError) as error:
             yield ", switched off", str(error)
 
 
@@ -362,39 +364,40 @@ def _replayed(replay: Callable[[], None]) -> float:
     return statistics.median(times)
 
 
-def without_sites(graph: torch.cuda.CUDAGraph, sites: int) -> Callable[[], None]:
+def without_sites(
+    graph: torch.cuda.CUDAGraph, sites: int, driver: Any = None
+) -> Callable[[], None]:
     """Return what launches the graph with its `sites` launches of sites switched off, as they could
-    be while nobody needs them. Raises RuntimeError.
+    be while nobody needs them. `driver`: CUDA's library. Raises OSError and RuntimeError.
     """
-    from cuda.bindings import driver  # torch for GPUs needs it, too
+    cuda = driver or ctypes.CDLL("libcuda.so.1")
 
-    def call(name: str, *arguments: Any) -> Any:
-        error, *results = getattr(driver, name)(*arguments)
-        if int(error):
-            raise RuntimeError(f"{name}: {error}")
-        return results[0] if results else None
+    def call(name: str, *arguments: Any) -> None:
+        if error := getattr(cuda, name)(*arguments):
+            raise RuntimeError(f"{name}: error {error} of CUDA")
 
-    raw = driver.CUgraph(graph.raw_cuda_graph())
-    *_, many = driver.cuGraphGetNodes(raw)
-    nodes = call("cuGraphGetNodes", raw, many)
-    kernels = [
-        node
-        for node in nodes
-        if call("cuGraphNodeGetType", node) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-    ]
-    named = [
-        node
-        for node in kernels
-        if b"_sites" in call("cuFuncGetName", call("cuGraphKernelNodeGetParams", node).func)
-    ]
+    raw, many = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    call("cuGraphGetNodes", raw, None, ctypes.byref(many))
+    nodes = (ctypes.c_void_p * many.value)()
+    call("cuGraphGetNodes", raw, nodes, ctypes.byref(many))
+    named = []
+    for node in map(ctypes.c_void_p, nodes):
+        kind, name = ctypes.c_int(), ctypes.c_char_p()
+        parameters = (ctypes.c_void_p * 16)()  # the first is the function; more than there are
+        call("cuGraphNodeGetType", node, ctypes.byref(kind))
+        if kind.value == _KERNEL_NODE:
+            call("cuGraphKernelNodeGetParams_v2", node, parameters)
+            call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(parameters[0]))
+            named += [node] if b"_sites" in (name.value or b"") else []
     if len(named) != sites:
-        raise RuntimeError(f"{len(named)} of {len(kernels)} launches are of sites, not {sites}")
-    ready = call("cuGraphInstantiate", raw, 0)
+        raise RuntimeError(f"{len(named)} of {len(nodes)} nodes launch sites, not {sites}")
+    ready = ctypes.c_void_p()
+    call("cuGraphInstantiateWithFlags", ctypes.byref(ready), raw, ctypes.c_ulonglong(0))
     for node in named:
-        call("cuGraphNodeSetEnabled", ready, node, 0)
+        call("cuGraphNodeSetEnabled", ready, node, ctypes.c_uint(0))
 
     def launch() -> None:
-        call("cuGraphLaunch", ready, torch.cuda.current_stream().cuda_stream)
+        call("cuGraphLaunch", ready, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
 
     return launch
 
