@@ -483,6 +483,11 @@ class RankSpec(Record):
         return self.job, self.request, self.attempt
 
     @property
+    def harvested(self) -> bool:
+        """Whether a harvest asks for its rows."""
+        return any(capture.harvest is not None for capture in self.captures)
+
+    @property
     def key(self) -> str:
         """The name of this request in calls to the ranks."""
         return f"{self.job}.{self.request}.{self.attempt}"

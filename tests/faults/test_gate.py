@@ -45,5 +45,6 @@ def test_the_gate_holds_where_harvests_go_into_a_bucket(tmp_path: Path, s3: Faul
 
 @pytest.mark.timeout(3600)
 def test_no_job_ends_with_the_numbers_of_other_weights(tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(10**9)
-    assert check(tmp_path, seed, JOBS // 10, OTHER_WEIGHTS).seen["other weights"] > 0
+    # An engine is killed so often that a job may lose more attempts than usual.
+    seed, options = random.SystemRandom().randrange(10**9), {"max_attempts": 20}
+    assert check(tmp_path, seed, JOBS // 10, OTHER_WEIGHTS, **options).seen["other weights"] > 0

@@ -48,7 +48,7 @@ class InterventionError(Exception):
 class WriteJob:
     """A finished request: its receipt, complete except for the captures, and the functions that
     build these. `size`: approximate bytes of their rows. `complete` adds to the receipt what takes
-    a while to compute.
+    a while to compute. `harvested`: the rows go to a harvest's store.
 
     All of them run in a writer thread; what they refer to stays alive until the receipt is
     delivered.
@@ -58,6 +58,7 @@ class WriteJob:
     builds: Sequence[Callable[[], FinishedCapture]] = ()
     size: int = 0
     complete: Callable[[Receipt], Receipt] | None = None
+    harvested: bool = False
 
 
 @dataclass
@@ -111,8 +112,15 @@ class Diversion(Protocol):
     def receipt(self, receipt: Receipt) -> None: ...
 
 
+_Jobs = queue.SimpleQueue[WriteJob | _Part | None]
+
+
 class Writer:
-    """Threads that pass captures to their consumers in groups, and then receipts to the outbox."""
+    """Threads that pass captures to their consumers in groups, and then receipts to the outbox.
+
+    Harvests have threads of their own: their stores are elsewhere, and other requests would lose
+    their receipts while one of those does not answer.
+    """
 
     def __init__(
         self,
@@ -123,8 +131,9 @@ class Writer:
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
     ) -> None:
-        """`memory_limit`: bytes that the consumer `memory` may put into a receipt. `begin`: called
-        first in each thread. `readings`: the consumer that computes readings of rows, if any.
+        """`threads`: for harvests, and as many for all else. `memory_limit`: bytes that the
+        consumer `memory` may put into a receipt. `begin`: called first in each thread. `readings`:
+        the consumer that computes readings of rows, if any.
 
         Raises ValueError without a thread, since nothing would ever be written.
         """
@@ -132,7 +141,7 @@ class Writer:
             raise ValueError(f"a writer has {threads} threads, and needs at least one")
         self._begin = begin
         self._outbox = outbox
-        self._queue: queue.SimpleQueue[WriteJob | _Part | None] = queue.SimpleQueue()
+        self._jobs, self._harvested = _Jobs(), _Jobs()
         self._pending = 0
         self.backlog = 0  # bytes of rows that wait or are being written
         # counts since the start
@@ -148,10 +157,13 @@ class Writer:
         if readings is not None:
             self._shared[READER] = readings
         usage = Usage(store.store, store.quota)
-        self._filesystems = [Filesystem(store, usage, i) for i in range(threads)]
+        self._filesystems = [Filesystem(store, usage, i) for i in range(2 * threads)]
         self._threads = [
             threading.Thread(
-                target=self._run, args=(filesystem,), name=f"midstream-writer-{i}", daemon=True
+                target=self._run,
+                args=(filesystem, self._jobs if i < threads else self._harvested),
+                name=f"midstream-writer-{i}",
+                daemon=True,
             )
             for i, filesystem in enumerate(self._filesystems)
         ]
@@ -182,14 +194,14 @@ class Writer:
         with self._lock:
             self._pending += 1
             self.backlog += job.size
-        self._queue.put(job)
+        (self._harvested if job.harvested else self._jobs).put(job)
 
     def stream(self, write: Callable[[], None], size: int) -> None:
         """Have a writer thread call `write`, which releases `size` bytes of rows."""
         with self._lock:
             self._pending += 1
             self.backlog += size
-        self._queue.put(_Part(write, size))
+        self._jobs.put(_Part(write, size))
 
     def busy(self) -> bool:
         """Return whether anything remains to be written."""
@@ -197,20 +209,20 @@ class Writer:
 
     def close(self) -> None:
         """Write everything that is queued, and stop."""
-        for _ in self._threads:
-            self._queue.put(None)
+        for jobs in (self._jobs, self._harvested):
+            jobs.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _run(self, filesystem: Filesystem) -> None:
+    def _run(self, filesystem: Filesystem, jobs: _Jobs) -> None:
         self._begin()
         consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
-        while (first := self._queue.get()) is not None:
+        while (first := jobs.get()) is not None:
             if isinstance(first, _Part):
                 self._write_part(first)
                 del first
                 continue
-            group, last = self._gather(first)
+            group, last = self._gather(first, jobs)
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
             count, size = len(group), sum(job.size for job in group)
@@ -221,16 +233,16 @@ class Writer:
                 self._pending -= count
                 self.backlog -= size
             if last:
-                self._queue.put(None)  # returned to the queue, for another thread
                 break
+        jobs.put(None)  # for another thread
         filesystem.close()
 
-    def _gather(self, first: WriteJob) -> tuple[list[WriteJob], bool]:
+    def _gather(self, first: WriteJob, jobs: _Jobs) -> tuple[list[WriteJob], bool]:
         """Return a group of `first` and waiting jobs, and whether the end marker was taken."""
         group, size = [first], first.size
         while len(group) < GROUP_REQUESTS and size < GROUP_BYTES:
             try:
-                job = self._queue.get_nowait()
+                job = jobs.get_nowait()
             except queue.Empty:
                 break
             if job is None:

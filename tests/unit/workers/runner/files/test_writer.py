@@ -55,7 +55,11 @@ class Desk:
         self.writer = Writer(config, self.outbox, threads, MEMORY_LIMIT)
 
     def submit(
-        self, *builds: Callable[[], FinishedCapture], request: int = 0, status: str = "ok"
+        self,
+        *builds: Callable[[], FinishedCapture],
+        request: int = 0,
+        status: str = "ok",
+        harvested: bool = False,
     ) -> None:
         receipt = Receipt(
             "1",
@@ -74,7 +78,7 @@ class Desk:
             status=status,
             message="",
         )
-        self.writer.submit(WriteJob(receipt, builds, 100))
+        self.writer.submit(WriteJob(receipt, builds, 100, harvested=harvested))
 
     def close(self) -> dict[int, Receipt]:
         self.writer.close()
@@ -112,6 +116,24 @@ def test_a_receipt_says_ok_when_its_files_are_there(
     np.testing.assert_array_equal(
         CaptureReader(desk.store, "job_x").array(2), values("post_block", 2, [0, 1, 2])
     )
+
+
+def test_nobody_waits_for_the_store_of_a_harvest(desk: Desk) -> None:
+    answers = threading.Event()
+
+    def harvested() -> FinishedCapture:
+        assert answers.wait(60)
+        return finished()
+
+    for request in range(8):
+        desk.submit(harvested, request=request, harvested=True)
+    desk.submit(capture(), request=8)
+    until = time.monotonic() + 60
+    while not desk.receipts and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [(told.request, told.status) for told in desk.receipts] == [(8, "ok")]
+    answers.set()
+    assert desk.close().keys() == set(range(9))
 
 
 def test_a_request_without_captures_is_reported_at_once(desk: Desk) -> None:
