@@ -227,8 +227,11 @@ class Cluster(Stack):
     def stop_in_order(self, name: str, _: signal.Signals) -> Outage:
         """SIGTERM, which must end the process in time and in order.
 
-        (uvicorn stops in order and then dies of the signal.)
+        (uvicorn stops in order and then dies of the signal.) A worker finishes its jobs first, and
+        a harvest waits for its bucket.
         """
+        if self._bucket is not None:
+            self._bucket.faults.clear()
         outage = Outage(name, time.monotonic())
         self.outages.append(outage)
         code = self.end(name, STOP_S)
