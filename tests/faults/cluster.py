@@ -230,7 +230,7 @@ class Cluster(Stack):
         (uvicorn stops in order and then dies of the signal.) A worker finishes its jobs first, and
         a harvest waits for its bucket.
         """
-        if self._bucket is not None:
+        if self._bucket is not None and name in self.workers:
             self._bucket.faults.clear()
         outage = Outage(name, time.monotonic())
         self.outages.append(outage)
