@@ -157,15 +157,14 @@ class Writer:
         if readings is not None:
             self._shared[READER] = readings
         usage = Usage(store.store, store.quota)
-        self._filesystems = [Filesystem(store, usage, i) for i in range(2 * threads)]
+        self._filesystems = [Filesystem(store, usage, i) for i in range(threads)]
         self._threads = [
-            threading.Thread(
-                target=self._run,
-                args=(filesystem, self._jobs if i < threads else self._harvested),
-                name=f"midstream-writer-{i}",
-                daemon=True,
-            )
+            threading.Thread(target=self._run, args=work, name=f"midstream-{name}-{i}", daemon=True)
             for i, filesystem in enumerate(self._filesystems)
+            for name, *work in (
+                ("writer", self._jobs, filesystem),
+                ("harvest", self._harvested, None),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -214,9 +213,11 @@ class Writer:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, filesystem: Filesystem, jobs: _Jobs) -> None:
+    def _run(self, jobs: _Jobs, filesystem: Filesystem | None) -> None:
         self._begin()
-        consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
+        consumers = dict(self._shared)
+        if filesystem is not None:
+            consumers["filesystem"] = filesystem
         while (first := jobs.get()) is not None:
             if isinstance(first, _Part):
                 self._write_part(first)
@@ -235,7 +236,8 @@ class Writer:
             if last:
                 break
         jobs.put(None)  # for another thread
-        filesystem.close()
+        if filesystem is not None:
+            filesystem.close()
 
     def _gather(self, first: WriteJob, jobs: _Jobs) -> tuple[list[WriteJob], bool]:
         """Return a group of `first` and waiting jobs, and whether the end marker was taken."""
