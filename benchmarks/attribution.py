@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
 import httpx2
-from gradient_kit import exact, heads_at, sweep
+from gradient_kit import exact, heads_at, load, sweep
 from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL
 from patching import LAYERS, Pair, pair_of as served_pair, stack, sweep as whole_sweep
 
@@ -42,7 +42,7 @@ from lens import MODEL
 from midstream.schemas.jobs.sweeps import StoredSweep
 from midstream.workers.gradients.attribution import Options, estimate_pair
 from midstream.workers.gradients.edges import edge_scores
-from midstream.workers.gradients.points import Points, load
+from midstream.workers.gradients.points import Points
 
 #: IOI with a first sentence, as long as many published pairs are.
 CONTEXT = (

@@ -10,6 +10,7 @@ layer is compared before the final norm, which HF's list of hidden states has al
 """
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -20,6 +21,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fake_engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])  # of the engines' processes
 
 from engines import DEMO_MODEL, bench_prompts, tokenised
 from host import Host, capture_of

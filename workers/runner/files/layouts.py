@@ -104,7 +104,7 @@ class Filesystem:
 
     def __init__(self, config: StoreConfig, usage: Usage, thread: int = 0) -> None:
         """`usage` may be shared. `thread`: number of the writer thread, part of its segments'
-        names.
+        names; the first prepares the store for all.
         """
         self._config = config
         self._usage = usage
@@ -114,7 +114,8 @@ class Filesystem:
         #: The last write failed because the store accepts no writes.
         self.unavailable = False
         try:
-            config.store.prepare()
+            if not thread:
+                config.store.prepare()
         except OSError as error:  # each write fails again, and reports to its own request
             logger.error("cannot write captures to %s: %s", config.store.uri, error)
 

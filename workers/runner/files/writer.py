@@ -157,14 +157,15 @@ class Writer:
         if readings is not None:
             self._shared[READER] = readings
         usage = Usage(store.store, store.quota)
-        self._filesystems = [Filesystem(store, usage, i) for i in range(threads)]
+        self._filesystems = [Filesystem(store, usage, i) for i in range(2 * threads)]
         self._threads = [
-            threading.Thread(target=self._run, args=work, name=f"midstream-{name}-{i}", daemon=True)
-            for i, filesystem in enumerate(self._filesystems)
-            for name, *work in (
-                ("writer", self._jobs, filesystem),
-                ("harvest", self._harvested, None),
+            threading.Thread(
+                target=self._run,
+                args=(filesystem, self._jobs if i < threads else self._harvested),
+                name=f"midstream-{'writer' if i < threads else 'harvest'}-{i % threads}",
+                daemon=True,
             )
+            for i, filesystem in enumerate(self._filesystems)
         ]
         for thread in self._threads:
             thread.start()
@@ -213,11 +214,9 @@ class Writer:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, jobs: _Jobs, filesystem: Filesystem | None) -> None:
+    def _run(self, filesystem: Filesystem, jobs: _Jobs) -> None:
         self._begin()
-        consumers = dict(self._shared)
-        if filesystem is not None:
-            consumers["filesystem"] = filesystem
+        consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
         while (first := jobs.get()) is not None:
             if isinstance(first, _Part):
                 self._write_part(first)
@@ -236,8 +235,7 @@ class Writer:
             if last:
                 break
         jobs.put(None)  # for another thread
-        if filesystem is not None:
-            filesystem.close()
+        filesystem.close()
 
     def _gather(self, first: WriteJob, jobs: _Jobs) -> tuple[list[WriteJob], bool]:
         """Return a group of `first` and waiting jobs, and whether the end marker was taken."""
