@@ -255,16 +255,6 @@ def _idefics3() -> Any:
     return transformers.Idefics3Processor(images, _words(special), image_seq_len=1)
 
 
-def _gemma3() -> Any:
-    tokenizer = _words({500: "<image_soft_token>", 502: "<start_of_image>", 503: "<end_of_image>"})
-    for name, word in (("image_token", 500), ("boi_token", 502), ("eoi_token", 503)):
-        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(word))
-        setattr(tokenizer, f"{name}_id", word)
-    return transformers.Gemma3Processor(
-        _pil("gemma3", "Gemma3", size={"height": 28, "width": 28}), tokenizer, image_seq_length=4
-    )
-
-
 def _mistral3() -> Any:
     images = _pil(
         "pixtral", "Pixtral", size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}

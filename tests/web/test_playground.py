@@ -5,6 +5,8 @@ stopped, copied?
 import base64
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -98,14 +100,24 @@ def answer(site: Site, **body: Any) -> str:
     )
 
 
-def sent(visit: Visit) -> list[dict[str, Any]]:
-    """Bodies of the completions that the page asks for from now on."""
+def sent(visit: Visit, event: str = "request") -> list[dict[str, Any]]:
+    """Bodies of the completions of whose requests the browser tells this from now on."""
     found: list[dict[str, Any]] = []
     visit.page.on(
-        "request",
+        event,
         lambda request: found.append(request.post_data_json) if PATHS.search(request.url) else None,
     )
     return found
+
+
+@contextmanager
+def generating(site: Site, page: Page) -> Iterator[None]:
+    """Inside, both streams have begun and do not go on."""
+    with held(site):
+        page.get_by_role("button", name="Run").click()
+        for title in ("Baseline", "Steered"):
+            expect(pane(page, title)).to_contain_text("generating …")
+        yield
 
 
 # --- Two streams
@@ -290,10 +302,7 @@ def test_tokens_are_coloured_by_their_projection_on_a_module(site: Site, visit: 
 
 def test_stop_cancels_both_jobs(site: Site, visit: Visit) -> None:
     page = opened(site, visit)
-    with held(site):
-        page.get_by_role("button", name="Run").click()
-        for title in ("Baseline", "Steered"):
-            expect(pane(page, title)).to_contain_text("generating …")
+    with generating(site, page):
         jobs = [job_of(page, title) for title in ("Baseline", "Steered")]
         page.get_by_role("button", name="Stop").click()
         for title in ("Baseline", "Steered"):
@@ -306,15 +315,8 @@ def test_stop_cancels_both_jobs(site: Site, visit: Visit) -> None:
 
 def test_leaving_the_view_closes_its_streams(site: Site, visit: Visit) -> None:
     page = opened(site, visit)
-    closed: list[str] = []
-    page.on(
-        "requestfailed",
-        lambda request: closed.append(request.url) if PATHS.search(request.url) else None,
-    )
-    with held(site):
-        page.get_by_role("button", name="Run").click()
-        for title in ("Baseline", "Steered"):
-            expect(pane(page, title)).to_contain_text("generating …")
+    closed = sent(visit, "requestfailed")
+    with generating(site, page):
         page.get_by_role("link", name="Jobs", exact=True).click()
         expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
         visit.until(lambda: len(closed) == 2, "both streams to close")
@@ -333,15 +335,8 @@ def test_another_models_late_answer_is_not_shown(site: Site, visit: Visit) -> No
     )
     page = opened(site, visit)
     add(page, "sea", 2)
-    closed: list[str] = []
-    page.on(
-        "requestfailed",
-        lambda request: closed.append(request.url) if PATHS.search(request.url) else None,
-    )
-    with held(site):
-        page.get_by_role("button", name="Run").click()
-        for title in ("Baseline", "Steered"):
-            expect(pane(page, title)).to_contain_text("generating …")
+    closed = sent(visit, "requestfailed")
+    with generating(site, page):
         page.get_by_label("Model").select_option("other")
         expect(page.get_by_label("Scale of sea", exact=True)).to_have_count(0)
         visit.until(lambda: len(closed) == 2, "both streams to close")
