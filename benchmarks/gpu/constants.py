@@ -318,9 +318,9 @@ def sites(*, gpu: bool, tiny: bool) -> list[Row]:
 def _timed(
     forward: Callable[[], None], *, gpu: bool, tiny: bool, sites: int
 ) -> Iterator[tuple[str, float | str]]:
-    """How a graph was replayed, and the median seconds of the device: as it is, with launches that
-    begin before the previous one has ended, and with the sites' launches switched off, or why they
-    could not be.
+    """Yield how a graph was replayed, and the median seconds of the device: as it is, with launches
+    that begin before the previous one has ended, and with the sites' launches switched off, or why
+    they could not be.
     """
     if not gpu:
         yield "", _milliseconds(forward, 1 if tiny else 3) / 1e3

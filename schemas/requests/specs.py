@@ -484,7 +484,7 @@ class RankSpec(Record):
 
     @property
     def harvested(self) -> bool:
-        """Whether a harvest asks for its rows."""
+        """Return whether a harvest asks for its rows."""
         return any(capture.harvest is not None for capture in self.captures)
 
     @property

@@ -5,7 +5,7 @@ Everything real but the model and the worker's process.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, difference, havin
 
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.schemas.base.records import now
-from midstream.schemas.jobs.jobs import Event, Job, Sampling, State, StoredPrompt
+from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, PatchWindow, StoredSweep, SweepResult
+from midstream.schemas.requests.steering import GlobalSteering
 from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
+from midstream.workers.engine.protocol import EngineRequest, Progress
 from midstream.workers.serving import sweeps
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 
@@ -158,9 +160,11 @@ async def test_only_the_pair_with_a_useless_baseline_has_no_values(rig: Rig) -> 
     )
 
 
-async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(rig: Rig) -> None:
-    # Each is far more than the cells in flight: the second's hundredth cell comes long before the
-    # first's last.
+async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each is far more than the cells in flight: once both have begun, the second's hundredth cell
+    # comes long before the first's last.
     asked = sweep(pair(CLEAN * 3, CORRUPT * 3), hooks=["post_block", "attn_out"])
     sweeps = [await rig.submit(asked) for _ in range(2)]
     ordinary = Job(
@@ -174,6 +178,18 @@ async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(rig: Rig) -> 
     )
     await rig.ledger.submit(ordinary, {})
     async with rig.worker() as runs:
+        answer, awaited = rig.engine.generate, set(sweeps)
+
+        async def answered_once_both_have_begun(
+            ask: EngineRequest, steering: GlobalSteering
+        ) -> AsyncGenerator[Progress, None]:
+            awaited.discard(ask.job)
+            while awaited:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            async for progress in answer(ask, steering):
+                yield progress
+
+        monkeypatch.setattr(rig.engine, "generate", answered_once_both_have_begun)
         running = [asyncio.create_task(runs.run_job(job_id)) for job_id in sweeps]
         await rig.known(sweeps[1], 100)
         assert await runs.run_job(ordinary.id) is AttemptOutcome.SUCCEEDED
@@ -182,18 +198,13 @@ async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(rig: Rig) -> 
         check_grid(asked, await rig.result(job_id))
     before, after = [
         [
-            told_at(event)
+            int(event.id.partition("-")[0])  # by Redis' clock, in milliseconds
             for event in await rig.ledger.events(job_id, count=100_000)
             if event.event == "cell"
         ]
         for job_id in sweeps
     ]
     assert after[99] < before[-1], "they take turns"
-
-
-def told_at(event: Event) -> int:
-    """By Redis' clock, in milliseconds."""
-    return int(event.id.partition("-")[0])
 
 
 # field case 36
