@@ -177,7 +177,7 @@ async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(
         identity=identity_of(rig.settings),
     )
     await rig.ledger.submit(ordinary, {})
-    async with rig.worker() as runs:
+    async with asyncio.timeout(60), rig.worker() as runs:
         answer, awaited = rig.engine.generate, set(sweeps)
 
         async def answered_once_both_have_begun(
