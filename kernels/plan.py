@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..schemas.requests.interventions import EVERY, FAMILIES, INSTALLED, LIMIT, PLACE, SCALARS
+from ..schemas.requests.interventions import (
+    EVERY,
+    FAMILIES,
+    INSTALLED,
+    LIMIT,
+    OWNER,
+    PLACE,
+    SCALARS,
+)
 
 #: Columns of `token_rows`: the most configuration rows that may edit one token, rows of its request
 #: and of global steering together.
@@ -80,8 +88,8 @@ class Planned(NamedTuple):
     #: actually did.
     counts: torch.Tensor
     #: float32 [all sites, capacity], written by the ops, set to NaN by its reader: the relative
-    #: size ‖edit‖₂ / ‖row before it‖₂ of all edits of a site at a token, at most LARGEST_SIZE;
-    #: negative if it exceeds a limit that fails the request; NaN: not edited.
+    #: size ‖edit‖₂ / ‖row before it‖₂ of all edits of a site at a token, at most LARGEST_SIZE; if
+    #: its owner's edits exceed a limit that fails the request, minus their size; NaN: not edited.
     sizes: torch.Tensor
 
 
@@ -94,6 +102,7 @@ class Does(NamedTuple):
     # scalars of the first entry, or of all: [entries, up to SCALARS]
     scalars: Sequence[float] | torch.Tensor = ()
     limit: float = 0.0  # see `schemas.requests.specs.StoredSteering`
+    operator: bool = False  # the operator's edit, not a request's
 
 
 def does_of(
@@ -144,7 +153,7 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
         )
     scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
     scalars[: len(numbers), : numbers.shape[1]] = numbers
-    scalars[0, LIMIT] = does.limit
+    scalars[0, LIMIT], scalars[0, OWNER] = does.limit, does.operator
     vectors = unit(does.vectors) if family.unit else does.vectors.float()
     # s + (−0) has the bits of s for every s; s + 0 does not if s is −0
     if family.effect == "shift":

@@ -9,8 +9,10 @@ If a rewrite applies to a token, s is first rounded to the model's dtype, as the
 it. All families then compute in float32, and the result is rounded once. A rewrite that does not
 change a row (its strength is 0, the component is within its range, or the result has the same bits)
 counts as absent. Last, the relative size of a row's edits is measured on the rounded rows, and a
-row whose edits exceed their limit is rewritten with scaled ones. The cost is proportional to the
-number of tokens that each family edits; rows that no configuration edits keep their bits.
+row whose edits exceed their limit is rewritten with scaled ones. A limit bounds the edits of its
+owner: the operator's are what they do to the row alone, a request's what the row has besides. The
+cost is proportional to the number of tokens that each family edits; rows that no configuration
+edits keep their bits.
 """
 
 import math
@@ -27,6 +29,7 @@ from ..schemas.requests.interventions import (
     LIMIT,
     NEAR,
     NORMS,
+    OWNER,
     PLACE,
     Intervention,
 )
@@ -57,6 +60,9 @@ Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rew
 #: Formula of a shifting family: (entries, pool, scalars) → the vectors to add, `[n, hidden_size]`,
 #: in float32 or the model's dtype.
 Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: The edits of one owner: the rows `[n, hidden_size]` before and after them, and their limits as in
+#: `scalars`, `[n or 1, any number]`, 0 where there is none.
+Edits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _replace(
@@ -402,10 +408,37 @@ def _edit_listed(
         before = _rows(hidden, stream, tokens)
         _edit(hidden, stream, tokens, entries, pool, scalars)
         after = _rows(hidden, stream, tokens)
-        limits = scalars[:, LIMIT].index_select(0, entries.transpose(0, 1).flatten())
-        over = _measure(before, after, tokens, limits.view(len(tokens), -1), steps, broken, sizes)
+        edits = _by_owner(before, after, entries, pool, scalars)
+        over = _measure(before, after, edits, tokens, steps, broken, sizes)
         _rewrite_rows(hidden, stream, tokens.long()[over], after[over])
     return count
+
+
+def _by_owner(
+    before: torch.Tensor,
+    after: torch.Tensor,
+    entries: torch.Tensor,
+    pool: torch.Tensor,
+    scalars: torch.Tensor,
+) -> list[Edits]:
+    """Return the edits by owner, the operator's first, or all of them as one owner's if there are
+    no limits or no row has edits of both. `entries`: `[families, n, depth]`.
+    """
+    chosen = entries.transpose(0, 1).flatten(1)
+    limits, owners = (
+        scalars[:, column].index_select(0, chosen.flatten()).view(chosen.shape)
+        for column in (LIMIT, OWNER)
+    )
+    both = owners.any(1) & ((chosen > 0) & (owners == 0)).any(1)
+    if not bool(limits.any()) or not bool(both.any()):
+        return [(before, after, limits)]
+    operators = (owners > 0) & both[:, None]
+    rows = both.nonzero().flatten()
+    alone = before.index_select(0, rows)
+    mask = operators.view(len(chosen), len(entries), -1).transpose(0, 1)
+    _edit(None, alone, torch.arange(len(rows)), (entries * mask)[:, rows], pool, scalars)
+    middle = before.index_copy(0, rows, alone)
+    return [(before, middle, limits * operators), (middle, after, limits * ~operators)]
 
 
 def _shift_alike(
@@ -436,7 +469,8 @@ def _shift_alike(
     if other is not None:
         before.add_(other)
     after = rows if other is None else rows + other
-    over = _measure(before, after, run, scalars[entry, LIMIT].view(1, 1), steps, broken, sizes)
+    edits = [(before, after, scalars[entry, LIMIT].view(1, 1))]
+    over = _measure(before, after, edits, run, steps, broken, sizes)
     _rewrite_rows(hidden, stream, over + steps[ALIKE_FROM], after[over])
     return len(rows)
 
@@ -444,8 +478,8 @@ def _shift_alike(
 def _measure(
     before: torch.Tensor,
     after: torch.Tensor,
+    edits: Sequence[Edits],
     tokens: slice | torch.Tensor,
-    limits: torch.Tensor,
     steps: list[int],
     broken: torch.Tensor,
     sizes: torch.Tensor,
@@ -453,29 +487,47 @@ def _measure(
     """Write the relative sizes of the edits that turned rows `before` into `after`, and mark rows
     that are not finite.
 
-    `limits`: those of each row's edits, `[n or 1, any number]`. Returns the indices of the rows
-    whose edits were too large and are scaled in `after`, int64.
+    `edits`: the same edits by owner. Returns the indices of the rows whose edits were too large and
+    are scaled in `after`, int64.
     """
     row = before.float()
-    edit = after.float() - row
-    norm, change = (torch.linalg.vector_norm(item, dim=1) for item in (row, edit))
-    size = _relative(norm, change)
-    over, kept = torch.zeros(0, dtype=torch.int64), size
-    if bool(limits.any()):
-        scaled, failed = (
-            torch.where(limits * sign > 0, limits.abs(), math.inf).amin(1) for sign in (1, -1)
-        )
-        over = (size > scaled).nonzero().flatten()
-        factor = (scaled.expand_as(norm) * norm / change * WITHIN)[over, None]
-        after[over] = (row[over] + edit[over] * factor).to(after.dtype)
+    norm, change = (torch.linalg.vector_norm(item, dim=1) for item in (row, after.float() - row))
+    over, kept = torch.zeros(0, dtype=torch.int64), _relative(norm, change)
+    if any(bool(limits.any()) for _, _, limits in edits):
+        rows, beyond, failing = _limited(row, norm, edits)
+        over = beyond.nonzero().flatten()
+        after[over] = rows[over].to(after.dtype)
         change = torch.linalg.vector_norm(after.float() - row, dim=1)
-        kept = _relative(norm, change)
-        kept = torch.where((size > failed) & (failed <= scaled), -size, kept)
+        kept = torch.where(failing > 0, -failing, _relative(norm, change))
     sizes[steps[SITE] - 1, tokens] = kept
     # both norms are finite only if all values are
     if not math.isfinite(float(norm.sum() + change.sum())):
         _mark(broken, tokens, steps[SITE], before, after)
     return over
+
+
+def _limited(
+    row: torch.Tensor, norm: torch.Tensor, edits: Sequence[Edits]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the rows, float32 `[n, hidden_size]`, with each owner's edits within its limit; which
+    of them were scaled, bool `[n]`; and the sizes beyond a limit that fails the request, else 0.
+
+    `row`: float32 rows before the edits; `norm`: their norms.
+    """
+    beyond, failing = torch.zeros_like(norm, dtype=torch.bool), torch.zeros_like(norm)
+    for start, end, limits in edits:
+        edit = end.float() - start.float()
+        change = torch.linalg.vector_norm(edit, dim=1)
+        size = _relative(norm, change)
+        scaled, failed = (
+            torch.where(limits * sign > 0, limits.abs(), math.inf).amin(1) for sign in (1, -1)
+        )
+        over = size > scaled
+        factor = torch.where(over, scaled * norm / change * WITHIN, 1.0)
+        row = row + edit * factor[:, None]
+        beyond |= over
+        failing = torch.where((size > failed) & (failed <= scaled), size, failing)
+    return row, beyond, failing
 
 
 def _relative(norm: torch.Tensor, change: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ..schemas.requests.interventions import (
     LIMIT,
     NEAR,
     NORMS,
+    OWNER,
     PLACE,
     SCALARS,
 )
@@ -106,7 +107,7 @@ _TARGET, _SHIFT, _THRESHOLD = (
 _NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
 _CENTRED = tl.constexpr(NORMS.index("layer_norm"))
 _NEAR, _EPS = tl.constexpr(NEAR), tl.constexpr(LAYER_NORM_EPS)
-_LIMIT, _LARGEST_SIZE, _WITHIN = map(tl.constexpr, (LIMIT, LARGEST_SIZE, WITHIN))
+_LIMIT, _OWNER, _LARGEST_SIZE, _WITHIN = map(tl.constexpr, (LIMIT, OWNER, LARGEST_SIZE, WITHIN))
 
 
 @triton.jit
@@ -279,19 +280,33 @@ def _count(counts, plan, of, number):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _limits(rows, site_rows, scalars, depth, configurations):  # type: ignore[no-untyped-def]
-    """Return the smallest limit to which a token's edits are scaled, and the smallest beyond which
-    they fail the request; infinite: none.
+    """Return the smallest limit to which the edits of a request are scaled at a token, and the
+    smallest beyond which they fail it (infinite: none); those of the operator's edits; and whether
+    both owners edit the token and one has a limit: if not, all edits count as the request's.
     """
     scaled = tl.full([], float("inf"), tl.float32)
-    failed = scaled
+    failed, high_scaled, high_failed = scaled, scaled, scaled
+    own, higher = depth * 0, depth * 0
     for k in range(depth):
         row_number = tl.load(rows + k)
         for family in tl.static_range(_FAMILIES):
             entry = tl.load(site_rows + family * configurations + row_number).to(tl.int64)
-            limit = tl.load(scalars + entry * _SCALARS + _LIMIT)
-            scaled = tl.where(limit > 0, tl.minimum(scaled, limit), scaled)
-            failed = tl.where(limit < 0, tl.minimum(failed, -limit), failed)
-    return scaled, failed
+            if entry > 0:
+                limit = tl.load(scalars + entry * _SCALARS + _LIMIT)
+                most = tl.where(limit > 0, limit, float("inf"))
+                least = tl.where(limit < 0, -limit, float("inf"))
+                if tl.load(scalars + entry * _SCALARS + _OWNER) != 0.0:
+                    high_scaled = tl.minimum(high_scaled, most)
+                    high_failed = tl.minimum(high_failed, least)
+                    higher += 1
+                else:
+                    scaled, failed = tl.minimum(scaled, most), tl.minimum(failed, least)
+                    own += 1
+    strictest = tl.minimum(tl.minimum(scaled, failed), tl.minimum(high_scaled, high_failed))
+    both = (own > 0) & (higher > 0) & (strictest < float("inf"))
+    scaled = tl.where(both, scaled, tl.minimum(scaled, high_scaled))
+    failed = tl.where(both, failed, tl.minimum(failed, high_failed))
+    return scaled, failed, high_scaled, high_failed, both
 
 
 @triton.jit
@@ -307,22 +322,48 @@ def _norm(row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _limited(before, after, scaled, failed):  # type: ignore[no-untyped-def]
-    """Return the row `after` with the edit scaled to its limit, whether that changed it, and the
-    edit's relative size as `sizes` has it.
-
-    `before`, `after`: zero outside the width.
+def _part(row, edit, norm, scaled, failed):  # type: ignore[no-untyped-def]
+    """Return `row` with one owner's edit, scaled to its limit; whether it was scaled; and its
+    relative size if that fails the request, else 0.
     """
-    row = before.to(tl.float32)
-    norm, change = _norm(row), _norm(after.to(tl.float32) - row)
+    change = _norm(edit)
     size = _relative(norm, change)
-    kept = size
     over = size > scaled
     if over:
-        factor = tl.div_rn(scaled * norm, change) * _WITHIN
-        after = (row + (after.to(tl.float32) - row) * factor).to(after.dtype)
+        edit *= tl.div_rn(scaled * norm, change) * _WITHIN
+    return row + edit, over, tl.where((size > failed) & (failed <= scaled), size, 0.0)
+
+
+@triton.jit
+def _limited(  # type: ignore[no-untyped-def]
+    before, middle, after, both, scaled, failed, high_scaled, high_failed
+):
+    """Return the row `after` with the edits of each owner scaled to its limit, whether that changed
+    it, and the edits' relative size as `sizes` has it.
+
+    `middle`: the row as the operator's edits alone leave it, if `both` owners edit it; else all
+    edits count as one owner's, whose limits are `scaled` and `failed`. All are zero outside the
+    width.
+    """
+    row = before.to(tl.float32)
+    norm = _norm(row)
+    edit = after.to(tl.float32) - row
+    kept = _relative(norm, _norm(edit))
+    failing = kept * 0.0
+    over = both != both
+    bounded = row
+    if both:
+        edit = after.to(tl.float32) - middle.to(tl.float32)
+        bounded, over, failing = _part(
+            row, middle.to(tl.float32) - row, norm, high_scaled, high_failed
+        )
+    bounded, over_own, failing_own = _part(bounded, edit, norm, scaled, failed)
+    over |= over_own
+    failing = tl.where(failing_own > 0.0, failing_own, failing)
+    if over:
+        after = bounded.to(after.dtype)
         kept = _relative(norm, _norm(after.to(tl.float32) - row))
-    return after, over, tl.where((size > failed) & (failed <= scaled), -size, kept)
+    return after, over, tl.where(failing > 0.0, -failing, kept)
 
 
 @triton.jit
@@ -397,33 +438,44 @@ def _visit(  # type: ignore[no-untyped-def]
     if named > 0:
         _count(counts, plan, _EDITED, applied)
         unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
-        scaled, failed = _limits(rows, site_rows, scalars, depth, configurations)
+        scaled, failed, high_scaled, high_failed, both = _limits(
+            rows, site_rows, scalars, depth, configurations
+        )
         size = tl.full([], 0.0, tl.float32)
         rewrites = named * 0
-        if (named & _REWRITING) != 0:
-            value = _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32)
-            for family in tl.static_range(_FAMILIES):
-                if (named >> family) & 1:
-                    # −0 + v is v, regardless of v's sign
-                    total = tl.zeros([BLOCK], tl.float32) * -1.0
-                    for k in range(depth):
-                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
-                            tl.int64
-                        )
-                        vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
-                        live = entry > 0
-                        if (_GRADED >> family) & 1:
-                            live = live & (tl.load(numbers) != 0.0)
-                        if live:
-                            if (_REWRITING >> family) & 1:
-                                value, changed = _rewritten(
-                                    family, value, vectors, numbers, lanes, inside, WIDTH
-                                )
-                                rewrites += tl.where(changed, 1, 0)
-                            else:
-                                total = _shifted(family, total, vectors, lanes, inside)
-                    if not (_REWRITING >> family) & 1:
-                        value += total
+        middle = row
+        if both | ((named & _REWRITING) != 0):
+            value = tl.zeros([BLOCK], tl.float32)
+            # For two owners, first the operator's edits alone; then all.
+            for every in range(tl.where(both, 0, 1), 2):
+                value = _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32)
+                rewrites = named * 0
+                for family in tl.static_range(_FAMILIES):
+                    if (named >> family) & 1:
+                        # −0 + v is v, regardless of v's sign
+                        total = tl.zeros([BLOCK], tl.float32) * -1.0
+                        for k in range(depth):
+                            entry = tl.load(
+                                site_rows + family * configurations + tl.load(rows + k)
+                            ).to(tl.int64)
+                            vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
+                            live = entry > 0
+                            if every == 0:
+                                live = live & (tl.load(numbers + _OWNER) != 0.0)
+                            if (_GRADED >> family) & 1:
+                                live = live & (tl.load(numbers) != 0.0)
+                            if live:
+                                if (_REWRITING >> family) & 1:
+                                    value, changed = _rewritten(
+                                        family, value, vectors, numbers, lanes, inside, WIDTH
+                                    )
+                                    rewrites += tl.where(changed, 1, 0)
+                                else:
+                                    total = _shifted(family, total, vectors, lanes, inside)
+                        if not (_REWRITING >> family) & 1:
+                            value += total
+                if every == 0:
+                    middle = value.to(row.dtype)
             # Load the row again: keeping it until here would need registers for a whole row. The
             # barrier is needed because an earlier site of this launch may have written the row.
             tl.debug_barrier()
@@ -432,7 +484,16 @@ def _visit(  # type: ignore[no-untyped-def]
                 hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
             if rewrites > 0:
                 whole = _whole(hidden_row, row, branch, PAIR, MIXED)
-                new, _over, size = _limited(whole, value.to(row.dtype), scaled, failed)
+                new, _over, size = _limited(
+                    whole,
+                    middle,
+                    value.to(row.dtype),
+                    both,
+                    scaled,
+                    failed,
+                    high_scaled,
+                    high_failed,
+                )
                 differs = inside & (_bits(new) != _bits(whole))
                 if tl.max(differs.to(tl.int32), 0) > 0:
                     # Written only if it differs: another pair with the same sum would change the
@@ -461,7 +522,14 @@ def _visit(  # type: ignore[no-untyped-def]
                 row = (row.to(tl.float32) + total).to(row.dtype)
                 tl.store(stream + at, row, mask=inside)
             new, over, size = _limited(
-                whole, _whole(hidden_row, row, branch, PAIR, MIXED), scaled, failed
+                whole,
+                middle,
+                _whole(hidden_row, row, branch, PAIR, MIXED),
+                both,
+                scaled,
+                failed,
+                high_scaled,
+                high_failed,
             )
             if over:
                 hidden_row, row = _write(

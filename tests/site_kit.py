@@ -31,7 +31,7 @@ from midstream.kernels.plan import (
     SitePlan,
     lowrank,
 )
-from midstream.schemas.requests.interventions import FAMILIES, LIMIT, PLACE
+from midstream.schemas.requests.interventions import FAMILIES, LIMIT, OWNER, PLACE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: (width, tokens); widths are one lane, odd, and a real model's that is not a power of two.
@@ -127,7 +127,7 @@ def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
     for row, configuration in enumerate(plan.configurations, 1):
         for name, does in configuration.items():
             family, entry = FAMILIES[PLACE[name]], int(planned.site_rows[0, PLACE[name], row])
-            used[entry, : len(family.scalars)] = used[entry, LIMIT] = True
+            used[entry, [*range(len(family.scalars)), LIMIT, OWNER]] = True
             for scalar in family.of_each_term:
                 used[
                     entry : entry + len(does.vectors) : family.entries(), family.column(scalar)

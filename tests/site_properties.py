@@ -658,6 +658,48 @@ def edits_beyond_a_failing_limit_have_negative_sizes(pair_site: Op, single_site:
     assert float(run(zero, pair_site, single_site).sizes[0, 0]) == -LARGEST_SIZE
 
 
+def a_limit_bounds_the_edits_of_its_owner(pair_site: Op, single_site: Op) -> None:
+    """Rows of length 1: the operator adds 2, and the request 3 in another direction; one of them
+    has a limit, which bounds its part alone.
+    """
+    first, second = torch.zeros(2, 1, WIDTH).unbind()
+    first[0, 3], second[0, 5] = 2, 3
+    third = second / 3
+    for dtype in (torch.float32, torch.bfloat16):
+        for pair, own, higher in itertools.product(
+            (True, False), (0.0, 1e-3, -1e-3, 0.5, -4.0), (0.0, 0.1, -0.1, -3.0)
+        ):
+            plan = SitePlan(
+                WIDTH,
+                [
+                    {"add": Does(first, limit=higher, operator=True)},
+                    {"add": Does(second, limit=own)},
+                    {
+                        "lowrank": lowrank(1.0, third, third, torch.tensor([3.0]))._replace(
+                            limit=own
+                        )
+                    },
+                ],
+                {0: [1, 2], 1: [2, 1], 2: [1], 3: [2], 4: [1, 3]},
+            )
+            case = _case(plan, dtype=dtype, pair=pair, name=f"limits {own}, {higher}")
+            _fill(case, slice(None), torch.nn.functional.normalize(case.stream.float()))
+            found = run(case, pair_site, single_site)
+            parts = [
+                (length * (limit / length if 0 < limit < length else 1), 0 > limit > -length)
+                for length, limit in ((2.0, higher), (3.0, own))
+            ]
+            moved, failed = zip(*parts, strict=True)
+            edits = (found.sum.float() - case.sum.float())[:, [3, 5]]
+            wanted = torch.tensor(
+                [moved, moved, (moved[0], 0.0), (0.0, moved[1]), moved], dtype=torch.float32
+            )
+            close = 2e-5 if dtype == torch.float32 else 4e-2
+            assert torch.allclose(edits[:5], wanted, atol=close), f"{case.name}: {edits}"
+            negative = [any(failed), any(failed), failed[0], failed[1], any(failed)]
+            assert (found.sizes[0, :5] < 0).tolist() == negative, f"{case.name}: {found.sizes}"
+
+
 #: Sentence → property.
 PROPERTIES: dict[str, Property] = {
     name: value

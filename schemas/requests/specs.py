@@ -242,13 +242,17 @@ class CheckedSteering(Record, kw_only=True):
     scale: float = 1.0  # factor of the vector, if the family has a scale
     numbers: list[float] = []  # in the family's order
     rank: int = 0  # of the tensors, if the family has ranked tensors
-    # the largest relative size of all edits at its sites and positions together: larger ones are
-    # scaled to it, or, if it is negative, fail the request; 0: no limit
+    # the largest relative size of all edits of its owner at its sites and positions together:
+    # larger ones are scaled to it, or, if it is negative, fail the request; 0: no limit
     limit: float = 0.0
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
         """Return the shapes that its tensors must have."""
         return FAMILY[self.family].shapes(self.rank, hidden_size)
+
+
+#: Whose an edit is; the operator is above the request.
+Owner = Literal["request", "operator"]
 
 
 class StoredSteering(CheckedSteering, kw_only=True):
@@ -257,6 +261,9 @@ class StoredSteering(CheckedSteering, kw_only=True):
     positions: PositionSelector
     # digest of the probe that decides at which of `positions` the entry is applied; empty: at all
     gate: str = ""
+    # whose edit it is: no wish of a request (its limit or its tenant's, a dose) changes what the
+    # operator's edits do, which are those of global steering and of policies
+    owner: Owner = "request"
 
     @property
     def num_vectors(self) -> int:
@@ -527,7 +534,8 @@ class SteeringRow(Record):
 
     key: str
     positions: PositionSelector
-    entries: list[StoredSteering]  # all at hooks of one bank, with one gate and one limit
+    # all at hooks of one bank, with one gate, one limit and one owner
+    entries: list[StoredSteering]
 
     @property
     def gate(self) -> str:
@@ -577,8 +585,8 @@ def dims_named(name: str) -> list[range]:
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
-    """Group a request's steering into rows by bank, positions, gate and limit, in the order of
-    first occurrence.
+    """Group a request's steering into rows by bank, positions, gate, limit and owner, in the order
+    of first occurrence.
 
     Entries of one family at one site are applied row by row; within a row, `joined` entries are
     combined in their order. To keep the request's order, an entry goes into the last row that
@@ -590,7 +598,7 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     with a mask of all dimensions.
     """
     groups: list[list[StoredSteering]] = []
-    # bank, positions, gate and limit → the last group with these
+    # bank, positions, gate, limit and owner → the last group with these
     last_group: dict[object, int] = {}
     # (hook, layer, family) → the last group that applies the family there
     last_applied: dict[tuple[Hook, int, Family], int] = {}
@@ -601,7 +609,7 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
             entry = msgspec.structs.replace(
                 entry, family="replace_masked", tensors=[*entry.tensors, ONES]
             )
-        positions = BANK[entry.hook], hashable(entry.positions), entry.gate, entry.limit
+        positions = (BANK[entry.hook], *shared_by(entry))
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = (
             -1
@@ -618,7 +626,8 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     rows = []
     for group in groups:
         content = [
-            (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit) for e in group
+            (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit, e.owner)
+            for e in group
         ]
         rows.append(
             SteeringRow(key=content_key(content), positions=group[0].positions, entries=group)
@@ -652,6 +661,11 @@ def columns_of(rows: list[SteeringRow]) -> list[int]:
         open_ended[column] = open_ended[column] or positions is None
         result.append(column)
     return result
+
+
+def shared_by(entry: StoredSteering) -> tuple[object, ...]:
+    """Return what the entries of one row have in common, besides their bank."""
+    return hashable(entry.positions), entry.gate, entry.limit, entry.owner
 
 
 def hashable(positions: PositionSelector) -> str | tuple[int, ...] | Window:

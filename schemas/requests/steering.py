@@ -22,6 +22,7 @@ from ..prompts.selectors import (
 )
 from .specs import (
     CheckedSteering,
+    Owner,
     SteeringRow,
     SteeringSpec,
     StoredSteering,
@@ -41,7 +42,9 @@ class SteeringTemplate(CheckedSteering, kw_only=True):
 
     positions: RequestedPositions
 
-    def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
+    def stored(
+        self, positions: PositionSelector, scale: float = 1.0, owner: Owner = "request"
+    ) -> StoredSteering:
         """Return the entry for one prompt, at the resolved `positions`, multiplied by `scale` (see
         `specs.at_scale`).
         """
@@ -56,6 +59,7 @@ class SteeringTemplate(CheckedSteering, kw_only=True):
                 numbers=self.numbers,
                 rank=self.rank,
                 limit=self.limit,
+                owner=owner,
             ),
             scale,
         )
@@ -179,7 +183,7 @@ class GlobalSteering(Record):
         """
         cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
         return [
-            entry.stored(resolve_positions(request, prompt_tokens))
+            entry.stored(resolve_positions(request, prompt_tokens), owner="operator")
             for entry, request in cut
             if request != []
         ]
@@ -192,7 +196,10 @@ class GlobalSteering(Record):
         """
         same = [entry for entry in self.entries if not isinstance(entry.positions, list)]
         return steering_rows(
-            [entry.stored(resolve_positions(entry.positions, 0)) for entry in same]
+            [
+                entry.stored(resolve_positions(entry.positions, 0), owner="operator")
+                for entry in same
+            ]
         )
 
 

@@ -607,7 +607,7 @@ def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
 
 
 def under_limit(job: Job, limit: EditLimit | None) -> Job:
-    """Return the job with its tenant's limit on all its edits.
+    """Return the job with its tenant's limit on its own edits; policies are the operator's.
 
     Raises a 400 for edits that cannot be limited, and `forbidden` for a sweep.
     """
@@ -616,7 +616,10 @@ def under_limit(job: Job, limit: EditLimit | None) -> Job:
     if job.sweep is not None:
         detail = "sweeps patch whole rows, which the tenant's edit_limit does not allow"
         raise MidstreamError("forbidden", detail)
-    steering = [[limited(entry, limit, "steering") for entry in each] for each in job.steering]
+    steering = [
+        [limited(entry, limit, "steering") if entry.owner == "request" else entry for entry in each]
+        for each in job.steering
+    ]
     return msgspec.structs.replace(job, steering=steering)
 
 

@@ -32,7 +32,7 @@ from ....schemas.requests.specs import (
     SteeringSpec,
     StoredSteering,
     columns_of,
-    hashable,
+    shared_by,
     steering_rows,
 )
 from ....schemas.requests.steering import GlobalSteering, Module, SteeringTemplate
@@ -540,15 +540,12 @@ def _is_counted(positions: Sequence[object] | object) -> bool:
 
 
 def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
-    """Return for each entry the number of the first with the same positions and gate.
+    """Return for each entry the number of the first that may share its row.
 
     Prompts with equal results take the same rows.
     """
     first: dict[object, int] = {}
-    return tuple(
-        first.setdefault((hashable(entry.positions), entry.gate, entry.limit), number)
-        for number, entry in enumerate(entries)
-    )
+    return tuple(first.setdefault(shared_by(entry), number) for number, entry in enumerate(entries))
 
 
 def _check_room(

@@ -1,4 +1,5 @@
-"""Resolves modules that probes apply: those that a request's `probes` name with the action `steer`.
+"""Resolves modules that probes apply: those that a request's `probes` name with the action `steer`,
+and those of policies.
 
 Their entries join the prompts' steering, like those of modules in `steering`, with the probe as
 their gate. Prompt tokens are never edited: no score precedes the first of them, and a prompt may be
@@ -14,16 +15,17 @@ from ....schemas.artifacts.probes import ProbeUse, StoredProbe
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, Window
-from ....schemas.requests.specs import SteeringSpec, StoredSteering
+from ....schemas.requests.specs import Owner, SteeringSpec, StoredSteering
 from .captures import Bounds
 
 
 class Gated(NamedTuple):
-    """A module that a probe of the request applies."""
+    """A module that a probe of the request, or a policy, applies."""
 
     at: str  # field of the request
     spec: SteeringSpec  # names the module
     probe: str = ""  # digest; empty: not known yet
+    owner: Owner = "request"  # of a policy: the operator
 
 
 def gated_by(request: Sequence[str | ProbeUse], probes: Sequence[StoredProbe] = ()) -> list[Gated]:
@@ -101,7 +103,9 @@ def gated_entries(
                     ),
                 )
             per_prompt[index].append(
-                msgspec.structs.replace(entry, positions=result, gate=gated.probe)
+                msgspec.structs.replace(
+                    entry, positions=result, gate=gated.probe, owner=gated.owner
+                )
             )
     return per_prompt
 

@@ -364,7 +364,7 @@ def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> Non
             key = f"{scores.name}:{number}"
             result.modules[key] = msgspec.structs.replace(next(modules), name=key)
             entry = SteeringSpec(module=key, scale=action.scale, limit=action.limit)
-            result.gated.append(Gated(at, entry, scores.name))
+            result.gated.append(Gated(at, entry, scores.name, "operator"))
         elif isinstance(action, Window):
             when = When(probe=scores.name, at_least=0, before=action.before, after=action.after)
             capture = CaptureSpec(

@@ -123,10 +123,10 @@ def test_the_entries_of_an_application_hold_what_the_table_says() -> None:
     assert len(vectors) == family.entries(3) == 6
     assert torch.equal(vectors[::2], rotation)
     assert torch.equal(vectors[1::2], weight)
-    assert scalars[0].tolist() == [0.5, 3.0, 7.0, 0.0, 0.0, 0.0]
+    assert scalars[0].tolist() == [0.5, 3.0, 7.0, *[0.0] * (SCALARS - 3)]
     assert scalars[::2, family.column("bias")].tolist() == [7.0, 8.0, 9.0]
     assert laid_out("replace", Does(vectors[:1], (0.25,)))[1].tolist() == [
-        [0.25, 0.0, 0.0, 0.0, 0.0, 0.0]
+        [0.25, *[0.0] * (SCALARS - 1)]
     ]
 
 

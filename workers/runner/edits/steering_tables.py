@@ -272,7 +272,7 @@ class RowTable:
             self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)
         ]
         made = does_of(entry.family, entry.numbers, tensors, entry.scale)
-        return made._replace(limit=entry.limit)
+        return made._replace(limit=entry.limit, operator=entry.owner == "operator")
 
     def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
         """Return the tensor that `name` stands for, float32 on the CPU."""
@@ -300,7 +300,7 @@ def _mask(name: str, shape: list[int]) -> torch.Tensor:
 
 
 def _join_additions(before: Does, then: Does) -> Does:
-    return Does(before.vectors + then.vectors, limit=then.limit)
+    return then._replace(vectors=before.vectors + then.vectors)
 
 
 def _join_replacements(before: Does, then: Does) -> Does:
@@ -312,7 +312,9 @@ def _join_replacements(before: Does, then: Does) -> Does:
     if not alpha:  # returned unchanged to keep its bits, such as the sign of a zero
         return before
     joined = kept + alpha
-    return Does((kept * before.vectors + alpha * then.vectors) / joined, (joined,), then.limit)
+    return then._replace(
+        vectors=(kept * before.vectors + alpha * then.vectors) / joined, scalars=(joined,)
+    )
 
 
 #: Family with `joined` (see `steering_rows`) → function that joins two successive entries into one.
