@@ -6,17 +6,18 @@ change a decision.
 
 At most tokens, no policy turns on or off. `keep_quiet` finds these for many requests together, by
 aggregates that may be off by a rounding error, and whose distance from the thresholds is larger.
-All others are decided one after the other, by the correctly rounded aggregates.
+All others are decided one after the other, by the correctly rounded aggregates, which NumPy
+computes for all new tokens of a policy together.
 """
 
-import sys
 import zlib
 from collections.abc import Sequence
-from math import fsum, inf, isnan, nan
+from math import frexp, fsum, inf, isnan, nan
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ....schemas.artifacts.conditions import Condition, Decision, Schedule
 from ....schemas.artifacts.probes import StoredProbe
@@ -25,6 +26,9 @@ from ....schemas.base.limits import MAX_DECISIONS
 #: Bound of the error of an aggregate of `keep_quiet`, relative to the largest score: a sum of n
 #: numbers in float64 is off by at most n² · 2⁻⁵³ times the largest, and n is at most 256.
 _ERROR = 1e-10
+#: Bits of a part of a score, so that sums of 256 are exact in float64; and how many tokens are
+#: faster decided without arrays.
+_BITS, _FEW = 44, 8
 #: Of a probe without a policy.
 _NEVER = Condition(at_least=0.0, schedule=Schedule(stop=0))
 
@@ -86,50 +90,55 @@ class Deciders:
         """Decide the positions below `stop`, up to one whose scores are not finite."""
         first, finite = self.read, np.isfinite(scores[self.read : stop]).all(axis=1)
         self.read += len(finite) if finite.all() else int(finite.argmin())
-        states = np.tile(np.frombuffer(self.on, bool), (self.read - first + 1, 1))
+        turns = np.zeros((self.read - first + 1, len(self.probes)), bool)
+        turns[0] = np.frombuffer(self.on, bool)
         for number, condition in enumerate(self.rules.conditions):
             shift = self.prompt_tokens * (condition.schedule.tokens == "generated")
-            end = condition.schedule.stop
-            scheduled = range(
+            start, every, end = (
                 condition.schedule.start + shift,
-                sys.maxsize if end is None else end + shift,
                 condition.schedule.every,
+                self.read,
             )
-            for position in range(max(first, scheduled.start), self.read):
-                if position not in scheduled:
-                    continue
-                aggregate, on = (
-                    self._aggregate(scores, number, scheduled, position),
-                    states[-1, number],
-                )
-                if on and aggregate < self.rules.below[number]:
+            if condition.schedule.stop is not None:
+                end = min(end, condition.schedule.stop + shift)
+            scheduled = range(start, end, every)
+            new = scheduled[len(range(start, first, every)) :]
+            on, below = bool(turns[0, number]), float(self.rules.below[number])
+            aggregates = self._aggregates(scores, number, scheduled, len(new))
+            for position, aggregate in zip(new, aggregates, strict=True):
+                if on and aggregate < below:
                     self._ready[number] = position + 1 + condition.cool_down
                 elif on or aggregate < condition.at_least or position < self._ready[number]:
                     continue
-                states[position - first + 1 :, number] = not on
+                turns[position - first + 1, number] = True
                 if len(self._decisions[number]) < MAX_DECISIONS:
                     event: Any = "release" if on else "trigger"
                     decision = Decision(position=position, event=event, score=aggregate)
                     self._decisions[number].append(decision)
+                on = not on
+        states = np.logical_xor.accumulate(turns)
         self.on = states[-1].tobytes()
         self.rows += states[1:].tobytes()
 
-    def _aggregate(self, scores: np.ndarray, number: int, scheduled: range, position: int) -> float:
-        """Return the aggregate at a scheduled position.
-
-        A mean is the correctly rounded one, whatever the order of the scores: `fsum`. The last
-        score is the mean of a window of one.
-        """
-        condition, until = self.rules.conditions[number], scheduled.index(position) + 1
-        read = scheduled[max(0, until - (condition.window or 1)) : until]
-        window = scores[read.start : position + 1 : read.step, self.rules.columns[number]].tolist()
+    def _aggregates(
+        self, scores: np.ndarray, number: int, scheduled: range, count: int
+    ) -> list[float]:
+        """Return the aggregates at the last `count` of the `scheduled` positions."""
+        condition = self.rules.conditions[number]
+        window = condition.window or 1  # the last score is the mean of a window of one
+        read = scheduled[max(0, len(scheduled) - count - window + 1) :] if count else range(0)
+        column = self.rules.columns[number]
+        values = scores[read.start : read.stop : read.step, column].astype(np.float64)
         if condition.decay is None:
-            return max(window) if condition.aggregation == "max" else fsum(window) / len(window)
-        before = float(self.averages[number])
+            return _windowed(values, count, window, largest=condition.aggregation == "max")
+        averages, average = [], float(self.averages[number])
         # e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p
-        new = condition.decay * before + (1.0 - condition.decay) * window[-1]
-        self.averages[number] = window[-1] if isnan(before) else new
-        return float(self.averages[number])
+        for score in values.tolist():
+            new = condition.decay * average + (1.0 - condition.decay) * score
+            average = score if isnan(average) else new
+            averages.append(average)
+        self.averages[number] = average
+        return averages
 
     @property
     def states(self) -> np.ndarray:
@@ -165,6 +174,30 @@ class Deciders:
                 content = msgspec.msgpack.encode((found, states[1:, number].tobytes()))
                 fields[number], checksum = found, zlib.crc32(content, checksum)
         return fields, checksum
+
+
+def _windowed(values: np.ndarray, count: int, window: int, *, largest: bool) -> list[float]:
+    """Return, for each of the last `count` values, the largest of the `window` values up to it, or
+    their mean, which is correctly rounded whatever their order: as `fsum` does.
+    """
+    if count < _FEW:
+        ends = range(len(values) - count + 1, len(values) + 1)
+        windows = [values[max(0, end - window) : end].tolist() for end in ends]
+        return [max(each) if largest else fsum(each) / len(each) for each in windows]
+    sizes = np.minimum(np.arange(count) + len(values) - count + 1, window)
+    filled = np.full(window - 1 + count, -inf if largest else 0.0)  # the first may not be full
+    filled[len(filled) - len(values) :] = values
+    if largest:
+        return sliding_window_view(filled, window).max(axis=1).tolist()
+    # Parts of few bits, whose sums are exact in any order; one part, but for extreme values.
+    sums = [np.zeros(count)]
+    while filled.any():
+        unit = 2.0 ** (frexp(np.abs(filled).max())[1] - _BITS)
+        part = np.rint(filled / unit) * unit
+        sums.append(sliding_window_view(part, window).sum(axis=1))
+        filled = filled - part
+    totals = np.array([fsum(each) for each in zip(*sums, strict=True)])
+    return (totals / sizes).tolist()
 
 
 def keep_quiet(many: Sequence[tuple[Deciders, np.ndarray, int]]) -> list[bool]:

@@ -215,7 +215,7 @@ class Watch:
         if self.deciders is not None and self.probes[probe].policy and position < self.reached:
             self.deciders.decide(self.scores, position + 1)
             if position < self.deciders.read:
-                return bool(self.deciders.states[position + 1, probe])
+                return bool(self.deciders.rows[(position + 1) * len(self.probes) + probe])
         column = self.kind.columns[probe]
         if position < self.reached:
             self._aggregate(position + 1)

@@ -3,7 +3,9 @@ training.
 """
 
 import random
+import sys
 import zlib
+from collections import Counter
 from math import fsum
 from types import SimpleNamespace
 from typing import Any
@@ -439,7 +441,9 @@ def random_scores(rng: random.Random, numbers: np.random.Generator, width: int) 
     scores[numbers.random((120, width)) < 0.01 * rng.randrange(2)] = 1e30
     if rng.random() < 0.5:
         scores = np.round(scores * 4) / 4  # means that equal a threshold
-    return scores.astype(np.float32)
+    if rng.random() < 0.2:
+        scores *= 10.0 ** rng.choice([-30, -3, 30]) * 10 ** numbers.uniform(-8, 7, scores.shape)
+    return np.clip(scores, -3e38, 3e38).astype(np.float32)
 
 
 def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +458,7 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
         return result
 
     monkeypatch.setattr(watches_module, "keep_quiet", kept)
-    for _ in range(40):
+    for _ in range(60):
         kinds = [
             probes_of(*(rng.choice([None, random_policy(rng)]) for _ in range(width)))
             for width in (1, 8, 16)
@@ -508,6 +512,31 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(told) == len(stops)
     assert turns > 2000
     assert sum(quiet) > 2000
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        {"aggregation": "mean", "window": 255},
+        {"aggregation": "max", "window": 256},
+        {"aggregation": "exponential", "decay": 0.1},
+        {},
+    ],
+    ids=str,
+)
+def test_a_long_step_is_decided_in_a_few_calls_for_each_token(condition: dict[str, Any]) -> None:
+    """Even if the policy turns at each token."""
+    condition |= {"at_least": 0.0, "schedule": Schedule(tokens="all")}
+    watch, calls = watch_of(policy(**condition)), Counter[str]()
+    put(watch, 0, *[9, -9] * 4096)
+    assert watch.deciders is not None
+    sys.setprofile(lambda frame, event, what: calls.update([event]))
+    try:
+        watch.deciders.decide(watch.scores, 8192)
+    finally:
+        sys.setprofile(None)
+    assert watch.deciders.read == 8192
+    assert calls["call"] + calls["c_call"] < 4 * 8192
 
 
 def test_the_stop_is_news_once() -> None:
