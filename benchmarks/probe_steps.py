@@ -6,7 +6,8 @@ A whole data plane and its sites, without a model.
 
 Prints the CPU time of one thread, in µs, that a step takes with probes and would not take without:
 admission and planning, the sites that record, and scoring. Steps in which so many requests generate
-one token, and steps that compute prompts.
+one token, and steps that compute prompts. Last, what a token of a long prompt costs a policy that
+reads it, in µs.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import torch
 from engines import POLICY
 
 from midstream import __version__
+from midstream.schemas.artifacts.conditions import Condition, Schedule
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
@@ -31,6 +33,7 @@ from midstream.workers.runner.base.config import Place, PlaneConfig
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, StepView
 from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of, visit_of
 from midstream.workers.runner.plane.data_plane import DataPlane
+from midstream.workers.runner.probes.watches import Watch
 
 sys.path.append(str(Path(__file__).resolve().parent / "gpu"))
 
@@ -245,6 +248,26 @@ def cost(
     return [statistics.median(each) * 1e6 for each in zip(*times, strict=True)]
 
 
+def deciding(window: int, *, turns: bool) -> float:
+    """µs for a token that a policy takes which reads the mean of `window` tokens of a prompt of
+    8192, the best of five. `turns`: it turns on or off every few tokens.
+    """
+    schedule = Schedule(tokens="all")
+    condition = Condition(at_least=0.0, aggregation="mean", window=window, schedule=schedule)
+    content = ProbeContent(hook="post_block", layer=0, tensors=[], labels=["x"], thresholds=[None])
+    policy = msgspec.structs.replace(POLICY, condition=condition)
+    probe = StoredProbe(name="p", digest="", content=content, policy=policy)
+    scores = np.random.default_rng(0).normal(size=8192) + (0 if turns else 9)
+    times = []
+    for _ in range(5):
+        watch = Watch("r", [probe])
+        watch.put(0, slice(0, 1), scores[:, None].astype(np.float32))
+        began = time.thread_time()
+        watch.stopped()
+        times.append(time.thread_time() - began)
+    return min(times) / len(scores) * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden", type=int, default=576)
@@ -270,6 +293,10 @@ def main() -> None:
                 "sum": round(sum(parts))
             }
             print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
+    for window, turns in ((16, False), (256, False), (256, True)):
+        print(
+            f"prompt  window {window}  turns {turns}  {deciding(window, turns=turns):.2f} a token"
+        )
     print(json.dumps({"benchmark": "probe_steps", **vars(options), "results": results}))
 
 

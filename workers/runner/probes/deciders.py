@@ -10,8 +10,10 @@ All others are decided one after the other, by the correctly rounded aggregates,
 computes for all new tokens of a policy together.
 """
 
+import sys
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from math import frexp, fsum, inf, isnan, nan
 from typing import Any
 
@@ -94,17 +96,24 @@ class Deciders:
         turns[0] = np.frombuffer(self.on, bool)
         for number, condition in enumerate(self.rules.conditions):
             shift = self.prompt_tokens * (condition.schedule.tokens == "generated")
-            start, every, end = (
+            end, window = condition.schedule.stop, condition.window or 1
+            scheduled = range(
                 condition.schedule.start + shift,
+                sys.maxsize if end is None else end + shift,
                 condition.schedule.every,
-                self.read,
             )
-            if condition.schedule.stop is not None:
-                end = min(end, condition.schedule.stop + shift)
-            scheduled = range(start, end, every)
-            new = scheduled[len(range(start, first, every)) :]
-            on, below = bool(turns[0, number]), float(self.rules.below[number])
-            aggregates = self._aggregates(scores, number, scheduled, len(new))
+            begin, until = (
+                len(range(scheduled.start, position, scheduled.step))
+                for position in (first, self.read)
+            )
+            read = scheduled[max(0, begin + 1 - window) : until]
+            values = scores[read.start : read.stop : read.step, self.rules.columns[number]]
+            new, on, below = (
+                scheduled[begin:until],
+                bool(turns[0, number]),
+                float(self.rules.below[number]),
+            )
+            aggregates = self._aggregates(number, values.astype(np.float64), len(new))
             for position, aggregate in zip(new, aggregates, strict=True):
                 if on and aggregate < below:
                     self._ready[number] = position + 1 + condition.cool_down
@@ -120,25 +129,21 @@ class Deciders:
         self.on = states[-1].tobytes()
         self.rows += states[1:].tobytes()
 
-    def _aggregates(
-        self, scores: np.ndarray, number: int, scheduled: range, count: int
-    ) -> list[float]:
-        """Return the aggregates at the last `count` of the `scheduled` positions."""
-        condition = self.rules.conditions[number]
-        window = condition.window or 1  # the last score is the mean of a window of one
-        read = scheduled[max(0, len(scheduled) - count - window + 1) :] if count else range(0)
-        column = self.rules.columns[number]
-        values = scores[read.start : read.stop : read.step, column].astype(np.float64)
-        if condition.decay is None:
-            return _windowed(values, count, window, largest=condition.aggregation == "max")
-        averages, average = [], float(self.averages[number])
+    def _aggregates(self, number: int, values: np.ndarray, count: int) -> list[float]:
+        """Return the aggregates of the last `count` of these scores. The last score is the mean of
+        a window of one.
+        """
+        condition, average = self.rules.conditions[number], float(self.averages[number])
+        if (decay := condition.decay) is None:
+            largest = condition.aggregation == "max"
+            return _windowed(values, count, condition.window or 1, largest=largest)
+        before = [] if isnan(average) else [average]
         # e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p
-        for score in values.tolist():
-            new = condition.decay * average + (1.0 - condition.decay) * score
-            average = score if isnan(average) else new
-            averages.append(average)
-        self.averages[number] = average
-        return averages
+        averages = list(
+            accumulate(before + values.tolist(), lambda e, s: decay * e + (1.0 - decay) * s)
+        )
+        self.averages[number] = averages[-1] if averages else nan
+        return averages[len(before) :]
 
     @property
     def states(self) -> np.ndarray:
@@ -180,24 +185,24 @@ def _windowed(values: np.ndarray, count: int, window: int, *, largest: bool) -> 
     """Return, for each of the last `count` values, the largest of the `window` values up to it, or
     their mean, which is correctly rounded whatever their order: as `fsum` does.
     """
+    ends = range(len(values) - count + 1, len(values) + 1)
     if count < _FEW:
-        ends = range(len(values) - count + 1, len(values) + 1)
         windows = [values[max(0, end - window) : end].tolist() for end in ends]
         return [max(each) if largest else fsum(each) / len(each) for each in windows]
-    sizes = np.minimum(np.arange(count) + len(values) - count + 1, window)
-    filled = np.full(window - 1 + count, -inf if largest else 0.0)  # the first may not be full
-    filled[len(filled) - len(values) :] = values
+    missing = window - 1 + count - len(values)  # in the first windows
+    rest = np.pad(values, (missing, 0), constant_values=-inf if largest else 0.0)
     if largest:
-        return sliding_window_view(filled, window).max(axis=1).tolist()
+        found: list[float] = sliding_window_view(rest, window).max(axis=1).tolist()
+        return found
     # Parts of few bits, whose sums are exact in any order; one part, but for extreme values.
     sums = [np.zeros(count)]
-    while filled.any():
-        unit = 2.0 ** (frexp(np.abs(filled).max())[1] - _BITS)
-        part = np.rint(filled / unit) * unit
+    while rest.any():
+        unit = 2.0 ** (frexp(np.abs(rest).max())[1] - _BITS)
+        part = np.rint(rest / unit) * unit
         sums.append(sliding_window_view(part, window).sum(axis=1))
-        filled = filled - part
-    totals = np.array([fsum(each) for each in zip(*sums, strict=True)])
-    return (totals / sizes).tolist()
+        rest = rest - part
+    exact = map(fsum, zip(*sums, strict=True))
+    return [total / min(end, window) for total, end in zip(exact, ends, strict=True)]
 
 
 def keep_quiet(many: Sequence[tuple[Deciders, np.ndarray, int]]) -> list[bool]:
