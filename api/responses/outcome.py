@@ -9,7 +9,7 @@ from litestar import Response
 
 from ...broker.ledger.jobs.ledger import Outcome
 from ...schemas.base.errors import MidstreamError, Problem
-from ...schemas.jobs.jobs import TERMINAL, JobResult, JobView, State
+from ...schemas.jobs.jobs import TERMINAL, JobProblem, JobResult, JobView, State
 from ..context import AppContext
 from ..web import problems
 from ..web.body import JsonRequest
@@ -111,6 +111,9 @@ async def finished(
     headers = {JOB_HEADER: view.id, "Location": job_url(context, view.id), **(headers or {})}
     problem = failure_of(view)
     if problem is not None:
+        if view.probed and view.state is State.FAILED:
+            probes = (await result_of(context, view.id)).probes
+            problem = JobProblem(**msgspec.structs.asdict(problem), probes=probes)
         return failed(request, problem, headers)
     result = outcome.result or await result_of(context, view.id)
     return Response(result, status_code=200, headers={**headers, "ETag": etag(view.version)})

@@ -432,6 +432,12 @@ class JobResult(Plotted, ReadingResults):
     identity: str = ""  # of the model that computed it
 
 
+class JobProblem(Problem):
+    """Answer of `GET /v1/jobs/{id}/result` for a job that failed."""
+
+    probes: list[ProbeResult] = []  # of its policies, with what they decided before it failed
+
+
 class JobPage(Record):
     jobs: list[JobView]
     next: str | None = None  # pass as `?cursor=`

@@ -14,6 +14,7 @@ from edge import MODEL, Api, Hand, running
 from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
+from midstream.workers.runner.probes.watches import Watch
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
 #: Whoever waits looks by itself every 5 s (`POLL_S` of the watcher); an answer that came sooner was
@@ -215,6 +216,31 @@ def test_the_result_of_a_failed_job_is_its_problem_with_its_status(api: Api, han
     assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:capture_failed")
     assert "disk full" in answer.json()["detail"]
     assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_job_that_fails_itself_hides_no_decision_of_a_policy(api: Api, hand: Hand) -> None:
+    """Its problem and the policy's webhook have it."""
+    fields = {"model": MODEL, "probe": "p", "condition": {"at_least": 3}, "mode": "active"}
+    hook = {"action": "webhook", "url": "https://hooks.example.com/x"}
+    weight = msgspec.to_builtins(from_numpy(np.ones(8, np.float32)))
+    for path, body in (
+        ("probes/p", {"model": MODEL, "weight": weight, "layer": 0}),
+        ("policies/guard", {**fields, "actions": ["flag", hook]}),
+    ):
+        answer = api.http.put(f"/v1/{path}", json=body)
+        assert answer.is_success, answer.text
+    claim = hand.claim(api.submit(policies=["guard"]))
+    watch = Watch("r", claim.job.probes, prompt_tokens=3)
+    watch.put(0, slice(0, 1), np.array([[0], [0], [0], [9]], dtype=np.float32))
+    scores, _ = watch.results(4)
+    hand.receipt(claim, status="error", kind="edit_too_large", message="9 times", scores=scores)
+    job_id = claim.job.id
+    answer = api.http.get(f"/v1/jobs/{job_id}/result").json()
+    (probe,) = answer["probes"]
+    assert (answer["type"], probe["flagged"]) == ("urn:midstream:edit_too_large", True)
+    assert probe["decisions"] == [{"position": 3, "event": "trigger", "score": 9.0}]
+    sent = api.http.get("/v1/webhooks/deliveries", params={"job": job_id}).json()["deliveries"]
+    assert [each["event"] for each in sent] == ["job.decided"]
 
 
 def test_a_queued_job_is_aborted_and_has_no_result(api: Api, hand: Hand) -> None:

@@ -221,7 +221,7 @@ class FakeRanks:
             global_version=spec.global_version,
             epoch=rank.ledger.epoch,
             trace=spec.trace,
-            scores=self._scores(finished, rank.pp) if rank.tp == 0 and not failure else [],
+            scores=self._scores(finished, rank.pp) if rank.tp == 0 or failure else [],
             identity=self._identity,
         )
 

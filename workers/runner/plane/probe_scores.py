@@ -100,6 +100,7 @@ class Scorer:
             plan.kind,
             spec.prompt_tokens,
         )
+        watch.settle = self._score_needed
         for recording, stack in zip(scored, plan.stacks, strict=True):
             recording.watch, recording.stack = watch, stack
         return watch
@@ -156,13 +157,16 @@ class Scorer:
 
         `needed`: watch → number of its rows: waits for the steps that computed them.
         """
-        needed = needed or {}
-        self._score_kept(needed)
-        self._score_pending(lambda batch: batch.computed(needed))
+        self._score_needed(needed or {})
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _score_needed(self, needed: Mapping[Watch, int]) -> None:
+        """See `settle`, which raises an error of this at its next call."""
+        self._score_kept(needed)
+        self._score_pending(lambda batch: batch.computed(needed))
 
     def _score_pending(self, needed: Callable[[_Batch], bool]) -> None:
         """Score the pending batches up to the last one that is `needed`, and those that have landed

@@ -1,5 +1,6 @@
 """Reports of ended or failed requests: makes their receipts and passes captures to the writer."""
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,14 @@ from ..base.config import Place, PlaneConfig
 from ..edits.actions import ActionLedger, sealed
 from ..files.finished_rows import FinishedCapture
 from ..files.writer import InterventionError, WriteJob, Writer
-from ..probes.watches import ProbeError
+from ..probes.watches import ProbeError, Watch
 from ..rows.capture import Recording
 from ..rows.edit_sizes import RequestSizes
 from ..rows.finite_check import precedes_edits
 from ..rows.planner import Tracked
 from .grading import lacking
+
+logger = logging.getLogger(__name__)
 
 
 class Reports:
@@ -60,13 +63,10 @@ class Reports:
             return
         if tracked.watch is not None:
             try:
-                tracked.scores, tracked.results = tracked.watch.results(rows, tracked.stopped_by)
+                _score(tracked, tracked.watch, rows)
             except ProbeError as error:
                 self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
                 return
-            if tracked.gates is not None:
-                tracked.results = tracked.gates.checksum(rows, tracked.results)
-                tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
         tracked.reported = True
         recordings = [
             recording for recording in tracked.recordings.values() if not recording.capture.scored
@@ -91,9 +91,18 @@ class Reports:
         self._writer.submit(WriteJob(receipt, builds, size, complete, harvested))
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
-        """Report a failure, without waiting for the request to end. `kind`: see `Receipt.kind`."""
+        """Report a failure, without waiting for the request to end. `kind`: see `Receipt.kind`.
+
+        The receipt has what policies have decided so far: no request hides it by failing.
+        """
         if tracked.reported:
             return
+        try:
+            if tracked.watch is not None and (rows := tracked.watch.decided(tracked.counted)):
+                _score(tracked, tracked.watch, rows)
+                tracked.scores = [score for score in tracked.scores if score.policy is not None]
+        except Exception:
+            logger.exception("a failed request is reported without the decisions of its policies")
         tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
         for recording in tracked.recordings.values():
             recording.forget()
@@ -153,9 +162,18 @@ class Reports:
             epoch=self._actions.epoch,
             graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
             trace=spec.trace,
-            scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
+            # of a failure from every rank: only the first of these receipts counts
+            scores=tracked.scores if place.tp == 0 or tracked.failure else [],
             identity=self._config.identity,
         )
+
+
+def _score(tracked: Tracked, watch: Watch, rows: int) -> None:
+    """Set the results of a request's probes, about its first `rows` tokens. Raises ProbeError."""
+    tracked.scores, tracked.results = watch.results(rows, tracked.stopped_by)
+    if tracked.gates is not None:
+        tracked.results = tracked.gates.checksum(rows, tracked.results)
+        tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
 
 
 def _with_sizes(

@@ -137,6 +137,7 @@ class Requests:
             rows = len(kept_ids) - (
                 1 if len(kept_ids) < len(token_ids) or not tracked.stopped_by else 0
             )
+            tracked.counted = rows
             for row, sites in tracked.edited:
                 # edits of rejected drafts, and after the end, do not count
                 beyond = select(row.positions, rows, tracked.reached, tracked.spec.prompt_tokens)

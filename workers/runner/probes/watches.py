@@ -1,7 +1,8 @@
 """Watches: the probe scores of a request on a rank, their aggregates, news and results."""
 
+import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,8 @@ class Watch:
         rules = self.kind.rules
         self.deciders = None if rules is None else Deciders(rules, self.probes, prompt_tokens)
         self._told = False  # the news has been sent that a policy ends the request
+        #: Scores the rows of watches, up to a number of them, that wait for it.
+        self.settle: Callable[[Mapping[Watch, int]], None] = lambda _: None
 
     @property
     def urgent(self) -> bool:
@@ -144,6 +147,17 @@ class Watch:
         stop = self.deciders.stop()
         self._told = stop is not None
         return None if stop is None else News(self.request_id, *stop, [])
+
+    def decided(self, most: int) -> int:
+        """Return how many tokens the policies have decided about, up to the one at which one ends
+        the request, and up to `most`.
+        """
+        if (deciders := self.deciders) is None:
+            return 0
+        self.settle({self: sys.maxsize})
+        deciders.decide(self.scores, self.reached)
+        last, _ = deciders.stop() or (deciders.read - 1, "")
+        return min(most, last + 1)
 
     @property
     def follows(self) -> bool:

@@ -19,6 +19,7 @@ from plane_kit import VECTOR, WEIGHT, Adapters, Rig, capturing, probed, run, spe
 from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream import __version__
+from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import Action
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
@@ -513,6 +514,36 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Act
     assert (receipt.status, receipt.message) == ("ok", "")
     found = np.frombuffer(receipt.scores[0].tokens, dtype="<f4")
     np.testing.assert_allclose(found, np.concatenate(rows) @ WEIGHT[0] + 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("action", ["flag", "stop"])  # scored lazily, and at each step
+@pytest.mark.parametrize("late", [7, 8, 9])  # an edit that fails it; 8: as it ends; 9: none
+def test_a_failed_request_reports_what_its_policies_decided_so_far(
+    tmp_path: Path, action: Action, late: int
+) -> None:
+    """Even on a rank that reports no scores otherwise: only the first failure counts."""
+    rig = Rig(tmp_path, rank=1, world=2)
+    first = float(stream_of(1, "post_block", 1, 0, 1)[0, 0])  # at position p it is larger by p
+    weight = np.full((1, HIDDEN), 1 / HIDDEN, dtype=np.float32)
+    request = probed(rig, "none", weight=weight, total=10)
+    (plain,) = request.tracked.spec.probes
+    condition = Condition(at_least=first + 4, schedule=Schedule(tokens="all"))
+    policy = StoredPolicy("guard", 1, "d", condition, [action], "active", True)
+    taken = "none" if action == "flag" else "stop"
+    read = msgspec.structs.replace(plain, name="policy:guard", action=taken, policy=policy)
+    request.tracked.spec.probes.append(read)
+    edit = steering(rig.vector(1e3), [1], "post_block", [late])
+    request.tracked.spec.steering.append(msgspec.structs.replace(edit, limit=-0.01))
+    rig.step((request, 0, 6), new=[request])
+    for position in (6, 7, 8):
+        rig.step((request, position, 1))
+    if late == 9:
+        rig.plane._requests.fail(rig.plane._tracked["1"], "no room", "capture_failed")
+    receipt = rig.ended(request)
+    assert receipt.status == "error"
+    (score,) = receipt.scores
+    assert [(item.position, item.event) for item in score.decisions] == [(4, "trigger")]
+    assert (score.flagged, score.triggers) == (action == "flag", 1)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
