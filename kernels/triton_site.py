@@ -286,7 +286,7 @@ def _limits(rows, site_rows, scalars, depth, configurations):  # type: ignore[no
     """
     scaled = tl.full([], float("inf"), tl.float32)
     failed, high_scaled, high_failed = scaled, scaled, scaled
-    own, higher = depth * 0, depth * 0
+    owners = depth * 0  # 1: the request, 2: the operator, 3: both
     for k in range(depth):
         row_number = tl.load(rows + k)
         for family in tl.static_range(_FAMILIES):
@@ -298,14 +298,14 @@ def _limits(rows, site_rows, scalars, depth, configurations):  # type: ignore[no
                 if tl.load(scalars + entry * _SCALARS + _OWNER) != 0.0:
                     high_scaled = tl.minimum(high_scaled, most)
                     high_failed = tl.minimum(high_failed, least)
-                    higher += 1
+                    owners |= 2
                 else:
                     scaled, failed = tl.minimum(scaled, most), tl.minimum(failed, least)
-                    own += 1
+                    owners |= 1
     strictest = tl.minimum(tl.minimum(scaled, failed), tl.minimum(high_scaled, high_failed))
-    both = (own > 0) & (higher > 0) & (strictest < float("inf"))
-    scaled = tl.where(both, scaled, tl.minimum(scaled, high_scaled))
-    failed = tl.where(both, failed, tl.minimum(failed, high_failed))
+    both = (owners == 3) & (strictest < float("inf"))
+    if both == 0:
+        scaled, failed = tl.minimum(scaled, high_scaled), tl.minimum(failed, high_failed)
     return scaled, failed, high_scaled, high_failed, both
 
 
@@ -322,48 +322,22 @@ def _norm(row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _part(row, edit, norm, scaled, failed):  # type: ignore[no-untyped-def]
-    """Return `row` with one owner's edit, scaled to its limit; whether it was scaled; and its
-    relative size if that fails the request, else 0.
-    """
-    change = _norm(edit)
-    size = _relative(norm, change)
-    over = size > scaled
-    if over:
-        edit *= tl.div_rn(scaled * norm, change) * _WITHIN
-    return row + edit, over, tl.where((size > failed) & (failed <= scaled), size, 0.0)
+def _limited(before, after, scaled, failed):  # type: ignore[no-untyped-def]
+    """Return the row `after` with the edit scaled to its limit, whether that changed it, and the
+    edit's relative size as `sizes` has it.
 
-
-@triton.jit
-def _limited(  # type: ignore[no-untyped-def]
-    before, middle, after, both, scaled, failed, high_scaled, high_failed
-):
-    """Return the row `after` with the edits of each owner scaled to its limit, whether that changed
-    it, and the edits' relative size as `sizes` has it.
-
-    `middle`: the row as the operator's edits alone leave it, if `both` owners edit it; else all
-    edits count as one owner's, whose limits are `scaled` and `failed`. All are zero outside the
-    width.
+    `before`, `after`: zero outside the width.
     """
     row = before.to(tl.float32)
-    norm = _norm(row)
-    edit = after.to(tl.float32) - row
-    kept = _relative(norm, _norm(edit))
-    failing = kept * 0.0
-    over = both != both
-    bounded = row
-    if both:
-        edit = after.to(tl.float32) - middle.to(tl.float32)
-        bounded, over, failing = _part(
-            row, middle.to(tl.float32) - row, norm, high_scaled, high_failed
-        )
-    bounded, over_own, failing_own = _part(bounded, edit, norm, scaled, failed)
-    over |= over_own
-    failing = tl.where(failing_own > 0.0, failing_own, failing)
+    norm, change = _norm(row), _norm(after.to(tl.float32) - row)
+    size = _relative(norm, change)
+    kept = size
+    over = size > scaled
     if over:
-        after = bounded.to(after.dtype)
+        factor = tl.div_rn(scaled * norm, change) * _WITHIN
+        after = (row + (after.to(tl.float32) - row) * factor).to(after.dtype)
         kept = _relative(norm, _norm(after.to(tl.float32) - row))
-    return after, over, tl.where(failing > 0.0, -failing, kept)
+    return after, over, tl.where((size > failed) & (failed <= scaled), -size, kept)
 
 
 @triton.jit
@@ -394,12 +368,113 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _part(row, edit, norm, scaled, failed):  # type: ignore[no-untyped-def]
+    """Return `row` with one owner's edit, scaled to its limit; whether it was scaled; and its
+    relative size if that fails the request, else 0.
+    """
+    change = _norm(edit)
+    size = _relative(norm, change)
+    over = size > scaled
+    if over:
+        edit *= tl.div_rn(scaled * norm, change) * _WITHIN
+    return row + edit, over, tl.where((size > failed) & (failed <= scaled), size, 0.0)
+
+
+# Not inlined: such tokens are rare, and all others would pay for the registers of a third row.
+@triton.jit(noinline=True)
+def _edit_both(  # type: ignore[no-untyped-def]
+    hidden,
+    stream,
+    first,
+    rows,
+    site_rows,
+    pool,
+    scalars,
+    named,
+    depth,
+    configurations,
+    branch,
+    PAIR: tl.constexpr,
+    MIXED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the row of a token that both owners edit if one of their edits exceeds its limit; the
+    other one stays as it is. Return whether it was written, and the edits' relative size as `sizes`
+    has it.
+
+    `first`: the row's index in `stream`. The operator's edits are what they do to the row alone, a
+    request's what the row has besides.
+    """
+    lanes = tl.arange(0, BLOCK)
+    at, inside = first + lanes, lanes < WIDTH
+    row = tl.load(stream + at, mask=inside, other=0.0)
+    hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
+    whole = _whole(hidden_row, row, branch, PAIR, MIXED)
+    before = whole.to(tl.float32)
+    value, middle, shift = before, before, before * 0.0
+    rewrites = named * 0
+    for every in range(2):  # the operator's entries alone, then all
+        value = before
+        rewrites = named * 0
+        for family in tl.static_range(_FAMILIES):
+            total = tl.zeros([BLOCK], tl.float32) * -1.0
+            for k in range(depth):
+                entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
+                    tl.int64
+                )
+                vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
+                live = entry > 0
+                if every == 0:
+                    live = live & (tl.load(numbers + _OWNER) != 0.0)
+                if (_GRADED >> family) & 1:
+                    live = live & (tl.load(numbers) != 0.0)
+                if live:
+                    if (_REWRITING >> family) & 1:
+                        value, changed = _rewritten(
+                            family, value, vectors, numbers, lanes, inside, WIDTH
+                        )
+                        rewrites += tl.where(changed, 1, 0)
+                    else:
+                        total = _shifted(family, total, vectors, lanes, inside)
+            if not (_REWRITING >> family) & 1:
+                value += total
+                shift = total
+        if every == 0:
+            middle = value.to(row.dtype).to(tl.float32)
+    if rewrites == 0:
+        # rounded as the shift alone is
+        shifted = (row.to(tl.float32) + shift).to(row.dtype)
+        if MIXED:
+            shifted = tl.where(branch, row, shifted)
+            hidden_row = tl.where(
+                branch, (hidden_row.to(tl.float32) + shift).to(row.dtype), hidden_row
+            )
+        value = _whole(hidden_row, shifted, branch, PAIR, MIXED).to(tl.float32)
+    value = value.to(row.dtype).to(tl.float32)
+    scaled, failed, high_scaled, high_failed, _both = _limits(
+        rows, site_rows, scalars, depth, configurations
+    )
+    norm = _norm(before)
+    bounded, over, high_failing = _part(before, middle - before, norm, high_scaled, high_failed)
+    bounded, over_own, failing = _part(bounded, value - middle, norm, scaled, failed)
+    over |= over_own
+    failing = tl.where(failing > 0.0, failing, high_failing)
+    new = tl.where(over, bounded, value).to(row.dtype)
+    size = _relative(norm, _norm(new.to(tl.float32) - before))
+    if over:
+        _write(hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK)
+    return over, tl.where(failing > 0.0, -failing, size)
+
+
+@triton.jit
 def _visit(  # type: ignore[no-untyped-def]
     hidden,
     stream,
     hidden_row,
     row,
     branch,
+    first,
     at,
     ring,
     plan,
@@ -426,7 +501,7 @@ def _visit(  # type: ignore[no-untyped-def]
     """Apply one site to one token; return the new rows, and their mark for `broken`.
 
     `sizes`: a pointer to the token's column. `hidden_row`, `row`: the values at `hidden + at` and
-    `stream + at`. `branch`: the site is on a
+    `stream + at`, which begin at `first`. `branch`: the site is on a
     branch, whose stream is `hidden` alone; only if `MIXED`.
     """
     mark = named * 0
@@ -438,44 +513,63 @@ def _visit(  # type: ignore[no-untyped-def]
     if named > 0:
         _count(counts, plan, _EDITED, applied)
         unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
-        scaled, failed, high_scaled, high_failed, both = _limits(
+        scaled, failed, _high_scaled, _high_failed, both = _limits(
             rows, site_rows, scalars, depth, configurations
         )
         size = tl.full([], 0.0, tl.float32)
+        bounded_size = size
         rewrites = named * 0
-        middle = row
-        if both | ((named & _REWRITING) != 0):
-            value = tl.zeros([BLOCK], tl.float32)
-            # For two owners, first the operator's edits alone; then all.
-            for every in range(tl.where(both, 0, 1), 2):
-                value = _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32)
-                rewrites = named * 0
-                for family in tl.static_range(_FAMILIES):
-                    if (named >> family) & 1:
-                        # −0 + v is v, regardless of v's sign
-                        total = tl.zeros([BLOCK], tl.float32) * -1.0
-                        for k in range(depth):
-                            entry = tl.load(
-                                site_rows + family * configurations + tl.load(rows + k)
-                            ).to(tl.int64)
-                            vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
-                            live = entry > 0
-                            if every == 0:
-                                live = live & (tl.load(numbers + _OWNER) != 0.0)
-                            if (_GRADED >> family) & 1:
-                                live = live & (tl.load(numbers) != 0.0)
-                            if live:
-                                if (_REWRITING >> family) & 1:
-                                    value, changed = _rewritten(
-                                        family, value, vectors, numbers, lanes, inside, WIDTH
-                                    )
-                                    rewrites += tl.where(changed, 1, 0)
-                                else:
-                                    total = _shifted(family, total, vectors, lanes, inside)
-                        if not (_REWRITING >> family) & 1:
-                            value += total
-                if every == 0:
-                    middle = value.to(row.dtype)
+        left = named  # the families whose edits are still to be applied
+        if both:
+            # The barriers: its threads have other elements of the row.
+            tl.debug_barrier()
+            written, bounded_size = _edit_both(
+                hidden,
+                stream,
+                first,
+                rows,
+                site_rows,
+                pool,
+                scalars,
+                named,
+                depth,
+                configurations,
+                branch,
+                PAIR,
+                MIXED,
+                WIDTH,
+                BLOCK,
+            )
+            tl.debug_barrier()
+            scaled, failed = scaled + float("inf"), failed + float("inf")
+            left = tl.where(written, 0, named)
+            # loaded again, so that the call needs no registers for them
+            row = tl.load(stream + at, mask=inside, other=0.0)
+            hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
+        if (left & _REWRITING) != 0:
+            value = _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32)
+            for family in tl.static_range(_FAMILIES):
+                if (named >> family) & 1:
+                    # −0 + v is v, regardless of v's sign
+                    total = tl.zeros([BLOCK], tl.float32) * -1.0
+                    for k in range(depth):
+                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
+                            tl.int64
+                        )
+                        vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
+                        live = entry > 0
+                        if (_GRADED >> family) & 1:
+                            live = live & (tl.load(numbers) != 0.0)
+                        if live:
+                            if (_REWRITING >> family) & 1:
+                                value, changed = _rewritten(
+                                    family, value, vectors, numbers, lanes, inside, WIDTH
+                                )
+                                rewrites += tl.where(changed, 1, 0)
+                            else:
+                                total = _shifted(family, total, vectors, lanes, inside)
+                    if not (_REWRITING >> family) & 1:
+                        value += total
             # Load the row again: keeping it until here would need registers for a whole row. The
             # barrier is needed because an earlier site of this launch may have written the row.
             tl.debug_barrier()
@@ -484,16 +578,7 @@ def _visit(  # type: ignore[no-untyped-def]
                 hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
             if rewrites > 0:
                 whole = _whole(hidden_row, row, branch, PAIR, MIXED)
-                new, _over, size = _limited(
-                    whole,
-                    middle,
-                    value.to(row.dtype),
-                    both,
-                    scaled,
-                    failed,
-                    high_scaled,
-                    high_failed,
-                )
+                new, _over, size = _limited(whole, value.to(row.dtype), scaled, failed)
                 differs = inside & (_bits(new) != _bits(whole))
                 if tl.max(differs.to(tl.int32), 0) > 0:
                     # Written only if it differs: another pair with the same sum would change the
@@ -502,7 +587,7 @@ def _visit(  # type: ignore[no-untyped-def]
                         hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
                     )
         # Also reached if there were rewrites, but none changed the row.
-        if (rewrites == 0) & ((named & _SHIFTING) != 0):
+        if (rewrites == 0) & ((left & _SHIFTING) != 0):
             total = tl.zeros([BLOCK], tl.float32) * -1.0
             for family in tl.static_range(_FAMILIES):
                 if (_SHIFTING >> family) & 1:
@@ -522,19 +607,13 @@ def _visit(  # type: ignore[no-untyped-def]
                 row = (row.to(tl.float32) + total).to(row.dtype)
                 tl.store(stream + at, row, mask=inside)
             new, over, size = _limited(
-                whole,
-                middle,
-                _whole(hidden_row, row, branch, PAIR, MIXED),
-                both,
-                scaled,
-                failed,
-                high_scaled,
-                high_failed,
+                whole, _whole(hidden_row, row, branch, PAIR, MIXED), scaled, failed
             )
             if over:
                 hidden_row, row = _write(
                     hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
                 )
+        size = tl.where(both, bounded_size, size)
         tl.store(sizes + (tl.load(plan + _SITE) - 1).to(tl.int64) * capacity, size)
         mark = tl.where(
             unsound > 0, -1, _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
@@ -623,6 +702,7 @@ def _sites(  # type: ignore[no-untyped-def]
                     hidden_row,
                     row,
                     site < branches,
+                    token * WIDTH,
                     at,
                     ring,
                     of_site,

@@ -56,7 +56,7 @@ class Limits(Record, omit_defaults=True):
     harvest_sources: Sources | None = None
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # weight of its share of the engine
     highest_priority: Priority = "high"  # higher requested priorities become this
-    # of all edits of its requests; the stricter counts where a request or module has its own
+    # of its requests' own edits; the stricter counts where a request or module has its own
     edit_limit: EditLimit | None = None
 
 

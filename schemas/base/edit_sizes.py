@@ -11,7 +11,8 @@ MIN_RELATIVE, MAX_RELATIVE = 1e-6, 1e6
 
 
 class EditLimit(Record):
-    """A limit on ‖edit‖₂ / ‖row before it‖₂ of every row that is edited, over all edits of a site.
+    """A limit on ‖edit‖₂ / ‖row before it‖₂ of every edited row, over all edits of a site that have
+    one owner: the request, or the operator (global steering and policies).
 
     `then`: whether a larger edit is scaled down to the limit, or fails the request.
     """

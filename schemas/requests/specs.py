@@ -155,7 +155,7 @@ class SteeringSpec(Record):
     jacobian: Reference | None = None  # the name of a Jacobian lens with an output matrix
     token: NamedToken | None = None  # required with `jacobian`
     swap: NamedToken | None = None  # exchanged with `token`; without `op`
-    # of all edits at its sites and positions together; valid with every other field
+    # of all edits of the request at its sites and positions; valid with every other field
     limit: EditLimit | None = None
 
     def __post_init__(self) -> None:
