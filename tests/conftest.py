@@ -95,21 +95,17 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+@pytest.fixture(params=["folder", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> "ArtifactStore":
-    """Every store that keeps the protocol: the local folder, one in memory, and a bucket of an S3
-    server.
-    """
-    from memory_store import MemoryStore
-
+    """Every store that keeps the protocol: the local folder, and a bucket of an S3 server."""
     from midstream.storage.store import open_store
 
+    place: Path | str = tmp_path / "captures"
     if request.param == "s3":
         import s3_kit
 
-        made = open_store(s3_kit.uri(request.getfixturevalue("s3")))
-    else:
-        made = open_store(tmp_path / "captures") if request.param == "folder" else MemoryStore()
+        place = s3_kit.uri(request.getfixturevalue("s3"))
+    made = open_store(place)
     made.prepare()
     return made
 

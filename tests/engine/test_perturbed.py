@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from perturbed import CHANGES, PAGE, SHOWS, attempt, cases, label, read_page
+from perturbed import SHOWS, attempt, cases, label
 
 
 @pytest.mark.matrix
@@ -28,11 +28,3 @@ def test_a_changed_field_is_served_as_transformers_or_refused(
     )
     if "differs from transformers" in row.why:
         assert all(field in row.why for field in change), row.why
-
-
-def test_the_table_is_large_and_the_page_has_all_of_it() -> None:
-    page = read_page(PAGE.read_text())
-    assert set(page) == {(name, label(change)) for name, change in cases()}
-    assert all(line.endswith("| equal |") or "| refused: " in line for line in page.values())
-    assert len(CHANGES) >= 15
-    assert len({(name, field) for name, change in cases() for field in change}) >= 40

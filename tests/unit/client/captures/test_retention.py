@@ -10,7 +10,6 @@ import numpy as np
 import obstore
 import pytest
 from capture_kit import filesystem, finished, values, write
-from memory_store import MemoryStore
 from refusal_kit import refuses
 
 from midstream import CaptureReader, MidstreamError
@@ -24,8 +23,6 @@ LAYOUTS = ["packed", "per_file", "segment"]
 
 def names(root: ArtifactStore | Path) -> list[str]:
     """The keys of everything in a store, of what is being deleted too."""
-    if isinstance(root, MemoryStore):
-        return sorted(root.objects)
     if isinstance(root, S3Store):
         return sorted(each["path"] for batch in obstore.list(root.client) for each in batch)
     folder = root if isinstance(root, Path) else Path(root.uri)

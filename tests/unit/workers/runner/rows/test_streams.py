@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import s3_kit
-from memory_store import MemoryStore
 from plane_kit import Rig
 from rank_kit import HIDDEN, Request, stream_of
 from s3_kit import FaultProxy
@@ -190,20 +189,6 @@ def test_rows_of_an_unfinished_block_stay_until_it_is_kept(
     rows = rig.reader(second).array(1, "post_block")
     assert (rows[:16] == stream_of(1, "post_block", 1, 0, 16)).all()
     assert (rows[16:] == stream_of(2, "post_block", 1, 16, 25)).all()
-
-
-def test_a_store_without_drafts_gets_the_rows_from_a_scratch_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = narrow(tmp_path, monkeypatch)
-    monkeypatch.setattr(rig.plane._streams, "_store", MemoryStore())
-    request = long()
-    run(rig, request)
-    wait_for(rig)
-    assert not request_recording(rig, request).stream._draft.adoptable
-    assert rig.ended(request).status == "ok"
-    check(rig, request)
-    assert os.listdir(tmp_path / "spill") == []
 
 
 def test_a_full_disk_fails_the_capture_and_nothing_else(
