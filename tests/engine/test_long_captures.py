@@ -60,16 +60,6 @@ def test_long_captures_side_by_side_equal_the_reference(long: Host, reference: R
         check_rows(long, reference, job, answers[job.id])
 
 
-def test_a_prompt_served_by_the_prefix_cache_gets_its_kept_rows(
-    long: Host, reference: Reference
-) -> None:
-    first, second = wide(long, 50, 230, 8), wide(long, 50, 230, 8)
-    for job in (first, second):
-        check_rows(long, reference, job, long.run(job)[job.id])
-    (receipt,) = long.receipts(second)
-    assert receipt.files[0].reused > 0
-
-
 def test_one_that_ends_early_is_moved_together(long: Host, reference: Reference) -> None:
     probe = wide(long, 60, 190, 40)
     tokens = long.run(probe)[probe.id][0].token_ids
@@ -83,24 +73,3 @@ def test_one_that_ends_early_is_moved_together(long: Host, reference: Reference)
     outputs = long.run(job)[job.id]
     assert len(outputs[0].token_ids) == tokens.index(stop) + 1
     check_rows(long, reference, job, outputs)
-
-
-def test_a_cancelled_one_leaves_no_file(long: Host) -> None:
-    job = wide(long, 70, 200, 100)
-    long.run_any(job, cancel_after={job.id: 20})
-    assert not [path for path in long.root.rglob("*") if path.is_file() and job.id in str(path)]
-
-
-@pytest.mark.parametrize(("seed", "fault"), [(80, "commit"), (90, "settle"), (100, "plan")])
-def test_a_failure_of_the_data_plane_leaves_the_engine_up(
-    long: Host, reference: Reference, seed: int, fault: str
-) -> None:
-    long.call("midstream_fault", f"rpc,{fault}")
-    failed = wide(long, seed, 200, 4)
-    long.run(failed)  # generation goes on
-    (receipt,) = long.receipts(failed)
-    assert receipt.status == "error"
-    assert f"fault injected: {fault}" in receipt.message
-    long.call("midstream_fault", "")
-    fine = wide(long, seed + 1, 200, 4)
-    check_rows(long, reference, fine, long.run(fine)[fine.id])

@@ -66,13 +66,6 @@ def test_one_capture_takes_several_steps_worth_of_the_ring(
     assert steps(small) - before >= 8, "six for the prompt"
 
 
-def test_a_prompt_of_few_captured_positions_is_not_split(small: Host, reference: Reference) -> None:
-    before = steps(small)
-    job = small.job(prompt_of(900, seed=2), max_tokens=1, capture=everything([3, 500, 899]))
-    check_rows(small, reference, job, small.run(job)[job.id])
-    assert steps(small) - before <= 2, "one, and one that reports the end"
-
-
 def test_many_captures_and_plain_requests_share_the_ring_and_all_end(
     small: Host, reference: Reference
 ) -> None:

@@ -60,19 +60,3 @@ def test_a_job_takes_prompts_or_conversations_and_not_both_or_none(
     hand.serve()
     answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **changes})
     assert (answer.status_code, answer.json()["field"]) == (400, "prompts")
-
-
-def test_a_span_of_a_conversation_is_found_in_the_templated_text(api: Api, hand: Hand) -> None:
-    capture = {"layers": 0, "positions": [{"text": "there"}]}
-    job = hand.job(
-        api.submit(
-            prompts=None,
-            messages=[CHAT, [{"role": "user", "content": "there hello"}]],
-            capture=capture,
-        )
-    )
-    ids = [prompt.token_ids for prompt in job.prompts]
-    there = WORDS.index("there")
-    assert [stored[0].positions for stored in job.captures] == [
-        [each.index(there)] for each in ids
-    ], "the first occurrence"

@@ -1,10 +1,10 @@
-"""Every call of `AsyncClient` against the real stack with the fake engine, at least once.
+"""The awaiting client against the real stack with the fake engine: results, events, files in
+pieces, refusals.
 
 The calls of both clients are written once, and `test_client_surface.py` compares what they send.
 """
 
 import asyncio
-import inspect
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 from stack import Stack
 
 from midstream import AsyncClient, MidstreamError
-from midstream.schemas.access.keys import Limits
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweeps import SweepCell, SweepSummary
 
@@ -27,16 +26,6 @@ SWEEP: dict[str, Any] = {
     "model": "fake-model",
     "pairs": [{"clean": "hello you", "corrupt": "hallo you", "answer": " a", "foil": " b"}],
 }
-
-
-class Recorder(AsyncClient):
-    """Notes which calls were made."""
-
-    called: set[str] = set()
-
-    def __getattribute__(self, name: str) -> Any:
-        Recorder.called.add(name)
-        return super().__getattribute__(name)
 
 
 async def refused(call: Awaitable[Any], kind: str) -> None:
@@ -96,45 +85,6 @@ async def captures(client: AsyncClient, folder: Path) -> None:
     await refused(client.capture(result), "gone")
 
 
-async def steering(client: AsyncClient, folder: Path) -> None:
-    vector = np.ones(HIDDEN_SIZE, np.float32)
-    assert (await client.modules.register("joy", {"post_block.1": vector})).digest == (
-        await client.modules.get("joy")
-    ).digest
-    assert [each.name for each in await client.modules.list()] == ["joy"]
-    assert await client.modules.export("joy", folder / "joy.npz") == "npz"
-    assert (await client.modules.register("joy", folder / "joy.npz")).digest == (
-        await client.modules.get("joy")
-    ).digest
-    plain, steered = [
-        (await client.completion("fake-model", "hi", steering=each, max_tokens=4)).text
-        for each in ([], [{"module": "joy"}])
-    ]
-    assert plain != steered
-    await client.modules.delete("joy")
-    await refused(client.modules.get("joy"), "not_found")
-    assert (await client.global_steering.set([{"layers": 1, "vector": vector}])).applied
-    assert (await client.global_steering.get()).digest
-    assert (await client.global_steering.clear()).digest == ""
-    assert (await client.global_steering.dynamic()).determinism.consistent
-
-
-async def probes(client: AsyncClient) -> None:
-    await client.probes.register(
-        "calm", weight=np.ones(HIDDEN_SIZE), layer=0, thresholds=2, labels=["calm"]
-    )
-    assert [each.name for each in await client.probes.list()] == [
-        (await client.probes.get("calm")).name
-    ]
-    fields = {"probe": "calm", "condition": {"at_least": 2.0}, "actions": ["flag"]}
-    await client.policies.register("guard", **fields)
-    changed = await client.policies.change("guard", mode="active")
-    assert changed.current.version == (await client.policies.get("guard")).current.version == 2
-    await client.policies.delete("guard")
-    await client.probes.delete("calm")
-    await refused(client.probes.get("calm"), "not_found")
-
-
 async def registries(client: AsyncClient) -> None:
     """Of what operators put into folders: there is none here."""
     assert (await client.loras.list(), await client.saes.list(), await client.lenses.list()) == (
@@ -157,16 +107,6 @@ async def registries(client: AsyncClient) -> None:
         await refused(features, "invalid_request")
 
 
-async def readings(client: AsyncClient) -> None:
-    assert (await client.lens("hello", layers=[1], positions="last_prompt")).tokens.shape == (
-        1,
-        1,
-        5,
-    )
-    await refused(client.attention("hello"), "invalid_request")
-    await refused(client.readings.patch_attention("hello", {(0, 0): np.eye(5)}), "invalid_request")
-
-
 async def sweeps(client: AsyncClient) -> None:
     fields = SWEEP | {"hooks": ["pre_attn"], "metric": "logit_diff"}
     seen: list[Any] = []
@@ -178,86 +118,6 @@ async def sweeps(client: AsyncClient) -> None:
     for each in (seen, events):
         assert any(isinstance(event, SweepCell) for event in each)
         assert isinstance(each[-1], SweepSummary)
-
-
-async def gradients(client: AsyncClient) -> None:
-    """The calls of jobs for a gradient worker, of which there is none here."""
-    texts = [f"text {number}" for number in range(8)]
-    lens = {"model": "fake-model", "name": "j", "prompts": texts}
-    module = {"model": "fake-model", "name": "m", "method": "difference_of_means", "layers": [0]}
-    await refused(client.attribute(**SWEEP), "invalid_request")
-    await refused(client.fit_module(**module, positive=texts, negative=texts), "invalid_request")
-    await refused(client.fit_lens(**lens), "invalid_request")
-
-
-async def runs(client: AsyncClient) -> None:
-    await client.run(prompts=["hello"], capture={**CAPTURE, "run": "clean"}, progress=False)
-    assert [run.name for run in (await client.source_runs.list()).runs] == [
-        (await client.source_runs.get("clean")).name
-    ]
-    await client.source_runs.delete("clean")
-    await refused(client.source_runs.get("clean"), "not_found")
-
-
-async def keys(client: AsyncClient) -> None:
-    key = await client.keys.create("ada", tenant="vision", expires_in="1h")
-    assert key.id in [each.id for each in await client.keys.list()]
-    await client.keys.revoke(key.id)
-    assert (
-        (await client.tenants.set("vision", Limits(jobs_in_flight=3))).name
-        == (await client.tenants.get("vision")).name
-        == "vision"
-    )
-    assert "vision" in [each.name for each in await client.tenants.list()]
-
-
-async def webhooks(client: AsyncClient) -> None:
-    assert (await client.webhooks.deliveries(state="delivered")).deliveries == []
-    assert len((await client.webhooks.secrets()).secrets) >= 1
-    assert (await client.webhooks.rotate_secret(keep_former_s="1h")).secrets
-    assert await client.webhooks.disabled() == []
-    for call in (
-        client.webhooks.delivery("msg_none"),
-        client.webhooks.redeliver("msg_none"),
-        client.webhooks.enable("http://example.com/"),
-    ):
-        await refused(call, "not_found")
-
-
-async def harvests(client: AsyncClient) -> None:
-    source = {"lines": ["one line", "another line"]}
-    seen: list[Any] = []
-    view = await client.harvests.wait(
-        await client.harvests.submit(model="fake-model", source=source, layers=[0]),
-        seen.append,
-        timeout=120,
-    )
-    assert (view.rows > 0, seen[-1]) == (True, view)
-    assert (await client.harvests.get(view)).id in [
-        each.id for each in (await client.harvests.list()).harvests
-    ]
-    for call in (client.harvests.pause, client.harvests.resume, client.harvests.cancel):
-        await refused(call(view), "conflict")
-    await client.harvests.delete(view)
-    await refused(client.harvests.get(view), "not_found")
-
-
-async def test_every_call_of_the_awaiting_client_works(
-    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("midstream.client.sdk.transport.CHUNK", 64)  # files come in several pieces
-    async with Recorder(stack.url) as client:
-        await jobs(client)
-        await captures(client, tmp_path)
-        await steering(client, tmp_path)
-        for group in (probes, registries, readings, sweeps, gradients, runs, keys):
-            await group(client)
-        await webhooks(client)
-        await harvests(client)
-    public = {
-        name for name, _ in inspect.getmembers(AsyncClient, callable) if not name.startswith("_")
-    }
-    assert public - Recorder.called == set()
 
 
 async def test_a_cancelled_wait_for_a_sweep_cancels_the_sweep(stack: Stack) -> None:
@@ -275,3 +135,14 @@ async def test_a_cancelled_wait_for_a_sweep_cancels_the_sweep(stack: Stack) -> N
         (ended,) = await asyncio.gather(task, return_exceptions=True)
         assert isinstance(ended, asyncio.CancelledError)
         assert (await client.wait(job, timeout=120)).state is State.CANCELLED
+
+
+async def test_the_awaiting_client_works(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.client.sdk.transport.CHUNK", 64)  # files come in several pieces
+    async with AsyncClient(stack.url) as client:
+        await jobs(client)
+        await captures(client, tmp_path)
+        await registries(client)
+        await sweeps(client)

@@ -1,6 +1,5 @@
 """Does the Python client do against the real stack what it says? And the command line?"""
 
-import asyncio
 import json
 import re
 import time
@@ -14,7 +13,7 @@ from midstream_fake_engine.model import NUM_LAYERS, residual_rows
 from ports import free_port
 from stack import Stack
 
-from midstream import AsyncClient, CaptureSpec, Client, PatchStudy, Span, returned_rows
+from midstream import Client, PatchStudy, returned_rows
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import JobResult, State
@@ -39,40 +38,6 @@ def test_a_job_runs_from_keyword_arguments_to_arrays(client: Client) -> None:
         for layer in range(NUM_LAYERS):
             np.testing.assert_array_equal(
                 reader.array(layer, request=request), expected(layer, reader.token_ids(request))
-            )
-
-
-def test_downloads_from_a_remote_server_are_cached_for_the_process(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from midstream.client.sdk.answers import download
-
-    result = client.run(prompts=["far away"], capture=CAPTURE, timeout=120)
-    monkeypatch.setattr(download, "in_place", lambda manifest, job_id: [])
-    reader = client.capture(result.id)
-    assert "midstream-capture-" in str(reader.files[0])
-    np.testing.assert_array_equal(reader.array(1), expected(1, reader.token_ids()))
-
-
-def test_hooks_spans_and_positions_are_asked_for_by_structs_or_fields(client: Client) -> None:
-    prompt = "to be or not to be"
-    spec = CaptureSpec(
-        hooks={"resid_pre": 0, "mlp_out": "2-3"},
-        positions=[Span(text="be", occurrence=-1), 0],
-        tag="mine",
-    )
-    fields = {
-        "hooks": {"pre_attn": [0], "hook_mlp_out": [2, -1]},
-        "positions": [{"text": "be", "occurrence": 1}, -18],
-        "tag": "mine",
-    }
-    for capture in (spec, fields):
-        reader = client.capture(client.run(prompts=prompt, capture=capture, timeout=120).id)
-        assert (reader.hooks(), reader.positions()) == (["pre_attn", "mlp_out"], [0, 16, 17])
-        tokens = np.array(reader.token_ids())
-        for hook, layer in (("pre_attn", 0), ("mlp_out", 2), ("mlp_out", 3)):
-            np.testing.assert_array_equal(
-                reader.array(layer, hook), residual_rows(layer, np.array([0, 16, 17]), tokens, hook)
             )
 
 
@@ -135,15 +100,6 @@ def test_a_response_that_was_held_too_long_is_fetched_as_a_job(stack: Stack) -> 
     assert answer.finish_reasons == ["length"]
     assert answer.capture_results is not None
     assert answer.capture_results.status == "ok"
-
-
-async def test_many_coroutines_share_one_async_client(stack: Stack) -> None:
-    async with AsyncClient(stack.url) as client:
-        runs = [client.run(prompts=[f"prompt {number}"], capture=CAPTURE) for number in range(10)]
-        results = await asyncio.gather(*runs)
-        assert len({result.id for result in results}) == 10
-        reader = await client.capture(results[3].id)
-    np.testing.assert_array_equal(reader.array(2), expected(2, reader.token_ids()))
 
 
 def test_conversations_run_as_one_job_through_the_models_chat_template(client: Client) -> None:

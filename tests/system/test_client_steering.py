@@ -137,16 +137,6 @@ def test_an_exported_module_is_the_same_when_registered_again(
     assert client.modules.register("again", tmp_path / "mood.safetensors").digest == view.digest
 
 
-@pytest.mark.parametrize("suffix", ["gguf", "npz", "pt", "json"])
-def test_a_module_steers_alike_after_export_in_any_format(
-    client: Client, tmp_path: Path, suffix: str
-) -> None:
-    client.modules.register("joy", {"post_block.2": JOY, "post_block.1": CALM})
-    client.modules.export("joy", tmp_path / f"joy.{suffix}")
-    client.modules.register("again", tmp_path / f"joy.{suffix}")
-    assert text(client, {"module": "again"}) == text(client, {"module": "joy"}) != text(client)
-
-
 def test_an_export_that_cannot_be_made_is_refused(client: Client, tmp_path: Path) -> None:
     client.modules.register("joy", {"mlp_out.2": JOY})
     for name, path, says in (

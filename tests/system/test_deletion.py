@@ -267,13 +267,3 @@ def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
         assert mine.status_code == (202 if size < 1 << 20 else 507)
         assert api.log().count("global capture skipped") == 1
         hand.close()
-
-
-def test_global_captures_are_taken_within_the_quota(redis_url: str, tmp_path: Path) -> None:
-    filled(tmp_path, 1000)
-    with running(tmp_path, redis_url, capture_quota_mib=1) as api:
-        hand = Hand(api.settings)
-        hand.serve(global_captures=[CaptureSpec(tag="ops")])
-        ((capture,),) = hand.claim(api.submit()).job.captures
-        assert capture.tag == "ops"
-        hand.close()

@@ -87,24 +87,6 @@ def test_a_killed_map_is_resumed_with_nothing_twice_and_nothing_missing(
     assert not list((tmp_path / "cache" / "captures").glob(".part-*"))
 
 
-@pytest.mark.long
-def test_a_map_killed_at_any_moment_loses_and_repeats_nothing(
-    client: Client, tmp_path: Path
-) -> None:
-    before = known(client)
-    for lines in (1, 3, 6):  # then it goes on while the signal is on its way
-        process = start(client, tmp_path / "cache", "anywhere", 40, 0)
-        assert process.stdout is not None
-        for _ in range(lines):
-            process.stdout.readline()
-        process.kill()
-        process.communicate()
-    process = start(client, tmp_path / "cache", "anywhere", 40, 0)
-    found = process.communicate(timeout=300)[0].splitlines()
-    assert (process.returncode, [int(line.split()[0]) for line in found]) == (0, list(range(40)))
-    assert computed(client, before) == 40
-
-
 def test_a_map_goes_on_when_the_api_went_away(stack: Stack, client: Client, tmp_path: Path) -> None:
     before = known(client)
     items = client.map(

@@ -20,7 +20,7 @@ from midstream.broker.ops import redis_server
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.receipts.relay import bind_address
 from midstream.schemas.base.settings import SettingsError
-from midstream.schemas.jobs.jobs import Output, State
+from midstream.schemas.jobs.jobs import State
 
 #: Time limit against hangs.
 LONG_S = 60.0
@@ -48,32 +48,6 @@ def appended(
 
 # -- the plain way
 # --------------------------------------------------------------------------------------------------
-
-
-# field case 18
-def test_a_job_succeeds_with_its_last_receipt(
-    relay: RelayProcess, jobs: Jobs, tmp_path: Path
-) -> None:
-    (job,) = jobs.claim(1, 2, ranks=2)
-    outputs = [
-        Output(index=index, text="", token_ids=[1], finish_reason="length", prompt_tokens=1)
-        for index in range(2)
-    ]
-    assert jobs.ledger(lambda ledger: ledger.store_outputs(job, 1, outputs))
-    with (
-        Outbox(tmp_path, "w", 0, relay.url) as first,
-        Outbox(tmp_path, "w", 1, relay.url) as second,
-    ):
-        for request in range(2):
-            first.append(receipt(job, request, world=2))
-        second.append(receipt(job, 0, rank=1, world=2))
-        assert first.flush(LONG_S)
-        assert second.flush(LONG_S)
-        assert jobs.view(job).state is State.RUNNING
-        second.append(receipt(job, 1, rank=1, world=2))
-        assert second.flush(LONG_S)
-    assert jobs.view(job).state is State.SUCCEEDED
-    assert jobs.arrived(job) == once_each(2, ranks=2)
 
 
 # field case 17

@@ -15,8 +15,7 @@ from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Kind
 from midstream.broker.receipts.outbox import Outbox, OutboxError
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.jobs.jobs import State
-from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile, LostRange
+from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile
 
 #: Time limit against hangs.
 LONG_S = 60.0
@@ -38,28 +37,6 @@ def test_the_answer_to_hello_is_the_mark_and_the_nonce(relay: RelayProcess, jobs
             b"",
         )
         assert peer.ask(Kind.HELLO, 78, hello) == (Kind.MARK, peer.epoch, 1, to_msgpack(78))
-
-
-def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(
-    relay: RelayProcess, jobs: Jobs
-) -> None:
-    gone, other = jobs.claim(2, 2)
-    with Peer(relay.url) as peer:
-        peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(other, 0)))
-        beyond = peer.ask(Kind.LOST, 9, to_msgpack(LostRange(5, 9, [f"{other}.1"])))
-        assert beyond.seq == 1, "a range beyond a gap closes nothing"
-        assert (
-            peer.ask(Kind.LOST, 3, to_msgpack(LostRange(2, 3, [f"{gone}.1"], "the disk died"))).seq
-            == 3
-        )
-        assert peer.ask(Kind.RECEIPT, 4, to_msgpack(receipt(other, 1))).seq == 4
-    view = jobs.view(gone)
-    assert (view.state, view.error and view.error.type) == (
-        State.FAILED,
-        "urn:midstream:capture_failed",
-    )
-    assert "the disk died" in view.error.detail
-    assert jobs.arrived(other) == once_each(2)
 
 
 def test_invalid_identities_and_frames_are_refused_without_effect(

@@ -5,7 +5,6 @@ long left alone?
 import asyncio
 import base64
 import json
-import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,11 +17,7 @@ from stack import Stack
 from midstream.api.context import open_context
 from midstream.broker.queue.celery_app import UNACKED, queue_of
 from midstream.schemas.jobs.jobs import State
-from midstream.schemas.requests.specs import StoredCapture
 
-CAPTURE = StoredCapture(
-    sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed"
-)
 TOKEN_S, VISIBILITY_S = 0.02, 4
 #: A worker may be kept from its work for 3 s. What it has generated is given up only after it has
 #: lost its lease: see `reap.lua`.
@@ -61,55 +56,6 @@ def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(stack: 
         for name in ("worker", "worker-2")
     )
     assert received == 1, "its message was not given out again either"
-
-
-# field case 37, 38
-@pytest.mark.long
-def test_late_receipts_of_a_worker_stopped_past_its_lease_are_ignored(stack: Stack) -> None:
-    """Its outputs are stored and its receipts are on its disk when it is stopped; they reach the
-    relay after another attempt's.
-    """
-    stack.kill("relay")
-    job_id = stack.submit(["a"], max_tokens=3, capture=CAPTURE)
-    first = stack.wait(job_id, until=lambda view: view.generated is not None).worker
-    stopped = worker_of(stack, job_id)
-    outbox = stack.directory / "outbox" / f"{first}.rank0.sqlite"
-    deadline = time.monotonic() + 60
-    while (
-        not list((stack.settings.capture_root / "t" / job_id).glob("*.a1.*.safetensors"))
-        or not outbox.exists()
-    ):
-        assert time.monotonic() < deadline, "its file and its receipt are durable first"
-        time.sleep(0.02)
-    time.sleep(0.2)
-    stack.kill(stopped, signal.SIGSTOP)
-    stack.restart("relay")
-    view = stack.wait(job_id)
-    assert (view.state, view.attempt, view.receipts) == (State.SUCCEEDED, 2, 1)
-    assert view.worker != first
-    result = stack.result(job_id)
-    before = marks(stack, str(first))
-    stack.kill(stopped, signal.SIGCONT)
-    deadline = time.monotonic() + 60
-    while marks(stack, str(first)) <= before:
-        assert time.monotonic() < deadline, (
-            "the late receipt is acknowledged, so that it does not come again"
-        )
-        time.sleep(0.05)
-    assert stack.view(job_id) == view
-    assert stack.result(job_id) == result
-    assert [file.path.rpartition("/")[2] for file in result.capture_results.files] == [
-        "p0000.a2.pp0.safetensors"
-    ]
-    assert stack.wait(stack.submit(["next"], max_tokens=2)).state is State.SUCCEEDED
-
-
-def marks(stack: Stack, worker: str) -> int:
-    """How many receipts of a worker have been acknowledged, over all epochs."""
-    with redis.Redis.from_url(stack.settings.redis_url) as client:
-        return sum(
-            int(client.get(name) or 0) for name in client.scan_iter(match=f"ms:mark:{worker}:*")
-        )
 
 
 # field case 42

@@ -4,18 +4,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 from ledger_kit import IDENTITY, claimed, make_job, open_ledger, outputs
-from redis_kit import handed_over
 
 from midstream.broker.ledger.jobs import watch
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.watch import Watcher
-from midstream.broker.ops import redis_server
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.jobs import Event, Job, State
+from midstream.schemas.jobs.jobs import Event, Job
 
 
 @pytest.fixture
@@ -194,34 +191,3 @@ async def test_notifications_from_before_a_reconnect_are_discarded(
             await ledger.store_outputs(job.id, attempt, outputs())  # nobody hears it
             await until_heard(ledger, others | {mine})
             assert await watcher.changed(job.id, seen, 50) > seen
-
-
-async def test_a_wait_survives_a_redis_restart(
-    tmp_path: Path, no_polling: None
-) -> None:  # field case 38
-    server = redis_server.start(tmp_path)
-    async with open_ledger(server.url) as ledger, Watcher(ledger) as watcher:
-        job, silent = make_job(), make_job()
-        for each in (job, silent):
-            await claimed(ledger, each)
-        waits = [asyncio.create_task(watcher.changed(job.id, 2, 100)) for _ in range(50)]
-        unanswered = asyncio.create_task(watcher.changed(silent.id, 2, 1.0))
-        await asyncio.sleep(0.3)
-        await asyncio.to_thread(handed_over, server.url)
-        await asyncio.to_thread(server.kill)
-        assert await asyncio.wait_for(unanswered, 60) == 2, "its time was over"
-        assert not any(wait.done() for wait in waits)
-        again = await asyncio.to_thread(redis_server.start, tmp_path, server.port)
-        try:
-            await ledger.store_outputs(job.id, 1, outputs())
-            assert set(await asyncio.wait_for(asyncio.gather(*waits), 60)) == {3}
-            assert (await ledger.view(job.id)).state is State.SUCCEEDED
-            await until_heard(ledger, set())  # and messages are heard again
-            later = asyncio.create_task(watcher.changed(silent.id, 2, 30))
-            await asyncio.sleep(1.0)
-            began = time.monotonic()
-            await ledger.store_outputs(silent.id, 1, outputs())
-            assert await later == 3
-            assert time.monotonic() - began < 25
-        finally:
-            again.stop()
