@@ -68,14 +68,11 @@ async def _wait_until_applied(
 
 def is_applied(accounts: Sequence[Account], desired: GlobalSteering) -> bool:
     """Return whether every worker has `desired` on every rank."""
-    return all(_has(account.report, desired.version) for account in accounts)
-
-
-def _has(report: WorkerSteering | None, version: int) -> bool:
-    return (
-        report is not None
-        and report.global_version == version
-        and all(rank.global_version == version for rank in report.ranks)
+    return all(
+        account.report is not None
+        and {desired.version}
+        == {account.report.global_version, *(rank.global_version for rank in account.report.ranks)}
+        for account in accounts
     )
 
 

@@ -94,13 +94,8 @@ class Joined:
         for part in self.parts:
             if len(part) == 1:
                 yield from part[0][0].read(part[0][1].start, part[0][1].length)
-            else:
-                yield from _side_by_side(part)
-
-
-def _side_by_side(part: Sequence[tuple[OpenBlob, TensorPlace]]) -> Iterator[bytes]:
-    """Yield rows whose columns several ranks stored, some rows at a time."""
-    yield from (block.tobytes() for block in blocks(part, 0, part[0][1].shape[0]))
+            else:  # several ranks stored columns of the rows: some rows at a time
+                yield from (block.tobytes() for block in blocks(part, 0, part[0][1].shape[0]))
 
 
 def blocks(

@@ -15,7 +15,7 @@ from ...schemas.access.keys import Caller
 from ...schemas.artifacts.probes import TokenScores
 from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.base.records import to_json
-from ...schemas.jobs.jobs import Event, JobView, Output
+from ...schemas.jobs.jobs import Event, JobView
 from ..context import AppContext
 from ..web import problems
 from ..web.key_revocation import HeldKey
@@ -118,9 +118,6 @@ class Streamed:
             chunks.append(self._chunk([self.shape.delta(index, part, self.wanted)]))
         return chunks
 
-    def _upto(self, output: Output) -> ChoicePart:
-        return self._of(output.index).upto(openai_shapes.whole_part(output), self.wanted)
-
     def _of(self, index: int) -> Sent:
         return self.sent.setdefault(index, Sent())
 
@@ -162,7 +159,10 @@ class Streamed:
         chunks = [
             chunk
             for output in outputs
-            for chunk in self._chunks_of(output.index, self._upto(output))
+            for chunk in self._chunks_of(
+                output.index,
+                self._of(output.index).upto(openai_shapes.whole_part(output), self.wanted),
+            )
         ]
         last = {} if self.with_usage else more
         for output in outputs:

@@ -108,7 +108,10 @@ def _is_cut_off(data: mmap.mmap, start: int) -> bool:
         for pattern in _of_command(data, at, end):
             match = pattern.match(data, at, end)
             if match is None:
-                return end - at < _HEADER_BYTES and _begins_header(bytes(data[at:end]))
+                # whether a header may begin like the rest
+                return end - at < _HEADER_BYTES and bool(
+                    re.fullmatch(rb"([*$]\d{0,10}\r?)?", bytes(data[at:end]))
+                )
             at = match.end()
             if pattern is _LENGTH:
                 value_end = at + int(match[1])
@@ -124,11 +127,6 @@ def _of_command(data: mmap.mmap, at: int, end: int) -> "list[re.Pattern[bytes]]"
     """Return the patterns of the headers of the command at `at`."""
     match = _COUNT.match(data, at, end)
     return [_COUNT, *[_LENGTH] * (int(match[1]) if match and int(match[1]) < 1 << 20 else 0)]
-
-
-def _begins_header(rest: bytes) -> bool:
-    """Return whether a header may begin like this."""
-    return not rest or re.fullmatch(rb"[*$]\d{0,10}\r?", rest) is not None
 
 
 def _copy(data: mmap.mmap, start: int, target: Path) -> None:

@@ -218,18 +218,6 @@ def _list_html(entries: Sequence[Any], kind: type) -> str:
     return html(records.listed(entries, kind))
 
 
-def _global_html(view: GlobalView) -> str:
-    return html(steering.global_line(view), steering.entries(view.entries))
-
-
-def _status_html(now: Status) -> str:
-    return html(status.status(now, ""))
-
-
-def _harvest_html(view: HarvestView) -> str:
-    return html(Text(jobs.harvest(view)))
-
-
 #: Record type → the function that renders it as HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
@@ -237,10 +225,10 @@ _HTML: dict[type, Callable[[Any], str]] = {
     JobPage: lambda page: html(jobs.jobs(page.jobs)),
     CapturePage: lambda page: _list_html(page.captures, CaptureEntry),
     RunPage: lambda page: _list_html(page.runs, RunView),
-    GlobalView: _global_html,
-    HarvestView: _harvest_html,
+    GlobalView: lambda view: html(steering.global_line(view), steering.entries(view.entries)),
+    HarvestView: lambda view: html(Text(jobs.harvest(view))),
     HarvestPage: lambda page: _list_html(page.harvests, HarvestView),
-    Status: _status_html,
+    Status: lambda now: html(status.status(now, "")),
 }
 #: Types that `records` renders in a list, and those that it renders alone.
 _LISTED = frozenset({ModuleView, Probe, Sae, Lora, TunedLens})

@@ -464,7 +464,7 @@ class Supervisor:
     def _start_redis(self, waiting: Callable[[], None]) -> None:
         from ...broker.ops import install, redis_server
 
-        port = self._redis.port if self._redis else _port_of(self.settings.redis_url)
+        port = self._redis.port if self._redis else urlsplit(self.settings.redis_url).port or 0
         limits = (self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync)
         password = install.redis_password(self.data)
         self._redis = redis_server.start(
@@ -679,10 +679,6 @@ def _available_port(name: str, host: str, port: int, say: Say | None) -> int:
             say(f"{taken}: using {free}")
             return free
     return port
-
-
-def _port_of(redis_url: str) -> int:
-    return int(redis_url.rpartition(":")[2].partition("/")[0]) if redis_url else 0
 
 
 def _family(host: str) -> socket.AddressFamily:

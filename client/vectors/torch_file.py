@@ -211,7 +211,7 @@ def _reduced(called: Any, arguments: Any) -> Any:
                     tuple() as shape,
                     tuple() as strides,
                     *_,
-                ) if _are_counts((offset, *shape, *strides)):
+                ) if all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
                     return _View(storage, offset, shape, strides)
             raise ValueError("its pickle is damaged: a tensor has no shape")
         raise ValueError(
@@ -219,10 +219,6 @@ def _reduced(called: Any, arguments: Any) -> Any:
             + ": save tensors, or dictionaries of tensors"
         )
     raise ValueError("its pickle is damaged: it calls something that is not a name")
-
-
-def _are_counts(numbers: tuple[Any, ...]) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 # --- The bytes

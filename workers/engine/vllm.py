@@ -127,10 +127,18 @@ class VllmEngine(RankControl):
             capture_window_mib=settings.capture_window_mib,
             capture_overload=settings.capture_overload,
             spill_dir=_spill_dir(settings),
-            row_store_mib=_row_store_mib(settings),
+            # 0 if rows may be dropped: rows that a later request takes from the store must exist
+            row_store_mib=settings.row_store_mib
+            if settings.enable_prefix_caching and settings.capture_overload != "drop"
+            else 0,
             sweep_entry=settings.sweep_entry,
             graph_families=settings.graph_families,
-            writer_threads=_writer_threads(settings),
+            writer_threads=plan_writers(
+                accelerator=not current_platform.is_cpu(),
+                cores=len(os.sched_getaffinity(0)),
+                ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
+                threads=settings.writer_threads,
+            ),
             segment_limit_kib=settings.segment_limit_kib,
             segment_mib=settings.segment_mib,
             memory_limit_kib=settings.memory_limit_kib,
@@ -708,26 +716,6 @@ def _queue_mib(settings: Settings, ring: Ring | None) -> int:
             size_mib=settings.capture_queue_mib,
         )
         >> 20
-    )
-
-
-def _writer_threads(settings: Settings) -> int:
-    return plan_writers(
-        accelerator=not current_platform.is_cpu(),
-        cores=len(os.sched_getaffinity(0)),
-        ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
-        threads=settings.writer_threads,
-    )
-
-
-def _row_store_mib(settings: Settings) -> int:
-    """Returns the size of the row store; 0 if rows may be dropped, because rows that a later
-    request takes from the store must exist.
-    """
-    return (
-        settings.row_store_mib
-        if settings.enable_prefix_caching and settings.capture_overload != "drop"
-        else 0
     )
 
 

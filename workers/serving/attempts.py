@@ -451,37 +451,28 @@ class Attempts:
         while attempt.task.cancelling():
             attempt.task.uncancel()
         logger.info("job %s attempt %d stops: %s", attempt.job.id, attempt.number, ending)
-        if ending is AttemptOutcome.RELEASED:
-            await patiently(
-                lambda: self._ledger.release(attempt.job.id, attempt.number),
-                f"release of {attempt.job.id}",
-            )
-            crash_point("worker.released")
-            return ending
-        await self._engine.abort(attempt.job.id, attempt.number)
-        if ending is AttemptOutcome.STORE_UNAVAILABLE:
-            job_id, number = attempt.job.id, attempt.number
-            await patiently(
-                lambda: self._ledger.release(job_id, number, unreachable=attempt.detail),
-                f"release of {job_id}",
-            )
-        if ending is AttemptOutcome.BUSY:
-            job_id, number = attempt.job.id, attempt.number
-            await patiently(
-                lambda: self._ledger.release(job_id, number, later=True), f"release of {job_id}"
-            )
-        if ending is AttemptOutcome.OUT_OF_STEP:
-            job_id, number = attempt.job.id, attempt.number
-            await patiently(
-                lambda: self._ledger.desync_release(job_id, number, attempt.detail),
-                f"release of {job_id}",
-            )
+        ledger, job_id, number = self._ledger, attempt.job.id, attempt.number
+        # An attempt with another ending is recorded by those who ended it.
+        records: dict[AttemptOutcome, Callable[[], Awaitable[object]]] = {
+            AttemptOutcome.RELEASED: lambda: ledger.release(job_id, number),
+            AttemptOutcome.STORE_UNAVAILABLE: lambda: ledger.release(
+                job_id, number, unreachable=attempt.detail
+            ),
+            AttemptOutcome.BUSY: lambda: ledger.release(job_id, number, later=True),
+            AttemptOutcome.OUT_OF_STEP: lambda: ledger.desync_release(
+                job_id, number, attempt.detail
+            ),
+            AttemptOutcome.CANCELLED: lambda: ledger.finish_cancel(job_id, number),
+        }
+        if ending is not AttemptOutcome.RELEASED:
+            await self._engine.abort(job_id, number)
         if ending is AttemptOutcome.CANCELLED:
             crash_point("worker.aborted")
-            await patiently(
-                lambda: self._ledger.finish_cancel(attempt.job.id, attempt.number),
-                f"cancel of {attempt.job.id}",
-            )
+        if ending in records:
+            what = "cancel" if ending is AttemptOutcome.CANCELLED else "release"
+            await patiently(records[ending], f"{what} of {job_id}")
+        if ending is AttemptOutcome.RELEASED:
+            crash_point("worker.released")
         return ending
 
     async def _give_up(self, attempt: Attempt, problem: Problem) -> AttemptOutcome:

@@ -371,9 +371,9 @@ class SweepAttempt:
         locate, runs = self._locate(pair), self._requests.control_runs(pair)
         base, source = [await locate(key) for key in runs]
         sites = {
-            (hook, layer): self._sweep_site(hook, layer)
-            for hook in range(len(self._sweep.hooks))
-            for layer in range(len(self._sweep.layers))
+            (number, place): (hook, layer)
+            for number, hook in enumerate(self._sweep.hooks)
+            for place, layer in enumerate(self._sweep.layers)
         }
         store = open_store(self._ledger.settings.artifacts)
         with Translated(
@@ -394,9 +394,6 @@ class SweepAttempt:
             )
             order = await self._sources.reading(ordering)
         self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
-
-    def _sweep_site(self, hook: int, layer: int) -> tuple[str, int]:
-        return self._sweep.hooks[hook], self._sweep.layers[layer]
 
     def _missing(self, pair: int) -> list[Unit]:
         """Return the patched units without a record, in the order in which they are submitted: by

@@ -265,12 +265,13 @@ def with_tools(parsed: ParsedRequest, model: ModelInfo) -> ParsedRequest:
     raise invalid(
         "tools",
         f"{model.name!r} is served without a parser of tool calls",
-        hint=NO_TOOL_PARSER + _likely(model.tool_parsers),
+        hint=NO_TOOL_PARSER
+        + (
+            f"; its chat template suggests {' or '.join(model.tool_parsers)}"
+            if model.tool_parsers
+            else ""
+        ),
     )
-
-
-def _likely(parsers: Sequence[str]) -> str:
-    return f"; its chat template suggests {' or '.join(parsers)}" if parsers else ""
 
 
 def check_alone(parsed: ParsedRequest) -> None:

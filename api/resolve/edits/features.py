@@ -219,7 +219,13 @@ def resolve_feature(
         ),
     )
     rows = named.rows[spec.sae, spec.feature or 0]
-    rule = rows.rule if spec.op in ("clamp", "ablate") else _always_zero(rows.decoder)
+    rule = (
+        rows.rule
+        if spec.op in ("clamp", "ablate")
+        # One that always reads 0: setting it to `value` adds `value` units, as `add` requires,
+        # whatever the real feature's activation.
+        else Feature(np.zeros_like(rows.decoder), rows.decoder, 0.0, 0.0)
+    )
     assert rule is not None, "checked"
     made = apply_rules([("positions", positions_of_each)], filled, bounds, at)
     tensors = [*_parts(rule.encoder, bounds.model), from_numpy(rule.decoder)]
@@ -238,13 +244,6 @@ def resolve_feature(
         ],
     )
     return entry, made["positions"]
-
-
-def _always_zero(decoder: np.ndarray) -> Feature:
-    """Return a feature that always reads 0: setting it to `value` adds `value` units, whatever the
-    real feature's activation, as `add` requires.
-    """
-    return Feature(np.zeros_like(decoder), decoder, 0.0, 0.0)
 
 
 def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:

@@ -325,15 +325,11 @@ def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bound
             field,
             f"prompt {index} produces {_unsplit_rows(captures, index, bounds)} rows in one "
             "engine step, for one token"
-            f"{_drafts(bounds.model)}: more than the worker's buffer holds (setting "
-            "capture_buffer_mib)",
+            + (f" and {drafts} drafts" if (drafts := bounds.model.speculative_tokens) else "")
+            + ": more than the worker's buffer holds (setting capture_buffer_mib)",
             allowed=f"at most {bounds.model.capture_row_limit} rows per step",
             hint="use fewer layers or hooks",
         )
-
-
-def _drafts(model: ModelInfo) -> str:
-    return f" and {model.speculative_tokens} drafts" if model.speculative_tokens else ""
 
 
 def _check_memory(

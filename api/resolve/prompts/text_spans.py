@@ -40,9 +40,9 @@ class TextMap:
         if span.occurrence is not None:
             if not -len(starts) <= span.occurrence < len(starts):
                 detail = (
-                    f"{shortened(span.text)!r} occurs {_times(len(starts))} "
-                    "in the prompt: there is "
-                    f"no occurrence {span.occurrence}"
+                    f"{shortened(span.text)!r} occurs "
+                    f"{'once' if len(starts) == 1 else f'{len(starts)} times'} in the prompt: "
+                    f"there is no occurrence {span.occurrence}"
                 )
                 raise SelectorError(detail, ".occurrence")
             starts = starts[[span.occurrence]]
@@ -91,7 +91,3 @@ class TextMap:
                 ".text",
             )
         return starts
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

@@ -118,7 +118,7 @@ class _Probe:
     def run(self, edit: _Edit | None = None) -> _Run:
         """Run the layer; try combinations of `_RETURNS` for its composite parts until one works."""
         first: Exception | None = None
-        composites = [path for path, part in _parts(self.layer) if not _is_leaf(part)]
+        composites = [path for path, part in _parts(self.layer) if list(part.children())]
         combinations = (
             [tuple(self.returns[path] for path in composites)]
             if self.returns
@@ -529,10 +529,6 @@ def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         elif part not in parts:
             parts.add(part)
             yield name, part
-
-
-def _is_leaf(part: nn.Module) -> bool:
-    return next(part.children(), None) is None
 
 
 def _mixes(module: nn.Module) -> bool:

@@ -86,7 +86,8 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
     bias = getattr(router, "e_score_correction_bias", None)
     groups = (
         (int(router.num_expert_group or 1), int(router.topk_group or 1))
-        if _has_groups(router)
+        if getattr(router, "num_expert_group", None) is not None
+        and getattr(router, "use_grouped_topk", True)
         else (1, 1)
     )
     biases = [] if bias is None else [float(value) for value in bias.detach().float().cpu()]
@@ -104,12 +105,6 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
         if (scale := _scale(rule, logits.numpy(), chosen, weights)) is not None:
             return msgspec.structs.replace(rule, scale=scale)
     return None
-
-
-def _has_groups(router: Any) -> bool:
-    return getattr(router, "num_expert_group", None) is not None and getattr(
-        router, "use_grouped_topk", True
-    )
 
 
 def _scale(

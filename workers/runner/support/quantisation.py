@@ -205,7 +205,11 @@ def quantisation_of(config: VllmConfig) -> Quantisation:
             raw,
             *roundings(model.quantization, raw),
             dtype=model.dtype,
-            experts=_has_experts(model.hf_text_config) and not _leaves_out_experts(raw),
+            experts=any(
+                getattr(model.hf_text_config, f"{name}_experts", None)
+                for name in ("num", "num_local", "n_routed", "moe_num")
+            )
+            and not _leaves_out_experts(raw),
             ranks=config.parallel_config.tensor_parallel_size,
             cpu=current_platform.is_cpu(),
             amx=current_platform.is_cpu() and torch.cpu._is_amx_tile_supported(),
@@ -272,13 +276,6 @@ def _of_groups(groups: list[Mapping[str, Any]], name: str) -> frozenset[Rounding
             bool(item.get("dynamic")),
         )
         for item in result
-    )
-
-
-def _has_experts(config: Any) -> bool:
-    return any(
-        getattr(config, name, None)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     )
 
 

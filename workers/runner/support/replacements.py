@@ -46,7 +46,10 @@ def refusals(
     own.
     """
     for name, function in ours:
-        theirs, extends = source.member(module, owner, function.name), _extends(function)
+        theirs, extends = (
+            source.member(module, owner, function.name),
+            f"super().{function.name}" in ast.unparse(function),
+        )
         if theirs is None:
             if extends:
                 yield f"{name} extends {function.name}, which is not there"
@@ -139,8 +142,3 @@ def _methods(tree: ast.Module, node: Any) -> Iterator[ast.FunctionDef]:
         for each in tree.body:
             if isinstance(each, ast.ClassDef) and _is(each, ast.unparse(base)):
                 yield from _methods(tree, each)
-
-
-def _extends(function: ast.FunctionDef) -> bool:
-    """Return whether a method uses the method that it overrides."""
-    return f"super().{function.name}" in ast.unparse(function)

@@ -93,7 +93,7 @@ class Source:
         missing = [item for item in takes if item not in names]
         return (
             f"expected {needed}, found {name}({', '.join(names)})"
-            if missing or (names[: len(takes)] != takes and _positional(result))
+            if missing or (names[: len(takes)] != takes and not result.args.kwonlyargs)
             else ""
         )
 
@@ -194,10 +194,6 @@ def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
         and isinstance(item.value, ast.Name)
         and item.value.id == "self"
     }
-
-
-def _positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return not node.args.kwonlyargs
 
 
 def release(version: str) -> tuple[int, ...]:
