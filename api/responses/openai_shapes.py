@@ -214,16 +214,6 @@ def _completion_delta(index: int, part: ChoicePart, needed: Wanted) -> Completio
     )
 
 
-def _completion_finish(output: Output, needed: Wanted) -> CompletionChoice:
-    return CompletionChoice(
-        index=output.index,
-        text="",
-        logprobs=None,
-        finish_reason=output.finish_reason,
-        stop_reason=_stop_reason(output),
-    )
-
-
 def _completion_logprobs(
     generated: Sequence[TokenLogprob], needed: Wanted, before: Prompted | None, at: int
 ) -> CompletionLogprobs:
@@ -325,12 +315,6 @@ def _chat_logprob(token: TokenLogprob, needed: Wanted) -> ChatLogprob:
     )
 
 
-def _chat_opening(index: int, needed: Wanted) -> ChatChunkChoice:
-    return ChatChunkChoice(
-        index=index, delta=Delta(role=needed.role, content=""), finish_reason=None
-    )
-
-
 def _chat_delta(index: int, part: ChoicePart, needed: Wanted) -> ChatChunkChoice:
     calls = [_call_part(call) for call in part.calls]
     return ChatChunkChoice(
@@ -352,15 +336,6 @@ def _call_part(call: CallDelta) -> CallPart:
     )
 
 
-def _chat_finish(output: Output, needed: Wanted) -> ChatChunkChoice:
-    return ChatChunkChoice(
-        index=output.index,
-        delta=Delta(),
-        finish_reason=output.finish_reason,
-        stop_reason=_stop_reason(output),
-    )
-
-
 COMPLETION = Shape(
     answer=Completion,
     answer_object="text_completion",
@@ -370,7 +345,13 @@ COMPLETION = Shape(
     chunk_object="text_completion",
     opening=None,
     delta=_completion_delta,
-    finish=_completion_finish,
+    finish=lambda output, wanted: CompletionChoice(
+        index=output.index,
+        text="",
+        logprobs=None,
+        finish_reason=output.finish_reason,
+        stop_reason=_stop_reason(output),
+    ),
 )
 
 CHAT = Shape(
@@ -380,9 +361,16 @@ CHAT = Shape(
     about_prompt=_about_chat_prompt,
     chunk=ChatChunk,
     chunk_object="chat.completion.chunk",
-    opening=_chat_opening,
+    opening=lambda index, wanted: ChatChunkChoice(
+        index=index, delta=Delta(role=wanted.role, content=""), finish_reason=None
+    ),
     delta=_chat_delta,
-    finish=_chat_finish,
+    finish=lambda output, wanted: ChatChunkChoice(
+        index=output.index,
+        delta=Delta(),
+        finish_reason=output.finish_reason,
+        stop_reason=_stop_reason(output),
+    ),
 )
 
 

@@ -171,8 +171,7 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, PageFil
 @cache
 def page_files() -> dict[str, PageFile]:
     """Return all files of the live page that are served, by path below `assets/page`."""
-    root = resources.files(__package__.rpartition(".")[0])
-    return dict(_files(root.joinpath("assets", "page")))
+    return dict(_files(resources.files(__package__.rpartition(".")[0]).joinpath("assets", "page")))
 
 
 #: Held while the documentation is read: requests that come together read it once.

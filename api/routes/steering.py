@@ -146,8 +146,7 @@ async def list_modules(context: AppContext, caller: Caller, model: Model = None)
 async def get_module(
     name: Name, context: AppContext, caller: Caller, model: Model = None
 ) -> ModuleView:
-    info = await context.the_model(model)
-    return _view(await named_module(context, caller, info.name, name))
+    return _view(await named_module(context, caller, (await context.the_model(model)).name, name))
 
 
 @get(

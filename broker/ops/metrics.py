@@ -194,8 +194,7 @@ def _queues(status: Status) -> Iterator[Sample]:
 
 def _workers(status: Status) -> Iterator[Sample]:
     workers = [worker for worker in status.workers if not worker.queue]
-    counts = Tally((worker.model, str(worker.healthy).lower()) for worker in workers)
-    return iter(counts.items())
+    return iter(Tally((worker.model, str(worker.healthy).lower()) for worker in workers).items())
 
 
 #: Metrics of the whole service, as the API reads them from the ledger.
@@ -295,17 +294,6 @@ def _steering_rank(
     )
 
 
-def _steering_state(report: SteeringReport) -> Iterator[Sample]:
-    yield (report.worker.model, report.worker.worker, report.worker.state), 1
-
-
-def _steering_consistent(report: SteeringReport) -> Iterator[Sample]:
-    return (
-        ((report.worker.model, report.worker.worker, str(stage)), agree)
-        for stage, agree in report.consistent.items()
-    )
-
-
 #: Metrics of every worker's steering, as the API reads them from the workers' reports.
 OF_STEERING: tuple[Reading[SteeringReport], ...] = (
     Reading(
@@ -313,14 +301,19 @@ OF_STEERING: tuple[Reading[SteeringReport], ...] = (
         GaugeMetricFamily,
         "1 for the worker's current state",
         ("model", "worker", "state"),
-        _steering_state,
+        lambda report: iter(
+            [((report.worker.model, report.worker.worker, report.worker.state), 1)]
+        ),
     ),
     Reading(
         "steering_consistent",
         GaugeMetricFamily,
         "Whether the ranks of a stage agree",
         ("model", "worker", "stage"),
-        _steering_consistent,
+        lambda report: (
+            ((report.worker.model, report.worker.worker, str(stage)), agree)
+            for stage, agree in report.consistent.items()
+        ),
     ),
     _steering(
         "waiting", "Requests waiting for rows of the steering table", lambda worker: worker.waiting

@@ -1,4 +1,4 @@
-"""Private folders: creation with mode 700.
+"""Private folders: creation with mode 700; and files that one process at a time holds.
 
 Redis, SQLite and loggers choose the modes of their files, so the folder has to keep other accounts
 of the machine out: of the ledger's log (prompts, outputs, secrets of webhooks), of the outboxes
@@ -6,11 +6,14 @@ of the machine out: of the ledger's log (prompts, outputs, secrets of webhooks),
 meant to read them, so the umask decides their mode.
 """
 
+import fcntl
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 log = logging.getLogger(__name__)
 
@@ -55,3 +58,28 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
             os.fsync(file.fileno())
         aside.rename(path)
     return text
+
+
+def locked_file(
+    path: Path, holder: str, wait_s: float, refused: Callable[[str], Exception]
+) -> IO[str]:
+    """Return the file at `path`, locked until it is closed or the process dies, with `holder` as
+    its text. Raises what `refused` makes of the text of the process that still has it after
+    `wait_s`.
+    """
+    file = path.open("a+", encoding="utf-8")
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                with file:
+                    raise refused(file.read().strip()) from None
+            time.sleep(0.05)
+    file.truncate(0)
+    file.write(holder)
+    file.flush()
+    return file

@@ -29,7 +29,6 @@ from ...schemas.jobs.receipts import PROTOCOL
 
 EPOCH_BYTES = 16
 HEADER_BYTES = 2 + EPOCH_BYTES + 8
-MAX_SEQ = 2**64 - 1
 NO_EPOCH = "0" * 32
 
 #: The largest frame that is accepted, in bytes: a receipt with all rows that `memory_limit_kib`

@@ -10,7 +10,6 @@ one is remembered with its last number and its jobs, so that its losses can be r
 relay. Only one thread writes; another one may read.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...schemas.base.errors import MidstreamError
-from ..ops.private_files import private_folder
+from ..ops.private_files import locked_file, private_folder
 from .frames import new_epoch
 
 log = logging.getLogger(__name__)
@@ -74,32 +73,17 @@ class Lock:
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S):
         """Raises OutboxError("conflict") naming the holder if the lock is held after `wait_s`."""
-        # Open for as long as the lock is held.
-        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    self._file.seek(0)
-                    holder = self._file.read().strip() or "an unknown process"
-                    self._file.close()
-                    raise OutboxError(
-                        "conflict",
-                        (
-                            f"outbox {path.with_suffix('')} is in use by {holder}: "
-                            "one process per rank"
-                        ),
-                    ) from None
-                time.sleep(0.05)
-        self._file.truncate(0)
-        self._file.write(
-            f"process {os.getpid()} on {socket.gethostname()}, since "
-            f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+        owner = f"process {os.getpid()} on {socket.gethostname()}, since "
+        self._file = locked_file(
+            path,
+            f"{owner}{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n",
+            wait_s,
+            lambda holder: OutboxError(
+                "conflict",
+                f"outbox {path.with_suffix('')} is in use by {holder or 'an unknown process'}: "
+                "one process per rank",
+            ),
         )
-        self._file.flush()
 
     def release(self) -> None:
         self._file.close()

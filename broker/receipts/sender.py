@@ -495,8 +495,7 @@ class Sender(threading.Thread):
         self._report_acked(acked)
 
     def _close_past_epoch(self) -> None:
-        epoch = self.past_epochs.pop(0).epoch
-        self._forget(epoch)
+        self._forget(self.past_epochs.pop(0).epoch)
         self._report_acked(self._acked)
         self._enter(Phase.GREET)
 

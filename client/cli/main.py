@@ -148,8 +148,7 @@ def model_fetch(
     """Download the demo model, SmolLM2-135M-Instruct, to the cache folder and print its path."""
     from ...workers.demo_model import fetch_demo_model
 
-    folder = fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify)
-    print(folder)
+    print(fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify))
 
 
 @model_app.command("list")

@@ -177,8 +177,7 @@ class Logits:
             [[self._known.value(place, token) for token in tokens] for place in where],
             dtype=np.float32,
         )
-        shaped = self._scaled(result).reshape((*places.shape, *ids.shape))
-        return shaped[()]
+        return self._scaled(result).reshape((*places.shape, *ids.shape))[()]
 
     def _scaled(self, logprobs: np.ndarray) -> np.ndarray:
         return np.exp(logprobs) if self._probabilities else logprobs

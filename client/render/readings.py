@@ -7,7 +7,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.prompts.selectors import as_ranges
 from ..probes import Metrics
@@ -179,7 +178,8 @@ def scores(result: JobResult) -> Table:
         *(["steered at"] if steered else []),
     )
     for probe in result.probes:
-        where = [_steered_at(probe)] if steered else []
+        gated = (place for first, last in probe.gate or [] for place in range(first, last + 1))
+        where = [as_ranges(gated, _RUNS)] if steered else []
         for label, score in probe.scores.items():
             crossed = str(probe.crossed.get(label, "")) + (
                 " (stopped)" if probe.stopped and label in probe.crossed else ""
@@ -213,9 +213,3 @@ def decisions(result: JobResult) -> Table:
             cells = (each.request, f"{policy.name} v{policy.version}", *row, taken)
             shown.add_row(*(escape(str(cell)) for cell in cells))
     return shown
-
-
-def _steered_at(result: ProbeResult) -> str:
-    return as_ranges(
-        (place for first, last in result.gate or [] for place in range(first, last + 1)), _RUNS
-    )

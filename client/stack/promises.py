@@ -53,8 +53,7 @@ def judge(name: str, figures: Sequence[float], detail: str, limit: float | None 
     spread = f" [{_number(low)}, {_number(high)}]" if len(measured) > 1 else ""
     level: Level = "ok" if figure <= most else "warn" if low <= most else "fail"
     advice = "not decided: measure longer (--seconds)" if level == "warn" else ""
-    found = f"{_number(figure)}{unit}{spread}, {bound}"
-    return Finding(level, name, found, advice, measured, most)
+    return Finding(level, name, f"{_number(figure)}{unit}{spread}, {bound}", advice, measured, most)
 
 
 def interval(figures: Sequence[float]) -> tuple[float, float]:

@@ -1,16 +1,14 @@
 """Identity of a worker: its id, derived here if no setting gives one, and the id of its start."""
 
-import fcntl
 import os
 import re
 import socket
-import time
 import uuid
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
+from ...broker.ops.private_files import locked_file
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.settings import Settings
 
@@ -40,29 +38,17 @@ class WorkerLock:
         folder = Path(settings.data_dir).resolve() / "workers"
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{settings.worker_id}.lock"
-        self._file: IO[str] = self.path.open("a+")
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    self._file.seek(0)
-                    holder = self._file.read().strip() or "unknown"
-                    self._file.close()
-                    raise MidstreamError(
-                        "conflict",
-                        (
-                            f"worker {settings.worker_id!r} is already running (pid {holder}) in "
-                            f"{settings.data_dir}: use another worker_id"
-                        ),
-                        field="worker_id",
-                    ) from None
-                time.sleep(0.1)
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+        self._file = locked_file(
+            self.path,
+            str(os.getpid()),
+            patience_s,
+            lambda holder: MidstreamError(
+                "conflict",
+                f"worker {settings.worker_id!r} is already running (pid {holder or 'unknown'}) in "
+                f"{settings.data_dir}: use another worker_id",
+                field="worker_id",
+            ),
+        )
 
     def release(self) -> None:
         self._file.close()

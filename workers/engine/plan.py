@@ -280,7 +280,41 @@ def plan(
             *buffers(model.row_bytes, settings, len(hooks) * layers, ring, gpu=gpu),
             *_inside(model, settings, model.inside.sites(inside, layers), ring, gpu=gpu),
             *_adapters(model, settings, layers, gpu=gpu),
-            *_host_memory(settings, queue),
+            # beside the buffers, in host memory
+            Memory(
+                "queue",
+                queue,
+                "host",
+                "captured rows that wait for the writers, page-locked on a GPU",
+                "capture_queue_mib",
+            ),
+            Memory(
+                "row store",
+                settings.row_store_mib << 20,
+                "host",
+                "rows kept for prompts that the prefix cache serves",
+                "row_store_mib",
+            ),
+            Memory(
+                "vectors",
+                settings.vector_cache_mib << 20,
+                "host",
+                "steering vectors",
+                "vector_cache_mib",
+            ),
+            Memory(
+                "prepared rows",
+                KEPT_BYTES,
+                "host",
+                "configurations laid out for the pool, page-locked on a GPU",
+            ),
+            Memory(
+                "source runs",
+                settings.run_cache_mib << 20,
+                "host",
+                "rows that patches read",
+                "run_cache_mib",
+            ),
         ],
         _work(shape, hooks, settings) if gpu and not eager else [],
         _streams(model, hooks, tokens_per_second),
@@ -415,46 +449,6 @@ def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> li
         ),
         Memory(
             "loaded adapters", loaded, "host", "LoRA adapters that a rank keeps", "max_cpu_loras"
-        ),
-    ]
-
-
-def _host_memory(settings: Settings, queue: int) -> list[Memory]:
-    """Returns the most host memory that a rank takes in addition to the buffers."""
-    return [
-        Memory(
-            "queue",
-            queue,
-            "host",
-            "captured rows that wait for the writers, page-locked on a GPU",
-            "capture_queue_mib",
-        ),
-        Memory(
-            "row store",
-            settings.row_store_mib << 20,
-            "host",
-            "rows kept for prompts that the prefix cache serves",
-            "row_store_mib",
-        ),
-        Memory(
-            "vectors",
-            settings.vector_cache_mib << 20,
-            "host",
-            "steering vectors",
-            "vector_cache_mib",
-        ),
-        Memory(
-            "prepared rows",
-            KEPT_BYTES,
-            "host",
-            "configurations laid out for the pool, page-locked on a GPU",
-        ),
-        Memory(
-            "source runs",
-            settings.run_cache_mib << 20,
-            "host",
-            "rows that patches read",
-            "run_cache_mib",
         ),
     ]
 

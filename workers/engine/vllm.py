@@ -630,7 +630,10 @@ def configured(settings: Settings) -> tuple[Any, Images]:
     """Returns vLLM's config, without an image encoder if this worker takes no images, and how the
     model takes images.
     """
-    config = _engine_args(settings).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = AsyncEngineArgs(
+        **engine_options(settings),
+        worker_cls="midstream.workers.runner.vllm.worker_class.MidstreamWorker",
+    ).create_engine_config(UsageContext.ENGINE_CONTEXT)
     images = images_of(config, settings.images_per_prompt)
     if settings.images_per_prompt and not images.number and config.model_config.is_multimodal_model:
         logger.warning("the model takes text only: %s", images.refused)
@@ -716,11 +719,4 @@ def _queue_mib(settings: Settings, ring: Ring | None) -> int:
             size_mib=settings.capture_queue_mib,
         )
         >> 20
-    )
-
-
-def _engine_args(settings: Settings) -> AsyncEngineArgs:
-    return AsyncEngineArgs(
-        **engine_options(settings),
-        worker_cls="midstream.workers.runner.vllm.worker_class.MidstreamWorker",
     )

@@ -125,8 +125,7 @@ def _exchange(pair: Sequence[np.ndarray], layer: int, at: str) -> dict[str, np.n
     the plane V of two directions: s + V (σ(c) − c) = s + (v₂ − v₁)(c₁ − c₂), which has rank 1.
     """
     basis = np.stack(pair).astype(np.float64)
-    lengths = np.linalg.norm(basis, axis=1, keepdims=True)
-    values = np.linalg.svd(basis / lengths, compute_uv=False)
+    values = np.linalg.svd(basis / np.linalg.norm(basis, axis=1, keepdims=True), compute_uv=False)
     if values[-1] < _COLLINEAR * values[0]:
         raise invalid(
             f"{at}.swap", f"at layer {layer}, its direction is that of `token`: nothing to exchange"

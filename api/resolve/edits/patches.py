@@ -239,12 +239,6 @@ def _check_reach(at: str, reach: float, bounds: Bounds) -> None:
         )
 
 
-def _of_zeros(
-    patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
-    return patch.everywhere(ZEROS)
-
-
 def _of_run(
     patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[list[StoredSteering]]:
@@ -462,7 +456,7 @@ SOURCES: dict[
     "run": _of_run,
     "vector": _of_vector,
     "module": _of_module,
-    "zeros": _of_zeros,
+    "zeros": lambda patch, bounds, model_state, blobs: patch.everywhere(ZEROS),
 }
 
 

@@ -599,5 +599,4 @@ def _located(error: MidstreamError, chunk: _Chunk) -> MidstreamError:
             "the input"
         )
         return error
-    place = f"prompts[{chunk.entries[int(match[1])].index}]{match[2]}"
-    return error.at(place)
+    return error.at(f"prompts[{chunk.entries[int(match[1])].index}]{match[2]}")

@@ -201,8 +201,7 @@ class Reference:
                         )
                     )
         # registered last, so that it runs after the hooks above
-        last_layer = self._model.get_submodule(self._layers)[-1]
-        handles.append(last_layer.register_forward_hook(_stop))
+        handles.append(self._model.get_submodule(self._layers)[-1].register_forward_hook(_stop))
         self._forward(tokens, handles)
         return list(traces)
 

@@ -131,8 +131,7 @@ class InsideLaws:
         kind = kind_of(number, self._layers[number], lambda values: values, 1)
         if kind is None or kind.refused:
             return
-        width = self._inners["k"][place].columns.row.width
-        output = attend(query, key, value, kind, width)
+        output = attend(query, key, value, kind, self._inners["k"][place].columns.row.width)
         yield Finding(
             "attention(q, k, v) = z",
             ("q", "k", "v"),
@@ -221,8 +220,7 @@ def attend(
         scores = torch.cat(
             [scores, torch.tensor(kind.sinks)[:, None, None].expand(-1, count, 1)], dim=2
         )
-    weights = scores.softmax(dim=2)[:, :, :count]
-    return (weights @ v).transpose(0, 1).reshape(count, -1)
+    return (scores.softmax(dim=2)[:, :, :count] @ v).transpose(0, 1).reshape(count, -1)
 
 
 def _norms(parent: nn.Module) -> dict[str, nn.Module]:

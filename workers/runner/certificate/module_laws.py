@@ -117,8 +117,7 @@ class ModuleLaws:
             count = len(plan.positions) + (
                 len(self._nudges(number)) if number in edits and source == "mlp_in" else 0
             )
-            rows = self._stage.shared(inputs, count)
-            outputs = list(self._through(layer, rows))
+            outputs = list(self._through(layer, self._stage.shared(inputs, count)))
             if not self._stage.records:
                 continue
             if not outputs:

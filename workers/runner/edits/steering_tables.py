@@ -1,6 +1,6 @@
 """Steering vectors of this rank, and the rows of its steering table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -299,10 +299,6 @@ def _mask(name: str, shape: list[int]) -> torch.Tensor:
     return mask
 
 
-def _join_additions(before: Does, then: Does) -> Does:
-    return then._replace(vectors=before.vectors + then.vectors)
-
-
 def _join_replacements(before: Does, then: Does) -> Does:
     """Join two replacements into one: s → (1−a)·((1−b)·s + b·u) + a·t."""
     alpha = float(then.scalars[0])
@@ -318,7 +314,10 @@ def _join_replacements(before: Does, then: Does) -> Does:
 
 
 #: Family with `joined` (see `steering_rows`) → function that joins two successive entries into one.
-_JOINED = {"add": _join_additions, "replace": _join_replacements}
+_JOINED: dict[str, Callable[[Does, Does], Does]] = {
+    "add": lambda before, then: then._replace(vectors=before.vectors + then.vectors),
+    "replace": _join_replacements,
+}
 assert _JOINED.keys() == {family.name for family in FAMILIES if family.joined}
 
 

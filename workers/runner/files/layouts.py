@@ -49,23 +49,15 @@ class StoreConfig:
     quota: int = 0  # limit of the whole store; 0: none
 
 
-def _whole(capture: FinishedCapture) -> list[tuple[str, Sites]]:
-    return [("", capture.sites)]
-
-
-def _per_site(capture: FinishedCapture) -> list[tuple[str, Sites]]:
-    return [
+#: Layout → its blobs, as (suffix of the name, sites). Only blobs of `segment` share a file.
+LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
+    "packed": lambda capture: [("", capture.sites)],
+    "per_file": lambda capture: [
         (f".{hook}.{layer}", {hook: [layer]})
         for hook, layers in capture.sites.items()
         for layer in layers
-    ]
-
-
-#: Layout → its blobs, as (suffix of the name, sites). Only blobs of `segment` share a file.
-LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
-    "packed": _whole,
-    "per_file": _per_site,
-    "segment": _whole,
+    ],
+    "segment": lambda capture: [("", capture.sites)],
 }
 
 

@@ -205,8 +205,7 @@ class _Probe:
         mixes = any(_mixes(module) for module in part.modules())
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind_partial(*args, **kwargs).arguments
-            out = bound.get("output")
+            out = signature.bind_partial(*args, **kwargs).arguments.get("output")
             given = [
                 value
                 for value in (*args, *kwargs.values())

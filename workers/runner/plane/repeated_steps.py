@@ -28,8 +28,7 @@ class RepeatedSteps:
         """
         self._view, self._members, self._banks, self._family = view, members, banks, family
         numbers = {request: number for number, request in enumerate(view.ids)}
-        places = [numbers[rows.id] for _, rows in members]
-        self._places = np.array(places, dtype=np.int64)
+        self._places = np.array([numbers[rows.id] for _, rows in members], dtype=np.int64)
         self._counts = view.counts[self._places]
         self._ends: np.ndarray | None = None  # positions below which the plan is right
         # of each request: the first position that was never computed, and token rows since then

@@ -133,8 +133,7 @@ class Staging:
 
     def _upload(self, buffer: torch.Tensor, values: np.ndarray) -> None:
         # The caching allocator keeps pinned memory until the copy that was queued from it is over.
-        staged = locked_copy(torch.from_numpy(values))
-        buffer.copy_(staged, non_blocking=True)
+        buffer.copy_(locked_copy(torch.from_numpy(values)), non_blocking=True)
 
 
 class _Areas:

@@ -111,8 +111,7 @@ def _try(config: VllmConfig, name: str) -> None:
     # vLLM's int4 kernels use AMX without asking Linux for it, which would kill the process
     torch.cpu._init_amx()
     raw = config.model_config.model_arch_config.quantization_config or {}
-    inputs = math.lcm(256, *_group_sizes(raw))
-    layer = _layer(config, name, inputs, _OUTPUTS, "cpu")
+    layer = _layer(config, name, math.lcm(256, *_group_sizes(raw)), _OUTPUTS, "cpu")
     activations = roundings(config.model_config.quantization or "", raw)[1]
     if layer is None or getattr(_weights(layer), "dtype", None) not in _FILL:
         return
