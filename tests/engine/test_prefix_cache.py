@@ -25,25 +25,6 @@ def run_alone(host: Host, job: Job) -> tuple[list[Output], int]:
     return outputs, outputs[0].cached_tokens
 
 
-@pytest.mark.parametrize("first", ["steered", "plain"])
-def test_steered_and_plain_requests_never_serve_each_other_blocks(
-    cached: Host, reference: Reference, first: str
-) -> None:
-    prompt, vector = prompt_of(300, seed=900 + len(first)), direction(1)  # field case 13
-    steering = [steer(cached.vector(vector), [0], 3.0)]
-    edits = {"steered": [(0, 3.0 * vector, None)], "plain": []}
-    for name in (first, "plain" if first == "steered" else "steered"):
-        job = cached.job(
-            prompt,
-            max_tokens=2,
-            capture=capture_of(ALL, "last_prompt"),
-            steering=steering if name == "steered" else None,
-        )
-        outputs, found = run_alone(cached, job)
-        assert found == 0
-        check_rows(cached, reference, job, outputs, edits[name])
-
-
 def test_prefix_blocks_are_shared_by_equal_steering_digests_alone(
     cached: Host, reference: Reference
 ) -> None:

@@ -5,7 +5,6 @@ of a GPU machine: so they cannot rot where there is no GPU.
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,66 +83,3 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     assert left == [], "no file in memory is left"
     page = (tmp_path / "RESULTS.md").read_text()
     assert all(f"## {name}" in page for name in records)
-
-
-# --- Why a step is slow
-
-#: Parts of a step (`benchmarks/gpu/step_clock.py`), and the device.
-PARTS = (
-    *("schedule", "execute", "begin", "choose", "prepare", "plan", "overload"),
-    *("forward", "drain", "sample", "wait", "update", "device"),
-)
-#: Measures the rounds of the stage for each line, with 2 ms more in that part of our engine; prints
-#: its notes.
-ROUNDS = """
-import json, sys, time
-sys.path.insert(0, {folder!r})
-import kit, stage_why
-import step_clock
-asked = kit.options("")
-asked.out.mkdir()
-why = stage_why.Why(asked)
-assert {{*step_clock.PARTS, "device"}} == set({parts!r})
-for line in sys.stdin:
-    why.until, why.inject = time.monotonic() + 60, {{line.strip(): 2.0}}
-    found = stage_why.Found()
-    stage_why.measure_rounds(why, found)
-    print(json.dumps(found.notes), flush=True)
-why.end()
-"""
-
-
-@pytest.fixture(scope="module")
-def notes_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[str]]]:
-    """What the stage notes of a run in which a part takes 2 ms longer."""
-    out = tmp_path_factory.mktemp("why") / "out"
-    program = ROUNDS.format(folder=str(ROOT / "benchmarks" / "gpu"), parts=PARTS)
-    given = ["--device", "cpu", "--tiny", "--out", str(out), "--json", str(out / "why.result")]
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *given],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None
-    assert stdout is not None
-
-    def notes(part: str) -> list[str]:
-        print(part, file=stdin, flush=True)
-        found: list[str] = json.loads(stdout.readline())
-        return found
-
-    yield notes
-    stdin.close()
-    assert process.wait(60) == 0
-
-
-@pytest.mark.slow("engines on the timed device")
-@pytest.mark.parametrize("part", PARTS)
-def test_the_part_that_takes_two_milliseconds_longer_is_named(part: str, notes_of) -> None:
-    named = "device: forward" if part == "device" else part
-    notes = notes_of(part)
-    for kind in ("one", "both"):
-        told = f"{kind}: {named} takes most of what is added"
-        assert any(note.startswith(told) for note in notes), notes

@@ -11,7 +11,6 @@ import pytest
 from ledger_kit import enqueue
 from midstream_fake_engine.model import NUM_LAYERS
 from receipt_rig import wait_until
-from redis_kit import handed_over
 from stack import Stack
 
 from midstream.broker.ledger.named.source_runs import SourceRuns
@@ -163,21 +162,3 @@ def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_oth
     assert max(ended(stack, each) for each in following) < ended(stack, running), (
         "or nothing was tried here"
     )
-
-
-# field case 31
-@pytest.mark.slow("a worker and Redis start again")
-def test_names_and_rows_survive_a_killed_worker_and_a_killed_redis(stack: Stack) -> None:
-    job = make_run(stack, "kept")
-    expected = text(stack, patched(stack, "kept", job))
-    running = patched(stack, "kept", job, max_tokens=250)
-    worker = {"w1": "worker", "w1-2": "worker-2"}[str(stack.wait_running(running).worker)]
-    stack.kill(worker)
-    stack.restart(worker, fault="", engine_options={"token_s": 0.002})
-    handed_over(stack.settings.redis_url)  # nobody was promised anything yet
-    stack.kill("redis")
-    stack.restart("redis")
-    assert text(stack, running)
-    assert stack.view(running).attempt == 2
-    assert view(stack, "kept").job == job
-    assert text(stack, patched(stack, "kept", job)) == expected
