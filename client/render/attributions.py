@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.jobs.attributions import NotLookedAt
-from ..sdk.answers.attribution import Attribution, Score, difference, estimated, place_name
+from ..sdk.answers.attribution import Attribution, Score, estimated, place_name
 from ..sdk.answers.grid import titled
 from .jobs import count, table
 from .sweeps import Heatmap, remarks
@@ -54,7 +54,7 @@ def checked_table(attribution: Attribution, most: int) -> Table:
             str(cell.layer),
             _number(cell.estimate, ""),
             _number(cell.exact, ""),
-            _number(difference(cell), "+"),
+            _number(cell.difference, "+"),
             ", ".join(cell.why),
             "[red]off[/]" if cell.off else "",
         )
@@ -106,9 +106,10 @@ def _kind(attribution: Attribution) -> str:
 def _left(left: NotLookedAt) -> str:
     figures = (
         ("largest estimated effect", left.largest),
-        ("at most, by the worst error seen nearby", left.bound),
+        ("at most, by the worst errors found", left.bound),
         ("weakest of the top cells", left.last),
     )
     known = [f"{name} {value:.3f}" for name, value in figures if value is not None]
-    end = "settled" if left.settled else "not settled: the budget was used up"
+    tested = f"{left.assumption}; tested on a random sample of {count(left.sampled, 'cell')}"
+    end = f"settled, if {tested}" if left.settled else "not settled: the budget was used up"
     return "; ".join([count(left.cells, "cell"), *known, end])

@@ -38,7 +38,10 @@ class CheckedCell(CellPlace, kw_only=True):
     why: list[Why]
     estimate: float | None  # in the metric's units
     exact: float | None  # null: not computed yet, or `reason`
-    off: bool  # they differ by more than the noise floor and the tolerance
+    # the estimated effect minus the exact one, each a difference to the unpatched prompt on the same
+    # worker; null: one is not known
+    difference: float | None = None
+    off: bool  # the effects differ by more than the noise floor and the tolerance
 
 
 class Agreement(Record):
@@ -68,12 +71,17 @@ class NotLookedAt(Record):
 
     cells: int
     largest: float | None  # estimated effect among them, in the metric's units
-    # the largest sum of such an effect and the worst underestimate in the same part of the grid
+    # the largest effect that one of them can have under `assumption`
     bound: float | None
     last: float | None  # exact effect of the last of the top cells
-    # the bound is below it: if underestimates elsewhere in each part are no worse, these are the
-    # top cells; false: the budget was used up before
+    # the whole sample was computed, and the bound is below `last`: under the assumption, these are
+    # the top cells; false: the budget was used up before
     settled: bool
+    sampled: int = 0  # cells computed of a random sample of each part, which tests the assumption
+    assumption: str = (
+        "the estimates of these cells are too small by no more than the worst computed estimate in "
+        "the same part of the grid, and by no larger factor than the worst one of the grid"
+    )
 
 
 class PairAttribution(Record):

@@ -34,10 +34,10 @@ class Verify(Record):
     top: Chosen = 20  # with the largest estimated effects
     random: Chosen = 20  # drawn without replacement from all other cells that can be patched
     doubtful: Chosen = 10  # where the method is known to fail
-    # estimates that differ from the exact value by more than the noise floor and this are marked;
-    # in the metric's units
+    # estimated effects that differ from the exact one by more than the noise floor and this are
+    # marked; in the metric's units
     tolerance: Tolerance = 0.05
-    # of the method `adaptive`: the most cells of a pair; null: a tenth of its grid, and at least 4
+    # of the method `adaptive`: the most cells of a pair; null: a tenth of its grid, and at least 5
     # times `top`
     budget: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERIFIED)] | None = None
 

@@ -23,7 +23,7 @@ HOOK = "pre_attn"
 def cell(at: tuple[int, int], estimate: float, exact: float | None, off: bool) -> CheckedCell:
     return CheckedCell(
         hook="pre_attn", layer=at[0], column=at[1], label=" x", why=["top"], estimate=estimate,
-        exact=exact, off=off,
+        exact=exact, difference=None if exact is None else estimate - exact, off=off,
     )  # fmt: skip
 
 
@@ -95,7 +95,11 @@ def verified_features() -> AttributionResult:
     ]
     kept = {"hook": "pre_attn", "layer": 2, "column": 3, "label": " x", "reason": ""}
     checked = [
-        CheckedCell(**kept, feature=12, why=["top"], estimate=0.3, exact=0.02, off=True),
-        CheckedCell(**kept, feature=7, why=["random"], estimate=0.05, exact=-0.06, off=True),
+        CheckedCell(
+            **kept, feature=12, why=["top"], estimate=0.3, exact=0.02, difference=0.28, off=True
+        ),
+        CheckedCell(
+            **kept, feature=7, why=["random"], estimate=0.05, exact=-0.06, difference=0.11, off=True
+        ),
     ]
     return attribution(estimated(features=scores, checked=checked))

@@ -15,7 +15,7 @@ from ....schemas.requests.attributions import Method, StoredAttribution, Verify
 INTEGRATED_STEPS = 8
 #: `adaptive` computes at most this share of a pair's grid, and at least `LEAST_TOPS` × its top
 #: cells.
-BUDGET_SHARE, LEAST_TOPS = 0.1, 4
+BUDGET_SHARE, LEAST_TOPS = 0.1, 5
 #: Fields that choose cells; not valid where there is no grid.
 CELLS = ("hooks", "layers", "heads", "neurons", "window", "alpha", "mask")
 

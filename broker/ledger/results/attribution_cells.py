@@ -11,10 +11,16 @@ from typing import NamedTuple
 from ....schemas.jobs.attributions import NotLookedAt
 from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import Metric, StoredSweep, Unit, UnitRecord
-from ....schemas.requests.attributions import Estimate, Why
+from ....schemas.requests.attributions import Estimate, StoredAttribution, Why
 
 #: Cells that it computes at a time, at the least: forward passes are batched.
 LEAST_ROUND = 8
+#: Random cells of each part of the grid, at the least, on which `adaptive` tests what it assumes of
+#: the others.
+SAMPLE = 2
+#: Effects below this share of the last of the top cells do not say by what factor an estimate is
+#: too small: rounding and noise are most of them.
+FAINT = 0.1
 
 Records = Mapping[int, UnitRecord]
 
@@ -119,9 +125,11 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: R
     attempt after a killed worker continues.
 
     Coarse: the grid is divided into parts, and the strongest estimate of each is computed, with the
-    top estimates. Fine: the worst underestimate in a part is added to the estimates of its other
-    cells; those whose sum reaches the exact effect of the last of the top cells are computed,
-    largest sum first. It is over when no sum does, or the budget is used up.
+    top estimates. Fine: estimates of other cells are raised by the worst that was found: by the
+    worst underestimate in the part, or by the worst factor in the grid. Those that reach the exact
+    effect of the last of the top cells are computed, largest first. Once none does, the same is
+    asked of a random sample of the cells that nothing singled out, from each part. It is over when
+    that changes nothing, or the budget is used up.
     """
     attribution, units = sweep.attributed, Units(sweep)
     assert attribution is not None
@@ -136,30 +144,61 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: R
     for number in looked:
         if (value := records[number].value) is not None:
             exact[number] = abs(value - nothing)
-    under: defaultdict[int, float] = defaultdict(float)
-    for number, effect in exact.items():
-        part = part_of(number)
-        under[part] = max(under[part], effect - sizes.get(number, 0.0))
-    unseen = [number for number in sizes if number not in records]
-    sums = {number: sizes[number] + under[part_of(number)] for number in unseen}
     last = sorted(exact.values(), reverse=True)[top - 1] if len(exact) >= top else None
-    reaching = [number for number in unseen if last is None or sums[number] >= last]
+    under: defaultdict[int, float] = defaultdict(float)
+    factor = 1.0
+    for number, effect in exact.items():
+        size, part = sizes.get(number, 0.0), part_of(number)
+        under[part] = max(under[part], effect - size)
+        if effect > FAINT * (last or 0.0):
+            factor = max(factor, effect / size if size else math.inf)
+    unseen = [number for number in sizes if number not in records]
+    raised = {
+        number: max(
+            sizes[number] + under[part_of(number)], sizes[number] and sizes[number] * factor
+        )
+        for number in unseen
+    }
+    reaching = [number for number in unseen if last is None or raised[number] >= last]
+    picked, sample = _begun(sizes, part_of, attribution, top, pair)
     left = NotLookedAt(
         cells=len(unseen),
         largest=max((sizes[number] for number in unseen), default=None),
-        bound=max(sums.values(), default=None),
+        bound=max(raised.values(), default=None),
         last=last,
-        settled=not reaching,
+        sampled=len(exact.keys() & {*sample}),
+        settled=not reaching and exact.keys() >= {*sample},
     )
+    room = max(budget - len(looked), 0)
     if not looked:
-        first = dict.fromkeys(unseen[:top])
-        strongest: dict[int, int] = {}
-        for number in unseen:
-            strongest.setdefault(part_of(number), number)
-        return Round(list(first | dict.fromkeys(strongest.values()))[:budget], left)
-    room = min(budget - len(looked), max(top, LEAST_ROUND))
-    reaching.sort(key=lambda number: (-sums[number], number))
-    return Round(reaching[: max(room, 0)], left)
+        return Round(picked[:room], left)
+    reaching.sort(key=lambda number: (-raised[number], number))
+    following = reaching or [number for number in sample if number not in records]
+    return Round(following[: min(room, max(top, LEAST_ROUND))], left)
+
+
+def _begun(
+    sizes: Mapping[int, float],
+    part_of: Callable[[int], int],
+    attribution: StoredAttribution,
+    top: int,
+    pair: int,
+) -> tuple[list[int], list[int]]:
+    """Return the cells to begin with, and the random sample of the others: a quarter of the budget,
+    and at least `SAMPLE` of each part.
+
+    `sizes`: strongest first.
+    """
+    parts: defaultdict[int, list[int]] = defaultdict(list)
+    for number in sizes:
+        parts[part_of(number)].append(number)
+    picked = dict.fromkeys([*[*sizes][:top], *(numbers[0] for numbers in parts.values())])
+    each = max(SAMPLE, attribution.budget // (4 * max(len(parts), 1)))
+    draw, sample = random.Random(f"{attribution.seed}/{pair}"), list[int]()
+    for _, numbers in sorted(parts.items()):
+        others = [number for number in numbers if number not in picked]
+        sample += draw.sample(others, min(each, len(others)))
+    return [*picked], sample
 
 
 def _parts(sweep: StoredSweep, parts: int) -> Callable[[int], int]:
@@ -167,14 +206,14 @@ def _parts(sweep: StoredSweep, parts: int) -> Callable[[int], int]:
     so that there are about `parts` in all, at least one for each hook.
     """
     layers, columns = len(sweep.layers), sweep.num_columns
-    share = max(1.0, layers * columns * len(sweep.hooks) / max(parts, 1))  # cells in a part
-    high = min(layers, max(1, round(math.sqrt(share * layers / columns))))
-    wide = min(columns, max(1, round(share / high)))
-    units, across = Units(sweep), -(-columns // wide)
+    share = max(1, round(parts / len(sweep.hooks)))  # parts of a hook
+    down = min(layers, max(1, round(math.sqrt(share * layers / columns))))
+    across, units = min(columns, max(1, round(share / down))), Units(sweep)
 
     def part(number: int) -> int:
         cell = units.cell(number)
         assert cell is not None
-        return (cell.hook * layers + cell.layer // high) * across + cell.column // wide
+        row, column = cell.layer * down // layers, cell.column * across // columns
+        return (cell.hook * down + row) * across + column
 
     return part

@@ -97,9 +97,12 @@ class _Comparison:
             self.whys = {number: ["adaptive"] for number in numbers if number in records}
         self._noise = noise_floor_of(sweep, records, pair) or 0.0
         base = records.get(self._units.base(pair).number)
-        # an exact effect is a difference to the base of the same worker
-        self._nothing = unchanged(
-            sweep.metric, estimate.base if base is None or base.value is None else base.value
+        # an effect is a difference to the base of the same worker
+        self._estimated_nothing = unchanged(sweep.metric, estimate.base)
+        self._nothing = (
+            self._estimated_nothing
+            if base is None or base.value is None
+            else unchanged(sweep.metric, base.value)
         )
 
     def checked(self) -> list[CheckedCell]:
@@ -112,6 +115,11 @@ class _Comparison:
     def _cell(self, unit: Unit, limit: float) -> CheckedCell:
         number, record = unit.number, self._records.get(unit.number)
         estimate, exact = self._estimates.get(number), None if record is None else record.value
+        difference = (
+            None
+            if estimate is None or exact is None
+            else (estimate - self._estimated_nothing) - (exact - self._nothing)
+        )
         return CheckedCell(
             hook=self._sweep.hooks[unit.hook],
             layer=self._sweep.layers[unit.layer],
@@ -120,7 +128,8 @@ class _Comparison:
             why=self.whys[number],
             estimate=estimate,
             exact=exact,
-            off=estimate is not None and exact is not None and abs(estimate - exact) > limit,
+            difference=difference,
+            off=difference is not None and abs(difference) > limit,
             reason="" if record is None else record.reason,
             feature=unit.feature,
         )

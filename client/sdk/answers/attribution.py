@@ -118,8 +118,8 @@ class Attribution(Plotted):
 
     @property
     def off(self) -> list[CheckedCell]:
-        """The cells whose estimate differs from the exact value by more than the noise floor and
-        the tolerance, strongest first.
+        """The cells whose estimated effect differs from the exact one by more than the noise floor
+        and the tolerance, strongest first.
         """
         return [cell for cell in self.cells if cell.off]
 
@@ -169,9 +169,10 @@ class Attribution(Plotted):
         return sum(item.found for item in known) / top if top else None
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a sweep's line for each cell, whose `value` is the exact one, with its `estimate`,
-        why it was computed (`why`), and whether both disagree (`off`; None: not computed). Of edges
-        and features: one for each, and of features with the exact effect (`exact`).
+        """Return a sweep's line for each cell, whose `value` and `effect` are the exact ones, with
+        its `estimate` and `estimated_effect`, why it was computed (`why`), and whether both effects
+        disagree (`off`; None: not computed). Of edges and features: one for each, and of features
+        with the exact effect (`exact`).
 
         Raises MidstreamError without pandas.
         """
@@ -188,7 +189,8 @@ class Attribution(Plotted):
         for line, estimate in zip(records(self.result), estimates, strict=True):
             if self.pair in (None, line["pair"]):
                 cell = checked.get((line["pair"], line["hook"], line["layer"], line["column"]))
-                line["estimate"], line["why"] = estimate["value"], cell.why if cell else []
+                line["estimate"], line["estimated_effect"] = estimate["value"], estimate["effect"]
+                line["why"] = cell.why if cell else []
                 line["off"] = cell.off if cell and cell.exact is not None else None
                 lines.append(line)
         return frames.pandas().DataFrame(lines)
@@ -228,11 +230,6 @@ def _mean(agreements: Iterable[Agreement | None]) -> float | None:
 
 def _strongest(scores: Iterable[Score]) -> list[Score]:
     return sorted(scores, key=lambda item: -abs(item.score))
-
-
-def difference(cell: CheckedCell) -> float | None:
-    """Return the estimate minus the exact value; None if either is unknown."""
-    return None if cell.estimate is None or cell.exact is None else cell.estimate - cell.exact
 
 
 def marks(attribution: Attribution) -> dict[str, Sequence[tuple[int, int]]]:

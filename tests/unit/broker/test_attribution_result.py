@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -111,16 +112,19 @@ def test_equal_values_share_their_mean_rank(
     assert spearman(first, second) == (expected and pytest.approx(expected, abs=1e-4))
 
 
-def test_a_cell_is_off_beyond_noise_floor_and_tolerance() -> None:
+@pytest.mark.parametrize("apart", [0.0, 0.7, -0.7])
+def test_a_cell_is_off_beyond_noise_floor_and_tolerance(apart: float) -> None:
+    """Effects are compared: each worker's values lie around its own unpatched prompt's."""
     asked = sweep(Verify(top=2, random=0, doubtful=0, tolerance=0.5))
-    stored = estimate({3: 4.0, 9: 2.0})
-    first = Units(asked).first_cell
-    chosen = Estimate(base=10.0, values=stored.values, chosen={"top": [first + 3, first + 9]})
+    first, stored = Units(asked).first_cell, estimate({3: 4.0, 9: 2.0})
+    values = [value and value + apart for value in stored.values]
+    chosen = Estimate(base=10.0 + apart, values=values, chosen={"top": [first + 3, first + 9]})
     found = pair_attribution(asked, 0, records(asked, chosen, {3: 4.59, 9: 2.61}))
     assert [(cell.layer, cell.column, cell.off) for cell in found.checked] == [
         (0, 3, False),
         (1, 1, True),
     ]
+    assert [cell.difference for cell in found.checked] == pytest.approx([-0.59, -0.61])
 
 
 def test_recall_is_of_known_cells_and_needs_others_than_the_top() -> None:
@@ -154,12 +158,39 @@ def run_adaptive(
 
 def test_adaptive_stops_soon_where_estimates_are_right() -> None:
     truth = {3: 4.0, 9: 2.0, 20: 1.0}
-    asked = sweep(Verify(top=2), method="adaptive", budget=CELLS)
+    asked = sweep(Verify(top=2), method="adaptive", budget=16)
     looked, left, rounds = run_adaptive(asked, estimate(truth), truth)
     assert {3, 9} <= looked
-    assert len(looked) <= 6
-    assert (left.settled, left.last, rounds) == (True, 2.0, 1)
+    assert len(looked) <= 8
+    assert (left.settled, left.last, left.sampled, rounds) == (True, 2.0, 4, 2)
     assert left.cells == LAYERS * (COLUMNS - 1) - len(looked)
+
+
+@pytest.mark.parametrize(("noise", "found", "wrong"), [(0.1, 98, 1), (0.7, 96, 2), (2.0, 60, 0)])
+def test_adaptive_is_settled_only_where_a_sample_says_so(
+    noise: float, found: int, wrong: int
+) -> None:
+    """Of 20 grids whose estimates err by factors: how many of the 5 top cells are found, and how
+    many grids are called settled without one of them.
+    """
+    chance, top, missed = np.random.default_rng(3), 0, 0
+    asked = replace(
+        sweep(Verify(top=5), method="adaptive", budget=126),
+        hooks=["pre_attn", "attn_out", "mlp_out"],
+        layers=list(range(30)),
+    )
+    for _ in range(20):
+        exact = np.abs(chance.normal(0, 0.3, (3, 30, COLUMNS)))
+        for hook, layer, column in chance.integers(0, (3, 30, COLUMNS), (5, 3)):
+            strong = np.exp(-(((np.arange(30) - layer) / 2) ** 2))
+            exact[hook, :, column] += chance.uniform(1, 4) * strong
+        sizes = exact * np.exp(chance.normal(0, noise, exact.shape))
+        exact, sizes = exact.ravel(), sizes.ravel().tolist()
+        truth = dict(enumerate(exact.tolist()))
+        looked, left, _ = run_adaptive(asked, Estimate(base=0.0, values=sizes), truth)
+        of_top = len({*np.argsort(-exact)[:5].tolist()} & looked)
+        top, missed = top + of_top, missed + (left.settled and of_top < 5)
+    assert (top >= found, missed <= wrong) == (True, True), (top, missed)
 
 
 def test_adaptive_looks_closer_where_an_estimate_was_too_small() -> None:

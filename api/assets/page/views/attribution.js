@@ -70,6 +70,6 @@ function Checked({ grid, pair }) {
   return html`<div class="grid-table" role="region" tabindex="0" aria-label="Cells computed exactly"><table data-part="checked">
     <caption>${count(cells.length, "cell")} computed exactly${cells.length > MOST ? `, the ${MOST} strongest` : ""}</caption>
     <thead><tr>${["cell", "hook point", "layer", "estimate", "exact", "difference", "chosen as", ""].map((name) => html`<th scope="col">${name}</th>`)}</tr></thead>
-    <tbody>${cells.slice(0, MOST).map((cell) => html`<tr class=${cell.off ? "bad" : ""}><th scope="row">${grid.nameOf(cell.pair, cell.column, cell.feature)}</th><td>${hookTitle(cell.hook)}</td><td>${cell.layer}</td><td>${number(cell.estimate)}</td><td title=${cell.reason}>${number(cell.exact)}</td><td>${cell.estimate === null || cell.exact === null ? "–" : shown(cell.estimate - cell.exact)}</td><td>${cell.why.join(", ")}</td><td>${cell.off ? "off" : ""}</td></tr>`)}</tbody>
+    <tbody>${cells.slice(0, MOST).map((cell) => html`<tr class=${cell.off ? "bad" : ""}><th scope="row">${grid.nameOf(cell.pair, cell.column, cell.feature)}</th><td>${hookTitle(cell.hook)}</td><td>${cell.layer}</td><td>${number(cell.estimate)}</td><td title=${cell.reason}>${number(cell.exact)}</td><td>${number(cell.difference)}</td><td>${cell.why.join(", ")}</td><td>${cell.off ? "off" : ""}</td></tr>`)}</tbody>
   </table></div>`;
 }

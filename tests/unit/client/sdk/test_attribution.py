@@ -94,10 +94,16 @@ def test_verified_features_are_listed_with_their_exact_effects() -> None:
 
 
 def test_a_line_has_both_values_and_whether_they_disagree() -> None:
-    table = found().to_pandas().set_index(["hook", "layer", "column"])
+    whole = found()
+    table = whole.to_pandas().set_index(["hook", "layer", "column"])
     wrong, unknown = table.loc[(HOOK, *WRONG)], table.loc[("mlp_out", *WRONG)]
     assert (wrong["value"], wrong["off"], wrong["why"]) == (0.1, True, ["top"])
     assert wrong["estimate"] == pytest.approx(0.9 / 14)
+    for shown, base in (("value", whole.exact.base), ("estimate", whole.estimates.base)):
+        effect = {"value": "effect", "estimate": "estimated_effect"}[shown]
+        assert wrong[effect] == pytest.approx(wrong[shown] - base), (
+            "each from its own worker's base"
+        )
     assert (np.isnan(unknown["value"]), unknown["off"], unknown["why"]) == (True, None, [])
     assert table.loc[(HOOK, *FAILED)]["off"] is None
     assert len(found(estimated(), estimated()).of(1).to_pandas()) == len(table)
@@ -212,10 +218,11 @@ def test_the_terminal_shows_values_how_both_agree_and_what_was_left_out() -> Non
     ):
         assert line in shown
     assert "0.600" in printed(attribution(), most=1), "a cell that disagrees is always listed"
-    left = NotLookedAt(cells=300, largest=0.01, bound=0.02, last=0.5, settled=True)
-    assert "not computed: 300 cells; largest estimated effect 0.010" in printed(
-        attribution(estimated(not_looked_at=left))
-    )
+    left = NotLookedAt(cells=300, largest=0.01, bound=0.02, last=0.5, sampled=12, settled=True)
+    shown = " ".join(printed(attribution(estimated(not_looked_at=left))).split())
+    assert "not computed: 300 cells; largest estimated effect 0.010" in shown
+    assert "settled, if the estimates of these cells are too small by no more than" in shown
+    assert "tested on a random sample of 12 cells" in shown
     assert "no estimates: the gradients are not finite" in printed(
         attribution(estimated(reason="the gradients are not finite"))
     )
