@@ -2,6 +2,7 @@
 accepted as a job like any other.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from litestar import Response, get, post
@@ -9,6 +10,7 @@ from litestar.params import JSONBody
 
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...schemas.access.keys import Caller
+from ...schemas.artifacts.probes import StoredProbe
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
@@ -45,7 +47,7 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
         return known  # its cells are counted already
     lora = await named_lora(body.lora, info, context.ledger)
     probes = await context.watching(info)
-    sweep, blobs = await _planned(context, body, info, submission.caller)
+    sweep, blobs = await _planned(context, body, info, submission.caller, probes)
     job = submission.job(
         "sweep" if sweep.attributed is None else "attribution",
         info,
@@ -61,7 +63,11 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
 
 
 async def _planned(
-    context: AppContext, body: SweepRequest, info: ModelInfo, caller: Caller
+    context: AppContext,
+    body: SweepRequest,
+    info: ModelInfo,
+    caller: Caller,
+    probes: Sequence[StoredProbe] = (),
 ) -> Planned:
     global_steering = (await context.model_state(info.name, [], caller)).global_steering
     sae = None
@@ -76,7 +82,7 @@ async def _planned(
     codec = await context.codec(info)
     planned = await plan_sweep(body, info, codec, context.settings, global_steering)
     if isinstance(body, AttributionRequest):
-        planned = planned._replace(sweep=attributed(planned.sweep, body, sae))
+        planned = planned._replace(sweep=attributed(planned.sweep, body, sae, probes))
         check_exact(planned.sweep, context.settings.sweep_cells)
     return planned
 

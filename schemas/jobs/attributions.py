@@ -38,7 +38,7 @@ class CheckedCell(CellPlace, kw_only=True):
     why: list[Why]
     estimate: float | None  # in the metric's units
     exact: float | None  # null: not computed yet, or `reason`
-    # the estimated effect minus the exact one, each a difference to the unpatched prompt on the same
+    # the estimated effect minus the exact one, each a difference to the unpatched prompt on its own
     # worker; null: one is not known
     difference: float | None = None
     off: bool  # the effects differ by more than the noise floor and the tolerance

@@ -57,6 +57,8 @@ class StoredAttribution(Record):
     verify: Verify | None = None
     budget: int = 0  # of `adaptive`: the most cells of a pair
     sae: StoredSae | None = None  # estimates are of its features and its error, not of cells
+    # a policy of all traffic may end the prompts: estimates are shown once both have been read
+    watched: bool = False
 
     @property
     def most(self) -> int:

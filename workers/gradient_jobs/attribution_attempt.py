@@ -59,7 +59,8 @@ class _AttributionAttempt:
         if all(record.estimated is None for record in estimates):
             raise MidstreamError("intervention_failed", estimates[0].reason)
         attributed = self._sweep.attributed
-        if attributed is not None and attributed.verify is not None:
+        # policies of all traffic read both prompts of each pair, on a vLLM worker
+        if attributed is not None and (attributed.verify is not None or self._job.probes):
             await self._hand_on(estimates)
             return None
         seconds = time.monotonic() - began

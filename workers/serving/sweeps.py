@@ -231,7 +231,9 @@ class SweepAttempt:
         """Compute all units of a pair that have no record."""
         state, missing = self._pairs[pair], self._missing(pair)
         if self._sweep.attributed is not None and not any(u.kind == "cell" for u in missing):
-            return
+            if not self._attempt.job.probes:
+                return
+            missing = []  # policies of all traffic read the prompts
         reason = await self._controls(pair, bool(missing))
         if reason or (state.useless and len(self._pairs) > 1):
             for unit in missing:

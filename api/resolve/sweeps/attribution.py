@@ -1,10 +1,11 @@
 """Resolves how an attribution estimates and checks its cells; a 400 names what is not valid."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
+from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.artifacts.saes import StoredSae
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.attributions import AttributionRequest
@@ -95,8 +96,15 @@ def steps_of(body: AttributionRequest) -> int:
     return body.steps or (INTEGRATED_STEPS if body.method == "integrated" else 1)
 
 
-def attributed(sweep: StoredSweep, body: AttributionRequest, sae: StoredSae | None) -> StoredSweep:
-    """Return the planned sweep with how its cells are estimated and checked."""
+def attributed(
+    sweep: StoredSweep,
+    body: AttributionRequest,
+    sae: StoredSae | None,
+    probes: Sequence[StoredProbe] = (),
+) -> StoredSweep:
+    """Return the planned sweep with how its cells are estimated and checked. `probes`: of policies
+    of all traffic.
+    """
     verify = body.verify or (Verify() if body.method == "adaptive" else None)
     if verify is not None and sae is not None:
         verify = replace(verify, doubtful=0)
@@ -112,6 +120,7 @@ def attributed(sweep: StoredSweep, body: AttributionRequest, sae: StoredSae | No
         verify=verify,
         budget=budget,
         sae=sae,
+        watched=any(probe.action == "stop" for probe in probes),
     )
     return replace(sweep, attribution=attribution)
 

@@ -57,10 +57,10 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: Records) -> PairAtt
     units = Units(sweep)
     record = records.get(units.estimate(pair).number)
     estimate = None if record is None else record.estimated
-    values = [] if estimate is None else estimate.values
+    reason = (record.reason if record else "") or _withheld(sweep, pair, records)
+    values = [] if estimate is None or reason else estimate.values
     estimates = grid_of(sweep, pair, dict(zip(units.cells_of(pair), values, strict=False)))
-    if estimate is None:
-        reason = "" if record is None else record.reason
+    if estimate is None or reason:
         return PairAttribution(estimates=estimates, base=None, source=None, reason=reason)
     comparison = _Comparison(sweep, pair, estimate, records)
     adaptive = sweep.attributed is not None and sweep.attributed.method == "adaptive"
@@ -77,6 +77,22 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: Records) -> PairAtt
         features=estimate.features,
         forwards=estimate.forwards,
     )
+
+
+def _withheld(sweep: StoredSweep, pair: int, records: Records) -> str:
+    """Return why a pair's estimates are not shown, because a sweep gives no values either: a prompt
+    failed, or policies have not read it yet. Empty: they are shown.
+    """
+    units, attribution = Units(sweep), sweep.attributed
+    if attribution is None or not attribution.watched:
+        return ""
+    for unit in (units.base(pair), *([units.source(pair)] if sweep.ablation is None else [])):
+        prompt = "source" if unit.kind == "source" else "patched"
+        if (record := records.get(unit.number)) is None:
+            return f"policies of all traffic have not read the {prompt} prompt yet"
+        if record.value is None:
+            return f"the {prompt} prompt failed: {record.reason}"
+    return ""
 
 
 class _Comparison:
