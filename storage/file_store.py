@@ -598,7 +598,12 @@ def _sync(root: Path, paths: Sequence[Path]) -> None:
         _with_descriptor(root, _syncfs)
     else:
         for path in paths:
-            _with_descriptor(path, os.fsync)
+            sync(path)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content or a directory's entries durable."""
+    _with_descriptor(path, os.fsync)
 
 
 def _with_descriptor(path: Path, action: Callable[[int], Any]) -> None:

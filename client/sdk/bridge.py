@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...schemas.base.errors import invalid
 from ...schemas.base.records import to_json
+from ...storage.file_store import sync
 from ...storage.harvests import StreamedUnit
 from ...storage.shards import shard_buffers
 from ...storage.store import open_store
@@ -30,15 +31,19 @@ class Folder:
 
     The files of a unit are staged in a folder and moved from there, one by one; the empty folder
     stays until the unit is acknowledged. So no restart writes a file again that a trainer may have
-    taken.
+    taken. The folders have the harvest's name: documents of another would have the same names.
     """
 
     path: Path
+    harvest: str
 
     def put(self, cursor: int, samples: Samples) -> None:
-        """Offer the samples of the unit before `cursor`, or the rest of them after a restart."""
-        partial, staged = self.path / "partial", self.path / f"unit-{cursor}"
-        for earlier in {*self.path.glob("unit-*")} - {staged}:
+        """Offer the samples of the unit before `cursor`, or the rest of them after a restart; they
+        are durable then. Raises MidstreamError if the folder has samples of another harvest.
+        """
+        own = self._own()
+        partial, staged = own / "partial", own / f"unit-{cursor}"
+        for earlier in {*own.glob("unit-*")} - {staged}:
             earlier.rmdir()
         if not staged.exists():
             shutil.rmtree(partial, ignore_errors=True)
@@ -48,9 +53,25 @@ class Folder:
                 writer.append(f"hs_{document}.safetensors", shard_buffers(tensors, {})[0])
             writer.commit()
             partial.rename(staged)
+            sync(own)
         for file in staged.iterdir():
             (self.path / f"{file.name}.lock").touch()  # vLLM's reader locks it
             file.rename(self.path / file.name)
+        sync(self.path)
+
+    def _own(self) -> Path:
+        """Return the folder of this harvest's units; there may be none of another."""
+        own = self.path / f"harvest-{self.harvest}"
+        known = own.exists()
+        own.mkdir(parents=True, exist_ok=True)
+        foreign = {*self.path.glob("harvest-*")} - {own}
+        if foreign or (not known and any(self.path.glob("hs_*.safetensors"))):
+            if not known:
+                own.rmdir()
+            why = f"the folder {self.path} has documents of another harvest"
+            raise invalid("--to", why, allowed="a folder for each harvest")
+        sync(self.path.parent)
+        return own
 
     def left(self) -> list[int]:
         """Return the cursors of samples that the trainer has not taken; 0 for those that this
@@ -109,7 +130,7 @@ def target_of(to: str, harvest: str) -> Folder | Mooncake:
     if kind not in ("file", "tcp", "rdma") or not place.strip("/"):
         allowed = "file:FOLDER, tcp://HOST:PORT, rdma://HOST:PORT"
         raise invalid("--to", f"{to!r} is no target", allowed=allowed)
-    return Folder(Path(place)) if kind == "file" else Mooncake(harvest, place[2:], kind)
+    return Folder(Path(place), harvest) if kind == "file" else Mooncake(harvest, place[2:], kind)
 
 
 def bridge(

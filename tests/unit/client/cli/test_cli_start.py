@@ -3,6 +3,7 @@ shells complete.
 """
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,3 +183,24 @@ def test_verify_takes_settings_and_writes_json(
     assert (made.dtype, made.data_dir) == ("float32", str(tmp_path / "d" / "verify"))
     written = json.loads((tmp_path / "out.json").read_text())
     assert [each["about"] for each in written if each["level"] != "ok"] == ["idle"]
+
+
+@pytest.mark.parametrize("own", ["folder", "file", "link"])
+def test_verify_deletes_what_it_wrote_and_nothing_else(
+    cli: Cli, verified: list[Settings], tmp_path: Path, own: str
+) -> None:
+    folder = tmp_path / "d" / "verify"
+    for _ in range(2):
+        assert cli("verify", "--data-dir", "d").code == 0
+        (folder / "log").touch()
+        assert len(verified) == 1 or len(list(folder.iterdir())) == 2, "the mark and the log"
+    shutil.rmtree(folder)
+    place = {"folder": folder, "file": folder.parent, "link": tmp_path / "elsewhere"}[own]
+    thesis = place / "verify"
+    thesis.parent.mkdir(exist_ok=True)
+    thesis.write_text("a year's work")
+    if own == "link":
+        folder.symlink_to(thesis.parent)
+    refused = cli("verify", "--data-dir", "d")
+    assert (refused.code, thesis.read_text(), len(verified)) == (2, "a year's work", 2)
+    assert "was not written by this command" in " ".join(refused.err.replace("│", "").split())
