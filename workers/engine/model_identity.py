@@ -2,8 +2,9 @@
 where its files are and how ranks divide it.
 
 It covers the names and bytes of the files in the checkpoint's folder (weights, config, tokenizer;
-code, also in subfolders; not texts such as README), the dtype, and the engine options of
-`DEFINING`. See docs/decisions/0038-model-identity.md.
+code, also in subfolders; further chat templates; not texts such as README), the dtype, which of
+the two sets of longrope factors is used, and the engine options of `DEFINING`. See
+docs/decisions/0038-model-identity.md.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import encode_bundle
+from ..runner.hooks.config_rules import as_served
 from .prompts.tokenizer import bundle_of
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ DEFINING = (
     "tokenizer_mode",
     "tokenizer_revision",
 )
+#: Values of the option `load_format` that load the checkpoint's weights, all of them the same.
+CHECKPOINT_FORMATS = ("auto", "hf", "safetensors")
+#: Files in subfolders of a checkpoint that count: code, and templates that a request may name.
+_NESTED = ("[!.]*/**/*.py", "additional_chat_templates/*.jinja")
 #: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
 #: Bytes that a thread reads and hashes at a time, and the largest number of threads.
@@ -67,6 +74,12 @@ def identity_of(settings: Settings, config: Any) -> str:
         "dtype": str(config.dtype).removeprefix("torch."),
         "model": content_of(digests, config.model, config),
     }
+    load_format = str(settings.engine_options.get("load_format", "auto")).lower()
+    if load_format not in CHECKPOINT_FORMATS:
+        options["load_format"] = load_format
+    # of an architecture without other rules: those depend on the config alone
+    if "rope_parameters" in as_served("", config.hf_text_config, config.max_model_len):
+        facts["longrope"] = "long"
     if "hf_config_path" in options:
         options["hf_config_path"] = content_of(digests, options["hf_config_path"], config)
     if config.tokenizer != config.model:
@@ -153,7 +166,7 @@ class FileDigests:
                 if path.is_file()
                 else {
                     str(file.relative_to(path)): file
-                    for file in sorted({*path.iterdir(), *path.glob("[!.]*/**/*.py")})
+                    for file in sorted({*path.iterdir(), *chain(*map(path.glob, _NESTED))})
                     if _counts(file)
                 }
             )

@@ -47,6 +47,8 @@ class Bench:
         dtype: str = "bfloat16",
         tokenizer: Path | str = "",
         auto_map: dict[str, str] | None = None,
+        rope: dict[str, Any] | None = None,
+        max_model_len: int = 64,
         **changed: Any,
     ) -> str:
         place = str(model or self.model)
@@ -55,6 +57,8 @@ class Bench:
             tokenizer=str(tokenizer or place),
             dtype=f"torch.{dtype}",
             hf_config=SimpleNamespace(_commit_hash=None, auto_map=auto_map),
+            hf_text_config=SimpleNamespace(rope_parameters=rope),
+            max_model_len=max_model_len,
             trust_remote_code=auto_map is not None,
         )
         return identity_of(Settings(data_dir=str(self.data), **changed), config)
@@ -104,6 +108,24 @@ def test_dtype_and_options_that_change_numbers_belong_to_the_identity(bench: Ben
 )
 def test_how_a_model_is_served_is_not_its_identity(bench: Bench, changed: dict[str, Any]) -> None:
     assert bench.identity(**changed) == bench.identity()
+
+
+def test_the_factors_of_longrope_belong_to_the_identity(bench: Bench) -> None:
+    """vLLM uses the long ones for all prompts where its longest prompt needs them."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "long_factor": [4.0]}
+    short, still, long, longer = (
+        bench.identity(rope=rope, max_model_len=tokens) for tokens in (32, 64, 65, 128)
+    )
+    assert short == still == bench.identity(max_model_len=65), "as it was for other models"
+    assert long == longer != short
+
+
+@pytest.mark.parametrize(("load_format", "same"), [("safetensors", True), ("DUMMY", False)])
+def test_only_weights_of_the_checkpoint_have_its_identity(
+    bench: Bench, load_format: str, same: bool
+) -> None:
+    changed = bench.identity(engine_options={"load_format": load_format})
+    assert (changed == bench.identity()) == same
 
 
 def test_a_tokenizer_elsewhere_belongs_to_the_identity(bench: Bench) -> None:
@@ -163,10 +185,11 @@ def test_a_name_on_the_hub_needs_a_commit(bench: Bench) -> None:
         bench.identity("some/model")
 
 
-def test_code_in_a_subfolder_belongs_to_the_identity(bench: Bench) -> None:
-    first = bench.identity()
-    (bench.model / "layers").mkdir()
-    (bench.model / "layers" / "mixer.py").write_text("SCALE = 2")
+@pytest.mark.parametrize("file", ["layers/mixer.py", "additional_chat_templates/tools.jinja"])
+def test_code_and_templates_in_subfolders_belong_to_the_identity(bench: Bench, file: str) -> None:
+    first, path = bench.identity(), bench.model / file
+    path.parent.mkdir()
+    path.write_text("SCALE = 2")
     assert bench.identity() != first
 
 
