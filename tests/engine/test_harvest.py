@@ -202,3 +202,30 @@ def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
     moved = survey.features(limit=3)
     change = np.abs(survey.density[:, 1] - survey.density[:, 0])
     assert [each.feature for each in moved] == np.argsort(-change, kind="stable")[:3].tolist()
+
+
+def test_a_head_of_whole_blocks_is_that_of_the_whole_document(
+    service: Stack, client: Client
+) -> None:
+    """The prompt is computed in steps of 64 tokens, and its first token, the text's beginning,
+    gives no row: so the head ends behind the first row of a step.
+    """
+    bos, chance = 1, np.random.default_rng(4)
+    lines = [[bos, *chance.integers(100, 9000, 200).tolist()] for _ in range(4)]
+    fields: dict[str, Any] = {"source": {"lines": lines}, "layers": LAYERS}
+    head = {"window": {"head_and_tail": {"head": 64, "tail": 0}}}
+    service.end("worker")
+    service.restart("worker", max_num_batched_tokens=64, enable_prefix_caching=False)
+    try:
+        asked = ({}, {"positions": head}, {"positions": head, "generate": {"max_tokens": 2}})
+        views = [client.harvests.submit(model="demo", **fields, **more) for more in asked]
+        whole, *headed = [open(client.harvests.wait(view, timeout=180).uri) for view in views]
+    finally:
+        service.end("worker")
+        service.restart("worker")
+    for made in headed:
+        for document in range(len(lines)):
+            keys, rows = made.document(document, LAYERS[1])
+            assert keys.positions.tolist() == list(range(1, 65))
+            expected = whole.document(document, LAYERS[1])[1][:64]
+            assert relative_error(rows, expected) <= BF16_BATCH

@@ -17,7 +17,7 @@ from midstream.workers.serving.attempts import Attempts
 
 
 def stored(
-    rig: Rig, documents: list[str], sites: dict[str, list[int]], **changes: Any
+    rig: Rig, documents: list[Any], sites: dict[str, list[int]], **changes: Any
 ) -> StoredHarvest:
     harvest_id = new_harvest_id()
     fields: dict[str, Any] = {

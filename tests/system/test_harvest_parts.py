@@ -15,7 +15,7 @@ import pytest
 import redis
 from harvest_kit import check_equal, check_rows, checked, texts
 from harvest_rig import live, stored, work
-from midstream_fake_engine.model import make_tokenizer, residual_rows
+from midstream_fake_engine.model import VOCABULARY, make_tokenizer, residual_rows
 from sweep_rig import Rig, having
 
 from midstream.broker.artifacts.headers import find_entries
@@ -33,12 +33,15 @@ from midstream.schemas.jobs.harvests import (
     StoredHarvest,
 )
 from midstream.schemas.jobs.jobs import SamplingRequest
+from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.prompts.windows import HeadAndTail
 from midstream.storage.store import open_store
 from midstream.workers.serving import harvests as serving
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
 
 SITES = {"post_block": [1, 3]}
+HEAD = Span(head_and_tail=HeadAndTail(head=2, tail=0))
 DOCUMENTS = texts(80, 300)
 #: Small shards: six units of several each.
 SHARDS = {"row_bytes": 1024, "shards": HarvestShards(mib=1)}
@@ -51,7 +54,7 @@ async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) ->
         yield opened
 
 
-async def submitted(rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any) -> StoredHarvest:
+async def submitted(rig: Rig, documents: list[Any] = DOCUMENTS, **changes: Any) -> StoredHarvest:
     harvest = stored(rig, documents, SITES, **{**SHARDS, **changes})
     await Harvests(rig.ledger).submit(harvest)
     await Harvests(rig.ledger).advance(harvest.id)
@@ -59,7 +62,7 @@ async def submitted(rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any) 
 
 
 async def harvested(
-    rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any
+    rig: Rig, documents: list[Any] = DOCUMENTS, **changes: Any
 ) -> tuple[StoredHarvest, HarvestView]:
     async with rig.worker() as runs:
         harvest = await submitted(rig, documents, **changes)
@@ -455,3 +458,27 @@ async def test_generated_tokens_have_rows_too(rig: Rig) -> None:
     assert made.manifest.generated == 6 * len(documents)
     assert all(shard.generated().all() for shard in made.shards)
     assert len(made) == 5 * len(documents)  # the last sampled token is never fed back
+
+
+@pytest.mark.parametrize(
+    ("positions", "alone", "generating"),
+    [
+        (HarvestPositions(window=HEAD), [1, 2], [1, 2]),
+        (HarvestPositions(window=HEAD, skip_bos=False), [0, 1], [0, 1]),
+        (HarvestPositions(window=HEAD, prompt=False), None, [20, 21]),
+        (HarvestPositions(window=Span(last=3)), [17, 18, 19], [19, 20, 21]),
+    ],
+)
+async def test_a_window_counts_the_positions_that_give_rows(
+    rig: Rig, positions: HarvestPositions, alone: list[int] | None, generating: list[int]
+) -> None:
+    """A document is the text's beginning and 19 tokens; two of three generated ones have rows."""
+    documents = [[VOCABULARY, *range(3 + number, 22 + number)] for number in range(3)]
+    sampling = SamplingRequest(max_tokens=3, ignore_eos=True)
+    for generate, kept in ((None, alone), (sampling, generating)):
+        if kept is not None:
+            harvest, view = await harvested(rig, documents, positions=positions, generate=generate)
+            assert view.state == "succeeded"
+            keys = checked(harvest.uri).keys(slice(None))
+            found = sorted(zip(keys.documents.tolist(), keys.positions.tolist(), strict=True))
+            assert found == [(number, at) for number in range(3) for at in kept]

@@ -38,6 +38,7 @@ from ...schemas.jobs.harvests import (  # fmt: skip
 )
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
+from ...schemas.prompts.selectors import PositionSelector, Window
 from ...schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ...schemas.requests.specs import StoredCapture
 from ...storage.shards import checked, checksum, put
@@ -532,7 +533,9 @@ class HarvestAttempt:
         sequences: int,
     ) -> EngineRequest:
         chosen = sequence.chosen.tolist()
-        every = harvest.generate is not None or sequence.whole
+        positions: PositionSelector = "all" if sequence.whole else chosen
+        if harvest.generate is not None:  # a window counts no position that gives no row
+            positions = Window(start=chosen[0] if chosen else len(sequence.token_ids))
         dtype: RowDType = (
             "model"
             if harvest.dtype == "int8" or harvest.dtype == "float8_e4m3fn"
@@ -552,7 +555,7 @@ class HarvestAttempt:
         )
         capture = StoredCapture(
             sites=harvest.sites,
-            positions="all" if every else chosen,
+            positions=positions,
             tag=HARVEST,
             at=harvest.at,
             dtype=dtype,

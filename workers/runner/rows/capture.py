@@ -88,7 +88,7 @@ class Piece:
         self._by_port = slab.view(len(ports), len(positions), width)
         self._first = positions[0] if len(positions) else 0
         self._dense = isinstance(positions, range) and positions.step == 1
-        self._held = np.zeros(len(positions), dtype=bool)
+        self._held, self.num_positions = np.zeros(len(positions), dtype=bool), len(positions)
 
     @property
     def num_held(self) -> int:
@@ -328,12 +328,11 @@ class Recording:
         }
         if bounded and self.stream is None:
             # rejected drafts may have been recorded beyond the tokens that stay
-            end = self._reached - tail - SPAN
-            passed = {
-                first: piece
-                for first, piece in passed.items()
-                if first >= head and piece.span.stop <= end
-            }
+            end, before = self._reached - tail - SPAN, 0  # captured positions before a piece
+            for first, piece in sorted(passed.items()):
+                if before < head or piece.span.stop > end:
+                    before += piece.num_positions
+                    del passed[first]
             self.left += sum(piece.num_held for piece in passed.values())
         if self.stream is not None:
             if sum(piece.rows.slab.nbytes for piece in passed.values()) < self.stream.part:

@@ -19,7 +19,7 @@ from s3_kit import FaultProxy
 from safetensors.numpy import load_file
 
 from midstream.client import CaptureReader
-from midstream.schemas.prompts.selectors import HOOKS, Span
+from midstream.schemas.prompts.selectors import HOOKS, PositionSelector, Span, Window
 from midstream.schemas.prompts.windows import Around, HeadAndTail, When
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.file_store import FileDraft, FileStore
@@ -360,8 +360,30 @@ def within(window: Span) -> list[int]:
     return [at for at in rows if any(-around.before <= at - hit <= around.after for hit in hits)]
 
 
-def windowed(window: Span, prompt: int = 300) -> Request:
-    return long(1, prompt, TOTAL, TOTAL, sites=SITES, window=window)
+@pytest.mark.parametrize("head", [15, 16, 17, 32, 64])
+@pytest.mark.parametrize(
+    ("positions", "every_n"), [("all", 1), (Window(start=1), 1), (Window(start=1, step=2), 3)]
+)
+def test_a_head_counts_captured_positions(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    head: int,
+    positions: PositionSelector,
+    every_n: int,
+) -> None:
+    """Pieces are blocks of 16 positions, and the prompt comes in chunks of whole blocks."""
+    rig, window = Rig(tmp_path), Span(head_and_tail=HeadAndTail(head=head, tail=3))
+    monkeypatch.setattr(rig.plane._rows, "_block_size", lambda: 16)
+    request = windowed(window, positions=positions, every_n=every_n)
+    run(rig, request, [*((at, 48) for at in range(0, 288, 48)), (288, 48), (336, 23)])
+    assert rig.ended(request).status == "ok"
+    start, step = (0, 1) if positions == "all" else (positions.start, positions.step)
+    rows = [at for at in range(start, TOTAL - 1, step) if at < 300 or (at - 300) % every_n == 0]
+    check(rig, request, [*rows[:head], *rows[-3:]], SITES)
+
+
+def windowed(window: Span, prompt: int = 300, **options: Any) -> Request:
+    return long(1, prompt, TOTAL, TOTAL, sites=SITES, window=window, **options)
 
 
 @pytest.mark.parametrize("name", WINDOWS)
