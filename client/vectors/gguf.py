@@ -41,6 +41,14 @@ _SCALARS = {
 _TEXT, _ARRAY, _UINT32 = 8, 9, 4
 _MAX_KEYS = 1024
 _DIRECTION = re.compile(r"direction\.([0-9]{1,6})")
+#: Keys under `controlvector.` that say where the directions come from: those of llama.cpp and repeng,
+#: then EasySteer's, of which some have a part for each layer. Others may change how a direction is
+#: applied, which here is always the addition of 1 × the direction.
+_KEYS = frozenset(
+    "model_hint layer_count method normalize normalized n_positive n_negative n_samples n_components "
+    "num_vectors_averaged token_pos correct_direction use_positive_only streaming composition "
+    "explained_variance regularization standardize C classification_scores".split()
+)
 
 
 class _Reader:
@@ -102,6 +110,13 @@ def read(raw: bytes) -> list[SteeringSpec]:
     metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
     if (result := metadata.get("general.architecture", _ARCHITECTURE)) != _ARCHITECTURE:
         raise ValueError(f"its general.architecture is {result!r:.80}; valid: {_ARCHITECTURE!r}")
+    for key in metadata:
+        group, _, rest = key.partition(".")
+        if group == _ARCHITECTURE and rest.partition(".")[0] not in _KEYS:
+            raise ValueError(
+                f"its key {key!r:.80} may change how it is applied, and is not read; valid keys of "
+                f"{_ARCHITECTURE}: {', '.join(sorted(_KEYS))}"
+            )
     places = [_place(reader) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:

@@ -48,14 +48,15 @@ def zipped(members: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> bytes:
     return out.getvalue()
 
 
-def control_vector(path: Path, directions: dict[int, np.ndarray], **keys: str) -> Path:
+def control_vector(path: Path, directions: dict[int, np.ndarray], **keys: Any) -> Path:
     """As repeng and EasySteer write it, with the library."""
     writer = gguf.GGUFWriter(path, "controlvector")
     writer.add_string("controlvector.model_hint", "llama")
     writer.add_uint32("controlvector.layer_count", len(directions))
-    writer.add_array("controlvector.words", ["joy", "calm"])
-    for name, text in keys.items():
-        writer.add_string(f"controlvector.{name}", text)
+    writer.add_array("general.tags", ["joy", "calm"])
+    for name, value in keys.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(f"controlvector.{name}", value)
     for layer, vector in directions.items():
         writer.add_tensor(f"direction.{layer}", vector)
     writer.write_header_to_file()
@@ -76,7 +77,12 @@ def sites(specs: list[SteeringSpec]) -> dict[Any, Any]:
 
 
 def test_directions_of_a_gguf_file_are_at_the_layers_of_their_names(tmp_path: Path) -> None:
-    path = control_vector(tmp_path / "joy.gguf", {14: JOY, 3: CALM, 0: -JOY}, method="pca")
+    path = control_vector(
+        tmp_path / "joy.gguf",
+        {14: JOY, 3: CALM, 0: -JOY},
+        method="pca",
+        **{"explained_variance.3": 0.5},
+    )
     specs = vectors.read(path)
     assert [(spec.layers, spec.hook, spec.op, spec.scale) for spec in specs] == [
         (n, None, None, None) for n in (0, 3, 14)
@@ -84,6 +90,18 @@ def test_directions_of_a_gguf_file_are_at_the_layers_of_their_names(tmp_path: Pa
     assert sites(specs) == {0: (-JOY).tolist(), 3: CALM.tolist(), 14: JOY.tolist()}
     (spec,) = vectors.read(control_vector(tmp_path / "joy.gguf", {3: JOY.astype(np.float16)}))
     assert spec.vector == from_numpy(JOY.astype(np.float16))
+
+
+@pytest.mark.parametrize(
+    "key", [{"operation": "project"}, {"mode": "ablate"}, {"default_scale": 2}]
+)
+def test_a_gguf_key_that_may_change_the_arithmetic_is_refused(
+    tmp_path: Path, key: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"its key 'controlvector.{next(iter(key))}' .* valid keys"
+    ):
+        vectors.read(control_vector(tmp_path / "joy.gguf", {3: JOY}, **key))
 
 
 def test_the_gguf_library_reads_what_is_written(tmp_path: Path) -> None:
