@@ -41,13 +41,32 @@ _SCALARS = {
 _TEXT, _ARRAY, _UINT32 = 8, 9, 4
 _MAX_KEYS = 1024
 _DIRECTION = re.compile(r"direction\.([0-9]{1,6})")
-#: Keys under `controlvector.` that say where the directions come from: those of llama.cpp and repeng,
-#: then EasySteer's, of which some have a part for each layer. Others may change how a direction is
-#: applied, which here is always the addition of 1 × the direction.
+#: Keys under `controlvector.` that describe where the directions come from: those of llama.cpp and
+#: repeng, then EasySteer's, some of which have a part for each layer. Any other may change how a
+#: direction is applied, which here is always the addition of 1 × the direction.
 _KEYS = frozenset(
-    "model_hint layer_count method normalize normalized n_positive n_negative n_samples n_components "
-    "num_vectors_averaged token_pos correct_direction use_positive_only streaming composition "
-    "explained_variance regularization standardize C classification_scores".split()
+    [
+        "model_hint",
+        "layer_count",
+        "method",
+        "normalize",
+        "normalized",
+        "n_positive",
+        "n_negative",
+        "n_samples",
+        "n_components",
+        "num_vectors_averaged",
+        "token_pos",
+        "correct_direction",
+        "use_positive_only",
+        "streaming",
+        "composition",
+        "explained_variance",
+        "regularization",
+        "standardize",
+        "C",
+        "classification_scores",
+    ]
 )
 
 

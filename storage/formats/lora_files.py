@@ -8,9 +8,14 @@ an adapter in part. Members and tensors that are unknown here are refused by nam
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport
 from ...schemas.base.errors import MidstreamError, Translated
@@ -34,25 +39,49 @@ _HARMLESS = frozenset(
         "peft_version",
         "auto_mapping",
         "lora_dropout",
-        "target_modules",
-        "exclude_modules",
         "fan_in_fan_out",
-        "layers_to_transform",
-        "layers_pattern",
         "runtime_config",
         "eva_config",
         "lora_ga_config",
     }
 )
-#: Members that determine the arithmetic, and are checked one by one.
-_CHECKED = frozenset(
-    ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"]
-)
-#: Valid values of `init_lora_weights`: other initialisations change the base model's weights.
+_PLAIN = re.compile(r"\^?[\w.]+\Z")
+_NAME = Annotated[str, msgspec.Meta(pattern=f"^{_PLAIN.pattern}")]
+_RANK = Annotated[int, msgspec.Meta(gt=0, le=4096)]
+_ALPHA = Annotated[float, msgspec.Meta(gt=-1e6, lt=1e6)]
+_PATTERNS = "names (no other regular expressions), beside layers_to_transform and a list of modules"
+_BY_NAME = "an object from names of modules (no other regular expressions) to"
+#: Initialisations after which the base model's weights are the same.
 _INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+#: Members that decide what is adapted and how → their type, what is valid.
+_CHECKED: dict[str, tuple[Any, str]] = {
+    "r": (_RANK, "a positive integer"),
+    "lora_alpha": (_ALPHA, "a finite number"),
+    "target_modules": (
+        str | list[str],
+        "names of modules, a regular expression, or 'all-linear'",
+    ),
+    "bias": (Literal["none"], "none"),
+    "use_rslora": (bool, "true or false"),
+    "init_lora_weights": (
+        bool | Annotated[str, msgspec.Meta(pattern=rf"(?i)^({'|'.join(_INITS)})\Z")] | None,
+        f"true, false, {', '.join(_INITS)}: others change the base model's weights",
+    ),
+    "rank_pattern": (dict[_NAME, _RANK] | None, f"{_BY_NAME} positive integers"),
+    "alpha_pattern": (dict[_NAME, _ALPHA] | None, f"{_BY_NAME} finite numbers"),
+    "exclude_modules": (str | list[str] | None, "names of modules, or a regular expression"),
+    "layers_to_transform": (int | list[int] | None, "numbers of layers"),
+    "layers_pattern": (str | list[str] | None, _PATTERNS),
+}
+_REQUIRED = ("r", "lora_alpha", "target_modules")
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
-_PATTERN = re.compile(r"\^?[\w.]+")
 _NUMBER = re.compile(r"\.(\d+)\.")
+#: What matches an adapter's regular expression, in a process that is ended after so many seconds: a
+#: match may take for ever, and within this process would keep all other threads waiting.
+_MATCH = """import json, re, sys
+expression, names = json.load(sys.stdin)
+json.dump([name for name in names if re.fullmatch(expression, name)], sys.stdout)"""
+_MATCH_S = 20
 
 
 class LoraError(ValueError):
@@ -156,6 +185,7 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
                     f"model needs {needed[side]}: "
                     "it was trained on another base model, or its rank is another one"
                 )
+    _check_targets(content.config, pairs, support)
     if max(ranks) > support.max_rank:
         raise LoraError(
             f"{CONFIG}: r is {max(ranks)}; the worker accepts at most {support.max_rank} "
@@ -165,50 +195,97 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    def wrong(member: str, valid: str) -> LoraError:
+    def wrong(member: str, valid: str, _: Exception | None = None) -> LoraError:
         return LoraError(f"{CONFIG}: {member} is {str(config.get(member))[:100]!r}; valid: {valid}")
 
     if str(config.get("peft_type")).upper() != "LORA":
         raise wrong("peft_type", "LORA")
-    if not _is_rank(config.get("r")):
-        raise wrong("r", "a positive integer")
-    if not _is_number(config.get("lora_alpha")):
-        raise wrong("lora_alpha", "a finite number")
-    if config.get("bias", "none") != "none":
-        raise wrong("bias", "none")
-    if not isinstance(config.get("use_rslora", False), bool):
-        raise wrong("use_rslora", "true or false")
-    init = config.get("init_lora_weights", True)
-    if not isinstance(init, bool | None) and str(init).lower() not in _INITS:
-        raise wrong(
-            "init_lora_weights",
-            f"true, false, {', '.join(_INITS)}: others change the base model's weights",
-        )
-    for member, fits, valid in (
-        ("rank_pattern", _is_rank, "positive integers"),
-        ("alpha_pattern", _is_number, "finite numbers"),
-    ):
-        patterns = config.get(member) or {}
-        if not isinstance(patterns, dict) or not all(
-            _PATTERN.fullmatch(key) and fits(value) for key, value in patterns.items()
-        ):
-            raise wrong(
-                member, f"an object from names of modules (no other regular expressions) to {valid}"
-            )
+    for member, (kind, valid) in _CHECKED.items():
+        if member in config or member in _REQUIRED:
+            with Translated(msgspec.ValidationError, partial(wrong, member, valid)):
+                msgspec.convert(config.get(member), kind)
+    by_layer = config.get("layers_to_transform") is not None
+    if by_layer and isinstance(config["target_modules"], str):
+        raise wrong("layers_to_transform", "null, unless target_modules is a list")
+    if _patterns(config) and not (by_layer and all(map(_PLAIN.fullmatch, _patterns(config)))):
+        raise wrong("layers_pattern", _PATTERNS)
     for member, value in config.items():
-        if member not in _HARMLESS | _CHECKED and value:
+        if member not in _HARMLESS | _CHECKED.keys() and value:
             raise LoraError(
                 f"{CONFIG}: {member} is {str(value)[:100]!r}, which is not served; valid: plain "
                 "LoRA, without this member"
             )
 
 
-def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 4096
+def _check_targets(
+    config: Mapping[str, Any], adapted: Collection[str], support: LoraSupport
+) -> None:
+    """Check that the modules with tensors are those that PEFT adapts by this configuration.
+
+    PEFT ignores tensors of other modules, and gives a module without tensors initial values.
+    """
+    names = [
+        general.replace("*", str(layer), 1)
+        for general, items in support.modules.items()
+        for item in items
+        for layer in _numbers(item.layers) or [""]
+    ]
+    allowed = {
+        "target_modules": _matched(config, "target_modules", names),
+        "exclude_modules": {*names} - _matched(config, "exclude_modules", names),
+        "layers_to_transform": {name for name in names if _in_layers(config, name)},
+    }
+    for member, modules in allowed.items():
+        if ignored := sorted({*adapted} - modules):
+            raise LoraError(
+                f"{CONFIG}: {member} is {str(config.get(member))[:100]!r}, so PEFT would ignore "
+                f"the tensors of {ignored[0]}"
+            )
+    if missing := sorted(set.intersection(*allowed.values()) - {*adapted}):
+        raise LoraError(
+            f"{WEIGHTS} has no tensors of {missing[0]}, which target_modules of {CONFIG} includes"
+        )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6
+def _matched(config: Mapping[str, Any], member: str, names: list[str]) -> set[str]:
+    """Return the names that a list of names, or a regular expression, matches as in PEFT."""
+    rule = config.get(member) or []
+    if not isinstance(rule, str):
+        ends = tuple(f".{part}" for part in rule)
+        return {name for name in names if name in rule or name.endswith(ends)}
+    if member == "target_modules" and rule.lower() == "all-linear":
+        return {*names}
+    with Translated(
+        subprocess.SubprocessError,
+        lambda _: LoraError(
+            f"{CONFIG}: {member} is {rule[:100]!r}; valid: a regular expression that is matched "
+            f"within {_MATCH_S} s"
+        ),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-IS", "-c", _MATCH],
+            input=json.dumps([rule, names]).encode(),
+            capture_output=True,
+            timeout=_MATCH_S,
+            check=True,
+        )
+    return set(json.loads(done.stdout))
+
+
+def _patterns(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the lists of layers in `layers_pattern`."""
+    pattern = config.get("layers_pattern") or []
+    return [pattern] if isinstance(pattern, str) else pattern
+
+
+def _in_layers(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether PEFT adapts the layer of a module that `target_modules` matches."""
+    layers = config.get("layers_to_transform")
+    if layers in (None, []) or name in config["target_modules"]:
+        return True
+    lists = [rf"(?:^|.*?\.){pattern}" for pattern in _patterns(config)] or [r".*?\.[^.]*"]
+    found = next(filter(None, (re.match(rf"{each}\.(\d+)\.", name) for each in lists)), None)
+    return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
 def _rank(config: Mapping[str, Any], module: str) -> int:

@@ -36,8 +36,8 @@ BODY = {"model": MODEL, "prompts": ["hello"], "sampling": {"max_tokens": 1}}
 def adapter(folder: Path, outputs: int = HIDDEN_SIZE, **config: Any) -> None:
     """Write an adapter of the fake model."""
     folder.mkdir(parents=True, exist_ok=True)
-    members = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"]} | config
-    (folder / "adapter_config.json").write_text(json.dumps(members))
+    members = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["1.mlp.up_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(members | config))
     at = "base_model.model.model.layers.1.mlp.up_proj"
     tensors = {
         f"{at}.lora_A.weight": np.ones((2, HIDDEN_SIZE), np.float32),

@@ -13,7 +13,9 @@ from safetensors.numpy import save_file
 
 from midstream.schemas.artifacts.loras import LoraModule, LoraSupport
 from midstream.schemas.base.errors import MidstreamError
+from midstream.storage.formats import lora_files
 from midstream.storage.formats.lora_files import (
+    LoraContent,
     LoraError,
     check,
     folder_of,
@@ -35,6 +37,7 @@ CONFIG: dict[str, Any] = {
     "r": 2,
     "lora_alpha": 4,
     "target_modules": ["up_proj"],
+    "layers_to_transform": [1],
     "bias": "none",
 }
 
@@ -65,6 +68,7 @@ def test_an_adapter_of_this_model_is_accepted_with_what_it_changes(tmp_path: Pat
         write(
             tmp_path / "a",
             tensors,
+            target_modules=["1.mlp.up_proj", "model.layers.3.mlp.down_proj"],
             rank_pattern={"down_proj": 3},
             alpha_pattern={"mlp.down_proj": 1.5},
             use_rslora=True,
@@ -119,6 +123,12 @@ def test_an_adapter_of_this_model_is_accepted_with_what_it_changes(tmp_path: Pat
         ({"init_lora_weights": "pissa"}, None, "init_lora_weights is 'pissa'"),
         ({"rank_pattern": {"(a+)+b": 2}}, None, "rank_pattern is"),
         ({"of_a_later_peft": {"x": 1}}, None, "of_a_later_peft is"),
+        ({"target_modules": None}, None, "target_modules is 'None'; valid: names of modules, a"),
+        ({"layers_to_transform": "1"}, None, "layers_to_transform is '1'; valid: numbers"),
+        ({"layers_to_transform": [True]}, None, "layers_to_transform is '[True]'; valid: numbers"),
+        ({"layers_pattern": "(a+)+b"}, None, "layers_pattern is '(a+)+b'; valid: names (no"),
+        ({"layers_pattern": "h", "layers_to_transform": None}, None, "layers_pattern is 'h'; val"),
+        ({"target_modules": ".*up_proj"}, None, "layers_to_transform is '[1]'; valid: null, un"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
@@ -128,6 +138,58 @@ def test_what_does_not_fit_is_refused_by_name(
     with pytest.raises(LoraError) as refused:
         check(read(folder), SUPPORT)
     assert says in str(refused.value)
+
+
+UPS, DOWNS = ([f"model.layers.{n}.mlp.{part}_proj" for n in range(4)] for part in ("up", "down"))
+
+
+@pytest.mark.parametrize(
+    ("config", "adapts"),
+    [
+        ({}, UPS),
+        ({"target_modules": "all-linear"}, UPS + DOWNS),
+        ({"target_modules": "ALL-linear", "exclude_modules": ["down_proj"]}, UPS),
+        ({"target_modules": r"model\.layers\.\d+\.mlp\.(up|gate)_proj"}, UPS),
+        ({"target_modules": r"(.*?[02].*?proj)|x"}, UPS[::2] + DOWNS[::2]),
+        ({"target_modules": ["proj", "mlp.down_proj"]}, DOWNS),
+        ({"exclude_modules": ".*[01].*"}, UPS[2:]),
+        ({"exclude_modules": ["3.mlp.up_proj"], "layers_to_transform": []}, UPS[:3]),
+        ({"layers_to_transform": 2}, UPS[2:3]),
+        ({"layers_to_transform": [0, 3, 9], "layers_pattern": "layers"}, UPS[::3]),
+        ({"layers_to_transform": [0, 3], "layers_pattern": ["h", "layers"]}, UPS[::3]),
+        ({"layers_to_transform": [0], "layers_pattern": "h"}, []),
+        ({"target_modules": ["up_proj", DOWNS[2]], "layers_to_transform": [1]}, [UPS[1], DOWNS[2]]),
+    ],
+)
+def test_the_tensors_are_those_that_peft_adapts(
+    tmp_path: Path, config: dict[str, Any], adapts: list[str]
+) -> None:
+    """One module less is refused, and each one more, by the member that leaves it out."""
+
+    def written(modules: list[str]) -> LoraContent:
+        tensors = [pair(2, *((4, 6) if "up" in each else (6, 4)), module=each) for each in modules]
+        merged = {name: tensor for each in tensors for name, tensor in each.items()}
+        return read(write(tmp_path / "a", merged, **{"layers_to_transform": None} | config))
+
+    if adapts:
+        check(written(adapts), SUPPORT)
+        with pytest.raises(LoraError, match=rf"no tensors( of {min(adapts)}, which |\Z)"):
+            check(written(sorted(adapts)[1:]), SUPPORT)
+    for more in {*UPS, *DOWNS} - {*adapts}:
+        with pytest.raises(
+            LoraError, match=rf"(target|exclude|layers).* ignore the tensors of {more}"
+        ):
+            check(written([*adapts, more]), SUPPORT)
+
+
+def test_an_expression_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_files, "_MATCH_S", 0.5)
+    for expression in ("([a-z.0-9_]+)+!", "("):
+        folder = write(tmp_path / "a", target_modules=expression, layers_to_transform=None)
+        with pytest.raises(LoraError, match=r"target_modules .* a regular expression that is"):
+            check(read(folder), SUPPORT)
 
 
 def test_the_digest_covers_both_files(tmp_path: Path) -> None:
