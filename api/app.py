@@ -45,6 +45,7 @@ from .web import problems
 from .web.auth import authorize, caller_of, well_called
 from .web.body import JsonRequest
 from .web.middleware import App
+from .web.queries import known_query
 from .web.request_context import awaits_log
 
 VERSION_HEADER = "x-midstream-version"
@@ -128,7 +129,7 @@ def make_app(settings: Settings) -> App:
         exception_handlers=problems.HANDLERS,
         after_request=keep,
         before_send=[_name_version, _allow],
-        guards=[well_called, authorize],
+        guards=[well_called, authorize, known_query],
         middleware=[
             PrometheusConfig(
                 app_name="midstream", prefix="midstream_http", group_path=True

@@ -4,6 +4,7 @@ or engine?
 
 import base64
 import json
+import re
 import socket
 import struct
 from pathlib import Path
@@ -14,8 +15,10 @@ import httpx2
 import pytest
 import redis
 from edge import HIDDEN, LAYERS, LONGEST, MODEL, WORDS, Api, Hand
+from litestar.routes import HTTPRoute
 
 import midstream
+from midstream.api.app import make_app
 from midstream.schemas.base.limits import MAX_ENTRIES, MAX_JSON_VALUES, MAX_PROMPTS, MAX_TEXT
 from midstream.schemas.requests.specs import CaptureSpec
 
@@ -465,6 +468,31 @@ def test_a_bad_parameter_is_400_with_its_name(api: Api, hand: Hand) -> None:
         answer = api.http.get(path.replace("JOB", job_id), params=query, headers=headers)
         assert (answer.status_code, answer.json().get("field")) == (400, field), (path, query)
         assert len(answer.content) < 2000
+
+
+def test_an_unknown_query_parameter_is_400_on_every_route(api: Api) -> None:
+    """Except at pages: the search of the documentation has its words in the query."""
+    served = {
+        (method, route.path_format)
+        for route in make_app(api.settings).routes
+        if isinstance(route, HTTPRoute)
+        for method in route.route_handler_map
+    }
+    pages = re.compile("/(docs|docs/.*|page/.*|schema.*)?")
+    assert len(served) > 150
+    for method, path in served:
+        answer = api.http.request(method, re.sub("{.*?}", "x", path), params={"joy": "2"})
+        field = answer.json()["field"] if answer.status_code == 400 else None
+        free = method == "OPTIONS" or pages.fullmatch(path)
+        assert field == (None if free else "joy"), (method, path, answer.status_code)
+    for path, name, hint in (
+        ("/v1/jobs?state=failed&modle=x", "modle", "did you mean 'model'?"),
+        ("/v1/completions?modules=joy", "modules", "did you mean 'module'?"),
+        ("/healthz?v", "v", None),
+    ):
+        problem = api.http.request("POST" if "comp" in path else "GET", path).json()
+        assert (problem["field"], problem.get("hint")) == (name, hint)
+    assert problem["allowed"] == "none"
 
 
 def test_ownership_is_checked_before_parameters(api: Api, hand: Hand) -> None:
