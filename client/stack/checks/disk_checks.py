@@ -29,8 +29,9 @@ def data_disk(service: Service) -> Iterator[Finding]:
     settings = service.settings
     if Path(settings.data_dir).is_dir():
         text = (
-            f"autoencoders are registered from {settings.sae_root}, tuned lenses from "
-            f"{settings.lens_root}, adapters from {settings.lora_dir or 'nowhere (set lora_dir)'}"
+            "by the settings of this command (those of the server may differ), autoencoders are "
+            f"registered from {settings.sae_root}, lenses from {settings.lens_root}, adapters from "
+            f"{settings.lora_dir or 'nowhere (lora_dir is empty)'}"
         )
         yield Finding("ok", "folders", text)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())

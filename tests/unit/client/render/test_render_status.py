@@ -10,6 +10,7 @@ from http_kit import reply, server
 from rich.console import Console
 
 from midstream import MidstreamError, __version__
+from midstream.client import extras
 from midstream.client.render import status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
 from midstream.client.stack.checks.finding import Finding
@@ -188,6 +189,10 @@ def test_the_doctor_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (found,) = engine_checks.vllm(Service(Settings(), "", ""))
     assert (found.level, found.about) == ("fail", "vllm")
     assert found.found == "torch cannot be imported: OSError: libtorch.so: cannot open"
+    (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(extras, "IMPORT_S", 0.5)
+    (found,) = engine_checks.vllm(Service(Settings(), "", ""))
+    assert (found.level, found.found.partition(":")[0]) == ("warn", "not checked")
 
 
 def test_the_doctor_lists_allowed_hosts() -> None:
