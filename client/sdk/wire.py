@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx2
 import msgspec
@@ -24,6 +24,7 @@ from ...schemas.base.errors import (
 )
 from ...schemas.base.records import Suggesting, from_json, to_json
 from ...schemas.base.secret_files import is_exposed
+from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import (
     PROBLEM_EVENT,
@@ -291,9 +292,16 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
             f"the server at {url} did not answer in time ({type(error).__name__})",
             "it may be busy: try again, or see `midstream status`",
         )
+    hint = (
+        "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
+        "(--url)"
+    )
+    if "wrong version number" in str(error):
+        hint = "the server speaks http: begin the URL with http://"
+    elif urlsplit(url).port is None:
+        hint = f"the URL names no port; the default of a server is {Settings().api_port}"
     return ServerUnreachable(
-        f"no Midstream server answers at {url} ({error or type(error).__name__})",
-        "`midstream up` starts one",
+        f"no Midstream server answers at {url} ({error or type(error).__name__})", hint
     )
 
 

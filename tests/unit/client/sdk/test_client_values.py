@@ -430,6 +430,17 @@ def test_a_job_is_named_by_its_id_or_by_what_a_call_returned() -> None:
     assert {line.partition("?")[0] for line in seen} == {"GET /v1/jobs/job_1"}
 
 
+def test_an_address_that_cannot_be_right_says_what_to_change() -> None:
+    with server(reply(VIEW)) as (url, _):
+        for address, hint in (
+            (url.replace("http:", "https:"), "the server speaks http: begin the URL with http://"),
+            ("name.invalid", "the URL names no port; the default of a server is 8321"),
+        ):
+            with pytest.raises(ServerUnreachable) as caught:
+                Client(address).jobs.get("job_1")
+            assert caught.value.hint == hint
+
+
 def test_a_server_that_is_down_is_one_error_without_a_chain() -> None:
     for call in (
         CLOSED.models,
@@ -443,7 +454,8 @@ def test_a_server_that_is_down_is_one_error_without_a_chain() -> None:
             call()
         assert (caught.value.kind, caught.value.hint) == (
             "unavailable",
-            "`midstream up` starts one",
+            "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
+            "(--url)",
         )
         assert "During handling" not in "".join(traceback.format_exception(caught.value))
         assert "direct cause" not in "".join(traceback.format_exception(caught.value))
