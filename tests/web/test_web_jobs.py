@@ -226,6 +226,17 @@ def test_ops_lists_the_caveats_of_models(site: Site, visit: Visit) -> None:
     )
 
 
+def test_ops_counts_the_workers_that_the_bar_counts(site: Site, visit: Visit) -> None:
+    status = site.operator.http.get("/v1/status").json()
+    status["workers"].append({**status["workers"][0], "worker": "g1", "queue": "gradients"})
+    visit.page.route("**/v1/status", lambda route: route.fulfill(json=status))
+    visit.log_in(site.operator, "ops")
+    expect(visit.page.get_by_text("1 of 1 healthy")).to_be_visible()
+    parts = visit.page.get_by_role("region", name="Service components")
+    expect(parts).to_contain_text("1 of 1")
+    expect(parts).to_contain_text("healthy, and 1 gradient worker")
+
+
 def test_ops_names_the_scope_that_a_key_lacks(site: Site, visit: Visit) -> None:
     visit.log_in(site.alice, "ops")
     expect(visit.page.get_by_text("need a key with the scope observe")).to_be_visible()

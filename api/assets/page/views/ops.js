@@ -65,10 +65,12 @@ function Ranks({ dynamic }) {
 }
 
 function Service({ status }) {
-  const healthy = status.workers.filter((worker) => worker.healthy).length;
+  const serving = status.workers.filter((worker) => !worker.queue); // as in the bar: gradient workers serve no model
+  const healthy = serving.filter((worker) => worker.healthy).length;
+  const others = status.workers.length - serving.length;
   return html`<div role="region" aria-label="Service components"><${Stats} items=${[
       { name: "Jobs", value: `${number(status.live)} active`, note: `${number(status.queued)} queued, ${count(status.held, "response")} held` },
-      { name: "Workers", value: `${healthy} of ${status.workers.length}`, note: "healthy", bad: healthy < status.workers.length || !healthy },
+      { name: "Workers", value: `${healthy} of ${serving.length}`, note: `healthy${others ? `, and ${count(others, "gradient worker")}` : ""}`, bad: !healthy || status.workers.some((worker) => !worker.healthy) },
       { name: "Relay", value: status.relay.alive ? number(status.relay.received) : "silent", note: status.relay.alive ? `${status.relay.received === 1 ? "receipt" : "receipts"} received` : "has not reported", bad: !status.relay.alive },
       { name: "Webhooks", value: status.callbacks.alive ? number(status.callbacks.webhooks_pending) : "silent", note: !status.callbacks.alive ? "has not reported" : `pending${status.callbacks.webhooks_pending ? `, up to ${duration(status.callbacks.webhooks_overdue_s)} overdue` : ""}`, bad: !status.callbacks.alive },
       { name: "Redis", value: bytes(status.redis.used_bytes), note: `${status.redis.limit_bytes ? `of ${bytes(status.redis.limit_bytes)}, ` : ""}answered in ${number(status.redis.milliseconds, 1)} ms` },
