@@ -84,6 +84,8 @@ MAX_SPAN_TEXT = 1 << 16
 MAX_MARGIN = 1 << 16  # positions of a window before or after others
 MAX_AROUND = 256  # characters, or token ids, of what a window is around
 MAX_SEQUENCES = 16  # sequences of token ids of a window
+# tokens of all prompts, with those generated at most, times the sequences of a window
+MAX_SEARCHED = 1 << 26
 
 # --- Captures, steering and patches
 

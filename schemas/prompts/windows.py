@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -44,13 +45,43 @@ class Around(Record):
             raise ValueError("give either text or token_ids")
 
     def hits(self, token_ids: Sequence[int]) -> list[range]:
-        """Return the positions of each occurrence of its token ids."""
-        return [
-            range(at, at + len(sequence))
-            for sequence in self.token_ids or ()
-            for at, token in enumerate(token_ids)
-            if token == sequence[0] and [*token_ids[at : at + len(sequence)]] == sequence
-        ]
+        """Return the positions of each occurrence of its token ids; of those that end at one
+        token, of the longest, which covers the others.
+        """
+        steps, lengths = _automaton(tuple(map(tuple, self.token_ids or ())))
+        hits, node = list[range](), 0
+        for end, token in enumerate(token_ids, start=1):
+            node = steps[node].get(token, 0)
+            if lengths[node]:
+                hits.append(range(end - lengths[node], end))
+        return hits
+
+
+@lru_cache(maxsize=8)
+def _automaton(
+    sequences: tuple[tuple[int, ...], ...],
+) -> tuple[list[dict[int, int]], dict[int, int]]:
+    """Return the automaton of Aho and Corasick (1975), which finds all sequences with one step for
+    each token, however they repeat: (of each node, the longest beginning of a sequence that was
+    just read, token → next node, without those to node 0; node → the length of the longest
+    sequence that ends there).
+    """
+    steps, lengths, back = [dict[int, int]()], dict[int, int](), {0: 0}
+    for sequence in sequences:
+        node = 0
+        for token in sequence:
+            node = steps[node].setdefault(token, len(steps))
+            steps += [{}] * (node == len(steps))
+        lengths[node] = len(sequence)
+    queue = [0]
+    for node in queue:  # grows: shorter beginnings come first
+        for token, after in steps[node].items():
+            # the longest beginning of a sequence that is a proper end of this one
+            back[after] = steps[back[node]].get(token, 0) if node else 0
+            queue.append(after)
+        lengths.setdefault(node, lengths[back[node]] if node else 0)
+        steps[node] = steps[back[node]] | steps[node]
+    return steps, lengths
 
 
 class When(Record):

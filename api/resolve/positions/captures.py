@@ -271,7 +271,8 @@ def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCa
     """Return one capture per prompt. Raises a 400 naming the field below `at`."""
     made = apply_rules(CAPTURE_RULES, spec, bounds, at)
     window = window_of(spec.positions)
-    check_window(window, bounds.probes, bounds.model, f"{at}.positions")
+    tokens = sum(prompt.tokens + bounds.max_tokens for prompt in bounds.prompts)
+    check_window(window, bounds.probes, bounds.model, f"{at}.positions", tokens)
     return [
         StoredCapture(
             sites=made["hooks"],

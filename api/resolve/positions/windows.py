@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from ....schemas.base.errors import invalid
+from ....schemas.base.limits import MAX_AROUND, MAX_SEARCHED
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import Span
 from ....schemas.requests.specs import CaptureSpec
@@ -30,21 +31,30 @@ async def with_window_tokens(spec: CaptureSpec | None, codec: Codec) -> CaptureS
     text = span.around.text
     encoded = await codec.encode([text, f" {text}"], special_tokens=False)
     sequences = [list(each) for each in dict.fromkeys(map(tuple, encoded)) if each]
-    if not sequences:
-        raise invalid("capture.positions.around.text", "has no tokens")
+    if not sequences or max(map(len, sequences)) > MAX_AROUND:
+        found = "no" if not sequences else max(map(len, sequences))
+        detail = f"has {found} tokens, alone or after a space"
+        raise invalid("capture.positions.around.text", detail, allowed=f"1 to {MAX_AROUND} tokens")
     around = msgspec.structs.replace(span.around, text=None, token_ids=sequences)
     positions = msgspec.structs.replace(span, around=around)
     return msgspec.structs.replace(spec, positions=positions)
 
 
-def check_window(window: Span | None, probes: Sequence[str], model: ModelInfo, at: str) -> None:
-    """Raises a 400 below `at` for a window around tokens that the model lacks, or of a probe whose
-    scores its ranks lack. `probes`: those that score the request.
+def check_window(
+    window: Span | None, probes: Sequence[str], model: ModelInfo, at: str, tokens: int = 0
+) -> None:
+    """Raises a 400 below `at` for a window around tokens that the model lacks, that ranks would
+    search for in too many, or of a probe whose scores its ranks lack. `probes`: those that score
+    the request; `tokens`: of all its prompts, with those generated at most.
     """
     if window is None:
         return
-    for number, sequence in enumerate((window.around and window.around.token_ids) or ()):
+    sequences = (window.around and window.around.token_ids) or ()
+    for number, sequence in enumerate(sequences):
         check_vocabulary(sequence, f"{at}.around.token_ids[{number}]", model)
+    if (searched := tokens * len(sequences)) > MAX_SEARCHED:
+        detail = f"searches {tokens} tokens for {len(sequences)} sequences: {searched}"
+        raise invalid(f"{at}.around", detail, allowed=f"at most {MAX_SEARCHED} in one request")
     if window.when is None:
         return
     if window.when.probe not in probes:

@@ -27,7 +27,7 @@ from midstream.schemas.prompts.selectors import (
     resolve_sites,
     select,
 )
-from midstream.schemas.prompts.windows import joined
+from midstream.schemas.prompts.windows import Around, joined
 from midstream.schemas.requests.specs import (
     StoredCapture,
     StoredSteering,
@@ -300,6 +300,43 @@ def test_overlapping_ranges_are_written_out_once() -> None:
     start = time.process_time()
     assert resolve_positions(wish, 30_000) == list(range(30_000))
     assert time.process_time() - start < 10, "not 65,536 times 30,000"
+
+
+_FEW = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@given(st.lists(_FEW, min_size=1, max_size=5), st.lists(st.integers(0, 2), max_size=40))
+def test_occurrences_are_those_of_the_definition(sequences, tokens) -> None:
+    every = [
+        range(at, at + len(sequence))
+        for sequence in sequences
+        for at in range(len(tokens))
+        if tokens[at : at + len(sequence)] == sequence
+    ]
+    hits = Around(token_ids=sequences).hits(tokens)
+    longest = {hit.stop: len(hit) for hit in sorted(every, key=len)}
+    assert {hit.stop: len(hit) for hit in hits} == longest
+    assert {at for hit in hits for at in hit} == {at for hit in every for at in hit}
+
+
+def test_repetitive_tokens_are_looked_at_a_fixed_number_of_times() -> None:
+    """16 sequences of 256 tokens with a common beginning, and a prompt that repeats it."""
+    looks = 0
+
+    class Token(int):
+        def __hash__(self) -> int:
+            nonlocal looks
+            looks += 1
+            return int.__hash__(self)
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return int.__eq__(self, other)
+
+    around = Around(token_ids=[[64] * 255 + [65 + number] for number in range(16)])
+    assert around.hits([Token(64)] * 3000 + [Token(70)]) == [range(2745, 3001)]
+    assert looks <= 2 * 3001
 
 
 @settings(max_examples=50)

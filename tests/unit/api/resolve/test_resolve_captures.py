@@ -12,6 +12,7 @@ from midstream.api.resolve.positions import captures as rules
 from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.broker.ops import global_capture as everyone
 from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
+from midstream.schemas.base.limits import MAX_SEARCHED
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.prompts.selectors import Span, Window
 from midstream.schemas.prompts.windows import Around, When
@@ -143,6 +144,14 @@ def test_windows_record_all_positions_and_choose_at_the_end(window: dict[str, An
     span = msgspec.convert(window, Span)
     ((capture,),) = captured({"positions": span})
     assert (capture.positions, capture.window) == ("all", span)
+
+
+def test_the_tokens_that_a_window_searches_are_bounded_over_all_prompts() -> None:
+    window = {"positions": Span(around=Around(token_ids=[[1]] * 16))}
+    share = MAX_SEARCHED // 32 - 4  # of which 4 are generated
+    assert len(captured(window, share, share)) == 2
+    with refuses(match="at most 67108864", status=400, field="capture.positions.around"):
+        captured(window, share, share + 1)
 
 
 MEMORY = {"consumers": ["memory"]}

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from refusal_kit import refuses
 from spelling import byte_level, fallback, overlapping
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from midstream.api.resolve.admission.admission import facts_of
+from midstream.api.resolve.positions.windows import with_window_tokens
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
 from midstream.api.resolve.prompts.text_spans import TextMap
 from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.selectors import (
@@ -25,6 +28,7 @@ from midstream.schemas.prompts.selectors import (
     Span,
     resolve_positions,
 )
+from midstream.schemas.prompts.windows import Around
 from midstream.schemas.requests.specs import CaptureSpec
 
 PIECES = [
@@ -304,3 +308,17 @@ def test_many_spans_are_searched_for_once() -> None:
 
     resolve_positions([Span(text="a"), Span(text="a"), Span(text="a", occurrence=None)], 1, find)
     assert len(asked) == 2
+
+
+def test_a_windows_text_is_bounded_in_tokens_too() -> None:
+    codec = codec_of(merged_byte_level())
+
+    def windowed(text: str) -> CaptureSpec | None:
+        spec = CaptureSpec(positions=Span(around=Around(text=text)))
+        return asyncio.run(with_window_tokens(spec, codec))
+
+    spec = windowed("x" * 255)
+    assert from_msgpack(to_msgpack(spec), CaptureSpec) == spec
+    for text in ("🙂" * 86, "x" * 256):  # the second has 256 tokens alone, and 257 after a space
+        with refuses(match="1 to 256 tokens", status=400, field="capture.positions.around.text"):
+            windowed(text)
