@@ -29,9 +29,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from midstream.broker.ops.orphans import die_with_parent
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.settings import load_settings
-from midstream.workers.runner.base.process import die_with_parent
 
 if TYPE_CHECKING:
     from host import Host

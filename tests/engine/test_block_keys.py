@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from midstream.broker.ops import orphans
 from midstream.schemas.requests.specs import RankSpec
-from midstream.workers.runner.base import process
 from midstream.workers.runner.base.packed_spec import pack
 from midstream.workers.runner.base.row_index import RowIndex
 
@@ -19,7 +19,7 @@ BLOCK = 16
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # of an engine's processes; this one is the tests'
-    monkeypatch.setattr(process, "die_with_parent", lambda: None)
+    monkeypatch.setattr(orphans, "die_with_parent", lambda: None)
     module = importlib.import_module("midstream.workers.runner.vllm.scheduler")
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils

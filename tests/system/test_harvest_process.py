@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -95,6 +96,19 @@ async def test_a_process_that_was_killed_is_started_again(
     plan = await made.plan()
     process._process.kill()
     assert len(await made.read(plan, plan.units[0])) == 20
+
+
+async def test_an_idle_process_ends_and_the_next_request_has_another(tmp_path: Path) -> None:
+    short = SourceProcess(LIMIT_MIB, idle_s=0.5)
+    made = reader(short, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
+    try:
+        plan = await made.plan()
+        first = short._process
+        assert await asyncio.to_thread(first.wait, 60) == -signal.SIGALRM
+        assert len(await made.read(plan, plan.units[0])) == 20
+        assert short._process is not first
+    finally:
+        short.close()
 
 
 async def test_a_process_that_cannot_start_is_no_fault_of_the_source(

@@ -2,13 +2,14 @@
 worker's memory or delay a cancellation.
 
 The two exchange length-prefixed MessagePack messages over pipes. The process ends with its worker,
-whose end closes its input.
+however that ends, and after `IDLE_S` without a request.
 """
 
 import asyncio
 import atexit
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import IO, TypeVar
 import msgspec
 import numpy as np
 
+from ...broker.ops.orphans import die_with_parent
 from ...schemas.base.errors import MidstreamError, Problem, Translated, error_of
 from ...schemas.base.records import from_msgpack, to_msgpack
 from ...schemas.base.settings import Settings
@@ -42,6 +44,8 @@ LIMIT_MIB = 2048
 SURVEY_MIB = 1 << 15
 #: A request is repeated in a new process when the process ends: something else may have killed it.
 TRIES = 2
+#: Seconds without a request after which the process ends; the next request starts another.
+IDLE_S = 600.0
 #: Exit status of the process when it runs out of memory, and the seconds that it gets to exit.
 EXIT_MEMORY, ENDING_S = 3, 5.0
 #: Sources that the process keeps open: as many as a worker runs parts at a time.
@@ -137,8 +141,8 @@ class SourceReader:
 class SourceProcess:
     """The process that reads sources, started at the first request. Thread-safe."""
 
-    def __init__(self, limit_mib: int = LIMIT_MIB) -> None:
-        self._limit = limit_mib
+    def __init__(self, limit_mib: int = LIMIT_MIB, idle_s: float = IDLE_S) -> None:
+        self._limit, self._idle_s = limit_mib, idle_s
         self._process: subprocess.Popen[bytes] | None = None
         self._asking, self._killing = threading.Lock(), threading.Lock()
         self._current: threading.Event | None = None  # `stopped` of the running request
@@ -227,7 +231,8 @@ class SourceProcess:
         with self._killing:
             if self._process is None:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(self._limit)],
+                    [sys.executable, "-m", __name__]
+                    + [str(value) for value in (self._limit, self._idle_s, os.getpid())],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     start_new_session=True,  # Ctrl-C is its worker's to handle
@@ -308,7 +313,8 @@ class Server:
 
 
 def main() -> None:
-    limit = int(sys.argv[1]) << 20
+    limit, idle_s = int(sys.argv[1]) << 20, float(sys.argv[2])
+    die_with_parent(int(sys.argv[3]))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
@@ -320,7 +326,10 @@ def main() -> None:
     with suppress(EOFError, KeyboardInterrupt):
         try:
             while True:
-                _send(output, server.answer(from_msgpack(_receive(sys.stdin.buffer), Request)))
+                signal.setitimer(signal.ITIMER_REAL, idle_s)  # SIGALRM ends the process
+                received = _receive(sys.stdin.buffer)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                _send(output, server.answer(from_msgpack(received, Request)))
         except MemoryError:
             os._exit(EXIT_MEMORY)
 

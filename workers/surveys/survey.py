@@ -16,7 +16,6 @@ from ...storage.shards import put, shard_buffers
 from ..engine.model_identity import digests_in
 from ..engine.proof.comparison import Source, reference_of
 from ..engine.proof.reference import NotComparableError, Reference
-from ..runner.base.process import die_with_parent
 from ..runner.readings.sae import CHUNK_BYTES, Autoencoder, load_registered
 from .rows import Block, Examples, by_document
 
@@ -32,7 +31,6 @@ NO_CHECKPOINT = Source(refused="this engine has no checkpoint")
 
 def run_survey(task: SurveyTask) -> SurveyEntry:
     """Compute the survey and write its file. Raises MidstreamError, OSError, DamagedBlob."""
-    die_with_parent()
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // CORES_DIVISOR))
     survey = task.survey

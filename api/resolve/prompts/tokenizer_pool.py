@@ -10,6 +10,7 @@ writes `Answer`s to standard output.
 import asyncio
 import ctypes
 import logging
+import os
 import resource
 import signal
 import sys
@@ -24,6 +25,7 @@ import anyio
 import msgspec
 import numpy as np
 
+from ....broker.ops.orphans import die_with_parent
 from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
 from ....schemas.base.records import Wire, from_msgpack, to_msgpack
 from ....schemas.base.settings import Settings
@@ -187,6 +189,7 @@ class Helpers:
                 "-m",
                 __name__,
                 str(self._seconds),
+                str(os.getpid()),
                 stdin=pipe,
                 stdout=pipe,
                 limit=1 << 20,
@@ -303,7 +306,8 @@ def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
 
 
 def main() -> None:
-    # Ctrl+C is for the API; this process ends when the API closes the pipe
+    die_with_parent(int(sys.argv[2]))
+    # Ctrl+C is for the API, with which this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from ....broker.ops.orphans import die_with_parent
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.records import to_json
 from ..admission import FairTurns
@@ -187,6 +188,7 @@ class FormatChecker:
                 "-m",
                 __name__,
                 *self._arguments,
+                str(os.getpid()),
                 stdin=pipe,
                 stdout=pipe,
                 limit=1 << 20,
@@ -305,12 +307,13 @@ def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float
 
 
 def main() -> None:
+    model, vocab_size, seconds, trust, memory, parent = sys.argv[1:]
+    die_with_parent(int(parent))
     import xgrammar
     from transformers import AutoTokenizer
 
-    # Ctrl+C is for the worker; this process ends when the worker closes the pipe
+    # Ctrl+C is for the worker, with which this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    model, vocab_size, seconds, trust, memory = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=bool(int(trust)))
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=int(vocab_size))
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))

@@ -1,39 +1,18 @@
-"""Process settings of a rank: it ends with its parent process, and its helper threads leave the
-model's cores alone.
+"""Process settings of a rank: its helper threads leave the model's cores alone.
 
-An orphaned rank would hold the device and the outbox. Helper threads stay off the cores to which
-vLLM binds the model's threads.
+They stay off the cores to which vLLM binds the model's threads.
 """
 
-import ctypes
-import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
-_PR_SET_PDEATHSIG = 1
 #: Added to the niceness of helper threads: each gets an eighth of the time of a model's thread that
 #: it competes with.
 _NICE = 10
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, however it ends (prctl(2),
-    PR_SET_PDEATHSIG).
-    """
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    # The parent may have ended before this call, even while this process was starting. Then
-    # `parent` is the process that adopted this one.
-    starter = multiprocessing.parent_process()
-    if os.getppid() != parent or (starter is not None and not starter.is_alive()):
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager

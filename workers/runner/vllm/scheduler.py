@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from ....broker.ops.orphans import die_with_parent
 from ....schemas.base.records import learn_records
 from ....schemas.base.version import __version__
 from ....schemas.requests.source_runs import is_row
@@ -19,7 +20,6 @@ from ....schemas.requests.specs import RankSpec
 from ..base.config import plane_config
 from ..base.engine_step import Finish, Load
 from ..base.packed_spec import packed_spec, unpack
-from ..base.process import die_with_parent
 from ..base.row_index import Keeping, RequestCaptures, RowIndex
 from ..probes.probe_news import ProbeNews, news_of
 from . import idle_sleep, zeroed_blocks

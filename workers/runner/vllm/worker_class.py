@@ -18,6 +18,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
 from ....broker.ops import logs
+from ....broker.ops.orphans import die_with_parent
 from ....kernels import IDLE, STREAM, WHOLE
 from ....schemas.base.records import learn_records
 from ....schemas.base.tensors import Tensor
@@ -28,7 +29,7 @@ from ....schemas.requests.source_runs import RunFiles
 from ....schemas.requests.steering import GlobalSteering
 from ..base.config import Found, Place, PlaneConfig, plane_config
 from ..base.extensions import ExtensionError, trusted
-from ..base.process import die_with_parent, threads_elsewhere
+from ..base.process import threads_elsewhere
 from ..certificate.certify import Certifier
 from ..certificate.plans import Plan
 from ..certificate.together import NoAnswerError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from midstream.broker.ops.orphans import die_with_parent
 from midstream.client.stack.processes import birth, wait_for
-from midstream.workers.runner.base.process import die_with_parent
 
 #: Starts a child as vLLM starts its processes, says its pid, and stays. The child asks to end with
 #: its parent when it is let: a process that imports vLLM takes seconds until then.
@@ -24,7 +24,7 @@ def live():
     (folder / "started").touch()
     while not (folder / "asks").exists():
         time.sleep(0.01)
-    from midstream.workers.runner.base.process import die_with_parent
+    from midstream.broker.ops.orphans import die_with_parent
     die_with_parent()
     (folder / "asked").touch()
     time.sleep(600)
@@ -61,6 +61,27 @@ def test_an_orphan_ends_even_if_the_parent_died_first(tmp_path: Path, when: str)
         if born and birth(pid) == born:
             os.kill(pid, signal.SIGKILL)
         parent.communicate()
+
+
+HELPERS = {
+    "midstream.workers.serving.harvest_process": ["2048", "600"],
+    "midstream.workers.engine.prompts.format_check": ["none", "1", "1", "0", "1"],
+    "midstream.api.resolve.prompts.tokenizer_pool": ["1"],
+}
+
+
+@pytest.mark.parametrize("module", HELPERS)
+def test_a_helper_whose_starter_died_before_it_ran_ends(module: str) -> None:
+    """Its input stays open, as a request that was already sent does: it would begin to compute."""
+    starter = subprocess.Popen(["true"])
+    starter.wait()
+    command = [sys.executable, "-m", module, *HELPERS[module], str(starter.pid)]
+    helper = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        assert helper.wait(60) == -signal.SIGKILL
+    finally:
+        helper.kill()
+        helper.communicate()
 
 
 def test_a_process_without_a_parent_to_watch_goes_on() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from midstream.broker.ops import orphans
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import RankSpec, StoredSteering
 from midstream.workers.engine.ranks.request_ends import Ends
-from midstream.workers.runner.base import process
 from midstream.workers.runner.base.packed_spec import pack
 from midstream.workers.runner.vllm.cell_steps import RepeatedPrompt
 
@@ -51,7 +51,7 @@ async def test_ends_of_one_turn_are_one_message_and_a_cancelled_sender_still_sen
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours over one that never has anything to do."""
-    monkeypatch.setattr(process, "die_with_parent", lambda: None)
+    monkeypatch.setattr(orphans, "die_with_parent", lambda: None)
     from midstream.workers.runner.vllm import scheduler
 
     class Stock:
