@@ -24,24 +24,39 @@ class Block(NamedTuple):
         return Block(*[column[start:stop] for column in self])
 
 
-def by_document(harvest: Harvest, hook: str, layer: int) -> Iterator[Block]:
-    """Yield the rows of each document at a site, with one shard in memory.
+def by_document(
+    harvest: Harvest, hook: str, layer: int, context: int = 0
+) -> Iterator[tuple[Block, int, int]]:
+    """Yield the rows of each document at a site, with one shard in memory: blocks of one document,
+    and the part `[start, stop)` of each that no other block has; up to `context` rows around it are
+    in others too.
 
     Documents are in the shards in their order, and a long one goes on in the next shard. Raises
     MidstreamError if they are not, and `not_found` if the harvest lacks the site.
     """
-    last = -1
+    last = (-1, -1)
     pieces = _pieces(harvest, hook, layer)
-    for document, parts in groupby(pieces, lambda piece: int(piece.documents[0])):
-        rows = Block(*map(np.concatenate, zip(*parts, strict=True)))
-        if document <= last or (np.diff(rows.positions) <= 0).any():
-            raise MidstreamError("capture_damaged", f"document {document} is not in its place")
-        last = document
-        yield rows
+    for document, parts in groupby(pieces, lambda piece: int(piece[0].documents[0])):
+        rows, start = None, 0
+        for piece, is_whole in parts:
+            if (document, piece.positions[0]) <= last or (np.diff(piece.positions) <= 0).any():
+                raise MidstreamError("capture_damaged", f"document {document} is not in its place")
+            last = (document, piece.positions[-1])
+            rows = Block(*map(np.concatenate, zip(rows, piece, strict=True))) if rows else piece
+            stop = len(rows.positions) - (0 if is_whole else context)
+            if stop > start:
+                yield rows, start, stop
+                first = max(0, stop - context)
+                rows, start = rows.part(first, len(rows.positions)), stop - first
+        assert rows is not None, "a group has a piece"
+        if start < len(rows.positions):
+            yield rows, start, len(rows.positions)
 
 
-def _pieces(harvest: Harvest, hook: str, layer: int) -> Iterator[Block]:
-    """Yield the rows that a document has in a shard; only inside a shard are rows mixed."""
+def _pieces(harvest: Harvest, hook: str, layer: int) -> Iterator[tuple[Block, bool]]:
+    """Yield the rows that a document has in a shard, and whether it has none in later shards for
+    certain; only inside a shard are rows mixed.
+    """
     for shard in harvest.shards:
         keys = shard.keys()
         order = np.lexsort((keys.positions, keys.documents))
@@ -49,7 +64,8 @@ def _pieces(harvest: Harvest, hook: str, layer: int) -> Iterator[Block]:
         rows = Block(*[column[order] for column in (*keys, values)])
         shard.close()
         starts = np.flatnonzero(np.diff(rows.documents, prepend=-1)).tolist()
-        yield from (rows.part(*ends) for ends in pairwise([*starts, len(order)]))
+        for start, stop in pairwise([*starts, len(order)]):
+            yield rows.part(start, stop), stop < len(order)
 
 
 class Examples:

@@ -40,8 +40,8 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
         sae = load_registered(survey.sae, task.sae_root, task.sae_bytes)
         # a comparison needs only the figures
         kept = (1, 0) if survey.against else (survey.top, survey.context)
-        sides = [by_document(harvest, survey.sae.hook, survey.sae.layer) for harvest in harvests]
-        found = [featured(sae, documents, *kept) for documents in sides]
+        site = survey.sae.hook, survey.sae.layer
+        found = [featured(sae, by_document(each, *site, kept[1]), *kept) for each in harvests]
     arrays, mean_kl = found[0].arrays, None
     if survey.against:
         compared, kl = divergences(heads(harvests, task.data_dir), harvests, survey)
@@ -67,21 +67,24 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
     )
 
 
-def featured(sae: Autoencoder, documents: Iterable[Block], top: int, context: int) -> Examples:
-    """Return the figures and examples of all features. Activations are computed for a bounded
+def featured(
+    sae: Autoencoder, documents: Iterable[tuple[Block, int, int]], top: int, context: int
+) -> Examples:
+    """Return the figures and examples of all features. `documents`: as `by_document` yields them,
+    with `context`. Activations are computed for a bounded
     number of rows at a time; in a row that is not finite, no feature is active.
     """
     examples = Examples(sae.form.d_sae, top, context)
     size = max(1, context, CHUNK_BYTES // (4 * max(sae.form.d_sae, sae.form.d_in)))
-    for document in documents:
-        for start in range(0, len(document.positions), size):
-            first = max(0, start - context)
-            rows = document.part(first, start + size + context)
+    for document, begin, end in documents:
+        for start in range(begin, end, size):
+            first, stop = max(0, start - context), min(start + size, end)
+            rows = document.part(first, stop + context)
             finite = np.isfinite(rows.values).all(axis=1, keepdims=True)
             with torch.inference_mode():
                 values = sae.encode(torch.from_numpy(np.where(finite, rows.values, 0))).numpy()
             rows = rows._replace(values=np.where(finite, values, 0))
-            examples.add(rows, start - first, start - first + size)
+            examples.add(rows, start - first, stop - first)
     return examples
 
 
@@ -128,13 +131,13 @@ def divergences(
     examples, kl = Examples(1, survey.top, survey.context), [np.zeros(0, np.float32)]
     configs = [model.config.get_text_config() for model in models]
     sides = [
-        by_document(harvest, "post_block", config.num_hidden_layers - 1)
+        by_document(harvest, "post_block", config.num_hidden_layers - 1, survey.context)
         for harvest, config in zip(harvests, configs, strict=True)
     ]
     vocabulary = configs[0].vocab_size
     # transformers' pass takes as many tokens as rows, and they have different ids
     size = max(1, min(vocabulary, CHUNK_BYTES // (LOGIT_BYTES * vocabulary)))
-    for first, second in zip(*sides, strict=False):
+    for (first, start, stop), (second, *_) in zip(*sides, strict=False):
         same = map(np.array_equal, first[:3], second[:3])
         if len(harvests[0]) != len(harvests[1]) or not all(same):
             raise MidstreamError("conflict", f"{survey.against} has rows of other tokens")
@@ -145,6 +148,7 @@ def divergences(
                 for model, side in zip(models, (first, second), strict=True)
             )
             parts.append((p.exp() * (p - q)).nan_to_num_(nan=0.0).sum(1).clamp_min_(0))
-        kl.append(torch.cat(parts).float().numpy())
-        examples.add(first._replace(values=kl[-1][:, None]))
+        values = torch.cat(parts).float().numpy()
+        kl.append(values[start:stop])
+        examples.add(first._replace(values=values[:, None]), start, stop)
     return examples, np.concatenate(kl)
