@@ -13,17 +13,23 @@ import pytest
 from edge import Hand
 from harvest_kit import checked, texts
 from harvest_rig import stored, work
+from ledger_kit import make_job, sent
+from midstream_fake_engine.model import identity_of
 from sweep_rig import Rig, having
 from tenant_kit import ADMIN, Caller, asking, bearer
 
 from midstream.broker.ledger.core import tenants
 from midstream.broker.ledger.core.scripts import Scripts
-from midstream.broker.ledger.recovery.harvests import Harvests
-from midstream.broker.ledger.recovery.reaper import UsageReconciliation
+from midstream.broker.ledger.recovery.harvests import SURVEYS, Harvests
+from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
-from midstream.schemas.jobs.harvests import HarvestShards
+from midstream.schemas.jobs.harvests import HarvestShards, SurveyEntry
+from midstream.schemas.jobs.jobs import Job, State
+from midstream.schemas.requests.harvest_work import HarvestPart, Survey
+from midstream.workers.serving import attempts
+from midstream.workers.serving.attempt import AttemptOutcome
 
 SITES = {"post_block": [1, 3]}
 DOCUMENTS = texts(100, 400)
@@ -96,6 +102,85 @@ async def test_a_tenant_keeps_no_more_records_than_the_limit(
     await harvests.submit(stored(rig, ["one"], SITES, tenant="another"))
     await harvests.forget(made[0])
     await harvests.submit(stored(rig, ["one"], SITES))
+
+
+def survey_of(harvest_id: str, **changes: Any) -> Job:
+    part = HarvestPart(
+        harvest=harvest_id,
+        part=SURVEYS,
+        role="survey",
+        survey=Survey(uris=["/none"], top=1, context=0),
+    )
+    return make_job(kind="harvest", model="fake-model", prompts=0, harvest=part, **changes)
+
+
+async def test_accepted_surveys_count_towards_the_limit(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenants, "MAX_SURVEYS", 3)
+    harvest_id = await Harvests(rig.ledger).submit(stored(rig, ["one"], SITES))
+    jobs = [survey_of(harvest_id) for _ in range(9)]
+    answers = await asyncio.gather(
+        *[rig.ledger.submit(job, {}) for job in jobs], return_exceptions=True
+    )
+    refused = [each for each in answers if isinstance(each, MidstreamError)]
+    assert {(each.kind, each.detail[-14:]) for each in refused} == {("conflict", "the limit is 3")}
+    assert len(refused) == 6
+    (first, *_) = accepted = [each[0] for each in answers if isinstance(each, tuple)]
+    await rig.ledger.request_cancel(first)
+    last = survey_of(harvest_id)
+    assert (await rig.ledger.submit(last, {}))[1], "one has ended"
+    claim = await rig.ledger.claim(accepted[1], "w", "boot", 1, last.identity)
+    entry = SurveyEntry(
+        job=accepted[1], survey=last.harvest.survey, rows=1, key="k", bytes=7, crc32=0
+    )
+    await Harvests(rig.ledger).keep_survey(claim.job, claim.attempt, entry)
+    with pytest.raises(MidstreamError, match="under way: 3"):
+        await rig.ledger.submit(survey_of(harvest_id), {})
+    with pytest.raises(MidstreamError, match="changed or unregistered"):
+        await rig.ledger.submit(survey_of("hrv_deleted"), {})
+
+
+@having(limit_capture_mib=1)
+async def test_a_tenant_at_its_quota_gets_no_survey(rig: Rig) -> None:
+    harvest_id = await Harvests(rig.ledger).submit(stored(rig, ["one"], SITES))
+    await rig.ledger.redis.hset("ms:usage", "default/bytes", 1 << 20)
+    with pytest.raises(MidstreamError, match="the limit is 1 MiB") as refused:
+        await rig.ledger.submit(survey_of(harvest_id), {})
+    assert refused.value.kind == "capture_limit"
+
+
+async def test_surveys_take_no_place_of_a_part_and_wait_in_the_ledger(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "ELSEWHERE_S", 0.01)
+    ledger, begun, go = rig.ledger, asyncio.Semaphore(0), asyncio.Event()
+    harvest_id = await Harvests(ledger).submit(stored(rig, ["one"], SITES))
+    surveys = [survey_of(harvest_id, identity=identity_of(rig.settings)) for _ in range(3)]
+    for job in surveys:
+        await ledger.submit(job, {})
+    async with rig.worker() as runs:
+
+        async def compute(attempt: Any) -> list[Any]:
+            begun.release()
+            await go.wait()
+            return []
+
+        monkeypatch.setattr(runs, "_harvest", compute)
+        running = [asyncio.create_task(runs.run_part(job.id)) for job in surveys[:2]]
+        await begun.acquire()
+        await begun.acquire()
+        assert await runs.run_part(surveys[2].id) == AttemptOutcome.NOT_OURS
+        assert (await ledger.view(surveys[2].id)).state is State.QUEUED
+        parts = [asyncio.create_task(runs.run_part(f"job_{number}")) for number in range(2)]
+        assert await asyncio.gather(*parts) == [AttemptOutcome.NOT_OURS] * 2, "there was room"
+        go.set()
+        assert await asyncio.gather(*running) == [AttemptOutcome.SUCCEEDED] * 2
+        before = await sent(ledger, "fake-model")
+        await Reaper(ledger, rig.settings).sweep(now() + 60)
+        again = [each.job_id for each in (await sent(ledger, "fake-model"))[len(before) :]]
+        assert again == [surveys[2].id]
+        assert await runs.run_part(surveys[2].id) == AttemptOutcome.SUCCEEDED
 
 
 async def test_listings_do_not_read_the_lines_of_harvests(rig: Rig) -> None:

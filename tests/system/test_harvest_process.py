@@ -20,9 +20,16 @@ from harvest_kit import texts
 from midstream_fake_engine.model import make_bundle, make_tokenizer
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.harvests import HarvestCut, HarvestPlan, HarvestSource, StoredHarvest
+from midstream.schemas.jobs.harvests import (
+    HarvestCut,
+    HarvestPlan,
+    HarvestSource,
+    StoredHarvest,
+    SurveyTask,
+)
+from midstream.schemas.requests.harvest_work import Survey
 from midstream.workers.serving.harvest_cut import Document
-from midstream.workers.serving.harvest_process import SourceProcess, SourceReader
+from midstream.workers.serving.harvest_process import EXIT_MEMORY, SourceProcess, SourceReader
 
 MIB = 1 << 20
 #: Of the process in these tests: an idle one has some 150 MiB.
@@ -123,6 +130,19 @@ async def test_a_process_that_cannot_start_is_no_fault_of_the_source(
         await made.plan()
     assert raised.value.kind == "internal"
     assert broken.close() == 0
+
+
+@pytest.mark.parametrize(("against", "field"), [("", "sae"), ("hrv_y", "against")])
+def test_a_survey_out_of_memory_names_a_field_of_surveys(
+    process: SourceProcess, against: str, field: str
+) -> None:
+    survey = Survey(uris=["/none"], top=1, context=0, against=against)
+    task = SurveyTask(job="j", survey=survey, sae_root="", sae_bytes=0, data_dir="")
+    error = process._failure(EXIT_MEMORY, "the survey", task)
+    assert (error.field, error.detail) == (
+        field,
+        f"the survey takes more than {LIMIT_MIB} MiB of memory",
+    )
 
 
 async def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: SourceProcess) -> None:

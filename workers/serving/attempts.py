@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import MappingProxyType
@@ -93,7 +93,8 @@ class Attempts:
         self.sources = SourceRunLeases(ledger, engine, worker)
         self._cells = CellSlots(self._cells_at_once)  # of all sweeps
         self._harvests = Harvests(ledger)
-        self._parts = 0  # of harvests, running or about to run
+        #: Parts of harvests and surveys that run or are about to run, by whether they are surveys.
+        self._parts = Counter[bool]()
         self._sequences = CellSlots(self._sequences_at_once)  # of all harvests
         self._shards = asyncio.Semaphore(SHARDS_AT_ONCE)
         self.totals = Totals()
@@ -143,15 +144,18 @@ class Attempts:
             await asyncio.wait([attempt.task for attempt in self._running.values()])
 
     async def run_part(self, job_id: str) -> AttemptOutcome:
-        """Run a part of a harvest like `run_job`; put it back while `PARTS_PER_WORKER` run here."""
-        if self._parts >= PARTS_PER_WORKER:
+        """Run a part of a harvest like `run_job`; put it back while `PARTS_PER_WORKER` run here.
+        Surveys take no part's place: as many may be here, and the ledger keeps the others.
+        """
+        surveys = await patiently(lambda: self._harvests.surveys(job_id), f"look at {job_id}")
+        if not surveys and self._parts[surveys] >= PARTS_PER_WORKER:
             await asyncio.sleep(ELSEWHERE_S)
             return AttemptOutcome.PUT_BACK
-        self._parts += 1
+        self._parts[surveys] += 1
         try:
             return await self.run_job(job_id)
         finally:
-            self._parts -= 1
+            self._parts[surveys] -= 1
 
     async def run_job(self, job_id: str) -> AttemptOutcome:
         """Claim and run a job. Raises JobFailed when it ended with a problem."""
@@ -256,6 +260,7 @@ class Attempts:
                 global_version=global_steering.version,
                 everyone=bool(global_steering.entries),
                 unreachable=self._unreachable(),
+                crowded=self._parts[True] > PARTS_PER_WORKER,
             )
         except MidstreamError as error:
             if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:

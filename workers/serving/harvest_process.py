@@ -166,21 +166,21 @@ class SourceProcess:
                 except _Ended as end:
                     code = self.close(ENDING_S)
                     if not stopped.is_set() and attempt == TRIES:
-                        raise self._failure(code, end.args[0] or place) from end
+                        raise self._failure(code, end.args[0] or place, request.survey) from end
                 finally:
                     with self._killing:
                         self._current = None
         raise EOFError("the request was stopped")
 
-    def _failure(self, code: int, place: str) -> MidstreamError:
+    def _failure(self, code: int, place: str, task: SurveyTask | None) -> MidstreamError:
         """Return the error for a process that ended with `code`: out of memory, which a signal from
         the kernel or a library also means, or an internal failure.
         """
         if code < 0 or code == EXIT_MEMORY:
             return MidstreamError(
                 "invalid_request",
-                f"{place}: reading it takes more than {self._limit} MiB of memory",
-                field="source",
+                f"{place} takes more than {self._limit} MiB of memory",
+                field="source" if task is None else "against" if task.survey.against else "sae",
             )
         return MidstreamError(
             "internal",

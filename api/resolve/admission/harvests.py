@@ -14,7 +14,7 @@ from ....schemas.artifacts.loras import StoredLora
 from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.base.edit_sizes import EditLimit
 from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.limits import EXAMPLE_TOKEN_BYTES, MAX_SURVEY_BYTES, MAX_SURVEYS
+from ....schemas.base.limits import EXAMPLE_TOKEN_BYTES, MAX_SURVEY_BYTES
 from ....schemas.base.records import now
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.harvests import (
@@ -145,11 +145,9 @@ async def plan_survey(
     Raises a 400 naming the field and what is valid, and `conflict` for a harvest that cannot be
     surveyed.
     """
-    if view.state != "succeeded" or len(view.surveys) >= MAX_SURVEYS:
-        why = f"is {view.state}, with {len(view.surveys)} surveys"
-        raise MidstreamError(
-            "conflict", f"harvest {view.id} {why}", allowed=f"succeeded, fewer than {MAX_SURVEYS}"
-        )
+    if view.state != "succeeded":
+        detail = f"harvest {view.id} is {view.state}"
+        raise MidstreamError("conflict", detail, allowed="succeeded")
     if body.sae is None and body.against is None:
         raise invalid("sae", "is required without `against`", allowed="a registered autoencoder")
     sae = None if body.sae is None else await named_sae(body.sae, "sae", info, ledger)

@@ -103,6 +103,7 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
         "policies": _policies(job) or None,
         "cost": cost_of(job),
+        "survey": job.harvest.harvest if job.harvest and job.harvest.survey else None,
         "request": msgspec.Raw(request) if request else None,
         "prompt": shortened(_prompt(job, request), SHOWN),
         "written_by": __version__,

@@ -307,7 +307,7 @@ def submit(
         tags=to_json(tags) if tags else None,
         packed_run=to_msgpack(run) if run else None,
         files=bool(set(tags) - set(operator_tags))
-        or (job.harvest is not None and job.harvest.role == "run"),
+        or (job.harvest is not None and job.harvest.role in ("run", "survey")),
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
         # last, so that `_followed` can append a large one
@@ -333,6 +333,7 @@ def claim(
     everyone: bool,
     unreachable: str = "",
     queue: Queue = "",
+    crowded: bool = False,
 ) -> list[bytes]:
     """Return ARGV of `claim`, with a unique id that identifies the call if redis-py repeats it.
 
@@ -350,6 +351,7 @@ def claim(
         call=secrets.token_hex(8),
         unreachable=unreachable,
         queue=queue,
+        crowded=crowded,
         identity=identity,
         on_model_change=settings.on_model_change,
     )

@@ -8,7 +8,7 @@ import msgspec
 
 from ....schemas.access.keys import Limits, Tenant, TenantView, Usage
 from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.limits import MAX_HARVESTS_KEPT
+from ....schemas.base.limits import MAX_HARVESTS_KEPT, MAX_SURVEYS
 from ....schemas.base.records import from_msgpack, now, to_msgpack
 from ....schemas.base.settings import Settings
 
@@ -65,6 +65,10 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "harvests_kept": (
         "too_many_harvests",
         "harvests of tenant {tenant} that are kept: {used}; the limit is {allowed}",
+    ),
+    "surveys": (
+        "conflict",
+        "surveys of the harvest, finished or under way: {used}; the limit is {allowed}",
     ),
     "webhooks_pending": (
         "too_many_webhooks",
@@ -134,6 +138,7 @@ def limits_of(settings: Settings) -> dict[str, int]:
         "sweep_cells_waiting": settings.sweep_cells_waiting,
         "redis_fill": round(100 * settings.redis_fill_limit),
         "harvests_kept": MAX_HARVESTS_KEPT,
+        "surveys": MAX_SURVEYS,
     }
 
 

@@ -268,6 +268,7 @@ class Ledger(Fleet):
         global_version: int = 0,
         everyone: bool = False,
         unreachable: str = "",
+        crowded: bool = False,
     ) -> Claim | None:
         """Take a queued job: running, attempt + 1, leased for `lease_s`.
 
@@ -281,7 +282,8 @@ class Ledger(Fleet):
         `global_version`: of the global steering under which this attempt runs from start to end;
         `everyone`: it has entries, so every request gets receipts. `unreachable`: why the worker's
         artifact store is unavailable, or empty: a job whose captures go there waits for it, for at
-        most `artifact_wait_s`.
+        most `artifact_wait_s`. `crowded`: the worker holds as many surveys as it may, and takes no
+        other.
 
         Raises not_found; ClaimRefused while another version is desired, or
         while the worker's ranks disagree.
@@ -297,6 +299,7 @@ class Ledger(Fleet):
             everyone,
             unreachable,
             self.settings.queue,
+            crowded,
         )
         outcome, *rest = await self._scripts.claim(args=arguments)
         if outcome == b"unknown":

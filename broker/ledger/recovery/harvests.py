@@ -39,7 +39,8 @@ from .streams import HarvestStreams
 
 log = logging.getLogger(__name__)
 
-#: Parts under way for each live worker: one that runs, and one that can follow immediately.
+#: Parts under way for each live worker: one that runs, and one that can follow immediately. A
+#: worker holds as many surveys beside them, of which one is computed.
 PARTS_PER_WORKER = 2
 #: Jobs of one part that may fail before its harvest does.
 TRIES = 3
@@ -231,6 +232,11 @@ class Harvests(HarvestStreams):
         await self._scripts.forget_harvest(args=scripts.pack(self._ledger.settings, id=harvest_id))
 
     # --- the worker's side
+
+    @reachable
+    async def surveys(self, job_id: str) -> bool:
+        """Return whether the job is a survey, which reads a finished harvest."""
+        return bool(await self._redis.hexists(f"ms:job:{job_id}", "survey"))
 
     async def planned(self, job: Job, attempt: int, plan: HarvestPlan, file: CheckedFile) -> Kept:
         """Record that the plan is durable in the harvest's store."""

@@ -9,5 +9,6 @@ end
 if idem and string.find(redis.call('GET', key('idem', idem)) or '', id .. ':', 1, true) == 1 then
   redis.call('DEL', key('idem', idem))
 end
-redis.call('DEL', key('harvest', id), key('harvest-lines', id), key('harvest-out', id), key('harvest-done', id), key('harvest-surveys', id))
+redis.call('DEL', key('harvest', id), key('harvest-lines', id), key('harvest-out', id), key('harvest-done', id), key('harvest-surveys', id),
+  key('harvest-surveying', id))
 redis.call('ZREM', 'ms:harvests', id)

@@ -31,6 +31,7 @@ if args.unit then
   end
 elseif args.survey then
   new = redis.call('HSETNX', key('harvest-surveys', args.harvest), id, args.record) == 1
+  redis.call('SREM', key('harvest-surveying', args.harvest), id)
 elseif args.record then
   new = redis.call('HSETNX', key('harvest-done', args.harvest), args.part, args.record) == 1
   redis.call('DEL', units)

@@ -2,7 +2,8 @@
 -- args: id, worker, boot, ranks, lease_s, global_version (of the global steering that the worker has applied), everyone (whether it
 --       has entries: then every prompt gets receipts, not only those that the job edits or captures), call (random id of this call),
 --       unreachable (why the worker's artifact store is unavailable; empty: it is not), identity (of the worker's model),
---       on_model_change ('fail' or 'wait'), queue (that the worker serves)
+--       on_model_change ('fail' or 'wait'), queue (that the worker serves), crowded (whether it holds as many surveys
+--       as it may: the job, if it is a survey, is sent again after a while)
 -- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', desired version}
 --         | {'claimed', attempt, spec, time of queueing, latches of its conversation: {policy, job that set it, ...}}
 local id, worker = args.id, args.worker
@@ -41,6 +42,12 @@ if args.unreachable ~= '' and redis.call('EXISTS', key('capture', id)) == 1 then
   return {'refused', job.state}
 end
 local hash = key('job', id)
+if args.crowded and redis.call('HEXISTS', hash, 'survey') == 1 then
+  redis.call('SREM', turn('sent', job.model, job.line), id) -- the next message of the line takes its place
+  shelve(job)
+  fill(job.model, job.line)
+  return {'refused', job.state}
+end
 if job.shelved then -- this message was sent before
   job.shelved = nil
   redis.call('HDEL', hash, 'shelved')

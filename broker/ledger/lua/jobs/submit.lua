@@ -9,6 +9,19 @@
 local id, spec, record, tags, idem = args.id, args.spec, args.record, args.tags, args.idem
 local model, tenant, created = record.model, record.tenant, record.created
 local redis_fill = tonumber(ARGV[2])
+local surveys = key('harvest-surveys', record.survey or '')
+local surveying = key('harvest-surveying', record.survey or '')
+
+-- How many surveys its harvest has: those that are kept, and those whose jobs have not ended.
+local function count_surveys()
+  for _, other in ipairs(redis.call('SMEMBERS', surveying)) do
+    local state = redis.call('HGET', key('job', other), 'state')
+    if not state or TERMINAL[state] then
+      redis.call('SREM', surveying, other)
+    end
+  end
+  return redis.call('HLEN', surveys) + redis.call('SCARD', surveying)
+end
 
 -- The first limit that a submission exceeds; if none, charges its cost to the rates and returns nil. A rate is a leaky
 -- bucket (GCRA): `{name}_until` is when it is empty; a minute ahead it is full. A submission worth more than a minute
@@ -21,6 +34,7 @@ local function over_limit(limits)
     {'jobs_in_flight', jobs, 1, 1},
     {'sweep_cells', cells, record.cells_expected, 1},
     {'sweep_cells_waiting', all_cells, record.cells_expected, 1},
+    {'surveys', record.survey and count_surveys(), record.survey and 1 or 0, 1},
     {'webhooks_pending', record.callback and redis.call('SCARD', 'ms:hook-pending:' .. tenant), record.callback and 1 or 0, 1},
     {'capture_mib', bytes, args.files and 1 or 0, MIB}, -- their size is unknown in advance: accepted until the limit is reached
   }) do
@@ -68,6 +82,9 @@ for _, blob in ipairs(args.blobs) do
     return {'missing', name} -- its module was changed or deleted since the look-up
   end
 end
+if record.survey and redis.call('EXISTS', key('harvest', record.survey)) == 0 then
+  return {'missing', record.survey} -- deleted since the look-up
+end
 local limits, own = limits_for(tenant)
 if redis_fill >= limits.redis_fill then
   return {'refused', 'redis_fill', math.floor(redis_fill), limits.redis_fill, ''}
@@ -114,6 +131,9 @@ if args.packed_run then -- the name now points at this job
 end
 if idem then
   redis.call('SET', key('idem', idem), id .. ':' .. args.body, 'EX', args.result_ttl)
+end
+if record.survey then
+  redis.call('SADD', surveying, id)
 end
 local job = read(id)
 list_job(id, 'queued', tenant, created)
