@@ -17,7 +17,7 @@ from ..schemas.base.records import Record
 from ..schemas.base.tensors import Tensor, from_numpy
 from ..schemas.jobs.jobs import JobRequest, Sampling
 from ..schemas.prompts.selectors import HookName, full_name
-from ..schemas.requests.specs import CaptureSpec, PatchSource
+from ..schemas.requests.specs import CaptureSpec, PatchSource, SteeringSpec
 from ..schemas.service.choices import refusal
 from .durations import seconds
 
@@ -95,12 +95,6 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
         converted: T = plain(given, kind)
         return converted
     known_keywords(fields, kind)
-    if isinstance(module := fields.get("steering"), str):
-        # as on the command line, where a text also has a scale and positions
-        name = module.removeprefix("@").partition(":")[0]
-        raise invalid(
-            "steering", "expected interventions, got a text", hint=f"give {{'module': {name!r}}}"
-        )
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 
 
@@ -166,8 +160,14 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
         return _plain([value], kinds, field) if _wants_list(value, kinds, listed) else value
     value = _builtin(value)
     lists = [kind for kind in kinds if isinstance(kind, _LISTS)]
+    items = [item for kind in lists for item in _items(kind)]
+    if isinstance(value, str) and any(getattr(item, "cls", None) is SteeringSpec for item in items):
+        # as on the command line, where a text also has a scale and positions
+        name = value.removeprefix("@").partition(":")[0]
+        raise invalid(
+            field, "expected interventions, got a text", hint=f"give [{{'module': {name!r}}}]"
+        )
     if isinstance(value, list):
-        items = [item for kind in lists for item in _items(kind)]
         # a shortcut for lists of integers and strings, which may be long
         if all(type(item) in (int, str) for item in value) or not items:
             return value
@@ -307,10 +307,18 @@ def _tensor(value: Any, field: str) -> Any:
     return packed(value, field) if is_array(value) else value
 
 
+def job_id(job: Any) -> Any:
+    """Return the id of what a call returned about a job; any other value is returned unchanged."""
+    ids = (getattr(job, name, None) for name in ("id", "job"))
+    return next((given for given in ids if isinstance(given, str)), job)
+
+
 def _source(value: Any, field: str) -> Any:
-    """Convert the name of a source run, or a vector, to a patch source."""
-    if isinstance(value, str):
-        return {"run": value}
+    """Convert the name of a source run, a job, or a vector, to a patch source."""
+    if isinstance(value, Mapping):
+        return {**value, "run": job_id(value["run"])} if "run" in value else value
+    if isinstance(run := job_id(value), str):
+        return {"run": run}
     return {"vector": packed(value, f"{field}.vector")} if is_array(value) else value
 
 

@@ -251,6 +251,9 @@ def submit(
         bool,
         typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and exit."),
     ] = True,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print receipts and the job's facts.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
     """Submit a job; by default, wait for it and show the result."""
@@ -292,7 +295,7 @@ def submit(
     detach(view, wait, json_)
     if not json_:
         follow(client, view)
-    report_end(client, client.wait(view.id), json_)
+    report_end(client, client.wait(view.id), json_, verbose)
 
 
 @job_app.command("show")
@@ -392,7 +395,7 @@ def follow(client: Client, view: JobView) -> None:
             view = client.jobs.get(view.id)
 
 
-def report_end(client: Client, view: JobView, as_json: bool) -> None:
+def report_end(client: Client, view: JobView, as_json: bool, verbose: bool = True) -> None:
     """Print the result of a job that succeeded; raise the error of one that did not."""
     if view.state is not State.SUCCEEDED:
         if view.error is not None:
@@ -401,11 +404,12 @@ def report_end(client: Client, view: JobView, as_json: bool) -> None:
         raise MidstreamError("conflict", f"job {view.id} ended in the state {view.state}")
     result = client.result(view.id)
     if not print_json(result, as_json):
-        out.print(records.one(view))
-        print_result(client, result)
+        print_result(client, result, verbose)
+        out.print(records.one(view) if verbose else f"more: midstream job show {view.id}")
 
 
-def print_result(client: Client, result: JobResult) -> None:
+def print_result(client: Client, result: JobResult, verbose: bool = True) -> None:
+    """Print outputs and readings; receipts if `verbose`, or if the ranks disagree."""
     if result.sweep is not None:
         out.print(sweeps.report(result.sweep))
         return
@@ -427,7 +431,7 @@ def print_result(client: Client, result: JobResult) -> None:
     if tokens := readings.tokens(result):
         words = dict(zip(tokens, client.detokenize(result.model, tokens).token_strs, strict=True))
         out.print(*readings.tables(result, words), sep="\n")
-    if result.determinism is not None:
+    if result.determinism is not None and (verbose or not result.determinism.consistent):
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))
         out.print(jobs.determinism_line(result.determinism), soft_wrap=True)
     # readings capture rows without keeping them

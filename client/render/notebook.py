@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich import markup
 from rich.console import Console, RenderableType
 from rich.segment import Segment
@@ -24,6 +25,7 @@ from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.steering import GlobalView, ModuleView
 from ...schemas.service.status import Status
+from .. import frames
 from . import (
     attention as maps,
     figures,
@@ -172,6 +174,11 @@ def reader_html(reader: "CaptureReader") -> str:
 def plot(value: Any, path: Any, **options: Any) -> Any:
     """Draw a result with matplotlib; see `schemas.base.records.Plotted`."""
     return figures.plot(value, path, **options)
+
+
+def frame(records: Sequence[msgspec.Struct]) -> Any:
+    """Return a data frame with a line for each record. Raises MidstreamError without pandas."""
+    return frames.pandas().DataFrame(map(msgspec.structs.asdict, records))
 
 
 def attention_html(attention: "Attention") -> str:

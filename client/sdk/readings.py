@@ -13,11 +13,11 @@ import numpy as np
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Plotted
 from ...schemas.jobs.jobs import JobRequest, JobResult
-from ...schemas.prompts.selectors import LayerSelector
+from ...schemas.prompts.selectors import LayerSelector, as_ranges
 from ...schemas.readings.features import FeaturesReading
 from ...schemas.readings.lens import LensReading, LensSpec
 from ...schemas.requests.specs import PatchSpec
-from .. import notebook
+from .. import frames, notebook
 from ..captures.patterns import Attention, attention_of
 from ..captures.reader import CaptureReader
 from ..values import known_keywords
@@ -60,9 +60,28 @@ class Lens(Plotted):
     named_logprobs: np.ndarray  # float32 `[layers, positions, named]`, nats
     words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
 
+    def __repr__(self) -> str:
+        return (
+            f"Lens(job={self.job!r}, hook={self.hook!r}, layers={as_ranges(self.layers)}, "
+            f"positions={as_ranges(self.positions)}, top_k={self.tokens.shape[2]})"
+        )
+
     def word(self, token: int) -> str:
         """Return the token's text, or its number if the text is not known."""
         return self.words.get(int(token), f"#{int(token)}")
+
+    def to_pandas(self) -> Any:
+        """Return a data frame with a line for each of the top tokens; `rank` 0: the most likely.
+
+        Raises MidstreamError without pandas.
+        """
+        lines = [
+            {"layer": self.layers[row], "position": self.positions[column], "rank": rank}
+            | {"token": int(token), "word": self.word(token)}
+            | {"logprob": float(self.logprobs[row, column, rank])}
+            for (row, column, rank), token in np.ndenumerate(self.tokens)
+        ]
+        return frames.pandas().DataFrame(lines)
 
     def plotly(self) -> Any:
         """An interactive heatmap: `plotly.graph_objects.Figure`.
@@ -118,6 +137,12 @@ class Features(Plotted):
     job: str
     reading: FeaturesReading
     words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
+
+    def __repr__(self) -> str:
+        return (
+            f"Features(job={self.job!r}, sae={self.reading.sae!r}, "
+            f"positions={as_ranges(self.reading.positions)})"
+        )
 
     def word(self, place: int) -> str:
         """Return the text of the token at this index of `reading.positions`, or its id if the text

@@ -241,9 +241,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 def id_of(job: JobLike) -> str:
     """Return the id of a job. Raises MidstreamError if `job` is no reference to a job."""
-    result = next(
-        (given for name in ("id", "job") if isinstance(given := getattr(job, name, None), str)), job
-    )
+    result = values.job_id(job)
     if not isinstance(result, str) or not result:
         raise invalid(
             "job",

@@ -26,6 +26,7 @@ _MEANT: dict[str, tuple[str, ...]] = {
     "output": ("outputs", "text"),
     "outputs": ("texts",),
     "choices": ("outputs", "texts"),
+    "to_pandas": ("patterns[layer]", "activations(feature)"),
     **dict.fromkeys(("draw", "figure", "heatmap", "imshow", "line", "show"), ("plot()",)),
 }
 
@@ -44,6 +45,13 @@ class Suggesting:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
 
+def drawn(function: str, value: Any, *arguments: Any, **options: Any) -> Any:
+    """Return what a function of `client.render.notebook` makes of a result."""
+    if plotter is None:
+        raise RuntimeError("`import midstream.client` before drawing")
+    return plotter(function, value, *arguments, **options)
+
+
 class Plotted(Suggesting):
     """A result that can be drawn."""
 
@@ -56,9 +64,7 @@ class Plotted(Suggesting):
         kind, see `docs/client.md`. Raises MidstreamError without matplotlib or for an unknown
         format, OSError.
         """
-        if plotter is None:
-            raise RuntimeError("`import midstream.client` before drawing")
-        return plotter("plot", self, path, **options)
+        return drawn("plot", self, path, **options)
 
 
 # Type checkers do not inherit `frozen` and `kw_only` from a base class; these declare them.

@@ -10,7 +10,7 @@ import msgspec
 
 from ..base.limits import MAX_ATTRIBUTION_STEPS, MAX_LISTED_SCORES, Index, Reference
 from ..base.records import Record
-from ..prompts.selectors import Hook
+from ..prompts.selectors import Hook, KeyedByHook
 from ..requests.attributions import Edge, FeatureScore, Method, Verify, Why
 from .sweeps import CellPlace, SweepRequest, SweepResult
 
@@ -84,7 +84,7 @@ class NotLookedAt(Record):
     )
 
 
-class PairAttribution(Record):
+class PairAttribution(KeyedByHook, Record):
     """The estimates of one pair, beside its `PairResult`, which has the exact values."""
 
     # `[layers][columns]`, in the metric's units; null: skipped, not finite, or not known yet

@@ -5,7 +5,7 @@ A dose is an ordinary job, whose prompts are, for the unsteered model and then f
 prompts to continue, the same with the target after them, and the held-out texts.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,7 +21,7 @@ from ..base.limits import (
     Reference,
     Text,
 )
-from ..base.records import Record
+from ..base.records import Record, Suggesting, drawn
 from ..prompts.selectors import LayerSelector
 from ..requests.steering import Entries
 
@@ -105,7 +105,7 @@ class DoseCell(Record):
     largest: float = 0.0
 
 
-class DoseResult(Record):
+class DoseResult(Suggesting, Record):
     """The outcome of a dose. `safe`: for each layer and sign, the cell of the largest scale up to
     which every cell is safe.
     """
@@ -114,3 +114,10 @@ class DoseResult(Record):
     unsteered: DoseCell
     cells: list[DoseCell]
     safe: list[DoseCell] = []
+
+    def to_pandas(self) -> Any:
+        """Return a data frame with a line for each cell, that of the unsteered model first.
+
+        Raises MidstreamError without pandas.
+        """
+        return drawn("frame", [self.unsteered, *self.cells])

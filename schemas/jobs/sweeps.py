@@ -32,6 +32,7 @@ from ..prompts.selectors import (
     DimensionSelector,
     Hook,
     HookName,
+    KeyedByHook,
     LayerSelector,
     Place,
     PromptPositions,
@@ -312,7 +313,7 @@ class Baseline(Record):
     foil_logprob: float | None
 
 
-class PairResult(Record):
+class PairResult(KeyedByHook, Record):
     """The result of one pair.
 
     `grids[hook]`: `[layers][columns]` in the metric's units; null: skipped or failed, see
@@ -372,7 +373,7 @@ class SweepReport(SweepTerms, kw_only=True):
     path: SweepPath | None = None
 
 
-class SweepResult(Plotted, SweepReport, kw_only=True):
+class SweepResult(KeyedByHook, Plotted, SweepReport, kw_only=True):
     """`JobResult.sweep`. Complete if the job has succeeded; before, the results so far."""
 
     window: PatchWindow

@@ -6,7 +6,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal, Protocol, cast, get_args
+from typing import Annotated, Any, Literal, Protocol, cast, get_args
 
 import msgspec
 
@@ -20,7 +20,7 @@ from ..base.limits import (
     MAX_SPAN_TEXT,
     Count,
 )
-from ..base.records import Record
+from ..base.records import Record, T
 from .images import MAX_IMAGE_TOKENS, ImageRef, inside
 from .windows import WINDOWS, Windowed, joined
 
@@ -141,6 +141,26 @@ HookName = Hook | Alias
 def resolve_hook(name: HookName) -> Hook:
     """Return Midstream's name of a hook point; `name` may be TransformerLens' name."""
     return ALIASES.get(name) or cast(Hook, name)
+
+
+class ByHook(dict[Hook, T]):
+    """Hook point → value; a hook point may also be named as TransformerLens names it."""
+
+    def __getitem__(self, name: HookName) -> T:
+        return super().__getitem__(resolve_hook(name))
+
+    get, __contains__ = Mapping.get, Mapping.__contains__  # type: ignore[assignment]
+
+
+class KeyedByHook:
+    """A record whose mappings have hook points as keys."""
+
+    __slots__ = ()
+
+    def __post_init__(self: Any) -> None:
+        for name in self.__struct_fields__:
+            if isinstance(mapping := getattr(self, name), dict):
+                msgspec.structs.force_setattr(self, name, ByHook(mapping))
 
 
 def full_name(text: object) -> tuple[Hook, int] | None:
@@ -377,7 +397,10 @@ class SpanFinder(Protocol):
 
 def no_text(span: Span) -> list[int]:
     """Reject a text span of a prompt that has no text."""
-    raise SelectorError("a text span needs a prompt given as text, not as token ids")
+    raise SelectorError(
+        "a text span needs the prompt's text, and its token ids do not decode to a text that "
+        "encodes to them: give positions"
+    )
 
 
 def resolve_positions(

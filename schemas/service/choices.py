@@ -16,6 +16,35 @@ _INVALID_NAME = re.compile(r"^Invalid (?:enum )?value '(?P<name>.*)'$", re.DOTAL
 #: msgspec quotes the whole pattern; `form` leaves out the anchors, and the lookahead that forbids a
 #: line break at the end.
 _PATTERN = re.compile(r"^Expected `str` matching regex '\^(?P<form>.*?)(?:\(\?!\\+n\))?\$'$")
+#: What was written, or the field and msgspec's complaint about it → a name that must be valid in
+#: its place (empty: none) → advice, with the groups of the pattern. The first match counts.
+_MEANT: tuple[tuple[str, str, str], ...] = (
+    (
+        r"extra_body",
+        "model",
+        "extra_body belongs to the openai client: send its content at the top level",
+    ),
+    (r"coeff(icient)?|multiplier|strength", "scale", "did you mean 'scale'?"),
+    (r"sub(tract)?", "add", "use op 'add' with a negative scale"),
+    (
+        r"blocks\.(\d+)\.((?:\w+\.)?hook_\w+)",
+        "post_block",
+        r"hooks name a place, layers a number: \2, layers=\1",
+    ),
+    (
+        r"(?:\w+\.)*(?:layers|blocks|h)\.(\d+).*",
+        "post_block",
+        r"hooks name a place, layers a number: such as post_block, layers=\1",
+    ),
+    (r"(?:hook_)?embed", "post_block", "not served; resid_pre of layer 0 is the embedding"),
+    (r".*: Expected `(?:int|float)(?: \| null)?`, got `str`", "", "it is text: send a number"),
+    (
+        r"(?:.*\.)?steering(?:\[\d+\])?: Expected `(?:array|object)(?: \| null)?`, got `str`",
+        "",
+        'a module is named as [{"module": NAME}]',
+    ),
+    (r".*: Expected `array(?: \| null)?`, got `(?:str|object)`", "", "send a list, also of one"),
+)
 #: The steps of a path in msgspec's notation, `pairs[0].spans[...]`: fields, and items.
 _STEP = re.compile(r"(?P<field>[^.\[\]]+)|\[.*?\]")
 
@@ -46,8 +75,18 @@ def refusal(
         field,
         shortened(detail) if word else detail,
         allowed=", ".join(name for name in names if name not in ALIASES) or None,
-        hint=suggestion(word, names),
+        hint=_advice(word or f"{field}: {detail}", names) or suggestion(word, names),
     )
+
+
+def _advice(written: str, names: Iterable[str]) -> str | None:
+    """Return what to write instead, as far as it is known."""
+    meant = (
+        match.expand(advice)
+        for pattern, name, advice in _MEANT
+        if (not name or name in names) and (match := re.fullmatch(pattern, written))
+    )
+    return next(meant, None)
 
 
 def fields_at(kind: Any, path: str) -> Iterable[str]:

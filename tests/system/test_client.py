@@ -169,10 +169,16 @@ def test_a_patch_study_zooms_and_cancels_on_interrupt(client: Client, tmp_path: 
 # --------------------------------------------------------------------------------------------------
 
 
-def test_submit_shows_outputs_receipts_and_what_to_do_next(midstream: Callable[..., str]) -> None:
-    done = midstream("submit", "hello", "you", "--layers", "0-2", "--positions", "all_prompt")
-    for words in ("succeeded", "captures ok: 2 files", "consistent", "midstream capture show job_"):
-        assert words in done
+def test_submit_shows_outputs_first_and_receipts_if_asked(midstream: Callable[..., str]) -> None:
+    options = ("submit", "hello", "you", "--layers", "0-2", "--positions", "all_prompt")
+    for verbose in (["-v"], []):
+        done = midstream(*options, *verbose)
+        assert done.strip().startswith("Outputs")
+        for words in ("captures ok: 2 files", "midstream capture show job_"):
+            assert words in done
+        for words in ("succeeded", "Receipts", "consistent"):
+            assert (words in done) is bool(verbose)
+    assert "more: midstream job show job_" in done
 
 
 def test_the_capture_options_of_submit_reach_the_worker(midstream: Callable[..., str]) -> None:

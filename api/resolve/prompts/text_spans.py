@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from unicodedata import normalize
 
 import numpy as np
 
@@ -86,8 +87,15 @@ class TextMap:
                 if len(self.text) <= SHOWN_CHARACTERS
                 else self.text[:SHOWN_CHARACTERS] + "…"
             )
+            forms = (normalize(form, part) for form in ("NFC", "NFD"))
+            same = [
+                f"; it occurs after Unicode normalisation: the prompt has {form!a}"
+                for form in forms
+                if form in self.text
+            ]
             raise SelectorError(
-                f"{part[:SHOWN_CHARACTERS]!r} does not occur in the prompt, which begins {shown!r}",
+                f"{part[:SHOWN_CHARACTERS]!r} does not occur in the prompt, which begins {shown!r}"
+                + "".join(same),
                 ".text",
             )
         return starts

@@ -10,7 +10,7 @@ import numpy as np
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import Plotted
 from ....schemas.jobs.sweeps import Axis, Baseline, Metric, PairResult, SweepResult
-from ....schemas.prompts.selectors import ALIASES, HOOKS, Hook
+from ....schemas.prompts.selectors import ALIASES, HOOKS, ByHook, Hook, as_ranges
 from ....schemas.requests.sweep_paths import PathEnd, SweepPath
 from ... import frames, notebook
 
@@ -64,16 +64,22 @@ class Grid(Plotted):
     labels: list[str]
     names: list[str]  # labels for display: tokens with their position
     positions: list[list[int]]
-    values: dict[Hook, np.ndarray]
-    effects: dict[Hook, np.ndarray]  # value minus that of the unpatched prompt
+    values: ByHook[np.ndarray]
+    effects: ByHook[np.ndarray]  # value minus that of the unpatched prompt
     base: float  # the unpatched prompt's value, in the metric's units
     noise_floor: float | None  # the largest change by a no-op patch
     noise_probes: int  # how many no-op patches were run; 0: unknown
     axis: Axis
     heads: list[int]  # of each column; empty on an axis without heads
     # neurons chosen by rank for each layer and column; empty for a mean over pairs
-    neurons: dict[Hook, list[list[list[int]]]]
+    neurons: ByHook[list[list[list[int]]]]
     resolution: float  # the least change that the metric's float32 log-probabilities can show
+
+    def __repr__(self) -> str:
+        return (
+            f"Grid(metric={self.metric!r}, hooks={self.hooks}, layers={as_ranges(self.layers)}, "
+            f"columns={len(self.labels)})"
+        )
 
     @property
     def missing(self) -> int:
@@ -199,14 +205,16 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         labels=labels,
         names=[_name(chosen, labels[column], column) for column in range(len(labels))],
         positions=_positions(chosen[0]),
-        values={hook: _mean(value) for hook, value in values.items()},
-        effects={hook: _mean(value - bases[:, None, None]) for hook, value in values.items()},
+        values=ByHook((hook, _mean(value)) for hook, value in values.items()),
+        effects=ByHook(
+            (hook, _mean(value - bases[:, None, None])) for hook, value in values.items()
+        ),
         base=float(np.mean(known)) if (known := bases[~np.isnan(bases)]).size else float("nan"),
         noise_floor=max(floors, default=None),
         noise_probes=sum(value.noise_probes for value in chosen),
         axis=result.axis,
         heads=chosen[0].heads,
-        neurons=chosen[0].neurons if len(chosen) == 1 else {},
+        neurons=ByHook(chosen[0].neurons if len(chosen) == 1 else {}),
         resolution=max((_resolution(result.metric, value) for value in chosen), default=0.0),
     )
 

@@ -182,6 +182,64 @@ def test_a_misspelt_name_at_any_depth_gets_a_hint(
     assert {meant, ALIASES.get(meant)} & set((error.allowed or "").split(", "))
 
 
+LAYER_3 = "hooks name a place, layers a number: such as post_block, layers=3"
+NO_NUMBER = "it is text: send a number"
+MODULE = 'a module is named as [{"module": NAME}]'
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field", "hint"),
+    [
+        *(
+            (kind, {"extra_body": {}}, "extra_body", "extra_body belongs to the openai client: ")
+            for kind in (JobRequest, ChatRequest)
+        ),
+        *(
+            (JobRequest, {"steering": [{word: 5}]}, f"steering[0].{word}", "did you mean 'scale'?")
+            for word in ("coeff", "coefficient", "multiplier")
+        ),
+        (
+            PolicyRequest,
+            {"actions": [{"action": "steer", "strength": 2}]},
+            "actions[0].strength",
+            "did you mean 'scale'?",
+        ),
+        (
+            JobRequest,
+            {"steering": [{"op": "subtract"}]},
+            "steering[0].op",
+            "use op 'add' with a negative scale",
+        ),
+        (JobRequest, {"capture": {"hook": "model.layers.3"}}, "capture.hook", LAYER_3),
+        (SweepRequest, {"hooks": ["transformer.h.3.mlp"]}, "hooks[0]", LAYER_3),
+        (
+            JobRequest,
+            {"capture": {"hooks": {"blocks.3.attn.hook_z": "all"}}},
+            "capture.hooks",
+            "hooks name a place, layers a number: attn.hook_z, layers=3",
+        ),
+        (
+            JobRequest,
+            {"capture": {"hook": "hook_embed"}},
+            "capture.hook",
+            "not served; resid_pre of layer 0 is the embedding",
+        ),
+        (JobRequest, {"steering": [{"scale": "5"}]}, "steering[0].scale", NO_NUMBER),
+        (JobRequest, {"sampling": {"max_tokens": "5"}}, "sampling.max_tokens", NO_NUMBER),
+        (JobRequest, {"steering": "joy"}, "steering", MODULE),
+        (JobRequest, {"steering": ["joy"]}, "steering[0]", MODULE),
+        (JobRequest, {"steering": {"module": "joy"}}, "steering", "send a list, also of one"),
+        (JobRequest, {"prompts": "a"}, "prompts", "send a list, also of one"),
+        (JobRequest, {"model": 5}, "model", None),
+    ],
+)
+def test_what_newcomers_write_gets_advice(
+    kind: Any, fields: dict[str, Any], field: str, hint: str | None
+) -> None:
+    error = problem_of(to_json({"model": "m"} | fields), kind)
+    assert (error.field, error.hint and error.hint[: len(hint or "")]) == (field, hint)
+
+
 @pytest.mark.parametrize(
     ("header", "seconds"),
     [

@@ -240,7 +240,7 @@ def test_a_range_alone_may_go_on_behind_the_prompt_and_beside_others_is_written_
         (Span(start=0, stop=-11), ".stop", "position -11 is out of range: the prompt"),
         ([3, 10], "[1]", "position 10 is out of range: the prompt has positions 0 to 9"),
         ([-11], "[0]", "position -11 is out of range"),
-        ([0, Span(text="a")], "[1]", "given as text, not as token ids"),
+        ([0, Span(text="a")], "[1]", "do not decode to a text that encodes to them"),
         (Span(last=2), "", "known only when the request ends"),
         ([0, Span(last=2)], "[1]", "known only when the request ends"),
         (Span(start=8, stop=-2), "", "from 8 up to 8 is empty in a prompt of length 10"),

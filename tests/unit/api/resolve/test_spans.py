@@ -233,6 +233,21 @@ def test_a_span_that_is_not_there_is_refused_with_its_place_and_what_is_there(
     assert refused.value.at == at
 
 
+@pytest.mark.parametrize(
+    ("text", "part", "written"),
+    [
+        ("cafe\u0301 b", "caf\u00e9", r": the prompt has 'cafe\\u0301'$"),
+        ("caf\u00e9 b", "cafe\u0301", r": the prompt has 'caf\\xe9'$"),
+        ("cafe b", "caf\u00e9", "begins 'cafe b'$"),
+    ],
+)
+def test_a_span_in_another_normal_form_is_refused_with_that_of_the_prompt(
+    text: str, part: str, written: str
+) -> None:
+    with pytest.raises(SelectorError, match=written):
+        TextMap(text, np.zeros((0, 2), np.int32)).find(Span(text=part))
+
+
 def test_errors_show_the_start_of_a_long_prompt() -> None:
     with pytest.raises(SelectorError) as refused:
         find("the beginning " + "a" * 10_000, Span(text="nowhere"))
@@ -271,7 +286,7 @@ def test_token_ids_have_spans_when_their_text_gives_the_same_ids() -> None:
         return resolve_positions([Span(text="the")], facts.tokens, facts.find)
 
     assert resolved(ids) == [0, 1, 2]
-    with pytest.raises(SelectorError, match="given as text, not as token ids"):
+    with pytest.raises(SelectorError, match="do not decode to a text that encodes to them"):
         resolved(torn(codec, ids))
 
 

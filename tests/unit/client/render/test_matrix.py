@@ -167,6 +167,24 @@ def test_every_result_is_drawn_and_saved(tmp_path: Path, kind: str) -> None:
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        (
+            "lens",
+            "Lens(job='', hook='post_block', layers=0-1, positions=4-5, top_k=2)",
+        ),
+        ("features", "Features(job='job_x', sae='s', positions=4-5)"),
+        (
+            "grid",
+            "Grid(metric='recovered', hooks=['pre_attn', 'mlp_out'], layers=0-29, columns=6)",
+        ),
+    ],
+)
+def test_a_result_of_arrays_is_printed_in_one_line(kind: str, shown: str) -> None:
+    assert repr(RESULTS[kind]()) == shown
+
+
 def test_captured_rows_are_drawn_as_norms_of_layers_by_tokens(tmp_path: Path) -> None:
     rows = reader(tmp_path)
     axes = rows.plot().get_axes()[0]
@@ -181,6 +199,8 @@ def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
         lens_of(LENS).heatmap()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"no attribute 'hook_name'$"):
         lens_of(LENS).hook_name  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'to_pandas': use activations\(feature\)$"):
+        Features("job_x", FEATURES).to_pandas()  # type: ignore[attr-defined]
     drawn = {kind.__name__ for kind in PLOTS}
     assert {"Attention", "CaptureReader", "Harvest", "Lens", "SweepResult"} <= drawn
     assert all(hasattr(kind, "plot") for kind in [*PLOTS, PatchStudy, harvest.Harvest])

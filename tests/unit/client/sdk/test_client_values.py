@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from http_kit import reply, server
+from job_kit import job_result
 from refusal_kit import refuses
 from safetensors.numpy import save_file
 from sweep_kit import VIEW
@@ -238,6 +239,9 @@ def test_matrices_and_sources_come_from_arrays_and_names() -> None:
     for given, wanted in (
         ("clean", PatchSource(run="clean")),
         (both, PatchSource(**both)),
+        (VIEW, PatchSource(run="job_1")),
+        (both | {"run": VIEW}, PatchSource(**both | {"run": "job_1"})),
+        (both | {"run": job_result()}, PatchSource(**both | {"run": "job_1"})),
         (PatchSource(zeros=True), PatchSource(zeros=True)),
     ):
         assert job(patch={"layers": 3, "positions": [5], "source": given}).patch[0].source == wanted
@@ -313,7 +317,14 @@ def test_structs_take_arrays_as_vectors_too() -> None:
         (
             lambda: job(steering="@sea:0.5"),
             "steering",
-            "expected interventions, got a text; give {'module': 'sea'}",
+            "expected interventions, got a text; give [{'module': 'sea'}]",
+        ),
+        (lambda: job(steering=["sea"]), "steering[0]", 'named as [{"module": NAME}]'),
+        (lambda: CLOSED.completion("m", "x", steering="sea"), "steering", "[{'module': 'sea'}]"),
+        (
+            lambda: job(patch={"layers": 3, "positions": [5], "source": {"run": 1.5}}),
+            "patch[0].source.run",
+            "got `float`",
         ),
         (lambda: job(patch={"positions": [5], "source": "clean"}), "patch[0].layers", "required"),
         (

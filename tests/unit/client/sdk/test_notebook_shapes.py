@@ -5,6 +5,7 @@ plotly; and what is said without them.
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,10 @@ from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.readings import Lens
 from midstream.schemas.base import records as base
 from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 from midstream.schemas.jobs.jobs import JobPage
+from midstream.schemas.jobs.sweeps import SweepResult
 from midstream.schemas.requests.steering import EntryView, GlobalView, ModuleView
 
 #: Markup of HTML, of attributes and of rich; a link of rich would become one of HTML.
@@ -202,6 +206,35 @@ def test_grids_become_data_frames_and_labelled_arrays() -> None:
     assert float(cell) == grid.effects["pre_attn"][PEAK]
     assert np.isnan(dataset.value.sel(hook="pre_attn", layer=FAILED[0], column=FAILED[1]))
     assert dataset.attrs["metric"] == "recovered"
+
+
+def test_a_lens_and_a_dose_become_data_frames() -> None:
+    read = lens("a").to_pandas()
+    assert read[read["rank"] == 0].word.tolist() == ["a", "#2"]
+    assert read.iloc[3].to_dict() == {
+        "layer": 1, "position": 5, "rank": 1, "token": 3, "word": "#3",
+        "logprob": pytest.approx(np.log(0.25)),
+    }  # fmt: skip
+    kept: dict[str, Any] = {"loss": 1.0, "repetition": 0.0, "safe": True, "text": "x"}
+    cells = [DoseCell(layer=None, scale=scale, effect=scale / 2, **kept) for scale in (0.0, 2.0)]
+    asked = StoredDose(
+        cells=[], effect=DoseEffect(target=" a"), prompts=1, requests=1, target_tokens=[1],
+        max_loss=1, max_repetition=1,
+    )  # fmt: skip
+    frame = DoseResult(dose=asked, unsteered=cells[0], cells=cells[1:]).to_pandas()
+    assert frame[["scale", "effect", "safe"]].values.tolist() == [[0, 0, True], [2, 1, True]]
+
+
+def test_results_by_hook_know_the_names_of_transformer_lens() -> None:
+    whole = from_json(to_json(result()), SweepResult)
+    grid = grid_of(whole)
+    for named in (grid.values, grid.effects, whole.mean, whole.pairs[0].grids):
+        assert list(named) == ["pre_attn", "mlp_out"]
+        assert named["resid_pre"] is named["pre_attn"] is named.get("hook_resid_pre")
+        assert ("hook_mlp_out" in named, "resid_post" in named) == (True, False)
+        with pytest.raises(KeyError, match="post_block"):
+            named["resid_post"]
+    assert to_json(whole) == to_json(result())
 
 
 def test_figures_of_plotly_show_the_same_values_and_no_markup(tmp_path: Path) -> None:
