@@ -55,7 +55,9 @@ async def list_deliveries(
     tenant: Whose = None,
 ) -> DeliveryPage:
     whose = tenant_asked(caller, tenant)
-    return await WebhookOutbox(context.ledger).deliveries(whose, job, delivery_state, limit, cursor)
+    return await WebhookOutbox(context.ledger).deliveries(
+        whose, job, delivery_state, limit, cursor, tenant_asked(caller, None)
+    )
 
 
 @get(
@@ -81,12 +83,14 @@ async def get_delivery(delivery_id: DeliveryId, context: AppContext, caller: Cal
 )
 async def redeliver(delivery_id: DeliveryId, context: AppContext, caller: Caller) -> Delivery:
     await _seen(context, caller, delivery_id)
-    return await WebhookOutbox(context.ledger).redeliver(delivery_id)
+    outbox = WebhookOutbox(context.ledger)
+    return await outbox.redeliver(delivery_id, tenant_asked(caller, None))
 
 
 async def _seen(context: AppContext, caller: Caller, delivery_id: str) -> Delivery:
     """Return the delivery. Raises `not_found`, also if it belongs to another tenant."""
-    delivery = await WebhookOutbox(context.ledger).delivery(delivery_id)
+    outbox = WebhookOutbox(context.ledger)
+    delivery = await outbox.delivery(delivery_id, tenant_asked(caller, None))
     if not caller.sees(delivery.tenant):
         raise not_found(delivery_id)
     return delivery

@@ -49,7 +49,7 @@ CLAMPED_AT_ONCE = 500
 #: Deliveries read in total for one page.
 PAGE_SCAN = 2000
 
-FIELDS = ("job", "event", "tenant", "url", "state", "created", "next")
+FIELDS = ("job", "event", "tenant", "url", "state", "created", "next", "shown", "more")
 
 
 class DeliveryLease(NamedTuple):
@@ -69,6 +69,8 @@ class DeliveryLease(NamedTuple):
     token: str
     ends: float
     detail: str = ""  # the decision of a policy, as JSON
+    shown: str = ""  # the job's id as the receiver may see it; empty: `job`
+    more: int = 0  # decisions of the policy without a delivery
 
     def body(self) -> bytes:
         """Return the body of the request: the same bytes in every attempt."""
@@ -78,11 +80,12 @@ class DeliveryLease(NamedTuple):
             .replace("+00:00", "Z")
         )
         data = HookData(
-            id=self.job,
+            id=self.shown or self.job,
             state=self.job_state,
             attempt=self.attempt,
             model=self.model,
             decision=from_json(self.detail.encode(), dict[str, Any]) if self.detail else UNSET,
+            more=self.more or UNSET,
         )
         return to_json(HookBody(type=cast(CallbackEvent, self.event), timestamp=stamp, data=data))
 
@@ -125,9 +128,9 @@ class WebhookOutbox:
             await self._written()
         leases = []
         for row in rows:
-            id_, job, event, tenant, key, url, created, state, attempt, model, tries, detail = (
-                (part or b"").decode() for part in row
-            )
+            values = ((part or b"").decode() for part in row)
+            id_, job, event, tenant, key, url, created, state, attempt, model, *more = values
+            tries, detail, shown, merged = more
             leases.append(
                 DeliveryLease(
                     id_,
@@ -144,6 +147,8 @@ class WebhookOutbox:
                     token,
                     at + lease_s,
                     detail,
+                    shown,
+                    int(merged or 0),
                 )
             )
         return leases
@@ -219,9 +224,9 @@ class WebhookOutbox:
     # --- for users
 
     @reachable
-    async def delivery(self, delivery_id: str) -> Delivery:
-        """Return a delivery. Raises not_found."""
-        [result] = await self._read([delivery_id])
+    async def delivery(self, delivery_id: str, viewer: str | None = None) -> Delivery:
+        """Return a delivery as the tenant `viewer` sees it (None: an admin). Raises not_found."""
+        [result] = await self._read([delivery_id], viewer)
         if result is None:
             raise not_found(delivery_id)
         return result
@@ -234,9 +239,10 @@ class WebhookOutbox:
         state: DeliveryState | None = None,
         limit: int = 50,
         cursor: str | None = None,
+        viewer: str | None = None,
     ) -> DeliveryPage:
-        """Return a tenant's deliveries (None: all), newest first. `cursor`: a previous page's
-        `next`.
+        """Return a tenant's deliveries (None: all), newest first, as the tenant `viewer` sees them
+        (None: an admin). `cursor`: a previous page's `next`.
 
         With a filter that few deliveries match, a page may be short and still have a `next`. Raises
         MidstreamError("invalid_request") for an invalid cursor.
@@ -254,16 +260,20 @@ class WebhookOutbox:
             return [(name, at) for at, name in rows if (at, name) < place][: pages.CHUNK]
 
         async def read(chunk: pages.Chunk) -> list[Delivery | None]:
-            return await self._read([name for name, _ in chunk])
+            return await self._read([name for name, _ in chunk], viewer)
 
         def wanted(delivery: Delivery) -> bool:
-            return tenant in (None, delivery.tenant) and state in (None, delivery.state)
+            return (
+                tenant in (None, delivery.tenant)
+                and state in (None, delivery.state)
+                and job in (None, delivery.job)
+            )
 
         place = pages.parse_cursor(cursor)
         found, following = await pages.page(place, limit, older, read, wanted, PAGE_SCAN)
         return DeliveryPage(deliveries=found, next=following)
 
-    async def _read(self, ids: Sequence[str]) -> list[Delivery | None]:
+    async def _read(self, ids: Sequence[str], viewer: str | None) -> list[Delivery | None]:
         rows = await of_each(
             self._redis,
             ids,
@@ -272,16 +282,16 @@ class WebhookOutbox:
             ),
         )
         return [
-            _delivery(name, values, log)
+            _delivery(name, values, log, viewer)
             for name, values, log in zip(ids, rows[::2], rows[1::2], strict=True)
         ]
 
     @reachable
-    async def redeliver(self, delivery_id: str) -> Delivery:
+    async def redeliver(self, delivery_id: str, viewer: str | None = None) -> Delivery:
         """Send a delivery in any state again, under its id; a pending one immediately.
 
         Raises not_found, conflict while its receiver is disabled, and too_many_webhooks at its
-        tenant's limit of pending ones.
+        tenant's, or its policy's, limit of pending ones. `viewer`: see `delivery`.
         """
         limit = self._settings.webhook_pending_limit
         outcome = await self._scripts["hooks_redeliver"](
@@ -298,7 +308,10 @@ class WebhookOutbox:
         if outcome == b"full":
             tenant = (await self.delivery(delivery_id)).tenant
             raise refusal(tenant, "webhooks_pending", limit, limit, 1, None)
-        return await self.delivery(delivery_id)
+        if outcome == b"crowded":
+            detail = "as many webhooks of its policy wait as may (256)"
+            raise MidstreamError("too_many_webhooks", detail, hint="wait, or fix the receiver")
+        return await self.delivery(delivery_id, viewer)
 
     @reachable
     async def disabled(self, tenant: str | None) -> list[DisabledEndpoint]:
@@ -323,7 +336,9 @@ def not_found(delivery_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown delivery {delivery_id}")
 
 
-def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -> Delivery | None:
+def _delivery(
+    name: str, values: Sequence[bytes | None], log: Sequence[bytes], viewer: str | None
+) -> Delivery | None:
     record = {
         field: value.decode()
         for field, value in zip(FIELDS, values, strict=True)
@@ -333,7 +348,7 @@ def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -
         return None
     return Delivery(
         id=name,
-        job=record["job"],
+        job=record["job"] if viewer is None else record.get("shown", record["job"]),
         event=cast(CallbackEvent, record["event"]),
         tenant=record["tenant"],
         url=record["url"],
@@ -341,6 +356,7 @@ def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -
         created=float(record["created"]),
         next_attempt=float(record["next"]) if "next" in record else None,
         attempts=[from_json(raw, DeliveryAttempt) for raw in log],
+        more=int(record.get("more", 0)),
     )
 
 

@@ -17,12 +17,14 @@ DeliveryState = Literal["pending", "delivered", "failed", "disabled", "refused"]
 class HookData(Record):
     """Payload about a job: minimal, so that a receiver fetches details with its own key."""
 
-    id: str  # the job's
+    id: str  # the job's; with a policy's webhook about another tenant's job, a hash of it
     state: str
     attempt: int
     model: str
     # with `job.decided`: {policy, version, digest, request, triggers, inherited, first}
     decision: dict[str, Any] | UnsetType = UNSET
+    # decisions of the policy that have no webhook of their own, because too many were pending
+    more: int | UnsetType = UNSET
 
 
 class HookBody(Record):
@@ -44,7 +46,7 @@ class Delivery(Record):
     """One event for one receiver; `id` is the `webhook-id` of all its attempts."""
 
     id: str
-    job: str
+    job: str  # with a policy's webhook about another tenant's job, a hash of it, except for admins
     event: CallbackEvent
     tenant: str
     url: str
@@ -52,6 +54,7 @@ class Delivery(Record):
     created: float
     next_attempt: float | None = None
     attempts: list[DeliveryAttempt] = []
+    more: int = 0  # decisions of a policy that it also stands for
 
 
 class DeliveryPage(Record):

@@ -2,7 +2,8 @@
 -- calls `announce`, and above the outbox's own scripts (`hooks_….lua`); the only argument available here is `at`.
 --   ms:hook:{id}            hash: a delivery, with all that its body needs; ms:hook-log:{id}: its latest attempts as JSON
 --   ms:hooks                zset: ids of all pending deliveries, by due time
---   ms:hook-pending:{tenant} set: a tenant's pending ids
+--   ms:hook-pending:{tenant} set: a tenant's pending ids, without those of its policies
+--   ms:hook-policy:{model}|{policy} zset: a policy's pending ids, by creation
 --   ms:hook-lanes           zset: lanes (a tenant's receivers at one host), by the time of their next delivery
 --   ms:hook-lane:{lane}     zset: its pending ids that no sender holds, by due time
 --   ms:hook-busy:{lane}     zset: its ids that are being sent, by end of lease
@@ -12,6 +13,7 @@
 --   ms:hook-off             hash: tenant|url -> time at which this receiver was disabled; ms:hook-off-urls:{tenant}: zset, by time
 
 local HOOK_FIRST_ROOM = 4 -- of a lane without history
+local HOOK_POLICY_ROOM = 256 -- pending deliveries of one policy; as in docs/webhooks.md
 
 -- The tenant of a lane.
 local function hook_owner(lane)
@@ -49,14 +51,21 @@ end
 local function hook_put(id, lane, at)
   redis.call('HSET', 'ms:hook:' .. id, 'state', 'pending', 'next', at)
   redis.call('ZADD', 'ms:hooks', at, id)
-  redis.call('SADD', 'ms:hook-pending:' .. hook_owner(lane), id)
+  local policy, created = unpack(redis.call('HMGET', 'ms:hook:' .. id, 'policy', 'created'))
+  if policy then -- any tenant's traffic makes it: it must not count against the tenant that registered the policy
+    redis.call('ZADD', 'ms:hook-policy:' .. policy, created, id)
+  else
+    redis.call('SADD', 'ms:hook-pending:' .. hook_owner(lane), id)
+  end
   redis.call('ZADD', 'ms:hook-lane:' .. lane, at, id)
   hook_plan(lane)
 end
 
 -- Add the webhook of the state that `job` has just entered, or of the event `what`, if its callback lists it. No webhook is added
 -- twice: an attempt begins once and a job ends once, and each has one id. `own`, of a policy's decision: detail (for the body), mark
--- (for the id), hook (the callback of the policy; nil: the job's).
+-- (for the id), and, if the webhook is the policy's: its callback, hook, and its name, policy. Then the delivery counts against the
+-- policy's own bound: beyond it, the newest pending one says how many `more` there were. The owner of a policy gets a hash for the id of
+-- another tenant's job.
 local function announce(job, what, own)
   local callback = own and own.hook or job.callback and cjson.decode(job.callback)
   if not callback then
@@ -70,19 +79,38 @@ local function announce(job, what, own)
   if not listed then
     return
   end
-  local id = 'msg_' .. string.gsub(job.id, '^job_', '') .. '_' .. (what or job.state)
+  local tenant, detail, shown = job.tenant or 'default', own and own.detail or '', job.id
+  if (callback.tenant or '') ~= '' and callback.tenant ~= tenant then
+    local function other(id)
+      return 'other_' .. redis.sha1hex(id)
+    end
+    tenant, shown = callback.tenant, other(job.id)
+    detail = string.gsub(detail, '("inherited":")(job_%w+)', function(name, id)
+      return name .. other(id)
+    end)
+  end
+  local id = 'msg_' .. string.gsub(shown, '^job_', '') .. '_' .. (what or job.state)
   if not what and not TERMINAL[job.state] then
     id = id .. '_' .. job.attempt
   end
   if own then
     id = id .. '_' .. own.mark
   end
-  local tenant = (callback.tenant or '') ~= '' and callback.tenant or job.tenant or 'default'
-  if redis.call('HSETNX', 'ms:hook:' .. id, 'created', args.at) == 0 then
+  if redis.call('EXISTS', 'ms:hook:' .. id) == 1 then
     return
   end
-  redis.call('HSET', 'ms:hook:' .. id, 'job', job.id, 'event', name, 'tenant', tenant, 'key', callback.key or '', 'url', callback.url,
-    'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0, 'detail', own and own.detail or '')
+  local policy = own and own.policy and job.model .. '|' .. own.policy
+  if policy then
+    local pending = 'ms:hook-policy:' .. policy
+    if redis.call('ZCARD', pending) >= HOOK_POLICY_ROOM then
+      redis.call('HINCRBY', 'ms:hook:' .. redis.call('ZREVRANGE', pending, 0, 0)[1], 'more', 1)
+      return
+    end
+    redis.call('HSET', 'ms:hook:' .. id, 'policy', policy)
+  end
+  redis.call('HSET', 'ms:hook:' .. id, 'created', args.at, 'job', job.id, 'shown', shown, 'event', name, 'tenant', tenant, 'key',
+    callback.key or '', 'url', callback.url, 'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0, 'detail',
+    detail)
   redis.call('ZADD', 'ms:hook-index', args.at, id)
   redis.call('ZADD', 'ms:hook-index:' .. tenant, args.at, id)
   redis.call('SADD', 'ms:hook-job:' .. job.id, id)
