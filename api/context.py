@@ -26,7 +26,7 @@ from ..broker.artifacts.retention import Usage
 from ..broker.ledger.core.scripts import stored_tags
 from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id, reachable
 from ..broker.ledger.jobs.watch import SharedReads, Watcher
-from ..broker.ledger.named.probes import of_all_traffic, recorded
+from ..broker.ledger.named.probes import of_all_traffic, with_policies
 from ..broker.ledger.named.registry import Registry
 from ..broker.ledger.named.source_runs import SourceRuns
 from ..broker.ledger.named.steering import Steering
@@ -37,7 +37,7 @@ from ..broker.ops import global_capture, logs
 from ..broker.ops.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
 from ..schemas.access.keys import Caller, own, scoped, shown
-from ..schemas.artifacts.probes import PROBES, StoredProbe
+from ..schemas.artifacts.probes import PROBES
 from ..schemas.base.errors import MidstreamError, invalid
 from ..schemas.base.faults import crash_point
 from ..schemas.base.records import from_msgpack
@@ -322,10 +322,12 @@ class AppContext:
         )
         return ModelState(modules, current, known, runs, named)
 
-    async def watching(self, info: ModelInfo) -> list[StoredProbe]:
-        """Return the scores that policies of all traffic of the model need in a sweep."""
+    async def watched(self, job: Job, info: ModelInfo) -> Job:
+        """Return a sweep with the scores that policies of all traffic of the model need, and their
+        webhooks.
+        """
         _, names = await self.ledger.watched_model(info.name)
-        return recorded(await of_all_traffic(self.policies, info, names), info.name)
+        return with_policies(job, await of_all_traffic(self.policies, info, names), job.id)
 
     async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
         """Return the features and directions that steering names. Raises a 400 naming the field."""

@@ -2,15 +2,14 @@
 accepted as a job like any other.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from litestar import Response, get, post
 from litestar.params import JSONBody
+from msgspec.structs import replace
 
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...schemas.access.keys import Caller
-from ...schemas.artifacts.probes import StoredProbe
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
@@ -46,28 +45,28 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
     if known := await submission.known():
         return known  # its cells are counted already
     lora = await named_lora(body.lora, info, context.ledger)
-    probes = await context.watching(info)
-    sweep, blobs = await _planned(context, body, info, submission.caller, probes)
+    sweep, blobs = await _planned(context, body, info, submission.caller)
     job = submission.job(
         "sweep" if sweep.attributed is None else "attribution",
         info,
         body,
         sweep=sweep,
         lora=lora,
-        probes=probes,
         global_captures=info.global_captures,
         queue="" if sweep.attributed is None else GRADIENTS,
     )
-    pinned = [name for probe in probes for name in probe.content.tensors]
+    job = await context.watched(job, info)
+    if sweep.attribution is not None:
+        stops = any(probe.action == "stop" for probe in job.probes)
+        job = replace(
+            job, sweep=replace(sweep, attribution=replace(sweep.attribution, watched=stops))
+        )
+    pinned = [name for probe in job.probes for name in probe.content.tensors]
     return await context.accept(job, info, blobs, submission.idempotency, pinned, to_json(body))
 
 
 async def _planned(
-    context: AppContext,
-    body: SweepRequest,
-    info: ModelInfo,
-    caller: Caller,
-    probes: Sequence[StoredProbe] = (),
+    context: AppContext, body: SweepRequest, info: ModelInfo, caller: Caller
 ) -> Planned:
     global_steering = (await context.model_state(info.name, [], caller)).global_steering
     sae = None
@@ -82,7 +81,7 @@ async def _planned(
     codec = await context.codec(info)
     planned = await plan_sweep(body, info, codec, context.settings, global_steering)
     if isinstance(body, AttributionRequest):
-        planned = planned._replace(sweep=attributed(planned.sweep, body, sae, probes))
+        planned = planned._replace(sweep=attributed(planned.sweep, body, sae))
         check_exact(planned.sweep, context.settings.sweep_cells)
     return planned
 

@@ -79,6 +79,7 @@ class StoredPolicy(Record, omit_defaults=True):
     column: int = 0  # of the condition's label, among the probe's labels
     # the job of the same conversation whose latch turned it on before this request
     inherited: str = ""
+    registered: float = 0.0  # when that content was registered: latches are those of a registration
 
     def takes(self, action: str) -> bool:
         """Return whether the action is taken when the policy is triggered."""

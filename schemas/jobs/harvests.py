@@ -262,6 +262,7 @@ class ShardEntry(Record, kw_only=True):
 
     rows: int  # rows of each site
     files: list[ShardFile]
+    flagged: int = 0  # sequences that a policy of all traffic flagged
 
 
 class UnitEntry(Record, kw_only=True):
@@ -398,6 +399,7 @@ class HarvestView(HarvestFacts, omit_defaults=True, kw_only=True):
     rows: int = 0
     bytes: int = 0  # in the store: without shards that were dropped after they were acknowledged
     shards: int = 0
+    flagged: int = 0  # sequences that a policy of all traffic flagged
     acknowledged: dict[str, int] = {}  # consumer of a stream → units that it has acknowledged
     share: float = 0.0  # of the source, 0 to 1
     tokens_s: float = 0.0  # tokens per second of its running time

@@ -3,10 +3,11 @@
 A policy reads the scores of a registered probe, and acts when its condition is met.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
+from ..access.keys import Caller
 from ..artifacts.conditions import Condition, Mode
 from ..artifacts.probes import StoredProbe
 from ..artifacts.registered import Kind, Registered, Registration
@@ -53,6 +54,8 @@ class Webhook(Record, tag_field="action", tag="webhook"):
 #: What happens when a policy turns on. `flag` marks the result, and sends the webhook
 #: `job.flagged` to jobs whose `callback_events` ask for it; `stop` ends the request.
 Action = Literal["flag", "stop"] | Steer | Window | Webhook
+#: Stands for a name or a URL that is another tenant's.
+HIDDEN = "hidden"
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -113,10 +116,13 @@ class PolicyVersion(Record):
     # the tenant and the API key that its webhooks belong to and are signed for
     tenant: str
     key: str
+    registered: float = 0.0  # when its content was; a changed mode, share or reach keeps it
 
 
 class Policy(Registered, kw_only=True):
-    """A registered policy, as the ledger stores it and the API returns it; without tensors."""
+    """A registered policy, as the ledger stores it; without tensors. The API returns it so to the
+    tenant that registered it and to admins, and to others as `shown_to` says.
+    """
 
     versions: list[PolicyVersion]  # the newest `MAX_POLICY_VERSIONS`; the last one applies
 
@@ -124,12 +130,34 @@ class Policy(Registered, kw_only=True):
     def current(self) -> PolicyVersion:
         return self.versions[-1]
 
+    def shown_to(self, caller: Caller) -> Self:
+        """Return the policy without what belongs to other tenants than the caller's: modules,
+        webhooks, and who registered it. Their actions have the name and the URL `HIDDEN`.
+        """
+        versions = [
+            each if caller.sees(each.tenant) else _without_owner(each) for each in self.versions
+        ]
+        return msgspec.structs.replace(self, versions=versions)
+
     @property
     def tensors(self) -> list[str]:
         """The content hashes of the tensors of all kept versions."""
         probes = [name for version in self.versions for name in version.probe.content.tensors]
         modules = [module for version in self.versions for module in version.modules]
         return sorted({*probes, *(name for module in modules for name in module.tensors)})
+
+
+def _without_owner(version: PolicyVersion) -> PolicyVersion:
+    actions = [
+        Steer(module=HIDDEN)
+        if isinstance(action, Steer)
+        else Webhook(url=HIDDEN)
+        if isinstance(action, Webhook)
+        else action
+        for action in version.content.actions
+    ]
+    content = msgspec.structs.replace(version.content, actions=actions)
+    return msgspec.structs.replace(version, content=content, modules=[], tenant="", key="")
 
 
 class PolicyPage(Record):

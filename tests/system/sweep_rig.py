@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +48,13 @@ from midstream.schemas.jobs.sweeps import (
     UnitRecord,
 )
 from midstream.schemas.prompts.selectors import as_ranges
-from midstream.schemas.requests.policies import POLICIES, Policy, PolicyRequest, PolicyVersion
+from midstream.schemas.requests.policies import (
+    POLICIES,
+    Action,
+    Policy,
+    PolicyRequest,
+    PolicyVersion,
+)
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import dims_name
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -281,8 +287,10 @@ class Rig:
         await self.ledger.submit(job, {})
         return job.id
 
-    async def watch(self, threshold: float, action: Literal["flag", "stop"] = "stop") -> None:
-        """Have a policy `guard` read all traffic: the fake engine's scores are positions."""
+    async def watch(self, threshold: float, *actions: Action) -> None:
+        """Have a policy `guard` read all traffic: the fake engine's scores are positions; without
+        `actions`, it stops.
+        """
         tensors = [from_numpy(np.ones(shape, np.float32)) for shape in ((1, HIDDEN_SIZE), (1,))]
         content = ProbeContent(
             hook="post_block",
@@ -303,7 +311,7 @@ class Rig:
         content = PolicyRequest(
             probe="guard",
             condition=Condition(at_least=threshold, schedule=Schedule(tokens="all")),
-            actions=[action],
+            actions=[*(actions or ["stop"])],
             mode="active",
             all_traffic=True,
         )

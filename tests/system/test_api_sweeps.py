@@ -67,8 +67,10 @@ def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -
         client.probes.register("guard", weight=np.ones(HIDDEN), layer=0, thresholds=[1.0])
         condition = {"at_least": 1.0, "schedule": {"tokens": "all"}}
         fields = {"probe": "guard", "condition": condition, "mode": "active", "all_traffic": True}
-        client.policies.register("guard", **fields, actions=["stop"])
+        hook = {"action": "webhook", "url": "http://93.184.216.34/"}
+        client.policies.register("guard", **fields, actions=["stop", hook])
     job = hand.job(swept(api))
+    assert (job.hooks["guard"].url, job.hooks["guard"].tenant) == (hook["url"], "default")
     assert [(probe.name, probe.action) for probe in job.probes] == [("policy:guard", "stop")]
     assert [spec.tag for spec in job.global_captures] == ["ops"]
     for name in job.probes[0].content.tensors:

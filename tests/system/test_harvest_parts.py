@@ -21,6 +21,7 @@ from sweep_rig import Rig, having
 from midstream.broker.artifacts.headers import find_entries
 from midstream.broker.ledger.recovery.harvests import TRIES, Harvests, job_id_of
 from midstream.broker.ledger.recovery.reaper import Reaper
+from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.client.harvest import open
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
@@ -35,6 +36,7 @@ from midstream.schemas.jobs.harvests import (
 from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.prompts.windows import HeadAndTail
+from midstream.schemas.requests.policies import Steer, Webhook
 from midstream.storage.store import open_store
 from midstream.workers.serving import harvests as serving
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -130,6 +132,19 @@ async def test_probes_that_watch_all_traffic_and_global_capture_apply_to_harvest
     found = find_entries(open_store(rig.settings.artifacts), job_id_of(harvest.id, 0, 0), "ops")
     assert sorted(entry.manifest.request for _, entry in found) == [0, 1, 2]
     assert (await rig.ledger.tenants.usage("default")).capture_bytes == view.bytes
+
+
+async def test_what_policies_decide_about_a_harvest_is_counted_and_sent(rig: Rig) -> None:
+    async with rig.worker() as runs:
+        hook = Webhook(url="http://127.0.0.1:9/policy")
+        await rig.watch(1.0, "flag", "stop", Steer(module="m"), hook)
+        harvest = await submitted(rig, ["a document", "another one", "yet another one"])
+        view = await work(rig, runs, harvest.id)
+    (shard,) = checked(harvest.uri).shards
+    assert (view.state, view.flagged, shard.entry.flagged) == ("succeeded", 3, 3)
+    job = job_id_of(harvest.id, 0, 0)
+    sent = (await WebhookOutbox(rig.ledger).deliveries(None, job)).deliveries
+    assert [(each.event, each.url) for each in sent] == [("job.decided", hook.url)] * 3
 
 
 async def test_a_harvest_waits_while_a_policy_of_all_traffic_does_not_fit_the_model(

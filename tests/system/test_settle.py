@@ -27,10 +27,15 @@ from ledger_kit import (
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.named.steering import Steering
-from midstream.schemas.base.errors import Problem
+from midstream.broker.webhooks.outbox import WebhookOutbox
+from midstream.schemas.access.handling import Callback
+from midstream.schemas.access.webhooks import DeliveryAttempt
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeContent, ProbeScore, StoredProbe
+from midstream.schemas.base.errors import MidstreamError, Problem
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import CaptureResults, Job, State
-from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange
+from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange, Receipt
 
 
 def file(path: str = "t/j/p0000.a1.pp0.safetensors", **changes: Any) -> CapturedFile:
@@ -49,6 +54,41 @@ async def error_of(ledger: Ledger, job: Job) -> Problem:
     assert view.state is State.FAILED
     assert view.error is not None
     return view.error
+
+
+GUARD = StoredPolicy(
+    name="guard",
+    version=1,
+    digest="d",
+    registered=1.0,
+    condition=Condition(at_least=1.0, latch="conversation", latch_s=60),
+    actions=["flag", "webhook"],
+    mode="active",
+    acts=True,
+)
+HOOK = Callback(url="http://127.0.0.1:9/", events=["job.decided"], tenant="ops")
+
+
+def policed(registered: float = 1.0, **changes: Any) -> Job:
+    """A job of one conversation, with a policy that has a latch and a webhook."""
+    policy = msgspec.structs.replace(GUARD, registered=registered)
+    content = ProbeContent(hook="post_block", layer=0, tensors=[], labels=["x"], thresholds=[None])
+    probe = StoredProbe(name="policy:guard", digest="d", content=content, policy=policy)
+    return make_job(hooks={"guard": HOOK}, conversation="c", probes=[probe], **changes)
+
+
+def decided(job: Job, request: int = 0, inherited: str = "") -> Receipt:
+    """The receipt of a rank whose policy triggered, or only inherited its latch."""
+    policy = msgspec.structs.replace(GUARD, inherited=inherited)
+    triggers = int(not inherited)
+    score = ProbeScore("", "d", ["x"], [2.0], 3, [None], policy=policy, triggers=triggers)
+    return receipt(job, request, scores=[score])
+
+
+async def inherits(ledger: Ledger, job: Job) -> str:
+    """The job whose latch a claim of `job` finds."""
+    claim: Any = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
+    return str(claim.job.probes[0].policy.inherited)
 
 
 async def receipts_told(ledger: Ledger, job: Job) -> list[str]:
@@ -314,6 +354,58 @@ async def test_receipts_of_an_unknown_job_or_request_are_acknowledged_and_counte
     assert settle.settle(WORKER, 0, EPOCH, told) == 2
     assert settle.counts.unknown == 2
     assert (await ledger.view(job.id)).receipts == 0
+
+
+async def test_only_a_trigger_sets_a_latch_and_attempts_decide_alike(
+    ledger: Ledger, settle: Settler
+) -> None:
+    """Of one registration of the policy; a later attempt has the latches of the first claim,
+    whatever was set or has expired since.
+    """
+    before, first, heir, late, renewed = policed(), policed(), policed(), policed(), policed(2.0)
+    for job in (before, first, heir, late, renewed):
+        await ledger.submit(job, {})
+    assert (await inherits(ledger, before), await inherits(ledger, first)) == ("", "")
+    settle.settle(WORKER, 0, EPOCH, [(1, decided(first))])
+    assert (await inherits(ledger, heir), await inherits(ledger, renewed)) == (first.id, "")
+    (latch,) = await ledger.redis.keys("ms:latch:*")
+    assert await ledger.redis.ttl(latch) in (59, 60)
+    await ledger.release(before.id, 1)
+    assert await inherits(ledger, before) == "", "another request set it since"
+    await ledger.redis.delete(latch)  # as it expires
+    settle.settle(WORKER, 0, EPOCH, [(2, decided(heir, inherited=first.id))])
+    assert await ledger.redis.keys("ms:latch:*") == [], "a request that only had it set it again"
+    await ledger.release(heir.id, 1)
+    assert (await inherits(ledger, heir), await inherits(ledger, late)) == (first.id, "")
+
+
+async def test_a_policys_webhooks_are_bounded_and_charged_to_nobody(redis_url: str) -> None:
+    """Beyond the bound, one of them says how many more there were. Its owner gets no ids of other
+    tenants' jobs, and may submit as before.
+    """
+    async with open_ledger(redis_url, webhook_pending_limit=30) as ledger:
+        outbox, job = WebhookOutbox(ledger), policed(prompts=300, tenant="users")
+        await claimed(ledger, job)
+        found = [decided(job, number, f"job_{number}") for number in range(300)]
+        settler(redis_url).settle(WORKER, 0, EPOCH, [*enumerate(found, 1)])
+        await ledger.submit(make_job(tenant="ops", callback=HOOK), {})
+
+        log = (await outbox.deliveries("ops", limit=256, viewer="ops")).deliveries
+        assert (len(log), sum(each.more for each in log)) == (256, 44)
+        assert (await outbox.deliveries("ops", job.id, viewer="ops")).deliveries == []
+        assert (await outbox.delivery(log[0].id)).job == job.id, "for an admin"
+        await ledger.redis.hset("ms:hook-room", "ops|127.0.0.1:9", 256)
+        leases = await outbox.lease(256, 256, 30.0, {})
+        told = to_json(log) + b"".join([lease.id.encode() + lease.body() for lease in leases])
+        assert job.id.removeprefix("job_").encode() not in told
+        words = (b"job_", b'"inherited":"other_', b'"data":{"id":"other_', b'"more":44}}')
+        assert [told.count(word) for word in words] == [0, 256, 256, 1]
+        for lease in leases[:2]:
+            await outbox.settle(lease, "delivered", DeliveryAttempt(at=1.0))
+        await ledger.redis.zadd("ms:hook-policy:tiny|guard", {"another": 1})
+        await outbox.redeliver(leases[0].id)
+        with pytest.raises(MidstreamError, match="may \\(256\\)"):
+            await outbox.redeliver(leases[1].id)
 
 
 async def test_a_lost_range_fails_its_jobs_and_passes_the_mark(

@@ -15,16 +15,19 @@ import pytest
 from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, having, pair, sweep, sweep_job
 
 from midstream.broker.ledger.core.scripts import SHELVED_S
-from midstream.broker.ledger.named.probes import of_all_traffic, recorded
+from midstream.broker.ledger.named.probes import of_all_traffic, with_policies
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.source_runs import SourceRuns
 from midstream.broker.ledger.recovery.reaper import Reaper
+from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.requests.policies import POLICIES
+from midstream.schemas.requests.policies import POLICIES, Steer, Webhook
 from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
+
+HOOK = Webhook(url="http://127.0.0.1:9/policy")
 
 
 @pytest.fixture
@@ -55,20 +58,21 @@ async def test_only_cells_that_engine_or_ranks_fail_have_no_value(rig: Rig) -> N
 
 @having(global_capture="post_block:1", global_capture_tag="ops")
 async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig: Rig) -> None:
-    """A pair whose prompt the operator's probe stops has no values, and the cells say why."""
+    """A pair whose prompt the operator's probe stops has no values, and the cells say why; the
+    decisions are in the result, and sent.
+    """
     longer = pair(CLEAN + ", and it stays there", CORRUPT)
     asked = sweep(pair(), longer, noise=0)
 
     async with rig.worker() as runs:
-        await rig.watch(max(len(pair().base), len(pair().source)) + 2.0)
+        threshold = max(len(pair().base), len(pair().source)) + 2.0
+        await rig.watch(threshold, "flag", "stop", Steer(module="m"), HOOK)
         info, watching = await rig.ledger.watched_model("fake-model")
         policies = await of_all_traffic(Registry(rig.ledger, POLICIES), info, watching)
-        probes = recorded(policies, info.name)
-        job = msgspec.structs.replace(
-            sweep_job(asked), probes=probes, global_captures=info.global_captures
-        )
+        job = msgspec.structs.replace(sweep_job(asked), global_captures=info.global_captures)
+        job = with_policies(job, policies, job.id)
         await rig.ledger.submit(
-            job, {}, None, [name for probe in probes for name in probe.content.tensors]
+            job, {}, None, [name for probe in job.probes for name in probe.content.tensors]
         )
         assert await runs.run_job(job.id) is AttemptOutcome.SUCCEEDED
     result = await rig.ledger.result(job.id)
@@ -82,6 +86,10 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
         for skipped in result.sweep.skipped
     )
     units = Units(asked)
+    flagged = {scores.request for scores in result.probes if scores.flagged}
+    assert flagged == {units.request(units.source(1), 0)}
+    sent = (await WebhookOutbox(rig.ledger).deliveries(None, job.id)).deliveries
+    assert [(each.event, each.url) for each in sent] == [("job.decided", HOOK.url)]
     prompts = {
         units.request(unit, 0)
         for number in (0, 1)

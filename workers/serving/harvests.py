@@ -490,6 +490,7 @@ class HarvestAttempt:
                 )
                 for path, (file, pp) in sorted(files.items())
             ],
+            flagged=len({each.request for each in receipts for by in each.scores if by.flagged}),
         )
         present = {
             (hook, layer)

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from ....broker.ledger.named.probes import misfit, of_all_traffic, scores_of, unfit
+from ....broker.ledger.named.probes import hooks_of, misfit, of_all_traffic, scores_of, unfit
 from ....broker.ledger.named.registry import Registry
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
 from ....schemas.artifacts.probes import Probe, ProbeContent, ProbeRequest, ProbeUse, StoredProbe
-from ....schemas.base.errors import Translated, invalid
-from ....schemas.base.limits import MAX_PROBE_LABELS, MAX_PROBE_TOKENS, MAX_REQUEST_PROBES
+from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base.limits import (
+    MAX_PROBE_LABELS,
+    MAX_PROBE_TOKENS,
+    MAX_REQUEST_PROBES,
+    MAX_TAG,
+)
 from ....schemas.base.records import now, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
@@ -255,10 +260,12 @@ def resolve_policy(
             modules.append(_module(action.module, f"{at}.module", model, model_state))
             if action.limit is not None:
                 check_limited(modules[-1].entries, f"{at}.limit")
+    registered = now()
     version = PolicyVersion(
         version=0,
         digest="",
-        created=now(),
+        created=registered,
+        registered=registered,
         content=content,
         probe=probe.stored("none"),
         modules=modules,
@@ -279,6 +286,12 @@ def _module(name: str, at: str, model: ModelInfo, model_state: ModelState) -> Mo
             detail = f"entry {number} of {name!r} is at other positions than generated tokens"
             raise invalid(at, detail, allowed="entries at `all` or `all_generated`")
     return module
+
+
+def check_fit(version: PolicyVersion, model: ModelInfo) -> None:
+    """Raises `conflict` if the version cannot apply to requests to the model that is served."""
+    if (why := unfit(version, model)) is not None:
+        raise MidstreamError("conflict", f"that version of the policy {why}", field="version")
 
 
 def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
@@ -346,20 +359,33 @@ async def policies_of(
     for policy in await of_all_traffic(policies, model, watching):
         if policy.name not in named:
             _apply(policy, "policies", scores_of(policy, request), result)
-    tags = [capture.tag for _, capture in result.captures]
-    tags += [parsed.capture.tag] if parsed.capture is not None else []
-    if len(set(tags)) < len(tags):
-        raise invalid("policies", f"the tags of captures are not distinct: {', '.join(tags)}")
+    others = [*model.global_captures, *([parsed.capture] if parsed.capture is not None else [])]
+    for at, capture in result.captures:
+        if capture.tag in (other.tag for other in others):
+            detail = f"captures under the tag {capture.tag!r}, which another capture has"
+            raise invalid(at, detail, hint="give the request's, or the operator's, another tag")
     return result
+
+
+def _tag_of(name: str) -> str:
+    """Return the tag of a policy's captures: `policy-` and the name. A name that no tag can have
+    follows `policy_` instead, with a hash of it, so that no two names have one tag.
+    """
+    tag = f"policy-{name}"
+    if "." not in name and len(tag) <= MAX_TAG:
+        return tag
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"policy_{name.replace('.', '-')}"[: MAX_TAG - 13] + f"-{digest}"
 
 
 def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> None:
     """Add a policy, with what its actions need, to `result`."""
     result.probes.append(scores)
-    version, modules = policy.current, iter(policy.current.modules)
+    result.hooks.update(hooks_of([policy], [scores]))
+    modules = iter(policy.current.modules)
     if scores.policy is None or not scores.policy.acts:
         return
-    for number, action in enumerate(version.content.actions):
+    for number, action in enumerate(policy.current.content.actions):
         if isinstance(action, Steer):
             key = f"{scores.name}:{number}"
             result.modules[key] = msgspec.structs.replace(next(modules), name=key)
@@ -371,10 +397,6 @@ def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> Non
                 hook=action.hook,
                 layers=action.layers,
                 positions=Span(when=when),
-                tag=f"policy-{policy.name.replace('.', '-')}"[:64],
+                tag=_tag_of(policy.name),
             )
             result.captures.append((at, capture))
-        elif isinstance(action, Webhook):
-            result.hooks[policy.name] = Callback(
-                url=action.url, events=["job.decided"], key=version.key, tenant=version.tenant
-            )

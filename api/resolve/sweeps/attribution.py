@@ -1,11 +1,10 @@
 """Resolves how an attribution estimates and checks its cells; a 400 names what is not valid."""
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.artifacts.saes import StoredSae
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.attributions import AttributionRequest
@@ -100,11 +99,8 @@ def attributed(
     sweep: StoredSweep,
     body: AttributionRequest,
     sae: StoredSae | None,
-    probes: Sequence[StoredProbe] = (),
 ) -> StoredSweep:
-    """Return the planned sweep with how its cells are estimated and checked. `probes`: of policies
-    of all traffic.
-    """
+    """Return the planned sweep with how its cells are estimated and checked."""
     verify = body.verify or (Verify() if body.method == "adaptive" else None)
     if verify is not None and sae is not None:
         verify = replace(verify, doubtful=0)
@@ -120,7 +116,6 @@ def attributed(
         verify=verify,
         budget=budget,
         sae=sae,
-        watched=any(probe.action == "stop" for probe in probes),
     )
     return replace(sweep, attribution=attribution)
 

@@ -134,12 +134,13 @@ def _prompt(job: Job, request: bytes) -> str:
 
 def _policies(job: Job) -> dict[str, dict[str, Any]]:
     """Return what scripts need of the policies that act on the job: the seconds that a latch of its
-    conversation lasts, and the webhook of decisions.
+    conversation lasts, the registration that the latch is of, and the webhook of decisions.
     """
     result: dict[str, dict[str, Any]] = {name: {"hook": job.hooks[name]} for name in job.hooks}
     for policy in (probe.policy for probe in job.probes if job.conversation):
         if policy is not None and policy.acts and policy.condition.latch == "conversation":
-            result.setdefault(policy.name, {})["latch_s"] = policy.condition.latch_s
+            entry = {"latch_s": policy.condition.latch_s, "registered": f"{policy.registered:.6f}"}
+            result.setdefault(policy.name, {}).update(entry)
     return result
 
 

@@ -377,7 +377,11 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
                 part
                 for score in report.scores
                 if score.policy is not None and score.policy.acts and score.triggered
-                for part in (score.policy.name, binary(_decision(report, score, score.policy)))
+                for part in (
+                    score.policy.name,
+                    score.triggers,
+                    binary(_decision(report, score, score.policy)),
+                )
             ],
         )
         for seq, report in receipts

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ....schemas.access.handling import Callback
 from ....schemas.artifacts.conditions import POLICY, StoredPolicy
 from ....schemas.artifacts.probes import Probe, StoredProbe
 from ....schemas.base.errors import MidstreamError
+from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.requests.policies import Policy, PolicyVersion
+from ....schemas.requests.policies import Policy, PolicyVersion, Webhook
 from .registry import Registry
 
 
@@ -64,37 +66,51 @@ async def of_all_traffic(
     return result
 
 
-def recorded(policies: Sequence[Policy], request: str) -> list[StoredProbe]:
-    """Return the scores that policies of all traffic need in a sweep or a harvest, where one that
-    steers only records.
+def with_policies(job: Job, policies: Sequence[Policy], request: str) -> Job:
+    """Return a sweep or a part of a harvest with the scores that policies of all traffic need, and
+    the webhooks of those that act. Nothing steers there: a policy without another action only
+    records. `request`: see `scores_of`.
     """
-    scores = [scores_of(policy, request) for policy in policies]
-    return [
-        msgspec.structs.replace(
-            score, action="none", policy=msgspec.structs.replace(score.policy, acts=False)
+    probes = [scores_of(policy, request, steers=False) for policy in policies]
+    return msgspec.structs.replace(job, probes=probes, hooks=hooks_of(policies, probes))
+
+
+def hooks_of(policies: Sequence[Policy], probes: Sequence[StoredProbe]) -> dict[str, Callback]:
+    """Return the webhooks of those policies that act, by the `probes` that `scores_of` returned:
+    name of the policy → webhook.
+    """
+    acting = {probe.policy.name for probe in probes if probe.policy and probe.policy.acts}
+    return {
+        policy.name: Callback(
+            url=action.url,
+            events=["job.decided"],
+            key=policy.current.key,
+            tenant=policy.current.tenant,
         )
-        if score.policy is not None and score.policy.takes("steer")
-        else score
-        for score in scores
-    ]
+        for policy in policies
+        for action in policy.current.content.actions
+        if isinstance(action, Webhook) and policy.name in acting
+    }
 
 
-def scores_of(policy: Policy, request: str) -> StoredProbe:
+def scores_of(policy: Policy, request: str, *, steers: bool = True) -> StoredProbe:
     """Return the scores that a policy needs in a request, and whether it acts there.
 
     `request`: the conversation, or else the id of the job: a canary acts in the share of them whose
-    hash is low.
+    hash is low. Without `steers`, that action is left out.
     """
     version, content = policy.current, policy.current.content
     lot = int.from_bytes(hashlib.sha256(f"{policy.name}\0{request}".encode()).digest()[:6]) / 2**48
+    actions = [kind for kind in content.kinds if steers or kind != "steer"]
     stored = StoredPolicy(
         name=policy.name,
         version=version.version,
         digest=version.digest,
+        registered=version.registered,
         condition=content.condition,
-        actions=content.kinds,
+        actions=actions,
         mode=content.mode,
-        acts=content.mode == "active" or lot < content.share,
+        acts=(content.mode == "active" or lot < content.share) and (steers or bool(actions)),
         column=version.probe.content.labels.index(content.condition.label)
         if content.condition.label is not None
         else 0,

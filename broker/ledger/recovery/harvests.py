@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.errors import MidstreamError, Problem
 from ....schemas.base.records import Record, from_json, from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.states import TERMINAL
@@ -29,11 +28,11 @@ from ....schemas.jobs.harvests import (
 from ....schemas.jobs.jobs import Job, Sampling, State
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.harvest_work import HarvestPart
-from ....schemas.requests.policies import POLICIES
+from ....schemas.requests.policies import POLICIES, Policy
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
 from ..jobs.ledger import ALPHABET, new_job_id, of_each, reachable
-from ..named.probes import of_all_traffic, recorded
+from ..named.probes import of_all_traffic, with_policies
 from ..named.registry import Registry
 from .streams import HarvestStreams
 
@@ -299,6 +298,7 @@ class Harvests(HarvestStreams):
             "rows": entry.rows,
             "bytes": entry.bytes,
             "shards": len(entry.shards),
+            "flagged": sum(shard.flagged for shard in entry.shards),
         }
         return await self._keep(
             job,
@@ -446,7 +446,7 @@ class Harvests(HarvestStreams):
         """Submit the parts for which there is room; return why a part has to wait, or ""."""
         parts = {item.part.part for item in out}
         try:
-            model, probes = await self._watched(harvest.model)
+            model, policies = await self._watched(harvest.model)
         except MidstreamError as error:
             # not served, or a probe that watches all traffic does not fit
             return error.detail
@@ -475,7 +475,7 @@ class Harvests(HarvestStreams):
                 failures=previous.failures,
             )
             try:
-                job = _job(harvest, item, model, probes)
+                job = _job(harvest, item, model, policies)
                 pinned = {name for probe in job.probes for name in probe.content.tensors}
                 pinned |= _tensors_of(harvest)
                 await self._ledger.submit(
@@ -497,13 +497,12 @@ class Harvests(HarvestStreams):
                 return ""
         return ""
 
-    async def _watched(self, name: str) -> tuple[ModelInfo, "list_of_probes"]:
-        """Return the model, and the scores that policies of all its traffic need now."""
+    async def _watched(self, name: str) -> tuple[ModelInfo, "list_of_policies"]:
+        """Return the model, and the policies of all its traffic now."""
         model, watching = await self._ledger.watched_model(name)
         if model is None:
             raise MidstreamError("unavailable", f"the model {name!r} is not served")
-        policies = Registry(self._ledger, POLICIES)
-        return model, recorded(await of_all_traffic(policies, model, watching), name)
+        return model, await of_all_traffic(Registry(self._ledger, POLICIES), model, watching)
 
     async def _begun(self, harvest_id: str) -> int:
         """Return how many parts have begun; they begin in order."""
@@ -574,19 +573,19 @@ class Harvests(HarvestStreams):
 
 list_of_text = list[str]
 list_of_out = list[Out]
-list_of_probes = list[StoredProbe]
+list_of_policies = list[Policy]
 
 
 def _tensors_of(harvest: StoredHarvest) -> set[str]:
     return {name for edit in harvest.edits for name in edit.tensors}
 
 
-def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_probes") -> Job:
-    """Return the job of a part; a part that runs units also gets the probes and captures that apply
-    to all traffic now.
+def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, policies: "list_of_policies") -> Job:
+    """Return the job of a part; a part that runs units also gets the policies and captures that
+    apply to all traffic now.
     """
     runs = out.part.role == "run"
-    return Job(
+    job = Job(
         id=out.job,
         kind="harvest",
         model=harvest.model,
@@ -599,10 +598,10 @@ def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_pr
         priority=harvest.priority,
         metadata={"harvest": harvest.id},
         lora=harvest.lora if runs else None,
-        probes=probes if runs else [],
         global_captures=model.global_captures if runs else [],
         identity=harvest.identity,
     )
+    return with_policies(job, policies, harvest.id) if runs else job
 
 
 def _with_lines(harvest: StoredHarvest, lines: Sequence[Line]) -> StoredHarvest:
@@ -636,6 +635,7 @@ def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
             "rows",
             "bytes",
             "shards",
+            "flagged",
             "version",
         )
     }

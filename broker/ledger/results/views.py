@@ -85,9 +85,7 @@ def result(
         else:
             attribution = attribution_result(*swept, seconds)
     ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
-    # what ended a unit of a sweep is in its cells
-    scored = ticket if swept is None else ()
-    scores = [probe_result(item.request, score) for item in scored for score in item.scores]
+    scores = [probe_result(item.request, score) for item in ticket for score in item.scores]
     reported = record.captures or view.steered or swept is not None or bool(scores)
     return JobResult(
         id=view.id,

@@ -1,9 +1,9 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
 -- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about, whether a
---       probe flags it, policies that act on it and were triggered: {policy, decision as JSON, ...}} of each, by seq. Values that are not read separately are joined: an account is checksum:actions:epoch:edited
---       (epoch of the rank's action ledger, number of token rows edited); about is worker, its boot, kind and message, separated by
---       zero bytes
+--       probe flags it, policies that act on it and were on: {policy, number of its own triggers, decision as JSON, ...}} of each, by
+--       seq. Values that are not read separately are joined: an account is checksum:actions:epoch:edited (epoch of the rank's action
+--       ledger, number of token rows edited); about is worker, its boot, kind and message, separated by zero bytes
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, disagreement of its ranks, ...},
 --          partial and error among the applied, {id, model, created, generated of each job that has succeeded by it, ...}}
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
@@ -65,17 +65,18 @@ local function difference(request, pp, first, second)
   return 'request ' .. request .. ', stage ' .. pp .. ': ' .. account(first) .. ', ' .. account(second)
 end
 
--- Set the latches of the conversation, and send the webhooks, of policies that were triggered: in the commit of the decision itself.
+-- Set the latches of the conversation, and send the webhooks, of policies that were on: in the commit of the decision itself. A policy
+-- that only inherited its latch does not set it again, or busy conversations would keep it for ever.
 local function act(job, request, decided)
   local policies, latch = policies_of(job)
-  for place = 1, #decided, 2 do
-    local policy, detail = decided[place], decided[place + 1]
+  for place = 1, #decided, 3 do
+    local policy, triggers, detail = unpack(decided, place, place + 2)
     local entry, mark = policies[policy] or {}, policy .. '_' .. request
-    if entry.latch_s then
+    if entry.latch_s and triggers > 0 then
       redis.call('SET', latch(policy), job.id, 'NX', 'EX', entry.latch_s)
     end
     if entry.hook then
-      announce(job, 'decided', {mark = mark .. '_policy', detail = detail, hook = entry.hook})
+      announce(job, 'decided', {mark = mark .. '_policy', detail = detail, hook = entry.hook, policy = policy})
     end
     announce(job, 'decided', {mark = mark, detail = detail})
   end

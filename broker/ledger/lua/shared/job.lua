@@ -67,23 +67,32 @@ local function job_of(id, attempt)
   return job
 end
 
--- What scripts need of the policies that act on the job, see `core/record.py`: policy -> {latch_s, hook}; and the key of a policy's latch.
+-- What scripts need of the policies that act on the job, see `core/record.py`: policy -> {latch_s, registered, hook}; and the key of
+-- a policy's latch, which has the time of the policy's registration: no other registration finds it, even under the same name.
 local function policies_of(job)
   local policies, conversation = unpack(redis.call('HMGET', key('job', job.id), 'policies', 'conversation'))
-  return policies and cjson.decode(policies) or {}, function(policy)
-    return key('latch', table.concat({job.tenant, policy, conversation or '', job.model}, ':'))
+  policies = policies and cjson.decode(policies) or {}
+  return policies, function(policy)
+    return key('latch', table.concat({job.tenant, policy, policies[policy].registered, conversation or '', job.model}, ':'))
   end
 end
 
--- The latches of the job's conversation that other jobs have set: {policy, job, ...}.
+-- The latches of the job's conversation at its first claim: {policy, job that set it, ...}. Every later attempt decides by the same.
 local function latched(job)
+  local known = redis.call('HGET', key('job', job.id), 'latched')
+  if known then
+    return cjson.decode(known)
+  end
   local result, policies, latch = {}, policies_of(job)
   for policy, entry in pairs(policies) do
     local holder = entry.latch_s and redis.call('GET', latch(policy))
-    if holder and holder ~= job.id then
+    if holder then
       result[#result + 1] = policy
       result[#result + 1] = holder
     end
+  end
+  if next(policies) then
+    redis.call('HSET', key('job', job.id), 'latched', cjson.encode(result))
   end
   return result
 end

@@ -7,10 +7,11 @@ import pytest
 from model_kit import model
 from refusal_kit import refuses
 
-from midstream.api.resolve.readings.probes import changed, digest_of
-from midstream.broker.ledger.named.probes import recorded, scores_of, unfit
+from midstream.api.resolve.readings.probes import _tag_of, changed, digest_of
+from midstream.broker.ledger.named.probes import scores_of, unfit, with_policies
 from midstream.schemas.artifacts.conditions import Condition
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.policies import (
     Policy,
@@ -18,8 +19,13 @@ from midstream.schemas.requests.policies import (
     PolicyRequest,
     PolicyVersion,
     Steer,
+    Webhook,
     Window,
 )
+from midstream.schemas.requests.specs import Tag
+
+HOOK = Webhook(url="https://alerts.example.com/x?secret=1")
+JOB = Job(id="j", model="m", created=0.0, kind="sweep", prompts=[], sampling=Sampling())
 
 
 def policy(*actions: Any, **fields: Any) -> Policy:
@@ -71,10 +77,31 @@ def test_a_canary_acts_in_its_share_of_requests() -> None:
     assert scores[0].policy.column == 1
 
 
-def test_a_policy_that_steers_only_records_in_sweeps_and_harvests() -> None:
-    steers, stops = recorded([policy(Steer(module="m"), "flag"), policy("stop")], "m")
-    assert (steers.action, steers.policy.acts) == ("none", False)
-    assert (stops.action, stops.policy.acts) == ("stop", True)
+@pytest.mark.parametrize(
+    ("actions", "action", "acts", "kept"),
+    [
+        ([Steer(module="m")], "none", False, []),
+        ([Steer(module="m"), "flag", HOOK], "none", True, ["flag", "webhook"]),
+        (["flag", "stop", Steer(module="m")], "stop", True, ["flag", "stop"]),
+        (["stop"], "stop", True, ["stop"]),
+    ],
+)
+def test_only_steering_is_left_out_in_sweeps_and_harvests(
+    actions: list[Any], action: str, acts: bool, kept: list[str]
+) -> None:
+    for mode, on in (("active", acts), ("shadow", False)):
+        job = with_policies(JOB, [policy(*actions, mode=mode)], "h")
+        stored = job.probes[0].policy
+        assert (job.probes[0].action if on else action, stored.acts) == (action, on)
+        assert (stored.actions, [*job.hooks]) == (kept, ["guard"] * (on and HOOK in actions))
+
+
+def test_tags_of_policies_are_distinct() -> None:
+    long = "n" * 57
+    names = ["a.b", "a-b", "a..b", "a.-b", long, f"{long}n", f"{long}m", "x" * 128]
+    tags = msgspec.convert([_tag_of(name) for name in names], list[Tag])
+    assert len({*tags}) == len(names)
+    assert (tags[1], tags[4]) == ("policy-a-b", f"policy-{long}")
 
 
 def test_changes_make_versions() -> None:
