@@ -19,7 +19,7 @@ from ...schemas.requests.policies import (
     Steer,
 )
 from ..context import AppContext
-from ..resolve.readings.probes import changed, digest_of, resolve_policy, resolve_probe
+from ..resolve.readings.probes import changed, check_fit, digest_of, resolve_policy, resolve_probe
 from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM, Model
 from .registered import Named, name_parameter, name_routes, put_response, put_responses
@@ -66,7 +66,7 @@ async def put_policy(
     policy, former = await context.policies.put(
         info.name, name, lambda former: _with(former, made, info.name, name), {}
     )
-    return put_response(context, POLICIES, policy, former)
+    return put_response(context, POLICIES, policy.shown_to(caller), former)
 
 
 @patch(
@@ -78,7 +78,11 @@ async def put_policy(
     responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},
 )
 async def change_policy(
-    name: PolicyName, data: JSONBody[PolicyChange], context: AppContext, model: Model = None
+    name: PolicyName,
+    data: JSONBody[PolicyChange],
+    context: AppContext,
+    caller: Caller,
+    model: Model = None,
 ) -> Policy:
     info = await context.the_model(model)
     missing = await context.policies.unknown(info.name, name)
@@ -86,10 +90,14 @@ async def change_policy(
     def make(now: Policy | None) -> Policy:
         if now is None:
             raise missing
-        return _with(now, changed(now, data), info.name, name)
+        made = changed(now, data)
+        # the present version may stop applying to all traffic also where it fits no longer
+        if data.version is not None or made.content.all_traffic:
+            check_fit(made, info)
+        return _with(now, made, info.name, name)
 
     policy, _ = await context.policies.put(info.name, name, make, {})
-    return policy
+    return policy.shown_to(caller)
 
 
 def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> Policy:

@@ -10,6 +10,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
 from ...broker.ledger.named.registry import Registry
+from ...schemas.access.keys import Caller
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.registered import Kind, Registered
@@ -155,18 +156,21 @@ def name_routes(row: Named) -> list[Any]:
 
     async def every(
         context: AppContext,
+        caller: Caller,
         model: Model = None,
     ) -> kind.page:  # type: ignore[name-defined]
         info = await context.the_model(model)
-        return kind.page(**{kind.plural: await Registry(context.ledger, kind).of_model(info.name)})
+        found = await Registry(context.ledger, kind).of_model(info.name)
+        return kind.page(**{kind.plural: [each.shown_to(caller) for each in found]})
 
     async def one(
         name: Name,
         context: AppContext,
+        caller: Caller,
         model: Model = None,
     ) -> kind.record:  # type: ignore[name-defined]
         info = await context.the_model(model)
-        return await Registry(context.ledger, kind).known(info.name, name)
+        return (await Registry(context.ledger, kind).known(info.name, name)).shown_to(caller)
 
     async def forget(name: Name, context: AppContext, model: Model = None) -> None:
         info = await context.the_model(model)

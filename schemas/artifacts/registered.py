@@ -5,6 +5,7 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 
 import msgspec
 
+from ..access.keys import Caller
 from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name, PathName
 from ..base.records import Record
 
@@ -38,6 +39,10 @@ class Registered(Record):
     def tensors(self) -> list[str]:
         """The content hashes of its tensors; those of folders stay in their files."""
         return []
+
+    def shown_to(self, caller: Caller) -> Self:
+        """Return the artifact as the caller sees it."""
+        return self
 
     def replacing(self, previous: "Registered") -> Self:
         """Return the artifact with `replaced` set, if the previous digest differs."""

@@ -387,7 +387,7 @@ def test_a_policy_captures_the_window_around_its_trigger(client: Client, calm: s
     result = run(client, "window")
     assert result.capture_results.status == "ok"
     assert [file.tag for file in result.capture_results.files] == ["policy-window"]
-    with pytest.raises(MidstreamError, match="tags of captures"):
+    with pytest.raises(MidstreamError, match="'policy-window', which another capture has"):
         run(client, "window", capture={"layers": 0, "tag": "policy-window"})
 
 

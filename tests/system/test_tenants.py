@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from capture_kit import HIDDEN
-from edge import MODEL, Api, Hand
+from edge import MODEL, Api, Hand, model_info
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 
 from midstream.broker.ledger.jobs.ledger import new_job_id
@@ -240,6 +240,40 @@ def test_global_steering_resolves_modules_of_the_callers_tenant(
     refused = of_them.http.put("/v1/steering/global", json=body)
     assert (refused.status_code, refused.json()["field"]) == (400, "steering[0].module")
     assert of_us.http.put("/v1/steering/global", json=body).status_code != 400
+
+
+def test_what_of_a_policy_is_its_tenants_is_shown_to_nobody_else(
+    api: Api, ours: Caller, theirs: Caller, hand: Hand
+) -> None:
+    """By no route; and a version of another model cannot be restored."""
+    ours.http.put("/v1/steering/modules/calm", json={"steering": steering()})
+    of_us, of_them = (
+        Caller(api, hand, tenant, "steer-global", "read") for tenant in ("ours", "theirs")
+    )
+    weight = np.ones(HIDDEN).tolist()
+    of_us.http.put("/v1/probes/p", json={"weight": weight, "layer": 0, "thresholds": 1.0})
+    steer = {"action": "steer", "module": "calm", "scale": 7.5}
+    hook = {"action": "webhook", "url": "http://93.184.216.34/hook?secret=1"}
+    body = {"probe": "p", "condition": {"at_least": 1.0}, "actions": ["flag", steer, hook]}
+    path = "/v1/policies/guard"
+    assert of_us.http.put(path, json=body | {"all_traffic": True}).status_code == 201
+    answers = [caller.http.get(path) for caller in (ours, Caller(api, hand, "ops", "admin"))]
+    answers += [of_them.http.get(path), theirs.http.get("/v1/policies"), theirs.http.get(path)]
+    answers.append(of_them.http.patch(path, json={"mode": "active"}))
+    words = ("calm", "secret", '"scale":7.5', of_us.key.id, '"ours"')
+    found = [sum(word in answer.text for word in words) for answer in answers]
+    assert found == [5, 5, 0, 0, 0, 0]
+    assert {answer.status_code for answer in answers} == {200}
+
+    other = {"identity": "b" * 64}
+    model = model_info(hidden_size=HIDDEN, **other)
+    hand.do(hand.ledger.publish_model(model, hand.sign(boot="b2", **other)))
+    changes = ({"version": 1}, {"mode": "shadow"}, {"all_traffic": False})
+    refused, *statuses = [of_us.http.patch(path, json=change) for change in changes]
+    assert "registered for a model with the identity" in refused.json()["detail"]
+    assert [each.status_code for each in (refused, *statuses)] == [409, 409, 200]
+    of_us.http.delete(path)
+    hand.serve(hidden_size=HIDDEN)
 
 
 @pytest.mark.slow("calls wait for a worker that does not answer")
