@@ -47,6 +47,7 @@ POLICIES: dict[str, dict[str, Any]] = {
             "aggregation": "mean",
             "window": 3,
             "latch": "conversation",
+            "latch_s": 5,
         },
         "actions": ["flag"],
         "mode": "active",
@@ -297,11 +298,13 @@ class Observed:
     state: str = ""
     paused: str = ""  # the reason that a harvest gave last
     wrong: list[str] = field(default_factory=list)  # what must not have happened
-    # of a job with policies, by its result: whether it triggered the latch, the jobs whose latch
-    # it found, and the webhooks that it must have sent: id -> what may be in it
-    triggered: bool = False
+    # of a job with policies, by its result: the jobs whose latch it found, and the webhooks that it
+    # must have sent: id -> what is in it; by its events, in ms of Redis' clock: its first claim,
+    # and when its triggers of the latch were recorded
     inherited: set[str] = field(default_factory=set)
-    decided: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    decided: dict[str, dict[str, Any]] = field(default_factory=dict)
+    claimed: int = 0
+    triggers: list[int] = field(default_factory=list)
 
     @property
     def id(self) -> str:

@@ -52,6 +52,10 @@ MAY_END = {
     way: {State.CANCELLED, State.ABORTED, State.SUCCEEDED}
     for way in ("cancelled job", "cancelled attribution")
 }
+#: How long a latch stands; and how near to its ends a claim may have come before or after them.
+LATCH_MS, EDGE_MS = 1000 * POLICIES["latch"]["condition"]["latch_s"], 20
+#: The event of a first claim.
+RUNNING = {"state": "running", "attempt": 1}
 #: Events that a job has once, whatever its attempts; and those that an attempt has once.
 ONCE_OF_JOB, ONCE_OF_ATTEMPT = {"estimate", "cell"}, {"start", "fit", "output", "receipt"}
 
@@ -210,7 +214,7 @@ async def _job(
     else:
         found = _outputs(tokenizer, job, result, client)
     verdict.say("wrong answer", *found, of=f"{job.id} ({client.plan.way})")
-    decided = _decided(job, result, client, verdict)
+    decided = _decided(job, result, events, client, verdict)
     verdict.say("wrong answer", *decided, of=f"{job.id} in conversation {job.conversation}")
     verdict.say("duplicate", *_kept(job, view, events), of=job.id)
     if job.stream:
@@ -362,7 +366,14 @@ def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Observed
         yield f"{len(result.outputs)} outputs of {len(job.prompts)} prompts"
 
 
-def _decided(job: Job, result: JobResult, client: Observed, verdict: Verdict) -> Iterator[str]:
+def _at(event: Event) -> int:
+    """When it was recorded, in ms of Redis' clock."""
+    return int(event.id.partition("-")[0])
+
+
+def _decided(
+    job: Job, result: JobResult, events: list[Event], client: Observed, verdict: Verdict
+) -> Iterator[str]:
     """Each policy decided once about each prompt, as its tokens say; where the latch of the
     conversation had turned it on, there was nothing to decide.
     """
@@ -386,22 +397,19 @@ def _decided(job: Job, result: JobResult, client: Observed, verdict: Verdict) ->
             yield f"{policy.name} decided {decided} on prompt {request}, not {wanted}"
         verdict.seen["decisions"] += len(decided)
         if policy.name == "latch":
-            client.triggered |= bool(wanted)
+            settled = {"request": request, "rank": 0, "status": "ok"}
+            client.claimed = min(_at(each) for each in events if each.data == RUNNING)
+            client.triggers += [_at(each) for each in events if wanted and each.data == settled]
             client.inherited.add(policy.inherited)
         elif policy.inherited:
             yield f"{policy.name}, which has no latch or does not act, inherited one"
         if acts and on:
             hook = f"msg_{job.id.removeprefix('job_')}_decided_{policy.name}_{request}_policy"
-            client.decided[hook] = [
-                _hook(policy, request, decisions, inherited)
-                # an attempt before the one of the result may not have found the latch
-                for decisions, inherited in ((wanted, policy.inherited), (own, ""))
-                if decisions or inherited
-            ]
+            client.decided[hook] = _hook(policy, request, wanted)
 
 
 def _hook(
-    policy: StoredPolicy, request: int, decisions: list[tuple[str, int, float]], inherited: str
+    policy: StoredPolicy, request: int, decisions: list[tuple[str, int, float]]
 ) -> dict[str, Any]:
     """What a webhook says of these decisions."""
     triggers = [
@@ -413,7 +421,7 @@ def _hook(
         "policy": policy.name,
         "version": policy.version,
         "digest": policy.digest,
-        "inherited": inherited,
+        "inherited": policy.inherited,
         "request": request,
         "triggers": len(triggers),
         "first": triggers[0] if triggers else None,
@@ -478,39 +486,45 @@ async def _modules(ledger: Ledger, observed: list[Observed], verdict: Verdict) -
 
 
 async def _latches(ledger: Ledger, observed: list[Observed], verdict: Verdict) -> None:
-    """The latch of a conversation is that of one job that triggered it, for good: no other job had
-    another, and each that was sent once that job was over had it.
+    """A job found, at its first claim, the latch of its conversation that stood then: set by a
+    trigger, for `latch_s` seconds. No latch stays for good.
     """
-    start, end = f"ms:latch:{DEFAULT_TENANT}:latch:", f":{MODEL}"
-    held = {
-        key.decode(): (await ledger.redis.get(key)).decode()
-        async for key in ledger.redis.scan_iter(match="ms:latch:*")
-    }
-    jobs = {client.id: client for client in observed}
     by_conversation: dict[str, list[Observed]] = defaultdict(list)
     for client in observed:
         if client.plan.conversation and client.state == "succeeded":
             by_conversation[client.plan.conversation].append(client)
     for conversation, clients in by_conversation.items():
-        holder = jobs.get(held.pop(f"{start}{conversation}{end}", ""))
-        if holder is not None:
-            verdict.seen["latches"] += 1
-            verdict.seen["latches again"] += (await ledger.view(holder.id)).attempt > 1
-            if holder.plan.conversation != conversation or not holder.triggered:
-                verdict.say("wrong answer", f"{holder.id} set the latch of {conversation}")
-        had = {holder.id} if holder is not None else set()
+        spans = standing([(at, client.id) for client in clients for at in client.triggers])
+        verdict.seen["latches"] += len(spans)
+        again = [(await ledger.view(job)).attempt > 1 for _, job in spans]
+        verdict.seen["latches again"] += sum(again)
         for client in clients:
-            late = holder is not None and client.begun > holder.finished
-            allowed = [{""}] if client is holder else [had] if late else [had, {""}]
-            if client.inherited not in allowed or (client.triggered and holder is None):
+            if not any(client.inherited == {found} for found in found_at(client.claimed, spans)):
                 verdict.say(
-                    "lost" if late else "duplicate",
-                    f"{client.id} in conversation {conversation} had the latches of "
-                    f"{client.inherited}; the latch is that of {had}",
+                    "wrong answer",
+                    f"{client.id} in conversation {conversation} found the latches of "
+                    f"{client.inherited} at {client.claimed}; those that stood: {spans}",
                 )
-            verdict.seen["latched"] += client.inherited == had
-    for key in held:
-        verdict.say("duplicate", f"{key} is set, and no job can have set it")
+            verdict.seen["latched"] += client.inherited != {""}
+    async for key in ledger.redis.scan_iter(match="ms:latch:*"):
+        if not 0 < await ledger.redis.pttl(key) <= LATCH_MS:
+            verdict.say("left over", f"{key} does not expire in time")
+
+
+def standing(triggers: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Those triggers that set a latch, because none stood: when, and the job."""
+    spans: list[tuple[int, str]] = []
+    for at, job in sorted(triggers):
+        if not spans or at > spans[-1][0] + LATCH_MS:
+            spans.append((at, job))
+    return spans
+
+
+def found_at(at: int, spans: list[tuple[int, str]]) -> set[str]:
+    """What a claim at this time may have found: the holder, or nothing; either, at the edges."""
+    ages = {job: at - start for start, job in spans if -EDGE_MS <= at - start <= LATCH_MS + EDGE_MS}
+    sure = any(EDGE_MS < age < LATCH_MS - EDGE_MS for age in ages.values())
+    return {*ages} if sure else {*ages, ""}
 
 
 def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdict) -> Iterator[str]:
@@ -604,15 +618,20 @@ async def _webhooks(
         for client in observed
         if client.id and (client.plan.callback or client.decided)
     }
+    unsent, more = 0, list[bytes | None]()
     for job, client in wanted.items():
         end = f"job.{(await ledger.view(job)).state}"
         delivered = {event: len(names) for event, names in receiver.delivered[job].items()}
         asked = {end: 1} if client.plan.callback else {}
-        for hook, bodies in client.decided.items():
-            asked["job.decided"] = len(client.decided)
-            if receiver.decided.get(hook) not in bodies:
-                said = f"{hook} said {receiver.decided.get(hook)}, not {bodies}"
-                verdict.say("webhook", said)
+        for hook, body in client.decided.items():
+            said = receiver.decided.get(hook)
+            if said is None:
+                unsent += 1
+            elif said != body:
+                verdict.say("webhook", f"{hook} said {said}, not {body}")
+        if sent := len(client.decided.keys() & receiver.decided.keys()):
+            asked["job.decided"] = sent
+            more += [await ledger.redis.hget(f"ms:hook:{hook}", "more") for hook in client.decided]
         if delivered != asked:
             verdict.say(
                 "webhook",
@@ -622,6 +641,8 @@ async def _webhooks(
                     f"{delivered}"
                 ),
             )
+    if unsent > (counted := sum(int(number or 0) for number in more)):
+        verdict.say("webhook", f"{unsent} decisions were not sent, and {counted} are counted")
     for job in receiver.delivered.keys() - wanted.keys():
         verdict.say("webhook", f"{job}: a webhook was delivered that no client had requested")
     verdict.seen["webhooks"] = len(receiver.got)
