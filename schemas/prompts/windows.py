@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Annotated
 
 import msgspec
@@ -49,12 +50,8 @@ class Around(Record):
         token, of the longest, which covers the others.
         """
         steps, lengths = _automaton(tuple(map(tuple, self.token_ids or ())))
-        hits, node = list[range](), 0
-        for end, token in enumerate(token_ids, start=1):
-            node = steps[node].get(token, 0)
-            if lengths[node]:
-                hits.append(range(end - lengths[node], end))
-        return hits
+        nodes = accumulate(token_ids, lambda node, token: steps[node].get(token, 0), initial=0)
+        return [range(end - lengths[node], end) for end, node in enumerate(nodes) if lengths[node]]
 
 
 @lru_cache(maxsize=8)
@@ -64,7 +61,7 @@ def _automaton(
     """Return the automaton of Aho and Corasick (1975), which finds all sequences with one step for
     each token, however they repeat: (of each node, the longest beginning of a sequence that was
     just read, token → next node, without those to node 0; node → the length of the longest
-    sequence that ends there).
+    sequence that ends there, or 0).
     """
     steps, lengths, back = [dict[int, int]()], dict[int, int](), {0: 0}
     for sequence in sequences:
@@ -75,11 +72,11 @@ def _automaton(
         lengths[node] = len(sequence)
     queue = [0]
     for node in queue:  # grows: shorter beginnings come first
+        queue += steps[node].values()
+        # node → the longest beginning of a sequence that is a proper end of this one
         for token, after in steps[node].items():
-            # the longest beginning of a sequence that is a proper end of this one
             back[after] = steps[back[node]].get(token, 0) if node else 0
-            queue.append(after)
-        lengths.setdefault(node, lengths[back[node]] if node else 0)
+        lengths.setdefault(node, lengths.get(back[node], 0))
         steps[node] = steps[back[node]] | steps[node]
     return steps, lengths
 

@@ -6,7 +6,6 @@ however that ends, and after `IDLE_S` without a request.
 """
 
 import asyncio
-import atexit
 import os
 import resource
 import signal
@@ -239,7 +238,6 @@ class SourceProcess:
                     # Arrow's other memory pools reserve more than they use
                     env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},
                 )
-                atexit.register(self.close)
             return self._process
 
 

@@ -48,8 +48,7 @@ def by_document(
                 yield rows, start, stop
                 first = max(0, stop - context)
                 rows, start = rows.part(first, len(rows.positions)), stop - first
-        assert rows is not None, "a group has a piece"
-        if start < len(rows.positions):
+        if rows and start < len(rows.positions):
             yield rows, start, len(rows.positions)
 
 

@@ -31,10 +31,12 @@ async def with_window_tokens(spec: CaptureSpec | None, codec: Codec) -> CaptureS
     text = span.around.text
     encoded = await codec.encode([text, f" {text}"], special_tokens=False)
     sequences = [list(each) for each in dict.fromkeys(map(tuple, encoded)) if each]
-    if not sequences or max(map(len, sequences)) > MAX_AROUND:
-        found = "no" if not sequences else max(map(len, sequences))
-        detail = f"has {found} tokens, alone or after a space"
-        raise invalid("capture.positions.around.text", detail, allowed=f"1 to {MAX_AROUND} tokens")
+    if not 0 < (longest := max(map(len, sequences), default=0)) <= MAX_AROUND:
+        raise invalid(
+            "capture.positions.around.text",
+            f"has {longest} tokens, alone or after a space",
+            allowed=f"1 to {MAX_AROUND} tokens",
+        )
     around = msgspec.structs.replace(span.around, text=None, token_ids=sequences)
     positions = msgspec.structs.replace(span, around=around)
     return msgspec.structs.replace(spec, positions=positions)
@@ -53,8 +55,11 @@ def check_window(
     for number, sequence in enumerate(sequences):
         check_vocabulary(sequence, f"{at}.around.token_ids[{number}]", model)
     if (searched := tokens * len(sequences)) > MAX_SEARCHED:
-        detail = f"searches {tokens} tokens for {len(sequences)} sequences: {searched}"
-        raise invalid(f"{at}.around", detail, allowed=f"at most {MAX_SEARCHED} in one request")
+        raise invalid(
+            f"{at}.around",
+            f"searches {tokens} tokens for {len(sequences)} sequences: {searched} comparisons",
+            allowed=f"at most {MAX_SEARCHED} in one request",
+        )
     if window.when is None:
         return
     if window.when.probe not in probes:
