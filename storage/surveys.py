@@ -6,9 +6,12 @@ compared: `active` int64 and `mean` float32 `[F, harvests]`; `values` float32, `
 document −1, absent tokens id −1.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from ..schemas.base.errors import MidstreamError
+from ..schemas.base.limits import MAX_PAGE
 from ..schemas.jobs.harvests import Example, FeatureFigures, HarvestView, SurveyEntry, SurveyView
 from .harvests import Shard
 from .store import ArtifactStore, open_store
@@ -30,6 +33,12 @@ class Surveyed(Shard):
 
     def __len__(self) -> int:
         return self.survey.rows
+
+    def __eq__(self, other: object) -> bool:  # a survey's file never changes
+        return isinstance(other, Surveyed) and self.survey.job == other.survey.job
+
+    def __hash__(self) -> int:
+        return hash(self.survey.job)
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows `[start, stop)` of a tensor (see the module). Raises OSError, DamagedBlob."""
@@ -62,7 +71,7 @@ class Surveyed(Shard):
 
         Raises `not_found`.
         """
-        listed = self.features(order, limit)
+        listed = _listed(self, order, max(limit, MAX_PAGE))[:limit]
         first = 0 if self.survey.survey.against else listed[0].feature
         examples = self.examples(first if feature is None else feature)
         return SurveyView(survey=self.survey, features=listed, examples=examples)
@@ -89,3 +98,11 @@ class Surveyed(Shard):
             )
             if document >= 0 and len(near := np.flatnonzero(tokens >= 0))
         ]
+
+
+@lru_cache(maxsize=256)
+def _listed(found: Surveyed, order: str, limit: int) -> list[FeatureFigures]:
+    """Return `found.features`, which reads and orders the figures of all features, for several
+    calls.
+    """
+    return found.features(order, limit)

@@ -8,7 +8,10 @@ import pytest
 from survey_kit import examples_of
 
 from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.harvests import SurveyEntry
+from midstream.schemas.requests.harvest_work import Survey
 from midstream.storage.harvests import Keys
+from midstream.storage.surveys import Surveyed
 from midstream.workers.surveys import survey
 from midstream.workers.surveys.rows import Block, by_document
 
@@ -89,6 +92,24 @@ def test_examples_equal_a_look_at_all_rows(
             )
         assert (found["tokens"][feature, count:] == -1).all()
         assert not found["around"][feature, count:].any()
+
+
+def test_the_features_of_a_survey_are_ordered_once_for_all_calls() -> None:
+    reads: list[str] = []
+
+    class Counted(Surveyed):
+        def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+            reads.append(name)
+            shape = {"active": [1], "mean": [1], "tokens": [2, 3], "around": [2, 3]}.get(name, [2])
+            return np.arange(300 * np.prod(shape)).reshape(300, *shape)[start:stop]
+
+    kept = Survey(uris=[], top=2, context=1)
+    for job in ("a", "a", "b"):
+        entry = SurveyEntry(job=job, survey=kept, rows=900, key="k", bytes=1, crc32=0)
+        for limit in (3, 200):
+            view = Counted(None, entry).view("mean", limit, feature=5)  # type: ignore[arg-type]
+            assert [each.feature for each in view.features] == [*range(299, 299 - limit, -1)]
+    assert reads.count("active") == reads.count("mean") == 2
 
 
 def test_rows_that_are_not_in_their_order_are_damaged() -> None:
