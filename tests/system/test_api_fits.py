@@ -33,7 +33,7 @@ BODY = {
 def gradients(hand: Hand, **changes: Any) -> None:
     facts = {"model": MODEL, "identity": IDENTITY, "dtype": "float32", "device": "cpu"}
     worker = hand.sign(worker="by hand, gradients", queue=GRADIENTS)
-    hand.do(hand.ledger.publish_gradients(GradientInfo(**(facts | changes)), worker))
+    hand.do(hand.ledger.publish_model(GradientInfo(**(facts | changes)), worker))
 
 
 def training(job: str) -> Training:

@@ -24,6 +24,7 @@ from midstream.broker.ledger.jobs.ledger import Claim, Ledger
 from midstream.broker.ledger.jobs.status import read_status
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.queue.celery_app import lists_of, queue_of
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.jobs.models import GradientInfo
@@ -187,9 +188,49 @@ async def test_gradient_workers_are_no_workers_of_the_model(queues: Queues) -> N
     ledger, gone = queues.vllm, "0" * 64
     await ledger.heartbeat(worker("w1"))
     info = GradientInfo(model=MODEL, identity=IDENTITY, dtype="float32", device="cpu")
-    await ledger.publish_gradients(info, worker("g1", queue=GRADIENTS))
+    await ledger.publish_model(info, worker("g1", queue=GRADIENTS))
     names = [[each.worker for each in await ledger.workers(of)] for of in ("", GRADIENTS, None)]
     assert names == [["w1"], ["g1"], ["g1", "w1"]]
     model = model_info(name=MODEL, identity=IDENTITY)
     assert await ledger.gradients(model) == info
     assert await ledger.gradients(model_info(name=MODEL, identity=gone)) is None, "another model"
+
+
+@pytest.mark.parametrize("queues", [{"lease_s": 60}], indirect=True)
+async def test_gradient_workers_of_another_model_are_refused(
+    queues: Queues, redis_url: str
+) -> None:
+    ledger, other = queues.vllm, "b" * 64
+
+    async def publish(name: str, identity: str) -> None:
+        info = GradientInfo(model=MODEL, identity=identity, dtype="float32", device="cpu")
+        await ledger.publish_model(info, worker(name, queue=GRADIENTS, identity=identity))
+
+    async def refused(name: str, identity: str, by: str) -> None:
+        with pytest.raises(MidstreamError, match=f"the live worker '{by}' serves") as error:
+            await publish(name, identity)
+        assert error.value.kind == "model_changed"
+
+    async def known(identity: str) -> bool:
+        return await ledger.gradients(model_info(name=MODEL, identity=identity)) is not None
+
+    await ledger.publish_model(model_info(name=MODEL), worker())
+    await publish("g1", IDENTITY)
+    await refused("g2", other, by="w1")
+    assert await known(IDENTITY)
+    await ledger.redis.delete("ms:alive:w1")
+    await refused("g2", other, by="g1")
+    await ledger.publish_model(model_info(name=MODEL, identity=other), worker("w2", identity=other))
+    await publish("g2", other)
+    await refused("g1", IDENTITY, by="w2")
+    assert await known(other)
+    for gone in ("w2", "g1", "g2"):
+        await ledger.redis.delete(f"ms:alive:{gone}")
+    await Reaper(ledger, settings_for(redis_url)).sweep()
+    assert await known(other), "jobs of the model wait for its gradient worker"
+    await ledger.publish_model(model_info(name=MODEL), worker())
+    await publish("g2", IDENTITY)
+    await ledger.publish_model(model_info(name=MODEL, identity=other), worker(identity=other))
+    await ledger.redis.delete("ms:alive:g2")
+    await Reaper(ledger, settings_for(redis_url)).sweep()
+    assert not await ledger.redis.hlen("ms:gradients")

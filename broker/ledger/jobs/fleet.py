@@ -26,20 +26,22 @@ class Fleet(Connection):
         self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and decoded
 
     @reachable
-    async def publish_model(self, info: ModelInfo, worker: WorkerInfo) -> None:
-        """Publish the model of `worker` with the wire versions that this process supports, and
-        record that the worker is alive.
+    async def publish_model(self, info: ModelInfo | GradientInfo, worker: WorkerInfo) -> None:
+        """Publish the model of `worker` with the wire versions that this process supports, or what
+        it knows of the model as a gradient worker, and record that the worker is alive.
 
         Raises MidstreamError("model_changed") while another live worker serves a model of another
-        identity under the name.
+        identity under the name. While vLLM workers serve the name, gradient workers have to fit
+        them; otherwise those that live.
         """
         arguments = scripts.pack(
             self.settings,
-            name=info.name,
+            name=worker.model,
+            queue=worker.queue,
             worker=worker.worker,
             boot=worker.boot,
             identity=info.identity,
-            model=_encoded(info),
+            model=_encoded(info) if isinstance(info, ModelInfo) else to_json(info),
             info=_encoded(worker),
             lease_s=self.settings.lease_s,
         )
@@ -48,7 +50,7 @@ class Fleet(Connection):
             other, identity = rest
             raise MidstreamError(
                 "model_changed",
-                f"the live worker {other!r} serves {info.name!r} with the identity "
+                f"the live worker {other!r} serves {worker.model!r} with the identity "
                 f"{identity[:SHOWN_IDENTITY] or '(not reported)'}, and "
                 f"this worker's model has {info.identity[:SHOWN_IDENTITY]}: one name stands for "
                 "one model. Stop the workers of the other "
@@ -56,12 +58,6 @@ class Fleet(Connection):
                 "serve this one under another model_name",
                 field="model",
             )
-
-    @reachable
-    async def publish_gradients(self, info: GradientInfo, worker: WorkerInfo) -> None:
-        """Publish what `worker`, a gradient worker, knows of its model, and that it is alive."""
-        await self.redis.hset("ms:gradients", info.model, to_json(info))
-        await self.heartbeat(worker)
 
     @reachable
     async def gradients(self, model: ModelInfo) -> GradientInfo | None:
