@@ -1,5 +1,6 @@
 """Routes about the service itself: models, health, readiness, status, metrics."""
 
+import asyncio
 import os
 import re
 from collections import Counter as Tally
@@ -45,6 +46,8 @@ from .steering import answers_of_ranks
 METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 #: Seconds that a scrape waits for the workers' reports on their ranks before it uses the last ones.
 SCRAPE_S = 1.0
+#: Seconds after which readiness is refused although neither Redis nor a disk has answered.
+READY_S = 1.5
 #: The state of the service and of its workers' steering as of the last scrape.
 _scraped: list[Status] = []
 _steering: list[SteeringReport] = []
@@ -135,8 +138,14 @@ async def healthz() -> Health:
     },
 )
 async def readyz(request: JsonRequest, context: AppContext) -> Response[Readiness]:
-    readiness: Readiness = await context.looks.of_next("ready", lambda: look(context))
-    if not await may_observe(request):
+    observes = False
+    try:
+        async with asyncio.timeout(READY_S):
+            observes = await may_observe(request)
+            readiness = await context.looks.of_next("ready", lambda: look(context))
+    except TimeoutError:
+        readiness = _not_ready(f"redis: no answer from it, or from a disk, within {READY_S} s")
+    if not observes:
         missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
         readiness = msgspec.structs.replace(readiness, missing=missing, models=[], workers=[])
     return Response(
@@ -155,19 +164,13 @@ async def look(context: AppContext) -> Readiness:
     """
     disks = [f"{name}: {trouble}" for name, trouble in (await context.disks.troubles()).items()]
     try:
-        await context.ledger.ping()  # Redis rejects this while it cannot write, or loads its log
+        await context.ledger.ping()
         await context.ledger.check_durable()
         relay = await _relay_seen(context.ledger)
         workers = [judged(worker) for worker in await context.ledger.workers()]
         models = await context.ledger.models()
     except MidstreamError as error:
-        return Readiness(
-            ready=False,
-            missing=[f"redis: {error.detail}", *disks],
-            models=[],
-            workers=[],
-            relay=False,
-        )
+        return _not_ready(f"redis: {error.detail}", *disks)
     healthy = {worker.model for worker in workers if worker.healthy}
     served = sorted(
         info.name for info in models if info.name in healthy and misfit_of(info) is None
@@ -184,6 +187,10 @@ async def look(context: AppContext) -> Readiness:
         workers=workers,
         relay=relay,
     )
+
+
+def _not_ready(*missing: str) -> Readiness:
+    return Readiness(ready=False, missing=[*missing], models=[], workers=[], relay=False)
 
 
 @reachable

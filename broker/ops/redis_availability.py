@@ -69,7 +69,9 @@ def detail_of(error: BaseException) -> str:
         return f"{trouble}: Redis cannot write its log"
     if isinstance(error, redis.exceptions.NoScriptError):
         return "the job ledger is unavailable: Redis was restarted during the call"
-    return f"the job ledger is unavailable: {error}"
+    read_only, full = redis.exceptions.ReadOnlyError, redis.exceptions.OutOfMemoryError
+    refuses = "Redis refuses writes: " if isinstance(error, read_only | full) else ""
+    return f"the job ledger is unavailable: {refuses}{error}"
 
 
 def await_writes(url: str, check: Callable[[], object] = lambda: None) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 import pytest
+import redis
 from edge import MODEL, Api, Hand, model_info, running
 from ports import free_port
 from redis_kit import handed_over, hold_back, slow_disk
@@ -124,6 +125,27 @@ def test_all_calls_are_503_while_redis_is_unreachable(
     own_redis.start()
     assert own_hand.count_jobs() == 1, "what was refused is not there, what was accepted is"
     assert http.post("/v1/jobs", json=BODY).status_code == 202
+
+
+def test_readyz_answers_while_redis_is_silent_or_full(own_redis: Mortal, own_api: Api) -> None:
+    def missing(within: float) -> str:
+        began = time.monotonic()
+        answer = own_api.http.get("/readyz")
+        assert time.monotonic() - began < within
+        assert answer.status_code == 503
+        return answer.json()["missing"][0]
+
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.config_set("maxmemory", 1)
+        try:
+            assert "Redis refuses writes: " in missing(10)
+        finally:
+            client.config_set("maxmemory", 0)
+    own_redis.server.process.send_signal(signal.SIGSTOP)
+    try:
+        assert "redis: no answer" in missing(2.5), "2 s, and what a busy machine adds"
+    finally:
+        own_redis.server.process.send_signal(signal.SIGCONT)
 
 
 def unavailable(answer: httpx2.Response) -> None:

@@ -101,8 +101,8 @@ class Connection:
 
     @reachable
     async def ping(self) -> None:
-        """Raises MidstreamError("unavailable") if Redis does not answer."""
-        await self.redis.ping()
+        """Raises MidstreamError("unavailable") if Redis does not answer, or refuses writes."""
+        await self.redis.set(redis_availability.PROBE_KEY, 1, ex=60)
 
     @reachable
     async def check_durable(self) -> None:
