@@ -25,7 +25,7 @@ from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
-from midstream.schemas.jobs.harvests import HarvestShards, SurveyEntry
+from midstream.schemas.jobs.harvests import HarvestShards, HarvestStream, SurveyEntry
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.requests.harvest_work import HarvestPart, Survey
 from midstream.workers.serving import attempts
@@ -102,6 +102,27 @@ async def test_a_tenant_keeps_no_more_records_than_the_limit(
     await harvests.submit(stored(rig, ["one"], SITES, tenant="another"))
     await harvests.forget(made[0])
     await harvests.submit(stored(rig, ["one"], SITES))
+
+
+async def test_an_older_redis_offers_no_unit_whose_shards_are_dropped(rig: Rig) -> None:
+    harvests = Harvests(rig.ledger)
+    harvest = stored(
+        rig,
+        DOCUMENTS,
+        SITES,
+        row_bytes=1024,
+        shards=HarvestShards(mib=1),
+        stream=HarvestStream(window=100),
+    )
+    async with rig.worker() as runs:
+        await harvests.submit(harvest)
+        assert (await work(rig, runs, harvest.id)).state == "succeeded"
+    await harvests.acknowledge(harvest, "trainer", 1)
+    await rig.ledger.redis.hdel(f"ms:harvest:{harvest.id}", "ack:trainer", "dropped")
+    with pytest.raises(MidstreamError, match="the shards of unit 0 were dropped") as gone:
+        await harvests.stream_page(harvest, "trainer", None)
+    assert gone.value.kind == "gone"
+    assert (await harvests.stream_page(harvest, "trainer", 1)).units[0].unit == 1
 
 
 def survey_of(harvest_id: str, **changes: Any) -> Job:

@@ -6,9 +6,10 @@ docs/decisions/0046-streams.md.
 """
 
 import asyncio
+import itertools
 from typing import Any
 
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_INT64
 from ....schemas.base.records import from_json, from_msgpack
 from ....schemas.jobs.harvests import (
@@ -44,7 +45,8 @@ class HarvestStreams:
         at most those of one part.
 
         Raises invalid_request for a consumer that the harvest does not have, gone for shards that
-        were dropped, conflict at the end of a harvest that did not succeed.
+        were dropped, also if Redis does not know it, conflict at the end of a harvest that did not
+        succeed.
         """
         _check(harvest, consumer)
         own, dropped, raw, total = await self._redis.hmget(
@@ -54,6 +56,17 @@ class HarvestStreams:
         if cursor < int(dropped or 0):
             raise MidstreamError("gone", f"units before {int(dropped)} were dropped")
         units = await self._units(harvest, cursor)
+        with Translated(
+            FileNotFoundError,
+            lambda error: MidstreamError(
+                "gone",
+                f"the shards of unit {cursor} were dropped",
+                hint="continue after the units that the consumer has: give their number as `after`",
+            ),
+        ):
+            files = (file for unit in units for shard in unit.shards for file in shard.files)
+            for file in itertools.islice(files, 1):  # which is dropped first
+                await asyncio.to_thread(open_store(harvest.uri).stat, file.key)
         if state in OVER and state != "succeeded" and not units:
             raise MidstreamError("conflict", f"harvest {harvest.id} ended as {state}")
         return StreamPage(
