@@ -355,10 +355,10 @@ class Recording:
 
     def fill(self, lacking: set[int]) -> list[Extent]:
         """Return the reused rows of these positions, each once."""
-        runs: list[Extent] = []
+        runs, lacking = list[Extent](), set(lacking)  # a copy for each run would be quadratic
         for run in reversed(self.reused):
             found = sorted(lacking.intersection(run.positions))
-            lacking = lacking.difference(found)
+            lacking.difference_update(found)
             runs += run.among(found)
         return runs
 
