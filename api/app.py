@@ -42,10 +42,9 @@ from .routes import (
     webhooks,
 )
 from .web import problems
-from .web.auth import authorize, caller_of, well_called
+from .web.auth import authorize, caller_of, known_query, well_called
 from .web.body import JsonRequest
 from .web.middleware import App
-from .web.queries import known_query
 from .web.request_context import awaits_log
 
 VERSION_HEADER = "x-midstream-version"

@@ -273,7 +273,11 @@ def packed(values: Any, field: str) -> Tensor:
     with Translated(ValueError, lambda error: invalid(field, f"is not an array: {error}")):
         array = _from_torch(values) if is_torch(values) else np.asarray(values)
     if array.dtype.kind not in "fiu":
-        raise invalid(field, f"must be numeric, not an array of {array.dtype}")
+        raise invalid(
+            field,
+            f"must be numeric, not an array of {array.dtype}",
+            hint="convert it with .astype('float32')",
+        )
     return from_numpy(array)
 
 

@@ -6,6 +6,7 @@ look up names within the caller's tenant.
 """
 
 import hmac
+import re
 import time
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 from litestar.connection import ASGIConnection
 from litestar.handlers.base import BaseRouteHandler
+from litestar.routes import HTTPRoute
 
 from ...broker.ledger.jobs.ledger import not_found
 from ...broker.ledger.people import keys
@@ -21,7 +23,7 @@ from ...broker.ledger.people.sessions import Sessions, name_of
 from ...broker.ops.hosts import SAFE, Hosts
 from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
 from ...schemas.access.sessions import Session
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.records import now
 from ...schemas.base.settings import Settings, asks_for_keys
 from ...schemas.jobs.jobs import JobView
@@ -35,6 +37,9 @@ REMEMBERED = 10_000
 
 #: Cookie of the page's session, and header that its calls must carry if they change something.
 COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
+
+#: Paths of pages and their files: a query there is for their scripts, such as the search of /docs.
+_PAGES = re.compile(r"/((docs|page|schema)(/.*)?)?")
 
 #: What the header `Authorization` takes, and where keys come from.
 KEY_FORM = f"Bearer {KEY_PREFIX}<id>_<secret>"
@@ -167,6 +172,29 @@ async def well_called(
         headers.getall("host", []),
         headers.getall("origin", []),
     )
+
+
+async def known_query(
+    connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
+) -> None:
+    """Check the names of the query's parameters. Raises a 400 that names the nearest valid one."""
+    path, method = connection.scope["path_template"], connection.scope["method"]  # type: ignore[typeddict-item]
+    if not connection.query_params or method == "OPTIONS" or _PAGES.fullmatch(path):
+        return
+    known = {
+        parameter.field_alias
+        for route in connection.app.routes
+        if isinstance(route, HTTPRoute) and route.path_format == path
+        for parameter in route.route_handler_map[method][1].expected_query_params
+    }
+    for name in connection.query_params:
+        if name not in known:
+            raise invalid(
+                name,
+                f"{method} {path} has no such query parameter",
+                allowed=", ".join(sorted(known)) or "none",
+                hint=suggestion(name, known),
+            )
 
 
 async def authorize(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base.dtypes import RowDType
-from ...schemas.base.errors import MidstreamError, Translated, error_of, invalid
+from ...schemas.base.errors import MidstreamError, error_of, invalid
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
 from ...schemas.jobs.harvests import HarvestView
@@ -258,7 +258,7 @@ def submit(
 ) -> None:
     """Submit a job; by default, wait for it and show the result."""
     if body is not None:
-        request = read_request(body)
+        request = options.read_json(body, JobRequest, "body")
     else:
         texts = [*(prompts or []), *(options.read_prompts(file) if file else [])]
         if not texts:
@@ -470,11 +470,3 @@ def only_model(client: Client) -> str:
     if not served:
         raise MidstreamError("unavailable", "no model is served")
     return served[0]
-
-
-def read_request(path: Path, kind: Any = JobRequest) -> Any:
-    with Translated(
-        (msgspec.ValidationError, msgspec.DecodeError),
-        lambda error: invalid("body", f"{path}: {error}"),
-    ):
-        return msgspec.json.decode(path.read_bytes(), type=kind)

@@ -82,6 +82,8 @@ class Commands(TyperGroup):
                 ctx.fail(
                     f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, similar))}?"
                 )
+        if args[1:2] == ["remove"] and "delete" in getattr(self.commands[args[0]], "commands", ()):
+            ctx.fail(f"No such command 'remove'. Did you mean 'midstream {args[0]} delete'?")
         return super().resolve_command(ctx, args)
 
 

@@ -458,14 +458,16 @@ def read_lines(path: Path) -> list[str]:
 
 def read_json(path: Path, kind: Any, option: str) -> Any:
     """Read a file's JSON as `kind`. Raises MidstreamError naming the option."""
-    try:
+    with (
+        Translated(
+            msgspec.DecodeError, lambda error: invalid(option, f"{path} is not JSON: {error}")
+        ),
+        Translated(
+            msgspec.ValidationError,
+            lambda error: invalid(option, f"{path}: {refusal(error, kind, whole='the file')}"),
+        ),
+    ):
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.ValidationError as error:
-        raise invalid(option, f"{path}: {refusal(error, kind, whole='the file')}") from error
-    except msgspec.DecodeError as error:
-        raise MidstreamError(
-            "invalid_request", f"{path} is not JSON: {error}", field=option
-        ) from error
 
 
 # --- How a job is handled

@@ -16,7 +16,8 @@ from ..captures.row_matrix import samples
 from ..render import readings as render
 from ..sdk.client import Client
 from ..sdk.wire import given
-from .jobs import AsJson, Model, Url, connect, only_model, out, print_record, read_request
+from . import options
+from .jobs import AsJson, Model, Url, connect, only_model, out, print_record
 from .registered import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
@@ -169,7 +170,7 @@ def policy_register(
     url: Url = None,
 ) -> None:
     """Register a policy, or a new version of it; running requests keep the previous one."""
-    fields = msgspec.structs.asdict(read_request(file, PolicyRequest))
+    fields = msgspec.structs.asdict(options.read_json(file, PolicyRequest, "body"))
     with connect(url) as client:
         print_record(client.policies.register(name, **fields), json_)
 
@@ -199,14 +200,16 @@ def read_examples(file: Path) -> list[Example]:
     examples = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if line.strip():
-            try:
-                examples.append(msgspec.json.decode(line, type=Example))
-            except msgspec.DecodeError as error:
-                raise invalid(
+            with Translated(
+                msgspec.DecodeError,
+                lambda error, number=number: invalid(
                     "file",
-                    f"{file}, line {number}: {error}",
-                    allowed='lines such as {"text": "…", "label": "…"}',
-                ) from error
+                    f"{file}, line {number} is not a JSON object: {error}",
+                    allowed='JSON lines such as {"text": "…", "label": "…"}',
+                    hint="this is a CSV file: convert it" if file.suffix == ".csv" else None,
+                ),
+            ):
+                examples.append(msgspec.json.decode(line, type=Example))
     if not examples:
         raise invalid("file", f"{file} has no lines")
     return examples

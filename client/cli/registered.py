@@ -57,7 +57,7 @@ Steer = Annotated[
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The commands `list`, `show` and `remove` of one kind of registered artifact.
+    """The commands `list`, `show` and `delete` of one kind of registered artifact.
 
     `calls`: the kind's calls of a client.
     """
@@ -68,7 +68,7 @@ class Registry(Generic[T]):
     calls: Callable[[Client], Named[Blocks, T]]
 
     def commands(self, help: str) -> typer.Typer:
-        """Return a command group with `list`, `show` and `remove`."""
+        """Return a command group with `list`, `show` and `delete`."""
         app = typer.Typer(no_args_is_help=True, help=help)
         name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {self.noun}.")]
 
@@ -82,15 +82,15 @@ class Registry(Generic[T]):
             print_record(self.calls(client).get(name, model), json_)
 
         @with_client
-        def remove(client: Client, name: name, model: Model = None) -> None:
+        def delete(client: Client, name: name, model: Model = None) -> None:
             self.calls(client).delete(name, model)
-            out.print(f"{name} removed", markup=False)
+            out.print(f"{name} deleted", markup=False)
 
         app.command("list", help=f"List the {self.plural}.")(list_)
         app.command("show", help=f"Show {self.noun}.")(show)
         app.command(
-            "remove", help=f"Remove {self.noun}; files stay. Requests accepted earlier keep it."
-        )(remove)
+            "delete", help=f"Delete {self.noun}; files stay. Requests accepted earlier keep it."
+        )(delete)
         return app
 
 

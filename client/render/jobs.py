@@ -39,7 +39,10 @@ _COLOURS = {
 }
 #: Columns that are never folded, because users copy their values.
 _WHOLE = frozenset(
-    {"checksum", "crc32", "job", "state", "id", "run", "name", "digest", "process", "pid"}
+    [
+        *("checksum", "crc32", "job", "state", "id", "run", "name", "digest", "process", "pid"),
+        "condition",
+    ]
 )
 #: The most rows of a table; a caption counts the rest.
 TABLE_ROWS = 24

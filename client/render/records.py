@@ -329,7 +329,6 @@ SHOWN: dict[type, Shown] = {
         "Policies",
         _POLICY := {
             "name": _text("name"),
-            "digest": _short_digest,
             "version": lambda policy: str(policy.current.version),
             "mode": lambda policy: policy.current.content.mode,
             "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
@@ -339,7 +338,7 @@ SHOWN: dict[type, Shown] = {
             ),
             "actions": lambda policy: ", ".join(policy.current.content.kinds),
         },
-        _POLICY,
+        {"name": _POLICY["name"], "digest": _short_digest} | _POLICY,
     ),
     # the job is below the run's name, so that both fit 80 columns
     RunView: Shown(

@@ -291,13 +291,13 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
             "it may be busy: try again, or see `midstream status`",
         )
     hint = (
-        "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
+        "the server speaks http: begin the URL with http://"
+        if "wrong version number" in str(error)
+        else f"the URL names no port; the default of a server is {Settings().api_port}"
+        if urlsplit(url).port is None
+        else "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
         "(--url)"
     )
-    if "wrong version number" in str(error):
-        hint = "the server speaks http: begin the URL with http://"
-    elif urlsplit(url).port is None:
-        hint = f"the URL names no port; the default of a server is {Settings().api_port}"
     return ServerUnreachable(
         f"no Midstream server answers at {url} ({error or type(error).__name__})", hint
     )

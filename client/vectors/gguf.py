@@ -129,13 +129,12 @@ def read(raw: bytes) -> list[SteeringSpec]:
     metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
     if (result := metadata.get("general.architecture", _ARCHITECTURE)) != _ARCHITECTURE:
         raise ValueError(f"its general.architecture is {result!r:.80}; valid: {_ARCHITECTURE!r}")
-    for key in metadata:
-        group, _, rest = key.partition(".")
-        if group == _ARCHITECTURE and rest.partition(".")[0] not in _KEYS:
-            raise ValueError(
-                f"its key {key!r:.80} may change how it is applied, and is not read; valid keys of "
-                f"{_ARCHITECTURE}: {', '.join(sorted(_KEYS))}"
-            )
+    own = (key for key in metadata if key.startswith(f"{_ARCHITECTURE}."))
+    if unknown := next((key for key in own if key.split(".")[1] not in _KEYS), None):
+        raise ValueError(
+            f"its key {unknown!r:.80} may change how it is applied, and is not read; valid keys of "
+            f"{_ARCHITECTURE}: {', '.join(sorted(_KEYS))}"
+        )
     places = [_place(reader) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:

@@ -75,7 +75,7 @@ class PolicyRequest(Registration, kw_only=True):
         for why, applies in (
             ("an action is listed twice, which only steer may be", len({*once}) < len(once)),
             (
-                "share is above 0 in mode canary, and 0 in other modes",
+                "share is for mode canary, where it is above 0; it is 0 in other modes",
                 (self.mode == "canary") != (self.share > 0),
             ),
             ("capture is not valid for all traffic", self.all_traffic and "capture" in once),

@@ -73,7 +73,6 @@ _CHECKED: dict[str, tuple[Any, str]] = {
     "layers_to_transform": (int | list[int] | None, "numbers of layers"),
     "layers_pattern": (str | list[str] | None, _PATTERNS),
 }
-_REQUIRED = ("r", "lora_alpha", "target_modules")
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
 _NUMBER = re.compile(r"\.(\d+)\.")
 #: What matches an adapter's regular expression, in a process that is ended after so many seconds: a
@@ -196,12 +195,12 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
 
 def _check_config(config: Mapping[str, Any]) -> None:
     def wrong(member: str, valid: str, _: Exception | None = None) -> LoraError:
-        return LoraError(f"{CONFIG}: {member} is {str(config.get(member))[:100]!r}; valid: {valid}")
+        return LoraError(f"{CONFIG}: {member} is {repr(config.get(member))[:100]}; valid: {valid}")
 
     if str(config.get("peft_type")).upper() != "LORA":
         raise wrong("peft_type", "LORA")
     for member, (kind, valid) in _CHECKED.items():
-        if member in config or member in _REQUIRED:
+        if member in config or member in ("r", "lora_alpha", "target_modules"):
             with Translated(msgspec.ValidationError, partial(wrong, member, valid)):
                 msgspec.convert(config.get(member), kind)
     by_layer = config.get("layers_to_transform") is not None
@@ -251,8 +250,7 @@ def _matched(config: Mapping[str, Any], member: str, names: list[str]) -> set[st
     """Return the names that a list of names, or a regular expression, matches as in PEFT."""
     rule = config.get(member) or []
     if not isinstance(rule, str):
-        ends = tuple(f".{part}" for part in rule)
-        return {name for name in names if name in rule or name.endswith(ends)}
+        return {name for name in names if f".{name}".endswith(tuple(f".{part}" for part in rule))}
     if member == "target_modules" and rule.lower() == "all-linear":
         return {*names}
     with Translated(

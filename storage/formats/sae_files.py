@@ -172,7 +172,7 @@ def _of_saelens(raw: bytes, file: TensorFile, digest: str) -> SaeContent:
 
 
 def _wrong(member: str, value: Any, valid: str) -> SaeError:
-    return SaeError(f"{CONFIG}: {member} is {str(value)[:100]!r}; valid: {valid}")
+    return SaeError(f"{CONFIG}: {member} is {repr(value)[:100]}; valid: {valid}")
 
 
 def _form(config: Mapping[str, Any]) -> SaeForm:
@@ -189,7 +189,7 @@ def _form(config: Mapping[str, Any]) -> SaeForm:
             raise _wrong(member, config.get(member), "a positive integer")
     d_in, d_sae = int(config["d_in"]), _width(config["d_sae"], CONFIG, "d_sae")
     if architecture == "topk" and not (_is_count(k) and k <= d_sae):
-        raise _wrong("k", k, f"1 to {d_sae}")
+        raise _wrong("k", k, f"a whole number, 1 to {d_sae}")
     normalised: Any = config.get("normalize_activations") or "none"
     if normalised not in get_args(Normalisation):
         raise _wrong(

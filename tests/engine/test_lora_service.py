@@ -176,4 +176,4 @@ def test_the_command_line_adds_uses_lists_and_removes(
     assert "shell" in midstream("loras", "list")
     assert "self_attn.q_proj" in midstream("loras", "show", "shell")
     assert '"name":"shell"' in midstream("submit", "w5 w6", "--lora", "shell", "--json")
-    assert "shell removed" in midstream("loras", "remove", "shell")
+    assert "shell deleted" in midstream("loras", "delete", "shell")

@@ -158,7 +158,7 @@ def test_the_command_line_registers_lists_and_deletes(
     assert json.loads(midstream(group, "register", "mine", *typed, "--json"))["path"] == typed[0]
     assert shown in midstream(group, "show", "mine")
     assert listed in midstream(group, "list")
-    assert "mine removed" in midstream(group, "remove", "mine")
+    assert "mine deleted" in midstream(group, "delete", "mine")
     assert json.loads(midstream(group, "list", "--json")) == []
 
 

@@ -232,7 +232,7 @@ def test_the_command_line_registers_lists_and_deletes(
     midstream("probe", "register", "cli", str(tmp_path / "probe.npz"), *of_file)
     assert "cli" in midstream("probe", "list")
     assert "x ≥ 1.5" in midstream("probe", "show", "cli")
-    assert "removed" in midstream("probe", "remove", "cli")
+    assert "deleted" in midstream("probe", "delete", "cli")
 
 
 def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> None:
@@ -399,4 +399,4 @@ def test_the_commands_of_policies(midstream: Callable[..., str], calm: str, tmp_
     assert "cli" in midstream("policy", "list")
     shown = midstream("submit", "hello there", "--policy", "cli", "--conversation", "c9")
     assert "only recorded" in shown
-    assert "removed" in midstream("policy", "remove", "cli")
+    assert "deleted" in midstream("policy", "delete", "cli")

@@ -58,7 +58,7 @@ def test_the_command_line_registers_uses_exports_and_deletes_modules(
     )
     written = midstream("modules", "export", "joy", str(tmp_path / "joy.gguf"))
     assert written == f"joy written to {tmp_path}/joy.gguf as gguf\n"
-    midstream("modules", "remove", "joy")
+    midstream("modules", "delete", "joy")
     with pytest.raises(AssertionError, match=r"steering\[0\].module"):
         midstream("submit", "once upon a time", "--steer", "@joy")
 

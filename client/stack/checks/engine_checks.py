@@ -24,8 +24,12 @@ def vllm(service: Service) -> Iterator[Finding]:
         return
     trouble = import_trouble("torch")
     if trouble is None:
-        found = "not checked: importing torch takes too long, so this machine is busy"
-        yield Finding("warn", "vllm", found, "run it again when it has less to do")
+        yield Finding(
+            "warn",
+            "vllm",
+            "not checked: importing torch takes too long, so this machine is busy",
+            "run it again when it has less to do",
+        )
         return
     if trouble:
         advice = "reinstall the extra `cpu` or `gpu` in this environment"

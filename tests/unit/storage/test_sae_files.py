@@ -96,10 +96,11 @@ def test_gemma_scope_needs_hook_and_layer() -> None:
         ),
         ({"form": "jumprelu", "architecture": "standard"}, "the tensor 'threshold' is not served"),
         ({"d_in": 16}, "W_enc has the shape [8, 32]; d_in 16 and d_sae 32 need [16, 32]"),
-        ({"d_sae": 0}, "d_sae is '0'; valid: a positive integer"),
+        ({"d_sae": 0}, "d_sae is 0; valid: a positive integer"),
         ({"d_sae": 1 << 22}, "the limit is 2097152"),
-        ({"form": "topk", "k": 33}, "k is '33'; valid: 1 to 32"),
-        ({"form": "topk", "k": None}, "k is 'None'"),
+        ({"form": "topk", "k": 33}, "k is 33; valid: a whole number, 1 to 32"),
+        ({"form": "topk", "k": "16"}, "k is '16'; valid: a whole number, 1 to 32"),
+        ({"form": "topk", "k": None}, "k is None"),
         (
             {"normalize_activations": "expected_average_only_in"},
             "others need statistics of the data",
@@ -115,7 +116,7 @@ def test_gemma_scope_needs_hook_and_layer() -> None:
             {"metadata": {"hook_name": "blocks.1.attn.hook_z"}},
             "hook_name is 'blocks.1.attn.hook_z'; valid: blocks.<layer>.hook_resid_pre",
         ),
-        ({"metadata": {"hook_layer": 2}}, "hook_layer is '2'; valid: 1, as hook_name says"),
+        ({"metadata": {"hook_layer": 2}}, "hook_layer is 2; valid: 1, as hook_name says"),
         ({"metadata": {"hook_head_index": 0}}, "an SAE of all heads"),
         (
             {"metadata": {"model_from_pretrained_kwargs": {"center_writing_weights": True}}},

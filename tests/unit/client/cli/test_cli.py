@@ -152,13 +152,14 @@ def test_every_command_accepts_h_and_version(cli: Cli) -> None:
     [
         ("dance", 2, "dance"),
         ("list", 2, "'midstream job list'"),
+        ("loras remove x", 2, "'remove'. Did you mean 'midstream loras delete'?"),
         ("status", 3, "no stack is running on"),
         ("down", 0, "no stack is running on"),
         ("logs", 1, "no logs in"),
     ],
 )
 def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, said: str) -> None:
-    ended = cli(typed)
+    ended = cli(*typed.split())
     assert (ended.code, said in ended.said) == (code, True)
 
 
@@ -185,6 +186,13 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ),
         ("capture show ./nowhere", "no such folder: ./nowhere"),
         ("jacobian fit n lines.jsonl --model m", "lines.jsonl: Expected `object`, got `array`"),
+        ("probe train p lines.csv --layer 1", "line 1 is not a JSON object: "),
+        (
+            "probe train p lines.csv --layer 1",
+            "this is a CSV file: convert it (allowed: JSON lines",
+        ),
+        ("policy register p policy.json", "policy.json: condition.threshold: unknown field"),
+        ("policy register p policy.json", "(allowed: at_least, "),
         (
             "keys create x --scope read --scope submitt",
             "did you mean 'submit'? (allowed: submit, read, steer-global, observe, admin)",
@@ -193,6 +201,8 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
 )
 def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: str) -> None:
     Path("lines.jsonl").write_text("[1]\n")
+    Path("lines.csv").write_text("text,label\n")
+    Path("policy.json").write_text('{"probe": "p", "actions": [], "condition": {"threshold": 2}}')
     ended = cli(*typed.split())
     assert (ended.code, ended.out) == (1, "")
     assert words in ended.err

@@ -377,7 +377,7 @@ def test_structs_take_arrays_as_vectors_too() -> None:
         (
             lambda: CLOSED.modules.register("joy", {"post_block.3": ["x"]}),
             "steering.post_block.3",
-            "must be numeric, not an array of <U1",
+            "must be numeric, not an array of <U1; convert it with .astype('float32')",
         ),
         (
             lambda: CLOSED.modules.register("joy", [{"layers": 3, "vector": VECTOR, "sclae": 2}]),
