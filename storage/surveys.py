@@ -51,11 +51,12 @@ class Surveyed(Shard):
 
     def features(self, order: str = "density", limit: int = 50) -> list[FeatureFigures]:
         """Return the features with the largest `density` or `mean`, or in a comparison with the
-        largest change of it.
+        largest change of it, the mean being that over all rows then.
         """
         figures = {"density": self.density, "mean": self.array("mean")}
-        by = figures[order] if order == "density" else figures["mean"] * (figures["density"] > 0)
-        by = abs(by[:, -1] - by[:, 0]) if by.shape[1] > 1 else by[:, 0]
+        over_all = figures["density"] if order == "mean" else 1.0  # means are over active rows
+        by = figures[order]
+        by = abs(np.diff(by * over_all))[:, 0] if by.shape[1] > 1 else by[:, 0]
         return [
             FeatureFigures(
                 feature=feature,

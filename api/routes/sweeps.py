@@ -56,10 +56,10 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
         queue="" if sweep.attributed is None else GRADIENTS,
     )
     job = await context.watched(job, info)
-    if sweep.attribution is not None:
+    if sweep.attributed is not None:
         stops = any(probe.action == "stop" for probe in job.probes)
         job = replace(
-            job, sweep=replace(sweep, attribution=replace(sweep.attribution, watched=stops))
+            job, sweep=replace(sweep, attribution=replace(sweep.attributed, watched=stops))
         )
     pinned = [name for probe in job.probes for name in probe.content.tensors]
     return await context.accept(job, info, blobs, submission.idempotency, pinned, to_json(body))

@@ -45,5 +45,6 @@ class EditSizes(Record):
     hook: str
     layer: int
     rows: int  # edited rows that were computed for it; those that the prefix cache served are not
-    median: float  # within 1.5 %; 0: less than 1/4096
+    # within 1.5 %; 0: less than 2⁻²⁴, float32's rounding; above 2²⁴ the largest
+    median: float
     largest: float

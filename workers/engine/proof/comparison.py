@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ....schemas.base.settings import Settings
@@ -283,7 +284,7 @@ def _error(
     if actual.shape != expected.shape:
         return math.inf
     errors = (actual - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
-    return float(errors.median() if median else errors.square().mean().sqrt())
+    return float(np.median(errors.cpu()) if median else errors.square().mean().sqrt())
 
 
 def longer(config: Any, length: int, limit: int) -> tuple[int, list[str]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from ....schemas.prompts.selectors import HOOKS, Hook
@@ -143,7 +144,7 @@ def sumwise(
     errors = (total - sum(parts)).norm(dim=-1) / (tolerance * size).clamp_min(
         torch.finfo(torch.float32).tiny
     )
-    return _worst(errors.median() if median and errors.numel() else errors)
+    return _worst(errors, median)
 
 
 def rowwise(
@@ -155,11 +156,13 @@ def rowwise(
     errors = (got - expected).norm(dim=-1) / (tolerance * expected.norm(dim=-1)).clamp_min(
         torch.finfo(torch.float32).tiny
     )
-    return _worst(errors.median() if median and errors.numel() else errors)
+    return _worst(errors, median)
 
 
-def _worst(values: torch.Tensor) -> float:
-    worst = float(values.max()) if values.numel() else math.inf
+def _worst(values: torch.Tensor, median: bool = False) -> float:
+    if not values.numel():
+        return math.inf
+    worst = float(np.median(values.cpu()) if median else values.max())
     return worst if math.isfinite(worst) else math.inf
 
 

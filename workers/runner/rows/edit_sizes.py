@@ -21,9 +21,9 @@ from ..base.engine_step import StepView
 from ..hooks.sites import Site
 from .execution_check import Due
 
-#: Bins of an octave, and the octaves: from 2⁻¹² to 2⁸. The first bin has smaller sizes, the last
-#: larger ones.
-BINS, LOWEST, HIGHEST = 24, -12, 8
+#: Bins of an octave, and the octaves: from float32's rounding, below which an edit changes nothing
+#: of a row, to 2²⁴. The first bin has smaller sizes, the last larger ones.
+BINS, LOWEST, HIGHEST = 24, -24, 24
 WIDTH = 2 + BINS * (HIGHEST - LOWEST)
 
 
@@ -59,7 +59,8 @@ class RequestSizes:
         """Return the report of each edited site, once closed. `request`: see `EditSizes`."""
         totals = np.cumsum(self._counts, axis=1, dtype=np.int64)
         rows = totals[:, -1] if len(totals) else np.zeros(0, dtype=np.int64)
-        bins = (totals >= (rows[:, None] + 1) // 2).argmax(axis=1)  # of the lower median
+        halves = (rows + 1) // 2, rows // 2 + 1  # the ranks of the lower and of the upper median
+        bins = np.stack([(totals >= rank[:, None]).argmax(axis=1) for rank in halves])
         middles = np.where(bins > 0, 2.0 ** (LOWEST + (bins - 0.5) / BINS), 0.0)
         medians = np.where(bins == WIDTH - 1, self._largest, np.minimum(middles, self._largest))
         sites = [self._table.sites[place] for place in self._places.tolist()]
@@ -73,7 +74,11 @@ class RequestSizes:
                 largest=largest,
             )
             for site, count, median, largest in zip(
-                sites, rows.tolist(), medians.tolist(), self._largest.tolist(), strict=True
+                sites,
+                rows.tolist(),
+                medians.mean(axis=0).tolist(),
+                self._largest.tolist(),
+                strict=True,
             )
         ]
 

@@ -14,6 +14,7 @@ from midstream.workers.engine.proof.comparison import (
     Difference,
     Head,
     Prompt,
+    _error,
     differences,
     figures,
     longer,
@@ -152,6 +153,8 @@ def test_above_a_router_the_median_row_counts_in_bf16(count: int, differs: bool)
     rows["post_block", 1][:count] *= 2
     assert (verdict(found(rows, "bfloat16", noise=0.01)) is not None) is differs
     assert verdict(found(rows)) is not None, "in float32 every row counts"
+    two, of = torch.tensor([[1.1], [1.3]]), torch.ones(2, 1)
+    assert _error(two, of, of[:, 0], median=True) == pytest.approx(0.2), "the mean of both"
 
 
 def test_rows_that_are_not_finite_differ_and_transformers_own_prove_nothing() -> None:

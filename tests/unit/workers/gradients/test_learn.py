@@ -113,6 +113,19 @@ def test_equal_rows_are_refused() -> None:
         learn.scaled(learn.difference_of_means(rows(1), rows(1)), rows(1), rows(1))
 
 
+def test_the_dose_of_an_even_number_of_rows_is_the_mean_of_the_middle_ones(
+    points: Points, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = stored(
+        "difference_of_means", layers=[1], positive=prompts(9, 1), negative=prompts(9, 2)
+    )
+    run = learn._Fit(points, wanted, lambda: None)
+    held = torch.arange(1.0, 9.0)[:, None] * torch.eye(4)[0]
+    sides = iter([held[:1] * 3, held[:1], held[:4], held[4:]])
+    monkeypatch.setattr(run, "_read", lambda _: {1: next(sides)})
+    assert run.direction().sites[0].dose == pytest.approx(2 * (1 / 4 + 1 / 5) / 2)
+
+
 def test_auroc_equals_scikit_learn_with_ties() -> None:
     positive = torch.tensor([1.0, 2.0, 2.0, 5.0], dtype=torch.float64)
     negative = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)
