@@ -92,6 +92,18 @@ def test_rows_are_those_of_autograd_by_hand(points: Points, name: str) -> None:
     np.testing.assert_allclose(array(part, "post_block", 0), by_hand(points, name), atol=1e-6)
 
 
+def test_a_score_has_no_gradient_at_what_comes_after_the_row_that_it_reads(points: Points) -> None:
+    """`pre_attn` of the next layer is the same tensor in transformers, and a patch of it comes too
+    late.
+    """
+    sites = {"pre_attn": [0, 1], "post_block": [0, 1], "attn_out": [1]}
+    capture = StoredCapture(sites, "all_prompt", "t", gradient=SCALARS["probe"])  # type: ignore[arg-type]
+    tensors = {"weight": torch.ones(2, 16), "bias": torch.zeros(2)}
+    (part,) = rows(points, capture, **tensors)
+    moved = {site for site in part.rows.args[0] if array(part, *site).any()}  # type: ignore[attr-defined]
+    assert moved == {("pre_attn", 0), ("post_block", 0)}
+
+
 def test_only_the_selected_positions_and_heads_are_kept(points: Points) -> None:
     whole = StoredCapture(
         {"z": [1]}, "all_prompt", "a", gradient=LOGIT, row=RowShape(heads=4, width=4)
