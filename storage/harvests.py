@@ -20,6 +20,7 @@ from ..schemas.jobs.harvests import (
     ShardEntry,
     UnitEntry,
 )
+from ..schemas.prompts.selectors import ALIASES
 from .formats.capture_blobs import TensorPlace
 from .shards import (
     KEYS,
@@ -204,7 +205,9 @@ class Harvest(Plotted):
         Raises MidstreamError that lists the sites of the harvest if none or several match.
         """
         matching = [
-            site for site in self.sites if hook in (None, site[0]) and layer in (None, site[1])
+            site
+            for site in self.sites
+            if (hook is None or ALIASES.get(hook, hook) == site[0]) and layer in (None, site[1])
         ]
         if len(matching) != 1:
             text = "several sites" if matching else f"no {hook or 'site'} of layer {layer}"

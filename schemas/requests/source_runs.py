@@ -8,7 +8,7 @@ import msgspec
 
 from ..artifacts.loras import LoraUse
 from ..base.records import Record
-from ..prompts.selectors import Hook, as_ranges
+from ..prompts.selectors import Hook, KeyedByHook, as_ranges
 from .specs import Tag
 
 RunState = Literal["pending", "ready", "failed", "deleted"]
@@ -30,7 +30,7 @@ class Run(Record, omit_defaults=True):
     identity: str = ""
 
 
-class RunPrompt(Record):
+class RunPrompt(KeyedByHook, Record):
     """One prompt's rows in a run. Every site has all positions."""
 
     request: int  # index of the prompt in the run's job

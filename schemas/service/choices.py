@@ -81,12 +81,12 @@ def refusal(
 
 def _advice(written: str, names: Iterable[str]) -> str | None:
     """Return what to write instead, as far as it is known."""
-    meant = (
+    advised = (
         match.expand(advice)
         for pattern, name, advice in _MEANT
         if (not name or name in names) and (match := re.fullmatch(pattern, written))
     )
-    return next(meant, None)
+    return next(advised, None)
 
 
 def fields_at(kind: Any, path: str) -> Iterable[str]:

@@ -123,7 +123,7 @@ def test_rows_keys_and_documents_are_read_by_number(uri: str) -> None:
     for index in (slice(None), slice(5, 200, 7), np.array([3, 359, 3, 40]), [0, -1]):
         keys = made.keys(index)
         assert np.array_equal(made.rows(index, 5)[:, 0], value(keys.documents, keys.positions, 5))
-    assert made.rows(17, 2).shape == (WIDTH,)
+    assert made.rows(17, 2).shape == made.rows(17, 2, "resid_post").shape == (WIDTH,)
     assert made.rows([], 2).shape == (0, WIDTH)
     with pytest.raises(IndexError, match=f"^row {-ROWS - 1} is out of range"):
         made.rows([3, -ROWS - 1], 2)

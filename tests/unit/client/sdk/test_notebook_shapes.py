@@ -217,11 +217,11 @@ def test_a_lens_and_a_dose_become_data_frames() -> None:
     }  # fmt: skip
     kept: dict[str, Any] = {"loss": 1.0, "repetition": 0.0, "safe": True, "text": "x"}
     cells = [DoseCell(layer=None, scale=scale, effect=scale / 2, **kept) for scale in (0.0, 2.0)]
-    asked = StoredDose(
+    dose = StoredDose(
         cells=[], effect=DoseEffect(target=" a"), prompts=1, requests=1, target_tokens=[1],
         max_loss=1, max_repetition=1,
     )  # fmt: skip
-    frame = DoseResult(dose=asked, unsteered=cells[0], cells=cells[1:]).to_pandas()
+    frame = DoseResult(dose=dose, unsteered=cells[0], cells=cells[1:]).to_pandas()
     assert frame[["scale", "effect", "safe"]].values.tolist() == [[0, 0, True], [2, 1, True]]
 
 
