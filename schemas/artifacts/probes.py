@@ -155,6 +155,13 @@ class StoredProbe(Record):
         """The value of `StoredSteering.gate` of entries that it decides about."""
         return self.digest if self.policy is None else self.name
 
+    def averaged(self) -> "StoredProbe":
+        """Return the probe with the mean over the text as its score: another content, with its own
+        digest, because ranks know a probe's computation by its digest.
+        """
+        content = msgspec.structs.replace(self.content, aggregation="mean", decay=0.0)
+        return msgspec.structs.replace(self, content=content, digest=content.digest)
+
 
 def label_starts(probes: list[StoredProbe]) -> list[int]:
     """Return the index of each probe's first label in the list of all probes' labels."""

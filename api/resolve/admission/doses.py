@@ -66,10 +66,13 @@ def expanded(job: Job, body: DoseRequest, num_layers: int) -> Job:
         if number * count > most:
             detail = f"make {number} cells of {count} {what}"
             raise invalid("scales", detail, allowed=f"at most {most} {what} in all cells")
+    for index, prompt in enumerate(job.prompts[-len(body.held_out) :]):
+        if len(prompt.token_ids) < 2:
+            detail = "has one token, and the loss of a text is that of its tokens after the first"
+            raise invalid(f"held_out[{index}]", detail, allowed="texts of at least 2 tokens")
     probes = list(job.probes)
     if body.effect.probe is not None:  # the mean over the text, however requests aggregate it
-        content = msgspec.structs.replace(probes[0].content, aggregation="mean")
-        probes[0] = msgspec.structs.replace(probes[0], content=content)
+        probes[0] = probes[0].averaged()
     return msgspec.structs.replace(
         job,
         dose=dose,

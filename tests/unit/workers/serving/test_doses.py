@@ -4,13 +4,23 @@ import math
 
 import msgspec
 import pytest
+from refusal_kit import refuses
 
+from midstream.api.resolve.admission.doses import expanded
 from midstream.broker.ledger.results.dose_result import with_receipts
+from midstream.client.render.doses import drawn
 from midstream.schemas.artifacts.probes import ProbeScore
 from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseEffect, DoseRequest, StoredDose
-from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
+from midstream.schemas.jobs.jobs import (
+    Job,
+    Output,
+    Prompted,
+    Sampling,
+    StoredPrompt,
+    TokenLogprob,
+)
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.workers.engine.doses import measure, repetition
 
@@ -18,14 +28,17 @@ SCALES = (-0.5, 0.5, 1.0, 2.0)
 
 
 def output(
-    text: str = "", token_ids: list[int] | None = None, logprobs: list[float] = ()
-) -> Output:  # type: ignore[assignment]
+    text: str = "",
+    token_ids: list[int] | None = None,
+    logprobs: list[float] = (),  # type: ignore[assignment]
+    ended: str = "length",
+) -> Output:
     tokens = [None, *(TokenLogprob(token_id=1, token="", logprob=value) for value in logprobs)]
     return Output(
         index=0,
         text=text,
         token_ids=token_ids or [],
-        finish_reason="length",
+        finish_reason=ended,
         prompt_tokens=1,
         prompt=Prompted(text="", token_ids=[], logprobs=tokens) if logprobs else msgspec.UNSET,
     )
@@ -122,15 +135,27 @@ def test_an_effect_is_exactly_one_measure(effect: dict[str, object]) -> None:
         msgspec.convert(effect, DoseEffect)
 
 
+BODY = {
+    "model": "m",
+    "prompts": ["a"],
+    "steering": [{"layers": 0, "vector": [1.0]}],
+    "scales": [1.0],
+    "effect": {"words": ["a"]},
+    "held_out": ["b"],
+}
+
+
 @pytest.mark.parametrize("scales", [[0.0, 1.0], [1.0, 1.0], []])
 def test_scales_differ_and_leave_out_zero(scales: list[float]) -> None:
-    body = {
-        "model": "m",
-        "prompts": ["a"],
-        "steering": [{"layers": 0, "vector": [1.0]}],
-        "scales": scales,
-        "effect": {"words": ["a"]},
-        "held_out": ["b"],
-    }
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(body, DoseRequest)
+        msgspec.convert(BODY | {"scales": scales}, DoseRequest)
+
+
+@pytest.mark.parametrize(("tokens", "at"), [([1], 0), ([2, 1], 1), ([2, 1, 2], 1)])
+def test_a_held_out_text_of_one_token_is_refused(tokens: list[int], at: int) -> None:
+    """It has no loss: alone, it would make that of every cell NaN."""
+    body = msgspec.convert(BODY | {"held_out": ["b"] * len(tokens)}, DoseRequest)
+    prompts = [StoredPrompt(token_ids=[7] * count) for count in (1, *tokens)]
+    fields = {"id": "j", "kind": "dose", "model": "m", "sampling": Sampling(), "created": 0.0}
+    with refuses("has one token", status=400, field=f"held_out[{at}]"):
+        expanded(Job(prompts=prompts, **fields), body, 4)  # type: ignore[arg-type]

@@ -546,6 +546,18 @@ def test_a_failed_request_reports_what_its_policies_decided_so_far(
     assert (score.flagged, score.triggers) == (action == "flag", 1)
 
 
+@pytest.mark.parametrize("dose_first", [False, True])
+def test_a_probe_and_its_mean_do_not_share_what_a_rank_keeps(rig: Rig, dose_first: bool) -> None:
+    requests = [probed(rig, "none"), probed(rig, "none", number=2)]
+    of_dose = requests[not dose_first].tracked.spec.probes
+    of_dose[0] = of_dose[0].averaged()
+    run(rig, *requests)
+    scores = [receipt.scores[0] for receipt in rig.receipts()]
+    values = [np.frombuffer(score.tokens, dtype="<f4") for score in scores]
+    wanted = [each.mean() if n != dose_first else each[-1] for n, each in enumerate(values)]
+    assert [score.score[0] for score in scores] == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> None:
     first = float(stream_of(1, "post_block", 1, 0, 1)[0, 0])  # at position p it is larger by p
