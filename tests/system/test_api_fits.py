@@ -177,6 +177,43 @@ def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: 
     assert len(result.edits) == 20
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("layers", ["1-2", None])
+def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(
+    api: Api, hand: Hand, layers: str | None, named: bool
+) -> None:
+    """Those of a policy of all traffic are the operator's: no layer and no scale of a dose changes
+    them, and the unsteered cell has them.
+    """
+    ones = [1.0] * HIDDEN
+    own = [{"layers": 1, "vector": ones}, {"layers": 2, "vector": ones}]
+    acts = {"actions": [{"action": "steer", "module": "guard", "scale": 0.5}], "mode": "active"}
+    for path, fields in {
+        "probes/unkind": {"weight": ones, "layer": 0},
+        "steering/modules/guard": {"steering": [{"layers": "0,2", "vector": ones, "scale": -4.0}]},
+        "steering/modules/own": {"steering": own},
+        "policies/guard": acts
+        | {"probe": "unkind", "condition": {"at_least": 1.0}, "all_traffic": True},
+    }.items():
+        assert api.http.put(f"/v1/{path}", json={"model": MODEL, **fields}).status_code == 201
+    steering = [{"module": "own"}] if named else own
+    theirs = [each for each in hand.job(api.submit(steering=steering)).steering[0] if each.gate]
+    assert [(entry.layers, entry.scale) for entry in theirs] == [([0, 2], -2.0)]
+    body = {"steering": steering, "layers": layers, "effect": {"probe": "unkind"}}
+    job = hand.job(api.http.post("/v1/doses", json=DOSE | body).json()["id"])
+    for number, (layer, scale) in enumerate(job.dose.cells):
+        wanted = [([n], scale) for n in (1, 2) if scale and layer in (None, n)]
+        for entries in job.steering[number * job.dose.requests :][: job.dose.requests]:
+            assert [entry for entry in entries if entry.gate] == theirs
+            assert [(e.layers, e.scale) for e in entries if not e.gate] == wanted
+    made = [(each.digest == each.content.digest, each.content.aggregation) for each in job.probes]
+    assert made == [(True, "mean"), (True, "last")]
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    return {"steering": [DOSE["steering"][0] | fields]}
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "detail"),
     [

@@ -96,11 +96,14 @@ def _target_tokens(job: Job, body: DoseRequest) -> list[int]:
 
 
 def _at(entries: Sequence[StoredSteering], layer: int | None, scale: float) -> list[StoredSteering]:
-    if not scale:
-        return []
-    chosen = [at_scale(entry, scale) for entry in entries if layer is None or layer in entry.layers]
-    if not chosen:
+    """Return a prompt's entries in a cell. Entries with a gate are those of policies, not of the
+    dose: they are the same in every cell.
+    """
+    own = [e for e in entries if not e.gate and scale and (layer is None or layer in e.layers)]
+    if scale and not own:
         raise invalid("layers", f"steering has no entry at layer {layer}")
-    return [
-        msgspec.structs.replace(e, layers=e.layers if layer is None else [layer]) for e in chosen
+    chosen = [
+        msgspec.structs.replace(at_scale(e, scale), layers=e.layers if layer is None else [layer])
+        for e in own
     ]
+    return chosen + [entry for entry in entries if entry.gate]
