@@ -224,6 +224,9 @@ def entry(**fields: Any) -> dict[str, Any]:
         ({"steering": [{"module": "none"}]}, "steering[0].module", "none"),
         ({"steering": [{"vector": [1.0] * HIDDEN, "layers": 0}]}, "layers", "no entry at layer 1"),
         ({"scales": [n + 1.0 for n in range(32)], "prompts": ["a"] * 64}, "scales", "prompts"),
+        (entry(norm_match=True) | {"scales": [1.0, 1000.0]}, "scales[1]", "-100 to 100"),
+        (entry(op="ablate", strength=-2.0) | {"scales": [-51.0]}, "scales[0]", "-100 to 100"),
+        (entry(scale=1e5) | {"scales": [2.0, -11.0]}, "scales[1]", "-1e+06 to 1e+06"),
     ],
 )
 def test_refusals_of_doses(

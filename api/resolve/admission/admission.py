@@ -325,7 +325,9 @@ async def resolve(
         readings = resolve_readings(parsed, bounds)
         captures = resolve_captures(parsed.capture, bounds, [*readings, *more])
         gated = [*gated_by(parsed.probes, probes), *policies.gated]
-        return captures, *resolve_edits(parsed.patch, parsed.steering, bounds, model_state, gated)
+        return captures, *resolve_edits(
+            parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
+        )
 
     characters = sum(map(_characters, prompts))
     cost = check_cost(parsed, len(prompts), characters, model_state)

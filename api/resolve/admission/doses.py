@@ -34,6 +34,7 @@ def parse_dose(body: DoseRequest) -> ParsedRequest:
             else msgspec.structs.replace(spec, layers=body.layers)
             for spec in body.steering
         ],
+        scales=body.scales,
         probes=[] if body.effect.probe is None else [body.effect.probe],
         metadata=body.metadata,
         handling=body,

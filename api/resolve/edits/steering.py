@@ -150,7 +150,7 @@ def _parts_of_module(
     parts = []
     for number, (entry, reach) in enumerate(zip(module.entries, module.reach, strict=True)):
         _check_fits(module, number, entry, bounds, at)
-        _check_scale(entry, reach, scale, bounds, at)
+        _check_scale(entry, reach, scale, bounds, f"{at}.scale", "the module's")
         parts.append(
             Part(
                 entry, scale, made["positions"] or _own_positions(module, number, entry, bounds, at)
@@ -192,8 +192,11 @@ def _check_fits(
 
 
 def _check_scale(
-    entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, at: str
+    entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, field: str, whose: str
 ) -> None:
+    """Raises a 400 naming `field` if the entry, multiplied by `scale`, would be refused as an entry
+    of a request. `reach`: see `Module.reach`.
+    """
     made = entry.stored("all", scale)
     family = FAMILY[made.family]
     number, value = (
@@ -201,18 +204,16 @@ def _check_scale(
     )
     with Translated(
         ValueError,
-        lambda error: invalid(
-            f"{at}.scale", f"{scale:.3g} times the module's {number.name}: {error}"
-        ),
+        lambda error: invalid(field, f"{scale:.3g} times {whose} {number.name}: {error}"),
     ):
         check_limit(family, number, value)
-    if not reach * abs(scale) <= limit_of(bounds):
+    if family.scale is not None and not reach * abs(scale) <= limit_of(bounds):
         largest, limit = reach * abs(scale), limit_of(bounds)
         raise invalid(
-            f"{at}.scale",
+            field,
             (
-                f"scale times vector has an element of magnitude {largest:.3g}: "
-                f"{bounds.model.dtype} allows at most {limit:.3g}"
+                f"{scale:.3g} times {whose} scaled vector has an element of magnitude "
+                f"{largest:.3g}: {bounds.model.dtype} allows at most {limit:.3g}"
             ),
         )
 
@@ -244,28 +245,32 @@ def resolve_edits(
     bounds: Bounds,
     model_state: ModelState = NOTHING,
     gated: Sequence[Gated] = (),
+    scales: Sequence[float] = (),
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     """Return the edits per prompt (patches, then steering, then what probes apply: `gated`), and
     the tensors that came with them, by content hash.
 
-    Both are empty when nothing is edited. Tensors of named modules are not included. Raises a 400
-    naming the field.
+    Both are empty when nothing is edited. Tensors of named modules are not included. `scales`: of a
+    dose; steering, but not what probes apply, must be valid at each of them. Raises a 400 naming
+    the field.
     """
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs or gated else []
     for index, spec in enumerate(specs):
-        for part in _parts(spec, bounds, f"steering[{index}]", model_state, blobs):
+        parts = _parts(spec, bounds, f"steering[{index}]", model_state, blobs)
+        _check_scales(spec, parts, scales, bounds, f"steering[{index}]", model_state)
+        for part in parts:
             # shared by all prompts
             named = {name: part.entry.stored(name, part.scale) for name in POSITION_NAMES}
             for entries, positions in zip(per_prompt, part.positions, strict=True):
                 same = named.get(positions) if isinstance(positions, str) else None
                 entries.append(same or part.entry.stored(positions, part.scale))
     for module in gated:
-        parts = [
+        applied = [
             (part.entry.stored("all", part.scale), part.positions)
             for part in _parts(module.spec, bounds, module.at, model_state, blobs)
         ]
-        for entries, more in zip(per_prompt, gated_entries(module, parts, bounds), strict=True):
+        for entries, more in zip(per_prompt, gated_entries(module, applied, bounds), strict=True):
             entries += more
     reserved = (
         _room_of_global(model_state.global_steering, bounds) if specs or patch or gated else NO_ROOM
@@ -278,6 +283,33 @@ def resolve_edits(
         patched[index] += entries
     _check_each(patched, "patch", bounds.model, reserved)
     return patched, blobs
+
+
+def _check_scales(
+    spec: SteeringSpec,
+    parts: Sequence[Part],
+    scales: Sequence[float],
+    bounds: Bounds,
+    at: str,
+    model_state: ModelState,
+) -> None:
+    """Raises a 400 naming the first of `scales` at which one of the spec's `parts` is not valid."""
+    if not scales:
+        return
+    module = model_state.modules.get(spec.module or "")
+    reaches = _reaches(spec, at, model_state.features) if module is None else module.reach
+    for number, scale in enumerate(scales):
+        for part, reach in zip(parts, reaches, strict=True):
+            _check_scale(
+                part.entry, reach, part.scale * scale, bounds, f"scales[{number}]", f"{at}'s"
+            )
+
+
+def _reaches(spec: SteeringSpec, at: str, features: Named) -> list[float]:
+    """Return for each entry of a spec other than a module, see `Module.reach`."""
+    return [
+        reach_of(plain) for plain in features.directions.get(at) or [plain_spec(spec, features)]
+    ]
 
 
 def _check_each(
@@ -401,8 +433,7 @@ def resolve_module(
         found = _entries_of(spec, Bounds(model, []), at, blobs, features)
         made = (limited(entry, own, at) for entry, _ in found)
         entries += [limited(entry, limit, at) for entry in made]
-        plain_specs = features.directions.get(at) or [plain_spec(spec, features)]
-        reach += [reach_of(plain) for plain in plain_specs]
+        reach += _reaches(spec, at, features)
     _check_room([_unresolved(entry) for entry in entries], "", model)
     return Content(entries, reach, blobs)
 

@@ -69,6 +69,7 @@ class ParsedRequest:
     echo: bool = False  # outputs come with their prompts
     capture: CaptureSpec | None = None
     steering: list[SteeringSpec] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # of a dose: each multiplies all of steering
     patch: list[PatchSpec] = field(default_factory=list)
     readings: dict[str, Any] = field(default_factory=dict)  # field → the spec, or the list of specs
     # kind and name of the artifacts that readings name → digest, once they are looked up

@@ -214,6 +214,13 @@ def test_ops_edit_the_stream_of_requests_and_no_rows_inside_of_a_layer(site: Pat
         resolve_module([SteeringSpec(extension="norm-cap", layers=1)], served)
 
 
+def test_a_doses_scale_bounds_the_strength_and_not_the_vector(site: Path) -> None:
+    limits = bounds(hooks=["post_block"], extensions=list(loaded("unruly").values()))
+    along = [SteeringSpec(extension="along", layers=2, vector=[2e3] * HIDDEN)]
+    with refuses("steering[0]'s strength: 101 is out of range", status=400, field="scales[1]"):
+        resolve_edits([], along, limits, scales=[50.0, 101.0])
+
+
 # --- A site
 # --------------------------------------------------------------------------------------------------
 

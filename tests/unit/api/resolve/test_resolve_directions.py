@@ -132,6 +132,10 @@ def test_all_layers_are_those_of_the_lens_also_in_a_module(root: Path) -> None:
     assert [entry.layers for entry in content.entries] == [[0], [1], [2], [3]]
     largest = [3 * float(directions(layer, 4).abs().max()) for layer in LAYERS]
     assert content.reach == pytest.approx([*largest, 1.0])
+    state = ModelState(features=named(root, spec, other))
+    low = msgspec.structs.replace(MODEL, dtype="float16")
+    with refuses("times steering[0]'s scaled vector", field="scales[1]"):
+        resolve_edits([], [spec], Bounds(low, [PromptFacts(1)]), state, scales=[1.0, -3e5])
 
 
 @pytest.mark.parametrize(

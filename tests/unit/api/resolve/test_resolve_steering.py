@@ -170,6 +170,27 @@ def test_invalid_module_use_in_a_request_names_the_field(
         resolved([spec(), SteeringSpec(**wish)], module())
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "most", "words"),
+    [
+        ({"scale": 2.0}, 32752.0, "scaled vector has an element"),
+        ({"op": "replace", "scale": 2.0}, 32752.0, "scaled vector has an element"),
+        ({"scale": 2.0, "norm_match": True}, 50.0, "'add with norm_match': -100 to 100"),
+        ({"op": "ablate", "strength": 2.0}, 50.0, "'ablate': -100 to 100"),
+        ({"op": "clamp", "low": 0.0, "strength": 2.0}, 50.0, "'clamp': -100 to 100"),
+    ],
+)
+def test_a_doses_scales_keep_entries_within_the_limits_of_requests(
+    fields: dict[str, Any], most: float, words: str, named: bool
+) -> None:
+    own, limits = spec(**fields), Bounds(model(), [PromptFacts(6)])
+    used, known = [SteeringSpec(module="joy")] if named else [own], ModelState({"joy": module(own)})
+    resolve_edits([], used, limits, known, scales=[most, -most])
+    with refuses(words, "steering[0]'s", field="scales[1]", status=400):
+        resolve_edits([], used, limits, known, scales=[most, -1.01 * most])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
