@@ -12,7 +12,8 @@ from .jobs import table
 def drawn(result: DoseResult) -> Iterator[RenderableType]:
     """Yield a table of all cells, and the largest safe scale of each layer and sign."""
     rows = table("Dose", "layer", "scale", "effect", "loss", "repeats", "size", "text")
-    for cell in (result.unsteered, *result.cells):
+    every = [result.unsteered, *result.cells]
+    for cell in every:
         figures = [f"{cell.scale:g}", f"{cell.effect:.3g}", f"{cell.loss:.2f}"]
         figures += [
             f"{cell.repetition:.0%}",
@@ -27,6 +28,9 @@ def drawn(result: DoseResult) -> Iterator[RenderableType]:
             f"layer {_layer(cell)}: safe up to scale {cell.scale:g}, effect {cell.effect:.3g} "
             f"({result.unsteered.effect:.3g} unsteered)"
         )
+    if stopped := sum(cell.stopped > 0 for cell in every):
+        of = f"{stopped} of {len(every)} cells"
+        yield Text(f"a policy ended continuations of {of}, which cannot be compared")
     if not result.safe:
         yield Text("no scale is safe")
 

@@ -98,11 +98,12 @@ class DoseCell(Record):
     effect: float
     loss: float  # on the held-out texts, nats per token; of a steered cell, above the unsteered one
     repetition: float  # share of 4-grams that a continuation has already had
-    safe: bool
+    safe: bool  # false, too, if a policy ended continuations, of this cell or the unsteered one
     text: str  # the continuation of the first prompt
     # relative sizes of its edits: the median of the sites' and prompts' medians, and the largest
     median: float = 0.0
     largest: float = 0.0
+    stopped: int = 0  # continuations that a policy ended: the figures are those of what is left
 
 
 class DoseResult(Suggesting, Record):

@@ -311,6 +311,30 @@ def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: st
     assert run(client).probes == []
 
 
+def test_a_dose_runs_under_what_the_operator_has_set(client: Client, calm: str) -> None:
+    """Under global steering, and cells whose texts a policy has cut are not called safe."""
+    version = client.global_steering.set([{"layers": 0, "vector": [1.0] * HIDDEN}]).version
+    dose: dict[str, Any] = {
+        "model": "fake-model",
+        "prompts": ["hello there", "you"],
+        "steering": [{"vector": [1.0] * HIDDEN, "layers": 1}],
+        "scales": [-1.0, 1.0],
+        "effect": {"probe": calm},
+        "held_out": ["hello there"],
+        "max_tokens": 4,
+    }
+    free = client.dose(**dose)
+    assert [(cell.scale, cell.stopped) for cell in free.dose.safe] == [(-1.0, 0), (1.0, 0)]
+    assert (free.determinism.consistent, free.determinism.global_version) == (True, version)
+    client.policies.register("guard", **of_all(calm, "stop"))
+    cut = client.dose(**dose)
+    client.policies.delete("guard")
+    client.global_steering.clear()
+    stopped = [cell.stopped for cell in (cut.dose.unsteered, *cut.dose.cells)]
+    assert (stopped, cut.dose.safe) == ([2, 2, 2], [])
+    assert [cell.loss for cell in cut.dose.cells] == [cell.loss for cell in free.dose.cells]
+
+
 def test_a_latch_turns_the_next_requests_of_a_conversation_on(client: Client, calm: str) -> None:
     """Of this conversation and this tenant alone, and only where the policy acts."""
     condition = {"at_least": 5.0, "label": "angry", "latch": "conversation"}

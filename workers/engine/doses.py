@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...schemas.artifacts.conditions import POLICY
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.doses import DoseCell, DoseResult, StoredDose
 from ...schemas.jobs.jobs import Output
@@ -25,6 +26,7 @@ def measure(dose: StoredDose, outputs: Sequence[Output]) -> DoseResult:
         held_out = of_cell[dose.prompts + len(dose.target_tokens) :]
         loss = -float(np.mean([value for output in held_out for value in _logprobs(output)]))
         repeated = float(np.mean([repetition(output.token_ids) for output in texts]))
+        stopped = sum(output.finish_reason.startswith(POLICY) for output in texts)
         # the first cell's own, to which those of others are compared
         loss_of, repeated_of = (cells[0].loss, cells[0].repetition) if cells else (0.0, repeated)
         cells.append(
@@ -34,11 +36,17 @@ def measure(dose: StoredDose, outputs: Sequence[Output]) -> DoseResult:
                 effect=_effect(dose, of_cell),
                 loss=loss - loss_of,
                 repetition=repeated,
-                safe=not cells
-                or (
-                    loss - loss_of <= dose.max_loss
-                    and repeated - repeated_of <= dose.max_repetition
+                # texts that a policy has cut cannot be compared
+                safe=not stopped
+                and (
+                    not cells
+                    or (
+                        not cells[0].stopped
+                        and loss - loss_of <= dose.max_loss
+                        and repeated - repeated_of <= dose.max_repetition
+                    )
                 ),
+                stopped=stopped,
                 text=texts[0].text,
             )
         )
@@ -64,6 +72,9 @@ def _logprobs(output: Output) -> list[float]:
     """Return the log-probabilities of a prompt's tokens from the second on."""
     tokens = output.prompt.logprobs if output.prompt else None
     if not tokens:
-        detail = f"prompt {output.index} of the dose has no log-probabilities"
+        detail = (
+            f"prompt {output.index} of the dose has no log-probabilities; it ended with "
+            f"{output.finish_reason!r}"
+        )
         raise MidstreamError("engine_failed", detail)
     return [token.logprob for token in tokens if token is not None]

@@ -14,7 +14,9 @@ export default function Dose({ dose: { dose, unsteered, cells, safe } }) {
   const scales = [...new Set(cells.map(({ scale }) => scale))];
   const rows = [...new Set(cells.map(layerOf))].map((layer) => cells.filter((cell) => layerOf(cell) === layer));
   const reach = Math.max(...cells.map(({ effect }) => Math.abs(effect - unsteered.effect))) || 1;
-  return html`<p class="finding">${safe.length ? safe.map((cell) => `Layer ${layerOf(cell)} is safe up to scale ${cell.scale} (effect ${number(cell.effect, 2)}).`).join(" ") : "No scale is safe."}</p>
+  const every = [unsteered, ...cells];
+  const stopped = every.filter((cell) => cell.stopped).length;
+  return html`<p class="finding">${safe.length ? safe.map((cell) => `Layer ${layerOf(cell)} is safe up to scale ${cell.scale} (effect ${number(cell.effect, 2)}).`).join(" ") : "No scale is safe."}${stopped ? ` A policy ended continuations of ${stopped} of ${every.length} cells, which cannot be compared.` : ""}</p>
     <${Stats} items=${[
       { name: "Unsteered", value: number(unsteered.effect, 2), note: what(dose) },
       { name: "Safe", value: `+${dose.max_loss} nats`, note: `and +${percent(dose.max_repetition)} repetition, at most` },

@@ -90,6 +90,29 @@ def test_words_loss_and_repetition_of_each_cell_and_the_largest_safe_scales() ->
     assert [(cell.layer, cell.scale) for cell in found.safe] == [(3, 0.5)]
 
 
+@pytest.mark.parametrize(
+    ("cut", "safe"),
+    [*enumerate([[], [2.0], [-0.5], [-0.5, 0.5], [-0.5, 1.0]])],
+)
+def test_a_cell_whose_text_a_policy_ended_is_not_safe(cut: int, safe: list[float]) -> None:
+    """Nor is any, if the unsteered text was ended: a part of a text repeats itself less."""
+    outputs = [
+        part
+        for number in range(5)
+        for part in (
+            output("a", [1, 2]),
+            output("a", [1], ended="policy:guard" if number == cut else "stop"),
+            output(logprobs=[-2.0]),
+        )
+    ]
+    result = with_receipts(measure(dose(DoseEffect(words=["a"])), outputs), [])
+    cells = [result.unsteered, *result.cells]
+    assert [cell.stopped for cell in cells] == [int(number == cut) for number in range(5)]
+    assert [cell.safe for cell in cells] == [0 < cut != n for n in range(5)]
+    assert [cell.scale for cell in result.safe] == safe
+    assert "of 1 of 5 cells, which cannot be compared" in "".join(map(str, drawn(result)))
+
+
 def test_a_targets_log_probability_is_that_of_its_own_tokens() -> None:
     cell = [
         *(output("a", [1, 2]) for _ in range(2)),
