@@ -320,7 +320,13 @@ class AppContext:
         named = (
             await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(needed) else []
         )
-        return ModelState(modules, current, known, runs, named)
+        _, watching = await self.ledger.watched_model(model)
+        guards = [
+            policy
+            for policy in await self.policies.named(model, watching)
+            if policy.current.content.mode != "shadow" and policy.current.content.edits == "refuse"
+        ]
+        return ModelState(modules, current, known, runs, named, guards=guards)
 
     async def watched(self, job: Job, info: ModelInfo) -> Job:
         """Return a sweep with the scores that policies of all traffic of the model need, and their

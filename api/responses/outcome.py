@@ -112,8 +112,10 @@ async def finished(
     problem = failure_of(view)
     if problem is not None:
         if view.probed and view.state is State.FAILED:
-            probes = (await result_of(context, view.id)).probes
-            problem = JobProblem(**msgspec.structs.asdict(problem), probes=probes)
+            problem = JobProblem(
+                **msgspec.structs.asdict(problem),
+                probes=(await result_of(context, view.id)).probes,
+            )
         return failed(request, problem, headers)
     result = outcome.result or await result_of(context, view.id)
     return Response(result, status_code=200, headers={**headers, "ETag": etag(view.version)})

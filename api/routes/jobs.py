@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 from litestar import Response, get, post
@@ -24,16 +23,7 @@ from ...schemas.base.limits import (
 )
 from ...schemas.base.records import now
 from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
-from ...schemas.jobs.jobs import (
-    Job,
-    JobPage,
-    JobProblem,
-    JobRequest,
-    JobResult,
-    JobView,
-    Sampling,
-    State,
-)
+from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobResult, JobView, Sampling, State
 from ...schemas.jobs.models import ModelInfo
 from ..context import AppContext, unless_client_leaves
 from ..resolve.admission.admission import handled
@@ -64,7 +54,6 @@ PROBLEM = ResponseSpec(
     description="The error, with the field's path",
     generate_examples=False,
 )
-JOB_PROBLEM = replace(PROBLEM, data_container=JobProblem)
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
 #: 409, 500 and 504 may also be a job's own failure, if the response was held for it.
 SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
@@ -323,7 +312,7 @@ async def job_events(
     "/v1/jobs/{job_id:str}/result",
     opt=needs("read"),
     summary="Get a job's result",
-    responses={409: PROBLEM, 410: PROBLEM, 500: JOB_PROBLEM, 504: JOB_PROBLEM, **ERRORS},
+    responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
 )
 async def job_result(
     job_id: JobId, request: JsonRequest, context: AppContext, caller: Caller

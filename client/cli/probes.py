@@ -182,12 +182,15 @@ def policy_change(
     share: Annotated[float | None, typer.Option(help="Share of requests of a canary.")] = None,
     version: Annotated[int | None, typer.Option(help="The version to restore.")] = None,
     all_traffic: Annotated[bool | None, typer.Option(help="Apply it to every request.")] = None,
+    edits: Annotated[
+        str | None, typer.Option(help="Edits of what it reads: refuse, allow.")
+    ] = None,
     model: Model = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Change a policy's mode, or restore a version."""
-    fields = given(mode=mode, share=share, version=version, all_traffic=all_traffic)
+    fields = given(mode=mode, share=share, version=version, all_traffic=all_traffic, edits=edits)
     with connect(url) as client:
         print_record(client.policies.change(name, model, **fields), json_)
 

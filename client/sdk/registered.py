@@ -348,7 +348,7 @@ class Policies(Named[M, Policy]):
 
     @call
     async def change(self, /, name: str, model: str | None = None, **fields: Any) -> Policy:
-        """Make a version with another `mode`, `share` or `all_traffic`; `version`: the one whose
+        """Make a version with another `mode`, `share`, `all_traffic` or `edits`; `version`: whose
         content it restores. `fields`: those of `PolicyChange`.
         """
         body = wire.checked(wire.given(**fields), PolicyChange, "")

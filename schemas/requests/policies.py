@@ -56,6 +56,8 @@ class Webhook(Record, tag_field="action", tag="webhook"):
 Action = Literal["flag", "stop"] | Steer | Window | Webhook
 #: Stands for a name or a URL that is another tenant's.
 HIDDEN = "hidden"
+#: Of requests, at the site of a policy's probe or before it in the forward pass.
+Edits = Literal["refuse", "allow"]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -69,6 +71,8 @@ class PolicyRequest(Registration, kw_only=True):
     mode: Mode = "shadow"
     share: Share = 0.0  # of the requests, in mode `canary`
     all_traffic: bool = False  # applies to every request to the model; otherwise to those naming it
+    # of all traffic, while it may act: whether requests may edit rows that its probe reads
+    edits: Edits = "refuse"
 
     def __post_init__(self) -> None:
         once = [kind for kind in self.kinds if kind != "steer"]
@@ -99,6 +103,7 @@ class PolicyChange(Record):
     mode: Mode | None = None
     share: Share | None = None  # null: 0, or the present one in mode `canary`
     all_traffic: bool | None = None
+    edits: Edits | None = None
 
 
 class PolicyVersion(Record):

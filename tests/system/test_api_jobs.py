@@ -243,6 +243,67 @@ def test_a_job_that_fails_itself_hides_no_decision_of_a_policy(api: Api, hand: H
     assert [each["event"] for each in sent] == ["job.decided"]
 
 
+def test_no_request_edits_what_a_policy_of_all_traffic_reads(api: Api, hand: Hand) -> None:
+    """While the policy may act. It may itself, and so may requests if its setting allows it."""
+    hand.serve()
+    ones = msgspec.to_builtins(from_numpy(np.ones(8, np.float32)))
+    early, late = ({"layers": [layer], "hook": "mlp_out", "vector": ones} for layer in (2, 3))
+    module = [{"module": "early"}]
+    probe = {"model": MODEL, "weight": ones, "layer": 2, "thresholds": 1.0}
+    policy = {"model": MODEL, "probe": "p", "condition": {"at_least": 3}, "mode": "active"}
+    policy |= {"actions": [{"action": "steer", "module": "early"}], "all_traffic": True}
+    names = "steering/modules/early", "probes/p", "policies/guard"
+    for name, body in zip(
+        names, ({"model": MODEL, "steering": [early]}, probe, policy), strict=True
+    ):
+        answer = api.http.put(f"/v1/{name}", json=body)
+        assert answer.is_success, answer.text
+    prompt, chat = {"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}
+    dose = {
+        "prompts": ["a"],
+        "effect": {"target": " b"},
+        "held_out": ["a b"],
+        "scales": [2.0],
+        "max_tokens": 4,
+    }
+    harvest = {"source": {"lines": ["a"]}, "layers": 1}
+    for path, fields, field in (
+        ("jobs", {"steering": [late, early]}, "steering[1]"),
+        ("jobs", {"steering": [late | {"layers": "2-3", "hook": "post_block"}]}, "steering[0]"),
+        ("jobs", {"steering": module}, "steering[0]"),
+        ("jobs", {"steering": [early], "policies": ["guard"]}, "steering[0]"),
+        ("jobs", {"probes": [{"probe": "p", "action": "steer", **module[0]}]}, "probes[0]"),
+        (
+            "jobs",
+            {"patch": [{"layers": 0, "positions": [0], "source": {"zeros": True}}]},
+            "patch[0]",
+        ),
+        ("completions", {"steering": [early], **prompt}, "steering[0]"),
+        ("chat/completions", {"steering": [early], **chat}, "steering[0]"),
+        ("doses", {"steering": [{"vector": ones}], "layers": "2-3", **dose}, "steering[0]"),
+        ("harvests", {"steering": module, **harvest}, "steering[0]"),
+    ):
+        body = {"model": MODEL, **fields} | ({"prompts": ["a"]} if path == "jobs" else {})
+        answer = api.http.post(f"/v1/{path}", json=body)
+        problem = answer.json()
+        assert (answer.status_code, problem.get("field")) == (400, field), (path, problem)
+        assert "'guard' of all traffic reads: post_block of layer 2" in problem["detail"]
+    (entry,) = hand.job(api.submit()).steering[0]
+    assert entry.gate == "policy:guard"
+    assert api.submit(steering=[late])
+    early = {"model": MODEL, "prompts": ["a"], "steering": [early]}
+    for change, status in (
+        ({"mode": "canary", "share": 0.001}, 400),
+        ({"mode": "shadow"}, 202),
+        ({"mode": "active"}, 400),
+        ({"edits": "allow"}, 202),
+    ):
+        api.http.patch("/v1/policies/guard", params={"model": MODEL}, json=change)
+        assert api.http.post("/v1/jobs", json=early).status_code == status, change
+    for name in names[::-1]:
+        api.http.delete(f"/v1/{name}", params={"model": MODEL})
+
+
 def test_a_queued_job_is_aborted_and_has_no_result(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     cancel = api.http.post(f"/v1/jobs/{job_id}/cancel")

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.source_runs import SourceRuns
 from ....schemas.access.keys import Caller, shown
-from ....schemas.base.errors import MidstreamError, unknown
+from ....schemas.base.errors import MidstreamError, invalid, unknown
+from ....schemas.prompts.selectors import FORWARD, Hook
+from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import Run, RunPrompt, RunState, RunView
 from ....schemas.requests.specs import PatchSpec
 from ....schemas.requests.steering import GlobalSteering, Module
@@ -32,6 +34,22 @@ class ModelState:
     runs: Mapping[str, RunView] = field(default_factory=dict)
     run_names: Sequence[str] = ()  # of all runs, if a requested one does not exist
     features: Named = NONE  # that steering names
+    #: Policies of all traffic that refuse edits which hide a request from them.
+    guards: Sequence[Policy] = ()
+
+    def check_seen(self, at: str, hook: Hook, layers: Sequence[int]) -> None:
+        """Raises a 400 for an edit of the request's own, in the field `at`, that changes the rows
+        which a policy of all traffic reads: at its probe's site or before it.
+        """
+        edited = min(layers), FORWARD.index(hook)
+        for name, read in ((guard.name, guard.current.probe.content) for guard in self.guards):
+            if edited <= (read.layer, FORWARD.index(read.hook)):
+                raise invalid(
+                    at,
+                    f"edits {hook} of layer {edited[0]}, and so the rows that the policy {name!r} "
+                    f"of all traffic reads: {read.hook} of layer {read.layer}",
+                    allowed="sites after that one, in the order of the forward pass",
+                )
 
 
 NOTHING = ModelState()

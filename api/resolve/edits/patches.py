@@ -485,6 +485,7 @@ def resolve_patches(
             raise invalid(f"{at}.source.run", detail, allowed="vector, module or zeros")
         made = apply_rules(RULES, spec, bounds, at)
         patch = Patch(spec, at, made["hook"], made["layers"], made["positions"])
+        model_state.check_seen(at, patch.hook, patch.layers)
         kind = next(name for name in SOURCES if getattr(spec.source, name) not in (None, False))
         total += _most_entries(patch)
         if total > MAX_PATCH_ROWS:

@@ -341,6 +341,8 @@ def _parts(
     else:
         found = _entries_of(spec, bounds, at, blobs, model_state.features)
         parts = [Part(entry, 1.0, positions) for entry, positions in found]
+    for part in () if at.startswith("policies") else parts:  # the operator's own
+        model_state.check_seen(at, part.entry.hook, part.entry.layers)
     return [part._replace(entry=limited(part.entry, limit, at)) for part in parts]
 
 

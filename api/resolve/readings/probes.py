@@ -302,7 +302,7 @@ def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
         raise invalid("version", f"{number} is not kept", allowed=", ".join(map(str, kept)))
     given = {
         name: value
-        for name in ("mode", "share", "all_traffic")
+        for name in ("mode", "share", "all_traffic", "edits")
         if (value := getattr(change, name)) is not None
     }
     if given.get("mode", "canary") != "canary":

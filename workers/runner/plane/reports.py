@@ -100,7 +100,6 @@ class Reports:
         try:
             if tracked.watch is not None and (rows := tracked.watch.decided(tracked.counted)):
                 _score(tracked, tracked.watch, rows)
-                tracked.scores = [score for score in tracked.scores if score.policy is not None]
         except Exception:
             logger.exception("a failed request is reported without the decisions of its policies")
         tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
@@ -162,8 +161,12 @@ class Reports:
             epoch=self._actions.epoch,
             graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
             trace=spec.trace,
-            # of a failure from every rank: only the first of these receipts counts
-            scores=tracked.scores if place.tp == 0 or tracked.failure else [],
+            # of a failure those of policies, from every rank: only the first such receipt counts
+            scores=[score for score in tracked.scores if score.policy is not None]
+            if tracked.failure
+            else tracked.scores
+            if place.tp == 0
+            else [],
             identity=self._config.identity,
         )
 

@@ -96,7 +96,7 @@ class Deciders:
         turns[0] = np.frombuffer(self.on, bool)
         for number, condition in enumerate(self.rules.conditions):
             shift = self.prompt_tokens * (condition.schedule.tokens == "generated")
-            end, window = condition.schedule.stop, condition.window or 1
+            end = condition.schedule.stop
             scheduled = range(
                 condition.schedule.start + shift,
                 sys.maxsize if end is None else end + shift,
@@ -106,7 +106,7 @@ class Deciders:
                 len(range(scheduled.start, position, scheduled.step))
                 for position in (first, self.read)
             )
-            read = scheduled[max(0, begin + 1 - window) : until]
+            read = scheduled[max(0, begin + 1 - (condition.window or 1)) : until]
             values = scores[read.start : read.stop : read.step, self.rules.columns[number]]
             new, on, below = (
                 scheduled[begin:until],
@@ -135,8 +135,9 @@ class Deciders:
         """
         condition, average = self.rules.conditions[number], float(self.averages[number])
         if (decay := condition.decay) is None:
-            largest = condition.aggregation == "max"
-            return _windowed(values, count, condition.window or 1, largest=largest)
+            return _windowed(
+                values, count, condition.window or 1, largest=condition.aggregation == "max"
+            )
         before = [] if isnan(average) else [average]
         # e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p
         averages = list(
@@ -149,12 +150,6 @@ class Deciders:
     def states(self) -> np.ndarray:
         """`[1 + positions, probes]`: whether a policy is on at first, and after each position."""
         return np.frombuffer(bytes(self.rows), bool).reshape(-1, len(self.probes))
-
-    def triggers(self, number: int) -> list[bool]:
-        """Return, of each position, whether the policy turned on at it."""
-        states = self.states[:, number]
-        turned_on: list[bool] = (states[1:] & ~states[:-1]).tolist()
-        return turned_on
 
     def stop(self) -> tuple[int, str] | None:
         """Return the first position at which a policy ends the request, and the policy's probe."""
@@ -189,13 +184,12 @@ def _windowed(values: np.ndarray, count: int, window: int, *, largest: bool) -> 
     if count < _FEW:
         windows = [values[max(0, end - window) : end].tolist() for end in ends]
         return [max(each) if largest else fsum(each) / len(each) for each in windows]
-    missing = window - 1 + count - len(values)  # in the first windows
-    rest = np.pad(values, (missing, 0), constant_values=-inf if largest else 0.0)
+    missing = (window - 1 + count - len(values), 0)  # in the first windows
     if largest:
-        found: list[float] = sliding_window_view(rest, window).max(axis=1).tolist()
-        return found
+        rest = np.pad(values, missing, constant_values=-inf)
+        return [*sliding_window_view(rest, window).max(axis=1).tolist()]
     # Parts of few bits, whose sums are exact in any order; one part, but for extreme values.
-    sums = [np.zeros(count)]
+    sums, rest = [np.zeros(count)], np.pad(values, missing)
     while rest.any():
         unit = 2.0 ** (frexp(np.abs(rest).max())[1] - _BITS)
         part = np.rint(rest / unit) * unit

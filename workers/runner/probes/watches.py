@@ -156,8 +156,7 @@ class Watch:
             return 0
         self.settle({self: sys.maxsize})
         deciders.decide(self.scores, self.reached)
-        last, _ = deciders.stop() or (deciders.read - 1, "")
-        return min(most, last + 1)
+        return min(most, (deciders.stop() or (deciders.read - 1, ""))[0] + 1)
 
     @property
     def follows(self) -> bool:
@@ -254,7 +253,8 @@ class Watch:
         number = [other.name for other in self.probes].index(probe)
         if self.deciders is not None and self.probes[number].policy:
             self.deciders.decide(self.scores, self.reached)
-            return self.deciders.triggers(number)
+            states = self.deciders.states[:, number]
+            return [*(states[1:] & ~states[:-1]).tolist()]
         columns = self.kind.columns[number]
         scores = self.scores[: self.reached, columns.start : columns.stop]
         return [bool((row >= at_least).any()) for row in scores]
