@@ -100,7 +100,7 @@ class Scorer:
             plan.kind,
             spec.prompt_tokens,
         )
-        watch.settle = self._score_needed
+        watch.settle = self._catch_up
         for recording, stack in zip(scored, plan.stacks, strict=True):
             recording.watch, recording.stack = watch, stack
         return watch
@@ -124,7 +124,7 @@ class Scorer:
         self._last = _Batch(items) if items else None
         if self._last is not None:
             self._pending.append(self._last)
-        self.settle()
+        self.settle({})
 
     def _keep(self, items: Sequence[_Item]) -> None:
         for recording, extent in items:
@@ -152,19 +152,20 @@ class Scorer:
         """Return whether no rows wait for their scores."""
         return not self._pending and not self._kept and self._error is None
 
-    def settle(self, needed: Mapping[Watch, int] | None = None) -> None:
+    def settle(self, needed: Mapping[Watch, int]) -> None:
         """Score the rows that have landed, in the order of the steps; raise the last error.
 
         `needed`: watch → number of its rows: waits for the steps that computed them.
         """
-        self._score_needed(needed or {})
+        self._score_kept(needed)
+        self._score_pending(lambda batch: batch.computed(needed))
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _score_needed(self, needed: Mapping[Watch, int]) -> None:
-        """See `settle`, which raises an error of this at its next call."""
+    def _catch_up(self, needed: Mapping[Watch, int]) -> None:
+        """Do the same, and leave an error to the next `settle`."""
         self._score_kept(needed)
         self._score_pending(lambda batch: batch.computed(needed))
 

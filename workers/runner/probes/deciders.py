@@ -96,10 +96,9 @@ class Deciders:
         turns[0] = np.frombuffer(self.on, bool)
         for number, condition in enumerate(self.rules.conditions):
             shift = self.prompt_tokens * (condition.schedule.tokens == "generated")
-            end = condition.schedule.stop
             scheduled = range(
                 condition.schedule.start + shift,
-                sys.maxsize if end is None else end + shift,
+                sys.maxsize if condition.schedule.stop is None else condition.schedule.stop + shift,
                 condition.schedule.every,
             )
             begin, until = (

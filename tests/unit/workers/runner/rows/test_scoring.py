@@ -232,7 +232,7 @@ def test_the_model_does_not_wait_while_another_thread_waits_for_rows() -> None:
     reader = threading.Thread(target=steps.scorer.news())
     reader.start()
     assert landing.waited.wait(60)
-    model = threading.Thread(target=steps.scorer.settle)
+    model = threading.Thread(target=steps.scorer.settle, args=({},))
     model.start()
     model.join(10)
     blocked = model.is_alive()
