@@ -28,7 +28,7 @@ from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.doses import DoseEffect, DoseRequest
 from midstream.schemas.jobs.jobs import Job
-from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.prompts.selectors import Span, Window
 from midstream.schemas.prompts.windows import When
 from midstream.schemas.requests.specs import SteeringSpec
 
@@ -440,7 +440,7 @@ def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(v1: Host) -> None:
         probes=[msgspec.structs.replace(probe, policy=latched)],
         steering=[
             steer(v1.vector(np.ones(64)), [1]),
-            msgspec.structs.replace(gated, gate="policy:guard"),
+            msgspec.structs.replace(gated, gate="policy:guard", owner="operator"),
         ],
         capture=[capture_of([0, 1], "all", at=at, tag=at) for at in ("before", "after")],
     )
@@ -451,3 +451,23 @@ def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(v1: Host) -> None:
             before, after = (v1.capture(job, n).array(layer, request=2 * number) for n in (0, 1))
             wanted = own + 3.0 * (np.arange(14) >= 9)
             np.testing.assert_allclose((after - before).mean(axis=1), wanted, atol=1e-4)
+
+
+def test_a_request_that_fails_itself_late_hides_no_decision(v1: Host) -> None:
+    """Its own edit exceeds its limit after the policy was triggered."""
+    last, weights = v1.info["num_layers"] - 1, Weights(45, k=1)
+    probe = guard(v1, weights, last, "flag", at_least=-1e30)
+    late = Window(start=20, stop=21)
+    edit = steer(v1.vector(np.full(64, 1e3)), [last], positions=late)
+    job = v1.job(
+        prompt_of(9, seed=45),
+        max_tokens=20,
+        probes=[probe],
+        steering=[msgspec.structs.replace(edit, limit=-0.01)],
+    )
+    v1.run(job)
+    (receipt,) = v1.receipts(job)
+    (score,) = receipt.scores
+    assert (receipt.status, receipt.kind) == ("error", "edit_too_large")
+    assert [(each.position, each.event) for each in score.decisions] == [(9, "trigger")]
+    assert (score.flagged, score.positions > 20) == (True, True)
