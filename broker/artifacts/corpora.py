@@ -124,16 +124,14 @@ def _files(store: ArtifactStore, path: str) -> list[str]:
             (folders if key.endswith("/") else files).append(key)
             if len(files) + len(folders) > MAX_FILES:
                 raise ValueError(f"it has more than {MAX_FILES} files")
-    return sorted(files, key=_natural)
-
-
-def _natural(key: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts `part-2` before `part-10`."""
-    return [
-        (0, int(part), "") if part.isdigit() else (1, 0, part)
-        for part in re.split(r"(\d+)", key)
-        if part
-    ]
+    return sorted(
+        files,
+        key=lambda name: [  # `part-2` before `part-10`
+            (0, int(part), "") if part.isdigit() else (1, 0, part)
+            for part in re.split(r"(\d+)", name)
+            if part
+        ],
+    )
 
 
 def _of_format(source: HarvestSource, files: list[str]) -> tuple[list[str], Format]:

@@ -560,16 +560,13 @@ def _places(rows: Sequence[SteeringRow]) -> int:
     Positions that count from a prompt's end or quote its text may be any token.
     """
     known = [
-        row if _is_counted(row.positions) else msgspec.structs.replace(row, positions="all")
+        msgspec.structs.replace(row, positions="all")
+        if isinstance(row.positions, list)
+        and not all(isinstance(place, int) and place >= 0 for place in row.positions)
+        else row
         for row in rows
     ]
     return max(columns_of(known), default=-1) + 1
-
-
-def _is_counted(positions: Sequence[object] | object) -> bool:
-    return not isinstance(positions, list) or all(
-        isinstance(place, int) and place >= 0 for place in positions
-    )
 
 
 def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
