@@ -597,13 +597,13 @@ def _sync(root: Path, paths: Sequence[Path]) -> None:
     if len(paths) > _SYNC_SINGLY:
         _with_descriptor(root, _syncfs)
     else:
-        for path in paths:
-            sync(path)
+        sync(*paths)
 
 
-def sync(path: Path) -> None:
-    """Make a file's content or a directory's entries durable."""
-    _with_descriptor(path, os.fsync)
+def sync(*paths: Path) -> None:
+    """Make contents of files and entries of directories durable, one by one."""
+    for path in paths:
+        _with_descriptor(path, os.fsync)
 
 
 def _with_descriptor(path: Path, action: Callable[[int], Any]) -> None:

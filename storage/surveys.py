@@ -54,8 +54,8 @@ class Surveyed(Shard):
         largest change of it, the mean being that over all rows then.
         """
         figures = {"density": self.density, "mean": self.array("mean")}
-        over_all = figures["density"] if order == "mean" else 1.0  # means are over active rows
-        by = figures[order]
+        # means are over active rows
+        by, over_all = figures[order], figures["density"] if order == "mean" else 1.0
         by = abs(np.diff(by * over_all))[:, 0] if by.shape[1] > 1 else by[:, 0]
         return [
             FeatureFigures(

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +20,6 @@ from .start import DataDir, Unproven
 
 #: Seconds of the timed pairs, with which the whole command takes about three minutes.
 PAIRS_S = 60.0
-#: File in the folder of a verification, which the next one deletes.
-MARK = ".written-by-verify"
 
 
 def register(app: typer.Typer) -> None:
@@ -64,7 +63,8 @@ def verify(
 
     try:
         base = load_settings(data_dir=str(data_dir) if data_dir else None)
-        folder = Path(base.data_dir).expanduser().resolve() / "verify"
+        # a new one: what is there is not ours to replace
+        folder = Path(base.data_dir).expanduser().resolve() / f"verify-{secrets.token_hex(4)}"
         settings = load_settings(
             given=overrides(set_ or []),
             model=model,
@@ -83,30 +83,12 @@ def verify(
     # both engines compute on the same number of cores, as stock vLLM does by default
     if len(os.sched_getaffinity(0)) > 1:
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
-    try:
-        _emptied(folder)
-    except OSError as error:
-        raise typer.BadParameter(f"--data-dir: {error}") from error
     killed = ("relay", "worker") if kill_worker else ("relay",)
     report = Report(out)
     with sigterm_as_interrupt():
         report.add(verified(settings, seconds, killed, lambda line: err.print(line, style="dim")))
     if json_ is not None:
         json_.write_bytes(to_json(report.findings))
-    raise typer.Exit(report.end())
-
-
-def _emptied(folder: Path) -> None:
-    """Make the folder empty, but for the mark by which the next run knows that it may delete it.
-
-    Raises FileExistsError for a folder or file that this command did not create.
-    """
-    mark = folder / MARK
-    if os.path.lexists(folder):
-        if not mark.exists():
-            raise FileExistsError(
-                f"{folder} was not written by this command: move it, or name another directory"
-            )
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    mark.touch()
+    if not (code := report.end()):
+        shutil.rmtree(folder, ignore_errors=True)
+    raise typer.Exit(code)

@@ -110,6 +110,9 @@ def _left(left: NotLookedAt) -> str:
         ("weakest of the top cells", left.last),
     )
     known = [f"{name} {value:.3f}" for name, value in figures if value is not None]
-    tested = f"{left.assumption}; tested on a random sample of {count(left.sampled, 'cell')}"
-    end = f"settled, if {tested}" if left.settled else "not settled: the budget was used up"
+    end = (
+        f"settled, if {left.assumption}; tested on a random sample of {count(left.sampled, 'cell')}"
+        if left.settled
+        else "not settled: the budget was used up"
+    )
     return "; ".join([count(left.cells, "cell"), *known, end])

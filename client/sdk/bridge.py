@@ -41,7 +41,14 @@ class Folder:
         """Offer the samples of the unit before `cursor`, or the rest of them after a restart; they
         are durable then. Raises MidstreamError if the folder has samples of another harvest.
         """
-        own = self._own()
+        own = self.path / f"harvest-{self.harvest}"
+        stray = () if own.exists() else self.path.glob("hs_*")
+        if {*self.path.glob("harvest-*"), *stray} - {own}:
+            raise invalid(
+                "--to",
+                f"the folder {self.path} has documents of another harvest",
+                allowed="a new folder for each harvest",
+            )
         partial, staged = own / "partial", own / f"unit-{cursor}"
         for earlier in {*own.glob("unit-*")} - {staged}:
             earlier.rmdir()
@@ -57,21 +64,7 @@ class Folder:
         for file in staged.iterdir():
             (self.path / f"{file.name}.lock").touch()  # vLLM's reader locks it
             file.rename(self.path / file.name)
-        sync(self.path)
-
-    def _own(self) -> Path:
-        """Return the folder of this harvest's units; there may be none of another."""
-        own = self.path / f"harvest-{self.harvest}"
-        known = own.exists()
-        own.mkdir(parents=True, exist_ok=True)
-        foreign = {*self.path.glob("harvest-*")} - {own}
-        if foreign or (not known and any(self.path.glob("hs_*.safetensors"))):
-            if not known:
-                own.rmdir()
-            why = f"the folder {self.path} has documents of another harvest"
-            raise invalid("--to", why, allowed="a folder for each harvest")
-        sync(self.path.parent)
-        return own
+        sync(self.path, self.path.parent)
 
     def left(self) -> list[int]:
         """Return the cursors of samples that the trainer has not taken; 0 for those that this

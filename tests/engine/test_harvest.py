@@ -2,6 +2,7 @@
 doubles none.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,22 +211,20 @@ def test_a_head_of_whole_blocks_is_that_of_the_whole_document(
     """The prompt is computed in steps of 64 tokens, and its first token, the text's beginning,
     gives no row: so the head ends behind the first row of a step.
     """
-    bos, chance = 1, np.random.default_rng(4)
-    lines = [[bos, *chance.integers(100, 9000, 200).tolist()] for _ in range(4)]
-    fields: dict[str, Any] = {"source": {"lines": lines}, "layers": LAYERS}
-    head = {"window": {"head_and_tail": {"head": 64, "tail": 0}}}
+    draw = np.random.default_rng(4)
+    lines = [[1, *draw.integers(100, 9000, 200).tolist()] for _ in range(4)]  # 1: its beginning
+    head = {"positions": {"window": {"head_and_tail": {"head": 64, "tail": 0}}}}
     service.end("worker")
     service.restart("worker", max_num_batched_tokens=64, enable_prefix_caching=False)
+    asked = ({}, head, head | {"generate": {"max_tokens": 2}})
+    source: dict[str, Any] = {"model": "demo", "source": {"lines": lines}, "layers": [15]}
     try:
-        asked = ({}, {"positions": head}, {"positions": head, "generate": {"max_tokens": 2}})
-        views = [client.harvests.submit(model="demo", **fields, **more) for more in asked]
+        views = [client.harvests.submit(**source, **more) for more in asked]  # type: ignore[arg-type]
         whole, *headed = [open(client.harvests.wait(view, timeout=180).uri) for view in views]
     finally:
         service.end("worker")
         service.restart("worker")
-    for made in headed:
-        for document in range(len(lines)):
-            keys, rows = made.document(document, LAYERS[1])
-            assert keys.positions.tolist() == list(range(1, 65))
-            expected = whole.document(document, LAYERS[1])[1][:64]
-            assert relative_error(rows, expected) <= BF16_BATCH
+    for made, document in itertools.product(headed, range(4)):
+        keys, rows = made.document(document, 15)
+        assert keys.positions.tolist() == list(range(1, 65))
+        assert relative_error(rows, whole.document(document, 15)[1][:64]) <= BF16_BATCH

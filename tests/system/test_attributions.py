@@ -204,25 +204,22 @@ def test_adaptive_finds_the_top_cells_and_says_what_it_left(stack: Stack) -> Non
 @pytest.mark.parametrize("verify", [BODY["verify"], None])
 def test_a_pair_that_a_policy_stops_has_no_estimates(stack: Stack, verify: Any) -> None:
     """As in a sweep: policies of all traffic read both prompts, also where no cell is computed."""
-    short, long = ({**BODY["pairs"][0], "clean": CLEAN, "corrupt": CORRUPT} for _ in range(2))
-    long["clean"] += ", and it stays there"
+    pairs = [BODY["pairs"][0] | {"clean": CLEAN + end} for end in ("", ", and it stays there")]
     at_least = len(pair().base) + 2.0  # the fake engine's scores are positions
+    fields = {"mode": "active", "all_traffic": True, "actions": ["stop"]}
+    fields["condition"] = {"at_least": at_least, "schedule": {"tokens": "all"}}
     with Client(stack.url) as client:
         client.probes.register("p", weight=np.ones(HIDDEN_SIZE), layer=1, thresholds=[at_least])
-        condition = {"at_least": at_least, "schedule": {"tokens": "all"}}
-        fields = {"probe": "p", "condition": condition, "mode": "active", "all_traffic": True}
-        client.policies.register("guard", **fields, actions=["stop"])
-        job_id = asked(stack, pairs=[short, long], verify=verify)
+        client.policies.register("guard", probe="p", **fields)
+        job_id = asked(stack, pairs=pairs, verify=verify)
         client.policies.delete("guard")
     succeeded(stack, job_id)
     first, second = result_of(stack, job_id).estimated
     assert first.base is not None
-    assert any(value is not None for row in first.estimates["post_block"] for value in row)
-    assert "failed: the probe 'policy:guard' ended it" in second.reason
-    assert (second.base, second.source, second.checked) == (None, None, [])
-    assert {value for row in second.estimates["post_block"] for value in row} == {None}
+    assert "prompt: failed: the probe 'policy:guard' ended it" in second.reason
+    assert {value for row in second.estimates["post_block"] for value in row} == {second.base}
     early = [event.data for event in events_of(stack, job_id) if event.event == "estimate"]
-    assert all(each["attribution"]["base"] is None for each in early), "before they are read"
+    assert [each["attribution"]["base"] for each in early] == [None, second.base], "not read yet"
 
 
 def test_a_pair_that_cannot_be_estimated_fails_alone(stack: Stack, restarted: Any) -> None:

@@ -492,8 +492,7 @@ async def test_a_window_counts_the_positions_that_give_rows(
     sampling = SamplingRequest(max_tokens=3, ignore_eos=True)
     for generate, kept in ((None, alone), (sampling, generating)):
         if kept is not None:
-            harvest, view = await harvested(rig, documents, positions=positions, generate=generate)
-            assert view.state == "succeeded"
+            harvest, _ = await harvested(rig, documents, positions=positions, generate=generate)
             keys = checked(harvest.uri).keys(slice(None))
             found = sorted(zip(keys.documents.tolist(), keys.positions.tolist(), strict=True))
             assert found == [(number, at) for number in range(3) for at in kept]

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ DEFINING = (
     "hf_overrides",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
+    "load_format",
     "mamba_cache_dtype",
     "mamba_ssm_cache_dtype",
     "quantization",
@@ -43,10 +43,8 @@ DEFINING = (
     "tokenizer_mode",
     "tokenizer_revision",
 )
-#: Values of the option `load_format` that load the checkpoint's weights, all of them the same.
-CHECKPOINT_FORMATS = ("auto", "hf", "safetensors")
-#: Files in subfolders of a checkpoint that count: code, and templates that a request may name.
-_NESTED = ("[!.]*/**/*.py", "additional_chat_templates/*.jinja")
+#: Their values that change nothing: the formats that load the checkpoint's own weights.
+SAME = [("load_format", value) for value in ("auto", "hf", "safetensors")]
 #: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
 #: Bytes that a thread reads and hashes at a time, and the largest number of threads.
@@ -67,19 +65,17 @@ def identity_of(settings: Settings, config: Any) -> str:
     """
     digests = digests_in(settings.data_dir)
     options = {
-        name: settings.engine_options[name] for name in DEFINING if name in settings.engine_options
+        name: value
+        for name, value in settings.engine_options.items()
+        if name in DEFINING and (name, value) not in SAME
     }
     _check_remote_code(config, options)
     facts = {
         "dtype": str(config.dtype).removeprefix("torch."),
         "model": content_of(digests, config.model, config),
+        # of an architecture without other rules: those depend on the config alone
+        **dict.fromkeys(as_served("", config.hf_text_config, config.max_model_len), "as served"),
     }
-    load_format = str(settings.engine_options.get("load_format", "auto")).lower()
-    if load_format not in CHECKPOINT_FORMATS:
-        options["load_format"] = load_format
-    # of an architecture without other rules: those depend on the config alone
-    if "rope_parameters" in as_served("", config.hf_text_config, config.max_model_len):
-        facts["longrope"] = "long"
     if "hf_config_path" in options:
         options["hf_config_path"] = content_of(digests, options["hf_config_path"], config)
     if config.tokenizer != config.model:
@@ -166,7 +162,13 @@ class FileDigests:
                 if path.is_file()
                 else {
                     str(file.relative_to(path)): file
-                    for file in sorted({*path.iterdir(), *chain(*map(path.glob, _NESTED))})
+                    for file in sorted(
+                        {
+                            *path.iterdir(),
+                            *path.glob("[!.]*/**/*.py"),
+                            *path.glob("additional_chat_templates/*.jinja"),
+                        }
+                    )
                     if _counts(file)
                 }
             )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
@@ -217,7 +216,7 @@ class _Fit:
             here, there, *held = (side[layer].double() for side in rows)
             vector = scaled(method(here, there), here, there)
             fitted[layer] = {"vector": vector.float()}
-            dose = float(np.median((vector.norm() / torch.cat(held).norm(dim=1)).cpu()))
+            dose = float((vector.norm() / torch.cat(held).norm(dim=1)).quantile(0.5))
             separation = auroc(*(side @ vector for side in held))
             sites.append(FitSite(layer=layer, dose=dose, auroc=separation))
         effect = (
@@ -269,7 +268,7 @@ class _Fit:
         doses: dict[int, list[Tensor]] = {layer: [] for layer in fitted}
         effect = self._effect(test, fitted, doses)
         sites = [
-            FitSite(layer=layer, dose=float(np.median(torch.cat(shares).cpu())))
+            FitSite(layer=layer, dose=float(torch.cat(shares).quantile(0.5)))
             for layer, shares in doses.items()
         ]
         return Fitted(fitted, len(examples), sites, effect, steps, losses)

@@ -38,7 +38,7 @@ from ...schemas.jobs.harvests import (  # fmt: skip
 )
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
-from ...schemas.prompts.selectors import PositionSelector, Window
+from ...schemas.prompts.selectors import Window
 from ...schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ...schemas.requests.specs import StoredCapture
 from ...storage.shards import checked, checksum, put
@@ -534,9 +534,8 @@ class HarvestAttempt:
         sequences: int,
     ) -> EngineRequest:
         chosen = sequence.chosen.tolist()
-        positions: PositionSelector = "all" if sequence.whole else chosen
-        if harvest.generate is not None:  # a window counts no position that gives no row
-            positions = Window(start=chosen[0] if chosen else len(sequence.token_ids))
+        # a window counts no position that gives no row
+        generating = Window(start=chosen[0] if chosen else len(sequence.token_ids))
         dtype: RowDType = (
             "model"
             if harvest.dtype == "int8" or harvest.dtype == "float8_e4m3fn"
@@ -556,7 +555,11 @@ class HarvestAttempt:
         )
         capture = StoredCapture(
             sites=harvest.sites,
-            positions=positions,
+            positions=generating
+            if harvest.generate is not None
+            else "all"
+            if sequence.whole
+            else chosen,
             tag=HARVEST,
             at=harvest.at,
             dtype=dtype,

@@ -6,6 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 from ....schemas.jobs.attributions import NotLookedAt
@@ -146,12 +147,15 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: R
             exact[number] = abs(value - nothing)
     last = sorted(exact.values(), reverse=True)[top - 1] if len(exact) >= top else None
     under: defaultdict[int, float] = defaultdict(float)
-    factor = 1.0
     for number, effect in exact.items():
-        size, part = sizes.get(number, 0.0), part_of(number)
-        under[part] = max(under[part], effect - size)
-        if effect > FAINT * (last or 0.0):
-            factor = max(factor, effect / size if size else math.inf)
+        part = part_of(number)
+        under[part] = max(under[part], effect - sizes.get(number, 0.0))
+    factors = (
+        effect / sizes[number] if sizes.get(number) else math.inf
+        for number, effect in exact.items()
+        if effect > FAINT * (last or 0.0)
+    )
+    factor = max(factors, default=1.0)
     unseen = [number for number in sizes if number not in records]
     raised = {
         number: max(
@@ -189,16 +193,15 @@ def _begun(
 
     `sizes`: strongest first.
     """
-    parts: defaultdict[int, list[int]] = defaultdict(list)
-    for number in sizes:
-        parts[part_of(number)].append(number)
-    picked = dict.fromkeys([*[*sizes][:top], *(numbers[0] for numbers in parts.values())])
-    each = max(SAMPLE, attribution.budget // (4 * max(len(parts), 1)))
-    draw, sample = random.Random(f"{attribution.seed}/{pair}"), list[int]()
-    for _, numbers in sorted(parts.items()):
-        others = [number for number in numbers if number not in picked]
-        sample += draw.sample(others, min(each, len(others)))
-    return [*picked], sample
+    # stable: the strongest of each part comes first
+    parts = [[*each] for _, each in groupby(sorted(sizes, key=part_of), part_of)]
+    picked = dict.fromkeys([*[*sizes][:top], *(numbers[0] for numbers in parts)])
+    others = [[number for number in numbers if number not in picked] for numbers in parts]
+    draw = random.Random(f"{attribution.seed}/{pair}")
+    most = max(SAMPLE, attribution.budget // (4 * max(len(parts), 1)))
+    return [*picked], [
+        number for numbers in others for number in draw.sample(numbers, min(most, len(numbers)))
+    ]
 
 
 def _parts(sweep: StoredSweep, parts: int) -> Callable[[int], int]:

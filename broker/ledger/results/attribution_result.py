@@ -83,15 +83,13 @@ def _withheld(sweep: StoredSweep, pair: int, records: Records) -> str:
     """Return why a pair's estimates are not shown, because a sweep gives no values either: a prompt
     failed, or policies have not read it yet. Empty: they are shown.
     """
-    units, attribution = Units(sweep), sweep.attributed
-    if attribution is None or not attribution.watched:
-        return ""
-    for unit in (units.base(pair), *([units.source(pair)] if sweep.ablation is None else [])):
-        prompt = "source" if unit.kind == "source" else "patched"
-        if (record := records.get(unit.number)) is None:
-            return f"policies of all traffic have not read the {prompt} prompt yet"
-        if record.value is None:
-            return f"the {prompt} prompt failed: {record.reason}"
+    units = Units(sweep)
+    controls = [units.base(pair), *([units.source(pair)] if sweep.ablation is None else [])]
+    for unit in controls if sweep.attributed is not None and sweep.attributed.watched else ():
+        record = records.get(unit.number)
+        if record is None or record.value is None:
+            why = "policies have not read it yet" if record is None else f"failed: {record.reason}"
+            return f"the {'source' if unit.kind == 'source' else 'patched'} prompt: {why}"
     return ""
 
 

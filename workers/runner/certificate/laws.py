@@ -160,9 +160,8 @@ def rowwise(
 
 
 def _worst(values: torch.Tensor, median: bool = False) -> float:
-    if not values.numel():
-        return math.inf
-    worst = float(np.median(values.cpu()) if median else values.max())
+    judged = np.median(values.cpu()) if median and values.numel() else values
+    worst = float(judged.max()) if values.numel() else math.inf
     return worst if math.isfinite(worst) else math.inf
 
 

@@ -99,11 +99,8 @@ def test_a_line_has_both_values_and_whether_they_disagree() -> None:
     wrong, unknown = table.loc[(HOOK, *WRONG)], table.loc[("mlp_out", *WRONG)]
     assert (wrong["value"], wrong["off"], wrong["why"]) == (0.1, True, ["top"])
     assert wrong["estimate"] == pytest.approx(0.9 / 14)
-    for shown, base in (("value", whole.exact.base), ("estimate", whole.estimates.base)):
-        effect = {"value": "effect", "estimate": "estimated_effect"}[shown]
-        assert wrong[effect] == pytest.approx(wrong[shown] - base), (
-            "each from its own worker's base"
-        )
+    assert wrong["effect"] == pytest.approx(wrong["value"] - whole.exact.base)
+    assert wrong["estimated_effect"] == pytest.approx(wrong["estimate"] - whole.estimates.base)
     assert (np.isnan(unknown["value"]), unknown["off"], unknown["why"]) == (True, None, [])
     assert table.loc[(HOOK, *FAILED)]["off"] is None
     assert len(found(estimated(), estimated()).of(1).to_pandas()) == len(table)
@@ -221,8 +218,7 @@ def test_the_terminal_shows_values_how_both_agree_and_what_was_left_out() -> Non
     left = NotLookedAt(cells=300, largest=0.01, bound=0.02, last=0.5, sampled=12, settled=True)
     shown = " ".join(printed(attribution(estimated(not_looked_at=left))).split())
     assert "not computed: 300 cells; largest estimated effect 0.010" in shown
-    assert "settled, if the estimates of these cells are too small by no more than" in shown
-    assert "tested on a random sample of 12 cells" in shown
+    assert re.search("settled, if the estimates .* tested on a random sample of 12 cells", shown)
     assert "no estimates: the gradients are not finite" in printed(
         attribution(estimated(reason="the gradients are not finite"))
     )

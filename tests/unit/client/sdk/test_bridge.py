@@ -1,49 +1,30 @@
 """Does a folder of a trainer have the documents of one harvest, each once and durable?"""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from midstream.client.harvest.exports import Tensor
 from midstream.client.sdk import bridge
 from midstream.client.sdk.bridge import Folder
 from midstream.schemas.base.errors import MidstreamError
 
-
-def sample(document: int) -> tuple[int, list[Tensor]]:
-    return document, [("token_ids", "int64", np.array([document]))]
-
-
-def waiting(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("hs_*.safetensors"))
+#: Documents and units of all harvests are numbered from 0.
+SAMPLES = [(0, [("token_ids", "int64", np.array([7]))])]
 
 
-def test_a_folder_of_another_harvest_is_refused_and_keeps_its_files(tmp_path: Path) -> None:
-    """Documents and units of two harvests have the same numbers."""
-    first, folder = Folder(tmp_path, "a"), tmp_path
-    first.put(1, [sample(0)])
-    with pytest.raises(MidstreamError, match="has documents of another harvest"):
-        Folder(folder, "b").put(1, [sample(0), sample(1)])
-    assert waiting(folder) == ["hs_0.safetensors"]
-    (folder / "hs_0.safetensors").unlink()
-    first.put(1, [sample(0)])
-    assert waiting(folder) == [], "taken, and not written again"
-    first.put(2, [sample(1)])
-    with pytest.raises(MidstreamError, match="another harvest"):
-        Folder(folder, "b").put(2, [sample(1)])
-    (folder / "harvest-a" / "unit-2").rmdir()
-    (folder / "harvest-a").rmdir()
-    with pytest.raises(MidstreamError, match="another harvest"):
-        Folder(folder, "b").put(2, [sample(1)])
-    assert not (folder / "harvest-b").exists()
-
-
-def test_the_names_of_a_unit_are_durable_before_it_is_acknowledged(
+def test_a_folder_has_the_documents_of_one_harvest_and_their_names_are_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(bridge, "sync", lambda path: synced.append((path.name, waiting(folder))))
-    folder = tmp_path / "in"
-    Folder(folder, "a").put(1, [sample(0)])
-    assert synced[-2:] == [("harvest-a", []), ("in", ["hs_0.safetensors"])]
+    folder, synced = tmp_path / "in", list[Any]()
+    file = folder / "hs_0.safetensors"
+    monkeypatch.setattr(bridge, "sync", lambda *paths: synced.append((*paths, file.exists())))
+    Folder(folder, "a").put(1, SAMPLES)
+    assert synced == [(folder / "harvest-a", False), (folder, tmp_path, True)]
+    for taken in (False, True):
+        with pytest.raises(MidstreamError, match="has documents of another harvest"):
+            Folder(folder, "b").put(1, SAMPLES)
+        file.unlink(missing_ok=taken)
+        Folder(folder, "a").put(1, SAMPLES)
+        assert not file.exists(), "a file that was taken is not written again"

@@ -120,7 +120,7 @@ def test_the_factors_of_longrope_belong_to_the_identity(bench: Bench) -> None:
     assert long == longer != short
 
 
-@pytest.mark.parametrize(("load_format", "same"), [("safetensors", True), ("DUMMY", False)])
+@pytest.mark.parametrize(("load_format", "same"), [("safetensors", True), ("dummy", False)])
 def test_only_weights_of_the_checkpoint_have_its_identity(
     bench: Bench, load_format: str, same: bool
 ) -> None:

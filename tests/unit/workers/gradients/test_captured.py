@@ -98,8 +98,7 @@ def test_a_score_has_no_gradient_at_what_comes_after_the_row_that_it_reads(point
     """
     sites = {"pre_attn": [0, 1], "post_block": [0, 1], "attn_out": [1]}
     capture = StoredCapture(sites, "all_prompt", "t", gradient=SCALARS["probe"])  # type: ignore[arg-type]
-    tensors = {"weight": torch.ones(2, 16), "bias": torch.zeros(2)}
-    (part,) = rows(points, capture, **tensors)
+    (part,) = rows(points, capture, weight=torch.ones(2, 16), bias=torch.zeros(2))
     moved = {site for site in part.rows.args[0] if array(part, *site).any()}  # type: ignore[attr-defined]
     assert moved == {("pre_attn", 0), ("post_block", 0)}
 

@@ -304,18 +304,17 @@ def test_the_median_is_within_its_bound_and_the_largest_exact() -> None:
         assert (found.hook, found.layer, found.rows) == ("post_block", 2, 1001)
         assert found.largest == values.max()
         assert math.isclose(found.median, np.median(values), rel_tol=0.015), (found, scale)
+
+
+@pytest.mark.parametrize(
+    ("values", "median"), [([1.0, 3.0], 2.0), ([0.0], 0.0), ([5e-8], 0.0), ([2e7], 2e7)]
+)
+def test_two_middle_sizes_and_those_beyond_the_bins(values: list[float], median: float) -> None:
+    """Below the bins 0 is reported, above them the largest."""
     sizes = one()
-    add(sizes, 0, 0, step([1.0, 3.0]))
-    sizes.close(2)
-    assert math.isclose(sizes.report(0)[0].median, 2.0, rel_tol=0.015), "the mean of both"
-
-
-def test_sizes_beyond_the_bins_are_reported_as_zero_and_as_the_largest() -> None:
-    for value, median in ((0.0, 0.0), (5e-8, 0.0), (2e7, 2e7)):
-        sizes = one()
-        add(sizes, 0, 0, step([value]))
-        sizes.close(1)
-        assert [sizes.report(0)[0].median] == [pytest.approx(median)]
+    add(sizes, 0, 0, step(values))
+    sizes.close(len(values))
+    assert sizes.report(0)[0].median == pytest.approx(median, rel=0.015)
 
 
 @pytest.mark.parametrize("wait", [0, 16])
