@@ -203,7 +203,7 @@ def test_adaptive_finds_the_top_cells_and_says_what_it_left(stack: Stack) -> Non
 
 @pytest.mark.parametrize("verify", [BODY["verify"], None])
 def test_a_pair_that_a_policy_stops_has_no_estimates(stack: Stack, verify: Any) -> None:
-    """As in a sweep: policies of all traffic read both prompts, also where no cell is computed."""
+    """Policies read both prompts as in a sweep, also where no cell is computed."""
     pairs = [BODY["pairs"][0] | {"clean": CLEAN + end} for end in ("", ", and it stays there")]
     at_least = len(pair().base) + 2.0  # the fake engine's scores are positions
     fields = {"mode": "active", "all_traffic": True, "actions": ["stop"]}

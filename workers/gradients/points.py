@@ -209,7 +209,7 @@ class Points:
 
         def visit(site: Site, raw: torch.Tensor) -> torch.Tensor:
             if grad and site[0] == "pre_attn":
-                # a tensor of its own: what read `post_block` of the layer below read it before
+                # another tensor: what read `post_block` of the layer below read it before
                 raw = raw.view_as(raw)
             if edit is not None:
                 rows = run.view(site, raw)

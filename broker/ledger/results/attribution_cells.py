@@ -194,13 +194,13 @@ def _begun(
     `sizes`: strongest first.
     """
     # stable: the strongest of each part comes first
-    parts = [[*each] for _, each in groupby(sorted(sizes, key=part_of), part_of)]
+    parts = [[*numbers] for _, numbers in groupby(sorted(sizes, key=part_of), part_of)]
     picked = dict.fromkeys([*[*sizes][:top], *(numbers[0] for numbers in parts)])
-    others = [[number for number in numbers if number not in picked] for numbers in parts]
+    rest = [[number for number in numbers if number not in picked] for numbers in parts]
     draw = random.Random(f"{attribution.seed}/{pair}")
     most = max(SAMPLE, attribution.budget // (4 * max(len(parts), 1)))
     return [*picked], [
-        number for numbers in others for number in draw.sample(numbers, min(most, len(numbers)))
+        number for numbers in rest for number in draw.sample(numbers, min(most, len(numbers)))
     ]
 
 

@@ -170,8 +170,8 @@ def test_adaptive_stops_soon_where_estimates_are_right() -> None:
 def test_adaptive_is_settled_only_where_a_sample_says_so(
     noise: float, found: int, wrong: int
 ) -> None:
-    """Of 20 grids whose estimates err by factors: how many of the 5 top cells are found, and how
-    many grids are called settled without one of them.
+    """There are 20 grids whose estimates err by factors. `found`: how many of the 5 top cells of
+    each it finds; `wrong`: how many grids it calls settled without one of them.
     """
     chance, top, missed = np.random.default_rng(3), 0, 0
     asked = sweep(Verify(top=5), method="adaptive", budget=126)

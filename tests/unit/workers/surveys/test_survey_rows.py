@@ -113,7 +113,7 @@ def test_the_features_of_a_survey_are_ordered_once_for_all_calls() -> None:
 
 
 def test_compared_features_come_by_the_change_of_the_mean_over_all_rows() -> None:
-    """Of ten rows; a survey alone lists the mean over the active ones, which it shows."""
+    """A survey of one harvest lists by the mean over active rows, which it shows."""
     figures = {"active": [[1, 1], [10, 10], [0, 5]], "mean": [[1.0, 9.0], [4.0, 5.5], [0.0, 6.0]]}
     for sides, wanted in ((2, [2, 1, 0]), (1, [1, 0, 2])):
         found = Surveyed(None, SimpleNamespace(rows=10))  # type: ignore[arg-type]
