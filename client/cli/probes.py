@@ -203,16 +203,15 @@ def read_examples(file: Path) -> list[Example]:
     examples = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if line.strip():
-            with Translated(
-                msgspec.DecodeError,
-                lambda error, number=number: invalid(
+            try:
+                examples.append(msgspec.json.decode(line, type=Example))
+            except msgspec.DecodeError as error:
+                raise invalid(
                     "file",
                     f"{file}, line {number} is not a JSON object: {error}",
                     allowed='JSON lines such as {"text": "…", "label": "…"}',
                     hint="this is a CSV file: convert it" if file.suffix == ".csv" else None,
-                ),
-            ):
-                examples.append(msgspec.json.decode(line, type=Example))
+                ) from error
     if not examples:
         raise invalid("file", f"{file} has no lines")
     return examples
