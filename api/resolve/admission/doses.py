@@ -97,14 +97,13 @@ def _target_tokens(job: Job, body: DoseRequest) -> list[int]:
 
 
 def _at(entries: Sequence[StoredSteering], layer: int | None, scale: float) -> list[StoredSteering]:
-    """Return a prompt's entries in a cell. Entries with a gate are those of policies, not of the
-    dose: they are the same in every cell.
-    """
-    own = [e for e in entries if not e.gate and scale and (layer is None or layer in e.layers)]
+    """Return a prompt's entries in a cell. The operator's are the same in every cell."""
+    mine = [entry for entry in entries if entry.owner == "request"]
+    own = [e for e in mine if scale and (layer is None or layer in e.layers)]
     if scale and not own:
         raise invalid("layers", f"steering has no entry at layer {layer}")
     chosen = [
         msgspec.structs.replace(at_scale(e, scale), layers=e.layers if layer is None else [layer])
         for e in own
     ]
-    return chosen + [entry for entry in entries if entry.gate]
+    return chosen + [entry for entry in entries if entry.owner == "operator"]
