@@ -47,7 +47,8 @@ class Verify(Record):
         return self.top + self.random + self.doubtful
 
 
-class StoredAttribution(Record):
+# `omit_defaults`: workers without the newer fields accept attributions that do not use them
+class StoredAttribution(Record, omit_defaults=True):
     """The resolved method of an attribution, in its `StoredSweep`."""
 
     method: Method
