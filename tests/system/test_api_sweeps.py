@@ -14,6 +14,7 @@ from server_sent import parse
 from midstream import Client, PatchStudy
 from midstream.broker.ledger.jobs.sweeps import Sweeps
 from midstream.broker.ledger.results.sweep_result import sweep_cell, sweep_start
+from midstream.client import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.jobs import Event, State
@@ -62,17 +63,21 @@ def test_a_sweep_is_accepted_as_a_job_and_located(api: Api, hand: Hand) -> None:
 
 
 def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -> None:
-    hand.serve(grades=True, global_captures=[CaptureSpec(layers=[0], tag="ops")])
+    hand.serve(grades=True, global_captures=[CaptureSpec(layers=[0], tag="policy-x")])
     with Client(api.url) as client:
         client.probes.register("guard", weight=np.ones(HIDDEN), layer=0, thresholds=[1.0])
         condition = {"at_least": 1.0, "schedule": {"tokens": "all"}}
         fields = {"probe": "guard", "condition": condition, "mode": "active", "all_traffic": True}
         hook = {"action": "webhook", "url": "http://93.184.216.34/"}
         client.policies.register("guard", **fields, actions=["stop", hook])
+        fields |= {"actions": [{"action": "capture", "layers": 0}], "all_traffic": False}
+        client.policies.register("x", **fields)
+        with pytest.raises(MidstreamError, match="'policy-x', which another capture has"):
+            client.submit(prompts=["a"], policies=["x"], model=MODEL)
     job = hand.job(swept(api))
     assert (job.hooks["guard"].url, job.hooks["guard"].tenant) == (hook["url"], "default")
     assert [(probe.name, probe.action) for probe in job.probes] == [("policy:guard", "stop")]
-    assert [spec.tag for spec in job.global_captures] == ["ops"]
+    assert [spec.tag for spec in job.global_captures] == ["policy-x"]
     for name in job.probes[0].content.tensors:
         assert hand.do(hand.ledger.get_tensor(name)).shape in ([1, HIDDEN], [1])
 

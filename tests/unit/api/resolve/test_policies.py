@@ -102,6 +102,7 @@ def test_only_steering_is_left_out_in_sweeps_and_harvests(
 def test_tags_of_policies_are_distinct() -> None:
     long = "n" * 57
     names = ["a.b", "a-b", "a..b", "a.-b", long, f"{long}n", f"{long}m", "x" * 128]
+    names += [_tag_of(name)[len("policy-") :] for name in ("a.b", f"{long}n")]
     tags = msgspec.convert([_tag_of(name) for name in names], list[Tag])
     assert len({*tags}) == len(names)
     assert (tags[1], tags[4]) == ("policy-a-b", f"policy-{long}")
