@@ -102,8 +102,8 @@ class Surveyed(Shard):
 
 
 @lru_cache(maxsize=256)
-def _listed(found: Surveyed, order: str, limit: int) -> list[FeatureFigures]:
-    """Return `found.features`, which reads and orders the figures of all features, for several
+def _listed(survey: Surveyed, order: str, limit: int) -> list[FeatureFigures]:
+    """Return `survey.features`, which reads and orders the figures of all features, for several
     calls.
     """
-    return found.features(order, limit)
+    return survey.features(order, limit)

@@ -1,5 +1,5 @@
 """A process that ends with its parent, however that ends: an orphan would hold a device or an
-outbox, or compute for nobody.
+outbox, or compute a result that no process awaits.
 """
 
 import ctypes

@@ -39,7 +39,7 @@ from .streams import HarvestStreams
 log = logging.getLogger(__name__)
 
 #: Parts under way for each live worker: one that runs, and one that can follow immediately. A
-#: worker holds as many surveys beside them, of which one is computed.
+#: worker holds as many surveys in addition, of which one is computed.
 PARTS_PER_WORKER = 2
 #: Jobs of one part that may fail before its harvest does.
 TRIES = 3
