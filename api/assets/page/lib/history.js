@@ -20,6 +20,11 @@ export class History {
   }
 }
 
+function median(values) {
+  const sorted = values.sort((a, b) => a - b);
+  return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
+}
+
 /** The median seconds from submission to end of the jobs that ended in each of the last `minutes`: [[at, seconds or null], …]. */
 export function latencies(jobs, now, minutes) {
   const buckets = Array.from({ length: minutes }, () => []);
@@ -27,5 +32,5 @@ export function latencies(jobs, now, minutes) {
     const ago = Math.floor((now - (job.finished || 0)) / BUCKET_S);
     if (job.state === "succeeded" && !LONG.has(job.kind) && ago >= 0 && ago < minutes) buckets[minutes - 1 - ago].push(job.finished - job.created);
   }
-  return buckets.map((found, n) => [now - (minutes - 1 - n) * BUCKET_S, found.length ? found.sort((a, b) => a - b)[Math.floor(found.length / 2)] : null]);
+  return buckets.map((found, n) => [now - (minutes - 1 - n) * BUCKET_S, found.length ? median(found) : null]);
 }
