@@ -6,7 +6,6 @@ look up names within the caller's tenant.
 """
 
 import hmac
-import re
 import time
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -38,8 +37,9 @@ REMEMBERED = 10_000
 #: Cookie of the page's session, and header that its calls must carry if they change something.
 COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
 
-#: Paths of pages and their files: a query there is for their scripts, such as the search of /docs.
-_PAGES = re.compile(r"/((docs|page|schema)(/.*)?)?")
+#: Beginnings of the paths of pages and their files: a query there is for their scripts, such as the
+#: search of the documentation.
+PAGES = ("/docs", "/page/", "/schema")
 
 #: What the header `Authorization` takes, and where keys come from.
 KEY_FORM = f"Bearer {KEY_PREFIX}<id>_<secret>"
@@ -179,7 +179,7 @@ async def known_query(
 ) -> None:
     """Check the names of the query's parameters. Raises a 400 that names the nearest valid one."""
     path, method = connection.scope["path_template"], connection.scope["method"]  # type: ignore[typeddict-item]
-    if not connection.query_params or method == "OPTIONS" or _PAGES.fullmatch(path):
+    if not connection.query_params or method == "OPTIONS" or path == "/" or path.startswith(PAGES):
         return
     known = {
         parameter.field_alias

@@ -129,8 +129,8 @@ def read(raw: bytes) -> list[SteeringSpec]:
     metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
     if (result := metadata.get("general.architecture", _ARCHITECTURE)) != _ARCHITECTURE:
         raise ValueError(f"its general.architecture is {result!r:.80}; valid: {_ARCHITECTURE!r}")
-    own = (key for key in metadata if key.startswith(f"{_ARCHITECTURE}."))
-    if unknown := next((key for key in own if key.split(".")[1] not in _KEYS), None):
+    groups = {key: key.split(".") for key in metadata if key.startswith(f"{_ARCHITECTURE}.")}
+    if unknown := next((key for key, parts in groups.items() if parts[1] not in _KEYS), None):
         raise ValueError(
             f"its key {unknown!r:.80} may change how it is applied, and is not read; valid keys of "
             f"{_ARCHITECTURE}: {', '.join(sorted(_KEYS))}"

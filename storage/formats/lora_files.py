@@ -203,10 +203,12 @@ def _check_config(config: Mapping[str, Any]) -> None:
         if member in config or member in ("r", "lora_alpha", "target_modules"):
             with Translated(msgspec.ValidationError, partial(wrong, member, valid)):
                 msgspec.convert(config.get(member), kind)
-    by_layer = config.get("layers_to_transform") is not None
-    if by_layer and isinstance(config["target_modules"], str):
+    layers = config.get("layers_to_transform")
+    if layers is not None and isinstance(config["target_modules"], str):
         raise wrong("layers_to_transform", "null, unless target_modules is a list")
-    if _patterns(config) and not (by_layer and all(map(_PLAIN.fullmatch, _patterns(config)))):
+    if _patterns(config) and not (
+        layers is not None and all(map(_PLAIN.fullmatch, _patterns(config)))
+    ):
         raise wrong("layers_pattern", _PATTERNS)
     for member, value in config.items():
         if member not in _HARMLESS | _CHECKED.keys() and value:

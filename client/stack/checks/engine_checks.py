@@ -22,18 +22,22 @@ def vllm(service: Service) -> Iterator[Finding]:
         source = installed()
     except ModuleNotFoundError:
         return
-    trouble = import_trouble("torch")
-    if trouble is None:
-        yield Finding(
-            "warn",
-            "vllm",
-            "not checked: importing torch takes too long, so this machine is busy",
-            "run it again when it has less to do",
+    if (trouble := import_trouble("torch")) != "":
+        yield (
+            Finding(
+                "warn",
+                "vllm",
+                "not checked: importing torch takes too long, so this machine is busy",
+                "run it again when it has less to do",
+            )
+            if trouble is None
+            else Finding(
+                "fail",
+                "vllm",
+                f"torch cannot be imported: {trouble}",
+                "reinstall the extra `cpu` or `gpu` in this environment",
+            )
         )
-        return
-    if trouble:
-        advice = "reinstall the extra `cpu` or `gpu` in this environment"
-        yield Finding("fail", "vllm", f"torch cannot be imported: {trouble}", advice)
         return
     if trouble := companions_trouble():
         yield Finding("fail", "vllm", trouble, COMPANIONS_ADVICE)
