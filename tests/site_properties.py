@@ -44,11 +44,10 @@ def _case(
     seed = new_seed()
     torch.manual_seed(seed)
     hidden = torch.randn(tokens, plan.hidden_size).to(dtype) if pair else None
-    stream = torch.randn(tokens, plan.hidden_size).to(dtype)
     return Case(
         plan,
         hidden,
-        stream,
+        torch.randn(tokens, plan.hidden_size).to(dtype),
         3 * tokens,
         tokens + 2,
         f"{name} seed {seed}, {dtype}, {'pair' if pair else 'single'}",
@@ -135,8 +134,7 @@ def listed_tokens_whose_rows_do_nothing_here_keep_their_bits(
         case = _case(plan, pair=pair)
         case.stream[:, 0] = -0.0
         case.stream[:, 1] = math.nan
-        found = checked(case, pair_site, single_site)
-        assert same_bits(found.stream, case.stream), case.name
+        assert same_bits(checked(case, pair_site, single_site).stream, case.stream), case.name
 
 
 def a_rewrite_that_gives_the_row_back_leaves_both_halves_of_a_pair(
@@ -159,8 +157,7 @@ def a_rewrite_that_gives_the_row_back_leaves_both_halves_of_a_pair(
             9,
             case.name,
         )
-        found = run(back, pair_site, single_site)
-        _assert_untouched(case, found)
+        _assert_untouched(case, run(back, pair_site, single_site))
         behind = Case(
             SitePlan(WIDTH, configurations, {2: [2]}), case.hidden, case.stream, 3, 9, case.name
         )
@@ -318,8 +315,7 @@ def an_addition_of_nothing_leaves_the_rows_bits(pair_site: Op, single_site: Op) 
             SitePlan(WIDTH, [none, none], {0: [1], 2: [1, 2], 3: [2]}), dtype=dtype, pair=pair
         )
         case.stream[0], case.stream[2, :3], case.stream[3] = -0.0, -0.0, 0.0
-        found = run(case, pair_site, single_site)
-        assert same_bits(found.stream, case.stream), case.name
+        assert same_bits(run(case, pair_site, single_site).stream, case.stream), case.name
 
 
 def a_strength_of_zero_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> None:
@@ -332,8 +328,7 @@ def a_strength_of_zero_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> N
         )
         case = _case(plan, dtype=dtype, pair=pair)
         case.stream[0], case.stream[2, :3], case.stream[3, 4] = -0.0, math.inf, math.nan
-        found = run(case, pair_site, single_site)
-        _assert_untouched(case, found)
+        _assert_untouched(case, run(case, pair_site, single_site))
 
 
 def every_graded_family_of_a_strength_changes_the_row(pair_site: Op, single_site: Op) -> None:
@@ -485,8 +480,7 @@ def a_feature_that_has_its_target_leaves_the_rows_bits(pair_site: Op, single_sit
         ]
         does[1] = Does(does[1].vectors, (1.0, 0.0, -0.25, 0.0, 0.0))
         plan = SitePlan(WIDTH, [{"feature": each} for each in does], {1: [1], 2: [2]})
-        built = Case(plan, case.hidden, case.stream, 21, 9, case.name)
-        found = run(built, pair_site, single_site)
+        found = run(Case(plan, case.hidden, case.stream, 21, 9, case.name), pair_site, single_site)
         _assert_untouched(case, found)
 
 

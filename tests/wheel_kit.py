@@ -133,8 +133,7 @@ def built(source: Path, folder: Path, kind: str = "wheel") -> Path:
         "import sys; from setuptools import build_meta; "
         f"print(build_meta.build_{kind}(sys.argv[1]))"
     )
-    name = run(sys.executable, "-c", program, folder, cwd=source).strip().splitlines()[-1]
-    return folder / name
+    return folder / run(sys.executable, "-c", program, folder, cwd=source).strip().splitlines()[-1]
 
 
 def interpreter(version: str) -> str:

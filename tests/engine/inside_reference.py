@@ -195,9 +195,8 @@ class InsideReference:
             if reordered
             else torch.arange(count)
         )
-        flat = rows[..., order].transpose(1, 2).flatten(2)
         return (
-            self._seen(hook, number, flat)
+            self._seen(hook, number, rows[..., order].transpose(1, 2).flatten(2))
             .view(rows.transpose(1, 2).shape)
             .transpose(1, 2)[..., torch.argsort(order)]
         )

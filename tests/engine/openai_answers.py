@@ -172,8 +172,7 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
                 whole[name] = value
         for part in chunk["choices"]:
             part = {**part.pop("delta", {}), **part}
-            known = whole["choices"].setdefault(str(part["index"]), {"index": part["index"]})
-            _extend(known, part)
+            _extend(whole["choices"].setdefault(str(part["index"]), {"index": part["index"]}), part)
     for choice in whole["choices"].values():
         if choice.get("tool_calls"):
             choice["tool_calls"] = [

@@ -346,8 +346,7 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
         job = host.job(prompt(6), max_tokens=24, capture=EVERYTHING, steering=host.steering(edit))
         outputs, steps, _ = counted(host, job)
         check_rows(host, reference, job, outputs.values(), [edit])
-        tokens = outputs[job.id].token_ids
-        assert tokens == np.argmax(reference.logits[35:], axis=-1).tolist()
+        assert outputs[job.id].token_ids == np.argmax(reference.logits[35:], axis=-1).tolist()
         assert [receipt.status for receipt in host.receipts(job)] == ["ok", "ok"]
         assert (
             len(

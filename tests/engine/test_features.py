@@ -142,8 +142,7 @@ def check(reading: FeaturesReading, activations: np.ndarray) -> None:
     for wanted, mine, values in zip(
         activations, reading.features, reading.activations, strict=True
     ):
-        most = np.sort(wanted)[::-1][: len(values)]
-        np.testing.assert_allclose(values, most, **TOLERANCE)
+        np.testing.assert_allclose(values, np.sort(wanted)[::-1][: len(values)], **TOLERANCE)
         np.testing.assert_allclose(wanted[mine], values, **TOLERANCE)
 
 

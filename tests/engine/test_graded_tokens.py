@@ -121,8 +121,7 @@ def test_one_rank_grades_and_all_ranks_confirm(
         for steering in (None, [steer(host.vector(vector), [1])])
     )
     told = graded(host, (plain, Grade(EVERY, keep="plain")), (steered, Grade(EVERY)))
-    ranks = [receipt.rank for receipt in host.receipts(plain) if receipt.graded]
-    assert ranks == [grader]
+    assert [receipt.rank for receipt in host.receipts(plain) if receipt.graded] == [grader]
     right = truth(reference, prompt_of(9, seed=95))
     np.testing.assert_allclose(told[0], right, atol=FP32_LOGPROBS, rtol=0)
     reference.rows(prompt_of(9, seed=95), [(1, vector, None)])

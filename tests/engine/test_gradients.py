@@ -44,8 +44,7 @@ class Service:
 
     def ended(self, job: str, path: str = "/v1/jobs") -> JobView:
         while True:
-            answer = self.http.get(f"{path}/{job}", params={"wait": 30})
-            view = from_json(answer.content, JobView)
+            view = from_json(self.http.get(f"{path}/{job}", params={"wait": 30}).content, JobView)
             if view.state in TERMINAL:
                 return view
 

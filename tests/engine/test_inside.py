@@ -31,9 +31,8 @@ def inside(llama: Path) -> InsideReference:
 
 def captured(host: Host, job: Job, **spec) -> Job:
     """The job with a capture as a user writes it."""
-    info = msgspec.convert(host.info, ModelInfo)
     bounds = Bounds(
-        info,
+        msgspec.convert(host.info, ModelInfo),
         [PromptFacts(len(prompt.token_ids)) for prompt in job.prompts],
         job.sampling.max_tokens,
     )
@@ -391,8 +390,7 @@ def test_blocks_under_an_edited_key_never_serve_a_plain_request(
             hook="z",
             layers=3,
         )
-        output = cached.run(job)[job.id][0]
-        assert output.cached_tokens == served_tokens
+        assert cached.run(job)[job.id][0].cached_tokens == served_tokens
         wanted = inside.rows(prompt, *edited)["z", 3][-1:]
         assert relative_error(cached.capture(job).array(3, "z"), wanted) <= FP32_ROWS, edited
 
@@ -446,9 +444,8 @@ def check_together(
             assert (
                 np.abs(reader.attention(layer) - rows["pattern", layer]).max() <= FP32_ATTENTION
             ), (edits, layer)
-        applied = sum(receipt.applied for receipt in host.receipts(job))
         assert (
-            applied
+            sum(receipt.applied for receipt in host.receipts(job))
             == sum(len(edit.positions) for edit in edits) * host.settings.tensor_parallel_size
         )
 

@@ -94,8 +94,7 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
         Matrix(head),
     )
     model = msgspec.convert(v1.info, ModelInfo)
-    request = JacobianLensRequest(name="mine", path="jacobian")
-    found = lens_of(request, model, v1.settings.lens_dir)
+    found = lens_of(JacobianLensRequest(name="mine", path="jacobian"), model, v1.settings.lens_dir)
     spec = SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])
     (directed,) = check_directed([spec], {"mine": found}, model)
     plain = DirectionFiles(v1.settings.lens_dir).plain_specs(directed, [7, 123])
@@ -177,8 +176,7 @@ def test_ranks_join_a_vocabulary_that_they_share(tp2: Host, qwen3: Path) -> None
     # a shard has 256 tokens
     captures = [lens(ALL, tokens=NAMED), lens(ALL, [0, 150, -1], top_k=300)]
     jobs = [tp2.job(prompt, max_tokens=1, capture=captures) for _ in range(2)]
-    outputs = [tp2.run(job)[job.id][0] for job in jobs]
-    assert outputs[1].cached_tokens == 128
+    assert [tp2.run(job)[job.id][0] for job in jobs][1].cached_tokens == 128
     for job in jobs:
         assert [len(receipt.consumed) for receipt in tp2.receipts(job)] == [2, 2]
         for reading in lenses(tp2, job):

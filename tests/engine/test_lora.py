@@ -398,8 +398,7 @@ def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
         jobs = plain_and_edited(engine, 40)
         engine.host.run_together(*jobs.values())
         for name in ("one", "", "two"):
-            job = jobs[name, False]
-            reader = engine.host.capture(job)
+            reader = engine.host.capture(jobs[name, False])
             rows = {
                 (hook, layer): reader.array(layer, hook) for hook in engine.hooks for layer in ALL
             }

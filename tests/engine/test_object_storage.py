@@ -89,13 +89,12 @@ def test_a_long_capture_and_a_patch_from_it_go_through_the_bucket(stack: Stack) 
     edit = StoredSteering(
         layers=[0], hook="post_block", positions=[2], family="replace", tensors=[row], numbers=[1.0]
     )
-    after = StoredCapture(sites={"post_block": [0]}, positions=[2], tag="patched", at="after")
     patched = stack.submit(
         ["another prompt entirely"],
         max_tokens=1,
         steering=[edit],
         runs={"long": job},
-        capture=after,
+        capture=StoredCapture(sites={"post_block": [0]}, positions=[2], tag="patched", at="after"),
     )
     assert stack.wait(patched).state is State.SUCCEEDED
     with CaptureReader(open_store(stack.settings.artifacts), patched) as edited:

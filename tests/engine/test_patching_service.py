@@ -254,12 +254,11 @@ def test_paths_to_receivers_are_those_with_the_same_branches_held(
         {"layer": layer, "hook": HOOK.get(part, part), **({"head": head} if head >= 0 else {})}
         for layer, part, head in ABOUT["receivers"][name]
     ]
-    layers = [ABOUT["senders"][place] for place in there]
     got, result = swept(
         service,
         hooks=["z"],
         axis="head",
-        layers=layers,
+        layers=[ABOUT["senders"][place] for place in there],
         path={"receivers": ends or "logits", "frozen": held.split("+")},
     )
     same(got, wanted[there])

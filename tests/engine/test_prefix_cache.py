@@ -237,8 +237,7 @@ def test_a_failed_intervention_leaves_no_blocks_that_claim_it(
         "cached prefix was computed by a request whose intervention failed"
         in cached.receipts(again)[0].message
     )
-    answer = cached.run_any(cached.job(prompt_of(100, seed=42), max_tokens=150), look=True)
-    assert not answer.errors
+    assert not cached.run_any(cached.job(prompt_of(100, seed=42), max_tokens=150), look=True).errors
     assert cached.call("midstream_status")[0]["tainted"] == 0
     for reused in (0, 2 * BLOCK):
         anew = cached.job(

@@ -150,8 +150,7 @@ def test_tokens_of_the_prefix_cache_are_scored(cached: Host) -> None:
             [weights.probe(cached, 1)],
         )
     ]
-    hits = [cached.run(job)[job.id][0].cached_tokens for job in jobs]
-    assert hits == [0, 0, 256, 0]
+    assert [cached.run(job)[job.id][0].cached_tokens for job in jobs] == [0, 0, 256, 0]
     first, second = (scores_of(cached, job)["p"] for job in jobs[1:3])
     assert (first.positions, second.positions) == (301, 301)
     np.testing.assert_allclose(tokens_of(second), tokens_of(first), atol=1e-5)
@@ -241,12 +240,11 @@ def test_gated_steering_equals_transformers_step_by_step(
     ):
         prompt = prompt_of(length, seed=60 + number)
         gate, expected = flapping(reference, prompt, 14, last, 20 + number, layer=number, **content)
-        capture = capture_of([0, last], "all")
         jobs.append(
             host.job(
                 prompt,
                 max_tokens=14,
-                capture=capture,
+                capture=capture_of([0, last], "all"),
                 steering=gate.steering(host),
                 probes=[gate.probe(host)],
             )
@@ -255,8 +253,7 @@ def test_gated_steering_equals_transformers_step_by_step(
     outputs = host.run(*jobs, host.job(prompt_of(9), max_tokens=14))
     for job, (tokens, is_open, rows) in zip(jobs, wanted, strict=True):
         assert outputs[job.id][0].token_ids == tokens
-        score = scores_of(host, job)["p"]
-        assert positions_of(score) == is_open
+        assert positions_of(scores_of(host, job)["p"]) == is_open
         assert [receipt.applied for receipt in host.receipts(job)] == [len(is_open)] * len(
             host.receipts(job)
         )

@@ -127,8 +127,7 @@ def test_other_requests_do_not_change_rounded_activations(made: Maker, tmp_path)
             job = host.job(
                 prompt_of(20, seed=1), max_tokens=1, capture=capture_of([3], "all_prompt")
             )
-            neighbour = host.job(prompt_of(20, seed=2), max_tokens=1, steering=steering)
-            host.run_together(job, neighbour)
+            host.run_together(job, host.job(prompt_of(20, seed=2), max_tokens=1, steering=steering))
             found.append(host.capture(job).array(3))
     assert np.array_equal(*found)
 

@@ -75,8 +75,7 @@ def test_many_captures_and_plain_requests_share_the_ring_and_all_end(
         for n in range(12)
     ]
     plain = [small.job(prompt_of(200 + n, seed=40 + n), max_tokens=8) for n in range(12)]
-    mixed = [job for pair in zip(jobs, plain, strict=True) for job in pair]
-    outputs = small.run(*mixed)
+    outputs = small.run(*[job for pair in zip(jobs, plain, strict=True) for job in pair])
     for job in jobs:
         check_rows(small, reference, job, outputs[job.id])
     assert all(len(outputs[job.id][0].token_ids) == 8 for job in plain)

@@ -188,8 +188,7 @@ def test_global_steering_equals_steering_every_request_and_leaves_no_trace(
     assert {rank.applied > 0 for stage in steered.determinism.stages for rank in stage.ranks} == {
         True
     }
-    both = aligned.run(SHORT, steering=[push(3, 9)]).outputs
-    assert both[0].logprobs not in (
+    assert aligned.run(SHORT, steering=[push(3, 9)]).outputs[0].logprobs not in (
         own[0].logprobs,
         aligned.run(SHORT, steering=[push(3, 8)]).outputs[0].logprobs,
     )

@@ -92,8 +92,7 @@ def seen_by_transformers(
     the tokens.
     """
     stand_in()
-    processor = AutoProcessor.from_pretrained(path)
-    made = processor(
+    made = AutoProcessor.from_pretrained(path)(
         text=[f"w5 {place} " * len(pictures)],
         images=[[image for image, _ in pictures]],
         return_tensors="pt",

@@ -56,7 +56,6 @@ def test_chat_with_images_captures_and_steers_the_tokens_that_are_named(
         plain = client.chat(
             "llava", CHAT, images=files, max_tokens=2, capture=wanted, capture_wait=True
         )
-        steering = {"layers": [1], "positions": {"image": 1}, "vector": vector}
         steered = client.chat(
             "llava",
             CHAT,
@@ -64,7 +63,7 @@ def test_chat_with_images_captures_and_steers_the_tokens_that_are_named(
             max_tokens=2,
             capture=wanted,
             capture_wait=True,
-            steering=steering,
+            steering={"layers": [1], "positions": {"image": 1}, "vector": vector},
         )
         only = client.chat(
             "llava",

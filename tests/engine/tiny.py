@@ -118,8 +118,7 @@ def write(
 def save_tokenizer(path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w0", eos_token="w1"

@@ -87,8 +87,7 @@ def test_stacks_of_the_stream_are_those_of_transformerlens(
         stack, labels = getattr(cache, name)(return_labels=True, pos_slice=-1, **options)
         assert labels == golden.labels[name]
         close(stack, golden.arrays[name], ROWS)
-    parts = cache.decompose_resid()
-    close(parts.sum(0), cache["resid_post", -1], ROWS)
+    close(cache.decompose_resid().sum(0), cache["resid_post", -1], ROWS)
     close(cache.stack_activation("resid_post"), cache.accumulated_resid()[1:], 0.0)
 
 

@@ -39,8 +39,7 @@ def test_the_example_trains_registers_and_shows_features(python: Path, service: 
     print(done.stdout)
     share = float(re.search(r"not trained on: ([-0-9.]+)% of the variance", done.stdout)[1])  # type: ignore[index]
     assert share > 30, "without training it would be negative"
-    rows = re.findall(r"^\| (\d+) \| .*\*\*.*\|$", done.stdout, re.MULTILINE)
-    assert len(rows) == 3
+    assert len(re.findall(r"^\| (\d+) \| .*\*\*.*\|$", done.stdout, re.MULTILINE)) == 3
     with Client(service.url) as client:
         (registered,) = client.saes.list()
         assert (registered.name, registered.layer, registered.form.architecture) == (

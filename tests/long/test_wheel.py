@@ -80,8 +80,7 @@ def test_a_wheel_from_the_source_distribution_is_the_same(
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    again = wheel_kit.built(unpacked, tmp_path / "again")
-    assert files_of(again) == files_of(wheel)
+    assert files_of(wheel_kit.built(unpacked, tmp_path / "again")) == files_of(wheel)
     assert {"LICENSE", "PACKAGE.md", "pyproject.toml"} <= {path.name for path in unpacked.iterdir()}
 
 

@@ -52,8 +52,7 @@ def check_equal(first: Harvest, second: Harvest) -> None:
 
 def checked(uri: str) -> Harvest:
     """The harvest, once it is verified; only what its manifest names is in its folder."""
-    found = verify(uri)
-    assert found.faults == []
+    assert verify(uri).faults == []
     harvest = open(uri)
     named = {file.key for shard in harvest.shards for file in shard.entry.files} | {
         part.key for part in harvest.manifest.parts

@@ -638,8 +638,7 @@ def test_the_last_chunk_of_a_stream_waits_for_the_captures_and_carries_them(
     time.sleep(0.4)
     assert not rest.done(), "the finish is said only when the captures are durable"
     hand.receipts(claim)
-    last = rest.result()[-1]
-    facts = last.model_dump()
+    facts = rest.result()[-1].model_dump()
     assert (facts["choices"][0]["finish_reason"], facts["capture_results"]["status"]) == (
         "stop",
         "ok",

@@ -136,8 +136,7 @@ def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: 
     assert job.dose is not None
     assert job.dose.cells == [(None, 0.0), (1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0)]
     assert job.dose.target_tokens == [1, 1]
-    edits = [[(e.layers, e.scale) for e in entries] for entries in job.steering]
-    assert edits == [
+    assert [[(e.layers, e.scale) for e in entries] for entries in job.steering] == [
         [([layer], scale)] if scale else [] for layer, scale in job.dose.cells for _ in range(5)
     ]
     asked = [prompt_request(job, number, 1) for number in range(5)]
@@ -254,8 +253,7 @@ def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand
     made = api.http.put("/v1/steering/modules/shift", json={"model": MODEL, "steering": steering})
     assert made.status_code == 201, made.text
     harvest = {"model": MODEL, "source": {"lines": ["a"]}, "layers": 1}
-    modules = {"steering": [{"module": "shift"}]}
-    harvested = api.http.post("/v1/harvests", json=harvest | modules)
+    harvested = api.http.post("/v1/harvests", json=harvest | {"steering": [{"module": "shift"}]})
     assert harvested.status_code == 202, harvested.text
     api.http.put("/v1/tenants/default", json={})
     api.http.delete("/v1/steering/modules/shift")

@@ -61,8 +61,7 @@ def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Han
     assert job.captures[0][0].sites == {"post_block": [1, 2]}
     assert [entries[0].positions for entries in job.steering] == [[1], [3]]
     assert job.steering[0][0].layers == [3]
-    kept = hand.do(hand.ledger.get_tensor(job.steering[0][0].tensors[0]))
-    assert kept.shape == [8]
+    assert hand.do(hand.ledger.get_tensor(job.steering[0][0].tensors[0])).shape == [8]
 
 
 # field case 40

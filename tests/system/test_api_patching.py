@@ -164,8 +164,7 @@ def test_every_prompt_of_a_job_is_patched_at_positions_of_its_own(
             "1.default:post_block:1:1",
         )
     }
-    answer = complete(http, *wished, prompt=[CORRUPT, CLEAN])
-    assert applied(answer) == [3, 3]
+    assert applied(complete(http, *wished, prompt=[CORRUPT, CLEAN])) == [3, 3]
 
 
 def test_a_chat_is_patched_streamed_or_whole(http: httpx2.Client, clean: str) -> None:

@@ -363,8 +363,7 @@ def test_a_decision_is_sent_to_the_policys_webhook(client: Client, calm: str) ->
         ("job.decided", "http://127.0.0.1:9/policy"),
     ]
     client.policies.change("hook", mode="shadow")
-    quiet = run(client, "hook", **own)
-    assert client.webhooks.deliveries(job=quiet.id).deliveries == []
+    assert client.webhooks.deliveries(job=run(client, "hook", **own).id).deliveries == []
 
 
 @pytest.mark.parametrize(

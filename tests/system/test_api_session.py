@@ -542,8 +542,7 @@ def test_the_open_requests_of_a_tenant_are_limited_and_freed_on_disconnect(
         # places are taken.
         while (answer := caller.http.get("/v1/models")).status_code == 200:
             assert time.monotonic() < deadline
-            connection = held.enter_context(socket.create_connection((host, int(port))))
-            connection.sendall(request)
+            held.enter_context(socket.create_connection((host, int(port)))).sendall(request)
         refused(answer, "too_many_connections", "tenant_connections")
         assert api.http.get("/healthz").status_code == 200
         assert Caller(api, hand, "dave").http.get("/v1/models").status_code == 200

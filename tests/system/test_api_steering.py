@@ -235,8 +235,7 @@ def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx2.Clien
         }
         accepted = [http.post("/v1/jobs", json=body).json()["id"] for _ in range(8)]
         second = register(http, "joy", CALM, status=200)
-        later = pool.submit(text, http, steering=[{"module": "joy"}])
-        assert later.result() == expected["new"]
+        assert pool.submit(text, http, steering=[{"module": "joy"}]).result() == expected["new"]
         accepted.append(http.post("/v1/jobs", json=body).json()["id"])
         assert http.delete("/v1/steering/modules/joy").status_code == 204
     for number, job in enumerate(accepted):

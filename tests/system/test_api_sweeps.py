@@ -156,8 +156,7 @@ def test_sweep_cells_are_capped_per_sweep_and_in_total(redis_url: str, tmp_path:
         ), "it is accepted already"
         assert api.submit(), "other jobs are not stopped"
         assert api.http.post(f"/v1/jobs/{first}/cancel").status_code == 202
-        third = swept(api)
-        assert hand.view(third).state is State.QUEUED, "what is over makes room"
+        assert hand.view(swept(api)).state is State.QUEUED, "what is over makes room"
         hand.close()
 
 

@@ -288,8 +288,7 @@ def test_the_kept_request_of_a_url_with_modules_is_sent_again_alone(http: httpx2
         {"layers": 0, "vector": value},
         {"module": "joy", "scale": 2.0},
     ]
-    again = http.post(kept["path"], json=kept["body"]).json()
-    assert again["choices"] == first["choices"]
+    assert http.post(kept["path"], json=kept["body"]).json()["choices"] == first["choices"]
     with Client(str(http.base_url)) as client:
         assert client.completion(**kept["body"]).text == first["choices"][0]["text"]
 

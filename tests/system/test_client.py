@@ -104,8 +104,7 @@ def test_a_response_that_was_held_too_long_is_fetched_as_a_job(stack: Stack) -> 
 
 def test_conversations_run_as_one_job_through_the_models_chat_template(client: Client) -> None:
     chats = [[{"role": "user", "content": text}] for text in ("hello", "how are you")]
-    result = client.run(messages=chats, capture=CAPTURE, timeout=120)
-    reader = client.capture(result.id)
+    reader = client.capture(client.run(messages=chats, capture=CAPTURE, timeout=120).id)
     for request, messages in enumerate(chats):
         assert reader.token_ids(request) == client.tokenize(MODEL, messages=messages).tokens
     single = client.run(messages=chats[0], timeout=120)

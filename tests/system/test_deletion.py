@@ -226,9 +226,8 @@ def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_
             api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "other"}).status_code
             == 507
         )
-        other = {**body, "prompts": ["b"]}
         assert (
-            api.http.post("/v1/jobs", json=other, headers=key).json()["type"]
+            api.http.post("/v1/jobs", json={**body, "prompts": ["b"]}, headers=key).json()["type"]
             == "urn:midstream:idempotency_mismatch"
         )
         hand.close()

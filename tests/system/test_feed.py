@@ -68,8 +68,7 @@ async def test_a_change_is_read_and_rendered_once_for_all_feeds(redis_url: str) 
             assert len({id(event) for events in sent for event in events}) == 2, (
                 "one rendering for each of the two audiences"
             )
-            others = [list(await each.take(100)) for each in feeds[FEEDS : 2 * FEEDS]]
-            assert others == [[]] * FEEDS
+            assert [list(await each.take(100)) for each in feeds[FEEDS : 2 * FEEDS]] == [[]] * FEEDS
 
 
 async def test_a_feed_that_connects_again_reads_nothing_and_misses_nothing(redis_url: str) -> None:

@@ -132,8 +132,7 @@ async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(
     reaper = Reaper(queues.vllm, settings_for(redis_url))
     waits, passed = await queues.submit(), await queues.estimated()
     await queues.lose_messages()
-    report = await reaper.sweep(now() + 30)
-    assert {*report.resent} == {waits.id, passed.id}
+    assert {*(await reaper.sweep(now() + 30)).resent} == {waits.id, passed.id}
     assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
     assert not await reaper.sweep(now() + 60)
 
@@ -173,8 +172,7 @@ async def test_windows_of_the_queues_are_apart_and_the_status_names_them(
 async def test_a_job_that_was_handed_on_waits_its_turn_among_tenants(queues: Queues) -> None:
     """A tenant with many attributions does not get ahead of the others by their first phase."""
     await queues.vllm.submit(make_job(), {})
-    first = make_job(tenant="other")
-    await queues.vllm.submit(first, {})
+    await queues.vllm.submit(make_job(tenant="other"), {})
     handed = [await queues.submit(tenant="busy") for _ in range(3)]
     for job in handed:
         assert await claimed(queues.gradients, job) is not None
@@ -191,8 +189,7 @@ async def test_gradient_workers_are_no_workers_of_the_model(queues: Queues) -> N
     await ledger.publish_model(info, worker("g1", queue=GRADIENTS))
     names = [[each.worker for each in await ledger.workers(of)] for of in ("", GRADIENTS, None)]
     assert names == [["w1"], ["g1"], ["g1", "w1"]]
-    model = model_info(name=MODEL, identity=IDENTITY)
-    assert await ledger.gradients(model) == info
+    assert await ledger.gradients(model_info(name=MODEL, identity=IDENTITY)) == info
     assert await ledger.gradients(model_info(name=MODEL, identity=gone)) is None, "another model"
 
 

@@ -74,13 +74,12 @@ def whole(stack: Stack) -> Harvest:
 
 
 def submitted(stack: Stack, client: Client, bucket: bool = False) -> HarvestView:
-    store = stack.settings.harvest_stores.split(", ")[bucket]
     return client.harvests.submit(
         model="fake-model",
         source={"lines": DOCUMENTS},
         layers=[1, 3],
         shards={"mib": 1},
-        store=store,
+        store=stack.settings.harvest_stores.split(", ")[bucket],
     )
 
 

@@ -241,8 +241,7 @@ async def test_what_a_harvest_writes_is_charged_until_it_is_deleted(rig: Rig) ->
         assert await counted_anew(rig) == []
         await rig.ledger.redis.hset("ms:usage", "default/bytes", 5)
         assert await counted_anew(rig) == [f"default/bytes: 5 instead of {view.bytes}"]
-        kept = await harvests.stored(harvest.id)
-        assert kept.source.lines == [""]
+        assert (await harvests.stored(harvest.id)).source.lines == [""]
         assert await rig.ledger.redis.ttl(f"ms:harvest:{harvest.id}") == -1, (
             "its files are there: so is its record"
         )

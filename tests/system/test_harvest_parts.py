@@ -410,8 +410,7 @@ async def test_a_part_that_keeps_failing_ends_the_harvest(rig: Rig) -> None:
         harvest = await submitted(rig)
         view = await work(rig, runs, harvest.id, parts=20)
     assert (view.state, "injected fault" in view.error.detail) == ("failed", True)
-    states = [job.state for job in (await rig.ledger.list(limit=50)).jobs]
-    assert states.count("failed") >= TRIES
+    assert [job.state for job in (await rig.ledger.list(limit=50)).jobs].count("failed") >= TRIES
 
 
 async def test_another_global_steering_ends_the_harvest(rig: Rig) -> None:
@@ -449,8 +448,7 @@ async def test_positions_cuts_and_limits_hold_over_a_harvest(rig: Rig) -> None:
         rig, cut=HarvestCut(fit="pack"), max_length=128, positions=sampled
     )
     assert view.state == "succeeded"
-    keys = checked(harvest.uri).keys(slice(None))
-    assert len(keys.documents) == 5 * len(DOCUMENTS)
+    assert len(checked(harvest.uri).keys(slice(None)).documents) == 5 * len(DOCUMENTS)
     again, _ = await harvested(rig, cut=HarvestCut(fit="pack"), max_length=128, positions=sampled)
     check_equal(open(harvest.uri), open(again.uri))
     limited, view = await harvested(rig, max_tokens=10_000)

@@ -190,8 +190,7 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client) -> None:
     order = np.lexsort((keys.positions, keys.documents))
     rows = harvest.rows(slice(None), layer=1)[order]
     registered = client.saes.get("tiny")
-    encoder = load(FORMS / registered.path, registered.digest)
-    active = encoder.encode(torch.from_numpy(rows)).numpy()
+    active = load(FORMS / registered.path, registered.digest).encode(torch.from_numpy(rows)).numpy()
     keyed = Block(*[column[order] for column in keys], active)
     assert survey.density[:, 0].tolist() == ((active > 0).sum(0) / len(rows)).tolist()
     mean = active.sum(0, dtype=np.float64) / np.maximum(1, (active > 0).sum(0))
@@ -355,8 +354,7 @@ def test_a_consumer_that_is_killed_gets_every_row_once(
     assert first.returncode == -signal.SIGKILL, said
     stack.kill("worker")
     stack.restart("worker")
-    last = consumer(stack, view, tmp_path / "rows")
-    assert last.communicate(timeout=WAIT_S)[1] == ""
+    assert consumer(stack, view, tmp_path / "rows").communicate(timeout=WAIT_S)[1] == ""
     check_stored(tmp_path / "rows", made)
     done = client.harvests.wait(view, timeout=WAIT_S)
     assert done.acknowledged == {"trainer": len(made.units)}

@@ -124,8 +124,7 @@ async def test_a_refused_or_repeated_submission_takes_nothing(ledger: Ledger, cl
     await limited(ledger, requests_per_minute=2, tokens_per_minute=100, jobs_in_flight=2)
     job = of_tokens(1, 60)
     for repeated in (job, make_job(tenant="t"), make_job(tenant="t")):
-        told = await ledger.submit(repeated, {}, ("k", "body"))
-        assert told == (job.id, repeated is job)
+        assert (await ledger.submit(repeated, {}, ("k", "body"))) == (job.id, repeated is job)
     for _ in range(3):
         assert "tokens" in (await refused(ledger, of_tokens(1, 60))).detail
     await ledger.submit(of_tokens(1, 4), {})

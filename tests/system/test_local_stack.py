@@ -102,8 +102,7 @@ def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
 
 
 def test_logs_of_one_process_or_all(up: Up) -> None:
-    one = up.midstream("logs", "worker")
-    assert "worker ready" in one.stdout
+    assert "worker ready" in up.midstream("logs", "worker").stdout
     both = up.midstream("logs", "worker", "relay", "-n", "1")
     assert [line.split(" | ")[0].strip() for line in both.stdout.splitlines()] == [
         "worker",

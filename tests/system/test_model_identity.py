@@ -80,8 +80,7 @@ async def test_a_name_has_one_identity_while_a_live_worker_serves_it(redis_url: 
             ) as caught:
                 await ledger.publish_model(changed, worker_info(other, identity=OTHER))
             assert caught.value.kind == "model_changed"
-        found = await ledger.model(MODEL)
-        assert found.identity == IDENTITY
+        assert (await ledger.model(MODEL)).identity == IDENTITY
         assert [each.worker for each in await ledger.workers()] == ["w1", "w2"]
         assert await ledger.serves(MODEL, OTHER) is False
         for gone in ("w1", "w2"):

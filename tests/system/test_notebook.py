@@ -61,7 +61,6 @@ def test_the_notebook_runs_and_its_results_are_rendered(
         study = outputs(notebook, "study.sweep")
         assert "data:image/png;base64," in study["text/html"]
         assert study["image/png"]
-        figure = outputs(notebook, "study.plot")
-        assert figure["image/png"]
+        assert outputs(notebook, "study.plot")["image/png"]
         assert "did you mean 'prompts'?" in outputs(notebook, "promts")["stream"]
         assert url in up.output()

@@ -157,8 +157,7 @@ def test_rows_of_a_source_run_are_patched_from_the_bucket(stack: Apart) -> None:
     )
     job = stack.submit(["The Colosseum"], steering=[edit], runs={"paris": run})
     assert stack.wait(job).state is State.SUCCEEDED
-    told = stack.result(job).determinism
-    assert told.consistent
+    assert stack.result(job).determinism.consistent
 
 
 @pytest.mark.parametrize("layout", ["packed", "segment"])

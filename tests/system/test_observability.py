@@ -276,8 +276,7 @@ def test_rank_capture_counts_are_in_the_workers_metrics(stack: Seen, held: httpx
 
 def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx2.Response) -> None:
     counts = stack.metrics("api")
-    job = stack.submit(["count me"])
-    stack.wait(job)
+    stack.wait(stack.submit(["count me"]))
     later = stack.metrics("api")
     for state in ("queued", "running", "succeeded"):
         name = f'midstream_jobs_total{{model="fake-model",state="{state}"}}'

@@ -154,8 +154,7 @@ def test_a_worker_registers_again_after_redis_lost_its_data(stack: Stack, how: s
         stack.restart("redis")
     wait_until(lambda: ready(stack), WAIT_S)
     runs_a_job(stack)
-    capture = {"layers": "all", "positions": "all_prompt"}
-    answer = ask(stack, capture=capture)
+    answer = ask(stack, capture={"layers": "all", "positions": "all_prompt"})
     assert answer.status_code == 202, answer.text
     done = stack.wait(answer.json()["id"], WAIT_S)
     assert done.state is State.SUCCEEDED

@@ -72,8 +72,7 @@ def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx2.Client) -> No
         "capture": CAPTURE,
         "capture_wait": True,
     }
-    done = http.post("/v1/completions", json=body).json()
-    assert done["capture_results"]["status"] == "ok"
+    assert http.post("/v1/completions", json=body).json()["capture_results"]["status"] == "ok"
     assert ended(http, submit(http, 3))["state"] == "succeeded"
     with http.stream("GET", f"/v1/jobs/{submit(http, 3)}/events") as events:
         assert any(line.startswith("event: done") for line in events.iter_lines())

@@ -147,11 +147,10 @@ def test_linked_requests_get_documented_responses(stack: Stack, tmp_path: Path) 
         jobs = httpx2.get(
             f"{stack.url}/v1/jobs", params={"limit": 200}, headers=bearer(ADMIN), timeout=60
         ).json()["jobs"]
-        figures = httpx2.get(f"{stack.url}/metrics", headers=bearer(ADMIN), timeout=60).text
         followed = set(
             re.findall(
                 r'midstream_http_requests_total\{[^}]*path="([^"]*\{job_id\}[^"]*)",status_code="20',
-                figures,
+                httpx2.get(f"{stack.url}/metrics", headers=bearer(ADMIN), timeout=60).text,
             )
         )
         if len(followed) >= 2 and "succeeded" in {job["state"] for job in jobs}:

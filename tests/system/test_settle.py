@@ -80,8 +80,7 @@ def policed(registered: float = 1.0, **changes: Any) -> Job:
 def decided(job: Job, request: int = 0, inherited: str = "") -> Receipt:
     """The receipt of a rank whose policy triggered, or only inherited its latch."""
     policy = msgspec.structs.replace(GUARD, inherited=inherited)
-    triggers = int(not inherited)
-    score = ProbeScore("", "d", ["x"], [2.0], 3, [None], policy=policy, triggers=triggers)
+    score = ProbeScore("", "d", ["x"], [2.0], 3, [None], policy=policy, triggers=int(not inherited))
     return receipt(job, request, scores=[score])
 
 
@@ -255,8 +254,7 @@ async def test_a_long_batch_is_settled_whole_in_several_script_calls(
     told = [(2 + place, receipt(job, place, consumed=rows)) for place in range(receipts)]
 
     async def called() -> int:
-        stats = await ledger.redis.info("commandstats")
-        return int(stats["cmdstat_evalsha"]["calls"])
+        return int((await ledger.redis.info("commandstats"))["cmdstat_evalsha"]["calls"])
 
     before = await called()
     assert settle.settle(WORKER, 0, EPOCH, told) == 1 + receipts

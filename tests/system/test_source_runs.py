@@ -52,14 +52,13 @@ def make_run(stack: Stack, name: str) -> str:
 
 def patch(job: str, layer: int = 2, position: int = 3) -> list[StoredSteering]:
     """A row of the run into the same place."""
-    row = row_name(RunRow(run_key(job, 0, "t"), "post_block", layer, position))
     return [
         StoredSteering(
             layers=[layer],
             hook="post_block",
             positions=[position],
             family="replace",
-            tensors=[row],
+            tensors=[row_name(RunRow(run_key(job, 0, "t"), "post_block", layer, position))],
             numbers=[1.0],
         ),
     ]

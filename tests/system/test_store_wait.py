@@ -100,8 +100,7 @@ async def test_a_job_waits_for_the_store_as_long_as_the_setting_says(redis_url: 
         refuse(redis_url, running, artifact_wait_s=0.05)
         await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
         await asyncio.sleep(0.1)
-        claim = await ledger.claim(running.id, WORKER, BOOT, 1, IDENTITY)
-        assert claim is not None
+        assert (await ledger.claim(running.id, WORKER, BOOT, 1, IDENTITY)) is not None
         refuse(redis_url, running, 2, artifact_wait_s=0.05)
         await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
         for job in (running, queued):

@@ -77,8 +77,7 @@ async def test_sweep_events_are_start_each_cell_once_and_end(rig: Rig) -> None:
     cells = [event.data for event in events if event.event == "cell"]
     assert len(cells) == asked.num_cells
     for cell in cells:
-        grid = result.pairs[0].grids[cell["hook"]]
-        assert grid[cell["layer"]][cell["column"]] == cell["value"]
+        assert result.pairs[0].grids[cell["hook"]][cell["layer"]][cell["column"]] == cell["value"]
     summary = next(event.data for event in events if event.event == "summary")
     assert {**summary, "seconds": None} == msgspec.to_builtins(
         msgspec.structs.replace(result.summary, seconds=None)

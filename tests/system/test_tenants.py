@@ -227,8 +227,7 @@ def test_another_tenants_module_cannot_be_used_by_any_name(
             answer = caller.http.request(method, f"/v1/steering/modules/{name.replace('/', '%2F')}")
             assert answer.status_code == 404
             assert "digest" not in answer.text
-    job_id = ours.submit(steering=[{"module": "secret"}])
-    assert list(hand.job(job_id).modules) == ["secret"]
+    assert list(hand.job(ours.submit(steering=[{"module": "secret"}])).modules) == ["secret"]
 
 
 def test_global_steering_resolves_modules_of_the_callers_tenant(
@@ -261,8 +260,7 @@ def test_what_of_a_policy_is_its_tenants_is_shown_to_nobody_else(
     answers += [of_them.http.get(path), theirs.http.get("/v1/policies"), theirs.http.get(path)]
     answers.append(of_them.http.patch(path, json={"mode": "active"}))
     words = ("calm", "secret", '"scale":7.5', of_us.key.id, '"ours"')
-    found = [sum(word in answer.text for word in words) for answer in answers]
-    assert found == [5, 5, 0, 0, 0, 0]
+    assert [sum(word in answer.text for word in words) for answer in answers] == [5, 5, 0, 0, 0, 0]
     assert {answer.status_code for answer in answers} == {200}
 
     other = {"identity": "b" * 64}
@@ -280,7 +278,6 @@ def test_what_of_a_policy_is_its_tenants_is_shown_to_nobody_else(
 def test_what_ranks_report_names_no_other_tenants_modules(
     api: Api, ours: Caller, theirs: Caller, hand: Hand
 ) -> None:
-    modules = {"plain": "d1", "ours/joy": "d2", "theirs/plan-b": "d3"}
     rank = RankSteering(
         rank=0,
         tp=0,
@@ -291,7 +288,7 @@ def test_what_ranks_report_names_no_other_tenants_modules(
         epoch=0,
         global_version=0,
         global_digest="",
-        modules=modules,
+        modules={"plain": "d1", "ours/joy": "d2", "theirs/plan-b": "d3"},
         rows_used=0,
         rows=4,
         entries_used=0,

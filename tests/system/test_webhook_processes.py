@@ -132,8 +132,7 @@ async def test_a_sender_killed_after_a_send_causes_a_repeat_and_loses_no_webhook
     assert (first.id, first.raw) == (second.id, second.raw)
     assert second.body.data.id == job
     assert int(second.headers["webhook-timestamp"]) >= int(first.headers["webhook-timestamp"]) + 60
-    states = {delivery.job: delivery.state for delivery in await settled(ledger)}
-    assert states[job] == "delivered"
+    assert {delivery.job: delivery.state for delivery in await settled(ledger)}[job] == "delivered"
 
     # Told to stop, it ends by itself.
     [process] = senders.processes

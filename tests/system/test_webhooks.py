@@ -225,8 +225,7 @@ async def test_a_receiver_that_asks_for_a_pause_gets_it(redis_url: str, receiver
     async with service(redis_url) as made:
         await made.job(receiver.url())
         await made.sender.round()
-        delivery = await made.only()
-        assert delivery.next_attempt == pytest.approx(made.outbox.clock() + 1800, abs=5)
+        assert (await made.only()).next_attempt == pytest.approx(made.outbox.clock() + 1800, abs=5)
         made.ahead += 1700
         assert await made.sender.round() == 0
         made.ahead += 200

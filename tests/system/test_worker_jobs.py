@@ -241,8 +241,7 @@ def test_a_message_of_a_finished_or_unknown_job_does_nothing(stack: Stack) -> No
     version = stack.wait(job_id).version
     enqueue(stack.app, job_id, "generate", "fake-model")
     enqueue(stack.app, "job_unknown", "generate", "fake-model")
-    after = stack.submit(["after"], max_tokens=2)
-    assert stack.wait(after).state is State.SUCCEEDED
+    assert stack.wait(stack.submit(["after"], max_tokens=2)).state is State.SUCCEEDED
     assert stack.view(job_id).version == version
     with pytest.raises(MidstreamError, match="job_unknown"):
         stack.view("job_unknown")

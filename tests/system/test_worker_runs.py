@@ -221,8 +221,7 @@ async def test_a_job_that_may_not_wait_for_its_format_comes_again_later(
     job_id = await at.submit()
     for _ in range(at.settings.max_attempts + 1):
         assert await at.runs.run_job(job_id) is AttemptOutcome.BUSY
-        view = await at.view(job_id)
-        assert (view.state, at.runs.held) == (State.QUEUED, {})
+        assert ((await at.view(job_id)).state, at.runs.held) == (State.QUEUED, {})
     assert await at.sent_again() == [], "it is sent when it is due"
     busy[:] = [False]
     assert await at.runs.run_job(job_id) is AttemptOutcome.SUCCEEDED

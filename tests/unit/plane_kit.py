@@ -88,10 +88,9 @@ class Rig:
             "ring_rows": len(self._rank.buffers.ring),
         }
         self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, **sizes)
-        place = Place(rank=rank, world=world, tp=rank, pp=0, stages=1)
         self.plane = DataPlane(
             config,
-            place,
+            Place(rank=rank, world=world, tp=rank, pp=0, stages=1),
             self._rank.sites,
             self._rank.buffers,
             num_layers=2,

@@ -87,8 +87,7 @@ def test_keys_and_the_slider_move_over_tokens_and_layers(
 ) -> None:
     visit.log_in(site.alice, f"capture/{shown}")
     norms = site.alice.get(f"/v1/captures/{shown}/norms")["norms"]
-    group = visit.page.get_by_role("group", name="norm by token and layer")
-    group.focus()
+    visit.page.get_by_role("group", name="norm by token and layer").focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowDown"):
         visit.page.keyboard.press(key)
     expect(said(visit)).to_have_text(f"token 2 “e”, layer 2: norm {rounded(norms[2][2])}")

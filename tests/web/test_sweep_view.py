@@ -162,8 +162,7 @@ def test_tokens_are_shown_as_the_server_aligns_them(site: Site, visit: Visit) ->
         if {one, other} <= {"same", "swapped"}
     ]
     above, below = ([n for n, cell in enumerate(row) if cell is not None] for row in columns)
-    places = [(above.index(n), below.index(n)) for n in linked]
-    assert places == sorted(
+    assert [(above.index(n), below.index(n)) for n in linked] == sorted(
         (column["sources"][0], column["positions"][0])
         for column in plan["columns"]
         if column["positions"]
@@ -433,8 +432,7 @@ def test_a_finding_names_tokens_layers_and_the_effect(site: Site, visit: Visit) 
 
 def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) -> None:
     view = swept(site, window={"layers": 3})
-    first = shown(visit, site, view.job.id)
-    first.focus()
+    shown(visit, site, view.job.id).focus()
     for key in ("ArrowRight", "ArrowRight", "Enter"):
         visit.page.keyboard.press(key)
     look = visit.page.get_by_role("region", name="Closer look")
@@ -457,8 +455,7 @@ def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) 
 def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(
     site: Site, visit: Visit
 ) -> None:
-    view = swept(site)
-    first = shown(visit, site, view.job.id)
+    first = shown(visit, site, swept(site).job.id)
     canvas = first.locator("canvas")
     corner, other = (
         canvas.evaluate("(canvas, at) => canvas.heatmap.box(...at)", at) for at in ([0, 1], [1, 2])
@@ -742,8 +739,7 @@ def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
     expect(rows.filter(has_text="off")).to_have_count(off)
     expect(visit.page.locator(".finding")).to_contain_text(f"{off} of ")
     for name in ("Estimates", "Exact values"):
-        panel = visit.page.get_by_role("region", name=name)
-        expect(panel.locator(".mark")).to_have_count(off)
+        expect(visit.page.get_by_role("region", name=name).locator(".mark")).to_have_count(off)
     settled(visit.page, wrong=0, empty=0)
     visit.open("jobs")
     visit.page.get_by_role("row").filter(has_text="attribution").first.click()

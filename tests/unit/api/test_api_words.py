@@ -124,8 +124,7 @@ def test_a_wrong_name_lists_the_objects_that_may_stand_in_its_place() -> None:
 def test_unknown_names_are_refused_with_the_valid_ones(
     fields: dict[str, Any], allowed: str | None
 ) -> None:
-    body = to_json({"model": "m", "prompts": ["a"], **fields})
-    assert problem_of(body).allowed == allowed
+    assert problem_of(to_json({"model": "m", "prompts": ["a"], **fields})).allowed == allowed
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,7 @@ def test_every_reference_resolves_and_defaults_are_there(spec: dict[str, Any]) -
 
     walk(spec)
     assert found <= set(spec["components"]["schemas"])
-    properties = spec["components"]["schemas"]["JobRequest"]["properties"]
-    assert properties["steering"]["default"] == []
+    assert spec["components"]["schemas"]["JobRequest"]["properties"]["steering"]["default"] == []
     assert (
         spec["components"]["schemas"]["CompletionRequest"]["properties"]["temperature"]["default"]
         == 1.0

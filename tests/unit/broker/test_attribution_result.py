@@ -76,8 +76,7 @@ def test_top_random_and_doubtful_cells_are_chosen() -> None:
 
 
 def test_random_cells_are_drawn_from_the_whole_grid() -> None:
-    asked = sweep(Verify(top=3, random=CELLS, doubtful=0))
-    chosen = chosen_cells(asked, 0, estimate({3: -4.0}))
+    chosen = chosen_cells(sweep(Verify(top=3, random=CELLS, doubtful=0)), 0, estimate({3: -4.0}))
     assert {*chosen["top"]} <= {*chosen["random"]}
     assert len(chosen["random"]) == LAYERS * (COLUMNS - 1)
 
@@ -191,8 +190,7 @@ def test_adaptive_is_settled_only_where_a_sample_says_so(
 
 def test_adaptive_ends_with_its_budget_and_admits_it() -> None:
     stored = estimate({3: 4.0})
-    asked = sweep(Verify(top=2), method="adaptive", budget=5)
-    looked, left, _ = run_adaptive(asked, stored, {})
+    looked, left, _ = run_adaptive(sweep(Verify(top=2), method="adaptive", budget=5), stored, {})
     assert len(looked) == 5
     assert not left.settled
 

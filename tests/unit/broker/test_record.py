@@ -87,8 +87,7 @@ def test_a_stored_record_is_read() -> None:
     known = read(STORED)
     assert (known.captures, known.steers, known.everyone) == (True, True, False)
     assert (known.retried, known.lora) == ("ranks disagreed", LoraUse(name="l", digest="d"))
-    view = views.view(known, Settings())
-    assert view == JobView(
+    assert views.view(known, Settings()) == JobView(
         id="job_a",
         kind="generate",
         model="tiny",

@@ -77,8 +77,7 @@ def test_a_traceback_ends_one_frame_below_the_callers_line() -> None:
             with pytest.raises(MidstreamError) as caught:
                 call()
             frames = traceback.extract_tb(caught.value.__traceback__)
-            inside = [frame for frame in frames if frame.filename != __file__]
-            assert len(inside) == 1, frames
+            assert len([frame for frame in frames if frame.filename != __file__]) == 1, frames
             assert caught.value.__cause__ is None
 
 

@@ -227,8 +227,7 @@ class SingleLayer(Layer):
     def forward(self, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         stream = stream * 2
         residual = stream
-        wide = stream.unsqueeze(0)
-        single_site(wide, *self.site())
+        single_site(stream.unsqueeze(0), *self.site())
         return residual + self.linear(torch.tanh(stream)), residual
 
 

@@ -261,8 +261,7 @@ def _call(device: Device, operation: Any, arguments: Any, named: dict[str, Any])
             device.current.synchronize()
         return arguments[0]
     # Run once now, for the shape only.
-    shaped = operation(*tree_map(_cloned, inputs), **given)
-    results = tree_map(_unknown, shaped)
+    results = tree_map(_unknown, operation(*tree_map(_cloned, inputs), **given))
 
     def compute() -> None:
         for result, value in zip(

@@ -115,10 +115,9 @@ class Load:
             capture_queue_mib=64,
             row_store_mib=0,
         )
-        place = Place(rank=0, world=1, tp=0, pp=0, stages=1)
         self.plane = DataPlane(
             config,
-            place,
+            Place(rank=0, world=1, tp=0, pp=0, stages=1),
             sites,
             self._buffers,
             num_layers=LAYERS,

@@ -397,10 +397,9 @@ def test_every_nth_generated_token_is_the_same_in_steps_of_any_size(
 def test_positions_are_counted_as_they_are_selected(
     prompt: int, max_tokens: int, every: int, data
 ) -> None:
-    selector = data.draw(wishes(prompt))
     capture = StoredCapture(
         sites={"post_block": [0]},
-        positions=resolve_positions(selector, prompt),
+        positions=resolve_positions(data.draw(wishes(prompt)), prompt),
         tag="t",
         every_n=every,
     )
@@ -433,8 +432,7 @@ def test_windows_of_any_size_select_each_position_exactly_once(
 ) -> None:
     # field case 9
     """Chunked prefill and decode steps together select what one step over everything would."""
-    selector = data.draw(wishes(prompt))
-    resolved = resolve_positions(selector, prompt)
+    resolved = resolve_positions(data.draw(wishes(prompt)), prompt)
     total = prompt + generated
     edges = sorted({0, total, *(cut for cut in cuts if cut < total)})
     pieces = [p for a, b in itertools.pairwise(edges) for p in select(resolved, a, b, prompt)]

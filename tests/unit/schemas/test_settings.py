@@ -98,13 +98,12 @@ def test_an_artifact_store_that_cannot_be_opened_is_refused(
 
 
 def test_the_uri_of_the_artifact_store_has_endpoint_and_region_and_no_credentials() -> None:
-    keys = {"artifact_access_key": "AKID", "artifact_secret_key": "hidden"}
     settings = load_settings(
         {},
         artifact_store="s3://kept/here",
         artifact_endpoint="http://minio:9000",
         artifact_region="eu-west-1",
-        **keys,
+        **{"artifact_access_key": "AKID", "artifact_secret_key": "hidden"},
     )
     assert (
         settings.artifacts == "s3://kept/here?endpoint=http%3A%2F%2Fminio%3A9000&region=eu-west-1"

@@ -135,10 +135,9 @@ def entries(draw: st.DrawFn) -> SteeringSpec:
     options = {
         name: draw(_OPTIONS[name]) for name in STEERING_FIELDS[op].options if draw(st.booleans())
     }
-    hook = draw(st.sampled_from([None, "pre_attn", "resid_mid", "hook_mlp_out"]))
     return SteeringSpec(
         op=op,
-        hook=hook,
+        hook=draw(st.sampled_from([None, "pre_attn", "resid_mid", "hook_mlp_out"])),
         layers=draw(_LAYERS),
         positions=draw(st.none() | _POSITIONS),
         **options,

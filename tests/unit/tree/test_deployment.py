@@ -30,8 +30,7 @@ from midstream.schemas.base.settings import Settings, SettingsError
 
 
 def test_compose_names_the_version_one_worker_and_loopback_alone() -> None:
-    example = (ROOT / ".env.example").read_text()
-    variables = dict(re.findall(r"^(\w+)=(.*)$", example, re.MULTILINE))
+    variables = dict(re.findall(r"^(\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert variables["IMAGE_TAG"] == __version__ == project["version"]
     assert f"ARG VERSION={__version__}\n" in (ROOT / "Dockerfile").read_text()

@@ -43,8 +43,7 @@ def _value(text: str) -> Any:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
 def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
-    broken = [target for target in _links(path.read_text()) if not _resolves(path, target)]
-    assert broken == []
+    assert [target for target in _links(path.read_text()) if not _resolves(path, target)] == []
 
 
 def test_the_package_index_shows_a_page_without_relative_links() -> None:
@@ -89,8 +88,7 @@ def _slug(title: str) -> str:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
 def test_every_midstream_command_in_a_document_exists_with_its_options(path: Path) -> None:
-    wrong = [" ".join(words) for words in _commands(path.read_text()) if not _known(words)]
-    assert wrong == []
+    assert [" ".join(words) for words in _commands(path.read_text()) if not _known(words)] == []
 
 
 def _commands(text: str) -> Iterator[list[str]]:

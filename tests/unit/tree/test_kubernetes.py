@@ -186,8 +186,7 @@ def test_every_pod_has_rules_of_the_network(documents: Documents) -> None:
     assert not rules["nothing"].get("ingress")
     assert not rules["nothing"].get("egress")
     for name, _, container in containers(documents):
-        chosen = rules[name]["podSelector"]["matchLabels"]
-        assert chosen["app.kubernetes.io/component"] == name
+        assert rules[name]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == name
         allowed = {
             port["port"] for rule in rules[name].get("ingress", []) for port in rule["ports"]
         }

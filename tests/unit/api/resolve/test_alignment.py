@@ -42,8 +42,7 @@ def test_counterparts_are_in_order_and_every_other_token_has_a_reason(
         for (one, other), (next_one, next_other) in pairwise(made.pairs)
     )
     for side, ids, alone in ((0, clean, made.clean_alone), (1, corrupt, made.corrupt_alone)):
-        paired = [pair[side] for pair in made.pairs]
-        assert sorted([*paired, *alone]) == list(range(len(ids))), (
+        assert sorted([*[pair[side] for pair in made.pairs], *alone]) == list(range(len(ids))), (
             "each position is paired or alone, never both"
         )
         assert all(alone.values())
@@ -179,9 +178,8 @@ def test_prompts_that_repeat_themselves_endlessly_are_refused_and_not_compared(
 
 
 def test_notes_on_dissimilar_prompts_are_bounded() -> None:
-    clean = [token for place in range(40) for token in (place, 100 + place)]
     made = align(
-        numbered(clean),
+        numbered([token for place in range(40) for token in (place, 100 + place)]),
         numbered([token for place in range(40) for token in (place, 200 + place, 300 + place)]),
     )
     assert made.notes[-1] == "and 24 more blocks differ: these prompts have little in common"
@@ -202,8 +200,7 @@ def test_spans_are_matched_in_order_and_say_what_they_leave_out() -> None:
     assert other.pairs == [(2, 1)]
     assert "'The' of the corrupt prompt" in other.note
     assert match_spans("s", [1, 4], [2, 3], (EIFFEL, COLOSSEUM)) == ([(1, 2), (4, 3)], "", "")
-    aligned = Aligned([(2, 1), (2, 2)])
-    assert match_span("s", [2], aligned, EIFFEL).pairs == [(2, 1), (2, 2)]
+    assert match_span("s", [2], Aligned([(2, 1), (2, 2)]), EIFFEL).pairs == [(2, 1), (2, 2)]
 
 
 def test_a_span_of_the_clean_prompt_is_found_in_the_other() -> None:

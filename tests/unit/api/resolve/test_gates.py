@@ -226,10 +226,9 @@ def resolved(
         Bounds(model(), [PromptFacts(length) for length in lengths], 4),
         ModelState({"joy": joy}, GlobalSteering(), ["joy"]),
     )
-    own = SteeringSpec(layers=0, vector=from_numpy(np.ones(8, np.float32)))
     return resolve_edits(
         [],
-        [own],
+        [SteeringSpec(layers=0, vector=from_numpy(np.ones(8, np.float32)))],
         bounds,
         state,
         [Gated("probes[0]", SteeringSpec(module=module, scale=scale), "digest")],
@@ -244,8 +243,7 @@ def adds(**fields: Any) -> SteeringSpec:
 
 def test_a_use_names_its_module_its_scale_and_its_probe() -> None:
     asked = ["other", ProbeUse(probe="p", action="steer", module="joy", scale=2.0)]
-    stored = [probe(1.0, "none", name="other"), probe()]
-    assert gated_by(asked, stored) == [
+    assert gated_by(asked, [probe(1.0, "none", name="other"), probe()]) == [
         Gated("probes[1]", SteeringSpec(module="joy", scale=2.0), probe().digest)
     ]
 

@@ -48,8 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lens_in(root: Path) -> JacobianLens:
-    request = JacobianLensRequest(name="mine", path="mine")
-    return lens_of(request, MODEL, str(root))
+    return lens_of(JacobianLensRequest(name="mine", path="mine"), MODEL, str(root))
 
 
 def named(root: Path, *specs: SteeringSpec) -> Named:
@@ -117,8 +116,7 @@ EDITS: list[tuple[dict[str, Any], Any]] = [
 def test_an_edit_is_what_the_definition_computes(
     root: Path, fields: dict[str, Any], wanted: Any
 ) -> None:
-    spec = SteeringSpec(jacobian="mine", token=4, layers=[0, 2], **fields)
-    found = steered(root, spec)
+    found = steered(root, SteeringSpec(jacobian="mine", token=4, layers=[0, 2], **fields))
     assert sorted(found) == [0, 2]
     for layer, rows in found.items():
         torch.testing.assert_close(rows.double(), wanted(layer), atol=2e-5, rtol=1e-5)

@@ -40,8 +40,7 @@ def test_reft_is_stored_as_lowrank_at_the_positions_of_each_prompt() -> None:
     template = resolve("reft", examples=EXAMPLES, rank=2, positions=[-1]).template
     assert (template.family, template.rank, template.numbers) == ("lowrank", 2, [1.0])
     assert (template.positions, template.tensors) == ([-1], [])
-    stored = resolve("reft", examples=EXAMPLES, positions=[-1, 0])
-    assert stored.examples[0].at == [0, 4]
+    assert resolve("reft", examples=EXAMPLES, positions=[-1, 0]).examples[0].at == [0, 4]
 
 
 def test_digest_depends_on_the_examples_alone() -> None:

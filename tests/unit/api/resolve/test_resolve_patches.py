@@ -552,8 +552,7 @@ def test_what_just_fits_prompt_and_worker_is_taken() -> None:
     apart = [patch({"zeros": True}, [-place]) for place in range(1, 4)]
     apart += [patch({"zeros": True}, [place, 9]) for place in (0, 1)]
     assert len(entries(*apart, lengths=(12,))) == 5
-    meeting = [*MEETING, patch({"zeros": True}, [4])]
-    assert len(resolved(meeting, [FIFTH], lengths=(12, 11))[0]) == 2
+    assert len(resolved([*MEETING, patch({"zeros": True}, [4])], [FIFTH], lengths=(12, 11))[0]) == 2
     assert len(entries(EVERYWHERE, steering_rows=4, steering_entries=16)) == 16
 
 

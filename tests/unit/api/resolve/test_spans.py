@@ -123,10 +123,9 @@ def byte_fallback() -> Tokenizer:
         "▁T",
         "▁▁",
     ]
-    vocab = {sign: number for number, sign in enumerate(dict.fromkeys(signs))}
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=vocab,
+            vocab={sign: number for number, sign in enumerate(dict.fromkeys(signs))},
             merges=[("▁", "T"), ("▁", "▁")],
             unk_token="<unk>",
             byte_fallback=True,

@@ -23,11 +23,10 @@ TO_LOGITS = {"receivers": "logits"}
 
 
 def path_of(**path: Any) -> StoredSweep:
-    hooks = path.pop("hooks", ["attn_out"])
     return plan(
         info=INFO,
         axis="together",
-        hooks=hooks,
+        hooks=path.pop("hooks", ["attn_out"]),
         layers=path.pop("layers", "all"),
         path=path,
         noise=1,
@@ -90,10 +89,8 @@ def test_only_layers_on_the_path_are_swept() -> None:
 
 
 def test_a_path_to_the_logits_is_one_pass_with_the_branches_held() -> None:
-    sweep = path_of(**TO_LOGITS)
-    made = asks(sweep)
-    cell = next(unit for unit in made.units.cells(0) if unit.layer == 2)
-    (ask,) = made.patched(cell)
+    made = asks(path_of(**TO_LOGITS))
+    (ask,) = made.patched(next(unit for unit in made.units.cells(0) if unit.layer == 2))
     rows = [
         (entry.hook, entry.layers[0], parse_row(entry.tensors[0]).key.split(".")[2])
         for entry in ask.steering
@@ -129,8 +126,7 @@ def test_a_path_to_receivers_has_a_first_pass_whose_rows_they_have_in_the_second
 
 
 def test_a_sender_is_one_first_pass_for_all_cells_of_a_pair() -> None:
-    sweep = path_of(sender={"layer": 1, "hook": "attn_out"}, hooks=["mlp_out"])
-    made = asks(sweep)
+    made = asks(path_of(sender={"layer": 1, "hook": "attn_out"}, hooks=["mlp_out"]))
     sender = made.units.sender(0)
     assert sender is not None
     assert [(dict(capture.sites)) for capture in made.first(sender).captures] == [

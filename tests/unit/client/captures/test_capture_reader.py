@@ -37,8 +37,7 @@ def kind_of(caught: pytest.ExceptionInfo[MidstreamError]) -> str:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
-    capture = finished(sites={"post_block": [3, 7]}, positions=[0, 2, 5], dtype=dtype)
-    write(tmp_path, capture)
+    write(tmp_path, finished(sites={"post_block": [3, 7]}, positions=[0, 2, 5], dtype=dtype))
     reader = CaptureReader(tmp_path / "tag", "job_x")
     assert (reader.job, reader.tag, reader.layers(), reader.dtype()) == (
         "job_x",
@@ -274,8 +273,7 @@ def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> 
 def test_a_part_of_a_file_is_read_where_a_manifest_says_that_it_is(tmp_path: Path) -> None:
     first, second = write(tmp_path, finished(request=0), finished(request=1))
     assert first.path == second.path
-    place = at(tmp_path / second.path, second.offset, second.bytes, second.crc32)
-    reader = CaptureReader([place])
+    reader = CaptureReader([at(tmp_path / second.path, second.offset, second.bytes, second.crc32)])
     assert (reader.requests(), [check.ok for check in reader.verify()]) == ([1], [True])
 
 
@@ -319,8 +317,7 @@ def test_thousands_of_files_need_no_descriptors(store: ArtifactStore) -> None:
         ),
     )
     before = len(os.listdir("/proc/self/fd"))
-    reader = CaptureReader(store, "job_x")
-    assert len(reader.files) == 300
+    assert len(CaptureReader(store, "job_x").files) == 300
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -294,7 +294,6 @@ def test_experts_are_chosen_by_the_rule_that_the_capture_holds(tmp_path: Path) -
         ),
     )
     write(tmp_path, router, part("post_block", STREAM, None, 0), *parts()[1:])
-    reader = CaptureReader(tmp_path / "tag", "job_x", partial=True)
-    chosen, weights = reader.experts(1)
+    chosen, weights = CaptureReader(tmp_path / "tag", "job_x", partial=True).experts(1)
     assert chosen.tolist() == [[2, 1], [0, 2]]
     assert np.allclose(weights, [[2 / 3, 1 / 3], [2 / 3, 1 / 3]])

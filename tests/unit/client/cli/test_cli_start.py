@@ -95,8 +95,7 @@ def test_serve_refuses_a_flag_before_anything_starts(
 
 def test_every_command_is_in_one_section_of_the_help(cli: Cli) -> None:
     commands = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
-    listed = [name for names in main.SECTIONS.values() for name in names]
-    assert sorted(listed) == sorted(commands)
+    assert sorted([name for names in main.SECTIONS.values() for name in names]) == sorted(commands)
     said = cli("--help").said
     places = [said.index(f" {title} ─") for title in main.SECTIONS]
     assert places == sorted(places)
@@ -127,8 +126,7 @@ def test_completion_is_shown_and_installed(
     script = cli("--show-completion", "bash").out
     assert "complete -o default -F _midstream_completion midstream" in script
     assert "completion installed" in cli("--install-completion", "bash").out
-    written = (tmp_path / ".bash_completions" / "midstream.sh").read_text()
-    assert written.strip() == script.strip()
+    assert (tmp_path / ".bash_completions" / "midstream.sh").read_text().strip() == script.strip()
 
 
 # --- midstream verify

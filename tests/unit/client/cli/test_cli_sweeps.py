@@ -73,8 +73,7 @@ def test_sweep_options_become_the_request(cli: Cli, typed: str, fields: dict[str
 def test_pairs_come_from_a_file_and_spans_are_shared(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "pairs.json"
     file.write_text('[{"clean": "a", "corrupt": "b"}, {"clean": "c", "corrupt": "d"}]')
-    spans = ["--span", "subject=Eiffel|Col", "--span", "end=-1"]
-    asked, _ = swept(cli, "--pairs", file, *spans)
+    asked, _ = swept(cli, "--pairs", file, *["--span", "subject=Eiffel|Col", "--span", "end=-1"])
     assert [each["clean"] for each in asked["pairs"]] == ["a", "c"]
     subject, end = asked["pairs"][1]["spans"]
     assert subject["corrupt"]["text"] == "Col"

@@ -278,8 +278,7 @@ def test_several_sites_and_keys_come_as_a_dict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_documents_are_written_as_vllms_connector_does(tmp_path: Path, dtype: str) -> None:
-    uri = write(tmp_path / "h", dtype)
-    paths = reading.to_hidden_states(uri, tmp_path / "out")
+    paths = reading.to_hidden_states(write(tmp_path / "h", dtype), tmp_path / "out")
     assert len(paths) == UNITS * DOCUMENTS
     with safe_open(paths[7], framework="pt") as file:
         states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")

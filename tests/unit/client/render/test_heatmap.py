@@ -210,5 +210,4 @@ def test_sweeps_without_values_or_prompts_are_still_drawn() -> None:
     assert "unpatched -5" in described(both)[-1]
     alone = result(failed, metric="logprob")
     assert (grid_of(alone).limits, "unpatched" in described(alone)[-1]) == ((-1.0, 1.0), False)
-    unknown = result(pair(base=None, grids=values), metric="logprob")
-    assert grid_of(unknown).limits == (-4.0, -2.0)
+    assert grid_of(result(pair(base=None, grids=values), metric="logprob")).limits == (-4.0, -2.0)

@@ -33,14 +33,12 @@ def child(
 
 
 def test_a_secret_goes_to_the_child_alone_that_needs_it_and_is_not_shown(tmp_path: Path) -> None:
-    given = Settings(data_dir=str(tmp_path), admin_key="a", flower_auth="u:p")
-    stack = Supervisor(given)
+    stack = Supervisor(Settings(data_dir=str(tmp_path), admin_key="a", flower_auth="u:p"))
     found = {
         name: stack._environment(name) for name in ("api", "worker", "relay", "callbacks", "flower")
     }
     for secret, needs in (("ADMIN_KEY", "api"), ("FLOWER_AUTH", "flower")):
-        told = [name for name in found if f"MIDSTREAM_{secret}" in found[name]]
-        assert told == [needs]
+        assert [name for name in found if f"MIDSTREAM_{secret}" in found[name]] == [needs]
     redis = {"redis_url": "redis://10.0.0.7:6379/0", "redis_password": "hunter2"}
     line = Supervisor(load_settings({}, data_dir=str(tmp_path), **redis)).ready_line()
     assert "redis redis://:***@10.0.0.7:6379/0" in line

@@ -444,8 +444,7 @@ def test_what_a_format_cannot_hold_is_refused(spec: dict[str, Any], form: str, s
 
 def test_a_scale_and_norm_match_are_kept_where_the_format_has_them() -> None:
     spec = SteeringSpec(layers=[3, 5], vector=from_numpy(JOY), scale=0.1, norm_match=True)
-    found = files.from_bytes(files.to_bytes([spec], "vllm-lens"))
-    assert found == [
+    assert files.from_bytes(files.to_bytes([spec], "vllm-lens")) == [
         SteeringSpec(layers=layer, vector=from_numpy(JOY), scale=0.1, norm_match=True)
         for layer in (3, 5)
     ]

@@ -134,8 +134,7 @@ def test_a_branch_without_a_tensor_in_transformers_is_not_compared() -> None:
 
 
 def test_other_logits_differ() -> None:
-    first = verdict(found(served(Model()), logits=1.01))
-    assert first.hook == "logits"
+    assert verdict(found(served(Model()), logits=1.01)).hook == "logits"
 
 
 @pytest.mark.parametrize(("off", "differs"), [(0.03, False), (0.3, True)])

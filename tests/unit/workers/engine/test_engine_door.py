@@ -77,8 +77,7 @@ def requests_of_every_kind(model: ModelInfo) -> dict[RequestKind, list[EngineReq
     asked = [StoredPrompt(token_ids=[1] * 4)]
     prompt = job_of("chat", prompts=asked, global_captures=[], **of_alice)
     stored = plan(pair(), info=model, hooks=["attn_out"], noise=1).sweep
-    sweep = job_of("sweep", sweep=stored, **of_alice)
-    made = SweepRequests(sweep, 1, model, True)
+    made = SweepRequests(job_of("sweep", sweep=stored, **of_alice), 1, model, True)
     units = made.units
     return {
         "prompt": [prompt_request(prompt, 0, 1)],

@@ -116,10 +116,9 @@ def test_banks_inside_layers_count_with_their_own_ring_and_tables(
     }
     for bank, (hooks, width) in widths.items():
         sites = hooks * found.layers
-        sizes = sizes_on_a_gpu(found, settings)[1]
         real = buffers_of(
             sites,
-            replace(sizes, patterns=2 * sites),
+            replace(sizes_on_a_gpu(found, settings)[1], patterns=2 * sites),
             width,
             getattr(torch, model.dtype),
             torch.device("meta"),
@@ -153,8 +152,7 @@ def test_a_cpu_that_runs_eagerly_has_no_ring_and_no_launches() -> None:
     assert found.ring is None
     assert found.work == []
     assert {part.where for part in found.memory} == {"host"}
-    compiled = plan(model_of(TINY), Settings(enforce_eager=False), gpu=False)
-    assert compiled.ring.halves == 1
+    assert plan(model_of(TINY), Settings(enforce_eager=False), gpu=False).ring.halves == 1
 
 
 RING = Ring(rows=65536, halves=2, size=1 << 30)

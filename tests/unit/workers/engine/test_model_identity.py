@@ -124,8 +124,7 @@ def test_the_factors_of_longrope_belong_to_the_identity(bench: Bench) -> None:
 def test_only_weights_of_the_checkpoint_have_its_identity(
     bench: Bench, load_format: str, same: bool
 ) -> None:
-    changed = bench.identity(engine_options={"load_format": load_format})
-    assert (changed == bench.identity()) == same
+    assert (bench.identity(engine_options={"load_format": load_format}) == bench.identity()) == same
 
 
 def test_a_tokenizer_elsewhere_belongs_to_the_identity(bench: Bench) -> None:

@@ -284,12 +284,10 @@ def test_the_files_of_a_run_are_those_of_its_request_and_tag() -> None:
 
 
 def test_a_cell_of_any_span_and_window_takes_one_place_of_a_token() -> None:
-    asked = sweep(window=PatchWindow(layers=3, positions=4), hooks=list(HOOKS))
-    made = asks(asked)
+    made = asks(sweep(window=PatchWindow(layers=3, positions=4), hooks=list(HOOKS)))
     for unit in made.units.cells(0):
         if unit.column != 2:
-            places = columns_of(steering_rows(made.patched(unit)[0].steering))
-            assert set(places) == {0}
+            assert set(columns_of(steering_rows(made.patched(unit)[0].steering))) == {0}
 
 
 def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field() -> None:

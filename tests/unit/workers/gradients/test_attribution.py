@@ -35,8 +35,7 @@ def test_grids_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
         found = estimate_pair(points, sweep(points, hooks, columns, pair=pair), 0)
         for hook in hooks:
             wanted = numbers[hook].reshape(points.num_layers, -1)
-            distance = np.abs(found.effects[hook] - wanted).max()
-            assert distance <= LENS * np.abs(wanted).max(), hook
+            assert np.abs(found.effects[hook] - wanted).max() <= LENS * np.abs(wanted).max(), hook
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -70,8 +69,7 @@ def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: st
 def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
     points = points_of("gpt2")
     options = Options(steps=48, batch=48)
-    stored = sweep(points, ["post_block"], layers=[1])
-    found = estimate_pair(points, stored, 0, options)
+    found = estimate_pair(points, sweep(points, ["post_block"], layers=[1]), 0, options)
     # all positions of the stream: the source prompt itself
     whole = found.source.value - found.base.value
     assert float(found.effects["post_block"].sum()) == pytest.approx(whole, abs=2e-3)
@@ -214,5 +212,4 @@ def test_doubts_rank_cells_with_large_errors(points_of: PointsOf) -> None:
         for column in range(3, len(BASE)):
             errors.append(abs(found.effects["pre_attn"][layer, column] - cell(column)))
             doubts.append(found.doubts["pre_attn"][layer, column])
-    ranks = [np.argsort(np.argsort(values)) for values in (errors, doubts)]
-    assert np.corrcoef(*ranks)[0, 1] > 0.4
+    assert np.corrcoef(*[np.argsort(np.argsort(values)) for values in (errors, doubts)])[0, 1] > 0.4

@@ -118,14 +118,12 @@ def test_only_the_selected_positions_and_heads_are_kept(points: Points) -> None:
 def test_rows_that_overflow_the_stored_dtype_are_counted(points: Points) -> None:
     large = StoredScalar(kind="probe", probe=PROBE, label=0, positions=[2])
     capture = StoredCapture({"post_block": [0]}, [1, 2], "t", dtype="float16", gradient=large)
-    tensors = {"weight": torch.full((2, 16), 1e6), "bias": torch.zeros(2)}
-    (part,) = rows(points, capture, **tensors)
+    (part,) = rows(points, capture, **{"weight": torch.full((2, 16), 1e6), "bias": torch.zeros(2)})
     assert part.non_finite == {("post_block", 0): 1}
 
 
 def test_the_finished_capture_has_the_manifest_of_any_capture(points: Points) -> None:
-    capture = StoredCapture({"post_block": [0, 1]}, [2, 5], "t", gradient=LOGIT)
-    (part,) = rows(points, capture)
+    (part,) = rows(points, StoredCapture({"post_block": [0, 1]}, [2, 5], "t", gradient=LOGIT))
     manifest = part.manifest(part.sites)
     assert (manifest.positions, manifest.token_ids, manifest.sites, manifest.dtype) == (
         [2, 5],

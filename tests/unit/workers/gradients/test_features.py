@@ -64,8 +64,7 @@ def test_zeros_remove_features_and_error_but_not_biases(points_of: PointsOf) -> 
     found = effects(points, sae, ablation="zeros", columns=positions(len(BASE)))
     run = points.run(points.batch([BASE]), [SITE], grad=True)
     slope = run.gradients(run.logits[0, -1, 100] - run.logits[0, -1, 200])[SITE][0]
-    bias = sae.decode(torch.zeros(1, FEATURES))[0]
-    wanted = ((bias - run.rows(SITE)[0]) * slope).sum(1).numpy()
+    wanted = ((sae.decode(torch.zeros(1, FEATURES))[0] - run.rows(SITE)[0]) * slope).sum(1).numpy()
     assert found.effects.sum(1) + found.error == pytest.approx(wanted, abs=1e-5)
 
 
@@ -84,8 +83,7 @@ def test_gradient_of_an_activation(points_of: PointsOf, form: str) -> None:
     direction = torch.randn(points.hidden_size, generator=torch.Generator().manual_seed(1))
     moved = [sae.encode(rows[4:6] + by * direction)[:, feature].sum() for by in (1e-3, -1e-3)]
     slope = float(moved[0] - moved[1]) / 2e-3
-    wanted = float((found[SITE] @ direction).sum())
-    assert slope == pytest.approx(wanted, rel=2e-2, abs=1e-3)
+    assert slope == pytest.approx(float((found[SITE] @ direction).sum()), rel=2e-2, abs=1e-3)
     assert found["mlp_out", 0].abs().max() > 0
 
 

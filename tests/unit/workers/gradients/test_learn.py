@@ -160,8 +160,7 @@ def test_orthonormal_keeps_orthonormal_rows() -> None:
 
 def test_direction_is_the_difference_of_the_models_rows(points: Points) -> None:
     positive, negative = prompts(40, 7), prompts(40, 9)
-    wanted = stored("difference_of_means", positive=positive, negative=negative)
-    fitted = learn.fit(points, wanted)
+    fitted = learn.fit(points, stored("difference_of_means", positive=positive, negative=negative))
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()[10:]
     means = []
     for side in (positive, negative):
@@ -205,8 +204,7 @@ def test_training_raises_the_targets_probability(points: Points, method: str) ->
     assert fitted.losses[0].step == 0
     assert seen == list(fitted.losses[1:])
     assert 0 < fitted.steps <= 40
-    best = min(fitted.losses, key=lambda point: point.validation_loss)
-    assert best.step == fitted.steps
+    assert min(fitted.losses, key=lambda point: point.validation_loss).step == fitted.steps
 
 
 def test_training_is_deterministic(points: Points) -> None:

@@ -34,8 +34,7 @@ def refusal(source: Source, dtype: str = "float32") -> str:
 def test_weights_are_in_the_served_dtype_and_take_no_gradients(
     checkpoint: Path, dtype: str
 ) -> None:
-    points = load_points(Source(str(checkpoint), LLAMA), dtype, "cpu")
-    weights = list(points.model.parameters())
+    weights = list(load_points(Source(str(checkpoint), LLAMA), dtype, "cpu").model.parameters())
     assert {weight.dtype for weight in weights} == {getattr(torch, dtype)}
     assert not any(weight.requires_grad for weight in weights)
 

@@ -58,8 +58,7 @@ def test_estimate_bounds_the_measured_peak(points_of: PointsOf, tiny_root: Path)
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_kept_bytes_are_a_polynomial_in_tokens(points_of: PointsOf, name: str) -> None:
-    points = points_of(name)
-    found = Footprint(points)
+    found = Footprint(points_of(name))
     for tokens in (10, 100, 300):
         assert found.memory(tokens).activations == pytest.approx(found._kept(tokens), rel=1e-3)
     assert found.memory(300, batch=3).activations == pytest.approx(3 * found._kept(300), rel=1e-3)

@@ -83,8 +83,7 @@ def test_words_loss_and_repetition_of_each_cell_and_the_largest_safe_scales() ->
         [EditSizes(request=n, hook="post_block", layer=3, rows=4, median=0.1 * n, largest=0.2 * n)]
         for n in range(3)
     ]
-    ticket = [receipt(6 + n, sizes=sizes[n]) for n in range(3)]
-    found = with_receipts(result, ticket)
+    found = with_receipts(result, [receipt(6 + n, sizes=sizes[n]) for n in range(3)])
     assert [(cell.median, cell.largest) for cell in found.cells[:2]] == [(0.0, 0.0), (0.1, 0.4)]
     # 2.0 is an island behind a cell that is not safe; −0.5 repeats itself
     assert [(cell.layer, cell.scale) for cell in found.safe] == [(3, 0.5)]

@@ -176,8 +176,7 @@ def test_units_are_read_in_any_order(tmp_path: Path, ending: str, stream: bool) 
 def test_texts_of_a_dictionary_are_planned_by_what_they_hold(tmp_path: Path) -> None:
     """In the file they are a few kB."""
     write_texts(tmp_path / "texts.parquet", ["x" * 50_000, "y" * 50_000] * 500, use_dictionary=True)
-    made = reader(tmp_path, HarvestSource(path="texts.parquet"), row_bytes=1)
-    plan = made.plan()
+    plan = reader(tmp_path, HarvestSource(path="texts.parquet"), row_bytes=1).plan()
     assert [unit.documents for unit in plan.units] == [336, 336, 328]
     assert max(unit.weight for unit in plan.units) < 17 << 20
 

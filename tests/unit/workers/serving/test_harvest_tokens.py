@@ -89,14 +89,13 @@ TOKENIZERS = {
 
 
 def tokens_of(tokenizer: Tokenizer, kind: Any = "text", **changes: Any) -> Tokens:
-    source = HarvestSource(path="a.jsonl", kind=kind)
     harvest = StoredHarvest(
         id="hrv_1",
         model="m",
         created=0.0,
         uri="/none",
         sites={"post_block": [0]},
-        source=source,
+        source=HarvestSource(path="a.jsonl", kind=kind),
         row_bytes=4,
         **{"max_length": 10**6, **changes},
     )

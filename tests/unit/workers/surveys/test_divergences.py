@@ -76,8 +76,7 @@ def computed(folder: Path, name: str, architecture: str) -> tuple[Harvest, torch
     with torch.inference_mode():
         ids = torch.from_numpy(KEYS.token_ids).view(DOCUMENTS, TOKENS)
         logs = model(input_ids=ids).logits.double().log_softmax(-1).flatten(0, 1)
-    checkpoint = recorded(path, architecture, folder)
-    return Harvest(checkpoint, rows[0].flatten(0, 1).numpy().copy()), logs
+    return Harvest(recorded(path, architecture, folder), rows[0].flatten(0, 1).numpy().copy()), logs
 
 
 def test_kl_is_that_of_both_models_own_predictions(folder: Path) -> None:
@@ -107,8 +106,7 @@ def test_rows_that_are_not_finite_count_nothing_and_other_tokens_are_refused(fol
     pair: list[Any] = [harvest, Harvest(checkpoint, rows)]
     models = heads(pair, str(folder))
     assert models[0] is models[1]
-    kl = divergences(models, pair, SURVEY)[1]
-    assert np.flatnonzero(kl == 0).tolist() == [7]
+    assert np.flatnonzero(divergences(models, pair, SURVEY)[1] == 0).tolist() == [7]
     changed = Keys(KEYS.documents, KEYS.positions, np.append(KEYS.token_ids[:-1], 0))
     fewer = Keys(*[part[:-TOKENS] for part in KEYS])
     for other in (Harvest(checkpoint, rows, changed), Harvest(checkpoint, rows[:-TOKENS], fewer)):

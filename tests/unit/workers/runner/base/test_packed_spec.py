@@ -62,8 +62,7 @@ def test_rank_specs_survive_the_engine_rpc_unchanged() -> None:
         lowest_captured=0,
     )
     params = SamplingParams(max_tokens=1, extra_args=pack(spec))
-    arrived = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
-    packed = packed_spec(arrived)
+    packed = packed_spec(MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params)))
     assert packed is not None
     assert unpack(packed) == (spec, "")
 

@@ -75,8 +75,7 @@ def model(
         if "post_attn" in laws:
             factor = laws["post_attn"]["attn_out"]
             stream = met("post_attn", layer, rounded(stream + factor * branch))
-        gated = met("mlp_in", layer, norm(stream))
-        out = met("mlp_out", layer, mlp(gated))
+        out = met("mlp_out", layer, mlp(met("mlp_in", layer, norm(stream))))
         factor = laws["post_block"]["mlp_out"]
         stream = (
             rounded(stream + factor * out)

@@ -57,9 +57,8 @@ def entry(
     layers: Sequence[int] = (0,),
 ) -> StoredSteering:
     named = {"lowrank": (R, M, B), "replace_masked": (V, MASK), "feature": (V, R[0], R[1], UNIT)}
-    tensors = [rank.vector(each) for each in named.get(family, (V,))]
     return steering(
-        tensors,
+        [rank.vector(each) for each in named.get(family, (V,))],
         list(layers),
         hook,
         positions,
@@ -71,8 +70,7 @@ def entry(
 
 def left(rank: Rank, edits: Sequence[StoredSteering], hook: str = "pre_attn") -> np.ndarray:
     """What leaves the site of layer 0 for six tokens of a request with these edits."""
-    request = rank.admit(Request(1, 6, 7, (), edits))
-    rank.step((request, 0, 6))
+    rank.step((rank.admit(Request(1, 6, 7, (), edits)), 0, 6))
     return rank.left[hook, 0]
 
 
@@ -230,12 +228,10 @@ def test_a_patch_writes_the_row_of_a_run_its_mean_or_zeros(tmp_path: Path) -> No
 def test_only_entries_with_a_local_site_are_resolved(tmp_path: Path) -> None:
     """A row of another stage's layer is on that stage's ranks alone."""
     rank = Rank(layers=2, runs_root=tmp_path)
-    run = source_run(tmp_path, {"pre_attn": [0, 1, 2, 3]}, range(3))
-    rank.runs.put(run)
+    rank.runs.put(source_run(tmp_path, {"pre_attn": [0, 1, 2, 3]}, range(3)))
     elsewhere = steering(run_row("pre_attn", 3, 1), [3], "pre_attn", [1], "replace")
     here = steering(run_row("pre_attn", 1, 1), [1], "pre_attn", [1], "replace")
-    request = rank.admit(Request(1, 6, 7, (), [elsewhere, here]))
-    rank.step((request, 0, 6))
+    rank.step((rank.admit(Request(1, 6, 7, (), [elsewhere, here])), 0, 6))
     assert rank.left["pre_attn", 1][1].tolist() == values("pre_attn", 1, [1])[0].tolist()
     with pytest.raises(
         LookupError, match="no rows of pre_attn of layer 3, which is not on this rank"
@@ -308,8 +304,7 @@ def test_a_row_counts_the_entries_that_the_table_gives_it() -> None:
         entry(rank, "add", layers=[1]),
         entry(rank, "clamp", hook="mlp_out"),
     ]
-    request = rank.admit(Request(1, 2, 3, (), edits))
-    (row,) = rank.rows(request)
+    (row,) = rank.rows(rank.admit(Request(1, 2, 3, (), edits)))
     assert rank.table.entries_used == row.num_vectors == 4 + 2 + 1
 
 

@@ -209,8 +209,7 @@ def places(entry: StoredSteering) -> range | list[int]:
 
 
 def value(rig: Rig, entry: StoredSteering) -> float:
-    tensor = rig.plane._table.vectors.get(entry.tensors[0], [HIDDEN])
-    return float(tensor[0]) * entry.scale
+    return float(rig.plane._table.vectors.get(entry.tensors[0], [HIDDEN])[0]) * entry.scale
 
 
 @pytest.fixture

@@ -69,13 +69,11 @@ def test_rows_beyond_the_end_are_not_counted_as_applied(
 ) -> None:
     # field case 9
     """Drafts that were rejected, or a step that had begun when the end was found."""
-    edit = steering(rig.vector(1.0), [0, 1], "pre_attn", positions)
-    request = Request(1, 6, 9, (), [edit])
+    request = Request(1, 6, 9, (), [steering(rig.vector(1.0), [0, 1], "pre_attn", positions)])
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 6, 4))
     rig.step((request, 7, 4))
-    receipt = rig.ended(request)
-    assert receipt.applied == 2 * len(select(positions, 0, 8, 6))
+    assert rig.ended(request).applied == 2 * len(select(positions, 0, 8, 6))
 
 
 def test_sites_the_model_lacks_fail_the_request(rig: Rig) -> None:

@@ -283,6 +283,5 @@ def test_reentry_decisions_ignore_rank_state() -> None:
     _, gate = gated(PairLayer)
     forward = entering(gate, "j.0.base")
     tracked = Tracked(msgspec.structs.replace(cell(3)), failure="no", reported=True)
-    rows = RequestRows("0", 0, 6, 4)
-    forward.plan([(tracked, rows)], view_of(("0", 4, 6)))
+    forward.plan([(tracked, RequestRows("0", 0, 6, 4))], view_of(("0", 4, 6)))
     assert gate.begin == 3

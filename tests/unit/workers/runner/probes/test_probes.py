@@ -216,8 +216,7 @@ def test_a_fit_is_measured_on_rows_that_it_has_not_seen() -> None:
 def test_noise_gives_no_better_than_chance() -> None:
     pytest.importorskip("sklearn")
     rng = np.random.default_rng(3)
-    metrics = fit(rng.normal(size=(400, 8)), rng.integers(0, 2, 400)).metrics
-    assert abs(metrics.auroc - 0.5) < 0.15
+    assert abs(fit(rng.normal(size=(400, 8)), rng.integers(0, 2, 400)).metrics.auroc - 0.5) < 0.15
 
 
 def test_rows_of_a_group_are_never_on_both_sides() -> None:
@@ -267,12 +266,11 @@ def test_rows_that_train_nothing_are_refused(
 
 
 def policy(*actions: Any, acts: bool = True, inherited: str = "", **condition: Any) -> StoredPolicy:
-    fields = {"at_least": 3.0, "schedule": Schedule(tokens="all"), **condition}
     return StoredPolicy(
         name="p",
         version=1,
         digest="d",
-        condition=Condition(**fields),
+        condition=Condition(**{"at_least": 3.0, "schedule": Schedule(tokens="all"), **condition}),
         actions=list(actions) or ["flag"],
         mode="active",
         acts=acts,
@@ -555,8 +553,7 @@ def test_the_stop_is_news_once() -> None:
 
 
 def test_a_latch_of_the_conversation_is_on_from_the_start() -> None:
-    latched = policy("stop", "flag", latch="conversation", inherited="job_1")
-    watch = watch_of(latched)
+    watch = watch_of(policy("stop", "flag", latch="conversation", inherited="job_1"))
     put(watch, 0, 0)  # a prompt of one token
     assert news_of_all([watch]) == [News("r", 0, "policy:0", [])]
     (score,), _ = watch.results(1)

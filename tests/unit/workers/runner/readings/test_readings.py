@@ -297,10 +297,9 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
     assert sae is not None
     width = sae.form.d_in
     rows = np.ones((len(POSITIONS), width), dtype=np.float32)
-    stored = msgspec.structs.replace(capture().capture, reading=asked)
     reader(
         capture(
-            capture=stored,
+            capture=msgspec.structs.replace(capture().capture, reading=asked),
             sites={"post_block": [1]},
             hidden_size=width,
             prepared=sae,

@@ -171,8 +171,7 @@ def calls_of(layers: int) -> int:
     steered requests makes.
     """
     rank = Rank(layers=layers, capacity=256)
-    name = rank.vector(np.ones(HIDDEN))
-    edit = steering(name, list(range(layers)), "pre_attn")
+    edit = steering(rank.vector(np.ones(HIDDEN)), list(range(layers)), "pre_attn")
     requests = [
         rank.admit(Request(n, 9, 20, [capture(**everything(layers))], [edit])) for n in range(16)
     ]
@@ -358,8 +357,7 @@ def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool) -> No
 
     step(0, 6)
     # windows begin at 8 and 14, and one ends at 17
-    new = [position for position in range(6, 21) if not step(position)]
-    assert new == [6, 8, 14, 17]
+    assert [position for position in range(6, 21) if not step(position)] == [6, 8, 14, 17]
     assert not step(15), "it goes back"
     assert [step(position, 3) for position in (20, 22, 21, 24)] == [False, True, True, True]
     assert not step(24, 2)

@@ -126,8 +126,7 @@ class Steps:
         """(request, first position, how many) of one step, whose slab has so many rows that no
         probe reads.
         """
-        total = sum(count for _, _, count in windows)
-        slab = torch.randn(total + unused, HIDDEN)
+        slab = torch.randn(sum(count for _, _, count in windows) + unused, HIDDEN)
         step = StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), landing)
         items, at = [], 0
         for request, first, count in windows:

@@ -77,8 +77,7 @@ def check(
             rows = stream_of(request.number, hook, layer, 0, request.total)[wanted]
             assert (reader.array(layer, hook) == rows).all(), (hook, layer)
     (path,) = (rig.directory / "captures" / "t" / f"j{request.number}").glob("*.safetensors")
-    tensors = load_file(path)
-    assert tensors["token_ids"].tolist() == [1000 + position for position in wanted]
+    assert load_file(path)["token_ids"].tolist() == [1000 + position for position in wanted]
 
 
 def test_rows_leave_while_the_request_runs_and_the_file_is_whole(rig: Rig) -> None:

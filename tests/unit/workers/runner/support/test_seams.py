@@ -103,8 +103,7 @@ def test_a_function_that_has_a_name_of_vllms_by_accident_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_scheduler(monkeypatch, "def midstream_end(self, ends", "def finish_requests(self, ends")
-    concerned = tuple(seam for seam in SEAMS if "_Midstream" in seam.ours)
-    monkeypatch.setattr(seams, "SEAMS", concerned)
+    monkeypatch.setattr(seams, "SEAMS", tuple(seam for seam in SEAMS if "_Midstream" in seam.ours))
     problem = "_Midstream.finish_requests hides finish_requests, which Midstream does not know"
     assert {line.partition("): ")[2] for line in mismatches(installed())} == {problem}
 
