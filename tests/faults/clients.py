@@ -37,7 +37,7 @@ WAYS = {
 #: And of those that a gradient worker begins, where there is one.
 GRADIENT_WAYS = {"attribution": 4, "cancelled attribution": 1, "fit": 1}
 #: And with policies, which belong to the weights for which they were registered.
-POLICY_WAYS = {"guarded job": 20}
+POLICY_WAYS = {"guarded job": 20, "dose": 2}
 #: Policy → its fields. The scores are the ids of the tokens: 64 to 89 for the letters that are
 #: generated, 220 for the blank.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -64,6 +64,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "shadow": {"condition": {"at_least": 80.0, "latch": "conversation"}, "actions": ["flag"]},
 }
+#: And one of all traffic, without a webhook.
+EVERYONE: dict[str, Any] = {
+    "condition": {"at_least": 86.0, "schedule": {"tokens": "all"}},
+    "actions": ["flag"],
+    "mode": "active",
+    "all_traffic": True,
+}
+#: A text that occurs many times in the prompts of some captured jobs, whose windows are around it.
+REPEATED = "aaa"
 #: So many consecutive jobs share so many conversations: some are sent when others are over.
 CONVERSING, CONVERSATIONS = 400, 24
 #: Kind of job → where it is requested.
@@ -74,6 +83,14 @@ PATHS = {
     "harvest": "/v1/harvests",
     "attribution": "/v1/attributions",
     "fit": "/v1/modules/fit",
+    "dose": "/v1/doses",
+}
+#: The fields of a dose beside its prompts and steering: two cells.
+DOSE: dict[str, Any] = {
+    "scales": [3.0],
+    "effect": {"words": ["a"]},
+    "held_out": ["numbers"],
+    "max_tokens": 4,
 }
 #: Kind of job with a grid → its fields beside its pairs. All choices of an attribution have cells,
 #: so that it has both phases.
@@ -144,6 +161,7 @@ class Plan:
     file: str = ""
     rewrite: str = ""  # what becomes of that file while it is harvested, of `REWRITES`
     conversation: str = ""  # of a job with `POLICIES`
+    watched: bool = False  # there are policies: `EVERYONE` applies to it
 
     @property
     def hooks(self) -> dict[str, list[int]]:
@@ -197,19 +215,22 @@ class Plan:
             return body | GRIDS[self.kind] | {"pairs": pairs}
         if self.way == "fit":
             return body | FIT | {"name": f"gate-{self.number}", "seed": self.number % FIT_SEEDS}
+        vector = np.full(HIDDEN_SIZE, self.number % 7 + 1, dtype=np.float32).tobytes()
+        tensor = {
+            "dtype": "float32",
+            "shape": [HIDDEN_SIZE],
+            "data": base64.b64encode(vector).decode(),
+        }
+        steering = [{"layers": [1], "vector": tensor}]
+        if self.way == "dose":
+            return body | DOSE | {"prompts": list(self.prompts), "steering": steering}
         if self.conversation:
             body |= {"policies": [*POLICIES], "conversation": self.conversation}
         if self.capture:
             body["capture"] = self.capture
         if self.path == "/v1/jobs":
             if self.way == "steered job":
-                vector = np.full(HIDDEN_SIZE, self.number % 7 + 1, dtype=np.float32).tobytes()
-                tensor = {
-                    "dtype": "float32",
-                    "shape": [HIDDEN_SIZE],
-                    "data": base64.b64encode(vector).decode(),
-                }
-                body["steering"] = [{"layers": [1], "vector": tensor}]
+                body["steering"] = steering
             return body | {
                 "prompts": list(self.prompts),
                 "sampling": {"max_tokens": self.max_tokens},
@@ -256,6 +277,9 @@ def plans(
         captured = way == "captured completion" or (
             way in ("job", "held job") and rng.random() < 0.4
         )
+        around = captured and rng.random() < 0.2
+        if around:
+            prompts = tuple(f"{number} {'a' * rng.randint(3, 33)}" for _ in words)
         made.append(
             Plan(
                 number,
@@ -264,14 +288,19 @@ def plans(
                 rng.randint(60, 250)
                 if rng.random() < 0.02 or way == "cancelled job"
                 else rng.randint(2, 16) * (4 if way in POLICY_WAYS else 1),
-                {"layers": [0, 3], "positions": "all", "layout": rng.choice(("auto", "packed"))}
+                {
+                    "layers": [0, 3],
+                    "positions": {"around": {"text": REPEATED}} if around else "all",
+                    "layout": rng.choice(("auto", "packed")),
+                }
                 if captured
                 else None,
                 callback if callback and rng.random() < 0.2 else None,
                 rng.choice(("soon", "running")),
                 conversation=f"{number // CONVERSING}-{number % CONVERSATIONS}"
-                if way in POLICY_WAYS
+                if way == "guarded job"
                 else "",
+                watched=POLICY_WAYS.keys() <= ways.keys(),
             )
         )
     return made

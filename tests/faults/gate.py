@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 from chaos import FULL, Chaos, Fault, schedule
 from clients import (
+    EVERYONE,
     GRADIENT_WAYS,
     HELD,
     MODEL,
@@ -241,6 +242,7 @@ def register(cluster: Cluster, url: str) -> None:
             hook = {"action": "webhook", "url": url}
             content = fields | {"actions": [*fields["actions"], hook]}
             client.policies.register(name, model=MODEL, probe="token", **content)
+        client.policies.register("everyone", model=MODEL, probe="token", **EVERYONE)
 
 
 def undisturbed(cluster: Cluster, observed: list[Observed], verdict: Verdict) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import redis
-from clients import MODEL, POLICIES, TERMINAL, Observed
+from clients import DOSE, EVERYONE, MODEL, POLICIES, TERMINAL, Observed
 from cluster import MODELS
 from harvest_kit import check_rows, checked
 from midstream_fake_engine.model import (
@@ -43,6 +43,7 @@ from midstream.schemas.artifacts.conditions import StoredPolicy
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
+from midstream.schemas.prompts.selectors import Span
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
 
@@ -212,9 +213,10 @@ async def _job(
         verdict.seen[f"{job.kind}s again"] += view.attempt > 1 + handed_on
         found = judged(job, result)
     else:
-        found = _outputs(tokenizer, job, result, client)
+        verdict.seen["doses"] += job.dose is not None
+        found = (_dose if job.dose else _outputs)(tokenizer, job, result, client)
     verdict.say("wrong answer", *found, of=f"{job.id} ({client.plan.way})")
-    decided = _decided(job, result, events, client, verdict)
+    decided = _decided(tokenizer, job, result, events, client, verdict)
     verdict.say("wrong answer", *decided, of=f"{job.id} in conversation {job.conversation}")
     verdict.say("duplicate", *_kept(job, view, events), of=job.id)
     if job.stream:
@@ -349,12 +351,8 @@ def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Observed
     """What the fake engine gives for these prompts, and what the client received is what is
     stored.
     """
-    for number, prompt in enumerate(job.prompts):
-        steering = job.steering[number] if job.steering else []
-        dice = Dice(
-            tokenizer, prompt.token_ids, job.sampling.seed, steering, _weights(job.identity)
-        )
-        wanted = tokenizer.decode([dice.roll() for _ in range(job.sampling.max_tokens)])
+    for number in range(len(job.prompts)):
+        wanted = tokenizer.decode(_generated(tokenizer, job, number))
         stored = [output.text for output in result.outputs if output.index == number]
         if stored != [wanted]:
             yield f"prompt {number} gave {stored}, not {wanted!r}"
@@ -366,19 +364,48 @@ def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Observed
         yield f"{len(result.outputs)} outputs of {len(job.prompts)} prompts"
 
 
+def _generated(tokenizer: Tokenizer, job: Job, number: int) -> list[int]:
+    """The tokens that the fake engine gives for a prompt."""
+    steering = job.steering[number] if job.steering else []
+    prompt = job.prompts[number].token_ids
+    dice = Dice(tokenizer, prompt, job.sampling.seed, steering, _weights(job.identity))
+    continued = job.dose is None or job.dose.continues(number)
+    return [dice.roll() for _ in range(job.sampling.max_tokens if continued else 1)]
+
+
+def _dose(tokenizer: Tokenizer, job: Job, result: JobResult, _: Observed) -> Iterator[str]:
+    """The first cell is not steered, the other one by the scale of the dose."""
+    assert job.dose is not None
+    assert result.dose is not None
+    scales = [sorted({entry.scale for entry in entries}) for entries in job.steering]
+    if scales != [[]] * job.dose.requests + [DOSE["scales"]] * job.dose.requests:
+        yield f"its prompts are steered at the scales {scales}"
+    for cell, found in enumerate((result.dose.unsteered, *result.dose.cells)):
+        wanted = tokenizer.decode(_generated(tokenizer, job, cell * job.dose.requests))
+        if found.text != wanted:
+            yield f"cell {cell} gave {found.text!r}, not {wanted!r}"
+
+
 def _at(event: Event) -> int:
     """When it was recorded, in ms of Redis' clock."""
     return int(event.id.partition("-")[0])
 
 
 def _decided(
-    job: Job, result: JobResult, events: list[Event], client: Observed, verdict: Verdict
+    tokenizer: Tokenizer,
+    job: Job,
+    result: JobResult,
+    events: list[Event],
+    client: Observed,
+    verdict: Verdict,
 ) -> Iterator[str]:
     """Each policy decided once about each prompt, as its tokens say; where the latch of the
     conversation had turned it on, there was nothing to decide.
     """
+    if job.sweep is not None or job.fit is not None:
+        return
     found = [(each.request, each.policy and each.policy.name) for each in result.probes]
-    names = POLICIES if job.conversation else {}
+    names = [*POLICIES] * bool(job.conversation) + ["everyone"] * client.plan.watched
     if sorted(found) != sorted(
         (place, name) for place in range(len(job.prompts)) for name in names
     ):
@@ -387,12 +414,13 @@ def _decided(
     for scores in result.probes:
         policy, request = scores.policy, scores.request
         prompt = job.prompts[request].token_ids
-        fed = [*prompt, *result.outputs[request].token_ids[:-1]]
+        fed = [*prompt, *_generated(tokenizer, job, request)[:-1]]
         own = decisions_of(fed, policy.condition, len(prompt))
         wanted = [] if policy.inherited else own
-        acts, on = POLICIES[policy.name].get("mode") == "active", bool(wanted or policy.inherited)
+        asked = {**POLICIES, "everyone": EVERYONE}[policy.name]
+        acts, on = asked.get("mode") == "active", bool(wanted or policy.inherited)
         decided = [(each.event, each.position, each.score) for each in scores.decisions]
-        flagged = acts and on and "flag" in POLICIES[policy.name]["actions"]
+        flagged = acts and on and "flag" in asked["actions"]
         if (decided, policy.acts, scores.flagged) != (wanted, acts, flagged):
             yield f"{policy.name} decided {decided} on prompt {request}, not {wanted}"
         verdict.seen["decisions"] += len(decided)
@@ -403,7 +431,7 @@ def _decided(
             client.inherited.add(policy.inherited)
         elif policy.inherited:
             yield f"{policy.name}, which has no latch or does not act, inherited one"
-        if acts and on:
+        if acts and on and asked is not EVERYONE:
             hook = f"msg_{job.id.removeprefix('job_')}_decided_{policy.name}_{request}_policy"
             client.decided[hook] = _hook(policy, request, wanted)
 
@@ -542,6 +570,7 @@ def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdic
     if job.sweep is None and sorted(by_request) != wanted:
         yield f"captures of prompts {sorted(by_request)}, wanted of {wanted}"
     outputs = {output.index: output for output in result.outputs}
+    verdict.seen["windows"] += any(capture.window for each in job.captures for capture in each)
     for number, files in by_request.items():
         if len(files) != 1:
             yield f"{len(files)} blobs of prompt {number}"
@@ -572,12 +601,14 @@ def _blob(
         return f"it is of {manifest.job}, prompt {manifest.request}"
     if job.sweep is None and manifest.attempt != attempt:
         return f"it is of attempt {manifest.attempt}, the result is of {attempt}"
-    if (
-        generated is not None
-        and manifest.token_ids
-        != [*job.prompts[file.request].token_ids, *generated[:-1]][: len(manifest.token_ids)]
-    ):
-        return "its tokens are not the prompt's and the output's"
+    if generated is not None:
+        tokens = [*job.prompts[file.request].token_ids, *generated[:-1]]
+        window = job.captures[file.request][0].window
+        positions = range(len(tokens)) if window is None else _around(window, tokens)
+        if manifest.positions != [*positions]:
+            return f"it has the positions {manifest.positions}"
+        if manifest.token_ids != [tokens[position] for position in positions]:
+            return "its tokens are not the prompt's and the output's"
     positions, tokens = np.array(manifest.positions), np.array(manifest.token_ids)
     for tensor in header.tensors.values():
         if tensor.site is not None:
@@ -590,6 +621,21 @@ def _blob(
             ):
                 return f"rows of {tensor.name} are wrong"
     return ""
+
+
+def _around(window: Span, tokens: list[int]) -> list[int]:
+    """The positions of all occurrences of what the window is around."""
+    assert window.around is not None
+    sought = [list(sequence) for sequence in window.around.token_ids or ()]
+    return [
+        position
+        for position in range(len(tokens))
+        if any(
+            tokens[first : first + len(each)] == each
+            for each in sought
+            for first in range(max(0, position - len(each) + 1), position + 1)
+        )
+    ]
 
 
 async def _ends(

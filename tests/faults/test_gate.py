@@ -34,6 +34,7 @@ def test_the_gate_loses_and_duplicates_no_accepted_job(tmp_path: Path, seed: int
     verdict = check(tmp_path, seed, JOBS, FULL)
     assert verdict.seen["changed sources"] > 0
     assert verdict.seen["latches again"] > 0, "none was over a killed worker"
+    assert min(verdict.seen["doses"], verdict.seen["windows"]) > 0
 
 
 @pytest.mark.timeout(3600)
