@@ -47,7 +47,7 @@ POLICIES: dict[str, dict[str, Any]] = {
             "aggregation": "mean",
             "window": 3,
             "latch": "conversation",
-            "latch_s": 5,
+            "latch_s": 2,
         },
         "actions": ["flag"],
         "mode": "active",
@@ -74,7 +74,7 @@ EVERYONE: dict[str, Any] = {
 #: A text that occurs many times in the prompts of some captured jobs, whose windows are around it.
 REPEATED = "aaa"
 #: So many consecutive jobs share so many conversations: some are sent when others are over.
-CONVERSING, CONVERSATIONS = 400, 24
+CONVERSING, CONVERSATIONS = 400, 6
 #: Kind of job → where it is requested.
 PATHS = {
     "job": "/v1/jobs",
