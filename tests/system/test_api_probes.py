@@ -326,7 +326,7 @@ def test_a_dose_runs_under_what_the_operator_has_set(client: Client, calm: str) 
     free = client.dose(**dose)
     assert [(cell.scale, cell.stopped) for cell in free.dose.safe] == [(-1.0, 0), (1.0, 0)]
     assert (free.determinism.consistent, free.determinism.global_version) == (True, version)
-    client.policies.register("guard", **of_all(calm, "stop"))
+    client.policies.register("guard", **of_all(calm, "stop", edits="allow"))
     cut = client.dose(**dose)
     client.policies.delete("guard")
     client.global_steering.clear()

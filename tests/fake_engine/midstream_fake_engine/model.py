@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Mapping
 from typing import cast
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -129,7 +130,10 @@ class Dice:
         steering: list[StoredSteering],
         weights: int = 0,
     ):
-        """`steering`: everyone's and the request's own; `weights`: see `weights_of`."""
+        """`steering`: everyone's and the request's own, which do the same; `weights`: see
+        `weights_of`.
+        """
+        steering = [msgspec.structs.replace(entry, owner="request") for entry in steering]
         self._state = zlib.crc32(to_msgpack((prompt, steering, seed)), weights)
         self._faces = [
             _token_id(tokenizer, character) for character in "Ġabcdefghijklmnopqrstuvwxyz"
