@@ -524,7 +524,7 @@ async def _latches(ledger: Ledger, observed: list[Observed], verdict: Verdict) -
     for conversation, clients in by_conversation.items():
         spans = standing([(at, client.id) for client in clients for at in client.triggers])
         verdict.seen["latches"] += len(spans)
-        again = [(await ledger.view(job)).attempt > 1 for _, job in spans]
+        again = [(await ledger.view(min(jobs))).attempt > 1 for _, jobs in spans]
         verdict.seen["latches again"] += sum(again)
         for client in clients:
             if not any(client.inherited == {found} for found in found_at(client.claimed, spans)):
@@ -539,20 +539,24 @@ async def _latches(ledger: Ledger, observed: list[Observed], verdict: Verdict) -
             verdict.say("left over", f"{key} does not expire in time")
 
 
-def standing(triggers: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Those triggers that set a latch, because none stood: when, and the job."""
-    spans: list[tuple[int, str]] = []
+def standing(triggers: list[tuple[int, str]]) -> list[tuple[int, set[str]]]:
+    """When a latch was set, because none stood, and the jobs that may have set it: receipts of one
+    commit have one time, and no order between jobs.
+    """
+    spans: list[tuple[int, set[str]]] = []
     for at, job in sorted(triggers):
         if not spans or at > spans[-1][0] + LATCH_MS:
-            spans.append((at, job))
+            spans.append((at, {job}))
+        elif at <= spans[-1][0] + EDGE_MS:
+            spans[-1][1].add(job)
     return spans
 
 
-def found_at(at: int, spans: list[tuple[int, str]]) -> set[str]:
-    """What a claim at this time may have found: the holder, or nothing; either, at the edges."""
-    ages = {job: at - start for start, job in spans if -EDGE_MS <= at - start <= LATCH_MS + EDGE_MS}
-    sure = any(EDGE_MS < age < LATCH_MS - EDGE_MS for age in ages.values())
-    return {*ages} if sure else {*ages, ""}
+def found_at(at: int, spans: list[tuple[int, set[str]]]) -> set[str]:
+    """What a claim at this time may have found: a holder, or nothing; either, at the edges."""
+    near = {start: jobs for start, jobs in spans if -EDGE_MS <= at - start <= LATCH_MS + EDGE_MS}
+    sure = any(EDGE_MS < at - start < LATCH_MS - EDGE_MS for start in near)
+    return set().union(*near.values(), () if sure else {""})
 
 
 def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdict) -> Iterator[str]:
