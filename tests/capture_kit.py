@@ -104,8 +104,7 @@ def finished(
 
 
 def filesystem(root: ArtifactStore | Path, owner: str = "w.boot.0", **config: Any) -> Filesystem:
-    opened = open_store(root) if isinstance(root, Path) else root
-    store = StoreConfig(opened, owner, **config)
+    store = StoreConfig(open_store(root) if isinstance(root, Path) else root, owner, **config)
     return Filesystem(store, Usage(store.store, store.quota))
 
 

@@ -131,8 +131,7 @@ class FaultProxy:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        first, *lines = head.decode().split("\r\n")[:-2]
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")[:-2]
         method, target, _ = first.split(" ")
         headers = {
             name.lower(): value.strip()

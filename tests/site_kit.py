@@ -145,8 +145,7 @@ def run(case: Case, pair_site: Op, single_site: Op) -> Outcome:
     """Runs a copy of the case, its ring full of NaN; checks that what is only read keeps its
     bits.
     """
-    width = case.stream.shape[1]
-    ring = torch.full((case.ring_rows, width), math.nan, dtype=case.stream.dtype)
+    ring = torch.full((case.ring_rows, case.stream.shape[1]), math.nan, dtype=case.stream.dtype)
     stream = case.stream.clone()
     hidden = None if case.hidden is None else case.hidden.clone()
     planned = Planned(*(tensor.clone() for tensor in case.planned))

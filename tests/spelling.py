@@ -38,10 +38,9 @@ def overlapping(spelled: list[bytes], text: str, span: Span) -> list[int]:
     for start in starts:
         if not apart or start >= apart[-1] + len(span.text):
             apart.append(start)
-    chosen = apart if span.occurrence is None else [apart[span.occurrence]]
     wanted = {
         byte
-        for start in chosen
+        for start in (apart if span.occurrence is None else [apart[span.occurrence]])
         for byte in range(len(text[:start].encode()), len(text[: start + len(span.text)].encode()))
     }
     found, at = [], 0

@@ -174,8 +174,7 @@ def with_extra(folder: Path, wheel: Path, extra: str, python: str) -> Path:
     made = environment(folder, python)
     uv = (requirements / "locked.sh", folder, "--quiet")
     if promised.lock:
-        lock = requirements / promised.lock
-        run(*uv, "--no-deps", "--require-hashes", "-r", lock, cwd=ROOT)
+        run(*uv, "--no-deps", "--require-hashes", "-r", requirements / promised.lock, cwd=ROOT)
         run(*uv, "--no-deps", "--no-index", wheel, cwd=ROOT)
     else:
         run(*uv, "--constraint", pins(folder), f"midstream[{extra}] @ {wheel.as_uri()}", cwd=ROOT)

@@ -80,8 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("long")
     order = [*LONGEST, *dict.fromkeys(group_of(item) for item in here)]
     here.sort(key=lambda item: order.index(group_of(item)))
-    elsewhere = [item for item in items if item.path.parent != Path(__file__).parent]
-    items[:] = [*elsewhere, *here]
+    items[:] = [*[item for item in items if item.path.parent != Path(__file__).parent], *here]
 
 
 @pytest.hookimpl(trylast=True)

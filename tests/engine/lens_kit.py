@@ -68,12 +68,11 @@ class Truth:
 
     def norm(self) -> Any:
         inner = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.model
-        found = [
+        return next(
             getattr(inner, name)
             for name in ("norm", "ln_f", "final_layer_norm", "norm_f")
             if getattr(inner, name, None) is not None
-        ]
-        return found[0]
+        )
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:
         logits = (

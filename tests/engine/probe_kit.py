@@ -176,8 +176,7 @@ def flapping(
             tokens, is_open, made = gate.generate(reference, prompt, number)
         except ValueError:
             continue
-        runs = sum(position - 1 not in is_open for position in is_open)
-        if runs > 1 and tokens != free:
+        if sum(position - 1 not in is_open for position in is_open) > 1 and tokens != free:
             return gate, (tokens, is_open, made)
     raise AssertionError("no label opens and closes the gate: take another seed")
 

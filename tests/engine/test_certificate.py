@@ -402,6 +402,5 @@ def test_a_rank_that_fails_alone_ends_the_certificate_on_all(
 ) -> None:
     """The other rank waits for it in the MLP's all-reduce."""
     fault = {"fault": "lose_law:rank=1", "tensor_parallel_size": 2}
-    why = "failed at MLP on rank 1: fault injected: lose_law"
-    with pytest.raises(AssertionError, match=why):
+    with pytest.raises(AssertionError, match="failed at MLP on rank 1: fault injected: lose_law"):
         Host(tmp_path, qwen3, **(SMALL | fault))

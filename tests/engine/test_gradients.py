@@ -171,8 +171,7 @@ def test_features_are_verified_by_patches_of_row_plus_delta_times_decoder(
     found = Dictionary(Path(service.stack.settings.sae_root), kind, seed=2)
     made = service.http.post("/v1/saes", json={"name": kind, "path": found.name, "model": "tiny"})
     assert made.status_code == 201, made.text
-    result = service.attributed("worker", sae=kind, verify={"top": 6, "random": 6})
-    (estimated,) = result.estimated
+    (estimated,) = service.attributed("worker", sae=kind, verify={"top": 6, "random": 6}).estimated
     clean, corrupt = (service.rows_of(tokens)[SAE_LAYER] for tokens in (TOKENS, OTHER))
     change = (found.encode(clean) - found.encode(corrupt)) * found.spread(corrupt)
     decoder = found.tensors["W_dec"].astype(np.float64)

@@ -146,8 +146,7 @@ def predictions(model: Any, tokens: list[int], vector: np.ndarray | None) -> tor
     """
 
     def steer(_module: Any, _inputs: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        steered = first + torch.from_numpy(vector)
+        steered = (output[0] if isinstance(output, tuple) else output) + torch.from_numpy(vector)
         return (steered, *output[1:]) if isinstance(output, tuple) else steered
 
     hooked = [model.model.layers[10].register_forward_hook(steer)] if vector is not None else []

@@ -140,8 +140,7 @@ def check_edits(host: Host, reference: InsideReference, wanted: dict[str, Edit])
     wrong = {}
     for number, (name, job) in enumerate(jobs.items()):
         edit = [wanted[name]] if name in wanted else []
-        seed = number if edit else 0
-        tokens = [*prompt_of(12, seed=seed), *answers[job.id][0].token_ids][:-1]
+        tokens = [*prompt_of(12, seed=number if edit else 0), *answers[job.id][0].token_ids][:-1]
         rows, reader = reference.rows(tokens, *edit), host.capture(job)
         last = relative_error(
             reader.array(LAYERS - 1, "post_block"), rows["post_block", LAYERS - 1]

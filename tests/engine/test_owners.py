@@ -102,8 +102,7 @@ def job(operated: Operated, fields: dict[str, Any]) -> list[Any]:
 
 
 def failing(operated: Operated, fields: dict[str, Any]) -> list[Any]:
-    entry = {**LATE, "limit": {"relative": 1e-6, "then": "fail"}}
-    body = fields | {"steering": [entry]}
+    body = fields | {"steering": [{**LATE, "limit": {"relative": 1e-6, "then": "fail"}}]}
     view = operated.client.submit(model="tiny", prompts=[PROMPT], max_tokens=4, **body)
     error = operated.client.wait(view).error
     assert error is not None

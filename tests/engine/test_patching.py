@@ -92,8 +92,7 @@ def test_every_engine_mode_patches_like_the_reference(
         if way in ("tp2", "pp2")
         else request.getfixturevalue("reference")
     )
-    made = patched_batch(host, reference, longest=80 if way == "v2" else 100)
-    for job, wanted in made:
+    for job, wanted in patched_batch(host, reference, longest=80 if way == "v2" else 100):
         for receipt in host.receipts(job):
             mine = [
                 edit for edit in wanted if way != "pp2" or (edit.layer >= 2) == bool(receipt.pp)

@@ -105,8 +105,7 @@ def test_every_row_of_the_demo_model_is_transformers_row(captured, truth, model)
             assert layer_errors(got, wanted).max() <= FP32_LAYERS
             assert row_errors(got, wanted).max() <= FP32_ROWS_30_LAYERS
         return
-    rounding = streams(model, torch.bfloat16)
-    for got, rounded, wanted in zip(rows, rounding, truth, strict=True):
+    for got, rounded, wanted in zip(rows, streams(model, torch.bfloat16), truth, strict=True):
         assert layer_errors(got, wanted).max() <= BF16_EXCESS * layer_errors(rounded, wanted).max()
         assert np.median(row_errors(got, wanted)) <= BF16_EXCESS * np.median(
             row_errors(rounded, wanted)

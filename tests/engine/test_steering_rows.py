@@ -74,10 +74,9 @@ def test_configurations_beyond_the_table_wait_and_are_right(v1: Host, reference:
 def test_a_vector_is_sent_to_the_ranks_once(v1: Host) -> None:
     name = v1.vector(direction(10))  # field case 45, field case 47
     before = v1.call("midstream_status")[0]["vectors"]
-    jobs = [
-        v1.job(prompt_of(5, seed=n), max_tokens=2, steering=[steer(name, [0])]) for n in range(5)
-    ]
-    v1.run(*jobs)
+    v1.run(
+        *[v1.job(prompt_of(5, seed=n), max_tokens=2, steering=[steer(name, [0])]) for n in range(5)]
+    )
     v1.run(v1.job(prompt_of(6), max_tokens=2, steering=[steer(name, [1], 3.0)]))
     assert v1.call("midstream_status")[0]["vectors"] == before + 1
 

@@ -201,9 +201,8 @@ class Plan:
         if self.callback:
             body["callback_url"] = self.callback
         if self.way == "harvest":
-            source = {"path": self.file} if self.file else {"lines": list(self.prompts)}
             return body | {
-                "source": source,
+                "source": {"path": self.file} if self.file else {"lines": list(self.prompts)},
                 "hooks": self.hooks,
                 "shards": {"mib": 1, "shuffle": self.number},
             }

@@ -239,8 +239,7 @@ def register(cluster: Cluster, url: str) -> None:
         weight = [1.0] * HIDDEN_SIZE
         client.probes.register("token", weight=weight, layer=0, model=MODEL, labels=["token"])
         for name, fields in POLICIES.items():
-            hook = {"action": "webhook", "url": url}
-            content = fields | {"actions": [*fields["actions"], hook]}
+            content = fields | {"actions": [*fields["actions"], {"action": "webhook", "url": url}]}
             client.policies.register(name, model=MODEL, probe="token", **content)
         client.policies.register("everyone", model=MODEL, probe="token", **EVERYONE)
 

@@ -66,10 +66,9 @@ def likelihood(client: Client, context: str, end: str, **steering: Any) -> tuple
     """The log-likelihood of `end` behind `context`, and whether each of its tokens is the
     likeliest.
     """
-    answer = client.completion(
+    said = client.completion(
         "demo", context + end, max_tokens=0, temperature=0, echo=True, logprobs=1, **steering
-    )
-    said = answer.raw["choices"][0]["logprobs"]
+    ).raw["choices"][0]["logprobs"]
     ends = [at for at, offset in enumerate(said["text_offset"]) if offset >= len(context)]
     assert "".join(said["tokens"][at] for at in ends) == end
     likeliest = all(

@@ -95,12 +95,11 @@ def test_references_of_the_site_have_every_command_endpoint_and_name(
     python, cli, http = (
         (SITE / "reference" / f"{name}.html").read_text() for name in ("python", "cli", "http")
     )
-    missing = [
+    assert [
         name
         for name in [*midstream.__all__, *midstream.lens.__all__]
         if not name.startswith("__") and not re.search(rf'id="midstream\.[\w.]*\b{name}"', python)
-    ]
-    assert missing == []
+    ] == []
     assert re.search(r'id="[\w.]*\.Client\.sweep"', python), (
         "calls that the client inherits from its groups"
     )

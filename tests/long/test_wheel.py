@@ -76,8 +76,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> No
 def test_a_wheel_from_the_source_distribution_is_the_same(
     source: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    sdist = wheel_kit.built(source, tmp_path, "sdist")
-    with tarfile.open(sdist) as archive:
+    with tarfile.open(wheel_kit.built(source, tmp_path, "sdist")) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert files_of(wheel_kit.built(unpacked, tmp_path / "again")) == files_of(wheel)
@@ -97,12 +96,11 @@ def test_the_wheel_names_its_version_extras_commands_and_licence(wheel: Path) ->
             for name in archive.namelist()
             if name.startswith(f"{folder}/licenses/")
         }
-    vendored = {
+    assert licences == {"LICENSE"} | {
         str(path)
         for path in tracked()
         if path.parts[0] in PACKAGES and re.search("LICEN[CS]E|NOTICE", path.name)
     }
-    assert licences == {"LICENSE"} | vendored
     assert head["Version"] == midstream.__version__
     assert set(head.get_all("Provides-Extra", [])) == set(wheel_kit.EXTRAS)
     assert head["License-Expression"] == "Apache-2.0"
@@ -171,10 +169,9 @@ def test_the_extra_cpu_is_complete(interpreter: str, wheel: Path, tmp_path: Path
     assert "submit" in wheel_kit.run(command, "--help", cwd=tmp_path)
     report = wheel_kit.run(command, "doctor", cwd=tmp_path, code=1)  # nothing runs yet
     assert re.search(r"^fail api +no answer", report, re.MULTILINE)
-    refused = wheel_kit.run(
+    assert "hooks" in wheel_kit.run(
         command, "up", "--data-dir", data, "--set", "hooks=x", cwd=tmp_path, code=1
     )
-    assert "hooks" in refused
     assert not data.exists()
     said = wheel_kit.run(command, "demo", "--data", data, cwd=tmp_path)
     assert "failures: 0" in said

@@ -213,11 +213,10 @@ class RedisGroup:
     def _sees_replicas(self, sentinel: str) -> bool:
         with self._sentinel(sentinel) as client:
             replicas: list[dict[str, str]] = client.sentinel_slaves(SERVICE)
-        seen = [
+        return [
             replica["flags"] == "slave" and replica["role-reported"] == "slave"
             for replica in replicas
-        ]
-        return seen == [True] * (len(self.machines) - 1)
+        ] == [True] * (len(self.machines) - 1)
 
     def kill(self, machine: str) -> None:
         self.processes[machine].kill()

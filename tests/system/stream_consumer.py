@@ -23,8 +23,7 @@ def consume(url: str, harvest: str, folder: Path, seed: int | None) -> None:
     pause = 0.0 if seed is None else STEP_S
     with Client(url) as client:
         # its own files are what it has: it may have been killed before it could acknowledge them
-        after = len(list(folder.glob("*.npz")))
-        for unit in client.harvests.stream(harvest, after=after):
+        for unit in client.harvests.stream(harvest, after=len(list(folder.glob("*.npz")))):
             if seed is not None:
                 threading.Thread(target=die, args=(seed,)).start()
                 seed = None

@@ -306,8 +306,7 @@ def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
         asked = pool.submit(api.http.post, "/v1/completions", json=body)
         claim = hand.claim_next()
         hand.store(claim)
-        told = [(request, rank) for request in range(2) for rank in range(4)]
-        for request, rank in told:
+        for request, rank in [(request, rank) for request in range(2) for rank in range(4)]:
             assert not asked.done(), f"answered before prompt {request}, rank {rank} had reported"
             # One rank of each stage writes; the others report that they wrote nothing.
             files = [hand.capture(claim, request, rank)] if rank in (0, 2) else []

@@ -193,10 +193,9 @@ def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(
     hasty: Api, mib: float, status: int, chunked: bool
 ) -> None:
     body = bytes(int(mib * (1 << 20)))
-    content = iter([body[: 1 << 19], body[1 << 19 :]]) if chunked else body
     answer = hasty.http.put(
         "/v1/steering/modules/m",
-        content=content,
+        content=iter([body[: 1 << 19], body[1 << 19 :]]) if chunked else body,
         headers={"Content-Type": "application/octet-stream"},
     )
     assert answer.status_code == status, answer.text

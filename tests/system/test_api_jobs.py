@@ -323,8 +323,7 @@ def test_a_cancelled_running_job_is_cancelling_until_the_worker_confirms(
 
 @pytest.mark.parametrize("path", ["", "/result", "/events", "/cancel"])
 def test_an_unknown_job_is_404(api: Api, hand: Hand, path: str) -> None:
-    method = "POST" if path == "/cancel" else "GET"
-    answer = api.http.request(method, f"/v1/jobs/job_nobody{path}")
+    answer = api.http.request("POST" if path == "/cancel" else "GET", f"/v1/jobs/job_nobody{path}")
     assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
 
 

@@ -356,8 +356,7 @@ def test_a_decision_is_sent_to_the_policys_webhook(client: Client, calm: str) ->
     hook = {"action": "webhook", "url": "http://127.0.0.1:9/policy"}
     client.policies.register("hook", **of_all(calm, hook, all_traffic=False))
     own = {"callback_url": "http://127.0.0.1:9/job", "callback_events": ["job.decided"]}
-    result = run(client, "hook", **own)
-    sent = client.webhooks.deliveries(job=result.id).deliveries
+    sent = client.webhooks.deliveries(job=run(client, "hook", **own).id).deliveries
     assert sorted((each.event, each.url) for each in sent) == [
         ("job.decided", "http://127.0.0.1:9/job"),
         ("job.decided", "http://127.0.0.1:9/policy"),

@@ -114,8 +114,7 @@ async def sweeps(client: AsyncClient) -> None:
     job = await client.sweeps.submit(**fields)
     assert (await client.sweeps.result(job)).pairs[0].grids == found.pairs[0].grids
     assert len(found.pairs[0].grids["pre_attn"]) == NUM_LAYERS
-    events = [event async for event in client.sweeps.events(job)]
-    for each in (seen, events):
+    for each in (seen, [event async for event in client.sweeps.events(job)]):
         assert any(isinstance(event, SweepCell) for event in each)
         assert isinstance(each[-1], SweepSummary)
 

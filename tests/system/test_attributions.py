@@ -148,8 +148,7 @@ def test_estimates_are_verified_by_exact_cells_in_the_same_job(stack: Stack) -> 
     check_attribution(result, VERIFIED)
     for found in result.estimated:
         whys = [why for cell in found.checked for why in cell.why]
-        counts = (whys.count("top"), whys.count("random"))
-        assert counts == (TOP, RANDOM)
+        assert (whys.count("top"), whys.count("random")) == (TOP, RANDOM)
         assert whys.count("doubtful") <= DOUBTFUL
         assert found.all is not None
         assert found.all.cells == len(found.checked)
@@ -182,8 +181,7 @@ def test_adaptive_finds_the_top_cells_and_says_what_it_left(stack: Stack) -> Non
     asked = attribution("adaptive", Verify(top=3), budget=40)
     job_id = submit(stack, asked)
     succeeded(stack, job_id)
-    result = result_of(stack, job_id)
-    for number, found in enumerate(result.estimated):
+    for number, found in enumerate(result_of(stack, job_id).estimated):
         left = found.not_looked_at
         assert left is not None
         assert left.cells > 0

@@ -254,15 +254,13 @@ def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
                 }
             ),
         )
-        tags = [
+        assert [
             [capture.tag for capture in hand.claim(job_id).job.captures[:1] for capture in capture]
             for job_id in (plain, returned)
-        ]
-        assert tags == [[], ["mine"]]
+        ] == [[], ["mine"]]
         assert api.view(plain)["capture_status"] == "not_requested"
-        mine = api.http.post(
+        assert api.http.post(
             "/v1/jobs", json={"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
-        )
-        assert mine.status_code == (202 if size < 1 << 20 else 507)
+        ).status_code == (202 if size < 1 << 20 else 507)
         assert api.log().count("global capture skipped") == 1
         hand.close()

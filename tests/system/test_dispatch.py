@@ -158,10 +158,9 @@ async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have
         await line.ledger.redis.sadd(f"ms:sent:{MODEL}:6", "job_of_which_nothing_is_known")
         await line.ledger.redis.srem(f"ms:sent:{MODEL}:6", jobs[0].id)
         await line.reaper.sweep(now() + 200)
-        under_way = {
+        assert {
             name.decode() for name in await line.ledger.redis.smembers(f"ms:sent:{MODEL}:6")
-        }
-        assert under_way == {job.id for job in jobs[:5]}, "what is not so is put right"
+        } == {job.id for job in jobs[:5]}, "what is not so is put right"
 
 
 async def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -> None:

@@ -108,8 +108,7 @@ def test_killed_worker_loses_no_fit(stack: Stack, client: Client) -> None:
 
 def test_fitted_lens_is_registered_with_its_error_and_read(stack: Stack, client: Client) -> None:
     job = client.fits.submit(lens_fit(folder="corpora", description="of numbers"))
-    result = client.fits.result(job)
-    lens = result.lens
+    lens = client.fits.result(job).lens
     assert client.jacobians.get("said") == lens
     assert (lens.layers, lens.description) == (list(range(NUM_LAYERS - 1)), "of numbers")
     assert lens.vocabulary > 0

@@ -173,8 +173,7 @@ async def test_a_job_that_was_handed_on_waits_its_turn_among_tenants(queues: Que
     """A tenant with many attributions does not get ahead of the others by their first phase."""
     await queues.vllm.submit(make_job(), {})
     await queues.vllm.submit(make_job(tenant="other"), {})
-    handed = [await queues.submit(tenant="busy") for _ in range(3)]
-    for job in handed:
+    for job in [await queues.submit(tenant="busy") for _ in range(3)]:
         assert await claimed(queues.gradients, job) is not None
         assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
     assert await queues.messages() == 1, "the window"

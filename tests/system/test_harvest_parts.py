@@ -407,8 +407,7 @@ async def test_a_source_that_changes_ends_the_harvest_without_a_manifest(
 
 async def test_a_part_that_keeps_failing_ends_the_harvest(rig: Rig) -> None:
     async with rig.worker(fault="refuse:request=1") as runs:
-        harvest = await submitted(rig)
-        view = await work(rig, runs, harvest.id, parts=20)
+        view = await work(rig, runs, (await submitted(rig)).id, parts=20)
     assert (view.state, "injected fault" in view.error.detail) == ("failed", True)
     assert [job.state for job in (await rig.ledger.list(limit=50)).jobs].count("failed") >= TRIES
 

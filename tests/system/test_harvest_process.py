@@ -156,8 +156,7 @@ async def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: Sou
     )
 
     await made.plan()
-    waiting = asyncio.create_task(slow.plan())
-    plan = await waiting
+    plan = await asyncio.create_task(slow.plan())
     reading = [asyncio.create_task(slow.read(plan, unit)) for unit in plan.units]
     await asyncio.sleep(0.2)
     began = time.monotonic()

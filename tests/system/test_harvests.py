@@ -334,8 +334,7 @@ def check_stored(folder: Path, made: Harvest) -> None:
     """A consumer's files are the rows of an ordinary harvest, in its order, bit for bit."""
     units = [np.load(path) for path in sorted(folder.glob("*.npz"))]
     assert [len(unit["documents"]) for unit in units] == [unit.rows for unit in made.units]
-    keys = made.keys(slice(None))
-    for name, column in keys._asdict().items():
+    for name, column in made.keys(slice(None))._asdict().items():
         assert np.array_equal(np.concatenate([unit[name] for unit in units]), column)
     for hook, layer in made.sites:
         rows = np.concatenate([unit[f"{hook}.{layer}"] for unit in units])

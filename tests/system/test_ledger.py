@@ -185,12 +185,11 @@ async def test_an_event_retried_after_a_lost_response_is_stored_once(ledger: Led
             assert not await ledger.emit(job.id, 1, 4, output(4)), "nobody holds a queued job"
             assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             assert not await ledger.emit(job.id, 1, 4, output(4)), "another one holds it"
-    told = [
+    assert [
         (event.attempt, event.data["index"])
         for event in await ledger.events(job.id)
         if event.event == "output"
-    ]
-    assert told == [(attempt, number) for attempt in (1, 2) for number in (1, 2, 3)]
+    ] == [(attempt, number) for attempt in (1, 2) for number in (1, 2, 3)]
 
 
 async def test_a_list_of_a_state_reads_only_the_jobs_in_it(ledger: Ledger, reaper: Reaper) -> None:

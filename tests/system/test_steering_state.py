@@ -365,10 +365,9 @@ async def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(
         *[steering.put_module(module(name), blobs(name)) for name in TENSORS]
     )
     stored = await steering.module(MODEL, "joy")
-    told = [former.tensors[0] if former else None for former in formers]
-    assert sorted(map(str, told)) == sorted(map(str, {*TENSORS, None} - set(stored.tensors))), (
-        "each replaced another"
-    )
+    assert sorted(
+        map(str, [former.tensors[0] if former else None for former in formers])
+    ) == sorted(map(str, {*TENSORS, None} - set(stored.tensors))), "each replaced another"
     assert set(await pinned(ledger)) == set(stored.tensors)
 
 
@@ -517,8 +516,7 @@ class Pins(RuleBasedStateMachine):
         """What the call gives, True for None; False when it is refused, as it must be for a tensor
         that is nowhere.
         """
-        known = bring or set(names) <= set().union(*self.owned.values(), set())
-        if known:
+        if bring or set(names) <= set().union(*self.owned.values(), set()):
             done = self.broker.do(call)
             return True if done is None else done
         with pytest.raises(MidstreamError) as refused:

@@ -110,10 +110,9 @@ async def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_val
     job_id = await rig.submit(asked)
     async with rig.worker(fault="lose_run:rank=1,after=30") as runs:
         await runs.run_job(job_id)
-    records = await rig.records(job_id)
     lost = {
         number: "is not on this rank"
-        for number, record in records.items()
+        for number, record in (await rig.records(job_id)).items()
         if "is not on this rank" in record.reason
     }
     assert 20 < len(lost) < asked.num_cells

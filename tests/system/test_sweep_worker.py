@@ -286,12 +286,11 @@ async def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
     records = await rig.records(job_id)
     assert {record.attempt for record in records.values()} == {1, 2}
     units = Units(asked)
-    senders = [
+    assert [
         records[sender.number].reason
         for number in range(2)
         if (sender := units.sender(number)) is not None
-    ]
-    assert senders == ([] if ends == "receivers" else ["", ""])
+    ] == ([] if ends == "receivers" else ["", ""])
 
 
 async def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(rig: Rig) -> None:

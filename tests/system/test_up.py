@@ -186,8 +186,7 @@ def test_everything_up_starts_is_private_to_the_account(
     assert httpx2.get(tasks).status_code == 401
     assert httpx2.get(tasks, auth=(user, word)).status_code == 200
     # and the relay: a forged receipt of a running job does not get in
-    relay = up.environment["MIDSTREAM_RELAY_URL"]
-    with Outbox(tmp_path / "forged", "w1", 0, relay) as forged:
+    with Outbox(tmp_path / "forged", "w1", 0, up.environment["MIDSTREAM_RELAY_URL"]) as forged:
         forged.append(receipt("job_x", 0, worker="w1"))
         assert not forged.flush(2.0)
         assert not forged.connected

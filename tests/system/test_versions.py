@@ -53,8 +53,7 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 def restart_worker(stack: Stack, version: str, wire: int, oldest: int) -> None:
     """The worker again, as a version that speaks `wire` and works with `oldest` and newer."""
     stack.end("worker")
-    log = stack.directory / "logs" / "worker.log"
-    with log.open("wb") as output:
+    with (stack.directory / "logs" / "worker.log").open("wb") as output:
         stack.processes["worker"] = subprocess.Popen(
             [sys.executable, "-c", OTHER, version, str(wire), str(oldest), "midstream.workers"],
             env=os.environ | to_environment(stack.settings) | {"PYTHONUNBUFFERED": "1"},

@@ -36,10 +36,9 @@ class Senders:
             fault=f"webhooks:clock={self.clock}",
             webhook_timeout_s=20.0,
         )
-        clean = {
+        self._environment = {
             name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
-        }
-        self._environment = clean | to_environment(settings)
+        } | to_environment(settings)
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, count: int = 1) -> None:

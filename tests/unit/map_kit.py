@@ -112,8 +112,7 @@ class Jobs:
         if self.refusals:
             error, seconds = self.refusals.pop(0)
             return error.status, error.problem(), seconds
-        prompts = body.get("prompts") or body.get("messages")
-        if len(prompts) > self.biggest:
+        if len(body.get("prompts") or body.get("messages")) > self.biggest:
             return 413, MidstreamError("payload_too_large", "the body is too large").problem(), None
         if key not in self.by_key:
             job = self.name.format(len(self.jobs))

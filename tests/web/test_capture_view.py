@@ -153,8 +153,7 @@ def test_prompts_and_hooks_are_chosen_and_downloaded(
         np.array(numbers["norms"][0], np.float32), np.linalg.norm(rows["pre_attn.1"], axis=1)
     )
     page.get_by_text("Files", exact=True).click()
-    names = [file["name"] for file in site.alice.get(f"/v1/captures/{shown}")["files"]]
-    for name in names:
+    for name in [file["name"] for file in site.alice.get(f"/v1/captures/{shown}")["files"]]:
         expect(page.get_by_role("link", name=name)).to_be_visible()
 
 

@@ -247,9 +247,8 @@ def test_global_steering_is_shown_to_everyone(site: Site, visit: Visit) -> None:
     visit.log_in(site.alice)
     expect(visit.page.get_by_text("1 of 1 healthy")).to_be_visible()
     expect(visit.page.get_by_text("Global steering is on")).to_have_count(0)
-    steering = [{"layers": 1, "vector": VECTOR}]
     site.operator.http.put(
-        "/v1/steering/global", json={"model": MODEL, "steering": steering}
+        "/v1/steering/global", json={"model": MODEL, "steering": [{"layers": 1, "vector": VECTOR}]}
     ).raise_for_status()
     try:
         expect(

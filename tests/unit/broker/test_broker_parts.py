@@ -23,8 +23,7 @@ from midstream.schemas.jobs.jobs import Job
 def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:
     folder = scripts.LUA
     assert {file.stem for file in folder.glob("*/*.lua")} == {*scripts.NAMES, *scripts.PARTS}
-    webhooks = folder.parents[1] / "webhooks" / "lua"
-    assert {file.stem for file in webhooks.glob("*.lua")} == {
+    assert {file.stem for file in (folder.parents[1] / "webhooks" / "lua").glob("*.lua")} == {
         *SCRIPTS,
         "hooks_common",
         "hooks_rotate",

@@ -136,7 +136,6 @@ def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
         "traces.record('y', span.traceparent, 0.0, "
         "1.0)\nspan.end()\nprint(span.traceparent, 'opentelemetry' in sys.modules)"
     )
-    done = subprocess.run(
+    assert subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
-    )
-    assert done.stdout.split() == ["00-" + "a" * 32 + "-" + "b" * 16 + "-01", "False"]
+    ).stdout.split() == ["00-" + "a" * 32 + "-" + "b" * 16 + "-01", "False"]

@@ -278,10 +278,9 @@ def test_a_compiled_layer_gives_what_the_eager_one_gives(kind: type[Layer]) -> N
 
 def test_the_page_on_kernels_and_the_table_of_families_agree_both_ways() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
-    told = re.findall(r"^\| `(\w+)` \| (rewrite|shift) \| (.+) \| (.+) \|$", page, re.MULTILINE)
-    assert told == [
-        (family.name, family.effect, family.formula, family.source) for family in FAMILIES
-    ]
+    assert re.findall(
+        r"^\| `(\w+)` \| (rewrite|shift) \| (.+) \| (.+) \|$", page, re.MULTILINE
+    ) == [(family.name, family.effect, family.formula, family.source) for family in FAMILIES]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -296,12 +295,11 @@ def test_a_run_of_tokens_with_one_row_has_the_bits_of_tokens_taken_one_by_one(
         "clamp": Does(vector, (1.0, -0.1, 0.1)),
         "ablate": Does(vector, (1.0,)),
     }
-    plan = SitePlan(
+    planned = SitePlan(
         32,
         [{}, {name: does[name] for name in configuration}],
         {token: (2,) for token in range(3, 300)},
-    )
-    planned = plan.build(310, dtype)
+    ).build(310, dtype)
     assert (int(planned.plan[0, ALIKE]), int(planned.plan[0, ALIKE_FROM])) == (2, 3)
     hidden, residual = (torch.randn(310, 32, generator=generator).to(dtype) for _ in range(2))
     found = []

@@ -439,8 +439,7 @@ class Simulation:
 
     def _compare(self) -> None:
         self.findings += [f"the device: {error!r}" for error in self.device.errors]
-        stored = self._stored_receipts()
-        if sorted(stored) != sorted(item.receipt.job for item in self.delivered):
+        if sorted(self._stored_receipts()) != sorted(item.receipt.job for item in self.delivered):
             self.findings.append("the outbox has other receipts than were appended")
         for asked in self.asked:
             if asked in self._waiting or asked.number not in self._begun:
@@ -507,10 +506,9 @@ class Simulation:
                 if tensor.site is not None:
                     raw = bytearray(blob[tensor.start : tensor.start + tensor.length])
                     dtype = getattr(torch, manifest.dtype)
-                    rows = (
+                    held.setdefault(manifest.tag, {})[tensor.site] = (
                         torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-                    )
-                    held.setdefault(manifest.tag, {})[tensor.site] = rows.view(tensor.shape)
+                    ).view(tensor.shape)
         for capture in asked.captures:
             if capture.tag not in places:
                 yield f"no file of {capture.tag}"

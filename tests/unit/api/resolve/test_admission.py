@@ -158,11 +158,10 @@ def test_a_range_costs_its_expanded_positions() -> None:
         wish(None, steered([Span(stop=50)])),
         wish(None, steered([Span(stop=-1)])),
     )
-    costs = [
+    assert [
         check_cost(asked, 100, 1_000_000)
         for asked in (wish(None, steered("all")), alone, short, open_end)
-    ]
-    assert costs == [800, 900, 5900, 1_000_900]
+    ] == [800, 900, 5900, 1_000_900]
 
 
 @pytest.mark.parametrize(

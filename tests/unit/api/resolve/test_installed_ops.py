@@ -230,12 +230,11 @@ def edited(does: list[Does], stream: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     The new stream, and what is marked as broken.
     """
-    plan = SitePlan(
+    planned = SitePlan(
         HIDDEN,
         [{"installed": each} for each in does],
         {token: [token + 1] for token in range(len(does))},
-    )
-    planned = plan.build(len(stream), stream.dtype)
+    ).build(len(stream), stream.dtype)
     new = stream.clone()
     reference.single_site(new, torch.zeros(1, HIDDEN, dtype=stream.dtype), *planned)
     return new, planned.broken

@@ -178,9 +178,8 @@ def test_places_and_rows_are_those_of_each_prompt() -> None:
     assert [
         [(entry.positions, entry.tensors[0][-1]) for entry in found] for found in per_prompt
     ] == [[([5], "3")], [([2], "3")]]
-    second = changed(request=7)
     model_state = ModelState(
-        runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")}
+        runs={"clean": run(CLEAN, changed(request=7)), "job_9": run(name="job_9", job="job_9")}
     )
     wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
     assert [entry.tensors for entry in entries(*wished, model_state=model_state)] == [

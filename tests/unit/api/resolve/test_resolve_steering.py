@@ -299,11 +299,10 @@ def test_what_does_not_fit_is_refused(resolve: Any, field: str, words: str) -> N
 
 
 def test_what_just_fits_is_taken() -> None:
-    elsewhere = resolved(
+    assert resolved(
         [SteeringSpec(module="joy", positions=[Span(text="here")])],
         module(spec(positions=[Span(text="gone")])),
-    )
-    assert elsewhere[0][0][0].positions == [2], "the request's positions override the module's"
+    )[0][0][0].positions == [2], "the request's positions override the module's"
     assert resolved(uses(*(f"m{n}" for n in range(4))), *modules(*FULL))
     assert resolved(THREE, steering_rows=5, global_steering=GLOBALLY)
     assert resolved(THREE, steering_rows=4), "alone it fits"

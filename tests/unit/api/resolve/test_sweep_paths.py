@@ -196,18 +196,16 @@ def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
         if ".source" in entry.tensors[0]
     }
     assert places == set(stored.pairs[0].sender)
-    held = {
+    assert {
         (entry.positions[0], parse_row(entry.tensors[0]).position)
         for entry in first.steering
         if ".base" in entry.tensors[0]
-    }
-    assert held == {(place, place) for place in range(min(places)[0], len(stored.pairs[0].base))}
-    cells = [
+    } == {(place, place) for place in range(min(places)[0], len(stored.pairs[0].base))}
+    assert [
         (cell.column, written(made.patched(cell)[0], "first"))
         for cell in made.units.cells(0)
         if made.units.patched(cell)[0] == [3]
-    ]
-    assert cells == [(0, {("q", 3): {"0-3"}}), (1, {("q", 3): {"4-7"}})]
+    ] == [(0, {("q", 3): {"0-3"}}), (1, {("q", 3): {"4-7"}})]
     made, _ = requests(
         axis="together",
         hooks=["mlp_out"],

@@ -167,10 +167,9 @@ def test_prompts_of_token_ids_are_read_as_the_text_that_they_are() -> None:
         plan(pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[1, 2, 5, 6, 7])).sweep.pairs[0],
     )
     assert ids == text
-    spelled = plan(
+    assert plan(
         pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[0, 2, 5, 6, 7], positions=[-1])
-    ).sweep.pairs[0]
-    assert spelled.base_tokens[:3] == ["<unk>", "The", " Colosseum"]
+    ).sweep.pairs[0].base_tokens[:3] == ["<unk>", "The", " Colosseum"]
 
 
 def test_columns_are_the_positions_that_are_named_of_the_prompt_that_is_patched() -> None:
@@ -207,12 +206,11 @@ def test_spans_are_columns_with_their_names() -> None:
     ]
     noised = plan(pair(spans=spans), direction="noise").sweep.pairs[0]
     assert [column.places for column in noised.columns] == [[(3, 2)], [(4, 3), (5, 4)], []]
-    alone = plan(
+    assert plan(
         ablated(spans=[{"name": "s", "clean": {"text": "Eiffel Tower"}}]),
         ablation="mean",
         metric="logprob",
-    ).sweep.pairs[0]
-    assert alone.columns[0].places == [(2, -1), (3, -1)]
+    ).sweep.pairs[0].columns[0].places == [(2, -1), (3, -1)]
 
 
 def test_a_pairs_alignment_overrides_the_sweeps() -> None:

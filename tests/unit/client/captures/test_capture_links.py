@@ -45,8 +45,7 @@ def test_an_object_of_one_job_has_a_link_and_a_segment_has_none(
     s3: FaultProxy, layout: str
 ) -> None:
     store = open_store(s3_kit.uri(s3))
-    files = described(store, write(store, finished(layout=layout)))
-    for file in files:
+    for file in described(store, write(store, finished(layout=layout))):
         if layout == "segment":
             assert file.link is None
             continue

@@ -380,9 +380,8 @@ def test_interrupting_the_wait_cancels_the_sweep() -> None:
     def stop(show: object) -> None:
         raise KeyboardInterrupt
 
-    replies = reply(VIEW, 202), EVENTS[0], reply(VIEW)
     with (
-        server(*replies) as (url, seen),
+        server(*(reply(VIEW, 202), EVENTS[0], reply(VIEW))) as (url, seen),
         Client(url) as client,
         pytest.raises(KeyboardInterrupt) as caught,
     ):

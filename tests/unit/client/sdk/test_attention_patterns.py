@@ -105,8 +105,7 @@ def test_all_layers_leave_out_those_without_a_pattern_and_name_them() -> None:
 
 
 def test_patterns_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = 4 * HEADS * len(TOKENS) ** 2
-    monkeypatch.setattr(patterns, "MAX_BYTES", one)
+    monkeypatch.setattr(patterns, "MAX_BYTES", 4 * HEADS * len(TOKENS) ** 2)
     assert attention_of(reader(), 0).layers == [0]
     with refuses("the patterns of 2 layers exceed"):
         attention_of(reader())

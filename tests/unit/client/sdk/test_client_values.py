@@ -123,9 +123,8 @@ def test_lengths_of_time_may_be_texts() -> None:
     assert sweep(expires_in="10m").expires_in == 600.0
     fields = {"model": "m", "prompt": "a", "expires_in": "1m"}
     assert wire.openai_body(CompletionRequest, fields)["expires_in"] == 60.0
-    years = 20 * 365 * 86400.0
     assert key_request("k", "default", "read", "7300d") == key_request(
-        "k", "default", ["read"], years
+        "k", "default", ["read"], 20 * 365 * 86400.0
     )
 
 
@@ -398,11 +397,10 @@ def test_run_takes_the_names_of_completion() -> None:
         max_tokens=4, temperature=0.5
     )
     assert job(sampling={"seed": 1}, max_tokens=4).sampling == SamplingRequest(max_tokens=4, seed=1)
-    prompts = [
+    assert [
         values.request(None, {"model": "m", "prompt": prompt}, JobRequest).prompts
         for prompt in ("hello", ["a", "b"], [1, 2], np.array([1, 2]), np.array([[1], [2]]))
-    ]
-    assert prompts == [["hello"], ["a", "b"], [[1, 2]], [[1, 2]], [[1], [2]]]
+    ] == [["hello"], ["a", "b"], [[1, 2]], [[1, 2]], [[1], [2]]]
     assert job(capture=None, steering=None).steering == []
     for twice in ({"prompt": "y"}, {"sampling": {"max_tokens": 1}, "max_tokens": 2}):
         with refuses("give"):

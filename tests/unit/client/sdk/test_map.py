@@ -568,8 +568,7 @@ def test_keys_cover_contents_order_and_attempts() -> None:
 
 def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
     MapCache(tmp_path).close()
-    days = {"old": 2.0, "new": 0.0}
-    for name, age in days.items():
+    for name, age in {"old": 2.0, "new": 0.0}.items():
         folder = tmp_path / "captures" / f".part-{name}"
         folder.mkdir()
         os.utime(folder, (time.time() - age * 24 * 3600,) * 2)

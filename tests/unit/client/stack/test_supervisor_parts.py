@@ -60,10 +60,9 @@ def test_models_in_folders_are_checked_made_absolute_and_need_no_hub(
     (tmp_path / "head" / "config.json").write_text("{}")
     assert prepare(fake, tmp_path, print).draft_model == str(tmp_path / "head")
     assert child_environment(Settings(model=str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
-    there = Settings(model=str(tmp_path), draft_model="org/head")
-    assert child_environment(there).get("HF_HUB_OFFLINE") == os.environ.get("HF_HUB_OFFLINE"), (
-        "the hub has the head"
-    )
+    assert child_environment(Settings(model=str(tmp_path), draft_model="org/head")).get(
+        "HF_HUB_OFFLINE"
+    ) == os.environ.get("HF_HUB_OFFLINE"), "the hub has the head"
 
 
 def run(part: Child) -> Child:
@@ -80,11 +79,10 @@ def test_each_process_has_a_metrics_port_of_its_own_counted_from_the_setting(
     tmp_path: Path,
 ) -> None:
     stack = Supervisor(Settings(data_dir=str(tmp_path), metrics_port=9100))
-    ports = {
+    assert {
         name: stack._metrics_port(name).get("MIDSTREAM_METRICS_PORT")
         for name in ("relay", "worker", "callbacks", "api")
-    }
-    assert ports == {"relay": "9100", "worker": "9101", "callbacks": "9102", "api": None}
+    } == {"relay": "9100", "worker": "9101", "callbacks": "9102", "api": None}
     assert Supervisor(Settings(data_dir=str(tmp_path)))._metrics_port("worker") == {}
 
 

@@ -55,8 +55,7 @@ def differences_of(points: Points, sender: EdgeEnd) -> torch.Tensor:
     if sender.kind != "head":
         return source - base
     part = slice(sender.head * points.head_size, (sender.head + 1) * points.head_size)
-    weight = points.layers[sender.layer].self_attn.o_proj.weight
-    return (source - base)[:, part] @ weight[:, part].T
+    return (source - base)[:, part] @ points.layers[sender.layer].self_attn.o_proj.weight[:, part].T
 
 
 def reference(points: Points, sender: EdgeEnd, receiver: EdgeEnd) -> float:

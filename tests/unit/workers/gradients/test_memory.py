@@ -66,6 +66,5 @@ def test_kept_bytes_are_a_polynomial_in_tokens(points_of: PointsOf, name: str) -
 
 def test_gradients_of_sites_are_counted(points_of: PointsOf) -> None:
     points = points_of("llama")
-    found = Footprint(points)
-    site = found.memory(len(BASE), 2, [("z", 1), ("mlp_act", 1)]).gradients
+    site = Footprint(points).memory(len(BASE), 2, [("z", 1), ("mlp_act", 1)]).gradients
     assert site == 2 * 2 * len(BASE) * 4 * (points.width("z") + points.width("mlp_act"))

@@ -66,8 +66,7 @@ def test_gradient_is_that_of_a_patch(points_of: PointsOf, name: str) -> None:
     gradients = run.gradients(run.logits[0, -1, 100])
     generator = torch.Generator().manual_seed(0)
     for site in sites:
-        size = (1, points.width(site[0]))
-        direction = torch.randn(size, generator=generator)
+        direction = torch.randn((1, points.width(site[0])), generator=generator)
 
         def moved(by: float, site: Site = site, direction: torch.Tensor = direction) -> float:
             def edit(_: Site, rows: torch.Tensor) -> torch.Tensor:

@@ -148,10 +148,9 @@ def test_shards_hold_as_many_sequences_as_their_size_allows() -> None:
 )
 def test_a_limit_of_tokens_cuts_the_last_document(fit: Any, expected: list[int]) -> None:
     found = within(documents(6, 9), harvest(cut=HarvestCut(fit=fit)), 7)
-    fed = [
+    assert [
         min(4, len(each.token_ids)) if fit == "truncate" else len(each.token_ids) for each in found
-    ]
-    assert fed == expected
+    ] == expected
     assert len(within(documents(6, 9), harvest(), -1)) == 2
 
 

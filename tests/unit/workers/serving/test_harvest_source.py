@@ -187,8 +187,7 @@ def test_a_document_that_is_too_large_is_named(
 ) -> None:
     for module in (harvest_source, harvest_tables):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1 << 20)
-    texts = [*TEXTS[:100], "z" * (2 << 20), "after"]
-    write_texts(tmp_path / f"texts.{ending}", texts)
+    write_texts(tmp_path / f"texts.{ending}", [*TEXTS[:100], "z" * (2 << 20), "after"])
     with refuses(f"texts.{ending}", match=r"line 101 is longer|row 100 has 2,097,152 bytes"):
         reader(tmp_path, HarvestSource(path=f"texts.{ending}")).plan()
 
@@ -208,10 +207,9 @@ def test_token_ids_of_a_table_are_taken_as_they_are(tmp_path: Path) -> None:
     write_texts(tmp_path / "ids.parquet", [[1, 2, 3], [], [4]])
     made = reader(tmp_path, HarvestSource(path="ids.parquet", kind="tokens"))
     plan = made.plan()
-    found = [
+    assert [
         document.token_ids.tolist() for unit in plan.units for document in read(made, plan, unit)
-    ]
-    assert found == [[1, 2, 3], [], [4]]
+    ] == [[1, 2, 3], [], [4]]
 
 
 def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:

@@ -193,10 +193,9 @@ async def test_desired_steering_is_applied_before_the_first_job(tmp_path: Path) 
     assert await worker.standing.lease(0.01) is None
     async with worker.live() as at:
         assert (await at.begin()).steering == steering(3, NAMES[0])
-        ranks = at.board.reports[-1].ranks
-        assert [(rank.global_version, rank.modules, rank.vectors) for rank in ranks] == [
-            (3, {"joy": module(NAMES[1]).digest}, 2)
-        ] * 2
+        assert [
+            (rank.global_version, rank.modules, rank.vectors) for rank in at.board.reports[-1].ranks
+        ] == [(3, {"joy": module(NAMES[1]).digest}, 2)] * 2
 
 
 async def test_a_proposal_is_prepared_and_applied_only_after_the_decision(at: Worker) -> None:

@@ -125,8 +125,7 @@ def test_rows_that_are_not_in_their_order_are_damaged() -> None:
     rows = made(np.random.default_rng(4), 3)
     size = len(rows.documents) // 2
     halves = [shard(rows.part(at, at + size), np.arange(size)) for at in (size, 0)]
-    twice = [shard(rows.part(0, size), np.arange(size))] * 2
-    for shards in (halves, twice):
+    for shards in (halves, [shard(rows.part(0, size), np.arange(size))] * 2):
         broken: Any = SimpleNamespace(shards=shards)
         with pytest.raises(MidstreamError, match="is not in its place"):
             list(by_document(broken, "post_block", 0))

@@ -151,8 +151,7 @@ def captured(sites: list[Site], buffers: Buffers) -> dict[tuple[Hook, int], torc
 
 def launch(sites: list[Site], buffers: Buffers, index: int) -> None:
     """The launch of this site has something to do, as the planner says it."""
-    first = max(place for place in range(index + 1) if sites[place].leads)
-    for place in range(first, index + 1):
+    for place in range(max(place for place in range(index + 1) if sites[place].leads), index + 1):
         sites[place].busy = True
         buffers.plan[place, SITE] = place + 1
 

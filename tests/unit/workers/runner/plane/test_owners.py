@@ -151,8 +151,7 @@ def ran(asked: Asked) -> dict[tuple[str, int], np.ndarray]:
     """Run the request to its end; return what left each site: float32 `[tokens, HIDDEN]`."""
     requests = []
     for number in range(1, 1 + asked.together):
-        made = probed(asked.rig, "none", number)
-        (probe,) = made.tracked.spec.probes
+        (probe,) = probed(asked.rig, "none", number).tracked.spec.probes
         watching = [
             msgspec.structs.replace(probe, name=f"policy:{each.name}", policy=each)
             for each in asked.policies

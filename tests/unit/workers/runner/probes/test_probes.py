@@ -224,9 +224,8 @@ def test_rows_of_a_group_are_never_on_both_sides() -> None:
     noise.
     """
     pytest.importorskip("sklearn")
-    rng = np.random.default_rng(4)
     rows, labels, groups = (
-        np.repeat(rng.normal(size=(40, 64)), 10, axis=0),
+        np.repeat(np.random.default_rng(4).normal(size=(40, 64)), 10, axis=0),
         np.repeat(np.tile([0, 1], 20), 10),
         np.repeat(range(40), 10),
     )

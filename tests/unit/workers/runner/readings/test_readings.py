@@ -258,8 +258,7 @@ def test_a_writer_thread_reads_on_one_stream_of_its_own(monkeypatch: pytest.Monk
                 streams.append(current)
         used.append(streams)
 
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
+    for thread in [threading.Thread(target=read) for _ in range(2)]:
         thread.start()
         thread.join()
     assert used == [[made[0]] * 3, [made[1]] * 3]

@@ -387,8 +387,7 @@ def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
             count = int(draws.integers(1, 6))
             windows.append((str(index), position, count))
             members.append(together)
-            accepted = int(draws.integers(1, count + 1))
-            live[index] = (together, alone, position + accepted)
+            live[index] = (together, alone, position + int(draws.integers(1, count + 1)))
         view = view_of(*windows)
         values = draws.random((len(SITES) - first, view.num_rows)).astype(np.float32)
         values[draws.random(values.shape) < 0.3] = NAN

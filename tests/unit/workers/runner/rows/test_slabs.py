@@ -452,8 +452,7 @@ def test_only_rows_of_the_same_port_and_position_count(asked: StoredCapture, rea
 
 
 def test_the_oldest_rows_go_first_and_the_ranks_are_told() -> None:
-    block_bytes = 2 * BLOCK * ROW
-    index = RowIndex(2 * block_bytes, ROW, BLOCK)
+    index = RowIndex(4 * BLOCK * ROW, ROW, BLOCK)
     spec = spec_of(capture("all_prompt"))
     first = index.keep("r", spec, HASHES, 0, 4)
     second = index.keep("r", spec, HASHES, 4, 8)
@@ -562,8 +561,7 @@ def test_evicted_rows_are_a_typed_error() -> None:
 def test_a_long_prompts_reused_rows_are_found_in_linear_time() -> None:
     """A writer thread that tenants share does this; a copy of the rest for each block took 4 s."""
     rank, blocks = Rank(), range(0, 1 << 17, 16)
-    request = rank.admit(Request(0, 6, 8, [capture("all_prompt")]))
-    recording = request.tracked.recordings[0]
+    recording = rank.admit(Request(0, 6, 8, [capture("all_prompt")])).tracked.recordings[0]
     rows: Any = None
     recording.reused = [Extent(rows, np.zeros(1, np.int64), at, 16) for at in blocks]
     began = time.process_time()

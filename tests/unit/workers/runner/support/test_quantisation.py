@@ -226,12 +226,11 @@ def test_every_format_and_checkpoint_has_figures_within_their_tolerance() -> Non
         (row, column) for row, columns in table.items() for column, cell in columns.items() if cell
     }
     assert found == wanted
-    exceeded = {
+    assert {
         (row, column): cell
         for row, column in found
         if parse(cell := table[row][column]).worst > tolerance(row[2])
-    }
-    assert exceeded == {}
+    } == {}
 
 
 def test_the_page_quotes_the_tolerances_and_lists_every_refusal_and_caveat() -> None:

@@ -197,10 +197,9 @@ BF16_4096 = 8192  # bytes of a row
 
 
 def test_the_automatic_ring_follows_the_models_shape() -> None:
-    ring = plan_ring(
+    assert plan_ring(
         BF16_4096, 6, 32, step_tokens=2048, requests=64, accelerator=True, memory_bytes=80 << 30
-    )
-    assert ring == (32 * 2048, 2, 1 << 30), "all layers of one hook, a whole step"
+    ) == (32 * 2048, 2, 1 << 30), "all layers of one hook, a whole step"
     assert (
         plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, accelerator=True).rows
         == 6 * 32 * 64
