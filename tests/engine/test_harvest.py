@@ -60,18 +60,6 @@ def harvested(service: Stack, client: Client, **fields: object) -> Harvest:
     return open(view.uri)
 
 
-def check_close(made: Harvest, other: Harvest) -> None:
-    """The same keys in the same places, and rows that differ by the batch alone."""
-    for mine, theirs in zip(made.shards, other.shards, strict=True):
-        for left, right in zip(mine.keys(), theirs.keys(), strict=True):
-            assert np.array_equal(left, right)
-        for layer in LAYERS:
-            assert (
-                relative_error(mine.rows("post_block", layer), theirs.rows("post_block", layer))
-                <= BF16_BATCH
-            )
-
-
 @pytest.fixture(scope="module")
 def whole(service: Stack) -> Harvest:
     with Client(service.url) as made:

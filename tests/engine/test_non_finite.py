@@ -15,8 +15,6 @@ from midstream.schemas.requests.specs import StoredSteering
 
 ALL = list(range(LAYERS))
 BLOCK = 128
-#: Tokens whose embedding is so long that fp16 overflows in the unedited model.
-LOUD = 7
 
 
 def overflowing(host: Host, start: int = 0) -> list[StoredSteering]:

@@ -23,14 +23,11 @@ from probe_kit import (
 from reference import Reference
 from tolerances import FP32_ROWS
 
-from midstream.api.resolve.admission.doses import expanded
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
-from midstream.schemas.jobs.doses import DoseEffect, DoseRequest
 from midstream.schemas.jobs.jobs import Job
-from midstream.schemas.prompts.selectors import Span, Window
+from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.prompts.windows import When
-from midstream.schemas.requests.specs import SteeringSpec
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 
@@ -415,56 +412,3 @@ def test_a_latch_of_a_conversation_steers_from_the_first_token(v1: Host) -> None
         assert scores_of(v1, job)["policy:guard"].decisions == []
         if action == "stop":
             assert output.finish_reason == "policy:guard"
-
-
-def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(v1: Host) -> None:
-    body = DoseRequest(
-        model=v1.settings.served_model,
-        prompts=["a"],
-        steering=[SteeringSpec(layers=1, module="own")],
-        scales=[-2.0, 3.0],
-        effect=DoseEffect(words=["a"]),
-        held_out=["b"],
-        layers=1,
-    )
-    probe = guard(v1, Weights(46, k=1), 0, "steer", at_least=1e9, latch="request")
-    latched = msgspec.structs.replace(probe.policy, inherited="job_1")
-    gated = steer(v1.vector(np.full(64, 3.0)), [0, 1], positions="all_generated")
-    job = v1.job(
-        prompt_of(9, seed=45),
-        prompt_of(30, seed=44),
-        max_tokens=6,
-        probes=[msgspec.structs.replace(probe, policy=latched)],
-        steering=[
-            steer(v1.vector(np.ones(64)), [1]),
-            msgspec.structs.replace(gated, gate="policy:guard", owner="operator"),
-        ],
-        capture=[capture_of([0, 1], "all", at=at, tag=at) for at in ("before", "after")],
-    )
-    job = expanded(msgspec.structs.replace(job, kind="dose"), body, v1.info["num_layers"])
-    v1.run(job)
-    for number, (_, scale) in enumerate(job.dose.cells):
-        for layer, own in ((0, 0.0), (1, scale)):
-            before, after = (v1.capture(job, n).array(layer, request=2 * number) for n in (0, 1))
-            wanted = own + 3.0 * (np.arange(14) >= 9)
-            np.testing.assert_allclose((after - before).mean(axis=1), wanted, atol=1e-4)
-
-
-def test_a_request_that_fails_itself_late_hides_no_decision(v1: Host) -> None:
-    """Its own edit exceeds its limit after the policy was triggered."""
-    last, weights = v1.info["num_layers"] - 1, Weights(45, k=1)
-    probe = guard(v1, weights, last, "flag", at_least=-1e30)
-    late = Window(start=20, stop=21)
-    edit = steer(v1.vector(np.full(64, 1e3)), [last], positions=late)
-    job = v1.job(
-        prompt_of(9, seed=45),
-        max_tokens=20,
-        probes=[probe],
-        steering=[msgspec.structs.replace(edit, limit=-0.01)],
-    )
-    v1.run(job)
-    (receipt,) = v1.receipts(job)
-    (score,) = receipt.scores
-    assert (receipt.status, receipt.kind) == ("error", "edit_too_large")
-    assert [(each.position, each.event) for each in score.decisions] == [(9, "trigger")]
-    assert (score.flagged, score.positions > 20) == (True, True)

@@ -381,7 +381,7 @@ def test_interrupting_the_wait_cancels_the_sweep() -> None:
         raise KeyboardInterrupt
 
     with (
-        server(*(reply(VIEW, 202), EVENTS[0], reply(VIEW))) as (url, seen),
+        server(reply(VIEW, 202), EVENTS[0], reply(VIEW)) as (url, seen),
         Client(url) as client,
         pytest.raises(KeyboardInterrupt) as caught,
     ):

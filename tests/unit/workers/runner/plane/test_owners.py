@@ -21,6 +21,7 @@ from midstream.schemas.base.edit_sizes import EditLimit
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.prompts.selectors import select
 from midstream.schemas.requests.harvest_work import HARVEST, HarvestPlace
 from midstream.schemas.requests.specs import StoredSteering, probe_captures
 from midstream.schemas.requests.steering import SteeringTemplate
@@ -103,8 +104,9 @@ def policy(asked: Asked) -> None:
 
 
 def limited(relative: float, then: Any) -> Callable[[Asked], None]:
-    limit = EditLimit(relative=relative, then=then)
-    return lambda asked: asked.through(lambda job: under_limit(job, limit))
+    return lambda asked: asked.through(
+        lambda job: under_limit(job, EditLimit(relative=relative, then=then))
+    )
 
 
 def dosed(asked: Asked) -> None:
@@ -184,10 +186,16 @@ def beside(
     for (hook, layer), rows in result.items():
         here = [entry for entry in asked.entries if (entry.hook, entry.layers) == (hook, [layer])]
         for position, before in enumerate(stream_of(1, hook, layer, 0, len(rows))[:, 0].tolist()):
-            mine = [e for e in here if e.owner == "request" and position in places(e)]
+            mine = [
+                entry
+                for entry in here
+                if entry.owner == "request"
+                and position in select(entry.positions, 0, TOTAL, PROMPT)
+            ]
             edit = 0.0
             for entry in sorted(mine, key=lambda entry: entry.family == "add"):
-                number = value(asked.rig, entry)
+                (number, *_) = asked.rig.plane._table.vectors.get(entry.tensors[0], [HIDDEN])
+                number = float(number) * entry.scale
                 edit = edit + number if entry.family == "add" else number - before
             size = abs(edit / before)
             most = min((entry.limit for entry in mine if entry.limit > 0), default=math.inf)
@@ -196,19 +204,6 @@ def beside(
                 failing = min(failing, position)
             rows[position] += edit * min(1.0, most / size if size else 1.0)
     return result, failing
-
-
-def places(entry: StoredSteering) -> range | list[int]:
-    named = {
-        "all": range(TOTAL),
-        "all_prompt": range(PROMPT),
-        "all_generated": range(PROMPT, TOTAL),
-    }
-    return named[entry.positions] if isinstance(entry.positions, str) else entry.positions
-
-
-def value(rig: Rig, entry: StoredSteering) -> float:
-    return float(rig.plane._table.vectors.get(entry.tensors[0], [HIDDEN])[0]) * entry.scale
 
 
 @pytest.fixture
@@ -245,8 +240,7 @@ def test_no_wish_of_a_request_changes_what_the_operator_does(rig: Rig, part: int
         theirs, mine = receipts[f"alone{number}.1"], receipts[f"wishing{number}.1"]
         where = f"{pair}, part {part}"
         assert (theirs.status, mine.status == "ok") == ("ok", failing == TOTAL), where
-        before = [decided(receipt, failing) for receipt in (theirs, mine)]
-        assert before[0] == before[1], where
+        assert decided(theirs, failing) == decided(mine, failing), where
     assert 0 < sum(failing < TOTAL for failing in fails) < len(PAIRS) / 2
 
 
