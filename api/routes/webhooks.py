@@ -83,14 +83,12 @@ async def get_delivery(delivery_id: DeliveryId, context: AppContext, caller: Cal
 )
 async def redeliver(delivery_id: DeliveryId, context: AppContext, caller: Caller) -> Delivery:
     await _seen(context, caller, delivery_id)
-    outbox = WebhookOutbox(context.ledger)
-    return await outbox.redeliver(delivery_id, tenant_asked(caller, None))
+    return await WebhookOutbox(context.ledger).redeliver(delivery_id, tenant_asked(caller, None))
 
 
 async def _seen(context: AppContext, caller: Caller, delivery_id: str) -> Delivery:
     """Return the delivery. Raises `not_found`, also if it belongs to another tenant."""
-    outbox = WebhookOutbox(context.ledger)
-    delivery = await outbox.delivery(delivery_id, tenant_asked(caller, None))
+    delivery = await WebhookOutbox(context.ledger).delivery(delivery_id, tenant_asked(caller, None))
     if not caller.sees(delivery.tenant):
         raise not_found(delivery_id)
     return delivery

@@ -190,8 +190,7 @@ class Relay:
         poller.register(self._wake_read, zmq.POLLIN)
         try:
             while not self._stopping:
-                wait = self._beat()
-                poller.poll(wait)
+                poller.poll(self._beat())
                 if batch := self._read_batch():
                     self._commit(batch)
             deadline = time.monotonic() + DRAIN_S

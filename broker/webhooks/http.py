@@ -189,8 +189,7 @@ class Poster:
             return answer
 
     async def _look_up(self, host: str, port: int) -> Sequence[str]:
-        loop = asyncio.get_running_loop()
-        results = await loop.run_in_executor(
+        results = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
         return list(dict.fromkeys(str(address[0]) for *_, address in results))

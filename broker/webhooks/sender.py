@@ -279,8 +279,7 @@ def due_again(
     """
     if tries >= len(LADDER_S):
         return None
-    pause = LADDER_S[tries] * (1.0 + JITTER * (chance or random).random())
-    return at + max(pause, least_s)
+    return at + max(LADDER_S[tries] * (1.0 + JITTER * (chance or random).random()), least_s)
 
 
 def retry_after(status: int, header: str | None, at: float) -> float:

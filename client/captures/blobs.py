@@ -100,8 +100,7 @@ class Blob:
         MidstreamError("capture_damaged").
         """
         if not self._checked:
-            recorded = self.recorded()
-            if recorded not in (None, (self.size, self.crc32())):
+            if self.recorded() not in (None, (self.size, self.crc32())):
                 raise _damaged(
                     self.place.path,
                     f"{self.size} bytes with CRC32 {self.crc32():08x} are not the data written",

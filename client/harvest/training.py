@@ -84,8 +84,7 @@ class RowDataset(IterableDataset[Any]):
         )
         self._resume, self._yielded = None, 0
         for number, group in enumerate(self._groups(worker, workers)):
-            rows = sum(map(len, group))
-            batches = -(-rows // self.batch_size)
+            batches = -(-sum(map(len, group)) // self.batch_size)
             if skip >= batches:
                 skip -= batches
                 self._yielded += batches

@@ -147,8 +147,7 @@ class Jobs(Calls[M]):
         """Run a dose, by struct or by the fields of `DoseRequest`: effect against damage of
         steering, by layer and scale. Wait, and return the result, whose `dose` has the cells.
         """
-        body = values.request(request, fields, DoseRequest)
-        view = await self._submit("/v1/doses", body, None)
+        view = await self._submit("/v1/doses", values.request(request, fields, DoseRequest), None)
         await self.wait(view.id)
         return await self.result(view.id)
 

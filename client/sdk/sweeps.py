@@ -146,8 +146,7 @@ class Sweeps(Gridded[M]):
 
         `progress` is called with every event; interrupting the wait cancels the sweep.
         """
-        job = await self.submit(request, **fields)
-        return await self.result(job.id, progress, cancel=True)
+        return await self.result((await self.submit(request, **fields)).id, progress, cancel=True)
 
     @call
     async def result(

@@ -199,10 +199,9 @@ def write(directions: Mapping[int, np.ndarray], model: str) -> bytes:
         _text("controlvector.model_hint") + struct.pack("<I", _TEXT) + _text(model),
         _text("controlvector.layer_count") + struct.pack("<II", _UINT32, len(names)),
     ]
-    head = (
+    return _padded(
         MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(names), len(keys)) + b"".join(keys) + infos
-    )
-    return _padded(head) + b"".join(blocks)
+    ) + b"".join(blocks)
 
 
 def _text(text: str) -> bytes:

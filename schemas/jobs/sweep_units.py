@@ -71,8 +71,7 @@ class Units:
         most = sweep.cells_of_pair if attributed is None else attributed.most
         for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
             columns = sum(bool(column.places) for column in stored.columns)
-            possible = self._features or columns * len(sweep.hooks) * len(sweep.layers)
-            cells = min(possible, most)
+            cells = min(self._features or columns * len(sweep.hooks) * len(sweep.layers), most)
             if attributed is not None:
                 total += 3 * attributed.steps * (len(stored.base) + len(stored.source))
                 if not cells:

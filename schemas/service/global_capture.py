@@ -126,8 +126,7 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
     """
     if not text.strip():
         return []
-    hooks = parse_hooks(text)
-    fields = {"hooks": hooks, "positions": parse_positions(positions), "tag": tag}
+    fields = {"hooks": parse_hooks(text), "positions": parse_positions(positions), "tag": tag}
     if positions.strip().partition(":")[0] == "image":
         raise ValueError("positions of images are not valid here: few prompts have one")
     with Translated(

@@ -190,8 +190,7 @@ def compared(points: Points, served: Prompt, dtype: str) -> list[Difference]:
     """Return the difference of each hook in each layer. Raises MidstreamError("gradients_refused")
     for the first that is beyond its tolerance.
     """
-    traces = Traces(points, [hook for hook, _ in served.rows])
-    figures = differences(traces, [served], None, dtype)
+    figures = differences(Traces(points, [hook for hook, _ in served.rows]), [served], None, dtype)
     worst = max(figures, key=lambda item: item.share)
     logger.info("rows of %d sites compared with the vLLM worker's; worst: %s", len(figures), worst)
     if not worst.ok:

@@ -148,8 +148,7 @@ def gradient_rows(
     read = {*sites} if scalar.site is None else {*sites, scalar.site}
     # the encoders of autoencoders write to their products in place
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        batch = points.batch([tokens])
-        run = points.run(batch, read, keep=scalar.positions, grad=True)
+        run = points.run(points.batch([tokens]), read, keep=scalar.positions, grad=True)
         rows = torch.empty(0)
         if scalar.site is not None:
             rows = run.view(scalar.site, run.raw[scalar.site])[0]

@@ -102,8 +102,7 @@ def fit_jacobian_lens(
         mean = sums.pop(layer).div_(counts[:, None])
         jacobians[layer], exact = mean[:width], mean[width:]
         if len(exact):
-            wrong = held_out @ jacobians[layer] - exact
-            errors.append(float(wrong.norm() / exact.norm()))
+            errors.append(float((held_out @ jacobians[layer] - exact).norm() / exact.norm()))
     return jacobians, JacobianRecord(
         method="exact" if rank == width else "sketched",
         prompts=done,

@@ -94,8 +94,7 @@ class Run:
         """Return site → d scalar / d rows, `[batch, tokens, width]` in the model's dtype; frees the
         graph.
         """
-        raw = list(self.raw.values())
-        gradients = torch.autograd.grad(scalar, raw, materialize_grads=True)
+        gradients = torch.autograd.grad(scalar, list(self.raw.values()), materialize_grads=True)
         return {
             site: self.view(site, gradient)
             for site, gradient in zip(self.raw, gradients, strict=True)

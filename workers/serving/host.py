@@ -245,8 +245,7 @@ class EngineHost:
         if starting:
             worker = msgspec.structs.replace(worker, healthy=False, detail="starting")
         if self.settings.queue == GRADIENTS:
-            gradients = cast(GradientEngine, self._engine).gradients
-            await self._ledger.publish_model(gradients, worker)
+            await self._ledger.publish_model(cast(GradientEngine, self._engine).gradients, worker)
             return
         name, raw = encode_bundle(self._engine.tokenizer)
         await self._ledger.put_blob(name, raw)

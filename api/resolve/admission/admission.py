@@ -283,8 +283,7 @@ def check_alone(parsed: ParsedRequest) -> None:
     }
     beside |= {name: spec for name, spec in parsed.readings.items() if name != "capture"}
     beside["messages"] = any(prompt.images for prompt in parsed.prompts)
-    given = msgspec.structs.asdict(parsed.sampling)
-    beside["sampling"] = given != msgspec.structs.asdict(
+    beside["sampling"] = msgspec.structs.asdict(parsed.sampling) != msgspec.structs.asdict(
         Sampling(max_tokens=parsed.sampling.max_tokens)
     )
     for field, present in beside.items():

@@ -102,8 +102,7 @@ def _at(entries: Sequence[StoredSteering], layer: int | None, scale: float) -> l
     own = [e for e in mine if scale and (layer is None or layer in e.layers)]
     if scale and not own:
         raise invalid("layers", f"steering has no entry at layer {layer}")
-    chosen = [
+    return [
         msgspec.structs.replace(at_scale(e, scale), layers=e.layers if layer is None else [layer])
         for e in own
-    ]
-    return chosen + [entry for entry in entries if entry.owner == "operator"]
+    ] + [entry for entry in entries if entry.owner == "operator"]

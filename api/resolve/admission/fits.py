@@ -182,8 +182,7 @@ async def _examples(body: FitRequest, model: ModelInfo, codec: Codec) -> list[Fi
         if not 0 < len(target) <= MAX_TARGET_TOKENS:
             allowed = f"1 to {MAX_TARGET_TOKENS} tokens"
             raise invalid(field, f"has {len(target)} tokens", allowed=allowed)
-        every = [*ids, *target]
-        made.append(_example(field, "positions", body.positions, every, len(ids), model))
+        made.append(_example(field, "positions", body.positions, [*ids, *target], len(ids), model))
     return made
 
 

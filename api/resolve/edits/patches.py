@@ -307,8 +307,7 @@ def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
 
 
 def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
-    prompts = {prompt.request: prompt for prompt in run.prompts or []}
-    prompt = prompts.get(patch.spec.source.prompt)
+    prompt = {prompt.request: prompt for prompt in run.prompts or []}.get(patch.spec.source.prompt)
     if prompt is None:
         detail = (
             f"run {patch.spec.source.run!r} of job {run.job} has no rows of prompt "

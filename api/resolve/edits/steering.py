@@ -529,8 +529,7 @@ def _check_global_positions(requested_positions: RequestedPositions, at: str) ->
                 "text is not valid here: global steering applies to every prompt",
                 allowed=allowed,
             )
-        places = (item.start, item.stop) if isinstance(item, Span) else (item,)
-        for place in places:
+        for place in (item.start, item.stop) if isinstance(item, Span) else (item,):
             if isinstance(place, int) and place < 0:
                 raise invalid(
                     where,

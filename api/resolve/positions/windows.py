@@ -38,8 +38,7 @@ async def with_window_tokens(spec: CaptureSpec | None, codec: Codec) -> CaptureS
             allowed=f"1 to {MAX_AROUND} tokens",
         )
     around = msgspec.structs.replace(span.around, text=None, token_ids=sequences)
-    positions = msgspec.structs.replace(span, around=around)
-    return msgspec.structs.replace(spec, positions=positions)
+    return msgspec.structs.replace(spec, positions=msgspec.structs.replace(span, around=around))
 
 
 def check_window(

@@ -169,9 +169,8 @@ class Captures:
 
     @reachable
     async def _expire(self, at: float) -> list_of_text:
-        before = at - self._settings.capture_ttl_s
         old = await self._redis.zrangebyscore(
-            "ms:captured", "-inf", before, start=0, num=SWEEP_LIMIT
+            "ms:captured", "-inf", at - self._settings.capture_ttl_s, start=0, num=SWEEP_LIMIT
         )
         # Source runs that a running job holds are spared; the next sweep looks again.
         return [

@@ -372,8 +372,7 @@ class Harvests(HarvestStreams):
                 await self._redis.delete(lock)
 
     async def _advance(self, harvest_id: str) -> None:
-        name = f"ms:harvest:{harvest_id}"
-        record = _texts(await self._redis.hgetall(name))
+        record = _texts(await self._redis.hgetall(f"ms:harvest:{harvest_id}"))
         if not record or record["state"] in OVER:
             await self._redis.srem("ms:harvests-live", harvest_id)
             return

@@ -390,8 +390,7 @@ def _positions(pair: PairResult) -> list[list[int]]:
 
 def _name(pairs: list[PairResult], label: str, column: int) -> str:
     """Return the label, with its position if it is a token at the same position in all pairs."""
-    places = {tuple(_positions(pair)[column]) for pair in pairs}
-    (first, *rest) = places
+    (first, *rest) = {tuple(_positions(pair)[column]) for pair in pairs}
     alone = len(first) == 1 and not rest
     is_token = alone and all(pair.labels[column] == pair.base_tokens[first[0]] for pair in pairs)
     return f"{written(label)} {first[0]}" if is_token else written(label)

@@ -336,8 +336,7 @@ class _Mapping:
                         await Jobs[Awaits](self._calls._io).cancel(chunk.job)
 
     def _ready(self) -> Iterator[Mapped]:
-        held = len(self._window)
-        for _ in range(held):
+        for _ in range(len(self._window)):
             entry = self._window.popleft()
             if entry.item is not None:
                 yield entry.item

@@ -93,8 +93,7 @@ def default_user(client: Any, version: tuple[int, ...]) -> Iterator[Finding]:
 
 def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:
     """Judge the append-only file."""
-    statuses = {info.get(f"aof_last_{kind}_status", "ok") for kind in ("write", "bgrewrite")}
-    if statuses != {"ok"}:
+    if {info.get(f"aof_last_{kind}_status", "ok") for kind in ("write", "bgrewrite")} != {"ok"}:
         advice = "check Redis' log and its free disk space"
         yield Finding("fail", "redis AOF", "the last write or rewrite failed", advice)
     on, loaded = f"on, appendfsync {appendfsync}: may lose", info.get("loading_loaded_perc", 0)

@@ -136,8 +136,7 @@ class RankCache(RankRecord, ABC, Generic[T]):
                 break
             self._freed.clear()
             await self._freed.wait()
-        excess = sum(self._sizes.values()) + coming - self._budget
-        await unbroken(self._evict(excess, needed))
+        await unbroken(self._evict(sum(self._sizes.values()) + coming - self._budget, needed))
 
     async def _load(self, item: T, call: LoadCall) -> None:
         key = self._key(item)

@@ -88,8 +88,7 @@ class StepView:
     @cached_property
     def requests(self) -> list[RequestRows]:
         """The rows of each request. Steps that repeat the last one do without them."""
-        first_rows = np.cumsum(self.counts) - self.counts
-        numbers = (first_rows, self.counts, self.positions, self.samples)
+        numbers = (np.cumsum(self.counts) - self.counts, self.counts, self.positions, self.samples)
         return list(map(RequestRows, self.ids, *(each.tolist() for each in numbers)))
 
     def is_like(self, other: "StepView") -> bool:

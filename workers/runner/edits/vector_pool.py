@@ -233,6 +233,5 @@ def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:
     """Return the CRC32 of the concatenated bytes of tensors on the CPU."""
     for tensor in tensors:
         # tensors of at most one element may have strides that a view as bytes rejects
-        flat = torch.cat([tensor.reshape(-1)])
-        crc = zlib.crc32(flat.view(torch.uint8).numpy(), crc)
+        crc = zlib.crc32(torch.cat([tensor.reshape(-1)]).view(torch.uint8).numpy(), crc)
     return crc

@@ -109,10 +109,9 @@ def _sequence(capture: FinishedCapture, place: HarvestPlace) -> _Sequence:
     rows = {}
     for hook, layers in capture.sites.items():
         for layer in layers:
-            bits = np.frombuffer(
+            whole = np.frombuffer(
                 b"".join(capture.rows(hook, layer)) if len(at) else b"", dtype=RAW[capture.dtype][1]
-            )
-            whole = bits.reshape(len(at), capture.hidden_size)
+            ).reshape(len(at), capture.hidden_size)
             rows[site_name(hook, layer)] = whole if kept.all() else whole[kept]
     return _Sequence(keys, rows, sum(capture.non_finite.values()))
 

@@ -109,8 +109,7 @@ class _Probe:
         self.layer, self.hidden_size, self.dtype, self.device = layer, hidden_size, dtype, device
         self.known = known
         self.exact = _EXACT.get(dtype, _ROUNDED)
-        names = list(inspect.signature(layer.forward).parameters)
-        self.residual = "residual" in names
+        self.residual = "residual" in list(inspect.signature(layer.forward).parameters)
         self.returns: dict[str, int] = {}
 
     # --- One run
@@ -461,8 +460,7 @@ class _Probe:
         laws: Any,
     ) -> None:
         call = run.calls[place]
-        mixes = any(item.mixes for item in run.calls)
-        output: Hook = "attn_out" if mixes else "mlp_out"
+        output: Hook = "attn_out" if any(item.mixes for item in run.calls) else "mlp_out"
         taps[output] = Tap("", "output") if kind == "pair" else Tap(call.path, "output")
         for hook in ("attn_out", "post_attn", "mlp_in", "mlp_out"):
             if hook != output:

@@ -77,8 +77,7 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
     there is none.
     """
     experts, top = int(router.global_num_experts), int(router.top_k)
-    random = torch.Generator().manual_seed(experts)
-    logits = 2 * torch.randn(_ROWS, experts, generator=random)
+    logits = 2 * torch.randn(_ROWS, experts, generator=torch.Generator().manual_seed(experts))
     routed_rows = router._compute_routing(
         torch.zeros(_ROWS, 1, device=device), logits.to(device), None
     )

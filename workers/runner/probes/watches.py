@@ -133,9 +133,8 @@ class Watch:
         """Compute the missing aggregates of the positions below `stop`."""
         first = self._aggregated
         if first < stop:
-            before = self.aggregates[first - 1] if first else None
             self.aggregates[first:stop] = self.kind.aggregated(
-                self.scores[first:stop], before, first
+                self.scores[first:stop], self.aggregates[first - 1] if first else None, first
             )
             self._aggregated = stop
 

@@ -81,8 +81,7 @@ class Lens:
         """Read rows `[positions, hidden]`; return top ids and logits `[positions, k]`, log-sum-exp
         `[positions]`, and `[positions, named]`: the named tokens' logits, and how many are larger.
         """
-        width = self.head.shard.stop - self.head.shard.start
-        size = max(1, CHUNK_BYTES // (4 * width))
+        size = max(1, CHUNK_BYTES // (4 * (self.head.shard.stop - self.head.shard.start)))
         parts = (
             [self._of(chunk, stored_lens, of_named) for chunk in rows.split(size)]
             if len(rows)

@@ -186,8 +186,7 @@ class SizeTable:
         counts = np.maximum(below - begin, 0)
         member = np.repeat(np.arange(len(counts)), counts)  # of each column
         positions = np.arange(len(member)) + np.repeat(begin - np.cumsum(counts) + counts, counts)
-        columns = positions - step.positions[member] + step.first_rows[member]
-        values = step.values[:, columns]
+        values = step.values[:, positions - step.positions[member] + step.first_rows[member]]
         places, at = np.nonzero(~np.isnan(values))
         sizes, slots = values[places, at], step.slots[member[at]]
         places += step.first

@@ -176,8 +176,7 @@ def refusals(config: VllmConfig) -> list[str]:
                 f"{', '.join(served())} ({method.refused})"
             )
         ]
-    rules = (*CONDITIONS, *method.conditions)
-    lines = [line for rule in rules if (line := rule.refusal(config))]
+    lines = [line for rule in (*CONDITIONS, *method.conditions) if (line := rule.refusal(config))]
     return lines + (_of_model(config, method) if method.drafters else [])
 
 

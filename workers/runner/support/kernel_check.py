@@ -200,10 +200,9 @@ _FILL: Mapping[torch.dtype, Callable[[torch.Size, torch.Generator], torch.Tensor
 
 def _group_sizes(raw: Any) -> Iterator[int]:
     """Yield every `group_size` in a quantisation config."""
-    values = (
+    for key, value in (
         raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, list) else ()
-    )
-    for key, value in values:
+    ):
         if key == "group_size" and isinstance(value, int) and value > 0:
             yield value
         yield from _group_sizes(value)

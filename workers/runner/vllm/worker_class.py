@@ -147,8 +147,7 @@ class MidstreamWorker(PlatformWorker):
                 tp.world_size,
             )
             self._found = msgspec.structs.replace(self._found, attention=kinds)
-        mode = self.vllm_config.compilation_config.mode
-        traced = mode != CompilationMode.NONE or not (
+        traced = self.vllm_config.compilation_config.mode != CompilationMode.NONE or not (
             model.enforce_eager or current_platform.is_cpu()
         )
         hooks = tuple(
