@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import inspect
 
 from ..schemas.base.errors import NO_FIELD, MidstreamError, Translated, invalid, suggestion
-from ..schemas.base.records import Record
+from ..schemas.base.records import Record, by_key
 from ..schemas.base.tensors import Tensor, from_numpy
 from ..schemas.jobs.jobs import JobRequest, Sampling
 from ..schemas.prompts.selectors import HookName, full_name
@@ -293,9 +293,7 @@ def _split_names(value: Mapping[Any, Any], names: set[str], field: str) -> Mappi
     path, layers = f"{field}.{key}" if field else key, "layers" if "layers" in names else "layer"
     if layers not in names or value.get(layers) is not None or not all(sites):
         raise invalid(path, f"a full name has its layer: give only full names, and no `{layers}`")
-    by_hook: dict[str, list[int]] = {}
-    for site in filter(None, sites):
-        by_hook.setdefault(site[0], []).append(site[1])
+    by_hook = by_key(filter(None, sites))
     ((hook, first), *more) = by_hook.items()
     rest = {name: item for name, item in value.items() if name not in (key, layers)}
     if key == "hook":

@@ -14,6 +14,7 @@ from zlib_ng import zlib_ng
 
 from ...broker.artifacts.headers import Place, explained, header_of, must_be_there
 from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.records import by_key
 from ...schemas.jobs.captures import Manifest
 from ...storage.formats.capture_blobs import DamagedBlob, Header, TensorPlace, encode_header
 from ...storage.store import ArtifactStore, Handle
@@ -138,11 +139,12 @@ def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
                     "dropped: download the files instead"
                 ),
             )
-    held: dict[tuple[str, int], list[tuple[OpenBlob, TensorPlace]]] = {}
-    for blob in sorted(blobs, key=lambda blob: blob.header.manifest.columns):
-        for tensor in blob.header.tensors.values():
-            if tensor.site is not None:
-                held.setdefault(tensor.site, []).append((blob, tensor))
+    held = by_key(
+        (tensor.site, (blob, tensor))
+        for blob in sorted(blobs, key=lambda blob: blob.header.manifest.columns)
+        for tensor in blob.header.tensors.values()
+        if tensor.site is not None
+    )
     parts = []
     for hook, layers in sites.items():
         for layer in layers:

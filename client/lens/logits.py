@@ -9,6 +9,7 @@ import numpy as np
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
+from ...schemas.base.records import by_key
 from ...schemas.readings.lens import LensReading
 from .cache import refused
 
@@ -79,10 +80,7 @@ class Predictions:
 
     def _fetch(self, places: Sequence[tuple[int, int]], top: int, tokens: list[int]) -> None:
         rows = max(1, self._limit // (_ROW_BYTES + _TOKEN_BYTES * (top + len(tokens))))
-        of_prompt: dict[int, list[int]] = {}
-        for prompt, position in places:
-            of_prompt.setdefault(prompt, []).append(position)
-        for prompt, positions in of_prompt.items():
+        for prompt, positions in by_key(places).items():
             ordered = sorted(set(positions))
             for start in range(0, len(ordered), rows):
                 self.learn(self._ask(prompt, ordered[start : start + rows], top, tokens), prompt)

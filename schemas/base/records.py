@@ -4,7 +4,7 @@ import re
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 import msgspec
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 #: Renders a record as HTML for notebooks, or returns None. Set by the client
@@ -158,3 +159,11 @@ def from_msgpack(raw: bytes, kind: type[T]) -> T:
 def now() -> float:
     """Return the time from the clock that all records use: seconds since the Unix epoch."""
     return time.time()
+
+
+def by_key(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """Return key → the values that are paired with it, both in their order."""
+    result: dict[K, list[T]] = {}
+    for key, value in pairs:
+        result.setdefault(key, []).append(value)
+    return result

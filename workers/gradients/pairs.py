@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import by_key
 from ...schemas.jobs.sweep_units import Units
 from ...schemas.jobs.sweeps import Baseline, Metric, StoredPair, StoredSweep
 from ...schemas.prompts.selectors import resolve_layers
@@ -133,10 +134,11 @@ class Columns:
         `differences`: patched − unpatched row of each place, `[places, width]`, which order
         dimensions by rank.
         """
-        grouped: dict[tuple[str, tuple[int, int] | None], list[int]] = {}
-        for number, column in enumerate(self._columns):
-            if number not in self.skipped:
-                grouped.setdefault((column.dims, column.ranks), []).append(number)
+        grouped = by_key(
+            ((column.dims, column.ranks), number)
+            for number, column in enumerate(self._columns)
+            if number not in self.skipped
+        )
         result, order = [], None
         for (dims, ranks), numbers in grouped.items():
             chosen = self.dims

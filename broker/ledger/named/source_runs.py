@@ -15,7 +15,7 @@ import msgspec
 
 from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
 from ....schemas.base.errors import MidstreamError, Problem, Translated, unknown
-from ....schemas.base.records import from_json, from_msgpack, now, to_json
+from ....schemas.base.records import by_key, from_json, from_msgpack, now, to_json
 from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, State
@@ -368,10 +368,8 @@ class SourceRuns:
                 request: blobs for request, blobs in disk.items() if only is None or request in only
             }
         blobs = await asyncio.to_thread(source_run_files.reported, self._store, job, files)
-        by_request: dict[int, Blobs] = {}
-        for (request, _), blob in zip(files, blobs, strict=True):
-            by_request.setdefault(request, []).append(blob)
-        return dict(sorted(by_request.items()))
+        requests = (request for request, _ in files)
+        return dict(sorted(by_key(zip(requests, blobs, strict=True)).items()))
 
     async def _on_disk(self, job: str, tag: str) -> dict[int, Blobs]:
         """Return the blobs found on disk; cached for the job's next key, since a search reads many

@@ -4,6 +4,7 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
+from ....schemas.base.records import by_key
 from ....schemas.jobs.attributions import (
     Agreement,
     AttributionResult,
@@ -14,7 +15,7 @@ from ....schemas.jobs.attributions import (
 )
 from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import StoredSweep, Unit, UnitRecord
-from ....schemas.requests.attributions import Estimate, Why
+from ....schemas.requests.attributions import Estimate
 from .attribution_cells import (
     Records,
     adaptive_round,
@@ -102,10 +103,9 @@ class _Comparison:
         self._estimates = estimated_values(sweep, pair, estimate)
         self._sizes = effects(sweep, pair, estimate)
         #: number of the cell → why it was chosen
-        self.whys: dict[int, list[Why]] = {}
-        for why, chosen in estimate.chosen.items():
-            for number in chosen:
-                self.whys.setdefault(number, []).append(why)
+        self.whys = by_key(
+            (number, why) for why, chosen in estimate.chosen.items() for number in chosen
+        )
         self._verify = None if sweep.attributed is None else sweep.attributed.verify
         if sweep.attributed is not None and sweep.attributed.method == "adaptive":
             self.whys = {number: ["adaptive"] for number in numbers if number in records}

@@ -2,12 +2,12 @@
 prompt.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ....schemas.base.records import by_key
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.readings.features import FeaturesPart, FeaturesReading
 from ....schemas.readings.installed import ReaderPart, ReaderReading, ReaderResult
@@ -18,12 +18,13 @@ from ....schemas.readings.stored import READER
 
 def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
     """Return field of a result → its complete readings, whose parts have all arrived, by prompt."""
-    of_one: dict[tuple[int, int, type], list[Any]] = defaultdict(list)
-    for receipt in ticket:
-        for made in receipt.consumed:
-            if made.name == READER and made.ok:
-                part = part_decoder.decode(made.rows)
-                of_one[receipt.request, part.capture, type(part)].append(part)
+    of_one: dict[tuple[int, int, type], list[Any]] = by_key(
+        ((receipt.request, part.capture, type(part)), part)
+        for receipt in ticket
+        for made in receipt.consumed
+        if made.name == READER and made.ok
+        for part in [part_decoder.decode(made.rows)]
+    )
     result: dict[str, list[Any]] = {}
     for request, capture, kind in sorted(of_one, key=lambda key: key[:2]):
         field, join = JOINS[kind]

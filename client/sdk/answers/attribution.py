@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.records import Plotted
+from ....schemas.base.records import Plotted, by_key
 from ....schemas.jobs.attributions import Agreement, AttributionResult, CheckedCell, PairAttribution
 from ....schemas.jobs.jobs import JobResult
 from ....schemas.jobs.sweeps import Baseline, SweepResult
@@ -232,10 +232,7 @@ def _strongest(scores: Iterable[Score]) -> list[Score]:
     return sorted(scores, key=lambda item: -abs(item.score))
 
 
-def marks(attribution: Attribution) -> dict[str, Sequence[tuple[int, int]]]:
+def marks(attribution: Attribution) -> dict[str, list[tuple[int, int]]]:
     """Return hook → (index of the layer, column) of the cells that disagree, in any pair."""
     layers = attribution.result.layers
-    places: dict[str, list[tuple[int, int]]] = {}
-    for cell in attribution.off:
-        places.setdefault(cell.hook, []).append((layers.index(cell.layer), cell.column))
-    return dict(places)
+    return by_key((cell.hook, (layers.index(cell.layer), cell.column)) for cell in attribution.off)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ....schemas.base.records import by_key
 from ....schemas.requests.specs import Grade
 from ..base.engine_step import RequestRows, StepView
 from ..base.host_memory import locked_copy, locked_like
@@ -120,10 +121,9 @@ class Grading(StepPart):
         tokens = [token for item in due for token in item.grade.token_ids]
         places = _on_device([rows, tokens], logprobs.device)
         parts, ends = [logprobs[places[0], places[1]].double()], len(tokens)
-        against: dict[str, list[int]] = {}
-        for place, item in enumerate(due):
-            if item.grade.against:
-                against.setdefault(item.grade.against, []).append(place)
+        against = by_key(
+            (item.grade.against, place) for place, item in enumerate(due) if item.grade.against
+        )
         divergence: dict[int, int] = {}  # place in `due` → index of its value
         for name, of_name in against.items():
             self._kept.move_to_end(name)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ....schemas.artifacts.probes import StoredProbe
+from ....schemas.base.records import by_key
 from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
 from .watches import Kind
@@ -83,11 +84,11 @@ class Stacks:
         kind = Kind([probes[number] for number in numbers])
         stacks = []
         for side in sides:
-            ports: dict[int, list[int]] = {}  # port → indices in `numbers`
-            for place, number in enumerate(numbers):
-                at, hook, layer = reads[number]
-                if at == side.at:
-                    ports.setdefault(side.ports[hook, layer], []).append(place)
+            ports = by_key(  # port → indices in `numbers`
+                (side.ports[hook, layer], place)
+                for place, (at, hook, layer) in enumerate(map(reads.__getitem__, numbers))
+                if at == side.at
+            )
             parts = [[probes[numbers[place]] for place in places] for places in ports.values()]
             columns = [
                 column

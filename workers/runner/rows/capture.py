@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from ....schemas.base.records import by_key
 from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.model.routing import RoutingKind
@@ -219,10 +220,7 @@ class Recording:
     @property
     def sites(self) -> dict[str, list[int]]:
         """Return hook → ascending layers that this rank holds."""
-        layers_of: dict[str, list[int]] = {}
-        for hook, layer in self.ports:
-            layers_of.setdefault(hook, []).append(layer)
-        return layers_of
+        return by_key(self.ports)
 
     @property
     def num_rows(self) -> int:
