@@ -37,7 +37,11 @@ class Option(Published):
         if (
             isinstance(value, (int, float))
             and kind is not bool
-            and not (_least(self.low) <= value <= _most(self.high))
+            and not (
+                (-math.inf if self.low is None else self.low)
+                <= value
+                <= (math.inf if self.high is None else self.high)
+            )
         ):
             raise ValueError(f"{value!r} is out of range; valid: {self.valid}")
         if isinstance(value, str) and self.choices and value not in self.choices:
@@ -62,14 +66,6 @@ class Option(Published):
                 else ""
             )
         )
-
-
-def _least(low: float | None) -> float:
-    return -math.inf if low is None else low
-
-
-def _most(high: float | None) -> float:
-    return math.inf if high is None else high
 
 
 class ReaderTerms(Published):

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -358,16 +358,19 @@ def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering
             refusal="",
             applied=[msgspec.structs.replace(reported, message="") for reported in report.applied],
             ranks=[
-                msgspec.structs.replace(rank, modules=_own(rank.modules, caller.tenant))
+                msgspec.structs.replace(
+                    rank,
+                    modules={
+                        shown(name): digest
+                        for name, digest in rank.modules.items()
+                        if unscoped(name)[0] == caller.tenant
+                    },
+                )
                 for rank in report.ranks
             ],
         )
         for report in reports
     ]
-
-
-def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
-    return {shown(name): digest for name, digest in modules.items() if unscoped(name)[0] == tenant}
 
 
 # --- Status reported by the ranks

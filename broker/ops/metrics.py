@@ -178,14 +178,6 @@ def _one(value: Callable[[T], float]) -> Callable[[T], Iterable[Sample]]:
     return lambda source: [((), float(value(source)))]
 
 
-def _jobs(status: Status) -> Iterator[Sample]:
-    return (
-        ((model, state), count)
-        for model, states in status.counts.items()
-        for state, count in states.items()
-    )
-
-
 def _queues(status: Status) -> Iterator[Sample]:
     for queue in status.queues:
         yield (queue.model, queue.priority, "sent"), queue.sent
@@ -200,7 +192,15 @@ def _workers(status: Status) -> Iterator[Sample]:
 #: Metrics of the whole service, as the API reads them from the ledger.
 OF_SERVICE: tuple[Reading[Status], ...] = (
     Reading(
-        "jobs", CounterMetricFamily, "How often jobs entered a state", ("model", "state"), _jobs
+        "jobs",
+        CounterMetricFamily,
+        "How often jobs entered a state",
+        ("model", "state"),
+        lambda status: (
+            ((model, state), count)
+            for model, states in status.counts.items()
+            for state, count in states.items()
+        ),
     ),
     Reading(
         "workers",

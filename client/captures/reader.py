@@ -614,7 +614,12 @@ class CaptureReader(Plotted):
         if self.status not in ("", "ok"):
             result.append(
                 Check(
-                    Path(self.job), 0, 0, ok=False, detail=_status_message(self.status, self.detail)
+                    Path(self.job),
+                    0,
+                    0,
+                    ok=False,
+                    detail=f"the status of the capture is {self.status}"
+                    + (f": {self.detail}" if self.detail else ""),
                 )
             )
         if why := self._missing_requests():
@@ -712,10 +717,6 @@ def _last_whole(attempts: dict[int, list[Blob]]) -> _Request:
     """Return the last complete attempt; if there is none, the last attempt."""
     requests = [_Request(attempts[attempt]) for attempt in sorted(attempts, reverse=True)]
     return next((request for request in requests if not request.missing), requests[0])
-
-
-def _status_message(status: str, detail: str) -> str:
-    return f"the status of the capture is {status}" + (f": {detail}" if detail else "")
 
 
 def _check(blob: Blob) -> Check:

@@ -552,18 +552,16 @@ def parameters(kinds: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
     }
 
 
-def _handled(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        HANDLING[name].field: HANDLING[name].read(value)
-        for name, value in values.items()
-        if value not in (None, [])
-    }
-
-
 #: Decorates a command: replaces its parameter `handling`, the fields to submit, by the options in
 #: `HANDLING`.
 with_handling = with_options(
-    "handling", parameters({name: option.kind for name, option in HANDLING.items()}), _handled
+    "handling",
+    parameters({name: option.kind for name, option in HANDLING.items()}),
+    lambda values: {
+        HANDLING[name].field: HANDLING[name].read(value)
+        for name, value in values.items()
+        if value not in (None, [])
+    },
 )
 
 

@@ -41,7 +41,7 @@ from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .. import notebook, values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked
-from .fields import Capture, Patch, Steering
+from .fields import Patch, Steering
 
 T = TypeVar("T")
 
@@ -180,11 +180,6 @@ def pack_patch(entries: Patch | Sequence[Patch]) -> list[PatchSpec]:
     return checked(entries, list[PatchSpec], "patch")
 
 
-def pack_capture(capture: Capture) -> CaptureSpec:
-    """Return a capture from a struct or its fields. Raises MidstreamError naming the field."""
-    return checked(capture, CaptureSpec, "capture")
-
-
 def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, Any]:
     """Build the body of an OpenAI-style call; unused fields of Midstream are left out.
 
@@ -196,7 +191,7 @@ def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, 
     for name, pack in (
         ("steering", pack_steering),
         ("patch", pack_patch),
-        ("capture", pack_capture),
+        ("capture", lambda capture: checked(capture, CaptureSpec, "capture")),
     ):
         if name in body:
             body[name] = pack(body[name])

@@ -309,10 +309,6 @@ def _width(value: int, file: str, member: str) -> int:
 # --- Tensors
 
 
-def tensor_names(form: SaeForm) -> tuple[str, ...]:
-    return ("W_enc", "W_dec", "b_dec", *PER_FEATURE[form.architecture])
-
-
 def size_of(form: SaeForm) -> int:
     """Returns the bytes of an SAE's tensors in float32."""
     return 4 * (
@@ -335,7 +331,10 @@ def tensor_of(file: TensorFile, name: str) -> np.ndarray:
 
 def tensors_of(form: SaeForm, file: TensorFile) -> dict[str, np.ndarray]:
     """Return all tensors, float32, by SAELens's names. Raises TensorFileError."""
-    return {name: tensor_of(file, name) for name in tensor_names(form)}
+    return {
+        name: tensor_of(file, name)
+        for name in ("W_enc", "W_dec", "b_dec", *PER_FEATURE[form.architecture])
+    }
 
 
 def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature:

@@ -169,7 +169,9 @@ class FileDigests:
                             *path.glob("additional_chat_templates/*.jinja"),
                         }
                     )
-                    if _counts(file)
+                    if file.is_file()
+                    and not file.name.startswith((".", *_TEXTS))
+                    and file.suffix != ".md"
                 }
             )
             return hashlib.sha256(json.dumps(self._contents(files)).encode()).hexdigest()
@@ -217,10 +219,6 @@ class FileDigests:
                 self._kept,
                 error,
             )
-
-
-def _counts(file: Path) -> bool:
-    return file.is_file() and not file.name.startswith((".", *_TEXTS)) and file.suffix != ".md"
 
 
 def _stat(file: Path) -> Stat:

@@ -108,15 +108,13 @@ def _make_video_processors() -> None:
         if name in _VIDEO_BASES:
             return getattr(importlib.import_module("transformers.video_processing_utils"), name)
         missing = module.__dict__.get("_object_missing_backend", {})
-        if list(missing.get(name, ())) == [NAME] and not _of_images(name):
+        if list(missing.get(name, ())) == [NAME] and not (
+            "ImageProcessor" in name or "image_process" in name
+        ):
             del missing[name]
         return look_up(module, name)
 
     lazy.__getattr__ = look_up_with_video
-
-
-def _of_images(name: str) -> bool:
-    return "ImageProcessor" in name or "image_process" in name
 
 
 def stand_in() -> None:

@@ -148,7 +148,7 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
         _parameters(text),
         int(text.get("max_position_embeddings") or 0),
         _weight_bytes(config, text),
-        _linears(text),
+        _layer(text) if _experts(text) == 1 else (),
         inside_of(text, experts=_experts(text)),
     )
 
@@ -187,10 +187,6 @@ def _layer(config: Mapping[str, Any]) -> tuple[Linear, ...]:
         gate,
         Linear(width, hidden, "inputs", width),
     )
-
-
-def _linears(config: Mapping[str, Any]) -> tuple[Linear, ...]:
-    return _layer(config) if _experts(config) == 1 else ()
 
 
 def _embeddings(config: Mapping[str, Any]) -> float:
@@ -267,7 +263,7 @@ def plan(
         ring,
         accelerator=gpu,
         host_bytes=host_bytes,
-        ranks=_ranks(settings),
+        ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
         size_mib=settings.capture_queue_mib,
     )
     return Plan(
@@ -331,10 +327,6 @@ def _hooks(model: Model, settings: Settings) -> list[Hook]:
             f"{model.architecture} has no {unknown[0]}; it has {', '.join(model.hooks)}"
         )
     return [hook for hook in model.hooks if hook in named]
-
-
-def _ranks(settings: Settings) -> int:
-    return settings.tensor_parallel_size * settings.pipeline_parallel_size
 
 
 # -- Memory

@@ -482,12 +482,13 @@ class VllmEngine(RankControl):
         # scored rows are dropped in their step
         kept = (capture for capture in ask.captures if not capture.scored)
         return sum(
-            min(window, self._rows_of(capture, ask) * self._bytes_of(capture)) for capture in kept
+            min(
+                window,
+                self._rows_of(capture, ask)
+                * (self._row_bytes if capture.row is None else capture.row.size * self._item_bytes),
+            )
+            for capture in kept
         )
-
-    def _bytes_of(self, capture: StoredCapture) -> int:
-        """Return the bytes of one row."""
-        return self._row_bytes if capture.row is None else capture.row.size * self._item_bytes
 
     def _rows_of(self, capture: StoredCapture, ask: EngineRequest) -> int:
         # drafts beyond the end are also computed

@@ -1,6 +1,5 @@
 """Translates sampling parameters to vLLM's, and vLLM's deltas to Midstream's output."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +95,12 @@ class OutputJoiner:
             self._logprobs = (self._logprobs or []) + logprobs
         if self._prompt is not None and self._prompt.logprobs is None and output.prompt_logprobs:
             # only the first delta has them
-            prompt_logprobs = _prompt_logprobs(
-                output.prompt_token_ids or [], output.prompt_logprobs
-            )
+            prompt_logprobs = [
+                None if choices is None else _logprob(token, choices, True)
+                for token, choices in zip(
+                    output.prompt_token_ids or [], output.prompt_logprobs, strict=True
+                )
+            ]
             self._prompt = msgspec.structs.replace(self._prompt, logprobs=prompt_logprobs)
         if not output.finished and not part.token_ids and not part.text:
             return None
@@ -163,16 +165,6 @@ def _logprobs(part: CompletionOutput) -> list[TokenLogprob]:
     return [
         _logprob(token_id, choices)
         for token_id, choices in zip(part.token_ids, part.logprobs or [], strict=True)
-    ]
-
-
-def _prompt_logprobs(
-    token_ids: Sequence[int], places: Sequence[dict[int, Logprob] | None]
-) -> list[TokenLogprob | None]:
-    """Returns the log-probabilities of the prompt's tokens; None for the first token."""
-    return [
-        None if choices is None else _logprob(token, choices, True)
-        for token, choices in zip(token_ids, places, strict=True)
     ]
 
 

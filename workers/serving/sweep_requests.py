@@ -206,7 +206,7 @@ class SweepRequests:
         else:
             layer, hook, places = path.sender.layer, path.sender.hook, pair.sender
             source = self._key(self.units.source(unit.pair), 0, SOURCE)
-            mask = _dims(path.sender.dims)
+            mask = dims_name(path.sender.dims) if path.sender.dims else ""
             steering = [
                 _patch(1.0, mask, hook, [layer], [to], row_name(RunRow(source, hook, layer, of)))
                 for to, of in places
@@ -519,10 +519,6 @@ class SweepRequests:
             "all_prompt" if mean or for_entry or path is not None else sorted(positions)
         )
         return StoredCapture(sites=sites, positions=every, tag=BASE)
-
-
-def _dims(dims: str) -> str:
-    return dims_name(dims) if dims else ""
 
 
 def _patch(

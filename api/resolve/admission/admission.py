@@ -328,7 +328,10 @@ async def resolve(
             parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
         )
 
-    characters = sum(map(_characters, prompts))
+    # an estimate where only a prompt's tokens are known
+    characters = sum(
+        4 * len(each.token_ids) if each.text is None else len(each.text) for each in prompts
+    )
     cost = check_cost(parsed, len(prompts), characters, model_state)
     cost += sum(
         len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures
@@ -459,11 +462,6 @@ def _length(span: Span) -> int:
     """Return the length of a range; `sys.maxsize` if its ends alone do not determine it."""
     start, stop = span.start or 0, span.stop
     return stop - start if stop is not None and (start < 0) == (stop < 0) else sys.maxsize
-
-
-def _characters(prompt: StoredPrompt) -> int:
-    """Return the length of its text; an estimate where only its tokens are known."""
-    return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
 
 
 def facts_of(

@@ -11,12 +11,12 @@ import numpy as np
 from ....schemas.base.errors import invalid
 from ....schemas.base.tensors import from_numpy
 from ....schemas.extensions import Extension, OpTerms
-from ....schemas.prompts.selectors import STREAM_HOOKS, Hook, SelectorError, resolve_layers
+from ....schemas.prompts.selectors import STREAM_HOOKS, Hook, SelectorError
 from ....schemas.requests.interventions import INSTALLED
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
 from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
-from .interventions import check_limit, check_together, check_vector, keep
+from .interventions import check_limit, check_together, check_vector, edited_layers, keep
 
 #: Fields that are valid together with `extension`.
 FIELDS = ("extension", "layers", "hook", "positions", "vector", "strength", "options")
@@ -53,12 +53,6 @@ def _op(spec: SteeringSpec, bounds: Bounds) -> tuple[Extension, OpTerms]:
     if refused := present[spec.extension][0].refused:
         raise ValueError(f"op {spec.extension!r} is not served: {refused}")
     return present[spec.extension]
-
-
-def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
-    if spec.layers is None:
-        raise ValueError("is required: the layers to edit")
-    return resolve_layers(spec.layers, bounds.model.num_layers)
 
 
 def _hook(spec: SteeringSpec, bounds: Bounds) -> Hook:
@@ -112,7 +106,7 @@ def _options(spec: SteeringSpec, bounds: Bounds) -> list[float]:
 
 RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
     ("extension", _op),
-    ("layers", _layers),
+    ("layers", edited_layers),
     ("hook", _hook),
     ("positions", positions_of_each),
     ("vector", _vector),

@@ -55,7 +55,7 @@ def family_of(spec: SteeringSpec) -> Intervention:
     return next((family for family in rest if getattr(spec, family.flag, None)), first)
 
 
-def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
+def edited_layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
     if spec.layers is None:
         raise ValueError("is required: the layers to edit")
     return resolve_layers(spec.layers, bounds.model.num_layers)
@@ -256,7 +256,7 @@ PLACE_RULES: tuple[Rule, ...] = (
 
 RULES: tuple[Rule, ...] = (
     *PLACE_RULES,
-    ("layers", _layers),
+    ("layers", edited_layers),
     ("positions", positions_of_each),
     *((field, partial(_valid_for_op, field)) for field in (*GIVEN, *OPTIONS)),
     *((f"{field}.shape", partial(_shape, field)) for field in GIVEN),

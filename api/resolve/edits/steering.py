@@ -122,17 +122,16 @@ def _must_be_absent(name: str) -> Callable[[SteeringSpec, Bounds], None]:
     return rule
 
 
-def _positions(spec: SteeringSpec, bounds: Bounds) -> list[PositionSelector] | None:
-    return None if spec.positions is None else positions_of_each(spec, bounds)
-
-
 REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
     *(
         (name, _must_be_absent(name))
         for name in SteeringSpec.__struct_fields__
         if name not in BESIDE_MODULE
     ),
-    ("positions", _positions),
+    (
+        "positions",
+        lambda spec, bounds: None if spec.positions is None else positions_of_each(spec, bounds),
+    ),
 )
 
 

@@ -168,10 +168,6 @@ def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
     return spec.consumers
 
 
-def _heads(spec: CaptureSpec, bounds: Bounds) -> list[int]:
-    return heads_of(spec.heads, list(_sites(spec, bounds)), bounds.model)
-
-
 def _of(spec: CaptureSpec, bounds: Bounds) -> None:
     """Check that the rows are activations: `readings.gradients` resolves the others."""
     if spec.of != "activation":
@@ -214,7 +210,7 @@ SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
     *SITE_RULES,
-    ("heads", _heads),
+    ("heads", lambda spec, bounds: heads_of(spec.heads, list(_sites(spec, bounds)), bounds.model)),
     ("positions", _positions),
     ("consumers", _consumers),
     ("run", _run),

@@ -120,10 +120,6 @@ def _hook(spec: LensSpec, bounds: Bounds) -> str:
     return one_hook(spec.hook or "post_block", bounds)
 
 
-def _layers(spec: LensSpec, bounds: Bounds) -> list[int]:
-    return resolve_layers(spec.layers, bounds.model.num_layers)
-
-
 def _tokens(spec: LensSpec, bounds: Bounds) -> list[int]:
     """Texts have become ids before."""
     ids = [token for token in spec.tokens if isinstance(token, int)]
@@ -151,7 +147,7 @@ def _top_k(spec: LensSpec, bounds: Bounds) -> int:
 
 LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
     ("hook", _hook),
-    ("layers", _layers),
+    ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
     ("positions", positions_of_each),
     ("top_k", _top_k),
     ("tokens", _tokens),

@@ -14,16 +14,12 @@ from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_e
 from .reading_captures import reading_captures
 
 
-def _installed(bounds: Bounds) -> dict[str, tuple[Extension, ReaderTerms]]:
-    return {
+def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
+    installed = {
         extension.name: (extension, extension.reader)
         for extension in bounds.model.extensions
         if extension.kind == "reader" and extension.reader is not None
     }
-
-
-def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
-    installed = _installed(bounds)
     if spec.name not in installed:
         valid = (
             f"valid: {', '.join(sorted(installed))}"

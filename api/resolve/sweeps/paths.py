@@ -27,7 +27,10 @@ def resolve_path(
             raise invalid(
                 "path.frozen",
                 f"the model does not serve {hook}, the hook at which {branch} is frozen",
-                allowed=_served(model),
+                allowed=(
+                    ", ".join(branch for branch, hook in BRANCH_HOOK.items() if hook in model.hooks)
+                    or "none with this model"
+                ),
             )
     if path.sender is not None:
         sender = _end("path.sender", path.sender, model)
@@ -105,10 +108,3 @@ def _end(field: str, end: PathEnd, model: ModelInfo) -> StoredEnd:
         return StoredEnd(layer=layer, hook=hook)
     head, dims = dims_of_head(f"{field}.head", hook, end.head, model)
     return StoredEnd(layer=layer, hook=hook, dims=dims, head=head)
-
-
-def _served(model: ModelInfo) -> str:
-    return (
-        ", ".join(branch for branch, hook in BRANCH_HOOK.items() if hook in model.hooks)
-        or "none with this model"
-    )

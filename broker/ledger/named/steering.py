@@ -172,7 +172,7 @@ class Steering:
 
         Raises MidstreamError: `intervention_failed` if it is gone, `version_mismatch`.
         """
-        pinned, blob = await self._redis.mget(_pinned(name), f"ms:blob:{name}")
+        pinned, blob = await self._redis.mget(f"ms:pinned:{name}", f"ms:blob:{name}")
         raw = blob if pinned is None else pinned
         if raw is None:
             raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
@@ -429,10 +429,6 @@ def _modules(model: str) -> str:
 
 def _report(worker: str) -> str:
     return f"ms:steering-report:{worker}"
-
-
-def _pinned(name: str) -> str:
-    return f"ms:pinned:{name}"
 
 
 def _text(raw: bytes | None) -> str:

@@ -455,7 +455,7 @@ class Harvests(HarvestStreams):
             state,
             await self._room(harvest.model) - len(out),
             parts | again.keys(),
-            await self._begun(harvest.id),
+            int(await self._redis.scard(f"ms:harvest-begun:{harvest.id}")),
         ):
             again[part.part] = Out(job="", part=part)
         end = await self.window_end(harvest)
@@ -502,10 +502,6 @@ class Harvests(HarvestStreams):
         if model is None:
             raise MidstreamError("unavailable", f"the model {name!r} is not served")
         return model, await of_all_traffic(Registry(self._ledger, POLICIES), model, watching)
-
-    async def _begun(self, harvest_id: str) -> int:
-        """Return how many parts have begun; they begin in order."""
-        return int(await self._redis.scard(f"ms:harvest-begun:{harvest_id}"))
 
     def _next(
         self,

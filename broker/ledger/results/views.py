@@ -28,7 +28,7 @@ from ....schemas.jobs.jobs import (
     StageReport,
     State,
 )
-from ....schemas.jobs.receipts import CapturedFile, Receipt, receipt_decoder
+from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.jobs.sweeps import StoredSweep, SweepResult
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
@@ -159,7 +159,7 @@ def capture_results(
             bytes=file.bytes,
             crc32=file.crc32,
             rows=file.rows,
-            sites=_sites(file),
+            sites={"post_block": file.layers} if file.layers and not file.sites else file.sites,
             positions=file.positions,
             offset=file.offset,
             layout=file.layout,
@@ -196,10 +196,6 @@ def capture_results(
         rows=sum(file.rows for file in files),
         detail=_capture_detail(view, ticket),
     )
-
-
-def _sites(file: CapturedFile) -> dict[str, list[int]]:
-    return {"post_block": file.layers} if file.layers and not file.sites else file.sites
 
 
 def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:

@@ -154,7 +154,9 @@ def digest(offer: Offer) -> str:
         (root, path)
         for root in roots
         for path in sorted(root.rglob("*"))
-        if path.is_file() and _counts(path)
+        if path.is_file()
+        and path.suffix not in (".pyc", ".pyo")
+        and "__pycache__" not in path.parts
     ]
     if not roots and spec.origin is not None:
         files = [(Path(spec.origin).parent, Path(spec.origin))]
@@ -169,10 +171,6 @@ def digest(offer: Offer) -> str:
             msgspec.msgpack.encode((path.relative_to(root).as_posix(), len(content))) + content
         )
     return total.hexdigest()
-
-
-def _counts(path: Path) -> bool:
-    return path.suffix not in (".pyc", ".pyo") and "__pycache__" not in path.parts
 
 
 def code_of(offer: Offer) -> Any:

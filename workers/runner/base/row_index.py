@@ -163,7 +163,9 @@ class RowIndex:
                         hashes[place],
                         ports,
                         frozenset(p - first for p in positions),
-                        self._bytes_of(capture),
+                        self._row_bytes
+                        if capture.row is None
+                        else capture.row.size * self._item_bytes,
                     )
                 ):
                     kept.append(
@@ -195,10 +197,6 @@ class RowIndex:
             if ports <= piece.ports and positions <= piece.positions:
                 return piece
         return None
-
-    def _bytes_of(self, capture: StoredCapture) -> int:
-        """Return the bytes of one row."""
-        return self._row_bytes if capture.row is None else capture.row.size * self._item_bytes
 
     def _add(
         self, key: bytes, ports: frozenset[PortName], positions: frozenset[int], row_bytes: int

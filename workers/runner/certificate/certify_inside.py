@@ -7,7 +7,6 @@ the same order.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from ....schemas.prompts.selectors import Hook
 from ..hooks.attention_kinds import kind_of
 from ..plane.inside_hooks import Inner
 from .laws import Finding, Rows, Shape, rowwise
+from .module_laws import first_output
 from .together import Together
 
 #: (hook, layer) → rows on this rank; None if another rank records them.
@@ -86,7 +86,7 @@ class InsideLaws:
         rows = self._rows(hook, number) if hook in self._inners else None
         if rows is None or into not in self._shape.hooks:
             return
-        output = _first(self._inners[hook][place].module(rows[self._places]))
+        output = first_output(self._inners[hook][place].module(rows[self._places]))
         if self._compared is None:
             return
         expected = self._compared(into, number)
@@ -95,7 +95,7 @@ class InsideLaws:
             for name, child in self._layers[number].named_children()
             if name.startswith("post") and "norm" in name
         ]
-        candidates = [output, *(_first(norm(output.clone())) for norm in norms)]
+        candidates = [output, *(first_output(norm(output.clone())) for norm in norms)]
         tolerance = self._shape.tolerance("module")
         figure = min(
             rowwise(item.float().cpu(), expected, tolerance, median=self._shape.routes(number))
@@ -112,7 +112,7 @@ class InsideLaws:
     def _router(self, place: int, number: int) -> Iterator[Finding]:
         if "router" not in self._inners or "mlp_in" not in self._shape.hooks:
             return
-        logits = _first(self._inners["router"][place].module(self._shared("mlp_in", number)))
+        logits = first_output(self._inners["router"][place].module(self._shared("mlp_in", number)))
         rows = self._held("router", number)
         if rows is not None:
             figure = rowwise(
@@ -237,9 +237,4 @@ def _normed(norm: nn.Module | None, rows: torch.Tensor, width: int) -> torch.Ten
     if norm is None:
         return rows
     by_head = max((parameter.numel() for parameter in norm.parameters()), default=width) <= width
-    return _first(norm(rows.reshape(-1, width) if by_head else rows)).reshape(rows.shape)
-
-
-def _first(output: Any) -> torch.Tensor:
-    tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
+    return first_output(norm(rows.reshape(-1, width) if by_head else rows)).reshape(rows.shape)

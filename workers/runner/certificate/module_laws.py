@@ -202,13 +202,13 @@ class ModuleLaws:
             # a module may overwrite its input
             output: Any = rows[None] if batched else rows.clone()
             for module in chain:
-                output = _tensor(module(output))
+                output = first_output(module(output))
             outputs.append(output.view(rows.shape))
         if len(outputs) > 1:
             outputs.append(sum(outputs))
         for output in outputs:
             for norm in behind:
-                yield _tensor(norm(output.clone())).float().cpu()
+                yield first_output(norm(output.clone())).float().cpu()
 
     def embedding(self, plan: Plan) -> None:
         """Compare the embedded tokens, up to one factor, with the first `pre_attn`."""
@@ -226,7 +226,7 @@ class ModuleLaws:
         rows = self._kept.of(plan.base, plan.positions)("pre_attn", 0)
         # some models normalise the embedding
         given = [
-            _tensor(norm(embedded.clone())).float().cpu()
+            first_output(norm(embedded.clone())).float().cpu()
             for norm in [nn.Identity(), *self._norms()]
         ]
         figure = min(
@@ -269,7 +269,7 @@ class ModuleLaws:
         held = self._stage.shared(rows, len(places))
         best = [math.inf] * len(places)
         for norm in [*self._norms(), nn.Identity()]:
-            state = _tensor(norm(held.clone()))
+            state = first_output(norm(held.clone()))
             if all(place in self._observed.final for place in places):
                 final = torch.cat([self._observed.final[place] for place in places])
                 factor = factor_of(state.float(), final.float())
@@ -367,7 +367,7 @@ class ModuleLaws:
         return error / (self._shape.tolerance("logits") * float(expected[0][known].abs().max()))
 
 
-def _tensor(output: Any) -> torch.Tensor:
+def first_output(output: Any) -> torch.Tensor:
     """Return the first output of a module that may also return a bias or router logits."""
     tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return tensor

@@ -106,14 +106,6 @@ class FinishedCapture:
         """Return the bytes of all rows."""
         return self.num_rows * self.hidden_size * ITEM_BYTES[self.dtype]
 
-    def count_non_finite(self, sites: dict[str, list[int]]) -> int:
-        """Return how many rows of `sites` are not finite as stored."""
-        return sum(
-            self.non_finite.get((hook, layer), 0)
-            for hook, layers in sites.items()
-            for layer in layers
-        )
-
     def manifest(self, sites: dict[str, list[int]]) -> Manifest:
         """Return the manifest of a blob that holds `sites` of this capture."""
         stored = None if self.columns is None else self.columns.stored(self.capture.heads)
@@ -153,7 +145,11 @@ class FinishedCapture:
             ),
             routing=of_layers(self.routing, sites.get("router", [])),
             images=self.spec.images,
-            non_finite=self.count_non_finite(sites),
+            non_finite=sum(
+                self.non_finite.get((hook, layer), 0)
+                for hook, layers in sites.items()
+                for layer in layers
+            ),
             lora=self.spec.lora,
             row=self.columns.row if self.columns is not None else None,
             columns=[] if stored is None else [stored.start, stored.stop],

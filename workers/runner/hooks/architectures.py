@@ -294,7 +294,12 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
         architecture = (hf_config.architectures or [architecture])[0]
     config = hf_config.get_text_config()
     text_type = None if config is hf_config else config.model_type
-    language_model = _language_model(architecture, text_type)
+    # the model's own entry, or that of its language model, if only its config has a text config
+    language_model = (
+        architecture
+        if architecture in ARCHITECTURES or text_type is None
+        else LANGUAGE_MODELS.get(text_type, architecture)
+    )
     try:
         fields = {name: getattr(config, name, None) for name in _CONFIG_FIELDS}
         variant = variant_of(language_model, fields)
@@ -310,17 +315,6 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
     if text_type in DEEPSTACK:
         variant = replace(variant, chained=False)
     return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, result)
-
-
-def _language_model(architecture: str, text_type: str | None) -> str:
-    """Return the architecture whose entry applies: the model's own, or that of its language model,
-    if the model has no entry and its config contains a text config.
-    """
-    return (
-        architecture
-        if architecture in ARCHITECTURES or text_type is None
-        else LANGUAGE_MODELS.get(text_type, architecture)
-    )
 
 
 def variant_of(architecture: str, config: Mapping[str, Any]) -> Variant:

@@ -65,7 +65,11 @@ def _joined(
             {hook: tap for hook, tap in shape.taps.items() if hook not in absent},
             absent,
             backend=backend,
-            measured=_measured(shape, absent),
+            measured={
+                hook: law
+                for hook, law in shape.laws.items()
+                if hook not in absent and not absent.keys() & law.keys()
+            },
         )
         for number, shape in layer_shapes.items()
     }
@@ -75,14 +79,6 @@ def _joined(
         variant=first,
         kinds={number: variant for number, variant in variants.items() if variant != first},
     )
-
-
-def _measured(shape: LayerShape, absent: dict[Hook, str]) -> dict[Hook, Any]:
-    return {
-        hook: law
-        for hook, law in shape.laws.items()
-        if hook not in absent and not absent.keys() & law.keys()
-    }
 
 
 def decoder_layers(model: nn.Module, adapter: Adapter) -> str:

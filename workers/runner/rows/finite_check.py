@@ -232,7 +232,10 @@ class FiniteCheck:
             (
                 number
                 for number, item in enumerate(self._pending if needed else ())
-                if _computed(item.view, needed or {})
+                if any(
+                    rows.first_position < (needed or {}).get(rows.id, 0)
+                    for rows in item.view.requests
+                )
             ),
             default=-1,
         )
@@ -300,10 +303,6 @@ def _copy_to_host(values: torch.Tensor) -> torch.Tensor:
     on_host = locked_like(values)
     on_host.copy_(values, non_blocking=True)
     return on_host
-
-
-def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
-    return any(rows.first_position < needed.get(rows.id, 0) for rows in view.requests)
 
 
 # --- Attribution

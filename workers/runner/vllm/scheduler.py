@@ -56,13 +56,6 @@ def _spec(request: Any) -> RankSpec | None:
     return spec
 
 
-def _patches(spec: RankSpec) -> bool:
-    """Return whether the request's steering uses rows of source runs. Ranks do not lay out such
-    requests ahead: a sweep has thousands of them.
-    """
-    return any(is_row(name) for entry in spec.steering for name in entry.tensors)
-
-
 def finishes(scheduler_output: Any) -> dict[str, Finish]:
     """Return how requests with a spec finished in the engine, as this step reports it to ranks."""
     return getattr(scheduler_output, _FINISHES, {})
@@ -165,7 +158,10 @@ class _Midstream:
             )
         if spec.chunk:
             self._midstream_chunks[request.request_id] = spec.chunk
-        if spec.digest and not _patches(spec):
+        # Ranks lay out no request ahead that uses rows of source runs: a sweep has thousands.
+        if spec.digest and not any(
+            is_row(name) for entry in spec.steering for name in entry.tensors
+        ):
             packed = packed_spec(request.sampling_params)
             if packed is not None:
                 self._midstream_arrived[request.request_id] = packed
