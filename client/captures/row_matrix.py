@@ -94,9 +94,8 @@ def samples(
 def _each(
     readers: "CaptureReader | Iterable[CaptureReader]",
 ) -> Iterator[tuple[CaptureReader, int]]:
-    for reader in [readers] if isinstance(readers, CaptureReader) else readers:
-        for request in reader.requests():
-            yield reader, request
+    every = [readers] if isinstance(readers, CaptureReader) else readers
+    return ((reader, request) for reader in every for request in reader.requests())
 
 
 def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: Rows) -> np.ndarray:

@@ -114,14 +114,14 @@ def findings(plan: "Plan") -> Iterator[Finding]:
             f"{work.share:.1%}"
         )
         facts.append((work.hooks, amounts))
-    for stream in plan.streams:
-        facts.append(
-            (
-                "disk",
-                f"{stream.captured}, of every token: {stream.token_bytes / 1024:.0f} KiB per "
-                f"token, {stream.bytes_per_s / 1e6:.0f} MB/s",
-            )
+    facts += [
+        (
+            "disk",
+            f"{stream.captured}, of every token: {stream.token_bytes / 1024:.0f} KiB per "
+            f"token, {stream.bytes_per_s / 1e6:.0f} MB/s",
         )
+        for stream in plan.streams
+    ]
     facts += [("limit", limit) for limit in plan.limits]
     yield from (Finding("info", about, found) for about, found in facts)
 

@@ -109,11 +109,12 @@ class Attribution(Plotted):
         """The cells chosen to be computed exactly, with the strongest effect first; with `sae`,
         features in columns.
         """
-        checked: list[tuple[float, CheckedCell]] = []
-        for number, item in self._pairs:
-            base = grid_of(self.result, number).base
-            for cell in item.checked:
-                checked.append((-1.0 if cell.exact is None else abs(cell.exact - base), cell))
+        checked = [
+            (-1.0 if cell.exact is None else abs(cell.exact - base), cell)
+            for number, item in self._pairs
+            for base in [grid_of(self.result, number).base]
+            for cell in item.checked
+        ]
         return [cell for _, cell in sorted(checked, key=lambda entry: -entry[0])]
 
     @property

@@ -206,9 +206,11 @@ class ModuleLaws:
             outputs.append(output.view(rows.shape))
         if len(outputs) > 1:
             outputs.append(sum(outputs))
-        for output in outputs:
-            for norm in behind:
-                yield first_output(norm(output.clone())).float().cpu()
+        yield from (
+            first_output(norm(output.clone())).float().cpu()
+            for output in outputs
+            for norm in behind
+        )
 
     def embedding(self, plan: Plan) -> None:
         """Compare the embedded tokens, up to one factor, with the first `pre_attn`."""

@@ -69,15 +69,16 @@ def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
     `rows` raises, and ValueError.
     """
     count = len(capture.positions)
-    tensors: list[tuple[str, str, Sequence[int], Sequence[Any]]] = []
-    for hook, layers in sites.items():
-        for layer in layers:
-            buffers = list(capture.rows(hook, layer)) if count else []
-            tensors.append(
-                (f"{hook}.{layer}", capture.dtype, [count, capture.hidden_size], buffers)
-            )
-    for name, values in (("positions", capture.positions), ("token_ids", capture.token_ids)):
-        tensors.append((name, "int64", [count], [np.array(values, dtype="<i8").tobytes()]))
+    shape = [count, capture.hidden_size]
+    tensors: list[tuple[str, str, Sequence[int], Sequence[Any]]] = [
+        (f"{hook}.{layer}", capture.dtype, shape, [*capture.rows(hook, layer)] if count else [])
+        for hook, layers in sites.items()
+        for layer in layers
+    ]
+    tensors += [
+        (name, "int64", [count], [np.array(values, dtype="<i8").tobytes()])
+        for name, values in (("positions", capture.positions), ("token_ids", capture.token_ids))
+    ]
     return make_blob(capture.manifest(sites), tensors)
 
 
