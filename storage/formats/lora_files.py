@@ -19,8 +19,8 @@ import msgspec
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport
 from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.limits import MAX_LORA_BYTES, MAX_LORA_CONFIG
-from ...schemas.prompts.selectors import as_ranges
+from ...schemas.base.limits import MAX_LAYERS, MAX_LORA_BYTES, MAX_LORA_CONFIG
+from ...schemas.prompts.selectors import as_ranges, resolve_layers
 from .capture_blobs import DamagedBlob
 from .folders import bounded_file, folder_below
 from .tensor_files import whole_file
@@ -318,11 +318,7 @@ def _find(module: str, support: LoraSupport) -> tuple[str, LoraModule]:
 
 
 def _numbers(ranges: str) -> set[int]:
-    numbers: set[int] = set()
-    for part in filter(None, ranges.replace(" ", "").split(",")):
-        first, _, last = part.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return numbers
+    return {*resolve_layers(ranges, MAX_LAYERS)} if ranges else set()
 
 
 def general_name(module: str) -> tuple[str, int | None]:

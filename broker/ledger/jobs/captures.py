@@ -8,7 +8,7 @@ later receipt that names its files adds it again (`settle.lua`).
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,6 @@ from ..results import pages, views
 from .ledger import Ledger, of_each, reachable
 
 log = logging.getLogger(__name__)
-list_of_text = list[str]  # the method `Captures.list` hides the builtin inside the class
 
 #: Maximum number of expired captures deleted by one sweep; and seconds until earlier deletions are
 #: checked again.
@@ -44,7 +43,7 @@ def _entry(job: str, created: float, values: Any) -> CaptureEntry | None:
     tags, status, size, count = values
     return tags and CaptureEntry(
         job=job,
-        tags=from_json(tags, list_of_text),
+        tags=from_json(tags, list[str]),
         created=created,
         status=cast(CaptureStatus, status.decode()),
         bytes=int(size),
@@ -151,7 +150,7 @@ class Captures:
         ):
             await self._remove({job_id: at}, at)
 
-    async def sweep(self, at: float | None = None) -> list_of_text:
+    async def sweep(self, at: float | None = None) -> Sequence[str]:
         """Delete captures of jobs that ended more than `capture_ttl_s` ago, and resume earlier
         deletions. Returns the ids of expired jobs.
 
@@ -168,7 +167,7 @@ class Captures:
         return expired
 
     @reachable
-    async def _expire(self, at: float) -> list_of_text:
+    async def _expire(self, at: float) -> Sequence[str]:
         old = await self._redis.zrangebyscore(
             "ms:captured", "-inf", at - self._settings.capture_ttl_s, start=0, num=SWEEP_LIMIT
         )

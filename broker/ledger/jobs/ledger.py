@@ -43,7 +43,6 @@ from .fleet import Fleet
 log = logging.getLogger(__name__)
 
 unit_decoder = msgspec.msgpack.Decoder(UnitRecord)
-list_ = list  # the method `Ledger.list` hides the builtin inside the class
 
 #: A consistent snapshot of the parts of a result: fields of the record, outputs, receipts.
 RESULT = (
@@ -434,7 +433,7 @@ class Ledger(Fleet):
             worker=worker,
             boot=boot,
             lease_s=self.settings.lease_s,
-            held=list_(held.items()),
+            held=[*held.items()],
         )
         lost, cancelling = await self._scripts.renew(args=arguments)
         return Renewal(set(scripts.text(lost)), set(scripts.text(cancelling)))
@@ -550,7 +549,7 @@ class Ledger(Fleet):
         return JobPage(jobs=found, next=following)
 
     @reachable
-    async def events(self, job_id: str, after: str = "", count: int = 1000) -> list_[Event]:
+    async def events(self, job_id: str, after: str = "", count: int = 1000) -> Sequence[Event]:
         """Return up to `count` events after the event id `after` (empty: from the first kept).
 
         Raises not_found for an unknown or expired job, and MidstreamError("invalid_request") for an

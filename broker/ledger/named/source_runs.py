@@ -41,7 +41,6 @@ from ..results import pages
 #: Job ids name the captures of their jobs; names of runs must not begin like this.
 JOB_PREFIX = "job_"
 
-list_of_text = list[str]  # the method `SourceRuns.list` hides the builtin inside the class
 Runs = list[Run]
 Views = list[RunView]
 Blobs = list[Blob]
@@ -324,9 +323,7 @@ class SourceRuns:
             for worker in workers:
                 pipe.get(_cache(worker))
             answers = await pipe.execute()
-        caches = [
-            set(from_json(raw, list_of_text)) if raw else set() for raw in answers[len(runs) :]
-        ]
+        caches = [set(from_json(raw, list[str])) if raw else set() for raw in answers[len(runs) :]]
         return [
             RunView(
                 name=shown(run.name),
@@ -455,7 +452,7 @@ def _lease(job: str) -> str:
     return f"ms:run-lease:{job}"
 
 
-def _leases(keys: Iterable[str]) -> list_of_text:
+def _leases(keys: Iterable[str]) -> list[str]:
     """Return the lease keys of the runs: one per job, since captures are deleted by job."""
     return sorted({_lease(parse_key(key)[0]) for key in keys})
 

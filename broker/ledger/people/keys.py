@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,8 +39,6 @@ _KEY = re.compile(
 )
 
 # The method `Keys.list` hides the builtin inside the class.
-list_of_keys = list[Key]
-list_of_ids = list[str]
 
 
 class Shown(NamedTuple):
@@ -162,7 +160,7 @@ class Keys:
     @reachable
     async def valid(self, key_ids: Iterable[str]) -> set[str]:
         """Return the ids whose keys exist and have not expired; one round trip."""
-        ids, at = list_of_ids(key_ids), now()
+        ids, at = [*key_ids], now()
         result = await self._redis.hmget(KEYS, ids) if ids else []
         return {
             key_id
@@ -171,7 +169,7 @@ class Keys:
         }
 
     @reachable
-    async def list(self) -> list_of_keys:
+    async def list(self) -> Sequence[Key]:
         """Return all keys, including expired ones; oldest first."""
         return sorted(
             map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id)

@@ -189,7 +189,7 @@ class Harvests(HarvestStreams):
         return HarvestPage(harvests=[_view(_texts(record), []) for record in records if record])
 
     @reachable
-    async def live(self) -> "list_of_text":
+    async def live(self) -> Sequence[str]:
         """Return the ids of the harvests that have not ended."""
         return [name.decode() for name in await self._redis.smembers("ms:harvests-live")]
 
@@ -401,7 +401,7 @@ class Harvests(HarvestStreams):
         reason = await self._submit(harvest, record, state, out, again)
         await self._show(harvest_id, record, state, reason)
 
-    async def _look(self, harvest_id: str) -> tuple["list_of_out", dict[int, Out], Problem | None]:
+    async def _look(self, harvest_id: str) -> tuple[Sequence[Out], dict[int, Out], Problem | None]:
         """Return (parts whose jobs have not ended, number → part that needs another job, why the
         harvest fails or None).
         """
@@ -496,7 +496,7 @@ class Harvests(HarvestStreams):
                 return ""
         return ""
 
-    async def _watched(self, name: str) -> tuple[ModelInfo, "list_of_policies"]:
+    async def _watched(self, name: str) -> tuple[ModelInfo, Sequence[Policy]]:
         """Return the model, and the policies of all its traffic now."""
         model, watching = await self._ledger.watched_model(name)
         if model is None:
@@ -566,16 +566,11 @@ class Harvests(HarvestStreams):
         )
 
 
-list_of_text = list[str]
-list_of_out = list[Out]
-list_of_policies = list[Policy]
-
-
 def _tensors_of(harvest: StoredHarvest) -> set[str]:
     return {name for edit in harvest.edits for name in edit.tensors}
 
 
-def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, policies: "list_of_policies") -> Job:
+def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, policies: Sequence[Policy]) -> Job:
     """Return the job of a part; a part that runs units also gets the policies and captures that
     apply to all traffic now.
     """
@@ -613,7 +608,7 @@ def _texts(record: Mapping[bytes, bytes]) -> dict[str, Any]:
     }
 
 
-def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
+def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:
     harvest = from_msgpack(record["spec"], StoredHarvest)
     state, reason = cast(HarvestState, record["state"]), record.get("reason", "")
     if state == "running" and record.get("trouble"):

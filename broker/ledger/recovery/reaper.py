@@ -148,7 +148,7 @@ class Reaper:
         report.corrected = await self._recount(at)
         report.pruned = await self._prune(at) + await self._runs.prune(at)
         try:
-            report.deleted = await self._captures.sweep(at)
+            report.deleted += await self._captures.sweep(at)
         except OSError as error:  # jobs do not depend on it
             log.error("cannot delete captures from %s: %s", self._captures.store.uri, error)
         return report
