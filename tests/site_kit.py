@@ -362,7 +362,8 @@ def random_case(
     choose = random.Random(seed)
     torch.manual_seed(seed)
     configurations = [
-        _random_configuration(choose, width, families) for _ in range(choose.randint(0, 6))
+        {name: RANDOM[name](choose, width) for name in families if choose.random() < OFTEN}
+        for _ in range(choose.randint(0, 6))
     ]
     edited = choose.sample(range(tokens), choose.randint(0, tokens)) if configurations else []
     edits = {
@@ -383,12 +384,6 @@ def random_case(
         stream[token] = math.nan
     name = f"seed {seed}, {dtype}, width {width}, {tokens} tokens, {'pair' if pair else 'single'}"
     return Case(plan, hidden, stream, max(first) + tokens + 2, tokens + choose.randint(0, 4), name)
-
-
-def _random_configuration(
-    choose: random.Random, width: int, families: Sequence[str]
-) -> dict[str, Does]:
-    return {name: RANDOM[name](choose, width) for name in families if choose.random() < OFTEN}
 
 
 def _random_tokens(choose: random.Random, tokens: int) -> list[int]:

@@ -401,6 +401,5 @@ def test_a_rank_that_fails_alone_ends_the_certificate_on_all(
     qwen3: Path, two_ranks: None, tmp_path: Path
 ) -> None:
     """The other rank waits for it in the MLP's all-reduce."""
-    fault = {"fault": "lose_law:rank=1", "tensor_parallel_size": 2}
     with pytest.raises(AssertionError, match="failed at MLP on rank 1: fault injected: lose_law"):
-        Host(tmp_path, qwen3, **(SMALL | fault))
+        Host(tmp_path, qwen3, **SMALL, fault="lose_law:rank=1", tensor_parallel_size=2)

@@ -45,12 +45,11 @@ def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, f
     """The last layer's rows at the prompts' last tokens `[prompts, hidden]`, and how likely the
     next tokens are, where asked.
     """
-    wanted = {"layers": [-1], "positions": "last_prompt", "consumers": ["memory"]}
     body = {
         "model": "demo",
         "temperature": 0,
         "max_tokens": 2,
-        "capture": wanted,
+        "capture": {"layers": [-1], "positions": "last_prompt", "consumers": ["memory"]},
         "capture_wait": True,
     } | body
     response = httpx2.post(f"{service.url}/v1/{path}", json=body, timeout=60).raise_for_status()

@@ -111,12 +111,6 @@ def service(
         "max_model_len": 2048,
         "kv_cache_gib": 0.1,
     }
-    patience = {
-        "lease_s": 15.0,
-        "visibility_timeout_s": 30,
-        "steering_wait_s": 60.0,
-        "start_timeout_s": 400,
-    }
     directory = tmp_path_factory.mktemp("steering")
     with Stack(
         directory,
@@ -125,7 +119,10 @@ def service(
         fault="skip_action:rank=1",
         certify=False,
         **options,
-        **patience,
+        lease_s=15.0,
+        visibility_timeout_s=30,
+        steering_wait_s=60.0,
+        start_timeout_s=400,
     ) as stack:
         yield Service(stack)
 

@@ -37,13 +37,11 @@ TEXT = (
 )
 
 
-def prompts_of(number: int) -> list[str]:
-    return [f"{number}. {TEXT * 2}"[: 30 + 20 * number], f"{number}: {TEXT}"[: 12 + 5 * number]]
-
-
 def submit(stack: Stack, number: int) -> str:
     return stack.submit(
-        prompts_of(number), max_tokens=TOKENS, capture=CAPTURES[number % len(CAPTURES)]
+        [f"{number}. {TEXT * 2}"[: 30 + 20 * number], f"{number}: {TEXT}"[: 12 + 5 * number]],
+        max_tokens=TOKENS,
+        capture=CAPTURES[number % len(CAPTURES)],
     )
 
 

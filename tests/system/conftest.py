@@ -13,6 +13,7 @@ from hook_kit import Receiver, receiving
 from ledger_kit import open_ledger, settler
 from receipt_rig import Jobs, RelayProcess
 from stack import Stack
+from sweep_rig import Rig
 from up_kit import Up
 
 from midstream.broker.ledger.jobs.ledger import Ledger
@@ -43,6 +44,12 @@ def redis_url(redis_session: redis_server.RedisServer) -> str:
 async def ledger(redis_url: str, tmp_path: Path) -> AsyncIterator[Ledger]:
     """A ledger with the usual settings; `open_ledger` is for others."""
     async with open_ledger(redis_url, data_dir=str(tmp_path)) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with Rig(redis_url, tmp_path, **getattr(request, "param", {})) as opened:
         yield opened
 
 

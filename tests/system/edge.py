@@ -87,6 +87,13 @@ def bundle() -> TokenizerBundle:
     )
 
 
+def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
+    """Return the problem that was answered."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    return dict(answer.json())
+
+
 def model_info(**changes: Any) -> ModelInfo:
     facts: dict[str, Any] = {
         "name": MODEL,

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from edge import refused
 from stack import Stack
 
 from midstream.client import Client
@@ -86,12 +87,6 @@ def applied(answer: Completion) -> list[int]:
     assert answer.determinism, "a patched answer is held for the ranks' reports"
     assert answer.determinism.consistent
     return [rank.applied for rank in answer.determinism.stages[0].ranks if rank.tp == 0]
-
-
-def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    return dict(answer.json())
 
 
 def stored(stack: Stack, job: str) -> Job:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from edge import refused
 from ports import free_port
 from stack import Stack
 
@@ -99,12 +100,6 @@ def dynamic(http: httpx2.Client) -> Dynamic:
         if "did not answer" not in told.determinism.detail:
             break
     return told
-
-
-def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    return dict(answer.json())
 
 
 # --- Named modules

@@ -131,12 +131,11 @@ def test_cancel_of_a_running_sweep(stack: Stack, http: httpx2.Client) -> None:
         "foil": "R",
     }
     # so many cells that it is not over meanwhile
-    hooks = ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
     body = {
         "model": stack.settings.served_model,
         "pairs": [pair],
         "metric": "logit_diff",
-        "hooks": hooks,
+        "hooks": ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"],
     }
     took = []
     for _ in range(TRIES):

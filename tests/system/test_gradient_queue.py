@@ -17,6 +17,7 @@ from ledger_kit import (
     worker_info as worker,
 )
 from msgspec.structs import replace
+from refusal_kit import refuses
 from sweep_rig import sweep, sweep_job
 from test_reaper import relay_beat
 
@@ -24,7 +25,6 @@ from midstream.broker.ledger.jobs.ledger import Claim, Ledger
 from midstream.broker.ledger.jobs.status import read_status
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.queue.celery_app import lists_of, queue_of
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.jobs.models import GradientInfo
@@ -203,9 +203,8 @@ async def test_gradient_workers_of_another_model_are_refused(
         await ledger.publish_model(info, worker(name, queue=GRADIENTS, identity=identity))
 
     async def refused(name: str, identity: str, by: str) -> None:
-        with pytest.raises(MidstreamError, match=f"the live worker '{by}' serves") as error:
+        with refuses(match=f"the live worker '{by}' serves", kind="model_changed"):
             await publish(name, identity)
-        assert error.value.kind == "model_changed"
 
     async def known(identity: str) -> bool:
         return await ledger.gradients(model_info(name=MODEL, identity=identity)) is not None

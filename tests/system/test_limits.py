@@ -340,10 +340,9 @@ async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_versio
 
 def test_a_full_queue_and_a_rate_limit_give_retry_after(redis_url: str, tmp_path: Path) -> None:
     limits = {"queue_limit": 1, "limit_requests_per_minute": 2}
-    body = {"model": MODEL, "prompts": ["hello"]}
     with running(tmp_path, redis_url, **limits) as api, Hand(api.settings) as hand:
         api.submit()
-        overloaded = api.http.post("/v1/jobs", json=body)
+        overloaded = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"]})
         assert (overloaded.status_code, overloaded.json()["type"]) == (
             503,
             "urn:midstream:overloaded",

@@ -10,12 +10,12 @@ from harvest_kit import texts
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, sent, worker_info
 from midstream_fake_engine.model import identity_of
 from receipt_rig import wait_until
+from refusal_kit import refuses
 from stack import Stack
 
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.harvests import OVER
@@ -74,12 +74,11 @@ async def test_a_name_has_one_identity_while_a_live_worker_serves_it(redis_url: 
         await ledger.publish_model(model, worker)
         await ledger.publish_model(model, worker_info("w2"))
         for other in ("w3", "w4"):
-            with pytest.raises(
-                MidstreamError,
+            with refuses(
                 match=r"the live worker 'w[12]' serves 'tiny' with the identity aaaaaaaaaaaa",
-            ) as caught:
+                kind="model_changed",
+            ):
                 await ledger.publish_model(changed, worker_info(other, identity=OTHER))
-            assert caught.value.kind == "model_changed"
         assert (await ledger.model(MODEL)).identity == IDENTITY
         assert [each.worker for each in await ledger.workers()] == ["w1", "w2"]
         assert await ledger.serves(MODEL, OTHER) is False
@@ -164,16 +163,16 @@ def test_a_harvest_that_the_former_model_began_fails(two: Two) -> None:
 @pytest.mark.parametrize("by_name", [True, False], ids=["name", "job"])
 def test_a_source_run_of_the_former_model_is_no_source(two: Two, by_name: bool) -> None:
     source = {"run": "clean" if by_name else two.run.id, "position": 1}
-    with pytest.raises(
-        MidstreamError,
+    with refuses(
         match=f"its identity was {two.first[:12]}, and 'shared' is now {two.second[:12]}",
-    ) as caught:
+        kind="invalid_request",
+        field="patch[0].source.run",
+    ):
         two.client.submit(
             model=NAME,
             prompts=["other words"],
             patch=[{"layers": 1, "positions": [1], "source": source}],
         )
-    assert (caught.value.kind, caught.value.field) == ("invalid_request", "patch[0].source.run")
     assert two.client.source_runs.get("clean", NAME).identity == two.first
 
 

@@ -26,6 +26,12 @@ from midstream.schemas.jobs.jobs import State
 LONG_S = 60.0
 
 
+def fill(outbox: Outbox, jobs: list[str], requests: Iterable[int]) -> None:
+    for request in requests:
+        for job in jobs:
+            outbox.append(receipt(job, request))
+
+
 @contextmanager
 def appended(
     outbox: Outbox, jobs: list[str], requests: Iterable[int], every_s: float
@@ -36,8 +42,7 @@ def appended(
 
     def append() -> None:
         for request in requests:
-            for job in jobs:
-                outbox.append(receipt(job, request))
+            fill(outbox, jobs, [request])
             time.sleep(every_s)
 
     writer = threading.Thread(target=append)
@@ -109,9 +114,7 @@ def test_receipts_are_settled_in_groups(
     made = jobs.claim(5, 400)
     with redis.Redis.from_url(redis_url) as client, Outbox(tmp_path, "w", 0, relay.url) as outbox:
         before = client.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"]
-        for job in made:
-            for request in range(400):
-                outbox.append(receipt(job, request))
+        fill(outbox, made, range(400))
         assert outbox.flush(LONG_S)
         calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - before
         assert outbox.transactions <= 100
@@ -188,8 +191,7 @@ def test_a_full_redis_refuses_receipts_and_gets_them_once_there_is_room(
         wait_until(lambda: outbox.connected)
         client.config_set("maxmemory", "1mb")
         try:
-            for request in range(100):
-                outbox.append(receipt(job, request))
+            fill(outbox, [job], range(100))
             assert not outbox.flush(1.0)
         finally:
             client.config_set("maxmemory", "0")
@@ -202,8 +204,7 @@ def test_sigterm_commits_what_had_arrived_and_exits_with_zero(
 ) -> None:
     (job,) = jobs.claim(1, 1000)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-        for request in range(1000):
-            outbox.append(receipt(job, request))
+        fill(outbox, [job], range(1000))
         assert relay.stop() == 0
         held = outbox.depth()
         assert len(jobs.arrived(job)) >= 1000 - held
@@ -236,8 +237,7 @@ def unsent(
     relay.kill()
     made = jobs.claim(count, 1)
     with Outbox(directory, "w", 0, relay.url) as outbox:
-        for job in made:
-            outbox.append(receipt(job, 0))
+        fill(outbox, made, [0])
     return made, outbox
 
 
@@ -249,8 +249,7 @@ def test_receipts_take_another_relay_when_theirs_is_away(
     relay.kill()
     try:
         with Outbox(tmp_path, "w", 0, f"{relay.url}, {other.url}") as outbox:
-            for request in range(10):
-                outbox.append(receipt(job, request))
+            fill(outbox, [job], range(10))
             assert outbox.flush(LONG_S), "the first relay never answered"
             relay.start()
             with appended(outbox, [job], range(10, 20), 0.005):
@@ -317,17 +316,15 @@ def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(
 ) -> None:
     (job,) = jobs.claim(1, 8)
     with Outbox(tmp_path / "live", "w", 0, relay.url) as outbox:
-        for request in range(2):
-            outbox.append(receipt(job, request))
+        fill(outbox, [job], range(2))
         assert outbox.flush(LONG_S)
     shutil.copytree(tmp_path / "live", tmp_path / "backup")
     with Outbox(tmp_path / "live", "w", 0, relay.url) as outbox:
-        for request in range(2, 5):
-            outbox.append(receipt(job, request))
+        fill(outbox, [job], range(2, 5))
         assert outbox.flush(LONG_S)
     with Outbox(tmp_path / "backup", "w", 0, relay.url) as restored:
-        for request in range(5, 8):  # numbers 3 to 5 of the old epoch, which the relay has already
-            restored.append(receipt(job, request))
+        # numbers 3 to 5 of the old epoch, which the relay has already
+        fill(restored, [job], range(5, 8))
         assert restored.flush(LONG_S)
         assert restored.epoch != outbox.epoch
     assert jobs.arrived(job) == once_each(8)
@@ -340,8 +337,7 @@ def test_receipts_lost_by_redis_are_sent_again(
     monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 600.0)
     (job,) = jobs.claim(1, 10)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox, redis.Redis.from_url(redis_url) as client:
-        for request in range(10):
-            outbox.append(receipt(job, request))
+        fill(outbox, [job], range(10))
         assert outbox.flush(LONG_S)
         relay.kill()
         client.set(f"ms:mark:w:0:{outbox.epoch}", 7)
@@ -359,8 +355,7 @@ def test_acknowledged_receipts_are_deleted_without_further_traffic(
     (job,) = jobs.claim(1, 20)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox, sqlite3.connect(outbox.path) as database:
         began = time.monotonic()
-        for request in range(20):
-            outbox.append(receipt(job, request))
+        fill(outbox, [job], range(20))
         assert outbox.flush(LONG_S)
         wait_until(lambda: database.execute("SELECT count(*) FROM receipts").fetchone() == (0,))
         assert time.monotonic() - began >= 0.3

@@ -26,14 +26,11 @@ TEXT = "The Eiffel Tower is in the city of"
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One worker, of which a rank once fails to load a run; a second one comes later."""
-    settings = {
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 2,
-        "engine_options": {"token_s": 0.02},
-    }
     with Stack(
         tmp_path_factory.mktemp("stack"),
-        **settings,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        engine_options={"token_s": 0.02},
         fault="put_run:rank=3,times=1",
         callbacks=False,
     ) as running:

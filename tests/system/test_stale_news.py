@@ -36,10 +36,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def worker_of(stack: Stack, job_id: str) -> str:
-    return "worker" if stack.view(job_id).worker == "w1" else "worker-2"
-
-
 @pytest.mark.long
 # field case 37
 def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(stack: Stack) -> None:
@@ -106,5 +102,7 @@ def test_a_cancel_reaches_only_the_worker_that_runs_the_job(stack: Stack) -> Non
 
     asyncio.run(cancel())
     assert stack.wait(job_id).state is State.CANCELLED
-    assert f"job {job_id} attempt 1 stops: cancelled" in stack.log(worker_of(stack, job_id))
+    assert f"job {job_id} attempt 1 stops: cancelled" in stack.log(
+        "worker" if stack.view(job_id).worker == "w1" else "worker-2"
+    )
     assert "midstream_cancel" not in stack.log("callbacks"), "which knows no such command"

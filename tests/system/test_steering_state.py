@@ -23,6 +23,7 @@ from ledger_kit import (
     settings_for,
     worker_info,
 )
+from refusal_kit import refuses
 
 from midstream import __version__
 from midstream.broker.ledger.core import scripts
@@ -160,9 +161,8 @@ async def test_state_of_another_version_names_both_versions(
     }
     for what, calls in reads.items():
         for call in calls:
-            with pytest.raises(MidstreamError) as found:
+            with refuses(kind="version_mismatch") as found:
                 await call
-            assert found.value.kind == "version_mismatch"
             said = (
                 f"{what} of {MODEL!r} was stored by midstream 9.0.0; "
                 f"midstream {__version__} "
@@ -181,9 +181,8 @@ async def test_state_of_another_version_names_both_versions(
     ):
         await steering.standing("another", [])
     await ledger.redis.set(f"ms:pinned:{A}", later(TENSORS[A]))
-    with pytest.raises(MidstreamError, match="tomorrow") as found:
+    with refuses(match="tomorrow", kind="version_mismatch"):
         await steering.get_tensor(A)
-    assert found.value.kind == "version_mismatch"
 
 
 async def test_proposals_and_commits_notify_workers(steering: Steering) -> None:
@@ -215,9 +214,8 @@ async def test_one_proposal_at_a_time_until_its_deadline(
     ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await steering.propose(MODEL, [entry(A)], blobs(A))
-    with pytest.raises(MidstreamError) as busy:
+    with refuses(kind="conflict"):
         await steering.propose(MODEL, [entry(B)], blobs(B))
-    assert busy.value.kind == "conflict"
     assert await steering.propose("another model", [entry(B)], blobs(B))
     for clock in (scripts, broker_steering):
         monkeypatch.setattr(clock, "now", lambda: now() + 61)
@@ -387,9 +385,8 @@ async def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(
     assert await ledger.redis.ttl(f"ms:blob:{A}") > 0
     assert (await ledger.view(job.id)).modules == {"joy": joy.digest}
     late = msgspec.structs.replace(make_job(steer=True), modules={"joy": module(B).digest})
-    with pytest.raises(MidstreamError) as refused:
+    with refuses(kind="conflict") as refused:
         await ledger.submit(late, {}, pinned=[B])
-    assert refused.value.kind == "conflict"
     assert "joy" in refused.value.detail
     with pytest.raises(MidstreamError):
         await ledger.view(late.id)
@@ -507,9 +504,8 @@ class Pins(RuleBasedStateMachine):
             proposal, _ = self.open.pop(model)
             assert self.broker.do(self.broker.steering.abort(model, proposal))
             assert not self.broker.do(self.broker.steering.abort(model, proposal))
-            with pytest.raises(MidstreamError) as given_up:
+            with refuses(kind="conflict"):
                 self.broker.do(self.broker.steering.commit(model, proposal))
-            assert given_up.value.kind == "conflict"
             del self.owned[f"proposal:{model}"]
 
     def tried(self, call: Any, names: list[str], bring: bool) -> Any:
@@ -519,9 +515,8 @@ class Pins(RuleBasedStateMachine):
         if bring or set(names) <= set().union(*self.owned.values(), set()):
             done = self.broker.do(call)
             return True if done is None else done
-        with pytest.raises(MidstreamError) as refused:
+        with refuses(kind="conflict"):
             self.broker.do(call)
-        assert refused.value.kind == "conflict"
         return False
 
     @invariant()

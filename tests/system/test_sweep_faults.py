@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,12 +26,6 @@ from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
 
 HOOK = Webhook(url="http://127.0.0.1:9/policy")
-
-
-@pytest.fixture
-async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    async with Rig(redis_url, tmp_path, **getattr(request, "param", {})) as opened:
-        yield opened
 
 
 # field case 36

@@ -241,10 +241,9 @@ def test_an_error_of_the_server_is_shown_at_its_field(
 def test_a_duplicate_keeps_names_of_hooks_positions_and_other_fields(
     site: Site, visit: Visit
 ) -> None:
-    pairs = [{**PAIR, "alignment": [[-1, -1], [-2, -2]]}]
     asked = {
         **BODY,
-        "pairs": pairs,
+        "pairs": [{**PAIR, "alignment": [[-1, -1], [-2, -2]]}],
         "hooks": ["resid_mid", "hook_mlp_out"],
         "layers": "0-1",
         "positions": [-1, -2],

@@ -24,10 +24,9 @@ WIDTH = 8192
 
 
 def paper(cache: Path, architecture: int, *options: str) -> list[dict[str, Any]]:
-    script = ROOT / "benchmarks" / "gpu" / "paper.py"
     arguments = [
         sys.executable,
-        str(script),
+        str(ROOT / "benchmarks" / "gpu" / "paper.py"),
         "--json",
         "--widths",
         str(WIDTH),

@@ -103,10 +103,13 @@ class Device:
 
         DeviceTensor.owner = self
         patch.setattr(torch, "empty", unlocked)
-        patch.setattr(torch.cuda, "Stream", stream)
-        patch.setattr(torch.cuda, "Event", event)
-        patch.setattr(torch.cuda, "stream", self.on)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        for name, stand_in in {
+            "Stream": stream,
+            "Event": event,
+            "stream": self.on,
+            "current_stream": lambda device=None: self.current,
+        }.items():
+            patch.setattr(torch.cuda, name, stand_in)
 
 
 class Stream:

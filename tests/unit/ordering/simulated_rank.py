@@ -49,7 +49,7 @@ from midstream.schemas.jobs.receipts import BY_REQUEST, STORE_UNAVAILABLE, Captu
 from midstream.schemas.model.banks import RESIDUAL
 from midstream.schemas.requests.interventions import PLACE
 from midstream.schemas.requests.source_runs import RunFile, RunFiles, is_row, run_key
-from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import open_store
 from midstream.workers.runner.base.config import Place
@@ -286,7 +286,9 @@ class Simulation:
                 self._advance(first=True)
             if not self._load_source():
                 self._waiting = [
-                    item for item in self._waiting if not any(map(_patched, item.steering))
+                    item
+                    for item in self._waiting
+                    if not any(is_row(name) for entry in item.steering for name in entry.tensors)
                 ]
             while self._waiting or self._running:
                 self._advance()
@@ -544,10 +546,6 @@ class Simulation:
                     f"{[positions[place] for place in bad]}: {held[site][bad[0]].tolist()} instead "
                     f"of {right[bad[0]].tolist()}"
                 )
-
-
-def _patched(entry: StoredSteering) -> bool:
-    return any(map(is_row, entry.tensors))
 
 
 def simulate(

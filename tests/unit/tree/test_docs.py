@@ -77,13 +77,9 @@ def _resolves(path: Path, target: str) -> bool:
     if not found.is_relative_to(ROOT) or not found.exists():
         return False
     return not anchor or anchor in {
-        _slug(heading["title"]) for heading in HEADING.finditer(FENCE.sub("", found.read_text()))
+        re.sub(r"[^\w\- ]", "", heading["title"].lower()).replace(" ", "-")
+        for heading in HEADING.finditer(FENCE.sub("", found.read_text()))
     }
-
-
-def _slug(title: str) -> str:
-    """A heading's anchor as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)

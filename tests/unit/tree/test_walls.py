@@ -291,13 +291,6 @@ def test_no_module_imports_pickle_or_its_kin() -> None:
     assert wrong == []
 
 
-def refuses_pickle(call: ast.Call) -> bool:
-    return any(
-        keyword.arg == "allow_pickle" and ast.unparse(keyword.value) == "False"
-        for keyword in call.keywords
-    )
-
-
 # field case 42
 def test_no_code_calls_eval_or_unsafe_loaders() -> None:
     forbidden = re.compile(
@@ -310,7 +303,10 @@ def test_no_code_calls_eval_or_unsafe_loaders() -> None:
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name | ast.Attribute)
                 and forbidden.fullmatch(ast.unparse(node.func))
-                and not refuses_pickle(node)
+                and not any(
+                    keyword.arg == "allow_pickle" and ast.unparse(keyword.value) == "False"
+                    for keyword in node.keywords
+                )
             ):
                 wrong.append(
                     f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}"

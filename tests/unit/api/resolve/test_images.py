@@ -258,10 +258,6 @@ def looked_at(url: str) -> Any:
     return parse_chat(chat({"type": "text", "text": "look"}, picture(url)))
 
 
-def captured_images(*prompts: PromptFacts) -> Any:
-    return resolve_captures(CaptureSpec(positions="image"), Bounds(seeing(), list(prompts)))
-
-
 URL_FIELD = "messages[0].content[1].image_url.url"
 
 
@@ -291,7 +287,10 @@ URL_FIELD = "messages[0].content[1].image_url.url"
             for ids in ([1, 2], [500, 1, 500])
         ),
         (
-            lambda: captured_images(PromptFacts(8, images=REFS), PromptFacts(8)),
+            lambda: resolve_captures(
+                CaptureSpec(positions="image"),
+                Bounds(seeing(), [PromptFacts(8, images=REFS), PromptFacts(8)]),
+            ),
             "capture.positions",
             "prompt 1: the prompt has no image",
         ),

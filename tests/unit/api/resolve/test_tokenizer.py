@@ -73,12 +73,11 @@ def make_codec(template: str | None, **changes: Any) -> Codec:
     )
     for name, arguments in changes.items():
         getattr(tokenizer, name)(**arguments)
-    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     return Codec(
         TokenizerBundle(
             tokenizer_json=tokenizer.to_str(),
             chat_template=template,
-            special_tokens=tokens,
+            special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
             eos_token_ids=[257],
         )
     )

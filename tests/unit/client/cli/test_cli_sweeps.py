@@ -171,13 +171,15 @@ def test_a_path_ends_at_a_head_or_at_the_logits() -> None:
 
 def test_attribute_sends_the_method_and_what_to_verify_and_draws(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "both.png"
-    asking = ["--model", "m", "--method", "integrated", "--steps", "4"]
     answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution=attribution())))
     with server(*answers) as (url, seen):
         ended = cli(
             "attribute",
             *PROMPTS,
-            *asking,
+            "--model",
+            "m",
+            "--method=integrated",
+            "--steps=4",
             "--verify",
             "top=4,tolerance=0.5",
             "--png",

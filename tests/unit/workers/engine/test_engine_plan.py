@@ -340,9 +340,8 @@ def test_every_architecture_has_a_plan(name: str) -> None:
 
 
 def test_a_hook_that_the_model_lacks_is_refused_by_name() -> None:
-    olmo = {**TINY, "architectures": ["Olmo2ForCausalLM"]}
     with pytest.raises(UnsupportedArchitectureError, match="has no mlp_in"):
-        plan(model_of(olmo), Settings(hooks="mlp_in"))
+        plan(model_of({**TINY, "architectures": ["Olmo2ForCausalLM"]}), Settings(hooks="mlp_in"))
 
 
 @pytest.mark.parametrize(

@@ -105,17 +105,13 @@ def test_ranked_columns_take_the_dimensions_that_differ_most(points_of: PointsOf
     assert found.effects["post_block"].sum(1) == pytest.approx(whole)
     rows = [
         points.run(points.batch([tokens]), [("post_block", 2)]).rows(("post_block", 2))[0]
-        for tokens in (BASE, found_source(points))
+        for tokens in (BASE, sweep(points, ["post_block"]).pairs[0].source)
     ]
     distance = (rows[0] - rows[1]).abs().sum(0)
     pair = Pair(points, stored, 0)
     first = pair.columns.parts(pair.replaced(("post_block", 2), pair.run(grad=False))[1])[0]
     assert first.columns == [0]
     assert first.dims.tolist() == distance.argsort(descending=True)[:3].tolist()
-
-
-def found_source(points: Points) -> list[int]:
-    return sweep(points, ["post_block"]).pairs[0].source
 
 
 def test_recovered_is_a_share_of_the_difference(points_of: PointsOf) -> None:

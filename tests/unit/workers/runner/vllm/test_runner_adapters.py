@@ -110,15 +110,14 @@ def dispatcher(config: VllmConfig) -> CudagraphDispatcher:
 
 @pytest.fixture
 def manager(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> ModelCudaGraphManager:
-    monkeypatch.setattr(
-        cudagraph_utils,
-        "get_pp_group",
-        lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
-    )
-    monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
-    monkeypatch.setattr(cudagraph_utils, "has_compiled_submodule", lambda _: True)
-    monkeypatch.setattr(cudagraph_utils, "prepare_inputs_to_capture", lambda *_, **__: (None, None))
+    for name, stand_in in {
+        "get_pp_group": lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
+        "graph_capture": lambda **_: contextlib.nullcontext(),
+        "is_global_first_rank": lambda: False,
+        "has_compiled_submodule": lambda _: True,
+        "prepare_inputs_to_capture": lambda *_, **__: (None, None),
+    }.items():
+        monkeypatch.setattr(cudagraph_utils, name, stand_in)
     made = ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
     capture_families(made, FAMILIES)
     return made
