@@ -15,14 +15,13 @@ from typing import Any, cast
 from ....schemas.access.keys import DEFAULT_TENANT
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_json, now
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.captures import CaptureEntry, CapturePage
 from ....schemas.requests.specs import CaptureStatus
 from ....storage.store import open_store
 from ...artifacts import retention
 from ..core import scripts
 from ..results import pages, views
-from .ledger import Ledger, of_each, reachable
+from .ledger import Ledger, LedgerPart, of_each, reachable
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +50,14 @@ def _entry(job: str, created: float, values: Any) -> CaptureEntry | None:
     )
 
 
-class Captures:
+class Captures(LedgerPart):
     """Captures of a ledger, in the artifact store of its settings.
 
     Belongs to the ledger's event loop.
     """
 
     def __init__(self, ledger: Ledger) -> None:
-        self._redis: Any = ledger.redis
-        self._settings: Settings = ledger.settings
-        self._scripts = scripts.Scripts(ledger.redis)
+        super().__init__(ledger)
         self.store = open_store(ledger.settings.artifacts)
         self._grace = ledger.settings.capture_timeout_s + GRACE_LEASES * ledger.settings.lease_s
         self._again = 0.0  # when earlier deletions are checked again

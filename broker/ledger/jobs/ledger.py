@@ -585,3 +585,13 @@ class Ledger(Fleet):
                 f"cannot read it: {error}; "
                 "upgrade the older one, workers first",
             ) from error
+
+
+class LedgerPart:
+    """Reads and writes one kind of a ledger's records. Belongs to the ledger's event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._redis: Any = ledger.redis
+        self._settings = ledger.settings
+        self._scripts = scripts.Scripts(ledger.redis)

@@ -3,20 +3,19 @@ stored and outlive an attempt.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from msgspec import UnsetType
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import to_json, to_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.attributions import EstimatedPair
 from ....schemas.jobs.jobs import Event, EventKind, Job
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import SweepCell, SweepResult, UnitRecord
 from ..core import scripts
-from .ledger import Ledger, not_found, reachable, unit_decoder
+from .ledger import LedgerPart, not_found, reachable, unit_decoder
 
 #: Units in one script call: few enough to hold Redis for a few milliseconds only.
 BATCH = 500
@@ -32,14 +31,8 @@ class SweepSnapshot(NamedTuple):
     last_event: str  # id of the last event that `result` surely includes; empty: no events
 
 
-class Sweeps:
+class Sweeps(LedgerPart):
     """Sweep units in a ledger. Belongs to the ledger's event loop."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._redis: Any = ledger.redis
-        self._settings: Settings = ledger.settings
-        self._scripts = scripts.Scripts(ledger.redis)
 
     @reachable
     async def records(self, job_id: str) -> dict[int, UnitRecord]:

@@ -9,14 +9,13 @@ files, deleted like others, but not on expiry while a job holds a lease on them.
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
 from ....schemas.base.errors import MidstreamError, Problem, Translated, unknown
 from ....schemas.base.records import by_key, from_json, from_msgpack, now, to_json
-from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, State
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
@@ -35,7 +34,7 @@ from ...artifacts.headers import UNREADABLE, must_be_there
 from ...artifacts.source_run_files import Blob, unusable
 from ..core import scripts
 from ..jobs.captures import Captures
-from ..jobs.ledger import Ledger, of_each, reachable
+from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable
 from ..results import pages
 
 #: Job ids name the captures of their jobs; names of runs must not begin like this.
@@ -69,7 +68,7 @@ Standings = list[RunReadiness | None]
 DELETED = RunReadiness("deleted", "its captures were deleted")
 
 
-class SourceRuns:
+class SourceRuns(LedgerPart):
     """Source runs of a ledger, in the capture root of its settings.
 
     Belongs to the ledger's event loop.
@@ -79,11 +78,8 @@ class SourceRuns:
     """
 
     def __init__(self, ledger: Ledger, caller: Caller | None = None) -> None:
-        self._ledger = ledger
+        super().__init__(ledger)
         self._caller = caller
-        self._redis: Any = ledger.redis
-        self._settings: Settings = ledger.settings
-        self._scripts = scripts.Scripts(ledger.redis)
         self._store = open_store(ledger.settings.artifacts)
         self._pruned = 0.0  # time of the last search through the names
         # the last job and tag read from disk, and their blobs

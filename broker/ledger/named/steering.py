@@ -9,14 +9,13 @@ them. A job gets its own copies when it is accepted.
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from ....schemas.access.keys import shown, unscoped
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_msgpack, now, to_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
@@ -30,7 +29,7 @@ from ....schemas.requests.steering import (
 )
 from ..core import scripts
 from ..core.tenants import MIB, refusal
-from ..jobs.ledger import Ledger, reachable
+from ..jobs.ledger import LedgerPart, reachable
 
 log = logging.getLogger(__name__)
 
@@ -101,17 +100,11 @@ class Account(NamedTuple):
         )
 
 
-class Steering:
+class Steering(LedgerPart):
     """The desired state in a ledger's Redis. Belongs to the ledger's event loop.
 
     All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._redis: Any = ledger.redis
-        self._settings: Settings = ledger.settings
-        self._scripts = scripts.Scripts(ledger.redis)
 
     # --- the worker's side
 

@@ -24,16 +24,11 @@ from ....schemas.requests.harvest_work import HarvestPart
 from ....storage.shards import checked
 from ....storage.store import open_store
 from ..core import scripts
-from ..jobs.ledger import Ledger, reachable
+from ..jobs.ledger import LedgerPart, reachable
 
 
-class HarvestStreams:
+class HarvestStreams(LedgerPart):
     """The part of `Harvests` that serves streams."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._redis: Any = ledger.redis
-        self._scripts = scripts.Scripts(ledger.redis)
 
     # --- a consumer's side
 
