@@ -161,12 +161,11 @@ def _current() -> dict[str, Any]:
     """Returns the credentials in obstore's form."""
     global _last
     _last = _credentials()
-    until = datetime.now(UTC) + timedelta(seconds=READ_AGAIN_S + RENEWED_S)
     return {
         "access_key_id": "",
         "secret_access_key": "",
         "token": None,
-        "expires_at": until,
+        "expires_at": datetime.now(UTC) + timedelta(seconds=READ_AGAIN_S + RENEWED_S),
         **_last,
     }
 

@@ -94,12 +94,11 @@ def shard_buffers(
 
     `tensors`: (name, dtype, C-contiguous bits).
     """
-    header = safetensors_header(
-        [(name, RAW[dtype][0], list(bits.shape), bits.nbytes) for name, dtype, bits in tensors],
-        metadata,
-    )
     buffers: list[Buffer] = [
-        header,
+        safetensors_header(
+            [(name, RAW[dtype][0], list(bits.shape), bits.nbytes) for name, dtype, bits in tensors],
+            metadata,
+        ),
         *(bits.reshape(-1).view(np.uint8).data for _, _, bits in tensors if bits.size),
     ]
     crc = 0

@@ -47,9 +47,8 @@ async def feed(
     ] = 500,
     tenant: Whose = None,
 ) -> Response[Any]:
-    whose = tenant_asked(caller, tenant)
     return Stream(
-        _events(context, caller, whose, limit),
+        _events(context, caller, tenant_asked(caller, tenant), limit),
         media_type=events.MEDIA_TYPE,
         headers=events.HEADERS,
     )

@@ -102,8 +102,7 @@ async def _view(context: AppContext, name: str) -> TenantView:
     responses={503: PROBLEM},
 )
 async def list_tenants(context: AppContext) -> TenantList:
-    stored = {tenant.name for tenant in await reachable(context.ledger.tenants.list)()}
-    names = stored | {
+    names = {tenant.name for tenant in await reachable(context.ledger.tenants.list)()} | {
         key.tenant
         for key in await context.keys.list()
         if key.expires is None or now() < key.expires

@@ -254,8 +254,7 @@ def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
 
 def links(settings: Settings) -> dict[str, tuple[str, str]]:
     """Return URL and description of each link by name."""
-    built = (SITE / "index.html").is_file()
-    result = {"docs": (SITE_INDEX, "the documentation")} if built else {}
+    result = {"docs": (SITE_INDEX, "the documentation")} if (SITE / "index.html").is_file() else {}
     result |= {
         "schema": ("/schema", "all operations of the API"),
         "swagger": ("/schema/swagger", "the same, with a form to try out calls"),

@@ -80,9 +80,8 @@ ModelName = Annotated[
 )
 async def get_model(name: ModelName, context: AppContext) -> ModelCard:
     info = await context.the_model(name)
-    workers = sum(worker.model == info.name for worker in await context.ledger.workers())
     return msgspec.structs.replace(
-        _card(info, workers),
+        _card(info, sum(worker.model == info.name for worker in await context.ledger.workers())),
         certificate=info.certificate,
         attention=info.attention,
         gradients=await context.ledger.gradients(info),

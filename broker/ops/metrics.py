@@ -20,6 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from ...schemas.base.records import by_key
 from ...schemas.base.store_calls import BOUNDS, StoreCalls
 from ...schemas.jobs.models import WorkerStats
 from ...schemas.requests.steering import RankSteering, WorkerSteering
@@ -407,11 +408,9 @@ class StoreReadings(Collector):
 
     def collect(self) -> Iterator[Metric]:
         requests, retries, size, seconds = families = self._families()
-        by_operation: dict[str, list[StoreCalls]] = {}
-        for operation, calls in (
+        by_operation = by_key(
             item for source in self.sources for counts in source() for item in counts.items()
-        ):
-            by_operation.setdefault(operation, []).append(calls)
+        )
         for operation, parts in sorted(by_operation.items()):
             outcomes = sum((Tally(calls.outcomes) for calls in parts), Tally())
             for outcome, count in sorted(outcomes.items()):

@@ -275,12 +275,11 @@ class Sender(threading.Thread):
             elif event in _FAILED:
                 self._on_failed_handshake(socket, event)
             elif self._phase is not Phase.OFF:
-                waiting = self._committed - self._acked
                 log.warning(
                     "outbox %s: connection to the relay at %s lost; receipts waiting: %d",
                     self._store.path,
                     self._url,
-                    waiting,
+                    self._committed - self._acked,
                 )
                 self._enter(Phase.OFF)
 
@@ -294,12 +293,11 @@ class Sender(threading.Thread):
         if self._may_complain(event):
             public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
             why = _FAILED[event].format(public=public, keyless=keyless)
-            waiting = self._committed - self._acked
             log.error(
                 "outbox %s: rejected by the relay at %s (receipts waiting: %d): %s",
                 self._store.path,
                 self._url,
-                waiting,
+                self._committed - self._acked,
                 why,
             )
         if self._retry_at == float("inf"):
@@ -395,11 +393,10 @@ class Sender(threading.Thread):
 
     def _report_lost(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
         if self._send(socket, Kind.LOST, lost.last, to_msgpack(lost)):
-            count = lost.last - lost.first + 1
             log.error(
                 "outbox %s: receipts lost: %d (jobs %s): %s",
                 self._store.path,
-                count,
+                lost.last - lost.first + 1,
                 lost.jobs,
                 lost.message,
             )

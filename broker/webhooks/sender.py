@@ -97,9 +97,8 @@ class Sender:
     def over(cls, ledger: Ledger, clock: Callable[[], float] | None = None) -> "Sender":
         """Return a sender with the ledger's settings; `clock` defaults to the settings' clock."""
         settings = ledger.settings
-        outbox = WebhookOutbox(ledger, clock or clock_of(settings))
         return cls(
-            outbox,
+            WebhookOutbox(ledger, clock or clock_of(settings)),
             WebhookSecrets(ledger),
             Poster(settings.webhook_allow_private, settings.webhook_timeout_s),
             settings,

@@ -264,10 +264,9 @@ def _capture(stage: Stage) -> Iterator[Finding]:
         for stack, reader in zip(stacks, readers, strict=True)
     )
     rows = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
-    whole = shapes and all(bool(np.isfinite(stack).all()) for stack in stacks)
     yield graded(
         "rows",
-        not whole,
+        not (shapes and all(bool(np.isfinite(stack).all()) for stack in stacks)),
         f"{rows} rows: {NUM_LAYERS} layers × every token × {HIDDEN_SIZE}, all finite",
     )
     yield graded(

@@ -268,13 +268,12 @@ def attribution_figure(attribution: Attribution, path: Path | str | None = None)
 
 def _beyond(values: np.ndarray, low: float, high: float) -> str:
     """Return the ends of the colour bar beyond which values lie, as matplotlib's `extend`."""
-    ends = (bool((values < low).any()), bool((values > high).any()))
     return {
         (False, False): "neither",
         (True, False): "min",
         (False, True): "max",
         (True, True): "both",
-    }[ends]
+    }[(bool((values < low).any()), bool((values > high).any()))]
 
 
 # --- Attention patterns

@@ -11,8 +11,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ...schemas.base.records import by_key
 from ...schemas.jobs.harvests import HarvestView
-from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, JobView
+from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, JobView
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
 from ..captures.reader import CaptureReader, Check
@@ -180,9 +181,9 @@ def receipts(
     names = ("job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
     cells = []
     for job_id, captures, determinism in jobs:
-        files: dict[tuple[int, int], list[FileEntry]] = {}
-        for file in captures.files if captures else []:
-            files.setdefault((file.request, file.rank), []).append(file)
+        files = by_key(
+            ((file.request, file.rank), file) for file in (captures.files if captures else [])
+        )
         reports = [
             report
             for stage in (determinism.stages if determinism else [])

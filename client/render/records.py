@@ -146,11 +146,10 @@ def _labels(probe: Probe) -> str:
 
 
 def _thresholds(probe: Probe) -> str:
-    pairs = zip(probe.content.labels, probe.content.thresholds, strict=True)
     return escape(
         ", ".join(
             label if threshold is None else f"{label} ≥ {threshold:.4g}"
-            for label, threshold in pairs
+            for label, threshold in zip(probe.content.labels, probe.content.thresholds, strict=True)
         )
     )
 

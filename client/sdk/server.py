@@ -56,11 +56,10 @@ class Server(Calls[M]):
         """Return the token ids that a job would have for a text or a conversation, and the text of
         each token (`token_strs`).
         """
-        chat = None if messages is None else list(messages)
         body = {
             "model": model,
             "add_special_tokens": add_special_tokens,
-            **wire.given(prompt=prompt, messages=chat),
+            **wire.given(prompt=prompt, messages=None if messages is None else list(messages)),
         }
         return await self._ask(Call("POST", "/v1/tokenize", body=body), Tokenized)
 

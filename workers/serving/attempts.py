@@ -582,12 +582,11 @@ def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
 
 
 def _token_event(progress: Progress, attempt: int) -> Event:
-    finish_reason = progress.finished.finish_reason if progress.finished else None
     data = {
         "index": progress.request,
         "text": progress.text,
         "token_ids": progress.token_ids,
-        "finish_reason": finish_reason,
+        "finish_reason": progress.finished.finish_reason if progress.finished else None,
     }
     if progress.said is not None:
         data["delta"] = msgspec.to_builtins(progress.said)

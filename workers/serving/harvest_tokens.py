@@ -103,8 +103,10 @@ class Tokens:
             if texts
             else []
         )
-        for (number, _), encoding in zip(texts, encodings, strict=True):
-            yield number, np.array(encoding.ids[: self._longest], np.int32)
+        yield from (
+            (number, np.array(encoding.ids[: self._longest], np.int32))
+            for (number, _), encoding in zip(texts, encodings, strict=True)
+        )
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:

@@ -55,8 +55,7 @@ def operators(card: dict[str, Any], policies: Sequence[Policy]) -> dict[Named, s
     """Return the digests of what the operator applies to every request to the model: extensions,
     and policies of all traffic.
     """
-    result = {(item["kind"], item["name"]): item["digest"] for item in card.get("extensions", [])}
-    return result | {
+    return {(item["kind"], item["name"]): item["digest"] for item in card.get("extensions", [])} | {
         ("policy", policy.name): policy.digest
         for policy in policies
         if policy.current.content.all_traffic

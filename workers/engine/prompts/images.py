@@ -227,9 +227,8 @@ def images_of(config: VllmConfig, limit: int) -> Images:
 
 def _untested(config: VllmConfig) -> dict[str, bool]:
     """Return feature → whether it is used, for features that were not tested with images."""
-    parallel = config.parallel_config
     return {
-        "several ranks": parallel.world_size > 1,
+        "several ranks": config.parallel_config.world_size > 1,
         "the v2 runner": config.use_v2_model_runner,
         "compiled forwards": config.compilation_config.mode not in (None, CompilationMode.NONE),
         "draft tokens": config.speculative_config is not None,

@@ -10,6 +10,7 @@ import msgspec
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.saes import StoredSae
 from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import by_key
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.specs import RankSpec, StoredSteering, steering_rows
@@ -167,10 +168,7 @@ def _pinned_rows(steering: GlobalSteering) -> frozenset[RowDemand]:
 
 def disagreement(ranks: Sequence[RankSteering]) -> str:
     """Returns how ranks of one stage disagree; empty if the ranks of every stage agree."""
-    stages: dict[int, list[RankSteering]] = {}
-    for rank in ranks:
-        stages.setdefault(rank.pp, []).append(rank)
-    for stage, members in stages.items():
+    for stage, members in by_key((rank.pp, rank) for rank in ranks).items():
         if len({(rank.epoch, rank.checksum, rank.actions) for rank in members}) > 1:
             listing = ", ".join(
                 f"rank {rank.rank}: {rank.checksum} after {rank.actions} in epoch {rank.epoch}"

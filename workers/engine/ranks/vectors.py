@@ -82,14 +82,11 @@ class RankVectors(RankRecord):
             name: {"dtype": t.dtype, "shape": t.shape, "data": t.data}
             for name, t in tensors.items()
         }
-        distinct = list(
-            {to_msgpack(user): msgspec.to_builtins(user) for user in users[:_USERS]}.values()
-        )
         await self._ranks.apply(
             "sending vectors",
             "midstream_put_vectors",
             payload,
-            distinct,
+            list({to_msgpack(user): msgspec.to_builtins(user) for user in users[:_USERS]}.values()),
             undo=Undo(self.drop, (sorted(tensors),)),
         )
         self._sizes.update(sizes)

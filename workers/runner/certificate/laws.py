@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from ....schemas.base.records import by_key
 from ....schemas.prompts.selectors import HOOKS, Hook
 
 #: Kind of law → (tolerance in units of the model dtype's `eps` unless the reason states another
@@ -372,11 +373,8 @@ class Law(msgspec.Struct, frozen=True):
 
 def combine(findings: Iterable[Finding]) -> list[Law]:
     """Combine the findings of each law, with the figure of the worst."""
-    laws: dict[str, list[Finding]] = {}
-    for finding in findings:
-        laws.setdefault(finding.law, []).append(finding)
     combined = []
-    for law, of_law in laws.items():
+    for law, of_law in by_key((finding.law, finding) for finding in findings).items():
         worst = max(of_law, key=lambda finding: (math.isnan(finding.figure), finding.figure))
         failing = tuple(sorted({finding.layer for finding in of_law if not finding.ok}))
         layers = tuple(sorted({finding.layer for finding in of_law}))

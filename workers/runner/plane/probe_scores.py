@@ -92,11 +92,10 @@ class Scorer:
         plan = self._stacks.plan(spec.probes, sides) if sides else None
         if plan is None:
             return None
-        streams_from = spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1
         watch = Watch(
             request_id,
             [spec.probes[number] for number in plan.numbers],
-            streams_from,
+            spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1,
             plan.kind,
             spec.prompt_tokens,
         )

@@ -181,10 +181,9 @@ def _attributes(node: ast.ClassDef) -> dict[str, ast.stmt]:
 
 
 def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     flat = [
         item
-        for target in targets
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         for item in (target.elts if isinstance(target, ast.Tuple) else [target])
     ]
     return {

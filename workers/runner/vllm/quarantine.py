@@ -93,9 +93,8 @@ class Quarantine:
                 self._freed.popitem(last=False)
 
     def _blocks(self, request_id: str) -> list[tuple[int, list[int]]]:
-        managers = self._manager.coordinator.single_type_managers
         return [
             (manager.block_size, [block.block_id for block in blocks])
-            for manager in managers
+            for manager in self._manager.coordinator.single_type_managers
             if (blocks := manager.req_to_blocks.get(request_id))
         ]
