@@ -54,6 +54,9 @@ class StoredLens(StoredReading, tag="lens", omit_defaults=True):
     #: Each rank holds a part of the vocabulary; their parts are joined.
     everywhere: ClassVar[bool] = True
 
+    def row_work(self, hidden_size: int, vocab_size: int) -> int:
+        return hidden_size * (vocab_size + (hidden_size if self.tuned else 0))
+
     def row_size(self) -> int:
         return 4 + 8 * self.top_k + 8 * len(self.tokens)
 

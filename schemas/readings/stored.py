@@ -29,6 +29,12 @@ class StoredReading(Record, omit_defaults=True):
         """Return the most bytes of a part for one row."""
         raise NotImplementedError
 
+    def row_work(self, hidden_size: int, vocab_size: int) -> int:
+        """Return the most multiply-adds for one row: one for each float32 weight of the artifact.
+        0: not known.
+        """
+        return self.artifact.bytes // 4 if self.artifact is not None else 0
+
     def size(self, positions: int, sites: int) -> int:
         """Return the most bytes of one rank's part, without its header."""
         return positions * (sites * self.row_size() + _POSITION_BYTES)

@@ -253,6 +253,8 @@ class CheckedSteering(Record, kw_only=True):
 
 #: Whose an edit is; the operator is above the request.
 Owner = Literal["request", "operator"]
+#: Which threads of a rank's writer consume a request's rows.
+Work = Literal["writer", "harvest", "reading"]
 
 
 class StoredSteering(CheckedSteering, kw_only=True):
@@ -483,6 +485,7 @@ class RankSpec(Record):
     images: list[ImageSpan] = []  # of the prompt
     probes: list[StoredProbe] = []  # score its tokens; their rows are among `captures`
     stream_scores: bool = False  # the probes' scores are sent with the tokens
+    tenant: str = ""  # whose turn its readings take
 
     @property
     def ids(self) -> tuple[str, int, int]:
@@ -490,9 +493,15 @@ class RankSpec(Record):
         return self.job, self.request, self.attempt
 
     @property
-    def harvested(self) -> bool:
-        """Return whether a harvest asks for its rows."""
-        return any(capture.harvest is not None for capture in self.captures)
+    def work(self) -> Work:
+        """Return which threads of a rank consume its rows."""
+        return (
+            "harvest"
+            if any(capture.harvest is not None for capture in self.captures)
+            else "reading"
+            if any(capture.reading is not None for capture in self.captures)
+            else "writer"
+        )
 
     @property
     def key(self) -> str:

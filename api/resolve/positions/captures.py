@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ....broker.ops import global_capture
 from ....schemas.base.errors import Translated, invalid
+from ....schemas.base.limits import MAX_READING_WORK
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.images import ImageRef
 from ....schemas.prompts.selectors import (
@@ -332,11 +333,12 @@ def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bound
 def _check_memory(
     stored_captures: Sequence[tuple[str, Sequence[StoredCapture]]], bounds: Bounds
 ) -> None:
-    """Raise 400 if the rows and readings of one prompt, or of all, could exceed their memory limit.
+    """Raise 400 if the rows and readings of one prompt, or of all, could exceed their memory limit,
+    or the readings of all `MAX_READING_WORK`.
 
     `stored_captures`: field → one capture per prompt.
     """
-    limit, total = bounds.model.memory_limit_kib << 10, 0
+    limit, total, work = bounds.model.memory_limit_kib << 10, 0, 0
     of_prompt = [0] * len(bounds.prompts)
     most = f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting memory_limit_kib)"
     for field, captures in stored_captures:
@@ -345,6 +347,12 @@ def _check_memory(
             size = _returned_bytes(capture, index, bounds)
             of_prompt[index] += size
             total += size * (bounds.model.tp if capture.everywhere else 1)
+            if capture.reading is not None:
+                work += (
+                    capture.count_stored(bounds.prompts[index].tokens, bounds.max_tokens)
+                    * capture.num_sites
+                    * capture.reading.row_work(bounds.model.hidden_size, bounds.model.vocab_size)
+                )
             if size and of_prompt[index] > limit:
                 what = (
                     "rows: consumer 'memory' returns"
@@ -374,6 +382,13 @@ def _check_memory(
                 f"the job's {len(captures)} prompts may produce {total} bytes of {what} at most "
                 f"{max(limit, MEMORY_JOB_BYTES) >> 20} MiB "
                 f"per job; send fewer prompts in one job, or {way}",
+            )
+        if work > MAX_READING_WORK:
+            raise invalid(
+                field,
+                f"the readings of the job's {len(captures)} prompts may take {work} multiply-adds",
+                allowed=f"at most {MAX_READING_WORK} per job",
+                hint="name fewer positions or layers, or send fewer prompts in one job",
             )
 
 

@@ -176,7 +176,8 @@ class FakeRanks:
                     WriteJob(
                         self._receipt(finished, rank, graded, failure),
                         self._builds(finished, rank.rank, rank.pp) if rank.tp == 0 else [],
-                        harvested=finished.spec.harvested,
+                        work=finished.spec.work,
+                        tenant=finished.spec.tenant,
                     )
                 )
 

@@ -55,6 +55,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         images=ask.spans,
         probes=ask.probes,
         stream_scores=ask.stream and any(probe.policy is None for probe in ask.probes),
+        tenant=ask.tenant,
     )
 
 

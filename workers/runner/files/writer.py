@@ -16,6 +16,7 @@ from ....broker.receipts.outbox import Outbox
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, Consumed, Receipt
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
+from ....schemas.requests.specs import Work
 from ....storage.store import ArtifactStore
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome
@@ -28,8 +29,9 @@ if TYPE_CHECKING:  # it imports torch, which an engine without kernels does not 
 
 logger = logging.getLogger(__name__)
 
-#: Limits of a group, which is one durable commit: requests, and approximate bytes.
-GROUP_REQUESTS = 256
+#: Limits of a group, which is one durable commit: requests, and approximate bytes. A request with a
+#: reading is a group of its own, so that no other receipt waits for its computation.
+GROUP_REQUESTS: dict[Work, int] = {"writer": 256, "harvest": 256, "reading": 1}
 GROUP_BYTES = 64 << 20
 #: Consumers whose failure fails the capture, because its rows are lost. Failures of other consumers
 #: only make it partial.
@@ -48,7 +50,7 @@ class InterventionError(Exception):
 class WriteJob:
     """A finished request: its receipt, complete except for the captures, and the functions that
     build these. `size`: approximate bytes of their rows. `complete` adds to the receipt what takes
-    a while to compute. `harvested`: the rows go to a harvest's store.
+    a while to compute. `work`: which threads run it. `tenant`: whose turn a reading takes.
 
     All of them run in a writer thread; what they refer to stays alive until the receipt is
     delivered.
@@ -58,7 +60,8 @@ class WriteJob:
     builds: Sequence[Callable[[], FinishedCapture]] = ()
     size: int = 0
     complete: Callable[[Receipt], Receipt] | None = None
-    harvested: bool = False
+    work: Work = "writer"
+    tenant: str = ""
 
 
 @dataclass
@@ -112,14 +115,36 @@ class Diversion(Protocol):
     def receipt(self, receipt: Receipt) -> None: ...
 
 
-_Jobs = queue.SimpleQueue[WriteJob | _Part | None]
+class _Turns(queue.Queue[WriteJob | _Part | None]):
+    """A queue in which tenants take turns, and the jobs of each tenant. A job's requests keep their
+    order; the end marker comes last.
+    """
+
+    def _init(self, maxsize: int) -> None:
+        # (tenant, job) → its requests; next turn first
+        self.queue: dict[tuple[str, str], list[WriteJob | _Part | None]] = {}
+
+    def _put(self, item: WriteJob | _Part | None) -> None:
+        of = (item.tenant, item.receipt.job) if isinstance(item, WriteJob) else ("", "")
+        self.queue.setdefault(of, []).append(item)
+
+    def _get(self) -> WriteJob | _Part | None:
+        turn, items = next(iter(self.queue.items()))
+        item = items.pop(0)
+        order = sorted(self.queue, key=lambda of: (not of[1], of[0] == turn[0], of == turn))
+        self.queue = {of: self.queue[of] for of in order if self.queue[of]}
+        return item
+
+
+_Jobs = queue.SimpleQueue[WriteJob | _Part | None] | _Turns
 
 
 class Writer:
     """Threads that pass captures to their consumers in groups, and then receipts to the outbox.
 
     Harvests have threads of their own: their stores are elsewhere, and other requests would lose
-    their receipts while one of those does not answer.
+    their receipts while one of those does not answer. So have readings, because they may compute
+    for minutes.
     """
 
     def __init__(
@@ -131,9 +156,9 @@ class Writer:
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
     ) -> None:
-        """`threads`: for harvests, and as many for all else. `memory_limit`: bytes that the
-        consumer `memory` may put into a receipt. `begin`: called first in each thread. `readings`:
-        the consumer that computes readings of rows, if any.
+        """`threads`: of each kind of work. `memory_limit`: bytes that the consumer `memory` may put
+        into a receipt. `begin`: called first in each thread. `readings`: the consumer that computes
+        readings of rows, if any.
 
         Raises ValueError without a thread, since nothing would ever be written.
         """
@@ -141,7 +166,11 @@ class Writer:
             raise ValueError(f"a writer has {threads} threads, and needs at least one")
         self._begin = begin
         self._outbox = outbox
-        self._jobs, self._harvested = _Jobs(), _Jobs()
+        self._queues: dict[Work, _Jobs] = {
+            "writer": queue.SimpleQueue(),
+            "harvest": queue.SimpleQueue(),
+            "reading": _Turns(),
+        }
         self._pending = 0
         self.backlog = 0  # bytes of rows that wait or are being written
         # counts since the start
@@ -157,15 +186,19 @@ class Writer:
         if readings is not None:
             self._shared[READER] = readings
         usage = Usage(store.store, store.quota)
-        self._filesystems = [Filesystem(store, usage, i) for i in range(2 * threads)]
+        self._filesystems = [
+            Filesystem(store, usage, i) for i in range(len(self._queues) * threads)
+        ]
         self._threads = [
             threading.Thread(
                 target=self._run,
-                args=(filesystem, self._jobs if i < threads else self._harvested),
-                name=f"midstream-{'writer' if i < threads else 'harvest'}-{i % threads}",
+                args=(filesystem, self._queues[work], GROUP_REQUESTS[work]),
+                name=f"midstream-{work}-{i // len(self._queues)}",
                 daemon=True,
             )
-            for i, filesystem in enumerate(self._filesystems)
+            for i, (filesystem, work) in enumerate(
+                zip(self._filesystems, [*self._queues] * threads, strict=True)
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -194,14 +227,14 @@ class Writer:
         with self._lock:
             self._pending += 1
             self.backlog += job.size
-        (self._harvested if job.harvested else self._jobs).put(job)
+        self._queues[job.work].put(job)
 
     def stream(self, write: Callable[[], None], size: int) -> None:
         """Have a writer thread call `write`, which releases `size` bytes of rows."""
         with self._lock:
             self._pending += 1
             self.backlog += size
-        self._jobs.put(_Part(write, size))
+        self._queues["writer"].put(_Part(write, size))
 
     def busy(self) -> bool:
         """Return whether anything remains to be written."""
@@ -209,12 +242,12 @@ class Writer:
 
     def close(self) -> None:
         """Write everything that is queued, and stop."""
-        for jobs in (self._jobs, self._harvested):
+        for jobs in self._queues.values():
             jobs.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _run(self, filesystem: Filesystem, jobs: _Jobs) -> None:
+    def _run(self, filesystem: Filesystem, jobs: _Jobs, most: int) -> None:
         self._begin()
         consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
         while (first := jobs.get()) is not None:
@@ -222,7 +255,7 @@ class Writer:
                 self._write_part(first)
                 del first
                 continue
-            group, last = self._gather(first, jobs)
+            group = self._gather(first, jobs, most)
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
             count, size = len(group), sum(job.size for job in group)
@@ -232,27 +265,26 @@ class Writer:
             with self._lock:
                 self._pending -= count
                 self.backlog -= size
-            if last:
-                break
         jobs.put(None)  # for another thread
         filesystem.close()
 
-    def _gather(self, first: WriteJob, jobs: _Jobs) -> tuple[list[WriteJob], bool]:
-        """Return a group of `first` and waiting jobs, and whether the end marker was taken."""
+    def _gather(self, first: WriteJob, jobs: _Jobs, most: int) -> list[WriteJob]:
+        """Return a group of `first` and waiting jobs, at most `most`."""
         group, size = [first], first.size
-        while len(group) < GROUP_REQUESTS and size < GROUP_BYTES:
+        while len(group) < most and size < GROUP_BYTES:
             try:
                 job = jobs.get_nowait()
             except queue.Empty:
                 break
             if job is None:
-                return group, True
+                jobs.put(None)  # it ends the thread after this group
+                break
             if isinstance(job, _Part):
                 self._write_part(job)
                 continue
             group.append(job)
             size += job.size
-        return group, False
+        return group
 
     def _write_part(self, part: _Part) -> None:
         try:

@@ -87,8 +87,8 @@ class Reports:
                 state=self._actions.state,
                 shown=self._place.tp == 0,
             )
-        receipt, harvested = self._receipt(step, tracked), tracked.spec.harvested
-        self._writer.submit(WriteJob(receipt, builds, size, complete, harvested))
+        receipt, spec = self._receipt(step, tracked), tracked.spec
+        self._writer.submit(WriteJob(receipt, builds, size, complete, spec.work, spec.tenant))
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
         """Report a failure, without waiting for the request to end. `kind`: see `Receipt.kind`.

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,13 +60,14 @@ class Desk:
         *builds: Callable[[], FinishedCapture],
         request: int = 0,
         status: str = "ok",
-        harvested: bool = False,
+        job: str = "job_x",
+        **more: Any,
     ) -> None:
         receipt = Receipt(
             "1",
             "w",
             "boot",
-            "job_x",
+            job,
             request,
             1,
             0,
@@ -78,7 +80,7 @@ class Desk:
             status=status,
             message="",
         )
-        self.writer.submit(WriteJob(receipt, builds, 100, harvested=harvested))
+        self.writer.submit(WriteJob(receipt, builds, 100, **more))
 
     def close(self) -> dict[int, Receipt]:
         self.writer.close()
@@ -118,15 +120,18 @@ def test_a_receipt_says_ok_when_its_files_are_there(
     )
 
 
-def test_nobody_waits_for_the_store_of_a_harvest(desk: Desk) -> None:
+@pytest.mark.parametrize("work", ["harvest", "reading"])
+def test_captures_do_not_wait_for_the_store_of_a_harvest_or_for_readings(
+    desk: Desk, work: str
+) -> None:
     answers = threading.Event()
 
-    def harvested() -> FinishedCapture:
+    def slow() -> FinishedCapture:
         assert answers.wait(60)
         return finished()
 
     for request in range(8):
-        desk.submit(harvested, request=request, harvested=True)
+        desk.submit(slow, request=request, work=work)
     desk.submit(capture(), request=8)
     until = time.monotonic() + 60
     while not desk.receipts and time.monotonic() < until:
@@ -134,6 +139,27 @@ def test_nobody_waits_for_the_store_of_a_harvest(desk: Desk) -> None:
     assert [(told.request, told.status) for told in desk.receipts] == [(8, "ok")]
     answers.set()
     assert desk.close().keys() == set(range(9))
+
+
+def test_readings_take_turns_between_tenants_and_between_jobs_of_a_tenant(desk: Desk) -> None:
+    begun, free = threading.Event(), threading.Event()
+
+    def first() -> FinishedCapture:
+        begun.set()
+        assert free.wait(60)
+        return finished()
+
+    desk.submit(first, job="first", work="reading", tenant="c")
+    assert begun.wait(60)
+    for tenant, job, requests in (("a", "long", 3), ("a", "short", 2), ("b", "other", 2)):
+        for request in range(requests):
+            desk.submit(capture(), request=request, job=job, work="reading", tenant=tenant)
+    threading.Timer(0.2, free.set).start()  # while it closes
+    desk.close()
+    turns = [f"{receipt.job} {receipt.request}" for receipt in desk.receipts]
+    assert turns == [
+        "first 0", "long 0", "other 0", "short 0", "other 1", "long 1", "short 1", "long 2",
+    ]  # fmt: skip
 
 
 def test_a_request_without_captures_is_reported_at_once(desk: Desk) -> None:
