@@ -110,8 +110,8 @@ MAX_VECTOR_FILE = 64 << 20  # bytes of a file of vectors that the client reads, 
 
 # --- Readings of captured rows
 
-# multiply-adds of the lens and `features` of a job: twice the default lens of as many rows as a job
-# may return (16 MiB), on a model of 131,072 tokens and hidden size 4,096, rounded to a power of two
+# multiply-adds of the lens and `features` of a job: those of a default lens that returns 16 MiB, of
+# a model with 131,072 tokens and hidden size 4,096, rounded up to a power of two
 MAX_READING_WORK = 1 << 48
 MAX_LENS_TOP = 100  # most likely tokens of a logit lens
 MAX_LENS_TOKENS = 64  # named tokens of a logit lens

@@ -18,7 +18,7 @@ from ..files.finished_rows import FinishedCapture, ReadingError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that an installed reader may take for a request's rows: a writer thread waits for it.
+#: Seconds that an installed reader may take for a request's rows; the thread waits for it.
 PATIENCE_S = 5.0
 #: Positions in each call of the check.
 _CHECKED_POSITIONS = (1, 5)

@@ -1,5 +1,5 @@
-"""Readings: computes the results that requests want from captured rows, in the writer threads, with
-modules of the loaded model.
+"""Readings: computes the results that requests want from captured rows, in threads of the writer
+that do nothing else, with modules of the loaded model.
 
 Readers run next to the engine's forward passes. They take part in no collective call: a reading
 that needs every rank of a stage is computed in parts, which the host joins

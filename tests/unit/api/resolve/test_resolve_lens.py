@@ -18,7 +18,6 @@ from midstream.api.resolve.positions.captures import resolve_captures
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.api.resolve.prompts.vllm_lens_fields import TAG, as_written, check_answer
-from midstream.api.resolve.readings.reading_captures import reading_captures
 from midstream.api.resolve.readings.readings import resolve_readings, with_token_ids
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.errors import invalid
@@ -26,7 +25,6 @@ from midstream.schemas.base.limits import MAX_READING_WORK
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.readings.features import StoredFeatures
 from midstream.schemas.readings.lens import LensSpec, StoredLens
-from midstream.schemas.readings.readings import Reading
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 
@@ -128,13 +126,18 @@ def test_what_comes_back_just_fits() -> None:
         ),
     ],
 )
-def test_the_work_of_readings_is_bounded_over_all_prompts(reading: Reading, rows: int) -> None:
+def test_the_work_of_readings_is_bounded_over_all_prompts(reading: Any, rows: int) -> None:
+    capture = StoredCapture(
+        sites={"post_block": [0]},
+        positions="all_prompt",
+        consumers=[READER],
+        reading=reading,
+        tag="",
+    )
+
     def read(*lengths: int) -> Any:
         limits = bounds(*lengths, vocab_size=1 << 17, hidden_size=4096, memory_limit_kib=32 << 10)
-        captures = reading_captures(
-            reading, {"post_block": [0]}, ["all_prompt"] * len(lengths), "after"
-        )
-        return resolve_captures(None, limits, [("lens", captures)])
+        return resolve_captures(None, limits, [("lens", [capture, capture])])
 
     assert read(rows // 2, rows // 2)
     with refuses(f"at most {MAX_READING_WORK} per job", status=400, field="lens"):

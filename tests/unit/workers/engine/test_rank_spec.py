@@ -26,6 +26,7 @@ def job(tokens: int, *own: StoredSteering, captures: bool = False) -> Job:
     capture = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
     return Job(
         id="job",
+        tenant="a",
         kind="generate",
         model="m",
         prompts=[StoredPrompt(token_ids=[1] * tokens)],
@@ -46,6 +47,7 @@ def test_plain_requests_have_no_rank_spec() -> None:
     assert rank_spec(prompt_request(job(4), 0, 1), global_steering()) is None
     captured = rank_spec(prompt_request(job(4, captures=True), 0, 1), global_steering())
     assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
+    assert (captured.work, captured.tenant) == ("writer", "a")
 
 
 def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> None:

@@ -102,6 +102,10 @@ def broken() -> FinishedCapture:
     raise RuntimeError("positions [3] were not recorded (1 of 4)")
 
 
+def late(free: threading.Event, **changes: object) -> Callable[[], FinishedCapture]:
+    return lambda: capture(**changes)() if free.wait(60) else broken()
+
+
 # field case 19
 def test_a_receipt_says_ok_when_its_files_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: ArtifactStore
@@ -125,13 +129,8 @@ def test_captures_do_not_wait_for_the_store_of_a_harvest_or_for_readings(
     desk: Desk, work: str
 ) -> None:
     answers = threading.Event()
-
-    def slow() -> FinishedCapture:
-        assert answers.wait(60)
-        return finished()
-
     for request in range(8):
-        desk.submit(slow, request=request, work=work)
+        desk.submit(late(answers), request=request, work=work)
     desk.submit(capture(), request=8)
     until = time.monotonic() + 60
     while not desk.receipts and time.monotonic() < until:
@@ -142,22 +141,14 @@ def test_captures_do_not_wait_for_the_store_of_a_harvest_or_for_readings(
 
 
 def test_readings_take_turns_between_tenants_and_between_jobs_of_a_tenant(desk: Desk) -> None:
-    begun, free = threading.Event(), threading.Event()
-
-    def first() -> FinishedCapture:
-        begun.set()
-        assert free.wait(60)
-        return finished()
-
-    desk.submit(first, job="first", work="reading", tenant="c")
-    assert begun.wait(60)
+    free = threading.Event()
+    desk.submit(late(free), job="first", work="reading", tenant="c")
     for tenant, job, requests in (("a", "long", 3), ("a", "short", 2), ("b", "other", 2)):
         for request in range(requests):
             desk.submit(capture(), request=request, job=job, work="reading", tenant=tenant)
     threading.Timer(0.2, free.set).start()  # while it closes
     desk.close()
-    turns = [f"{receipt.job} {receipt.request}" for receipt in desk.receipts]
-    assert turns == [
+    assert [f"{receipt.job} {receipt.request}" for receipt in desk.receipts] == [
         "first 0", "long 0", "other 0", "short 0", "other 1", "long 1", "short 1", "long 2",
     ]  # fmt: skip
 
@@ -279,16 +270,11 @@ def test_one_capture_that_fails_neither_fails_nor_holds_up_the_others(
 def test_a_receipt_does_not_wait_for_what_comes_after_it(desk: Desk) -> None:
     """Each is on its way when its own group is durable, however much is being written behind it."""
     free = threading.Event()
-
-    def slow() -> FinishedCapture:
-        assert free.wait(60)
-        return finished(request=1)
-
     desk.submit(capture(request=0), request=0)
     deadline = time.monotonic() + 60
     while not desk.receipts and time.monotonic() < deadline:
         time.sleep(0.002)
-    desk.submit(slow, request=1)
+    desk.submit(late(free, request=1), request=1)
     assert [receipt.request for receipt in desk.receipts] == [0]
     assert desk.writer.busy()
     free.set()
@@ -449,13 +435,8 @@ def test_an_installed_consumer_gets_the_captures_that_name_it(plugin: None, desk
 def test_a_failing_consumer_does_not_affect_others(
     plugin: None, desk: Desk, name: str, said: str
 ) -> None:
-    gate = threading.Event()
-
-    def first() -> FinishedCapture:
-        assert gate.wait(60)  # so that the others form one group behind it
-        return finished(request=0, consumers=["filesystem", name])
-
-    desk.submit(first)
+    gate = threading.Event()  # so that the others form one group behind the first
+    desk.submit(late(gate, request=0, consumers=["filesystem", name]))
     for request in (1, 2):
         desk.submit(capture(request=request, consumers=["filesystem", name]), request=request)
     gate.set()

@@ -24,6 +24,8 @@ from midstream.schemas.artifacts.probes import Action
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.prompts.selectors import PositionSelector, Window, select
+from midstream.schemas.readings.lens import StoredLens
+from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.workers.runner.base.engine_step import NewRequest
 from midstream.workers.runner.base.host_memory import HostMemoryError
@@ -294,6 +296,16 @@ def test_writers_and_mover_give_way_where_the_model_uses_all_cores(
     }
     lowest = min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)
     assert found == dict.fromkeys(("midstream-writer-0", "midstream-mover"), lowest)
+
+
+def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Any] = []
+    monkeypatch.setattr(rig.plane._writer, "submit", jobs.append)
+    request = capturing(1, consumers=[READER], reading=StoredLens(top_k=1))
+    request.tracked.spec = msgspec.structs.replace(request.tracked.spec, tenant="a")
+    rig.step((request, 0, 6), new=[request])
+    rig.step(finished=[request])
+    assert [(job.work, job.tenant) for job in jobs] == [("reading", "a")]
 
 
 # --- Failures inside the data plane
