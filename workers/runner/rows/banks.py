@@ -316,7 +316,9 @@ class Banks:
     def settle(
         self, needed: Mapping[str, int] | None = None
     ) -> Iterator[tuple[Bank, NonFinite | Miscount | StepSizes]]:
-        return ((bank, finding) for bank in self._banks for finding in bank.finite.settle(needed))
+        for bank in self._banks:
+            for finding in bank.finite.settle(needed):
+                yield bank, finding
 
     def found(self) -> Callable[[], list[tuple[str, int]]] | None:
         """Return a function that returns (request, position) of the last step's non-finite rows;
