@@ -37,7 +37,9 @@ WAYS = {
 #: And of those that a gradient worker begins, where there is one.
 GRADIENT_WAYS = {"attribution": 4, "cancelled attribution": 1, "fit": 1}
 #: And with policies, which belong to the weights for which they were registered.
-POLICY_WAYS = {"guarded job": 20, "dose": 2}
+POLICY_WAYS = {"guarded job": 20}
+#: And under `EVERYONE`.
+WATCHED_WAYS = {"dose": 5}
 #: Policy → its fields. The scores are the ids of the tokens: 64 to 89 for the letters that are
 #: generated, 220 for the blank.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -64,7 +66,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "shadow": {"condition": {"at_least": 80.0, "latch": "conversation"}, "actions": ["flag"]},
 }
-#: And one of all traffic, without a webhook.
+#: A policy of all traffic, without a webhook. Under it, each prompt has a receipt.
 EVERYONE: dict[str, Any] = {
     "condition": {"at_least": 86.0, "schedule": {"tokens": "all"}},
     "actions": ["flag"],
@@ -161,7 +163,7 @@ class Plan:
     file: str = ""
     rewrite: str = ""  # what becomes of that file while it is harvested, of `REWRITES`
     conversation: str = ""  # of a job with `POLICIES`
-    watched: bool = False  # there are policies: `EVERYONE` applies to it
+    watched: bool = False  # `EVERYONE` applies to it
 
     @property
     def hooks(self) -> dict[str, list[int]]:
@@ -299,7 +301,7 @@ def plans(
                 conversation=f"{number // CONVERSING}-{number % CONVERSATIONS}"
                 if way == "guarded job"
                 else "",
-                watched=POLICY_WAYS.keys() <= ways.keys(),
+                watched=WATCHED_WAYS.keys() <= ways.keys(),
             )
         )
     return made

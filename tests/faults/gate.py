@@ -38,6 +38,7 @@ from clients import (
     MODEL,
     POLICIES,
     POLICY_WAYS,
+    WATCHED_WAYS,
     WAYS,
     Clients,
     Observed,
@@ -196,12 +197,14 @@ def run(
     workers: int = 2,
     apis: int = 2,
     bucket: FaultProxy | None = None,
+    everyone: bool = False,
     say: Callable[[str], object] = print,
     **settings: Any,
 ) -> Report:
     """The gate on a cluster of its own in `directory`, with `settings` of the service.
 
-    `bucket`: what harvests go into.
+    `bucket`: what harvests go into. `everyone`: there is a policy of all traffic, and doses under
+    it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -216,8 +219,8 @@ def run(
     with Receiver() as receiver, Cluster(directory, **parts, **settings) as cluster:
         ways = WAYS | GRADIENT_WAYS
         if "model" not in kills:
-            register(cluster, receiver.url)
-            ways |= POLICY_WAYS
+            register(cluster, receiver.url, everyone)
+            ways |= POLICY_WAYS | (WATCHED_WAYS if everyone else {})
         faults = schedule(rng, cluster, jobs, kills)
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
@@ -233,15 +236,16 @@ def run(
     return Report(seed, jobs, seconds, verdict, observed, faults)
 
 
-def register(cluster: Cluster, url: str) -> None:
-    """`POLICIES`, with webhooks to `url`."""
+def register(cluster: Cluster, url: str, everyone: bool = False) -> None:
+    """`POLICIES`, with webhooks to `url`; with `everyone`, `EVERYONE`."""
     with Client(next(iter(cluster.urls.values()))) as client:
         weight = [1.0] * HIDDEN_SIZE
         client.probes.register("token", weight=weight, layer=0, model=MODEL, labels=["token"])
         for name, fields in POLICIES.items():
             content = fields | {"actions": [*fields["actions"], {"action": "webhook", "url": url}]}
             client.policies.register(name, model=MODEL, probe="token", **content)
-        client.policies.register("everyone", model=MODEL, probe="token", **EVERYONE)
+        if everyone:
+            client.policies.register("everyone", model=MODEL, probe="token", **EVERYONE)
 
 
 def undisturbed(cluster: Cluster, observed: list[Observed], verdict: Verdict) -> None:

@@ -34,7 +34,7 @@ def test_the_gate_loses_and_duplicates_no_accepted_job(tmp_path: Path, seed: int
     verdict = check(tmp_path, seed, JOBS, FULL)
     assert verdict.seen["changed sources"] > 0
     assert verdict.seen["latches again"] > 0, "none was over a killed worker"
-    assert min(verdict.seen["doses"], verdict.seen["windows"]) > 0
+    assert verdict.seen["windows"] > 0
 
 
 @pytest.mark.timeout(3600)
@@ -42,7 +42,8 @@ def test_the_gate_holds_where_harvests_go_into_a_bucket(tmp_path: Path, s3: Faul
     # A quarter of the jobs and of the kills.
     kills = {kind: -(-count // 4) for kind, count in FULL.items()} | BUCKET
     seed = random.SystemRandom().randrange(10**9)
-    assert check(tmp_path, seed, JOBS // 4, kills, bucket=s3, **OFTEN).seen["harvests paused"] > 0
+    seen = check(tmp_path, seed, JOBS // 4, kills, bucket=s3, everyone=True, **OFTEN).seen
+    assert min(seen["harvests paused"], seen["doses"]) > 0
 
 
 @pytest.mark.timeout(3600)
