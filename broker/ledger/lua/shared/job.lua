@@ -68,12 +68,13 @@ local function job_of(id, attempt)
 end
 
 -- What scripts need of the policies that act on the job, see `core/record.py`: policy -> {latch_s, registered, hook}; and the key of
--- a policy's latch, which has the time of the policy's registration: no other registration finds it, even under the same name.
+-- a policy's latch, which has the time of the policy's registration (empty: accepted before it was recorded): no other registration finds
+-- it, even under the same name.
 local function policies_of(job)
   local policies, conversation = unpack(redis.call('HMGET', key('job', job.id), 'policies', 'conversation'))
   policies = policies and cjson.decode(policies) or {}
   return policies, function(policy)
-    return key('latch', table.concat({job.tenant, policy, policies[policy].registered, conversation or '', job.model}, ':'))
+    return key('latch', table.concat({job.tenant, policy, policies[policy].registered or '', conversation or '', job.model}, ':'))
   end
 end
 
