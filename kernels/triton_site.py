@@ -380,6 +380,55 @@ def _part(row, edit, norm, scaled, failed):  # type: ignore[no-untyped-def]
     return row + edit, over, tl.where((size > failed) & (failed <= scaled), size, 0.0)
 
 
+@triton.jit
+def _edited(  # type: ignore[no-untyped-def]
+    value,
+    every,
+    named,
+    rows,
+    site_rows,
+    pool,
+    scalars,
+    depth,
+    configurations,
+    lanes,
+    inside,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Apply the families in order to a row, float32 `[BLOCK]`; return the new row, how many
+    rewrites changed it, and the sum of the last shift. `every`: 0 for the operator's entries alone.
+    """
+    rewrites = named * 0
+    shift = tl.zeros([BLOCK], tl.float32)
+    for family in tl.static_range(_FAMILIES):
+        if (named >> family) & 1:
+            # −0 + v is v, regardless of v's sign
+            total = tl.zeros([BLOCK], tl.float32) * -1.0
+            for k in range(depth):
+                entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
+                    tl.int64
+                )
+                vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
+                live = entry > 0
+                if every == 0:
+                    live = live & (tl.load(numbers + _OWNER) != 0.0)
+                if (_GRADED >> family) & 1:
+                    live = live & (tl.load(numbers) != 0.0)
+                if live:
+                    if (_REWRITING >> family) & 1:
+                        value, changed = _rewritten(
+                            family, value, vectors, numbers, lanes, inside, WIDTH
+                        )
+                        rewrites += tl.where(changed, 1, 0)
+                    else:
+                        total = _shifted(family, total, vectors, lanes, inside)
+            if not (_REWRITING >> family) & 1:
+                value += total
+                shift = total
+    return value, rewrites, shift
+
+
 # Not inlined: such tokens are rare, and all others would pay for the registers of a third row.
 @triton.jit(noinline=True)
 def _edit_both(  # type: ignore[no-untyped-def]
@@ -415,31 +464,21 @@ def _edit_both(  # type: ignore[no-untyped-def]
     value, middle, shift = before, before, before * 0.0
     rewrites = named * 0
     for every in range(2):  # the operator's entries alone, then all
-        value = before
-        rewrites = named * 0
-        for family in tl.static_range(_FAMILIES):
-            total = tl.zeros([BLOCK], tl.float32) * -1.0
-            for k in range(depth):
-                entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
-                    tl.int64
-                )
-                vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
-                live = entry > 0
-                if every == 0:
-                    live = live & (tl.load(numbers + _OWNER) != 0.0)
-                if (_GRADED >> family) & 1:
-                    live = live & (tl.load(numbers) != 0.0)
-                if live:
-                    if (_REWRITING >> family) & 1:
-                        value, changed = _rewritten(
-                            family, value, vectors, numbers, lanes, inside, WIDTH
-                        )
-                        rewrites += tl.where(changed, 1, 0)
-                    else:
-                        total = _shifted(family, total, vectors, lanes, inside)
-            if not (_REWRITING >> family) & 1:
-                value += total
-                shift = total
+        value, rewrites, shift = _edited(
+            before,
+            every,
+            named,
+            rows,
+            site_rows,
+            pool,
+            scalars,
+            depth,
+            configurations,
+            lanes,
+            inside,
+            WIDTH,
+            BLOCK,
+        )
         if every == 0:
             middle = value.to(row.dtype).to(tl.float32)
     if rewrites == 0:
@@ -547,29 +586,21 @@ def _visit(  # type: ignore[no-untyped-def]
             row = tl.load(stream + at, mask=inside, other=0.0)
             hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
         if (left & _REWRITING) != 0:
-            value = _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32)
-            for family in tl.static_range(_FAMILIES):
-                if (named >> family) & 1:
-                    # −0 + v is v, regardless of v's sign
-                    total = tl.zeros([BLOCK], tl.float32) * -1.0
-                    for k in range(depth):
-                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
-                            tl.int64
-                        )
-                        vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
-                        live = entry > 0
-                        if (_GRADED >> family) & 1:
-                            live = live & (tl.load(numbers) != 0.0)
-                        if live:
-                            if (_REWRITING >> family) & 1:
-                                value, changed = _rewritten(
-                                    family, value, vectors, numbers, lanes, inside, WIDTH
-                                )
-                                rewrites += tl.where(changed, 1, 0)
-                            else:
-                                total = _shifted(family, total, vectors, lanes, inside)
-                    if not (_REWRITING >> family) & 1:
-                        value += total
+            value, rewrites, _shift = _edited(
+                _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32),
+                1,
+                named,
+                rows,
+                site_rows,
+                pool,
+                scalars,
+                depth,
+                configurations,
+                lanes,
+                inside,
+                WIDTH,
+                BLOCK,
+            )
             # Load the row again: keeping it until here would need registers for a whole row. The
             # barrier is needed because an earlier site of this launch may have written the row.
             tl.debug_barrier()
