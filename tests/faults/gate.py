@@ -56,8 +56,10 @@ from s3_kit import FaultProxy
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
 
-#: Clients that wait for their jobs at the same time.
-AT_ONCE = 128
+#: Clients that wait for their jobs at the same time. While one waits for longer than this, no other
+#: begins: all attributions and fits are computed by one worker in turn, and on a slow machine 128
+#: clients would wait there until they give up.
+AT_ONCE, LONGEST_S = 128, 150.0
 #: Before this share of the jobs the receiver of webhooks goes away for an hour.
 HOUR_AT = 0.4
 #: After the last client has its answer: late receipts and webhooks, and lists that a sweep still
@@ -160,6 +162,7 @@ async def _load(
     room = asyncio.Semaphore(AT_ONCE)
     observed: list[Observed] = []
     tasks: list[asyncio.Task[None]] = []
+    began: dict[asyncio.Task[None], float] = {}  # of the clients that wait
 
     async def one(plan: Plan) -> None:
         try:
@@ -176,7 +179,12 @@ async def _load(
                 tasks.append(asyncio.create_task(asyncio.to_thread(clock.pass_hour, receiver)))
             await chaos.pass_job(plan.number)
             await room.acquire()
-            tasks.append(asyncio.create_task(one(plan)))
+            if long := [task for task, at in began.items() if at < time.monotonic() - LONGEST_S]:
+                await asyncio.wait(long)
+            client = asyncio.create_task(one(plan))
+            began[client] = time.monotonic()
+            client.add_done_callback(began.pop)
+            tasks.append(client)
         await asyncio.gather(*tasks)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

@@ -497,9 +497,13 @@ async def _modules(ledger: Ledger, observed: list[Observed], verdict: Verdict) -
     registered = {module.name: module for module in await Steering(ledger).modules(MODEL)}
     digests: dict[int, set[str]] = defaultdict(set)
     for client in observed:
-        if client.plan.way != "fit" or client.state != "succeeded":
+        if client.plan.way != "fit":
             continue
         wanted = client.plan.body()
+        if client.state != "succeeded":
+            if client.state not in TERMINAL:  # it was given up, which another rule says
+                registered.pop(wanted["name"], None)
+            continue
         module = registered.pop(wanted["name"], None)
         if module is None or module.training is None or module.training.job != client.id:
             learned = module and module.training and module.training.job

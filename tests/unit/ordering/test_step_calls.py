@@ -216,6 +216,7 @@ class Load:
         return (next(calls), next(calls)), round(self.queued / STEPS)
 
 
+@pytest.mark.slow("every call is counted: 320 requests begin, and 48 steps of 64 and of 256")
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_step_costs_calls_that_do_not_grow_with_the_requests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

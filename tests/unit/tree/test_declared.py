@@ -79,6 +79,7 @@ def declared(extras: tuple[str, ...]) -> set[str]:
     return names | {package for package, bringer in BROUGHT_ALONG.items() if bringer in names}
 
 
+@pytest.mark.slow("it parses every file of a folder, and the tests are many")
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_import_is_a_declared_dependency(folder: str) -> None:
     distributions = packages_distributions()
