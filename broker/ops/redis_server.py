@@ -41,6 +41,8 @@ PROGRESS_S = 10.0
 POLL_S = 0.02
 #: Seconds a shutdown may take for its last fsync before the process is killed.
 STOP_TIMEOUT_S = 15.0
+#: Seconds in which the child of a dead server must be gone once it is killed.
+CHILD_S = 5.0
 #: Tries: another process may take the free port before Redis binds it.
 PORT_TRIES = 5
 LOG_TAIL_LINES = 20
@@ -174,16 +176,31 @@ def _lock(directory: Path) -> int:
     on `directory`.
     """
     lock = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        pid_file = directory / "redis.pid"
-        pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
-        raise MidstreamError(
-            "conflict", f"a Redis server (pid {pid}) is already running on {directory}"
-        ) from None
-    return lock
+    deadline = time.monotonic() + CHILD_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            pid_file = directory / "redis.pid"
+            pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
+            if not _end_children(pid) or time.monotonic() > deadline:
+                os.close(lock)
+                raise MidstreamError(
+                    "conflict", f"a Redis server (pid {pid}) is already running on {directory}"
+                ) from None
+        time.sleep(POLL_S)
+
+
+def _end_children(pid: str) -> bool:
+    """Kill what a dead server has left: a child that rewrites its log inherited the lock, and what
+    it writes is of no use. Returns whether the server is dead.
+    """
+    if not pid.isdecimal() or Path(f"/proc/{pid}").exists():
+        return False
+    with suppress(OSError):  # there is none any more
+        os.killpg(int(pid), signal.SIGKILL)
+    return True
 
 
 def _free_port() -> int:

@@ -61,6 +61,24 @@ def test_a_taken_folder_or_port_is_an_error_and_not_a_hang(tmp_path: Path) -> No
     redis_server.start(tmp_path / "first").stop()
 
 
+def test_a_server_that_was_killed_while_it_rewrote_its_log_starts_again(tmp_path: Path) -> None:
+    """The child that rewrites it lives on, and holds the lock of the folder."""
+    server = redis_server.start(tmp_path)
+    with redis.Redis.from_url(server.url) as client:
+        client.mset(dict.fromkeys(map(str, range(1000)), "x"))
+        handed_over(server.url)
+        client.config_set("rdb-key-save-delay", 50_000)
+        client.bgrewriteaof()
+        wait_until(lambda: client.info("persistence")["aof_rewrite_in_progress"])
+    server.kill()
+    again = redis_server.start(tmp_path, server.port)
+    try:
+        with redis.Redis.from_url(again.url) as client:
+            assert client.dbsize() == 1000
+    finally:
+        again.stop()
+
+
 def test_a_truncated_aof_transaction_is_not_applied(tmp_path: Path) -> None:
     """Redis 6.2 drops the command that was cut off, keeps what stood before it in its transaction,
     and applies that a start later.
