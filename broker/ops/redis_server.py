@@ -184,7 +184,7 @@ def _lock(directory: Path) -> int:
         except BlockingIOError:
             pid_file = directory / "redis.pid"
             pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
-            if not _end_children(pid) or time.monotonic() > deadline:
+            if not _end_children(pid, lock) or time.monotonic() > deadline:
                 os.close(lock)
                 raise MidstreamError(
                     "conflict", f"a Redis server (pid {pid}) is already running on {directory}"
@@ -192,14 +192,20 @@ def _lock(directory: Path) -> int:
         time.sleep(POLL_S)
 
 
-def _end_children(pid: str) -> bool:
-    """Kill what a dead server has left: a child that rewrites its log inherited the lock, and what
-    it writes is of no use. Returns whether the server is dead.
+def _end_children(pid: str, lock: int) -> bool:
+    """Kill what a dead server has left: a child that rewrites its log inherited `lock`, and what it
+    writes is of no use. Returns whether the server is dead.
     """
     if not pid.isdecimal() or Path(f"/proc/{pid}").exists():
         return False
-    with suppress(OSError):  # there is none any more
-        os.killpg(int(pid), signal.SIGKILL)
+    held = os.fstat(lock)
+    for child in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended, or is another account's
+            # the number of the server's group may be that of others by now
+            if os.getpgid(int(child)) == int(pid) and any(
+                os.path.samestat(os.stat(file), held) for file in os.scandir(f"/proc/{child}/fd")
+            ):
+                os.kill(int(child), signal.SIGKILL)
     return True
 
 
