@@ -1,11 +1,11 @@
-"""Processor time that captured rows cost beside the model: of the mover and the writers, per step.
+"""Processor time that captured rows cost beside the model: of the writers, per step.
 
     python benchmarks/host_writers.py [--before FOLDER] [--rounds 5] [--requests 64] [--layers 32]
 
 `--before`: another checkout with a `.venv`, measured in turns with this one, by its own copy of
 this script. Every layer is captured at all positions, without a model, on the plane's paths for a
 GPU. Prints, for steps in which every request generates one token, and for steps of whole prompts:
-ms of the mover and the writers per step until the files are durable, and ms of the model's thread
+ms of the writers per step until the files are durable, and ms of the model's thread
 in the plane, per step: mean, median, 95th percentile and maximum.
 """
 
@@ -34,11 +34,11 @@ FIGURES = ("helpers", "mean", "median", "p95", "max")
 
 
 def helpers_s() -> float:
-    """Processor time of the mover and the writers so far."""
+    """Processor time of the writers so far."""
     return sum(
         time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
         for thread in threading.enumerate()
-        if thread.name.startswith(("midstream-mover", "midstream-writer"))
+        if thread.name.startswith("midstream-writer")
     )
 
 

@@ -123,7 +123,7 @@ class Stand:
         sizes = Sizes(
             ring_rows=0,
             capacity=CAPACITY,
-            lists=(2 * layers + 1) * CAPACITY,
+            lists=(4 * layers + 1) * CAPACITY,
             patterns=2,
             configurations=configurations,
             entries=16 * configurations,

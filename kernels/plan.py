@@ -43,14 +43,13 @@ class Port(NamedTuple):
 
     COUNT: int  # captured rows; 0: none
     AT: int  # index in `lists` at which their tokens begin, in the order of the slots
-    ROW: int  # ring row of slot 0
-    START: int  # the first token, if the tokens are one contiguous run; else SCATTERED
+    ROW: int  # ring row of slot 0, for the GPU kernels
+    PLACES: int  # index in `lists` at which the ring rows of the slots begin, for the reference
     PATTERN: int  # row of `capture_slots`
 
 
 BEFORE = Port(4, 5, 6, 7, 8)
 AFTER = Port(9, 10, 11, 12, 13)
-SCATTERED = -1
 #: Columns of `counts`. An edit is one configuration row at one token: a token with two of them
 #: counts twice.
 COUNTS = 3
@@ -71,7 +70,7 @@ class Planned(NamedTuple):
     """
 
     plan: torch.Tensor  # [sites, COLUMNS] of one launch, in the order in which they are visited
-    lists: torch.Tensor  # [n] token numbers
+    lists: torch.Tensor  # int64 [n]: token numbers, and ring rows
     # [capacity, ROWS_PER_TOKEN] configuration rows that edit each token; 0: none
     token_rows: torch.Tensor
     capture_slots: torch.Tensor  # [patterns, capacity] token → slot, or NO_SLOT
@@ -217,11 +216,9 @@ class SitePlan:
         captures = ((BEFORE, self.before, self.before_row), (AFTER, self.after, self.after_row))
         for slots, (port, tokens, row) in zip(capture_slots, captures, strict=True):
             plan[port.COUNT], plan[port.AT], plan[port.ROW] = len(tokens), len(lists), row
-            contiguous = (
-                list(tokens) == list(range(tokens[0], tokens[0] + len(tokens))) if tokens else False
-            )
-            plan[port.START] = tokens[0] if contiguous else SCATTERED
             lists += tokens
+            plan[port.PLACES] = len(lists)
+            lists += range(row, row + len(tokens))
             slots[list(tokens)] = torch.arange(len(tokens), dtype=torch.int32)
         return plan
 
@@ -273,7 +270,7 @@ def build_group(
             of_site[SITE] = 0
     built = Planned(
         torch.tensor(columns, dtype=torch.int32),
-        torch.tensor(lists or [0], dtype=torch.int32),
+        torch.tensor(lists or [0]),
         token_rows,
         capture_slots.flatten(0, 1),
         site_rows,

@@ -235,9 +235,8 @@ _FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
 _CENTRED = NORMS.index("layer_norm")
 _BITS = {2: torch.int16, 4: torch.int32}
-#: Number of tokens from which the index is converted to int64: torch's `index_add_` is twice as
-#: fast then, which outweighs the conversion.
-_LONG = 256
+#: Captured rows of a site that are copied by stretches, if these have as many rows on average.
+_MANY = 32
 
 
 def pair_site(
@@ -410,7 +409,7 @@ def _edit_listed(
         after = _rows(hidden, stream, tokens)
         edits = _by_owner(before, after, entries, pool, scalars)
         over = _measure(before, after, edits, tokens, steps, broken, sizes)
-        _rewrite_rows(hidden, stream, tokens.long()[over], after[over])
+        _rewrite_rows(hidden, stream, tokens[over], after[over])
     return count
 
 
@@ -576,19 +575,33 @@ def _capture(
     port: Port,
 ) -> int:
     """Copy the port's rows into the ring; return how many were captured."""
-    count, start = steps[port.COUNT], steps[port.START]
-    rows = ring[steps[port.ROW] : steps[port.ROW] + count]
-    if start >= 0:
-        if hidden is None:
-            rows.copy_(stream[start : start + count])
-        else:
-            torch.add(hidden[start : start + count], stream[start : start + count], out=rows)
-        return len(rows)
+    count = steps[port.COUNT]
     tokens = lists[steps[port.AT] : steps[port.AT] + count]
-    torch.index_select(stream, 0, tokens, out=rows)
+    places = lists[steps[port.PLACES] : steps[port.PLACES] + count]
+    if count >= _MANY:
+        stretches = _stretches(tokens.numpy(), places.numpy())
+        if len(stretches) <= count // _MANY:
+            for first, place, size in stretches:
+                last, rows = first + size, ring[place : place + size]
+                if hidden is None:
+                    rows.copy_(stream[first:last])
+                else:
+                    torch.add(hidden[first:last], stream[first:last], out=rows)
+            return count
+    rows = stream.index_select(0, tokens)
     if hidden is not None:
         rows.add_(hidden.index_select(0, tokens))
-    return len(rows)
+    # numpy copies whole rows, torch's `index_copy_` each element, which takes five times as long
+    bits = _BITS[rows.itemsize]
+    ring.view(bits).numpy()[places.numpy()] = rows.view(bits).numpy()
+    return count
+
+
+def _stretches(tokens: np.ndarray, places: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return (first token, its place, count) of rows that follow one another in both."""
+    starts = np.append(0, np.flatnonzero((np.diff(tokens) != 1) | (np.diff(places) != 1)) + 1)
+    counts = np.diff(starts, append=len(tokens))
+    return list(zip(tokens[starts].tolist(), places[starts].tolist(), counts.tolist(), strict=True))
 
 
 def _edit(
@@ -653,7 +666,7 @@ def _rewrite(
         .flatten()
     )
     for block in with_rewrite.split(_rows_at_a_time(stream)):
-        places = tokens.index_select(0, block).long()
+        places = tokens.index_select(0, block)
         rows = stream.index_select(0, places)
         if hidden is not None:
             rows += hidden.index_select(0, places)
@@ -741,12 +754,12 @@ def _shift(
     if entries.shape[1] == 1:  # the usual case: added directly, without float32 sums
         stream.index_add_(
             0,
-            tokens.long() if len(tokens) >= _LONG else tokens,
+            tokens,
             formula(entries[:, 0], pool, scalars).to(stream.dtype),
         )
         return
     rows = _rows_at_a_time(stream)
-    for places, part in zip(tokens.long().split(rows), entries.split(rows), strict=True):
+    for places, part in zip(tokens.split(rows), entries.split(rows), strict=True):
         total = _total(formula, part, pool, scalars)
         stream.index_copy_(0, places, (stream.index_select(0, places) + total).to(stream.dtype))
 

@@ -42,7 +42,7 @@ ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
 
 Op = Callable[..., None]
 _draws = random.Random()
-_BITS = {2: torch.int16, 4: torch.int32}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def begin(name: str) -> None:
@@ -117,10 +117,10 @@ def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
         columns[ALIKE_FROM] = 10**6
     for port in (BEFORE, AFTER):
         if not columns[port.COUNT]:
-            columns[[port.AT, port.ROW, port.START, port.PATTERN]] = 10**6
+            columns[[port.AT, port.ROW, port.PLACES, port.PATTERN]] = 10**6
     if not columns[EDITS]:
         columns[DEPTH] = ROWS_PER_TOKEN
-    lists = torch.cat([planned.lists, torch.full((5,), 2**30, dtype=torch.int32)])
+    lists = torch.cat([planned.lists, torch.full((5,), 2**30)])
     if plan.configurations:
         planned.token_rows[:, depth:] = 1
     used = torch.zeros_like(planned.scalars, dtype=torch.bool)

@@ -48,11 +48,17 @@ def _unobserved(original: Callable[..., Any]) -> Callable[..., Any]:
 def _uploaded(original: Callable[..., Any]) -> Callable[..., Any]:
     """The plan is uploaded in every busy step, also where it repeats the last one's."""
 
+    import torch
+
+    from midstream.workers.runner.base.host_memory import locked_copy
+
     def commit(planner: Any) -> None:
         original(planner)
         if planner.busy:
             staging = planner._staging
-            staging._upload(staging._buffers.plan, planner._plan)
+            staging._buffers.plan.copy_(
+                locked_copy(torch.from_numpy(planner._plan)), non_blocking=True
+            )
 
     return commit
 
@@ -70,9 +76,9 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _RUNNER = "midstream.workers.runner"
-#: Without the mover, rows are dropped and requests that capture fail: a time is all that counts.
+#: Without the copies, captured rows are not those of the model: a time is all that counts.
 SWITCHES: dict[str, Switch] = {
-    "mover": Switch(f"{_RUNNER}.rows.mover", "Mover", "take", lambda _: lambda *_, **__: None),
+    "copies": Switch(f"{_RUNNER}.rows.buffers", "_Halves", "_copy", lambda _: lambda *_: None),
     "sizes": Switch(f"{_RUNNER}.rows.edit_sizes", "SizeTable", "add", lambda _: lambda *_: False),
     "finite": Switch(f"{_RUNNER}.rows.finite_check", "FiniteCheck", "take", _unobserved),
     "upload": Switch(f"{_RUNNER}.rows.planner", "Planner", "commit", _uploaded, adds=True),

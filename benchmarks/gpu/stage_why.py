@@ -257,7 +257,7 @@ def measure_switches(why: Why, found: Found) -> None:
         why.so_far("switches", found)
 
     why.rounds(works, SWITCHED_ROUNDS, after)
-    found.notes = ["without the mover, rows are dropped and requests that capture fail"]
+    found.notes = ["without the copies, captured rows are not those of the model"]
 
 
 def sample_gil(why: Why, found: Found) -> None:
@@ -541,14 +541,11 @@ def prompts_table(runs: Mapping[str, Any]) -> dict[str, Any]:
     for tag, of_tag in runs.items():
         seconds = [_middle(of_tag, name) for name in ("seconds", "durable")]
         gigabytes, blocked = _middle(of_tag, "bytes") / 1e9, _middle(of_tag, "overload_s")
-        used = [
-            _middle(of_tag, "threads_s", name)
-            for name in ("the model's", "midstream-mover", "midstream-writer")
-        ]
+        used = [_middle(of_tag, "threads_s", name) for name in ("the model's", "midstream-writer")]
         each = [round(took / gigabytes, 3) if gigabytes else "–" for took in used]
         rows.append([tag, *seconds, round(gigabytes, 3), blocked, *each])
     columns = ["files", "last token, s", "durable, s", "GB", "model waits for the writers, s"]
-    columns += ["model's thread, s/GB", "mover, s/GB", "writers, s/GB"]
+    columns += ["model's thread, s/GB", "writers, s/GB"]
     return {"title": "Prompts with every layer captured", "columns": columns, "rows": rows}
 
 
@@ -561,7 +558,7 @@ def rows_table(runs: Mapping[str, Any]) -> dict[str, Any]:
         for number in sorted(looks):
             seconds, *sizes = series[number]
             rows.append([tag, round(seconds, 3), *(round(size / 1e9, 3) for size in sizes)])
-    columns = ["files", "s", "given to the mover, GB", "moved, GB", "written, GB"]
+    columns = ["files", "s", "in memory, GB", "written, GB"]
     return {"title": "Captured rows over time, of the last run", "columns": columns, "rows": rows}
 
 

@@ -230,7 +230,7 @@ class Engine:
         DataPlane.__init__ = made  # type: ignore[method-assign]
         zeroed_blocks.CpuBlocks = type("NotOnCpu", (), {})  # type: ignore[misc]
         changed: Any = module
-        changed.scheduler_class, changed._ring = scheduler, lambda *_: Ring(RING, 2, 0)
+        changed.scheduler_class, changed._ring = scheduler, lambda *_: Ring(RING, 0)
 
     def _owners(self) -> dict[str, Any]:
         """Return whose methods are parts of a step, see `step_clock.PARTS`."""
@@ -411,7 +411,7 @@ class Engine:
 
 
 class _Rows:
-    """Bytes of captured rows over time: handed to the mover, moved, and written."""
+    """Bytes of captured rows over time: more in memory than at first, and written."""
 
     def __init__(self, plane: Any) -> None:
         self._plane, self._over = plane, threading.Event()
@@ -422,9 +422,8 @@ class _Rows:
 
     def _now(self) -> list[int]:
         if self._plane is None:
-            return [0, 0, 0]
-        mover, totals = self._plane._mover, self._plane._writer.totals
-        return [mover._given, mover._taken, totals["captured_bytes"]]
+            return [0, 0]
+        return [self._plane._arena.used, self._plane._writer.totals["captured_bytes"]]
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -435,7 +434,7 @@ class _Rows:
         self._found.append([time.perf_counter() - self._began, *gone])
 
     def close(self) -> list[list[float]]:
-        """Return `[seconds, bytes, bytes, bytes]` of each look."""
+        """Return `[seconds, bytes, bytes]` of each look."""
         self._over.set()
         self._thread.join()
         self._look()

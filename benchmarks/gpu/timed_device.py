@@ -161,20 +161,20 @@ def install(plane: Any, ring_rows: int) -> None:
     """Have a data plane with buffers on the CPU take its paths for a GPU. `ring_rows`: of half its
     ring.
     """
-    from midstream.workers.runner.rows import buffers, slabs
+    from midstream.workers.runner.rows import buffers
 
     patch_streams()
-    pages = slabs.pages
-    slabs.pages = lambda size, *, locked: pages(size, locked=False)  # type: ignore[assignment]
-    plane._slabs._pinned = True
+    buffers.on_device = lambda values: values
+    arena, copies = plane._arena, Stream()
+    arena.locked = arena._keep = arena._keep + (plane._config.row_store_mib << 20)  # as if it were
     for bank in plane._banks._banks:
         staging, finite = bank.planner._staging, bank.finite
         held = staging._buffers
         held.ring = torch.zeros(2 * ring_rows, held.ring.shape[1], dtype=held.ring.dtype)
         held.capture_slots = held.capture_slots[:1].repeat(8, 1)
-        staging._on_cpu = staging._direct = False
+        staging._on_cpu = False
         staging._token_rows = staging._token_rows.copy()
-        staging._empty, staging._area = held.ring, buffers._Areas(held.ring)
+        staging._halves = buffers._Halves(held.ring, staging._memory, copies)
         finite._side = Stream()
 
 

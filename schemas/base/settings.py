@@ -207,8 +207,8 @@ class Settings(Record):
     # timeout of each of the two phases of a change to global steering; a lost worker counts for
     # `lease_s`
     steering_wait_s: Positive = 20.0
-    # compiled forward passes and accelerators: buffer for the rows captured in one step; 0: by the
-    # model's shape, see `schemas.base.ring`
+    # accelerators: buffer for the rows captured in one step; 0: by the model's shape, see
+    # `schemas.base.ring`
     capture_buffer_mib: Natural = 0
     # captured rows waiting for the writers, per rank; 0: by the model's shape, see
     # `schemas.base.ring`

@@ -85,7 +85,6 @@ class Rig:
         sizes = {
             "configurations": config.steering_rows,
             "entries": config.steering_entries,
-            "ring_rows": len(self._rank.buffers.ring),
         }
         self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, **sizes)
         self.plane = DataPlane(

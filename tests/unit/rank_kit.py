@@ -8,7 +8,6 @@ h, l) alone, so that every captured row says where it comes from.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from midstream import __version__
 from midstream.kernels import STREAM, WHOLE, pair_site, single_site
 from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Planned
 from midstream.schemas.base.tensors import content_hash, from_numpy
-from midstream.schemas.model.banks import RESIDUAL
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.interventions import FAMILIES, SCALARS
 from midstream.schemas.requests.specs import (
@@ -36,12 +34,11 @@ from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.hooks.sites import Buffers, Site
-from midstream.workers.runner.plane.repeated_steps import RepeatedSteps
+from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.capture import Ports, Recording
-from midstream.workers.runner.rows.mover import Mover
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.planner import Planner, Tracked
-from midstream.workers.runner.rows.slabs import SlabPool
+from midstream.workers.runner.rows.slot_table import Slots, StepTokens
 
 HIDDEN = 5
 
@@ -82,7 +79,7 @@ def make_buffers(
     return Buffers(
         ring=zeros(ring_rows, HIDDEN, dtype=torch.float32),
         plan=zeros(sites, COLUMNS),
-        lists=zeros((2 * sites + 1) * capacity),
+        lists=zeros((4 * sites + 1) * capacity, dtype=torch.int64),
         token_rows=zeros(capacity, ROWS_PER_TOKEN),
         capture_slots=torch.full((1, capacity), NO_SLOT, dtype=torch.int32),
         site_rows=zeros(sites, len(FAMILIES), 1 + configurations),
@@ -153,28 +150,16 @@ class Rank:
             for layer in range(layers)
             for hook in HOOKS
         ]
-        self.buffers = make_buffers(
-            len(self.sites),
-            capacity=capacity,
-            ring_rows=2 * len(self.sites) * capacity if traced else 0,
-        )
+        self.buffers = make_buffers(len(self.sites), capacity=capacity)
         self.vectors = VectorStore()
         self.runs = RunStore(open_store(runs_root or "/nowhere"), self.sites, HIDDEN)
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
-        self.slabs, self.pieces = SlabPool(1 << 24), SlabPool(1 << 24, spill_dir)
+        self.arena = Arena(1 << 24, spill_dir)
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
-        self.mover = Mover(self.pieces)
         self.overload = Overload(policy, 100, lambda: self.backlog)
-        self.planner = Planner(
-            self.sites,
-            self.buffers,
-            self.table,
-            self.slabs,
-            self.overload,
-            self.mover,
-            traced=traced,
-        )
-        self.repeated: RepeatedSteps | None = None  # see `plan`
+        memory = BankRows(self.arena, HIDDEN, torch.float32, self.overload.spills)
+        self.planner = Planner(self.sites, self.buffers, self.table, memory, self.overload)
+        self.slots, self.tokens = Slots(), None
         self.ports = Ports(self.sites)
         self._traced = traced
         # what the last forward's streams were after the sites
@@ -186,7 +171,7 @@ class Rank:
         return content_hash(tensor)
 
     def admit(self, request: Request) -> Request:
-        self.repeated = None  # as a data plane does
+        self.tokens = None  # as a data plane does
         found = enumerate(
             Recording.of(capture, self.ports, request.prompt_tokens) for capture in request.captures
         )
@@ -194,6 +179,8 @@ class Rank:
             number: recording for number, recording in found if recording is not None
         }
         request.tracked.set_rows([(self.table.acquire(row)[0], row) for row in self.rows(request)])
+        request.tracked.slot = self.slots.take((0, 0), WHOLE)
+        self.planner.write(request.tracked)
         return request
 
     def rows(self, request: Request) -> list[SteeringRow]:
@@ -206,25 +193,17 @@ class Rank:
         whether the step repeats the one before, which it may do if `again`.
         """
         view = view_of(*((str(request.number), first, count) for request, first, count in windows))
-        if self.repeated is not None:
-            repeats = again and not self.overload.drops() and self.repeated.take(view, family=WHOLE)
-            self.repeated.count()
-            if repeats:
-                self.planner.plan_again(self.repeated.positions)
-                self.planner.commit()
-                return True
-        mine = [
-            (request.tracked, place)
-            for (request, _, _), place in zip(windows, view.requests, strict=True)
-            if request.asks
-        ]
-        self.planner.plan_steering(mine)
-        self.planner.plan_capture(mine)
+        if not (again and self.tokens and self.tokens.move_to(view)):
+            slots = [request.tracked.slot for request, _, _ in windows]
+            self.tokens = StepTokens(view, np.array(slots, dtype=np.int64))
+        self.planner.plan_steering(self.tokens, self.slots)
+        mine, stops = self.tokens.of_requests, self.tokens.stops
+        self.slots.reached[mine] = np.maximum(self.slots.reached[mine], stops)
+        self.planner.plan_capture(self.tokens)
         self.planner.commit()
-        banks: Any = SimpleNamespace(names=[RESIDUAL], steered=self.planner.steered)
-        repeated = RepeatedSteps(view, mine, banks, family=WHOLE)
-        self.repeated = repeated if self.planner.whole and mine else None
-        return False
+        for request, _, _ in windows:
+            request.tracked.count(self.slots)
+        return self.planner.repeats
 
     def step(self, *windows: tuple[Request, int, int]) -> None:
         self.plan(*windows)
@@ -240,6 +219,7 @@ class Rank:
         self.buffers.counts.zero_()
         if self.planner.busy:
             self.planner.drain()
+        self.planner.leave()
 
     def forward(self, *windows: tuple[Request, int, int]) -> None:
         for index, site in enumerate(self.sites):
@@ -267,15 +247,8 @@ class Rank:
                     single_site(stream, *arguments, group=site.group)
             self.left[site.hook, site.layer] = stream.numpy()
 
-    def settle(self) -> None:
-        """Until all rows that were recorded are where they belong."""
-        self.planner.move()
-        if self.mover._thread.is_alive():
-            self.mover.submit(lambda: None).result()
-
     def finish(self, request: Request, capture: int = 0) -> FinishedCapture:
         recording = request.tracked.recordings[capture]
-        self.settle()
         token_ids = list(range(1000, 1000 + request.total))
         return recording.finish(
             request.tracked.spec,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ...schemas.base.dtypes import ITEM_BYTES
-from ...schemas.base.ring import Ring, plan_queue, plan_ring
+from ...schemas.base.ring import HALVES, Ring, plan_queue, plan_ring
 from ...schemas.base.settings import Settings
 from ...schemas.model.banks import BANKS, asked_hooks
 from ...schemas.prompts.selectors import HOOKS, Hook
@@ -114,7 +114,7 @@ class Plan(NamedTuple):
     model: Model
     hooks: list[Hook]
     layers: int  # of the largest stage
-    ring: Ring | None  # None: rows are captured into memory that is allocated for each step
+    ring: Ring | None  # None on the CPU
     step_s: float  # of stock vLLM, estimated
     memory: list[Memory]
     work: list[Work]
@@ -232,12 +232,11 @@ def plan(
 
     Raises UnsupportedArchitectureError for a hook that the model does not have.
     """
-    eager = settings.enforce_eager if settings.enforce_eager is not None else not gpu
     hooks, inside = _hooks(model, settings), asked_hooks(settings.hooks)[1]
     present = [hook for hook in model.inside.hooks if hook in inside]
     layers = -(-model.layers // settings.pipeline_parallel_size)
     ring = None
-    if gpu or not eager:
+    if gpu:
         ring = plan_ring(
             model.inside.ring_width(inside) * ITEM_BYTES[model.dtype],
             len(hooks) + len(inside),
@@ -245,7 +244,6 @@ def plan(
             step_tokens=settings.max_num_batched_tokens,
             requests=settings.max_num_seqs,
             drafts=settings.speculative_tokens,
-            accelerator=gpu,
             memory_bytes=gpu_bytes,
             size_mib=settings.capture_buffer_mib,
         )
@@ -261,7 +259,6 @@ def plan(
     )
     queue = plan_queue(
         ring,
-        accelerator=gpu,
         host_bytes=host_bytes,
         ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
         size_mib=settings.capture_queue_mib,
@@ -312,7 +309,7 @@ def plan(
                 "run_cache_mib",
             ),
         ],
-        _work(shape, hooks, settings) if gpu and not eager else [],
+        _work(shape, hooks, settings) if gpu and not settings.enforce_eager else [],
         _streams(model, hooks, tokens_per_second),
         _limits(model, settings, [*hooks, *present], layers, ring, queue, tokens_per_second),
     )
@@ -343,11 +340,10 @@ def buffers(
     capacity, rows = settings.max_num_batched_tokens, settings.steering_rows
     entries = 1 + settings.steering_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
-    ring_rows = ring.rows * ring.halves if ring else 0
     sizes = {
         "ring": (
-            ring_rows * width,
-            "rows captured in one step" + (", in two halves" if ring and ring.halves > 1 else ""),
+            ring.rows * HALVES * width if ring else 0,
+            "rows captured in one step, in two halves",
             "capture_buffer_mib",
         ),
         "pool": (entries * width, "vectors of steering configurations", "steering_entries"),
@@ -363,8 +359,8 @@ def buffers(
         ),
         "plan": (sites * PLAN_COLUMNS * 4, "what each site does in a step", "hooks"),
         "lists": (
-            (1 if gpu else (2 * sites + 1) * capacity) * 4,
-            "tokens that each site reads",
+            (1 if gpu else (4 * sites + 1) * capacity) * 8,
+            "tokens that each site reads, and places of captured rows",
             "max_num_batched_tokens",
         ),
         "token_rows": (

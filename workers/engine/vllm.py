@@ -674,13 +674,12 @@ def _shapes(reports: Sequence[Found], absent: dict[str, str]) -> dict[str, RowSh
 def _ring(
     settings: Settings, config: Any, hooks: int, layers: int, inside: Sequence[str]
 ) -> Ring | None:
-    """Return the ring that one step's rows are captured to; None if each step allocates memory.
+    """Return the ring that one step's rows are captured to; None on the CPU, which has none.
 
     The rings of all banks have the same number of rows, so that rows are counted together; their
     sizes together have the bound of a single ring.
     """
-    on_cpu = current_platform.is_cpu()
-    if on_cpu and settings.enforce_eager:
+    if current_platform.is_cpu():
         return None
     text = config.hf_text_config
     widths = row_widths(
@@ -701,8 +700,7 @@ def _ring(
         step_tokens=settings.max_num_batched_tokens,
         requests=settings.max_num_seqs,
         drafts=settings.speculative_tokens,
-        accelerator=not on_cpu,
-        memory_bytes=0 if on_cpu else current_platform.get_device_total_memory(),
+        memory_bytes=current_platform.get_device_total_memory(),
         size_mib=settings.capture_buffer_mib,
     )
 
@@ -710,14 +708,5 @@ def _ring(
 def _queue_mib(settings: Settings, ring: Ring | None) -> int:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
-    on_gpu = not current_platform.is_cpu()
-    return (
-        plan_queue(
-            ring,
-            accelerator=on_gpu,
-            host_bytes=host_bytes,
-            ranks=ranks,
-            size_mib=settings.capture_queue_mib,
-        )
-        >> 20
-    )
+    size_mib = settings.capture_queue_mib
+    return plan_queue(ring, host_bytes=host_bytes, ranks=ranks, size_mib=size_mib) >> 20

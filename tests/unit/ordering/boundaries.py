@@ -13,14 +13,14 @@ from midstream.workers.runner.files.layouts import Filesystem
 from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.rows import buffers, finite_check
+from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.buffers import Staging
-from midstream.workers.runner.rows.capture import Piece, Recording
+from midstream.workers.runner.rows.capture import Recording
 from midstream.workers.runner.rows.finite_check import FiniteCheck
-from midstream.workers.runner.rows.mover import Mover
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.planner import Planner
 from midstream.workers.runner.rows.row_store import RowStore
-from midstream.workers.runner.rows.slabs import SlabPool
+from midstream.workers.runner.rows.step_places import Places
 from midstream.workers.runner.rows.streams import Stream
 
 #: (owner, name of the function, whether the failure follows its work instead of preceding it).
@@ -30,9 +30,11 @@ BOUNDARIES: list[tuple[Any, str, bool]] = [
     (Planner, "plan_steering", False),
     (Planner, "plan_capture", False),
     (Planner, "plan_capture", True),
-    (SlabPool, "new_slab", False),  # between `next()` and `take()` of the ring's halves
-    (SlabPool, "new_slab", True),
-    (SlabPool, "new_file", False),
+    (BankRows, "take", False),
+    (BankRows, "take", True),
+    (Arena, "_reserve", False),
+    (Places, "move_to", False),
+    (Staging, "place", True),  # between `next()` and `take()` of the ring's halves
     (buffers, "locked_copy", False),  # each upload of the plan
     (Staging, "commit", True),
     (Staging, "take", False),
@@ -40,9 +42,9 @@ BOUNDARIES: list[tuple[Any, str, bool]] = [
     (finite_check, "locked_like", False),
     (FiniteCheck, "take", True),
     (FiniteCheck, "settle", False),
-    (Mover, "take", False),
-    (Piece, "place", False),  # in the mover
-    (Piece, "copy", False),  # in the mover: kept rows
+    (Places, "extents", False),
+    (Recording, "keep", False),
+    (Recording, "leave", False),
     (Overload, "wait", False),
     (RowStore, "keep", False),
     (RowStore, "serve", False),

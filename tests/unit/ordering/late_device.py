@@ -18,6 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from midstream.workers.runner.rows import arena, buffers
+
 #: The torch device that stands for the accelerator: real tensors of it have no memory.
 KIND = torch.device("meta")
 #: Operations whose results share memory with their argument.
@@ -103,6 +105,8 @@ class Device:
 
         DeviceTensor.owner = self
         patch.setattr(torch, "empty", unlocked)
+        patch.setattr(arena, "lock", lambda memory: None)
+        patch.setattr(buffers, "on_device", DeviceTensor)
         for name, stand_in in {
             "Stream": stream,
             "Event": event,
@@ -280,7 +284,8 @@ def _call(device: Device, operation: Any, arguments: Any, named: dict[str, Any])
 
 
 def _cloned(item: Any) -> Any:
-    return item.clone() if isinstance(item, torch.Tensor) else item
+    # 0: an index that is not computed yet may be any number
+    return torch.zeros_like(item) if isinstance(item, torch.Tensor) else item
 
 
 def _unknown(item: Any) -> Any:

@@ -68,8 +68,7 @@ class PlaneConfig(Record):
     steering_rows: int  # distinct configurations in one step, the sentinel row not counted
     steering_entries: int  # pool entries, the sentinel not counted
     step_tokens: int  # token rows in one step, at most
-    # captured rows of one step, at most: size of the ring, or on an accelerator of each of its
-    # halves; 0: no ring
+    # captured rows of one step, at most: size of each half of an accelerator's ring; 0: no ring
     step_rows: int
     capture_queue_mib: int
     capture_window_mib: int

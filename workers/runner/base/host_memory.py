@@ -2,16 +2,8 @@
 fails raises HostMemoryError.
 """
 
-import mmap
-import weakref
-
 import numpy as np
 import torch
-
-#: Bytes from which an allocation gets its own mapping. Smaller allocations may number in the
-#: thousands, and the mappings of a process are limited. Huge pages are not requested: where memory
-#: is short or fragmented, the kernel makes room for them while the model waits.
-_LARGE = 4 << 20
 
 
 class HostMemoryError(RuntimeError):
@@ -35,32 +27,26 @@ def locked_copy(values: torch.Tensor) -> torch.Tensor:
 
     Raises HostMemoryError.
     """
-    return locked_like(values).copy_(values)
-
-
-def pages(size: int, *, locked: bool) -> torch.Tensor:
-    """Return uninitialised memory, uint8 `[size]`. Raises HostMemoryError.
-
-    `locked`: page-locked, for copies from an accelerator; the memory may be reused or dropped only
-    when these are over. (Torch's own allocator would round large memory up to a power of two.)
-    """
-    if size < _LARGE:
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=locked)
-        except (RuntimeError, MemoryError) as error:
-            raise _none(size, "page-locked memory" if locked else "memory", error) from error
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, MemoryError) as error:
-        raise _none(size, "memory", error) from error
-    # The array is freed before its mapping; an mmap's finaliser would run after unmapping.
-    array = np.frombuffer(memory, dtype=np.uint8)
-    if locked:
-        cuda = torch.cuda.cudart()
-        if code := int(cuda.cudaHostRegister(array.ctypes.data, size, 0)):
-            raise _none(size, "page-locked memory", RuntimeError(f"cudaHostRegister: error {code}"))
-        weakref.finalize(array, cuda.cudaHostUnregister, array.ctypes.data).atexit = False
-    return torch.from_numpy(array)
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+    except (RuntimeError, MemoryError) as error:
+        raise _none(values.numel() * values.itemsize, "page-locked memory", error) from error
+
+
+def lock(memory: np.ndarray) -> None:
+    """Lock the pages of memory, uint8 `[size]`, for copies from an accelerator. Raises
+    HostMemoryError.
+    """
+    register = torch.cuda.cudart().cudaHostRegister
+    if code := int(register(memory.ctypes.data, len(memory), 0)):
+        error = RuntimeError(f"cudaHostRegister: error {code}")
+        raise _none(len(memory), "page-locked memory", error)
+
+
+def on_device(values: torch.Tensor) -> torch.Tensor:
+    """Return page-locked memory as a tensor of the accelerator, which writes through the bus."""
+    view: torch.Tensor = torch.ops._C.get_cuda_view_from_cpu_tensor(values)
+    return view
 
 
 def _none(size: int, kind: str, error: BaseException) -> HostMemoryError:

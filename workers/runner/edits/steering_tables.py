@@ -99,7 +99,8 @@ class RowTable:
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
         self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
-        self._num_sites: dict[int, int] = {}  # row → number of its sites
+        #: int64 [1 + configurations]: how many sites of this rank each row edits.
+        self.num_sites = np.zeros(buffers.site_rows.shape[2], dtype=np.int64)
         # row → fingerprint of this rank's columns, and of whole rows
         self._whole: dict[int, tuple[int, int]] = {}
 
@@ -114,10 +115,6 @@ class RowTable:
     def sites(self, row: int) -> np.ndarray:
         """Return which sites of this rank a row in use edits: bool `[sites]`."""
         return self._sites[row]
-
-    def num_sites(self, row: int) -> int:
-        """Return how many sites of this rank a row in use edits."""
-        return self._num_sites[row]
 
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
         """Return the row that holds `spec`'s content, and the CRC32 of the written bytes; None if
@@ -140,7 +137,7 @@ class RowTable:
         self._rows[spec.key], self._references[spec.key] = row, 1
         self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
         self._sites[row][[site for site, _ in prepared.content]] = True
-        self._num_sites[row] = int(self._sites[row].sum())
+        self.num_sites[row] = self._sites[row].sum()
         if self._columns is not None and self._columns.sharded:
             self._whole[row] = prepared.fingerprint(), prepared.crc32
         return row, prepared.crc32
@@ -155,7 +152,8 @@ class RowTable:
         if self._references[key]:
             return False
         row = self._rows.pop(key)
-        del self._references[key], self._sites[row], self._num_sites[row]
+        del self._references[key], self._sites[row]
+        self.num_sites[row] = 0
         self._whole.pop(row, None)
         self._pool.erase(row)
         self._free_rows.append(row)
@@ -166,7 +164,8 @@ class RowTable:
         self._pool.clear()
         self.prepared.clear()
         self._free_rows = self._all_rows()
-        for of_rows in (self._rows, self._references, self._sites, self._num_sites, self._whole):
+        self.num_sites[:] = 0
+        for of_rows in (self._rows, self._references, self._sites, self._whole):
             of_rows.clear()
 
     def fingerprint(self) -> list[tuple[str, int, int]]:

@@ -43,10 +43,10 @@ class Site:
 class Sizes:
     """Sizes of the buffers."""
 
-    ring_rows: int  # captured rows of one step, over all sites
+    # captured rows of one step, over all sites; 0: the ring is set later
+    ring_rows: int
     capacity: int  # token rows of one step
-    # token indices of one step, over all sites; sites × capacity is enough for every step
-    lists: int
+    lists: int  # token numbers and ring rows of one step, over all sites
     patterns: int  # distinct sets of captured tokens in one step
     configurations: int  # distinct intervention configurations in one step
     entries: int  # vectors of those configurations
@@ -57,13 +57,13 @@ class Buffers:
     """Buffers that all sites of the rank share, filled before the forward; row, slot and entry 0 of
     the tables mean "nothing".
 
-    Their addresses never change, except the ring's: a forward that is not traced writes to the
-    `ring` that is set when it runs.
+    Their addresses never change. On the CPU the ring is all memory for captured rows, which
+    `rows.buffers` sets before the first forward; on an accelerator rows are copied from it.
     """
 
     ring: torch.Tensor  # [ring_rows, hidden] model dtype
     plan: torch.Tensor  # int32 [sites, COLUMNS]
-    lists: torch.Tensor  # int32 [lists]
+    lists: torch.Tensor  # int64 [lists]
     token_rows: torch.Tensor  # int32 [capacity, ROWS_PER_TOKEN]
     capture_slots: torch.Tensor  # int32 [patterns, capacity], NO_SLOT: not captured
     site_rows: torch.Tensor  # int32 [sites, families, 1 + configurations]
@@ -255,7 +255,7 @@ def buffers_of(
     return Buffers(
         ring=empty(sizes.ring_rows, hidden, dtype=dtype),
         plan=empty(sites, COLUMNS),
-        lists=empty(sizes.lists),
+        lists=empty(sizes.lists, dtype=torch.int64),
         token_rows=empty(sizes.capacity, ROWS_PER_TOKEN),
         capture_slots=empty(sizes.patterns, sizes.capacity, fill=NO_SLOT),
         site_rows=empty(

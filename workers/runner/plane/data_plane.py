@@ -43,16 +43,15 @@ from ..edits.taints import Taints
 from ..files.writer import Diversion, make_writer
 from ..hooks.sites import Buffers, Site, stream_hooks
 from ..readings.readings import Reader, Readings
+from ..rows.arena import Arena
 from ..rows.banks import Banks, Part
-from ..rows.mover import Mover
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
-from ..rows.slabs import SlabPool
 from ..rows.streams import Streams
+from .batch import Batch
 from .grading import Grading
 from .probe_scores import Scorer
 from .reentry import Reentry, ReentryGate
-from .repeated_steps import RepeatedSteps
 from .reports import Reports
 from .requests import Requests
 from .step_edits import Edits
@@ -108,16 +107,10 @@ class DataPlane:
         """
         self._config, self._place = config, place
         arm(config.fault, Path(config.outbox_dir).parent)
-        self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
+        self._hidden_size, self._dtype = buffers.pool.shape[1], buffers.pool.dtype
         self.actions = ActionLedger()
         every = [*sites, *(site for part in inside for site in part.sites)]
         self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
-        queue_bytes = config.capture_queue_mib << 20
-        self._slabs = SlabPool(
-            queue_bytes // 2,
-            pinned=buffers.ring.device.type != "cpu",
-            aside=lambda action: self._mover.submit(action),
-        )
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
         self._outbox = Outbox(
             Path(config.outbox_dir),
@@ -127,7 +120,12 @@ class DataPlane:
             on_fatal=_give_up,
             curve=curve,
         )
-        device = buffers.ring.device
+        device, queue_bytes = buffers.ring.device, config.capture_queue_mib << 20
+        self._arena = Arena(
+            queue_bytes,
+            Path(config.spill_dir) if config.capture_overload == "spill" else None,
+            locked=0 if device.type == "cpu" else queue_bytes + (config.row_store_mib << 20),
+        )
         begin = partial(
             begin_helper,
             device,
@@ -166,27 +164,11 @@ class DataPlane:
         # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
         # no rows are kept
         self.block_size = sys.maxsize if config.row_store_mib else 1
-        self._pieces = SlabPool(queue_bytes // 2, Path(config.spill_dir))
-        self._mover = Mover(self._pieces, begin)
-        if device.type != "cpu":  # a slab has at most the rows of half a ring
-            largest = max(part.nbytes for part in [buffers.ring, *(i.buffers.ring for i in inside)])
-            self._mover.submit(partial(self._slabs.reserve, largest // 2))
         self._overload = Overload(
-            config.capture_overload,
-            queue_bytes,
-            lambda: self._writer.backlog + self._mover.waiting,
-            slabs=lambda: self._mover.waiting,
+            config.capture_overload, queue_bytes, partial(getattr, self._writer, "backlog")
         )
         residual = Part(RESIDUAL, sites, buffers)
-        self._banks = Banks(
-            residual,
-            inside,
-            self.runs,
-            self._slabs,
-            self._overload,
-            self._mover,
-            traced=traced,
-        )
+        self._banks = Banks(residual, inside, self.runs, self._arena, self._overload)
         self._table = self._banks.table
         self._table.prepared.start()
         self.rank_state = RankState(
@@ -210,7 +192,7 @@ class DataPlane:
             self.rank_state,
             self._streams,
             self._overload,
-            self._mover,
+            self._arena,
             self._writer,
             lambda: self.block_size,
         )
@@ -347,7 +329,7 @@ class DataPlane:
             "tainted": len(self._requests.taints),
             "kept_row_bytes": self._rows.kept_bytes,
             "unkept": self._rows.unkept,
-            "spilled_bytes": self._pieces.spilled,
+            "spilled_bytes": self._arena.spilled,
             "outbox": self._outbox.depth(),
             "backlog": self._writer.backlog,
             "behind": self._overload.behind,
@@ -387,11 +369,9 @@ class DataPlane:
         requests = self._requests
         requests.step += 1
         self._preemptions += preempted
-        ended = {
-            request_id: finish.rows
-            for request_id, finish in finished.items()
-            if request_id in self._tracked
-        }
+        ended = dict[str, int]()
+        if finished:
+            ended = {key: end.rows for key, end in finished.items() if key in self._tracked}
         for begin in self._begins:
             begin(ended)
         if ended or new or resumed:
@@ -401,6 +381,7 @@ class DataPlane:
             with requests.guard([tracked], BY_REQUEST):
                 for part in self._parts:
                     part.release(tracked)
+                self._release_slot(tracked)
                 requests.finish(tracked, finished[request_id])
         for key, num_tokens in ends:
             requests.end(key, num_tokens)
@@ -416,8 +397,17 @@ class DataPlane:
         for request_id, cached_tokens in (resumed or {}).items():
             if request_id in self._tracked:
                 requests.resume(self._tracked[request_id], cached_tokens)
+        if requests.sorted != requests.changes:
+            requests.sort()
         for prepare in self._prepares:
             prepare(keeping)
+
+    def _release_slot(self, tracked: Tracked) -> None:
+        slots = self._requests.slots
+        tracked.count(slots)
+        self._banks.erase(tracked.slot)
+        slots.give(tracked.slot)
+        tracked.slot = 0
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> int:
         """Return the family of graphs (see `kernels.ops`) for the forward of these (request, first
@@ -429,21 +419,16 @@ class DataPlane:
         """
         self._family = WHOLE
         if self._families:
-            self._family = self._needed(windows) if self._tracked else IDLE
+            self._family = IDLE
+            for request_id, first, count in windows if self._tracked else ():
+                if (tracked := self._tracked.get(request_id)) is not None:
+                    begin, end = tracked.touched
+                    if first < end and begin < first + count:
+                        self._family = min(self._family, tracked.family)
+                if self._family == self._least:
+                    break
         self._idle_steps += self._family == IDLE
         return self._family
-
-    def _needed(self, windows: Iterable[tuple[str, int, int]]) -> int:
-        """Return the family that these rows need."""
-        needed = IDLE
-        for request_id, first, count in windows:
-            if needed == self._least:
-                break
-            if (tracked := self._tracked.get(request_id)) is not None:
-                begin, end = tracked.touched
-                if first < end and begin < first + count:
-                    needed = min(needed, tracked.family)
-        return needed
 
     def plan(self, view: StepView) -> None:
         """Fill the buffers for the next forward pass."""
@@ -456,32 +441,22 @@ class DataPlane:
         requests = self._requests
         places = np.stack((view.counts, view.positions))
         self._schedule = zlib.crc32(places.tobytes(), self._schedule)
-        repeated = requests.repeated
-        if (
-            repeated is not None
-            and not self._overload.drops()
-            and repeated.take(view, family=self._family)
-        ):
-            self._rows.plan_again(repeated)
-            return
-        requests.change()
-        tracked_rows = [
-            (self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked
-        ]
-        lost = {
-            rows.id
-            for _, rows in tracked_rows
-            if self._needed([(rows.id, rows.first_position, rows.num_rows)]) < self._family
-        }
-        for request_id in lost:
-            requests.fail(self._tracked[request_id], _LOST, "intervention_failed")
-        tracked_rows = [(tracked, rows) for tracked, rows in tracked_rows if rows.id not in lost]
-        changes = requests.changes
+        batch = requests.batch
+        if batch is None or not batch.tokens.move_to(view):
+            batch = requests.batch = self._batch_of(view)
+        if lost := requests.slots.lost(batch.tokens, self._family):
+            for request_id in lost:
+                requests.fail(self._tracked[request_id], _LOST, "intervention_failed")
+            batch = self._batch_of(view, lost)
         for plan in self._plans:
-            plan(tracked_rows, view)
-        if self._banks.whole and requests.changes == changes:
-            repeated = RepeatedSteps(view, tracked_rows, self._banks, family=self._family)
-            requests.repeated = repeated if repeated.possible else None
+            plan(batch, view)
+
+    def _batch_of(self, view: StepView, without: Sequence[str] = ()) -> Batch:
+        batch = Batch(view, self._tracked, without)
+        for _, tracked in batch.members:
+            if tracked.stale:
+                self._banks.write(tracked)
+        return batch
 
     def plan_nothing(self) -> None:
         """Have the next forward pass, of no tracked request, do nothing."""
@@ -496,6 +471,8 @@ class DataPlane:
             with self._requests.guard(self._grading.due, "intervention_failed"):
                 for tracked, why in self._grading.take(logits):
                     self._requests.change()
+                    tracked.count(self._requests.slots)
+                    tracked.stale = True
                     self._reports.failed(self._requests.step, tracked, why, "intervention_failed")
 
     def drain(self, hidden: torch.Tensor | None = None) -> None:
@@ -537,6 +514,7 @@ class DataPlane:
             touched=touched(spec),
             family=STREAM if touched_hooks(spec) <= self._stream_hooks else WHOLE,
         )
+        tracked.slot = requests.slots.take(tracked.touched, tracked.family)
         self._tracked[request.id] = tracked
         self._least = min(self._least, tracked.family)
         requests.live.add(spec.key)

@@ -14,9 +14,10 @@ from torch import nn
 
 from ....schemas.base.records import by_key
 from ....schemas.requests.specs import Grade
-from ..base.engine_step import RequestRows, StepView
+from ..base.engine_step import StepView
 from ..base.host_memory import locked_copy, locked_like
 from ..rows.planner import Tracked
+from .batch import Batch
 from .step_parts import StepPart
 
 #: Distributions kept for comparison; the least recently used are evicted first.
@@ -43,11 +44,13 @@ class Grading(StepPart):
         """Return the requests to grade whose prompts end in the planned step, until `take`."""
         return [due.tracked for due in self._due]
 
-    def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+    def plan(self, batch: Batch, view: StepView) -> None:
         self._due = []
+        if not batch.watched:
+            return
         ending = {
             rows.id: tracked
-            for tracked, rows in tracked_rows
+            for tracked, rows in batch.rows(view)
             if tracked.spec.grade is not None and tracked.graded is None and not tracked.reported
             if rows.first_position
             < tracked.spec.prompt_tokens

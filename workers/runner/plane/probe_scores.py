@@ -22,12 +22,12 @@ from ..probes.watches import Watch, news_of_all
 from ..probes.weight_stacks import Side, Stack, Stacks
 from ..rows.capture import Recording
 from ..rows.extents import Extent
-from ..rows.pending_rows import Landing
+from ..rows.landings import Landing
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
 _CHUNK = 2**19
-#: Rows without urgency are scored together once they come from this many steps, or keep slabs of
-#: this many bytes alive.
+#: Rows without urgency are scored together once they come from this many steps, or have this many
+#: bytes.
 _STEPS, _BYTES = 16, 2**25
 _Item = tuple[Recording, Extent]
 
@@ -41,7 +41,7 @@ class _Batch:
 
     @property
     def landings(self) -> set[Landing]:
-        return {extent.step.landing for _, extent in self.items}
+        return {extent.landing for _, extent in self.items}
 
     def computed(self, needed: Mapping[Watch, int]) -> bool:
         """Return whether a row is among the first `needed` of its watch."""
@@ -130,9 +130,7 @@ class Scorer:
             assert recording.watch is not None, "only watched rows are kept"
             self._kept.setdefault(recording.watch, []).append((recording, extent))
         self._kept_steps += bool(items)
-        self._kept_bytes += sum(
-            {id(extent.step): extent.step.slab.nbytes for _, extent in items}.values()
-        )
+        self._kept_bytes += sum(extent.nbytes for _, extent in items)
         if self._kept_steps >= _STEPS or self._kept_bytes >= _BYTES:
             self._score_kept(list(self._kept))
             self._kept_steps = self._kept_bytes = 0
@@ -215,60 +213,33 @@ class Scorer:
             self._error = error
 
     def _compute(self, items: Sequence[_Item]) -> None:
-        # stack → the extents of its recordings, by slab and in order
-        groups: dict[int, tuple[Stack, dict[int, list[Extent]], list[tuple[Watch, Extent]]]] = {}
+        groups: dict[int, tuple[Stack, list[tuple[Watch, Extent]]]] = {}
         for recording, extent in items:
             if (stack := recording.stack) is not None and (watch := recording.watch) is not None:
-                _, slabs, extents = groups.setdefault(id(stack), (stack, {}, []))
-                slabs.setdefault(id(extent.step), []).append(extent)
-                extents.append((watch, extent))
-        for stack, slabs, extents in groups.values():
-            rows = [_rows(of_slab, stack.ports) for of_slab in slabs.values()]
-            scores = _products(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), stack)
-            _put(scores, stack, slabs.values(), extents)
-
-
-def _put(
-    scores: np.ndarray,
-    stack: Stack,
-    order: Iterable[Sequence[Extent]],
-    extents: Sequence[tuple[Watch, Extent]],
-) -> None:
-    """Put `scores` `[rows, columns]`, whose rows follow the extents in `order`, into the watches of
-    `extents`; consecutive extents of one watch are joined.
-    """
-    place, at = {}, 0  # extent → its first row
-    for extent in itertools.chain.from_iterable(order):
-        place[id(extent)] = at
-        at += extent.count
-    for watch, of_watch in itertools.groupby(extents, key=lambda item: item[0]):
-        runs: list[tuple[int, list[Extent]]] = []
-        for _, extent in of_watch:
-            if runs and runs[-1][1][-1].positions.stop == extent.first_position:
-                runs[-1][1].append(extent)
-            else:
-                runs.append((extent.first_position, [extent]))
-        for first, run in runs:
-            of_run = [
-                scores[place[id(extent)] : place[id(extent)] + extent.count] for extent in run
-            ]
-            watch.put(
-                first, stack.columns, of_run[0] if len(of_run) == 1 else np.concatenate(of_run)
+                groups.setdefault(id(stack), (stack, []))[1].append((watch, extent))
+        for stack, extents in groups.values():
+            _put(
+                _products(_rows([extent for _, extent in extents], stack.ports), stack),
+                stack,
+                extents,
             )
 
 
-def _slots(ports: np.ndarray, extents: Sequence[Extent]) -> np.ndarray:
-    """Return the indices of the extents' rows in their slab: `[ports, rows]`."""
-    step = extents[0].step
-    # [extents, ports]
-    slots = np.array([extent.slots for extent in extents])[:, step.pattern[ports]]
-    first: np.ndarray = step.base[ports][:, None] + slots.T
-    counts = [extent.count for extent in extents]
-    if max(counts) == 1:
-        return first
-    return np.concatenate(
-        [first[:, [number]] + np.arange(count) for number, count in enumerate(counts)], axis=1
-    )
+def _put(scores: np.ndarray, stack: Stack, extents: Sequence[tuple[Watch, Extent]]) -> None:
+    """Put `scores` `[rows, columns]`, whose rows follow the extents, into their watches;
+    consecutive extents of one watch are joined.
+    """
+    at = 0
+    for watch, of_watch in itertools.groupby(extents, key=lambda item: item[0]):
+        runs: list[range] = []
+        for _, extent in of_watch:
+            if runs and runs[-1].stop == extent.first_position:
+                runs[-1] = range(runs[-1].start, extent.positions.stop)
+            else:
+                runs.append(extent.positions)
+        for run in runs:
+            watch.put(run.start, stack.columns, scores[at : at + len(run)])
+            at += len(run)
 
 
 def _products(rows: torch.Tensor, stack: Stack) -> np.ndarray:
@@ -296,14 +267,19 @@ def _products(rows: torch.Tensor, stack: Stack) -> np.ndarray:
 
 
 def _rows(extents: Sequence[Extent], ports: np.ndarray) -> torch.Tensor:
-    """Return rows `[ports, rows, hidden_size]` of extents of one slab, as a view if they are
-    consecutive.
-    """
-    step = extents[0].step
-    step.landing.wait()
-    slots = _slots(ports, extents)
-    flat = slots.reshape(-1)
-    first, count = int(flat[0]), len(flat)
-    consecutive = int(flat[-1]) - first == count - 1 and bool((np.diff(flat) == 1).all())
-    rows = step.slab[first : first + count] if consecutive else step.slab[torch.from_numpy(flat)]
-    return rows.view(*slots.shape, -1)
+    """Return the rows of extents, in their order, `[ports, rows, hidden_size]`."""
+    if len(extents) == 1:
+        return extents[0].rows(ports)
+    blocks, counts = [extent.block for extent in extents], [extent.count for extent in extents]
+    ordinals = {
+        id(held): np.searchsorted(held, ports)
+        for held in {id(b.ports): b.ports for b in blocks}.values()
+    }
+    # [ports, extents]: the first row of each among all of the bank
+    first = np.array([b.lent.row + e.at for b, e in zip(blocks, extents, strict=True)]) + np.stack(
+        [ordinals[id(b.ports)] * b.num_positions for b in blocks], axis=1
+    )
+    within = np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    numbers = torch.from_numpy(np.repeat(first, counts, axis=1) + within)
+    found = blocks[0].all.index_select(0, numbers.view(-1))
+    return found.view(*numbers.shape, -1)

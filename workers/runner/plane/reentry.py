@@ -18,6 +18,7 @@ from ..hooks.architectures import ARCHITECTURES, Adapter
 from ..hooks.sites import held_layers, places
 from ..rows.finite_check import all_finite
 from ..rows.planner import Tracked
+from .batch import Batch
 from .requests import Requests
 from .step_parts import RanStep, StepPart
 
@@ -171,11 +172,12 @@ class Reentry(StepPart):
         self.steps = 0  # steps that began above the first layer
         self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
 
-    def plan(self, tracked_rows: Sequence[_Member], view: StepView) -> None:
+    def plan(self, batch: Batch, view: StepView) -> None:
         """Open the gate; fail the requests whose rows this rank lacks."""
-        entered = [tracked for tracked, _ in tracked_rows if tracked.spec.entry is not None]
+        entered = [item for _, item in batch.members if batch.watched and item.spec.entry]
         if not entered:
             return
+        tracked_rows = batch.rows(view)
         with self._requests.guard(entered, "intervention_failed"):
             specs = {rows.id: tracked.spec for tracked, rows in tracked_rows}
             step = [(specs.get(rows.id), rows) for rows in view.requests]

@@ -74,10 +74,7 @@ class Reports:
         builds = [
             partial(self._build, tracked, recording, token_ids, rows) for recording in recordings
         ]
-        size = (
-            sum(recording.num_rows * recording.width(self._hidden_size) for recording in recordings)
-            * self._dtype.itemsize
-        )
+        size = sum(recording.nbytes for recording in recordings)
         complete = None
         if tracked.sizes:
             complete = partial(

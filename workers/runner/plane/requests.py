@@ -10,7 +10,8 @@ from ..base.engine_step import Finish
 from ..edits.taints import Taints
 from ..rows.finite_check import entries_of
 from ..rows.planner import Tracked
-from .repeated_steps import RepeatedSteps
+from ..rows.slot_table import Slots
+from .batch import Batch
 from .reports import Reports
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,9 @@ class Guard:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        requests = self._requests
-        logger.error("the data plane failed in step %d", requests.step, exc_info=error)
-        why = f"internal error on rank {requests.rank}: {type(error).__name__}: {error}"
-        for tracked in list(self._concerned):
-            requests.fail(tracked, why, self._kind)
-        return True
+        if isinstance(error, Exception):
+            self._requests.blame(error, self._concerned, self._kind)
+        return isinstance(error, Exception)
 
 
 class Kinds(NamedTuple):
@@ -69,32 +65,35 @@ class Requests:
         # requests that the scheduler ended, and whose end the worker has not reported yet
         self.finished: dict[str, tuple[Tracked, Finish]] = {}
         self.changes = 0  # calls of `change`
-        self.repeated: RepeatedSteps | None = None  # steps that repeat each other until a change
-        self._kinds: Kinds | None = None
+        self.batch: Batch | None = None  # of the last step, until a change
+        self.slots = Slots()
+        self.sorted = 0  # `changes` when `kinds` was set
+        self.kinds = Kinds([], [], False)  # as they were when the step began
 
     def change(self) -> None:
         """Precede everything that changes the tracked requests or what is planned for one."""
         self.changes += 1
-        self._kinds = None
-        if self.repeated is not None:
-            self.repeated.count()
-            self.repeated = None
+        self.batch = None
 
-    @property
-    def kinds(self) -> Kinds:
-        """The tracked requests by what they need."""
-        if self._kinds is None:
-            every = self.tracked.values()
-            self._kinds = Kinds(
-                [item for item in every if item.recordings and not item.reported],
-                [item for item in every if item.watch is not None and not item.reported],
-                any(entries_of(item.spec) for item in every),
-            )
-        return self._kinds
+    def sort(self) -> None:
+        """Sort the tracked requests by what they need, for the step that begins."""
+        every, self.sorted = self.tracked.values(), self.changes
+        self.kinds = Kinds(
+            [item for item in every if item.recordings and not item.reported],
+            [item for item in every if item.watch is not None and not item.reported],
+            any(entries_of(item.spec) for item in every),
+        )
 
     def guard(self, concerned: Collection[Tracked], kind: str) -> Guard:
         """Return a context in which an error fails these requests. `kind`: see `Receipt.kind`."""
         return Guard(self, concerned, kind)
+
+    def blame(self, error: Exception, concerned: Collection[Tracked], kind: str) -> None:
+        """Fail these requests because of an error, see `guard`."""
+        logger.error("the data plane failed in step %d", self.step, exc_info=error)
+        why = f"internal error on rank {self.rank}: {type(error).__name__}: {error}"
+        for tracked in list(concerned):
+            self.fail(tracked, why, kind)
 
     def resume(self, tracked: Tracked, cached_tokens: int) -> None:
         """Check a resumed request, which may use cache blocks that another request computed."""
@@ -163,6 +162,8 @@ class Requests:
         if not this one.
         """
         self.change()
+        tracked.count(self.slots)
+        tracked.stale = True  # its rows are not captured any more
         self.reports.failed(self.step, tracked, message, kind)
         digest = tracked.spec.digest
         edited = kind not in ("capture_failed", "probe_failed", "edit_too_large")

@@ -1,11 +1,10 @@
 """Edits in a rank's step: acquires table rows for new requests and releases those of ended ones."""
 
 import logging
-from collections.abc import Sequence
 
 from ....kernels.plan import ROWS_PER_TOKEN
 from ....schemas.requests.specs import columns_of, steering_rows
-from ..base.engine_step import RequestRows, StepView
+from ..base.engine_step import StepView
 from ..edits.actions import ActionLedger
 from ..edits.installed_ops import check_here
 from ..edits.model_state import RankState
@@ -13,6 +12,7 @@ from ..edits.source_runs import RunStore
 from ..edits.steering_tables import HeldRows
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
+from .batch import Batch
 from .requests import TAINTED, Requests
 from .step_parts import StepPart
 
@@ -63,16 +63,16 @@ class Edits(StepPart):
         self._rows.release(self._requests.step, tracked.rows)
         tracked.set_rows([])
 
-    def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+    def plan(self, batch: Batch, view: StepView) -> None:
         """Decide the gates of the step's positions, then plan its edits."""
-        for tracked, rows in tracked_rows:
-            if tracked.gates is not None and (
-                why := tracked.decide(rows.first_position + rows.num_rows)
-            ):
-                self._requests.fail(tracked, f"{why} (rank {self._requests.rank})", "probe_failed")
-        steered = [tracked for tracked, _ in tracked_rows if tracked.rows]
-        with self._requests.guard(steered, "intervention_failed"):
-            self._banks.plan_steering(tracked_rows)
+        requests = self._requests
+        for number, tracked in batch.gated:
+            if why := tracked.decide(batch.tokens.window(number)[1]):
+                requests.fail(tracked, f"{why} (rank {requests.rank})", "probe_failed")
+        try:
+            self._banks.plan_steering(batch.tokens, requests.slots)
+        except Exception as error:
+            requests.blame(error, batch.steered, "intervention_failed")
 
     def forget(self) -> None:
         self._banks.table.clear()

@@ -1,15 +1,16 @@
 """Base class of the parts of a rank's step, with the phases of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ..base.engine_step import NewRequest, RequestRows, StepView
+from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping
 from ..rows.capture import Recording
 from ..rows.extents import Extent
 from ..rows.planner import Tracked
+from .batch import Batch
 
 
 @dataclass(slots=True)
@@ -51,8 +52,8 @@ class StepPart:
     def prepare(self, keeping: Keeping | None) -> None:
         """Prepare the step, whose requests are admitted. `keeping`: commands about stored rows."""
 
-    def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
-        """Set up the next forward. `tracked_rows`: the tracked requests of `view`."""
+    def plan(self, batch: Batch, view: StepView) -> None:
+        """Set up the next forward. `batch`: the tracked requests of `view`."""
 
     def drain(self, step: RanStep) -> None:
         """Take the results of the forward."""

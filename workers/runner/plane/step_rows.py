@@ -3,28 +3,27 @@ same prompt, and passes them on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ..base.config import Place
-from ..base.engine_step import NewRequest, RequestRows, StepView
+from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping, KeptBlock
 from ..edits.model_state import RankState
 from ..files.writer import Writer
+from ..rows.arena import Arena
 from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
 from ..rows.edit_sizes import StepSizes
 from ..rows.execution_check import Due, Miscount
 from ..rows.finite_check import NonFinite, precedes_edits, reason
-from ..rows.mover import Mover
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
 from ..rows.streams import Streams
-from .repeated_steps import RepeatedSteps
+from .batch import Batch
 from .requests import Requests
 from .step_parts import RanStep, StepPart
 
@@ -49,15 +48,16 @@ class Rows(StepPart):
         state: RankState,
         streams: Streams,
         overload: Overload,
-        mover: Mover,
+        arena: Arena,
         writer: Writer,
         block_size: Callable[[], int],
     ) -> None:
         """`block_size`: returns the tokens in a KV block, the unit in which rows are kept."""
         self._requests, self._place, self._banks = requests, place, banks
+        self._grades = place.grades
         self._state, self._streams, self._block_size = state, streams, block_size
-        self._overload, self._mover, self._writer = overload, mover, writer
-        self._store = RowStore(mover)
+        self._overload, self._arena, self._writer = overload, arena, writer
+        self._store = RowStore(arena)
         self._keeping: Keeping | None = None  # the scheduler's orders for this step
         self._edited: dict[str, _Edited] = {}  # by bank
         # the last step in which rows were not kept although the scheduler assumes so; 0: none
@@ -69,7 +69,8 @@ class Rows(StepPart):
         return self._store.held
 
     def begin(self, ended: Mapping[str, int]) -> None:
-        self._settle(ended)
+        if ended:
+            self._settle(ended)
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
         """Set up a request's recordings. A request that cannot be captured is still steered, since
@@ -98,10 +99,8 @@ class Rows(StepPart):
 
     def release(self, tracked: Tracked) -> None:
         self._banks.forget_step()
-        if tracked.recordings:
-            moved = self._mover.submit(lambda: None)  # after all that was queued before
-            for recording in tracked.recordings.values():
-                recording.moved = moved
+        for recording in tracked.recordings.values():
+            recording.landing = self._arena.landing
 
     def prepare(self, keeping: Keeping | None) -> None:
         """Serve stored rows for tokens that the prefix cache skips; wait if there is overload."""
@@ -109,55 +108,57 @@ class Rows(StepPart):
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._store.serve)
         if recorded := self._requests.kinds.recorded:
-            with self._requests.guard(recorded, "capture_failed"):
+            try:
                 self._overload.wait()
+            except Exception as error:
+                self._requests.blame(error, recorded, "capture_failed")
 
-    def plan(self, tracked_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+    def plan(self, batch: Batch, view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""
-        guard = self._requests.guard
-        with guard(
-            [tracked for tracked, _ in tracked_rows if tracked.recordings], "capture_failed"
-        ):
-            self._banks.plan_capture(tracked_rows)
-        with guard(
-            [tracked for tracked, _ in tracked_rows if tracked.rows or tracked.recordings],
-            BY_REQUEST,
-        ):
+        try:
+            self._banks.plan_capture(batch.tokens)
+        except Exception as error:
+            self._requests.blame(error, batch.recording, "capture_failed")
+        try:
             self._banks.commit()
-
-    def plan_again(self, steps: RepeatedSteps) -> None:
-        """Plan and commit the next of these steps."""
-        guard = self._requests.guard
-        with guard(steps.recording, "capture_failed"):
-            self._banks.plan_again(steps.positions)
-        with guard(steps.planned, BY_REQUEST):
-            self._banks.commit()
+        except Exception as error:
+            self._requests.blame(error, batch.planned, BY_REQUEST)
 
     def drain(self, step: RanStep) -> None:
         requests = self._requests
-        with requests.guard(requests.tracked.values(), BY_REQUEST):
-            # rows of requests that no edit reaches are finite if the model's are
-            checked = self._place.grades and requests.kinds.edits
-            self._banks.take(requests.step, step.view, step.hidden if checked else None)
-        if self._banks.busy:
+        busy = self._banks.busy
+        # rows of requests that no edit reaches are finite if the model's are
+        checked = step.hidden is not None and self._grades and requests.kinds.edits
+        if busy or checked:
+            try:
+                self._banks.take(requests.step, step.view, step.hidden if checked else None)
+            except Exception as error:
+                requests.blame(error, requests.tracked.values(), BY_REQUEST)
+        if busy:
             step.recorded = []
-            with requests.guard(requests.kinds.recorded, "capture_failed"):
+            try:
                 step.recorded = self._banks.drain()
+            except Exception as error:
+                requests.blame(error, requests.kinds.recorded, "capture_failed")
 
     def settle(self, step: RanStep) -> None:
         self._settle()
         if (keeping := self._keeping) is not None:
-            if keeping.keep:
-                self._banks.move(partial(self._keep, keeping.keep))
+            self._keep(keeping.keep)
             self._store.drop(keeping.drop)
             self._keeping = None
+        if self._banks.begun:
+            try:
+                self._banks.leave()
+            except Exception as error:
+                self._requests.blame(error, self._requests.kinds.recorded, "capture_failed")
 
     def _keep(self, blocks: Sequence[KeptBlock]) -> None:
         tracked = self._requests.tracked
         for block in blocks:
+            self._with_recording(block, self._store.keep)
             if block.request_id in tracked and tracked[block.request_id].reported:
                 self.unkept = self._requests.step
-            self._with_recording(block, self._store.keep)
 
     def forget_failures(self, step: int) -> None:
         """Clear `unkept` if the prefix cache was reset at `step`, after those rows were lost."""
@@ -171,7 +172,6 @@ class Rows(StepPart):
 
     def close(self) -> None:
         self._writer.close()
-        self._mover.close()
 
     def _settle(self, ended: Mapping[str, int] | None = None) -> None:
         """Fail requests whose edits made rows non-finite, or whose sites deviated from the plan;
@@ -179,9 +179,7 @@ class Rows(StepPart):
 
         `ended`: wait for the steps of these requests.
         """
-        if self._banks.settled:
-            return
-        with self._requests.guard(self._requests.tracked.values(), BY_REQUEST):
+        try:
             for bank, item in self._banks.settle(ended):
                 if isinstance(item, Miscount):
                     self._miscounted(item)
@@ -189,6 +187,8 @@ class Rows(StepPart):
                     self._sized(bank, item)
                 else:
                     self._not_finite(item)
+        except Exception as error:
+            self._requests.blame(error, self._requests.tracked.values(), BY_REQUEST)
 
     def _not_finite(self, item: NonFinite) -> None:
         tracked = self._requests.tracked.get(item.id)

@@ -5,7 +5,7 @@ The residual bank is the first, and the only bank if no hooks inside layers are 
 `schemas.model.banks`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,21 +14,21 @@ import torch
 
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import SteeringRow, StoredCapture
-from ..base.engine_step import RequestRows, StepView
+from ..base.engine_step import StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, VectorStore
 from ..edits.vector_pool import Joined
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
+from .arena import Arena, BankRows
 from .capture import Ports, Recording
 from .edit_sizes import SizeTable, StepSizes
 from .execution_check import Miscount
 from .extents import Extent
 from .finite_check import FiniteCheck, NonFinite
-from .mover import Mover
 from .overload import Overload
 from .planner import Planner, Tracked
-from .slabs import SlabPool
+from .slot_table import Slots, StepTokens
 
 
 class Part(NamedTuple):
@@ -47,25 +47,22 @@ class Bank:
         self,
         part: Part,
         table: RowTable,
-        slabs: SlabPool,
+        arena: Arena,
         overload: Overload,
-        mover: Mover,
-        *,
-        traced: bool,
-        last: bool,
+        copies: "torch.cuda.Stream | None",
     ) -> None:
         self.name, self.sites, self.columns, self.table = part.name, part.sites, part.columns, table
         self.ports = Ports(part.sites, part.columns)
+        pool = part.buffers.pool
+        memory = BankRows(arena, pool.shape[1], pool.dtype, overload.spills)
         self.planner = Planner(
             part.sites,
             part.buffers,
             table,
-            slabs,
+            memory,
             overload,
-            mover,
-            traced=traced,
+            copies,
             bank=part.name,
-            last=last,
         )
         whole = part.columns is None or not part.columns.sharded
         self.finite = FiniteCheck(part.sites, part.buffers, whole=whole)
@@ -165,13 +162,11 @@ class Banks:
         residual: Part,
         inside: Sequence[Part],
         runs: RunStore,
-        slabs: SlabPool,
+        arena: Arena,
         overload: Overload,
-        mover: Mover,
-        *,
-        traced: bool,
     ) -> None:
-        parts = [residual, *inside]
+        parts, device = [residual, *inside], residual.buffers.ring.device
+        copies = None if device.type == "cpu" else torch.cuda.Stream(device)
         vectors = VectorStore()
         tables = {
             part.name: RowTable(part.sites, part.buffers, vectors, runs, part.columns)
@@ -179,19 +174,11 @@ class Banks:
         }
         #: The table of the only bank, or all tables as one.
         self.table: RowTable | Tables = Tables(tables, vectors) if inside else tables[RESIDUAL]
-        self._banks = [
-            Bank(
-                part,
-                tables[part.name],
-                slabs,
-                overload,
-                mover,
-                traced=traced,
-                last=part is parts[-1],
-            )
-            for part in parts
-        ]
+        self._banks = [Bank(part, tables[part.name], arena, overload, copies) for part in parts]
         self._by_name = {bank.name: bank for bank in self._banks}
+        #: Whether the current forward edits or records anything; the next one may find a plan.
+        self.busy = self.loaded = False
+        self.begun = False  # rows may leave recordings once the step is over
 
     @property
     def first(self) -> Bank:
@@ -200,7 +187,7 @@ class Banks:
 
     def num_sites(self, row: int, spec: SteeringRow) -> int:
         """Return how many sites of this rank `spec`, which the table holds in `row`, edits."""
-        return self._by_name[spec.bank].table.num_sites(row)
+        return int(self._by_name[spec.bank].table.num_sites[row])
 
     def recording(
         self, capture: StoredCapture, prompt_tokens: int, first_of_stage: bool
@@ -215,62 +202,47 @@ class Banks:
 
     # --- A step; the methods of `Planner`
 
-    @property
-    def busy(self) -> bool:
-        return any(bank.planner.busy for bank in self._banks)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._by_name)
-
-    @property
-    def whole(self) -> bool:
-        """Return whether all plans have everything that requests ask for."""
-        return all(bank.planner.whole for bank in self._banks)
-
-    @property
-    def steered(self) -> Iterator[tuple[int, int]]:
-        """The index of each request that a plan edits, and the edits of each row."""
-        return (item for bank in self._banks for item in bank.planner.steered)
-
-    @property
-    def loaded(self) -> bool:
-        """Return whether the next forward would find a plan that is not empty."""
-        return any(bank.planner.loaded for bank in self._banks)
-
     def forget_step(self) -> None:
         for bank in self._banks:
             bank.planner.forget_step()
 
-    def move(self, keep: Callable[[], None]) -> None:
-        """Have all rows moved that were recorded so far, see `Planner.move`."""
+    def leave(self) -> None:
+        self.begun = False
         for bank in self._banks:
-            keep = partial(bank.planner.move, keep)
-        keep()
+            bank.planner.leave()
 
     def clear(self) -> None:
         for bank in self._banks:
             bank.planner.clear()
+        self.busy = self.loaded = False
 
-    def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
+    def write(self, tracked: Tracked) -> None:
+        """Write the request's slot in the tables."""
+        tracked.stale = False
+        for bank in self._banks:
+            bank.planner.write(tracked)
+
+    def erase(self, slot: int) -> None:
+        for bank in self._banks:
+            bank.planner.erase(slot)
+
+    def plan_steering(self, tokens: StepTokens, slots: Slots) -> None:
         try:
             for bank in self._banks:
-                bank.planner.plan_steering(request_rows)
+                bank.planner.plan_steering(tokens, slots)
         except Exception:  # the requests fail; no bank may edit as in the step before
             for bank in self._banks:
                 bank.planner.clear_plan()
             raise
+        slots.reached[tokens.of_requests] = np.maximum(
+            slots.reached[tokens.of_requests], tokens.stops
+        )
 
-    def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        self._capture(lambda planner: planner.plan_capture(request_rows))
-
-    def plan_again(self, positions: np.ndarray) -> None:
-        self._capture(lambda planner: planner.plan_again(positions))
-
-    def _capture(self, action: Callable[[Planner], None]) -> None:
+    def plan_capture(self, tokens: StepTokens) -> None:
         try:
             for bank in self._banks:
-                action(bank.planner)
+                bank.planner.plan_capture(tokens)
+                self.begun = self.begun or bool(bank.planner.begun)
         except Exception:  # as above; edits remain
             for bank in self._banks:
                 bank.planner.clear_captures()
@@ -278,47 +250,60 @@ class Banks:
 
     def commit(self) -> None:
         try:
+            self.busy, self.loaded = False, True  # unless clear() says otherwise
             for bank in self._banks:
                 bank.planner.commit()
+                self.busy |= bank.planner.busy
         except Exception:  # the others would do what they did in the last step
             for bank in self._banks:
                 bank.planner.abandon()
+            self.busy = False
             raise
 
     def drain(self) -> list[tuple[Recording, Extent]]:
-        recorded: list[tuple[Recording, Extent]] = []
-        self._each(lambda bank: recorded.extend(bank.planner.drain()))
+        recorded, errors = list[tuple[Recording, Extent]](), list[Exception]()
+        self.busy = False
+        for bank in self._banks:
+            try:
+                recorded += bank.planner.drain()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return recorded
 
     # --- Findings; the methods of `FiniteCheck`
 
-    @property
-    def settled(self) -> bool:
-        """Return whether all observations are settled."""
-        return all(bank.finite.settled for bank in self._banks)
-
     def precede(self) -> None:
         for bank in self._banks:
-            bank.finite.precede()
+            if bank.finite.over is not None:
+                bank.finite.precede()
 
     def take(self, step: int, view: StepView | None, hidden: torch.Tensor | None) -> None:
-        """Observe the forward of `view`. `hidden`: output of the last layer, checked only once."""
-        self._each(
-            lambda bank: bank.finite.take(
-                step,
-                view,
-                bank.planner.due,
-                bank.planner.edits,
-                hidden if bank is self._banks[0] else None,
-            )
-        )
+        """Observe the forward of `view`. `hidden`: output of the last layer, checked only once.
+
+        An error of one bank is raised once all are done: what the step left in the buffers of the
+        others would be blamed on later steps.
+        """
+        errors = list[Exception]()
+        for bank in self._banks:
+            try:
+                planner = bank.planner
+                bank.finite.take(step, view, planner.due, planner.edits, hidden)
+            except Exception as error:
+                errors.append(error)
+            hidden = None
+        if errors:
+            raise errors[0]
 
     def settle(
         self, needed: Mapping[str, int] | None = None
-    ) -> Iterator[tuple[Bank, NonFinite | Miscount | StepSizes]]:
+    ) -> list[tuple[Bank, NonFinite | Miscount | StepSizes]]:
+        found = list[tuple[Bank, NonFinite | Miscount | StepSizes]]()
         for bank in self._banks:
-            for finding in bank.finite.settle(needed):
-                yield bank, finding
+            for finding in bank.finite.settle(needed) if bank.finite.pending else ():
+                found.append((bank, finding))
+        return found
 
     def found(self) -> Callable[[], list[tuple[str, int]]] | None:
         """Return a function that returns (request, position) of the last step's non-finite rows;
@@ -326,24 +311,11 @@ class Banks:
 
         The function may be called in any thread, and waits for the step.
         """
-        last = [
-            (bank.finite, finding)
-            for bank in self._banks
-            if (finding := bank.finite.last) is not None
-        ]
-        if not last:
-            return None
-        return lambda: [item for finite, finding in last for item in finite.of(finding)]
-
-    def _each(self, action: Callable[[Bank], None]) -> None:
-        """Call `action` for every bank even if it raises for one, whose error is raised then: what
-        the step left in the other banks' buffers would be blamed on later steps.
-        """
-        errors = []
+        last = list[Callable[[], list[tuple[str, int]]]]()
         for bank in self._banks:
-            try:
-                action(bank)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+            if (finding := bank.finite.last) is not None:
+                last.append(partial(finding.found, bank.sites))
+                bank.finite.last = None
+        if len(last) == 1:
+            return last[0]
+        return (lambda: [item for found in last for item in found()]) if last else None

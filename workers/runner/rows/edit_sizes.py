@@ -172,10 +172,12 @@ class SizeTable:
         waiting, exceeded = [], False
         for step in self._steps:
             ready = stops[step.slots] >= 0
+            if ready.all():
+                exceeded |= self._sort(step, stops)
+                continue
             if ready.any():
                 exceeded |= self._sort(step.only(ready), stops)
-            if not ready.all():
-                waiting.append(step.only(~ready))
+            waiting.append(step.only(~ready))
         self._steps = waiting
         return exceeded
 
@@ -193,26 +195,26 @@ class SizeTable:
         if exceeded := bool((sizes < 0).any()):
             self._limit(slots, positions[at], places, sizes)
             sizes = np.abs(sizes)
-        rows = self._rows_of(slots, places)
+        rows = self._rows[slots, places]
+        if (new := rows < 0).any():
+            self._make_rows(slots[new], places[new])
+            rows = self._rows[slots, places]
         with np.errstate(divide="ignore"):
             bins = np.clip(np.floor((np.log2(sizes) - LOWEST) * BINS) + 1, 0, WIDTH - 1)
         np.add.at(self._counts.reshape(-1), rows * WIDTH + bins.astype(np.int64), 1)
         np.maximum.at(self._largest, rows, sizes)
         return exceeded
 
-    def _rows_of(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
-        rows: np.ndarray = self._rows[slots, places]
-        if (new := rows < 0).any():
-            pairs = np.unique(slots[new] * len(self.sites) + places[new])
-            if (lack := len(pairs) - len(self._free)) > 0:
-                more = max(lack, len(self._largest))
-                self._free += range(len(self._largest), len(self._largest) + more)
-                self._counts = _longer(self._counts, more, 0)
-                self._largest = _longer(self._largest, more, 0)
-            taken, self._free = self._free[: len(pairs)], self._free[len(pairs) :]
-            self._rows.reshape(-1)[pairs] = taken
-            rows = self._rows[slots, places]
-        return rows
+    def _make_rows(self, slots: np.ndarray, places: np.ndarray) -> None:
+        """Make rows for these edits, which have none."""
+        pairs = np.unique(slots * len(self.sites) + places)
+        if (lack := len(pairs) - len(self._free)) > 0:
+            more = max(lack, len(self._largest))
+            self._free += range(len(self._largest), len(self._largest) + more)
+            self._counts = _longer(self._counts, more, 0)
+            self._largest = _longer(self._largest, more, 0)
+        taken, self._free = self._free[: len(pairs)], self._free[len(pairs) :]
+        self._rows.reshape(-1)[pairs] = taken
 
     def _limit(
         self, slots: np.ndarray, positions: np.ndarray, places: np.ndarray, sizes: np.ndarray

@@ -57,6 +57,12 @@ class Due:
         """The requests whose rows are edited."""
         return frozenset(request for request, _ in self.edits)
 
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The number of the first site that edits rows, and of the last one plus 1."""
+        edited = np.flatnonzero(self.counts[:, EDITED])
+        return (int(edited[0]), int(edited[-1]) + 1) if len(edited) else (0, 0)
+
     def miscounts(self, step: int, counts: np.ndarray, sites: Sequence[Site]) -> Iterator[Miscount]:
         """Yield each request's first site whose actual `counts` differ, for each `kind`."""
         failed: set[tuple[str, str]] = set()

@@ -1,113 +1,103 @@
-"""Captured rows in a slab, of a step or of a piece: extents of them, and their bytes."""
+"""Captured rows in memory: blocks of a recording's positions, extents of them, and their bytes."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from .arena import BankRows
 from .finite_check import all_finite
-from .pending_rows import Landing
+from .landings import LANDED, Landing
 
 
-class Spaced(NamedTuple):
-    """Numbers of rows in a slab: `length` consecutive ones of each port, ports `apart`."""
+class Block:
+    """The place of a recording's rows at its captured positions in a range."""
 
-    first: int
-    apart: int
-    ports: int
-    length: int
-
-
-def spaced(numbers: np.ndarray) -> np.ndarray | Spaced:
-    """Return numbers `[ports, rows]` of rows as `Spaced` if they are, as those of most captures."""
-    (ports, count), first = numbers.shape, int(numbers[0, 0])
-    apart = int(numbers[1, 0]) - first if ports > 1 else 1
-    places = np.arange(ports)[:, None] * apart + np.arange(first, first + count)
-    return Spaced(first, apart, ports, count) if np.array_equal(numbers, places) else numbers
-
-
-def rows_of(slab: torch.Tensor, numbers: "np.ndarray | Spaced", steps: int = 1) -> torch.Tensor:
-    """Return the rows of these numbers `[ports, rows]` in a slab, as `[ports, rows, hidden_size]`:
-    a view if they are equally spaced. Of more steps, which share the slab equally, as `[ports,
-    rows, steps, hidden_size]`.
-    """
-    of_step, width = len(slab) // steps, slab.shape[1]
-    if not isinstance(numbers, Spaced):
-        if steps == 1:
-            return slab[torch.from_numpy(numbers)]
-        return slab[torch.from_numpy(numbers[:, :, None] + np.arange(steps) * of_step)]
-    shape, strides = [numbers.ports, numbers.length], [numbers.apart * width, width]
-    if steps > 1:
-        shape, strides = [*shape, steps], [*strides, of_step * width]
-    first = slab.storage_offset() + numbers.first * width
-    return slab.as_strided([*shape, width], [*strides, 1], first)
-
-
-@dataclass(slots=True, eq=False)
-class StepRows:
-    """Captured rows of one forward pass, or of a piece.
-
-    Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens.
-    """
-
-    slab: torch.Tensor  # [rows, hidden_size], CPU
-    base: np.ndarray  # int64 [ports]
-    pattern: np.ndarray  # int64 [ports]
-    landing: Landing  # of the rows in the slab, which an accelerator may still be copying
-    #: dtype → which rows of the slab are not finite in that dtype, bool `[rows]`; None: all are
-    #: finite. Filled when a writer first needs an entry.
-    checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict)
-    _view: memoryview | None = None
+    def __init__(
+        self, memory: BankRows, ports: np.ndarray, positions: Sequence[int], span: range
+    ) -> None:
+        """`ports`: int64, ascending; `positions`: the captured ones in `span`, ascending. Raises
+        what `BankRows.take` raises.
+        """
+        self.lent, self.ports, self.span = memory.take(len(ports), len(positions)), ports, span
+        self.all, self.rows = memory.all, self.lent.rows  # [ports, positions, width]
+        self.num_positions, self.nbytes = len(positions), int(self.rows.nbytes)
+        self.kept = False  # rows of it are kept for other requests, so that none may change
+        self._positions = as_array(positions)
+        self._dense = isinstance(positions, range) and positions.step == 1
+        self._first = positions[0] if len(positions) else 0
+        # (dtype, first slot, count) → which rows are not finite in that dtype; None: all are finite
+        self._checked: dict[tuple[torch.dtype, int, int], np.ndarray | None] = {}
 
     @property
-    def view(self) -> memoryview:
-        """Return the bytes of the slab, read-only."""
-        if self._view is None:
-            self._view = bytes_of(self.slab, self.slab.dtype)
-        return self._view
+    def num_held(self) -> int:
+        """Return the number of positions with rows."""
+        return int(np.count_nonzero(self.lent.marks))
 
-    def rows(self, numbers: "np.ndarray | Spaced") -> torch.Tensor:
-        """Return the landed rows of these numbers: see `rows_of`."""
-        return rows_of(self.slab, numbers)
+    def slot(self, position: int) -> int:
+        """Return the place of a captured position among those of the block."""
+        if self._dense:
+            return position - self._first
+        return int(np.searchsorted(self._positions, position))
 
-    def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
-        """Return which rows of the slab are not finite when stored as `dtype`; None if all are
-        finite. The rows must have landed.
+    def runs(self, start: int, stop: int, landing: Landing = LANDED) -> "list[Extent]":
+        """Return the recorded rows of positions in `[start, stop)`, by position."""
+        first, last = np.searchsorted(self._positions, (start, stop))
+        slots = first + np.flatnonzero(self.lent.marks[first:last])
+        if not len(slots):
+            return []
+        # places of a block follow one another where its positions do
+        return [
+            Extent(self, int(slots[at]), int(self._positions[slots[at]]), count, landing)
+            for at, count in contiguous(self._positions[slots])
+        ]
+
+    def unsound(self, dtype: torch.dtype, at: int, count: int) -> np.ndarray | None:
+        """Return which rows of these slots are not finite when stored as `dtype`, bool `[ports,
+        count]`; None if all are finite. The rows must have landed, and not change any more.
         """
-        if dtype not in self.checked:
-            rows = self.slab.to(dtype)
-            self.checked[dtype] = (
-                None if all_finite(rows) else ~torch.isfinite(rows).all(dim=1).numpy()
+        key = dtype, at, count
+        if key not in self._checked:
+            rows = self.rows[:, at : at + count].to(dtype)
+            self._checked[key] = (
+                None if all_finite(rows) else ~torch.isfinite(rows).all(dim=2).numpy()
             )
-        return self.checked[dtype]
+        return self._checked[key]
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`count` contiguous positions from `first_position`, whose rows are in `step`, from slot
-    `slots[pattern]` of each port on.
+    """`count` contiguous positions from `first_position`, whose rows are in `block` from slot `at`
+    on.
     """
 
-    step: StepRows
-    slots: np.ndarray  # int64 [patterns]
+    block: Block
+    at: int
     first_position: int
     count: int
+    landing: Landing = LANDED
 
     @property
     def positions(self) -> range:
         return range(self.first_position, self.first_position + self.count)
 
-    def first_rows(self, ports: np.ndarray) -> np.ndarray:
-        """Return the slab row of the first position, for each port."""
-        rows: np.ndarray = self.step.base[ports] + self.slots[self.step.pattern[ports]]
-        return rows
+    @property
+    def nbytes(self) -> int:
+        rows = self.block.rows
+        return int(rows.shape[0] * self.count * rows.shape[2] * rows.itemsize)
 
     def rows(self, ports: np.ndarray) -> torch.Tensor:
-        """Return the landed rows, `[ports, positions, hidden_size]`; see `StepRows.rows`."""
-        return self.step.rows(spaced(self.first_rows(ports)[:, None] + np.arange(self.count)))
+        """Return the landed rows at these ports, `[ports, positions, hidden_size]`."""
+        rows = self.block.rows[:, self.at : self.at + self.count]
+        if ports is self.block.ports:
+            return rows
+        return rows[torch.from_numpy(np.searchsorted(self.block.ports, ports))]
+
+    def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
+        """Return `Block.unsound` of these rows."""
+        return self.block.unsound(dtype, self.at, self.count)
 
     def among(self, positions: Sequence[int]) -> "list[Extent]":
         """Return the parts at `positions`, which are ascending and in this extent."""
@@ -116,7 +106,9 @@ class Extent:
 
     def cut(self, start: int, stop: int) -> "Extent":
         """Return the part at positions `[start, stop)`."""
-        return Extent(self.step, self.slots + (start - self.first_position), start, stop - start)
+        return Extent(
+            self.block, self.at + start - self.first_position, start, stop - start, self.landing
+        )
 
 
 def bytes_of(

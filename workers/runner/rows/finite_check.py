@@ -10,14 +10,13 @@ copied to pinned memory and read when that is over; on the CPU they are read imm
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ....kernels.plan import EDITED
 from ....schemas.prompts.selectors import FORWARD, select
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import RankSpec, StoredSteering
@@ -42,12 +41,15 @@ class NonFinite:
 
 
 class _Seen(NamedTuple):
-    """Observations of one step's forward; None: not observed."""
+    """Observations of one step's forward; None: not observed, or on the CPU as they should be."""
 
     broken: np.ndarray | None = None  # int32 [rows]
     sums: np.ndarray | None = None  # float32 [rows]
     counts: np.ndarray | None = None  # int32 [sites, COUNTS]
     sizes: np.ndarray | None = None  # float32 [edited sites and those between them, rows]
+
+
+_DTYPES = {"broken": np.int32, "sums": np.float32, "counts": np.int32, "sizes": np.float32}
 
 
 class _Finding:
@@ -59,51 +61,67 @@ class _Finding:
         view: StepView,
         due: Due | None,
         first: int,
-        seen: Callable[[], _Seen],
-        event: "torch.cuda.Event | None",
+        seen: "_Seen | tuple[torch.Tensor, dict[str, torch.Size]]",
+        event: "torch.cuda.Event | None" = None,
     ) -> None:
         """`due`: the work planned for its sites. `first`: number of the first site in the sizes.
-        `seen()`: called after the event; None: there is nothing to wait for.
+        `seen`: the observations, or after the event a record of them and their shapes.
         """
-        self.step, self.view = step, view
-        self._due, self._first, self._seen, self._event = due, first, seen, event
+        self.step, self.view, self.event = step, view, event
+        self._due, self._first, self._seen = due, first, seen
+        self._sound: bool | None = None  # all rows are finite; None: that is not known yet
 
-    def done(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def _read(self) -> _Seen:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._seen()
+    def read(self) -> _Seen:
+        """Return the observations. Waits for the event."""
+        seen = self._seen
+        if not isinstance(seen, _Seen):
+            if self.event is not None:
+                self.event.synchronize()
+            (record, shapes), values, at = seen, {}, 0
+            for name, shape in shapes.items():
+                part = record[at : at + shape.numel()].numpy()
+                values[name], at = part.view(_DTYPES[name]).reshape(shape), at + len(part)
+            self._seen = seen = _Seen(**values)
+        if self._sound is None:
+            self._sound = (seen.broken is None or not seen.broken.any()) and (
+                seen.sums is None or math.isfinite(float(seen.sums.sum(dtype=np.float64)))
+            )
+        return seen
 
     def items(self, sites: Sequence[Site]) -> "list[NonFinite | Miscount | StepSizes]":
         """Return what is to be settled of the step. Waits for the event."""
-        seen, due = self._read(), self._due
+        seen, due = self.read(), self._due
         found: list[NonFinite | Miscount | StepSizes] = []
-        if due is not None and seen.counts is not None:
-            found += due.miscounts(self.step, seen.counts, sites)
-        found += self._non_finite(seen, sites)
+        counts = None if due is None else seen.counts
+        if due is not None and counts is not None and not np.array_equal(counts, due.counts):
+            found += due.miscounts(self.step, counts, sites)
+        if not self._sound:
+            found += self.non_finite(sites)
         if due is not None and seen.sizes is not None:
             found.append(StepSizes(self.step, self.view, due, self._first, seen.sizes))
         return found
 
+    def found(self, sites: Sequence[Site]) -> list[tuple[str, int]]:
+        """Return (request, position) of the rows that are not finite. Waits for the event."""
+        if self._sound is None:
+            self.read()
+        if self._sound:
+            return []
+        return [(item.id, item.position) for item in self.non_finite(sites)]
+
     def non_finite(self, sites: Sequence[Site]) -> list[NonFinite]:
         """Return each request's first rows that are not finite, by position; at one position the
-        row at a site precedes the row after the last layer. Waits for the event.
+        row at a site precedes the row after the last layer.
         """
-        return self._non_finite(self._read(), sites)
-
-    def _non_finite(self, seen: _Seen, sites: Sequence[Site]) -> list[NonFinite]:
-        found: list[NonFinite] = []
-        if (marks := seen.broken) is not None and marks.any():
+        seen, found = self.read(), list[NonFinite]()
+        if (marks := seen.broken) is not None:
             for id_, place, position in self._first_bad(marks != 0):
                 mark = int(marks[place])
                 found.append(NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
-        if seen.sums is not None and not math.isfinite(float(seen.sums.sum(dtype=np.float64))):
-            bad = ~np.isfinite(seen.sums)
+        if seen.sums is not None:
             found += [
                 NonFinite(id_, self.step, position, None)
-                for id_, _, position in self._first_bad(bad)
+                for id_, _, position in self._first_bad(~np.isfinite(seen.sums))
             ]
         # By position, because a row that the unedited model made non-finite explains later ones.
         return sorted(found, key=lambda item: item.position)
@@ -113,11 +131,8 @@ class _Finding:
         for rows in self.view.requests:
             indices = np.flatnonzero(bad[rows.first_row : rows.first_row + rows.num_rows])
             if len(indices):
-                yield (
-                    rows.id,
-                    rows.first_row + int(indices[0]),
-                    rows.first_position + int(indices[0]),
-                )
+                first = int(indices[0])
+                yield rows.id, rows.first_row + first, rows.first_position + first
 
 
 class FiniteCheck:
@@ -133,17 +148,14 @@ class FiniteCheck:
         self._sizes, self._whole = buffers.sizes, whole
         self._device = buffers.broken.device
         self._side = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)
-        self._over: torch.cuda.Event | None = None  # the end of the last step's observation
-        self._pending: deque[_Finding] = deque()
-        self.last: _Finding | None = None  # observations of the last step
-
-    @property
-    def settled(self) -> bool:
-        return not self._pending
+        self.over: torch.cuda.Event | None = None  # the end of the last step's observation
+        #: Observations that are not settled yet, and those of the last step.
+        self.pending: deque[_Finding] = deque()
+        self.last: _Finding | None = None
 
     def precede(self) -> None:
         """Have the next forward wait until the last one's observations are over."""
-        over, self._over = self._over, None
+        over, self.over = self.over, None
         if over is not None and not over.query():
             torch.cuda.current_stream(self._device).wait_event(over)
 
@@ -162,63 +174,57 @@ class FiniteCheck:
         self.last = None
         if view is None or (due is None and hidden is None):
             return
-        at = np.zeros(0, dtype=np.int64)
-        if edits and due is not None and self._whole:
-            at = np.flatnonzero(due.counts[:, EDITED])
-        rows, first = view.num_rows, int(at[0]) if len(at) else 0
-        watched = _Watched(
-            self._broken[:rows] if edits else None,
-            None if hidden is None else hidden[:rows],
-            self._counts if due is not None else None,
-            self._sizes[first : at[-1] + 1, :rows] if len(at) else None,
-        )
+        rows, parts, first = view.num_rows, dict[str, torch.Tensor](), 0
+        if edits:
+            parts["broken"] = self._broken[:rows]
+        if due is not None:
+            parts["counts"] = self._counts
+            if edits and self._whole:
+                first, last = due.span
+                parts["sizes"] = self._sizes[first:last, :rows]
         try:
-            seen, event = self._observe(watched, due)
-        except Exception:
-            watched.reset()  # else the next step would be blamed
-            raise
-        if seen is not None:
-            self.last = _Finding(step, view, due, first, seen, event)
-            self._pending.append(self.last)
-
-    def _observe(
-        self, watched: "_Watched", due: Due | None
-    ) -> "tuple[Callable[[], _Seen] | None, torch.cuda.Event | None]":
-        """Return what reads the observations, or None if there are none, and when."""
-        if self._side is None:
-            return _seen_here(watched, due), None
-        return self._copied(self._side, watched)
+            if self._side is not None:
+                self.last = self._copied(self._side, step, view, due, first, parts, hidden)
+            elif seen := _seen_here(parts, due, None if hidden is None else hidden[:rows]):
+                self.last = _Finding(step, view, due, first, _Seen(**seen))
+        finally:
+            if self._side is None:
+                _reset(parts)
+        if self.last is not None:
+            self.pending.append(self.last)
 
     def _copied(
-        self, side: torch.cuda.Stream, watched: "_Watched"
-    ) -> "tuple[Callable[[], _Seen], torch.cuda.Event]":
-        """Have the observations copied and set back; return what reads the copies, and when."""
-        self._over = event = torch.cuda.Event(blocking=True)
+        self,
+        side: torch.cuda.Stream,
+        step: int,
+        view: StepView,
+        due: Due | None,
+        first: int,
+        parts: dict[str, torch.Tensor],
+        hidden: torch.Tensor | None,
+    ) -> _Finding:
+        """Have the observations copied and set back; return what reads them then."""
+        self.over = event = torch.cuda.Event(blocking=True)
         side.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(side):
-                if watched.hidden is not None:
-                    watched.hidden.record_stream(
-                        side
-                    )  # vLLM may drop it before the sum is computed
-                parts = watched.parts()
-                flat = [part.view(torch.int32).reshape(-1) for part in parts.values()]
-                record = _copy_to_host(torch.cat(flat))
-                watched.reset()
+                seen = dict(parts)
+                try:
+                    if hidden is not None:
+                        hidden.record_stream(side)  # vLLM may drop it before the sum is computed
+                        seen["sums"] = hidden[: view.num_rows].sum(dim=-1, dtype=torch.float32)
+                    flats, shapes = list[torch.Tensor](), dict[str, torch.Size]()
+                    for name, part in seen.items():
+                        flats.append(part.view(torch.int32).reshape(-1))
+                        shapes[name] = part.shape
+                    flat = torch.cat(flats)
+                    record = locked_like(flat)
+                    record.copy_(flat, non_blocking=True)
+                finally:
+                    _reset(parts)  # else the next step would be blamed
         finally:
             event.record(side)
-
-        def seen() -> _Seen:
-            ends = np.cumsum([len(part) for part in flat])[:-1]
-            values = np.split(record.numpy(), ends)
-            return _Seen(
-                **{
-                    name: value.view(_DTYPES[name]).reshape(part.shape)
-                    for (name, part), value in zip(parts.items(), values, strict=True)
-                }
-            )
-
-        return seen, event
+        return _Finding(step, view, due, first, (record, shapes), event)
 
     def settle(
         self, needed: Mapping[str, int] | None = None
@@ -227,82 +233,43 @@ class FiniteCheck:
 
         `needed`: request → number of its rows: waits for the steps that computed them.
         """
-        findings: list[NonFinite | Miscount | StepSizes] = []
-        last = max(
-            (
-                number
-                for number, item in enumerate(self._pending if needed else ())
-                if any(
-                    rows.first_position < (needed or {}).get(rows.id, 0)
-                    for rows in item.view.requests
-                )
-            ),
-            default=-1,
-        )
-        while self._pending and (last >= 0 or self._pending[0].done()):
-            findings += self._pending.popleft().items(self._sites)
+        findings, last = list[NonFinite | Miscount | StepSizes](), -1
+        for number, item in enumerate(self.pending if needed else ()):
+            places = zip(item.view.ids, item.view.positions.tolist(), strict=True)
+            if any(first < (needed or {}).get(request, 0) for request, first in places):
+                last = number
+        while self.pending:
+            event = self.pending[0].event
+            if last < 0 and event is not None and not event.query():
+                break
+            findings += self.pending.popleft().items(self._sites)
             last -= 1
         return findings
 
-    def of(self, finding: _Finding) -> list[tuple[str, int]]:
-        """Return (request, position) of the non-finite rows of one step.
 
-        May be called from another thread; waits for the step.
-        """
-        return [(item.id, item.position) for item in finding.non_finite(self._sites)]
-
-
-_DTYPES = {"broken": np.int32, "sums": np.float32, "counts": np.int32, "sizes": np.float32}
+def _reset(parts: Mapping[str, torch.Tensor]) -> None:
+    """Set back what sites only add to."""
+    for name, part in parts.items():
+        part.fill_(math.nan if name == "sizes" else 0)
 
 
-class _Watched(NamedTuple):
-    """The observations of a forward, where the forward left them; None: there are none."""
-
-    broken: torch.Tensor | None  # int32 [rows]
-    hidden: torch.Tensor | None  # [rows, hidden_size]
-    counts: torch.Tensor | None  # int32 [sites, COUNTS]
-    sizes: torch.Tensor | None  # float32 [sites, rows]
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """Return what `_Seen` has, by name."""
-        hidden = self.hidden
-        sums = None if hidden is None else hidden.sum(dim=-1, dtype=torch.float32)
-        parts = {"broken": self.broken, "sums": sums, "counts": self.counts, "sizes": self.sizes}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def reset(self) -> None:
-        """Set back what sites only add to."""
-        for part in (self.broken, self.counts):
-            if part is not None:
-                part.zero_()
-        if self.sizes is not None:
-            self.sizes.fill_(math.nan)
-
-
-def _seen_here(watched: _Watched, due: Due | None) -> Callable[[], _Seen] | None:
-    """Read observations on the CPU, and set them back; None: there is nothing to report."""
-    parts = watched._replace(
-        broken=watched.broken if watched.broken is not None and watched.broken.any() else None,
-        hidden=None if watched.hidden is None or all_finite(watched.hidden) else watched.hidden,
-        counts=None
-        if watched.counts is None
-        or (due is not None and np.array_equal(watched.counts.numpy(), due.counts))
-        else watched.counts,
-    ).parts()
-    seen = _Seen(**{name: part.clone().numpy() for name, part in parts.items()})
-    watched.reset()
-    return (lambda: seen) if parts else None
+def _seen_here(
+    parts: Mapping[str, torch.Tensor], due: Due | None, hidden: torch.Tensor | None
+) -> dict[str, np.ndarray]:
+    """Return observations on the CPU that are to be reported."""
+    seen = {name: part.numpy() for name, part in parts.items()}
+    if "broken" in seen and not seen["broken"].any():
+        del seen["broken"]
+    if due is not None and np.array_equal(seen["counts"], due.counts):
+        del seen["counts"]
+    if hidden is not None and not all_finite(hidden):
+        seen["sums"] = hidden.sum(dim=-1, dtype=torch.float32).numpy()
+    return {name: part.copy() for name, part in seen.items()}
 
 
 def all_finite(rows: torch.Tensor) -> bool:
     """Return whether CPU rows are finite, in one pass: the extrema are NaN if a value is."""
     return not rows.numel() or all(math.isfinite(float(item)) for item in torch.aminmax(rows))
-
-
-def _copy_to_host(values: torch.Tensor) -> torch.Tensor:
-    on_host = locked_like(values)
-    on_host.copy_(values, non_blocking=True)
-    return on_host
 
 
 # --- Attribution

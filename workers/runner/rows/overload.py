@@ -1,6 +1,5 @@
 """Overload policies, for captured rows that arrive faster than they are written: what happens while
-their backlog in bytes, in slabs that wait for the mover and in ended requests that wait for the
-writers, exceeds a limit.
+their backlog in bytes, in ended requests that wait for the writers, exceeds a limit.
 
 `block`: steps wait, for a bounded time. `spill`: rows go to a file instead of memory. `drop`: rows
 are not recorded, and the result reports it.
@@ -25,16 +24,14 @@ class Overload:
         limit: int,
         backlog: Callable[[], int],
         patience_s: float = PATIENCE_S,
-        slabs: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`slabs()`: the part of the backlog that waits for the mover, and cannot be spilled."""
-        self._waits_for = {"block": backlog, "spill": slabs}.get(policy, lambda: 0)
         self._policy, self._limit, self._backlog, self._patience_s = (
             policy,
             limit,
             backlog,
             patience_s,
         )
+        self.dropping = policy == "drop"
         self._gave_up = False
 
     @property
@@ -46,12 +43,11 @@ class Overload:
         return self._gave_up
 
     def wait(self) -> None:
-        """With `block`, wait while the backlog exceeds the limit; with `spill`, while the slabs do.
-
-        Raises TimeoutError after `patience_s`.
+        """With `block`, wait while the backlog exceeds the limit. Raises TimeoutError after
+        `patience_s`.
         """
         start = time.monotonic()
-        while (waiting := self._waits_for()) > self._limit:
+        while self._policy == "block" and (waiting := self._backlog()) > self._limit:
             if time.monotonic() - start > self._patience_s:
                 self._gave_up = True
                 raise TimeoutError(
@@ -63,8 +59,8 @@ class Overload:
 
     def drops(self) -> bool:
         """Return whether to skip recording this step."""
-        return self._policy == "drop" and self._backlog() > self._limit
+        return self.dropping and self._backlog() > self._limit
 
     def spills(self) -> bool:
-        """Return whether to spill this step's rows to disk."""
+        """Return whether rows get their places on the disk."""
         return self._policy == "spill" and self._backlog() > self._limit

@@ -7,6 +7,7 @@ and the header is written last. If the store can adopt the file, it becomes the 
 Otherwise, and for other layouts, the rows are read from the file as if from memory.
 """
 
+import sys
 import threading
 import zlib
 from collections import deque
@@ -23,8 +24,9 @@ from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
 from ....storage.store import ArtifactStore, Draft, Drafts
 from ..files.finished_rows import FinishedCapture
 from ..files.layouts import file_name
-from .capture import SPAN, Piece, Recording
-from .extents import Extent, as_array, bytes_of, contiguous
+from .capture import SPAN, Recording
+from .extents import Block, Extent, as_array, bytes_of, contiguous
+from .landings import LANDED, Landing
 
 #: Parts of the window: rows are handed to the writers in parts of about this share of it.
 _PARTS = 8
@@ -37,7 +39,7 @@ _LARGEST = (1 << 31) - 1
 class Stream:
     """The file of one recording.
 
-    `push` is called by the mover, `drop` by the model's thread, the rest by writers, one at a time.
+    `push` and `drop` are called by the model's thread, the rest by writers, one at a time.
     """
 
     def __init__(
@@ -63,19 +65,19 @@ class Stream:
         self._written = np.zeros(len(order), dtype=bool)
         # dtype → position → indices of the ports whose rows are not finite in that dtype
         self._bad: dict[torch.dtype, dict[int, set[int]]] = {}
-        self._queue: deque[list[Piece]] = deque()
+        self._queue: deque[tuple[list[Block], Landing]] = deque()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._dropped = False
         self.begun = False  # whether rows have left the recording
 
-    def push(self, pieces: list[Piece]) -> None:
-        """Have a writer write these pieces, after those pushed before: if a position was recorded
-        twice, the last row counts.
+    def push(self, blocks: list[Block], landing: Landing) -> None:
+        """Have a writer write these blocks, after those pushed before: if a position was recorded
+        twice, the last row counts. `landing`: of their rows.
         """
         self.begun = True
-        self._queue.append(pieces)
-        self._submit(self.flush, sum(piece.rows.slab.nbytes for piece in pieces))
+        self._queue.append((blocks, landing))
+        self._submit(self.flush, sum(block.nbytes for block in blocks))
 
     def drop(self) -> None:
         """Write nothing more, because the capture has failed. Does not wait."""
@@ -83,13 +85,14 @@ class Stream:
         self._queue.clear()
 
     def flush(self) -> None:
-        """Write the queued pieces and release them. `seal` raises the first error."""
+        """Write the queued blocks and release them. `seal` raises the first error."""
         with self._lock:
             while self._queue:
-                pieces = self._queue.popleft()
+                blocks, landing = self._queue.popleft()
                 if self._error is None and not self._dropped:
                     try:
-                        self._write([run for piece in pieces for run in piece.runs()])
+                        landing.wait()
+                        self._write([run for block in blocks for run in block.runs(0, sys.maxsize)])
                     except Exception as error:
                         # dropping the draft frees its disk space immediately
                         self._error, self._draft = error.with_traceback(None), None
@@ -97,14 +100,14 @@ class Stream:
                 self._draft = None
 
     def seal(
-        self, recording: Recording, pieces: list[Piece], expected: set[int], stop: int
+        self, recording: Recording, blocks: list[Block], expected: set[int], stop: int
     ) -> "tuple[list[int], int, SealedRows]":
-        """Write the remaining pieces, and reduce the file to the positions below `stop`; return
+        """Write the remaining blocks, and reduce the file to the positions below `stop`; return
         (these positions, how many of them were reused, their rows).
 
         Raises the first error of the stream: OSError and others.
         """
-        self._queue.append(pieces)
+        self._queue.append((blocks, LANDED))
         self.flush()
         with self._lock:
             if self._error is not None:
@@ -121,8 +124,8 @@ class Stream:
             ):
                 raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
             lacking = expected - {int(position) for position in self._order[self._written]}
-            reused = recording.fill(lacking)
-            self._write(reused)
+            more, reused = recording.fill(lacking)
+            self._write(more)
             kept = np.flatnonzero(self._written & (self._order < stop))
             positions: list[int] = self._order[kept].tolist()
             if self._draft is None:  # only rows that do not count have left
@@ -131,7 +134,7 @@ class Stream:
             rows = SealedRows(
                 self._draft, self._ports, positions, self._row_bytes, self._header, self._bad
             )
-            return positions, sum(run.count for run in reused), rows
+            return positions, reused, rows
 
     def _write(self, runs: Iterable[Extent]) -> None:
         """Write runs, those that follow one another together."""
@@ -146,47 +149,47 @@ class Stream:
 
     def _put(self, runs: Sequence[Extent]) -> None:
         """Write the rows of runs that follow one another."""
-        position, slab = runs[0].first_position, runs[0].step.slab
+        position, like = runs[0].first_position, runs[0].block.rows
         at = int(np.searchsorted(self._order, position))
         if at == len(self._order) or int(self._order[at]) != position:
             raise RuntimeError(f"position {position} was recorded but not requested")
         if self._draft is None:
             self._draft, self._header = self._begin()
             self._row_bytes = (
-                sum(len(range(slab.shape[1])[columns]) for columns in self._chosen)
+                sum(len(range(like.shape[2])[columns]) for columns in self._chosen)
                 * self._stored_as.itemsize
             )
-        first_rows = [run.first_rows(self._numbers).tolist() for run in runs]
+        ports = [np.searchsorted(run.block.ports, self._numbers).tolist() for run in runs]
         stride = len(self._order) * self._row_bytes
         for place in range(len(self._ports)):
             rows = [
                 bytes_of(
-                    run.step.slab[first[place] : first[place] + run.count],
+                    run.block.rows[of_run[place], run.at : run.at + run.count],
                     self._stored_as,
                     self._chosen,
                 )
-                for run, first in zip(runs, first_rows, strict=True)
+                for run, of_run in zip(runs, ports, strict=True)
             ]
             self._draft.write(self._header + place * stride + at * self._row_bytes, rows)
         self._written[at : at + sum(run.count for run in runs)] = True
-        for dtype in {slab.dtype, self._stored_as}:
+        for dtype in {like.dtype, self._stored_as}:
             bad = self._bad.setdefault(dtype, {})
-            for run, first in zip(runs, first_rows, strict=True):
-                self._note(run.step.unsound(dtype), bad, run.positions, first)
+            for run, of_run in zip(runs, ports, strict=True):
+                self._note(run.unsound(dtype), bad, run.positions, of_run)
 
     def _note(
         self,
         unsound: np.ndarray | None,
         bad: dict[int, set[int]],
         positions: range,
-        first_rows: list[int],
+        ports: list[int],
     ) -> None:
         for position in positions if bad else ():  # earlier rows of these positions do not count
             bad.pop(position, None)
         if unsound is None:
             return
-        for place, first in enumerate(first_rows):
-            for offset in np.flatnonzero(unsound[first : first + len(positions)]).tolist():
+        for place, port in enumerate(ports):
+            for offset in np.flatnonzero(unsound[port]).tolist():
                 bad.setdefault(positions[offset], set()).add(place)
 
     def _move_together(self, kept: np.ndarray) -> None:
@@ -305,7 +308,7 @@ class Streams:
         self._submit, self._hidden_size, self._dtype = submit, hidden_size, dtype
 
     def prepare(self, spec: RankSpec, recording: Recording, max_tokens: int, block: int) -> None:
-        """Set which rows a recording copies, in pieces of which size, and its stream.
+        """Set in blocks of which size a recording records, and its stream.
 
         `max_tokens`: tokens generated at most; 0: unknown. `block`: tokens of a KV block, if rows
         of prompts are kept; else 1.
@@ -316,9 +319,7 @@ class Streams:
         recording.block = block if block > 1 else recording.span
         if max_tokens:
             recording.end = spec.prompt_tokens + max_tokens - 1
-        if recording.capture.scored:  # from the slab; later requests are served those of prompts
-            recording.end = spec.prompt_tokens if block > 1 else 0
-        elif max_tokens:
+        if max_tokens and not recording.capture.scored:
             recording.stream = self._of(spec, recording, row, part)
 
     def _of(self, spec: RankSpec, recording: Recording, row: int, part: int) -> Stream | None:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ class MidstreamWorker(PlatformWorker):
         sites, buffers = install(
             loaded,
             adapter,
-            _sizes(config, len(hooks) * adapter.num_layers, traced=traced),
+            _sizes(config, len(hooks) * adapter.num_layers),
             hooks,
             dtype=model.dtype,
             device=self.device,
@@ -170,7 +171,7 @@ class MidstreamWorker(PlatformWorker):
             adapter,
             [hook for hook in INSIDE if hook in config.inside],
             Group(get_tp_group().rank_in_group, get_tp_group().world_size, adapter.hidden_size),
-            lambda number: _sizes(config, number, traced=traced),
+            partial(_sizes, config),
             dtype=model.dtype,
             device=self.device,
             always=traced,
@@ -425,19 +426,19 @@ def _features(plane: DataPlane) -> Features:
     return reader
 
 
-def _sizes(config: PlaneConfig, sites: int, *, traced: bool) -> Sizes:
+def _sizes(config: PlaneConfig, sites: int) -> Sizes:
     """Return the sizes of the buffers of `sites` sites.
 
-    Only CPUs read `lists`, only accelerators `capture_slots`; a forward that runs as Python on the
-    CPU needs no ring, since it writes to each step's slab.
+    Only CPUs read `lists`, only accelerators `capture_slots` and a ring of their own.
     """
     on_cpu = current_platform.is_cpu()
     return Sizes(
         # two halves on accelerators: one is filled while the other is copied
-        ring_rows=(config.step_rows if traced else 0) if on_cpu else 2 * config.step_rows,
+        ring_rows=0 if on_cpu else 2 * config.step_rows,
         capacity=config.step_tokens,
-        # each of two ports of a site may capture other tokens, and all edits share one list
-        lists=(2 * sites + 1) * config.step_tokens if on_cpu else 1,
+        # each of two ports of a site may capture other tokens, to places of its own, and all edits
+        # share one list
+        lists=(4 * sites + 1) * config.step_tokens if on_cpu else 1,
         patterns=1 if on_cpu else 2 * sites,
         configurations=config.steering_rows,
         entries=config.steering_entries,

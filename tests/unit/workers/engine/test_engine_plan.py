@@ -147,31 +147,31 @@ def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
     assert 2 * slots == {part.name: part.bytes for part in whole.memory}["capture_slots"]
 
 
-def test_a_cpu_that_runs_eagerly_has_no_ring_and_no_launches() -> None:
-    found = plan(model_of(TINY), Settings(), gpu=False)
+@pytest.mark.parametrize("eager", [None, False])
+def test_a_cpu_has_no_ring_and_no_launches(eager: bool | None) -> None:
+    found = plan(model_of(TINY), Settings(enforce_eager=eager), gpu=False)
     assert found.ring is None
     assert found.work == []
     assert {part.where for part in found.memory} == {"host"}
-    assert plan(model_of(TINY), Settings(enforce_eager=False), gpu=False).ring.halves == 1
 
 
-RING = Ring(rows=65536, halves=2, size=1 << 30)
+RING = Ring(rows=65536, size=1 << 30)
 
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"accelerator": False}, QUEUE_BYTES),
-        ({"accelerator": True}, 2 << 30),  # four steps of half a GiB
-        ({"accelerator": True, "size_mib": 7}, 7 << 20),
-        ({"accelerator": True, "host_bytes": 16 << 30}, 1 << 30),
-        ({"accelerator": True, "host_bytes": 16 << 30, "ranks": 8}, QUEUE_BYTES),
+        ({"ring": None}, QUEUE_BYTES),
+        ({}, 2 << 30),  # four steps of half a GiB
+        ({"size_mib": 7}, 7 << 20),
+        ({"host_bytes": 16 << 30}, 1 << 30),
+        ({"host_bytes": 16 << 30, "ranks": 8}, QUEUE_BYTES),
     ],
 )
 def test_the_queue_holds_some_steps_and_leaves_the_host_its_memory(
     asked: dict[str, Any], expected: int
 ) -> None:
-    assert plan_queue(RING, **asked) == expected
+    assert plan_queue(**{"ring": RING} | asked) == expected
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from midstream.workers.runner.hooks.architectures import (
 from midstream.workers.runner.hooks.sites import Buffers, Site, Sizes, install, warm_up
 
 HIDDEN, TOKENS = 8, 5
-SIZES = Sizes(ring_rows=256, capacity=TOKENS, lists=64, patterns=2, configurations=2, entries=8)
+SIZES = Sizes(ring_rows=256, capacity=TOKENS, lists=256, patterns=2, configurations=2, entries=8)
 
 
 class Norm(nn.Module):
@@ -139,7 +139,8 @@ def capture_all(sites: list[Site], buffers: Buffers, port: Any = BEFORE) -> None
         site.busy = True
         plan = buffers.plan[index]
         plan[SITE] = index + 1
-        plan[port.COUNT], plan[port.START], plan[port.ROW] = TOKENS, 0, index * TOKENS
+        plan[port.COUNT], plan[port.AT], plan[port.PLACES] = TOKENS, 1, 1 + index * TOKENS
+    buffers.lists[1:] = torch.arange(255)  # the tokens, and the rows of the ring
 
 
 def captured(sites: list[Site], buffers: Buffers) -> dict[tuple[Hook, int], torch.Tensor]:
@@ -434,8 +435,8 @@ def test_shared_launches_give_the_bits_of_sites_one_by_one(
             edit(sites, buffers, site.hook, site.layer, torch.linspace(-1, 1, HIDDEN), token=2)
             buffers.lists[0] = 2
         for index in range(len(sites)):
-            buffers.plan[index, [AFTER.COUNT, AFTER.START, AFTER.ROW]] = torch.tensor(
-                [TOKENS, 0, (len(sites) + index) * TOKENS]
+            buffers.plan[index, [AFTER.COUNT, AFTER.AT, AFTER.PLACES]] = torch.tensor(
+                [TOKENS, 1, 1 + (len(sites) + index) * TOKENS]
             ).int()
         out = (torch.compile(model, fullgraph=True, backend="aot_eager") if traced else model)(X)
         found.append((out, buffers.ring, buffers.counts))

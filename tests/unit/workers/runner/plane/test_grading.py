@@ -7,6 +7,7 @@ from rank_kit import view_of
 
 from midstream.schemas.requests.specs import Grade, RankSpec
 from midstream.workers.runner.base.engine_step import StepView
+from midstream.workers.runner.plane.batch import Batch
 from midstream.workers.runner.plane.grading import KEPT, Grading, lacking, tap
 from midstream.workers.runner.rows.planner import Tracked
 
@@ -36,12 +37,8 @@ def step(
     """`(request, or a plain one, first position, rows, logits)` in batch order."""
     found = view_of(*((str(n), first, count) for n, (_, first, count, _) in enumerate(windows)))
     view = StepView(found.ids, found.counts, found.positions, [window[3] for window in windows])
-    mine = [
-        (tracked, rows)
-        for (tracked, *_), rows in zip(windows, view.requests, strict=True)
-        if tracked is not None
-    ]
-    grading.plan(mine, view)
+    mine = {str(n): tracked for n, (tracked, *_) in enumerate(windows) if tracked is not None}
+    grading.plan(Batch(view, mine), view)
     return grading.take(logits)
 
 
@@ -171,7 +168,7 @@ def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
     tap(model, grading.take)
     model.compute_logits(logits_of(9))
     view = view_of(("0", 0, PROMPT))
-    grading.plan([(tracked, view.requests[0])], view)
+    grading.plan(Batch(view, {"0": tracked}), view)
     sampled = model.compute_logits(logits_of(1))
     model.compute_logits(logits_of(1, seed=1))
     assert tracked.graded is not None

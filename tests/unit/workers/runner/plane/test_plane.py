@@ -2,12 +2,15 @@
 goes wrong leaves the rank.
 """
 
+import itertools
 import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -32,8 +35,11 @@ from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.packed_spec import unpack
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.plane.requests import WrongAdapterError
-from midstream.workers.runner.rows.capture import Piece
-from midstream.workers.runner.rows.mover import Mover
+from midstream.workers.runner.rows import finite_check
+from midstream.workers.runner.rows.arena import BankRows
+from midstream.workers.runner.rows.buffers import Staging
+from midstream.workers.runner.rows.capture import SPAN, Recording
+from midstream.workers.runner.rows.step_places import Places
 
 
 @pytest.fixture
@@ -277,7 +283,7 @@ def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig:
 
 
 @pytest.mark.parametrize(("threads", "nice"), [(1, 10), (0, 0)])
-def test_writers_and_mover_give_way_where_the_model_uses_all_cores(
+def test_writers_give_way_where_the_model_uses_all_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, nice: int
 ) -> None:
     # the rig's rank may use one core
@@ -287,15 +293,13 @@ def test_writers_and_mover_give_way_where_the_model_uses_all_cores(
     begun = threading.Event()
     rig.plane._writer.stream(begun.set, 0)  # a writer begins before it writes
     assert begun.wait(10)
-    assert rig.plane._mover.submit(lambda: True).result(10)
     found = {
         thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
         for thread in threading.enumerate()
-        if thread.native_id not in before
-        and thread.name.startswith(("midstream-writer", "midstream-mover"))
+        if thread.native_id not in before and thread.name.startswith("midstream-writer")
     }
     lowest = min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)
-    assert found == dict.fromkeys(("midstream-writer-0", "midstream-mover"), lowest)
+    assert found == {"midstream-writer-0": lowest}
 
 
 def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,52 +315,53 @@ def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.Mon
 # --- Failures inside the data plane
 
 
-def _raise(error: Exception) -> Callable[..., Any]:
-    def failing(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return failing
-
-
-#: What of the data plane fails, in which object, and the kind that the request's receipt then has.
-FAILURES = [
+#: What of the data plane fails, in which object or class, and the kind that the request's receipt
+#: then has.
+FAILURES: list[tuple[str | type, str, str]] = [
     ("_banks.first.finite", "settle", ""),
-    ("_banks.first.finite", "_observe", ""),
+    (finite_check, "_seen_here", ""),
     ("_overload", "wait", "capture_failed"),
-    ("_slabs", "collect", "capture_failed"),
-    ("_mover", "take", "capture_failed"),
     ("_streams", "prepare", "capture_failed"),
     ("loras", "account", ""),
-    ("_slabs", "new_slab", "capture_failed"),
-    ("_banks.first.planner._staging", "commit", ""),
-    ("_banks.first.planner._staging", "take", "capture_failed"),
+    ("_arena", "take", "capture_failed"),
+    (BankRows, "take", "capture_failed"),
+    (Recording, "block_of", "capture_failed"),
+    (Recording, "leave", "capture_failed"),
+    (Places, "move_to", "capture_failed"),
+    (Places, "count", "capture_failed"),
+    (Staging, "place", "capture_failed"),
+    (Staging, "commit", ""),
+    (Staging, "take", "capture_failed"),
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "kind"), FAILURES, ids=lambda each: str(each))
+@pytest.mark.parametrize(
+    ("owner", "name", "kind"), FAILURES, ids=lambda each: getattr(each, "__name__", each)
+)
 def test_a_failure_of_the_data_plane_fails_its_requests_only(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, kind: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: str | type, name: str, kind: str
 ) -> None:
     """The engine calls `begin`, `plan` and `drain` outside any guard of its own: what they raise
     would end it.
     """
     first = steered(1, captures=capturing(1).captures)
     if name != "prepare":  # called when a request begins
-        rig.step((first, 0, 4), new=[first])
+        rig.step((first, 0, 6), new=[first])
     with monkeypatch.context() as broken:
         broken.setattr(
-            operator.attrgetter(owner)(rig.plane),
+            operator.attrgetter(owner)(rig.plane) if isinstance(owner, str) else owner,
             name,
-            _raise(HostMemoryError("no 16384 bytes of page-locked memory")),
+            mock.Mock(side_effect=HostMemoryError("no 16384 bytes of page-locked memory")),
         )
-        rig.step((first, 4, 2), new=[first] if name == "prepare" else [])
+        # the first generated token, whose row needs new memory
+        rig.step((first, 6, 1), new=[first] if name == "prepare" else [])
     rig.step(finished=[first])
     later = capturing(2)
     run(rig, later)
-    failed, fine = rig.receipts()
-    assert (failed.job, failed.status, failed.kind) == ("j1", "error", kind)
-    assert "no 16384 bytes of page-locked memory" in failed.message
-    assert (fine.job, fine.status) == ("j2", "ok")
+    told = rig.told()
+    assert (told["j1"].status, told["j1"].kind) == ("error", kind)
+    assert "no 16384 bytes of page-locked memory" in told["j1"].message
+    assert told["j2"].status == "ok"
     assert (rig.reader(later).array(1) == stream_of(2, "post_block", 1, 0, 7)).all()
 
 
@@ -382,54 +387,53 @@ def test_a_plan_that_cannot_be_committed_does_nothing(
     assert (receipt.status, receipt.files) == ("error", [])
 
 
-def test_a_capture_that_cannot_be_copied_fails_alone(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
+    """There is no memory when it is asked for next."""
+    answers = itertools.chain([HostMemoryError("no memory")], itertools.repeat(mock.DEFAULT))
+    taking = mock.Mock(wraps=rig.plane._arena.take, side_effect=answers)
+    monkeypatch.setattr(rig.plane._arena, "take", taking)
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_a_capture_without_memory_fails_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
+    """At the first row, or at the first of a new block."""
     first, beside = capturing(1), capturing(2)
-    rig.step((first, 0, 6), (beside, 0, 6), new=[first, beside])
-    rig.plane._mover.submit(lambda: None).result()
-    recording = rig.plane._tracked["1"].recordings[0]
-    with monkeypatch.context() as broken:
-        broken.setattr(recording, "_piece", _raise(HostMemoryError("no memory")))
-        rig.step((first, 6, 1), (beside, 6, 1))
-        rig.plane._mover.submit(lambda: None).result()
+    for position, count in ((0, 6), (6, 1)):
+        if position == at:
+            short_of_memory(monkeypatch, rig)
+        new = [] if position else [first, beside]
+        rig.step((first, position, count), (beside, position, count), new=new)
     rig.step(finished=[first, beside])
-    failed, fine = rig.receipts()
-    assert (failed.job, failed.status, failed.kind) == ("j1", "error", "capture_failed")
-    assert "no memory" in failed.message
-    assert (fine.job, fine.status) == ("j2", "ok")
+    told = rig.told()
+    assert (told["j1"].status, told["j1"].kind) == ("error", "capture_failed")
+    assert "no memory" in told["j1"].message
+    assert told["j2"].status == "ok"
     assert (rig.reader(beside).array(1) == stream_of(2, "post_block", 1, 0, 7)).all()
 
 
-def test_rows_that_were_not_copied_are_not_served(
+def test_rows_that_were_not_recorded_are_not_served(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = capturing(1), capturing(2)
     block = KeptBlock("1", 0, 0, 4, 7)
-    with monkeypatch.context() as broken:
-        broken.setattr(Piece, "place", _raise(HostMemoryError("no memory")))
-        rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
-        rig.plane._mover.submit(lambda: None).result()
+    short_of_memory(monkeypatch, rig)
+    rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
     serve = Keeping(serve=[block._replace(request_id="2")])
     rig.step((second, 4, 2), new=[second], keeping=serve, cached=4)
     rig.step((second, 6, 1), (first, 6, 1))
     rig.step(finished=[first, second])
-    receipts = rig.told()
-    assert [receipts[job].status for job in ("j1", "j2")] == ["error", "error"]
-    assert "not available: no memory" in receipts["j2"].message
+    told = rig.told()
+    assert [told[job].status for job in ("j1", "j2")] == ["error", "error"]
+    assert "no memory" in told["j1"].message
+    assert "served by the prefix cache, are not available" in told["j2"].message
 
 
-def test_rows_are_copied_once_and_not_on_the_thread_of_the_model(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[str] = []
-    place = Piece.place
-
-    def placing(piece: Piece, first: int, count: int) -> torch.Tensor:
-        copied.append(threading.current_thread().name)
-        return place(piece, first, count)
-
-    monkeypatch.setattr(Piece, "place", placing)
+def test_rows_stay_where_they_are_recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = rig.plane._banks.first.planner._memory
+    taken = mock.Mock(wraps=memory.take)
+    monkeypatch.setattr(memory, "take", taken)
     rig.plane.block_size = 4
     first, second = capturing(1), capturing(2)
     block = KeptBlock("1", 0, 0, 4, 7)
@@ -446,37 +450,31 @@ def test_rows_are_copied_once_and_not_on_the_thread_of_the_model(
     first.total = 11
     rig.step(finished=[first, second])
     assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
-    # two blocks of the first prompt, one of the second; the first generated token of both requests,
-    # whose step is planned, and the first one's others, whose steps repeat it
-    assert copied == ["midstream-mover"] * (2 + 1 + 1 + 1 + 1)
+    # of the first request two blocks of its prompt, and one of generated tokens; of the second, to
+    # which a block of the first is lent, one of each
+    assert [each.args for each in taken.call_args_list] == [
+        (2, positions) for positions in (4, 2, SPAN, 2, SPAN)
+    ]
     assert (rig.reader(second).array(1)[:4] == stream_of(1, "post_block", 1, 0, 4)).all()
 
 
-def test_requests_that_end_wait_for_the_copies_and_not_the_step(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mover is stuck for longer than the steps take; the writer waits for it."""
+def test_writers_wait_for_rows_that_have_not_landed_and_steps_do_not(rig: Rig) -> None:
+    """As on an accelerator, whose copy is stuck for longer than the steps take."""
     go = threading.Event()
-    take = Mover.take
-
-    def late(mover: Mover, *given: Any, **options: Any) -> None:
-        mover.submit(lambda: go.wait(30))
-        take(mover, *given, **options)
-
-    monkeypatch.setattr(Mover, "take", late)
-    request = capturing(1)
-    run(rig, request)
-    assert rig.plane._mover.waiting
+    rig.plane._arena.landing = SimpleNamespace(wait=lambda: go.wait(30), done=go.is_set)
+    for number in (1, 2):
+        run(rig, capturing(number))
+    assert rig.plane._writer.busy()
     go.set()
-    (receipt,) = rig.receipts()
-    assert receipt.status == "ok"
-    assert not rig.plane._mover.waiting
-    assert (rig.reader(request).array(1) == stream_of(1, "post_block", 1, 0, 7)).all()
+    assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
+    for number in (1, 2):
+        rows = stream_of(number, "post_block", 1, 0, 7)
+        assert (rig.reader(capturing(number)).array(1) == rows).all()
 
 
 def test_rows_of_another_adapter_end_the_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     request = capturing(1)
-    monkeypatch.setattr(rig.plane.loras, "account", _raise(WrongAdapterError("another")))
+    monkeypatch.setattr(rig.plane.loras, "account", mock.Mock(side_effect=WrongAdapterError))
     with pytest.raises(WrongAdapterError):
         rig.step((request, 0, 4), new=[request])
 
@@ -501,7 +499,7 @@ def test_another_adapter_is_found_in_a_step_that_repeats(
     rig.step(*((request, 0, 6) for request in requests), new=requests)
     for position in (6, 7, 8):
         rig.step(*((request, position, 1) for request in requests))
-    assert rig.plane._requests.repeated is not None
+    assert rig.plane._banks.first.planner.repeats
     change(manager)
     with pytest.raises(WrongAdapterError):
         rig.step(*((request, 9, 1) for request in requests))
@@ -514,11 +512,10 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Act
     rows = [rig.left("post_block", 1)[:6]]
     rig.step((request, 6, 1), (other, 6, 1))
     rows.append(rig.left("post_block", 1)[:1])
-    rig.plane._mover.submit(lambda: None).result()
     for each in rig.plane._tracked.values():
-        assert not any(recording.pieces() for recording in each.recordings.values()), (
-            "rows that are scored or wait for it are held by nothing else"
-        )
+        for recording in each.recordings.values():
+            (block,) = recording.blocks()
+            assert block.span.start == 6, "rows of complete blocks are held only to be scored"
     rig.step((other, 7, 1), finished=[request])
     receipt = next(each for each in rig.receipts() if each.job == "j1")
     assert (receipt.status, receipt.message) == ("ok", "")
@@ -579,7 +576,7 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
     other = steered(2)
     other.total = request.total
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
-    edited, plans = {}, []
+    edited, planned = {}, 0
     for position in range(6, 14):
         rig.step((request, position, 1), (other, position, 1))
         found = rig.left("pre_attn", 0) != [
@@ -587,13 +584,12 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
         ]
         assert found[1].all()
         edited[position] = bool(found[0].all())
-        if (plan := rig.plane._requests.repeated) not in plans:
-            plans.append(plan)
+        planned += not rig.plane._banks.first.planner.repeats
     # the score of the position before decides
     assert edited == {
         position: (position > 8) == (sign > 0) or position == 9 for position in edited
     }
-    assert len(plans) == 2, "only a decision that differs is planned"
+    assert planned == 2, "only the first step, and the decision that differs"
     rig.step(finished=[request, other])
     receipt = rig.told()["j1"]
     assert receipt.scores[0].gated == receipt.applied == sum(edited.values())

@@ -22,7 +22,6 @@ from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.plane.reentry import Reentry, ReentryGate
 from midstream.workers.runner.plane.reports import Reports
 from midstream.workers.runner.rows.banks import Banks
-from midstream.workers.runner.rows.mover import Mover
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.row_store import RowStore
 
@@ -36,6 +35,7 @@ ACTORS: dict[type, tuple[str, ...]] = {
         "commit",
         "take",
         "drain",
+        "leave",
     ),
     HeldRows: ("acquire", "release"),
     PreparedRows: ("close",),
@@ -49,7 +49,6 @@ ACTORS: dict[type, tuple[str, ...]] = {
     Rank: ("forward",),
     Adapters: ("account",),
     Writer: ("close",),
-    Mover: ("take", "close"),
     Outbox: ("flush", "close"),
 }
 
@@ -66,8 +65,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for actor in (Banks, Scorer):  # else they are asked only if something waits
-        monkeypatch.setattr(actor, "settled", False)
+    monkeypatch.setattr(Scorer, "settled", False)  # else it is asked only if something waits
     for actor, names in ACTORS.items():
         for name in names:
             monkeypatch.setattr(
@@ -117,7 +115,7 @@ def without_gate(calls: list[str]) -> list[str]:
     return [call for call in calls if call != "ReentryGate.close"]
 
 
-BEGIN = ["Banks.settle", "Scorer.settle"]
+BEGIN = ["Scorer.settle"]
 ADMIT = ["Banks.recording", "Banks.recording", "Scorer.watch", "HeldRows.acquire"]
 PLAN = [
     "Banks.plan_steering",
@@ -130,7 +128,6 @@ DRAIN = [
     "Adapters.account",
     "Banks.take",
     "Banks.drain",
-    "Mover.take",
     "Scorer.take",
     "Scorer.settle",
 ]
@@ -143,13 +140,13 @@ def test_the_parts_of_a_step_act_in_this_order(tmp_path: Path, log: list[str]) -
     assert without_gate(step(rig, log, (request, 0, 6), new=[request], keeping=kept)) == [
         *BEGIN, *ADMIT, "Overload.wait",
         *PLAN, "Rank.forward", "Grading.take",
-        *DRAIN, "Banks.settle", "RowStore.keep", "RowStore.drop",
+        *DRAIN, "Banks.settle", "RowStore.keep", "RowStore.drop", "Banks.leave",
     ]  # fmt: skip
     served = Keeping(serve=[KeptBlock("1", 1, 0, 4, 1)], keep=[], drop=[])
     assert without_gate(step(rig, log, (request, 6, 1), keeping=served)) == [
         *BEGIN, "RowStore.serve", "Overload.wait",
         *PLAN, "Rank.forward",
-        *DRAIN, "Banks.settle", "RowStore.drop",
+        *DRAIN, "Banks.settle", "RowStore.drop", "Banks.leave",
     ]  # fmt: skip
 
 
@@ -159,16 +156,16 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
     rig.step((first, 0, 6), new=[first])
     second = everything(rig, 2)
     assert without_gate(step(rig, log, (second, 0, 6), new=[second], finished=[first])) == [
-        *BEGIN, "HeldRows.release", "Reports.over", *ADMIT, "Overload.wait",
+        "Banks.settle", *BEGIN, "HeldRows.release", "Reports.over", *ADMIT, "Overload.wait",
         *PLAN, "Rank.forward", "Grading.take",
-        *DRAIN, "Banks.settle",
+        *DRAIN, "Banks.settle", "Banks.leave",
     ]  # fmt: skip
 
 
 def test_a_step_without_requests_plans_nothing(tmp_path: Path, log: list[str]) -> None:
     rig = Whole(tmp_path)
     assert step(rig, log) == [
-        *BEGIN, "Adapters.account", "Banks.take", "Banks.settle"
+        *BEGIN, "Adapters.account", "Banks.settle"
     ]  # fmt: skip
 
 
@@ -179,5 +176,5 @@ def test_what_is_pending_is_written_before_the_outbox_closes(
     log.clear()
     rig.plane.close()
     assert log == [
-        "PreparedRows.close", "Writer.close", "Mover.close", "Outbox.flush", "Outbox.close"
+        "PreparedRows.close", "Writer.close", "Outbox.flush", "Outbox.close"
     ]  # fmt: skip

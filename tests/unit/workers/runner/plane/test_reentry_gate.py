@@ -14,6 +14,7 @@ from torch import nn
 from midstream.schemas.prompts.selectors import PositionSelector
 from midstream.schemas.requests.specs import Entry, RankSpec, StoredCapture, StoredSteering
 from midstream.workers.runner.base.engine_step import RequestRows
+from midstream.workers.runner.plane.batch import Batch
 from midstream.workers.runner.plane.reentry import (
     Reentry,
     ReentryGate,
@@ -212,8 +213,8 @@ def entering(gate: ReentryGate, *keys: str) -> Reentry:
 def plan(entering: Reentry, *step: tuple[RankSpec, int, int]) -> tuple[list[str], int]:
     """The reasons of the requests that failed, and how many rows the step has."""
     view = view_of(*((str(number), first, count) for number, (_, first, count) in enumerate(step)))
-    specs = [Tracked(spec) for spec, _, _ in step]
-    entering.plan(list(zip(specs, view.requests, strict=True)), view)
+    tracked = {str(number): Tracked(spec) for number, (spec, _, _) in enumerate(step)}
+    entering.plan(Batch(view, tracked), view)
     return cast("Failures", entering._requests).reasons, view.num_rows
 
 
@@ -283,5 +284,6 @@ def test_reentry_decisions_ignore_rank_state() -> None:
     _, gate = gated(PairLayer)
     forward = entering(gate, "j.0.base")
     tracked = Tracked(msgspec.structs.replace(cell(3)), failure="no", reported=True)
-    forward.plan([(tracked, RequestRows("0", 0, 6, 4))], view_of(("0", 4, 6)))
+    view = view_of(("0", 4, 6))
+    forward.plan(Batch(view, {"0": tracked}), view)
     assert gate.begin == 3

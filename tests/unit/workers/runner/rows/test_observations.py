@@ -140,7 +140,7 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(
     """As on an accelerator, where a step does not wait for them."""
     side = SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
     monkeypatch.setattr(rig.plane._banks.first.finite, "_side", side)
-    monkeypatch.setattr(finite_check, "_copy_to_host", torch.Tensor.clone)
+    monkeypatch.setattr(finite_check, "locked_like", torch.empty_like)
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
@@ -162,8 +162,8 @@ def test_an_idle_step_is_not_observed(rig: Rig) -> None:
     take = rig.plane._banks.first.finite.take
     rig.plane._banks.first.finite.take = lambda *given: [seen.append(given[2]), take(*given)][1]  # type: ignore[method-assign]
     rig.step((request, 0, 6), new=[request])
-    assert seen == [None]
-    assert not rig.plane._banks.first.finite._pending
+    assert seen == []
+    assert not rig.plane._banks.first.finite.pending
 
 
 # --- Rows that are not finite
@@ -267,7 +267,7 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
         rig.step((request, position, 1))
     view = view_of(("1", last, 1))
     finding = _Finding(9, view, None, 0, finite_check._Seen, event)  # type: ignore[arg-type]
-    rig.plane._banks.first.finite._pending.append(finding)
+    rig.plane._banks.first.finite.pending.append(finding)
     rig.plane.begin([], {"1": Finish(list(range(1000, 1008)), False)}, 0)
     assert event.landed == waits
 

@@ -25,6 +25,9 @@ from rank_kit import (
 from midstream.kernels.plan import AFTER, ALIKE, ALIKE_FROM, BEFORE
 from midstream.schemas.prompts.selectors import HOOKS, Window, select
 from midstream.schemas.requests.specs import SteeringRow, columns_of
+from midstream.workers.runner.hooks.sites import Buffers
+from midstream.workers.runner.rows import buffers
+from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.buffers import Staging
 
 
@@ -93,7 +96,7 @@ def test_two_captures_that_name_the_same_rows_share_them_in_the_step() -> None:
     other = rank.admit(Request(2, 3, 5, [capture([1], post_block=[1])]))
     rank.plan((other, 0, 3), (request, 0, 6))
     # layer 0: 6 tokens; layer 1: those and the other request's one; mlp_in: 3
-    assert len(rank.planner._step.slab) == 6 + 7 + 3
+    assert rank.planner._places.layout.rows == 6 + 7 + 3
     rank.step((other, 0, 3), (request, 0, 6))
     for step in (6, 7):
         rank.step((request, step, 1), (other, step - 3, 1))
@@ -155,9 +158,9 @@ def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     rank = Rank()
     edit = steering(rank.vector(np.ones(HIDDEN)), [0])
     request = rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit]))
-    request.tracked.recordings[0].recorded = None  # type: ignore[assignment]
     rank.plan((request, 0, 3))
     assert rank.buffers.plan.any()
+    rank.planner._places.count = None  # type: ignore[method-assign]
     with pytest.raises(TypeError):
         rank.planner.drain()
     assert not rank.buffers.plan.any()
@@ -194,7 +197,6 @@ def calls_to_steer(requests: int, *, repeated: bool = False) -> int:
 def _calls(rank: Rank, windows: list[tuple[Request, int, int]], *, repeated: bool = False) -> int:
     rank.step(*windows)
     rank.step(*windows)
-    rank.planner._mover.submit(lambda: None).result()  # it returns slabs, which a step collects
     counted = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -227,37 +229,44 @@ def test_a_further_steered_request_adds_no_array_to_a_step() -> None:  # field c
     )
 
 
-class _Elsewhere(Staging):
-    """Buffers as on an accelerator, but for the memory that copies go through."""
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each upload to an accelerator, which needs no page-locked memory here."""
+    sizes: list[int] = []
 
-    def __init__(self, *args: object, **options: bool) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]
-        self._on_cpu, self._token_rows = False, np.zeros_like(self._token_rows)
-        self.sent = 0
+    def unlocked(values: torch.Tensor) -> torch.Tensor:
+        sizes.append(values.nbytes)
+        return values.clone()
 
-    def _upload(self, buffer: torch.Tensor, values: np.ndarray) -> None:
-        buffer.copy_(torch.from_numpy(values))
-        self.sent += values.nbytes
+    monkeypatch.setattr(buffers, "locked_copy", unlocked)
+    return sizes
 
 
-def test_only_rows_of_tokens_with_current_or_former_edits_go_to_an_accelerator() -> None:
-    buffers, rng = make_buffers(2, capacity=64), np.random.default_rng(0)
-    staging = _Elsewhere(buffers, traced=True)
-    plan = np.zeros(tuple(buffers.plan.shape), dtype=np.int32)
+def elsewhere_of(of_bank: Buffers) -> Staging:
+    """Buffers as on an accelerator, but for the ring."""
+    staging = Staging(of_bank, BankRows(Arena(0), HIDDEN, torch.float32))
+    staging._on_cpu, staging._token_rows = False, np.zeros_like(staging._token_rows)
+    return staging
+
+
+def test_only_rows_of_tokens_with_current_or_former_edits_go_to_an_accelerator(
+    sent: list[int],
+) -> None:
+    made, rng = make_buffers(2, capacity=64), np.random.default_rng(0)
+    staging = elsewhere_of(made)
+    plan = np.zeros(tuple(made.plan.shape), dtype=np.int32)
     for _ in range(50):
-        staging.clear_rows()
-        wanted = np.zeros((64, buffers.token_rows.shape[1]), dtype=np.int32)
-        for column in range(rng.integers(0, 3)):
-            tokens = np.unique(rng.integers(0, rng.integers(1, 65), size=5))
-            staging.set_rows(tokens, np.full(len(tokens), column), np.full(len(tokens), column + 1))
-            wanted[tokens, column] = column + 1
+        wanted = np.zeros((64, made.token_rows.shape[1]), dtype=np.int32)
+        tokens, depth = rng.integers(0, 65), rng.integers(1, 4)
+        wanted[:tokens, :depth] = rng.integers(0, 3, size=(tokens, depth))
+        staging.set_rows(wanted[:tokens, :depth])
         staging.commit(plan, [])
-        assert (buffers.token_rows.numpy() == wanted).all()
-    staging.clear_rows()
+        assert (made.token_rows.numpy() == wanted).all()
+    staging.set_rows(wanted[:0])
     staging.commit(plan, [])
-    staging.sent = 0
+    sent.clear()
     staging.commit(plan, [])
-    assert staging.sent == plan.nbytes
+    assert sum(sent) == plan.nbytes
 
 
 def test_contiguous_single_row_edits_are_flagged_alike() -> None:
@@ -283,9 +292,9 @@ def decoding(*, elsewhere: bool) -> tuple[Rank, list[Request]]:
     """Requests of every kind of selector that decode together on one rank, and a plain one."""
     rank = Rank(traced=elsewhere, policy="drop")
     if elsewhere:
-        buffers = rank.buffers
-        buffers.capture_slots = buffers.capture_slots.repeat(2 * len(rank.sites), 1)
-        rank.planner._staging = _Elsewhere(buffers, traced=True)
+        made = rank.buffers
+        made.capture_slots = made.capture_slots.repeat(2 * len(rank.sites), 1)
+        rank.planner._staging = elsewhere_of(made)
     name = rank.vector(np.ones(HIDDEN))
     kinds: list[tuple] = [
         ("all", "all_generated"),
@@ -309,28 +318,29 @@ def decoding(*, elsewhere: bool) -> tuple[Rank, list[Request]]:
 
 def planned(rank: Rank) -> tuple:
     """All that a forward and its checks read."""
-    planner, buffers, due = rank.planner, rank.buffers, rank.planner.due
-    slots = [int(row) for row in buffers.plan[:, [BEFORE.PATTERN, AFTER.PATTERN]].flatten()]
+    planner, of_bank, due = rank.planner, rank.buffers, rank.planner.due
+    slots = [int(row) for row in of_bank.plan[:, [BEFORE.PATTERN, AFTER.PATTERN]].flatten()]
     on_cpu = planner._staging._on_cpu
     return (
-        buffers.plan.tolist(),
-        buffers.lists[: planner._lists_end].tolist() if on_cpu else [],
-        buffers.token_rows.tolist() if planner.edits else [],
-        [] if on_cpu else buffers.capture_slots[slots].tolist(),
+        of_bank.plan.tolist(),
+        of_bank.lists[: planner._lists_end].tolist() if on_cpu else [],
+        of_bank.token_rows.tolist() if planner.edits else [],
+        [] if on_cpu else of_bank.capture_slots[slots].tolist(),
         [site.busy for site in rank.sites],
         due and (due.counts.tolist(), [(name, mask.tolist()) for name, mask in due.edits]),
         due and [(name, mask.tolist()) for name, mask in due.captures],
-        planner._step
+        planner._records
         and (
-            (planner._stretch._firsts + planner._stretch.steps).tolist(),
-            planner._layout.runs,
-            planner._layout.slots.tolist(),
+            planner._places.positions.tolist(),
+            planner._places.layout.runs,
+            planner._places.rows.tolist(),
+            planner._places.marks.tolist(),
         ),
     )
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool) -> None:
+def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool, sent: list[int]) -> None:
     """Windows that begin and end, drafts that are rejected, a request that fails, one that leaves,
     dropped rows, and a batch that is put in another order.
     """
@@ -348,8 +358,6 @@ def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool) -> No
                 twin.forward(*windows)
                 twin.buffers.counts.zero_()
             twin.planner.drain()
-            if twin.repeated is not None:
-                twin.repeated.count()
             found[-1] += tuple((each.tracked.applied, each.tracked.reached) for each in asked)
         assert found[0] == found[1]
         assert not answers[1]
@@ -363,7 +371,8 @@ def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool) -> No
     assert not step(24, 2)
     for twin, asked in twins:
         asked[0].tracked.reported = True
-        twin.repeated = None
+        twin.planner.write(asked[0].tracked)
+        twin.tokens = None
     assert not step(26, 2)
     assert step(27, 2)
     for twin, _ in twins:

@@ -3,6 +3,7 @@ wherever the rows lie.
 """
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.edits.steering_tables import VectorStore
-from midstream.workers.runner.plane.probe_scores import _BYTES, _CHUNK, Scorer
+from midstream.workers.runner.plane import probe_scores
+from midstream.workers.runner.plane.probe_scores import _CHUNK, Scorer
+from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.capture import Recording
-from midstream.workers.runner.rows.extents import Extent, StepRows
-from midstream.workers.runner.rows.pending_rows import LANDED, Landing
+from midstream.workers.runner.rows.extents import Block, Extent
+from midstream.workers.runner.rows.landings import LANDED, Landing
 
 HIDDEN, LAYERS = 16, 3
 rng = np.random.default_rng(0)
@@ -46,9 +49,23 @@ class Weights:
         )
 
 
+def recorded(
+    recording: Recording, first: int, count: int, memory: BankRows, landing: Landing = LANDED
+) -> Iterator[tuple[Recording, Extent]]:
+    """Random rows of these positions, in the recording's blocks."""
+    while count:
+        block = recording.block_of(first, memory)
+        part = min(count, block.span.stop - first)
+        extent = Extent(block, block.slot(first), first, part, landing)
+        extent.rows(block.ports).normal_()
+        yield recording, extent
+        first, count = first + part, count - part
+
+
 def test_scores_of_a_step_equal_numpy() -> None:
     """Requests of two sets of probes, whose labels are not in the order of their layers; prompts
-    among tokens that follow one another.
+    among tokens that follow one another; rows in several blocks, and kept rows of a capture with
+    more sites.
     """
     vectors = VectorStore()
     first = [
@@ -57,47 +74,48 @@ def test_scores_of_a_step_equal_numpy() -> None:
     ]
     sets = [first, first[1:2]]
     scorer = Scorer(vectors, HIDDEN, waits=True)
-    counts = [1, 4, 1, 1, 2, 1]
-    slots = np.cumsum([0, *counts])
-    total = int(slots[-1])
-    slab = torch.randn(LAYERS * total, HIDDEN)
-    # Rows of layer 1 come first: what one product reads does not lie in the order of its layers.
-    order = {0: 1, 1: 0, 2: 2}
-    base = np.repeat([order[layer] * total for layer in range(LAYERS)], 2)
-    step = StepRows(slab, base, np.zeros(2 * LAYERS, dtype=np.int64), LANDED)
-    extents, watches = [], []
+    memory = BankRows(Arena(0), HIDDEN, torch.float32)
+    kept = Block(memory, np.arange(2 * LAYERS), range(5), range(5))
+    kept.rows.normal_()
+    counts, recordings, watches, items, wanted = [1, 4, 1, 1, 3, 1], [], [], [], []
     for number, count in enumerate(counts):
         probes = [each.probe for each in sets[number % 2]]
         (capture,) = probe_captures(probes)
         ports = {("post_block", layer): 2 * layer for layer in capture.sites["post_block"]}
-        recording = Recording(
-            capture, dict(ports), np.isin(np.arange(2 * LAYERS), list(ports.values())), 1
-        )
+        mask = np.isin(np.arange(2 * LAYERS), list(ports.values()))
+        served = [Extent(kept, 3, 0, 2)] if number == 4 else []
+        recordings.append(Recording(capture, ports, mask, 1, reused=served, span=2))
         spec = RankSpec(
             version="", job=str(number), request=0, attempt=1, prompt_tokens=1, probes=probes
         )
-        watches.append(scorer.watch(str(number), spec, [recording]))
-        extents.append((recording, Extent(step, np.array([slots[number]]), 0, count)))
-    scorer.take(extents, [])
-    for number, (watch, count) in enumerate(zip(watches, counts, strict=True)):
-        assert watch is not None
-        wanted = []
-        for each in sets[number % 2]:
-            at = order[each.layer] * total + slots[number]
-            wanted.append(slab[at : at + count].numpy() @ each.weight.T + each.bias)
-        np.testing.assert_allclose(watch.scores[:count], np.concatenate(wanted, axis=1), atol=1e-5)
+        watches.append(scorer.watch(str(number), spec, recordings[-1:]))
+        items += (
+            taken := [*recorded(recordings[-1], 2 * len(served), count - 2 * len(served), memory)]
+        )
+        runs = [*served, *(extent for _, extent in taken)]
+        scores = [
+            torch.cat([run.rows(np.array([2 * each.layer]))[0] for run in runs]).numpy()
+            @ each.weight.T
+            + each.bias
+            for each in sets[number % 2]
+        ]
+        wanted.append(np.concatenate(scores, axis=1))
+    scorer.take(items, recordings)
+    for watch, count, scores in zip(watches, counts, wanted, strict=True):
+        np.testing.assert_allclose(watch.scores[:count], scores, atol=1e-5)
         assert (watch.reached, np.isnan(watch.scores[count:]).all()) == (count, True)
 
 
 class Steps:
     """Requests with a probe each, at layer 0, and steps that compute rows of them."""
 
-    def __init__(self, *actions: Action, streams: bool = False, waits: bool = True) -> None:
-        self._vectors = VectorStore()
-        self.scorer = Scorer(self._vectors, HIDDEN, waits=waits)
+    def __init__(
+        self, *actions: Action, streams: bool = False, waits: bool = True, span: int = 16
+    ) -> None:
+        vectors, self._memory = VectorStore(), BankRows(Arena(0), HIDDEN, torch.float32)
+        self.scorer = Scorer(vectors, HIDDEN, waits=waits)
         self.weights = [
-            Weights(self._vectors, 0, 2, str(number), action)
-            for number, action in enumerate(actions)
+            Weights(vectors, 0, 2, str(number), action) for number, action in enumerate(actions)
         ]
         # of each request: position → its row as it was last
         self.rows: list[dict[int, np.ndarray]] = [{} for _ in actions]
@@ -105,7 +123,7 @@ class Steps:
         for number, each in enumerate(self.weights):
             (capture,) = probe_captures([each.probe])
             self.recordings.append(
-                Recording(capture, {("post_block", 0): 0}, np.array([True, False]), 1)
+                Recording(capture, {("post_block", 0): 0}, np.array([True, False]), 1, span=span)
             )
             spec = RankSpec(
                 version="",
@@ -116,24 +134,19 @@ class Steps:
                 probes=[each.probe],
                 stream_scores=streams,
             )
-            watch = self.scorer.watch(str(number), spec, [self.recordings[-1]])
-            assert watch is not None
-            self.watches.append(watch)
+            self.watches.append(self.scorer.watch(str(number), spec, self.recordings[-1:]))
 
-    def take(
-        self, *windows: tuple[int, int, int], unused: int = 0, landing: Landing = LANDED
-    ) -> None:
-        """(request, first position, how many) of one step, whose slab has so many rows that no
-        probe reads.
-        """
-        slab = torch.randn(sum(count for _, _, count in windows) + unused, HIDDEN)
-        step = StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), landing)
-        items, at = [], 0
+    def take(self, *windows: tuple[int, int, int], landing: Landing = LANDED) -> None:
+        """(request, first position, how many) of one step."""
+        items = []
         for request, first, count in windows:
-            self.rows[request] |= {first + n: slab[at + n].numpy() for n in range(count)}
-            items.append((self.recordings[request], Extent(step, np.array([at]), first, count)))
-            at += count
+            recording = self.recordings[request]
+            items += (taken := [*recorded(recording, first, count, self._memory, landing)])
+            rows = torch.cat([extent.rows(extent.block.ports)[0] for _, extent in taken]).numpy()
+            self.rows[request] |= zip(range(first, first + count), rows, strict=True)
         self.scorer.take(items, [])
+        for request, first, count in windows:
+            self.recordings[request].leave(first + count, landing)
 
     def assert_scored(self, request: int, positions: int) -> None:
         watch, weights = self.watches[request], self.weights[request]
@@ -183,18 +196,21 @@ def test_scores_that_somebody_waits_for_are_there_after_the_step(
     assert steps.watches[1].reached == (2 if streams else 0)
 
 
-def test_rows_of_large_steps_are_not_kept() -> None:
-    """They hold the rows of all requests of their steps."""
-    steps = Steps("flag")
-    most = _BYTES // (4 * HIDDEN)
-    steps.take((0, 0, 1), unused=most // 2)
+def test_rows_that_are_kept_for_later_are_bounded_by_their_own_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other rows of their steps do not count: nothing keeps those."""
+    monkeypatch.setattr(probe_scores, "_BYTES", 64 * 4 * HIDDEN)
+    steps = Steps("flag", "stop")
+    steps.take((0, 0, 1), (1, 0, 100))
+    steps.take((0, 1, 62))
     assert steps.watches[0].reached == 0
-    steps.take((0, 1, 1), unused=most // 2)
-    steps.assert_scored(0, 2)
+    steps.take((0, 63, 1))
+    steps.assert_scored(0, 64)
 
 
 def test_many_rows_are_scored_in_parts() -> None:
-    steps = Steps("stop")
+    steps = Steps("stop", span=_CHUNK // HIDDEN)
     steps.take((0, 0, 2 * _CHUNK // HIDDEN + 3))
     steps.assert_scored(0, 2 * _CHUNK // HIDDEN + 3)
 
@@ -204,7 +220,7 @@ def test_rows_that_cannot_be_scored_later_are_an_error_of_the_step_that_tries(
 ) -> None:
     steps = Steps("flag")
     steps.take((0, 0, 1))
-    monkeypatch.setattr("midstream.workers.runner.plane.probe_scores._products", lambda *_: 1 / 0)
+    monkeypatch.setattr(probe_scores, "_products", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         steps.scorer.settle(dict.fromkeys(steps.watches, 1))
     steps.scorer.settle(dict.fromkeys(steps.watches, 1))  # said once
@@ -246,10 +262,10 @@ def test_an_ended_request_waits_for_its_own_rows_alone() -> None:
     """Not for another request's, nor for the row of its last token, which does not count."""
     steps = Steps("stop", "flag", waits=False)
     own, surplus, other = Copying(), Copying(), Copying()
-    own.over.set()
     steps.take((0, 0, 2), landing=own)
     steps.take((0, 2, 1), landing=surplus)
     steps.take((1, 0, 1), landing=other)
+    own.over.set()
     steps.scorer.settle({steps.watches[0]: 2})
     steps.assert_scored(0, 2)
     assert [landing.waited.is_set() for landing in (own, surplus, other)] == [True, False, False]

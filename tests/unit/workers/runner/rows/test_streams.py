@@ -7,8 +7,10 @@ import gc
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from midstream.client import CaptureReader
 from midstream.schemas.prompts.selectors import HOOKS, PositionSelector, Span, Window
 from midstream.schemas.prompts.windows import Around, HeadAndTail, When
 from midstream.schemas.requests.specs import StoredCapture
-from midstream.storage.file_store import FileDraft, FileStore
+from midstream.storage.file_store import FileDraft, FileStore, FileWriter
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.rows import streams
 
@@ -85,13 +87,9 @@ def test_rows_leave_while_the_request_runs_and_the_file_is_whole(rig: Rig) -> No
     run(rig, request)
     recording = request_recording(rig, request)
     wait_for(rig)
-    assert recording.num_rows <= 2 * 12, "the rest has left"
-    assert (
-        rig.plane._mover.submit(
-            lambda: (rig.plane._pieces.collect(), rig.plane._pieces.alive)
-        ).result()[1]
-        <= 2 << 14
-    )
+    assert recording.nbytes <= 2 * ROWS, "the rest has left"
+    rig.plane._arena.take(1, 1)  # it notices what is free again
+    assert rig.plane._arena.used <= 3 * ROWS
     receipt = rig.ended(request)  # also: the CRC32 of what is in the file
     assert (receipt.status, receipt.files[0].rows) == ("ok", 49 * 12)
     check(rig, request)
@@ -114,10 +112,8 @@ def request_recording(rig: Rig, request: Request) -> Any:
 
 def wait_for(rig: Rig) -> None:
     """Until the writers have nothing to do."""
-    rig.plane._mover.submit(lambda: None).result()
-    done = threading.Event()
     for _ in range(2):  # the thread lets go of a part after it has written it
-        done.clear()
+        done = threading.Event()
         rig.plane._writer.stream(done.set, 0)
         assert done.wait(60)
 
@@ -193,9 +189,7 @@ def test_rows_of_an_unfinished_block_stay_until_it_is_kept(
 def test_a_full_disk_fails_the_capture_and_nothing_else(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     request, beside = long(1), long(2, total=24)
     with monkeypatch.context() as broken:
         broken.setattr(FileDraft, "write", full)
@@ -221,10 +215,9 @@ def test_a_cancelled_capture_leaves_nothing_on_the_disk(rig: Rig) -> None:
     held = FileStore(rig.directory / "captures").used()
     rig.plane.end("j1.0.1", -1)
     rig.step(aborted=[request])
-    draft = stream._draft
-    descriptor = draft._descriptor
+    descriptor = stream._draft._descriptor
     assert os.fstat(descriptor).st_size > held
-    del stream, draft, request
+    del stream, request
     wait_for(rig)
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -253,9 +246,7 @@ def test_a_failed_commit_is_tried_again_with_a_copy(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file without a name gets one once."""
-    from midstream.storage import file_store
-
-    commit, failures = file_store.FileWriter.commit, [1]
+    commit, failures = FileWriter.commit, [1]
 
     def failing(writer: Any) -> None:
         if failures:
@@ -263,17 +254,13 @@ def test_a_failed_commit_is_tried_again_with_a_copy(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         commit(writer)
 
-    monkeypatch.setattr(file_store.FileWriter, "commit", failing)
+    monkeypatch.setattr(FileWriter, "commit", failing)
     two = [long(1), long(2)]
     for request in two:
         run(rig, request)
     held, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        go.wait(60)
-
-    rig.plane._writer.stream(hold, 0)  # both are then written as one group
+    # both are then written as one group
+    rig.plane._writer.stream(lambda: (held.set(), go.wait(60)), 0)  # type: ignore[arg-type]
     held.wait(60)
     rig.step(finished=two)
     go.set()
@@ -305,7 +292,7 @@ def test_a_capture_within_the_window_does_not_stream(rig: Rig) -> None:
         None,
     ]
     wait_for(rig)
-    assert request_recording(rig, unbounded).pieces()
+    assert request_recording(rig, unbounded).blocks()
 
 
 def test_a_long_capture_goes_to_a_bucket_from_a_scratch_file(
@@ -370,7 +357,7 @@ def test_a_head_counts_captured_positions(
     positions: PositionSelector,
     every_n: int,
 ) -> None:
-    """Pieces are blocks of 16 positions, and the prompt comes in chunks of whole blocks."""
+    """Blocks have 16 positions, and the prompt comes in chunks of whole blocks."""
     rig, window = Rig(tmp_path), Span(head_and_tail=HeadAndTail(head=head, tail=3))
     monkeypatch.setattr(rig.plane._rows, "_block_size", lambda: 16)
     request = windowed(window, positions=positions, every_n=every_n)
@@ -403,19 +390,41 @@ def test_rows_outside_of_the_ends_are_not_held(tmp_path: Path) -> None:
     rig.step((request, 0, 40), new=[request])
     for at in range(40, TOTAL - 1):
         rig.step((request, at, 1))
-        rig.plane._mover.submit(lambda: None).result()  # the rows of this step have arrived
-        held.append(request_recording(rig, request).num_rows)
-    assert max(held) <= window.held * 2 < TOTAL * 2, "two layers"
+        held.append(request_recording(rig, request).nbytes)
+    row = 2 * HIDDEN * 4  # of two layers
+    assert max(held) <= window.held * row < TOTAL * row
     assert rig.ended(request).status == "ok"
     check(rig, request, within(window), SITES)
 
 
-def test_rejected_drafts_do_not_push_rows_out(tmp_path: Path) -> None:
-    rig, request = Rig(tmp_path), windowed(Span(last=10))
-    drafted = [(at, min(9, TOTAL - 1 - at)) for at in range(300, TOTAL - 1)]
-    run(rig, request, [*CHUNKS[:3], *drafted])
+@pytest.mark.parametrize(
+    ("held", "options", "positions"),
+    [
+        (8 * ROWS, {}, range(199)),
+        (32 * ROWS, {}, range(199)),  # blocks of 4 positions
+        (128 * ROWS, {}, range(199)),
+        (64 << 20, {"window": Span(last=10)}, range(189, 199)),
+    ],
+)
+def test_rows_of_rejected_drafts_are_not_stored_and_push_no_rows_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    held: int,
+    options: dict[str, Any],
+    positions: range,
+) -> None:
+    """Of each step the first row is that of a token, and the others are computed again."""
+    rig = narrow(tmp_path, monkeypatch, held)
+    request, other = long(total=200, most=180, **options), long(2)
+    run(rig, request, [(0, 20)])
+    forward = rig._rank.forward
+    for at in range(20, request.total - 1):
+        drafted = partial(forward, (request, at, 1), (other, at + 1, 8))
+        monkeypatch.setattr(rig._rank, "forward", lambda *_, drafted=drafted: drafted())
+        rig.step((request, at, 9))
+        wait_for(rig)
     assert rig.ended(request).status == "ok"
-    check(rig, request, within(Span(last=10)), SITES)
+    check(rig, request, positions)
 
 
 def test_a_preempted_request_has_its_window(tmp_path: Path) -> None:
@@ -430,8 +439,7 @@ def test_a_preempted_request_has_its_window(tmp_path: Path) -> None:
 
 def test_the_window_of_a_probe_has_the_rows_where_it_is_high() -> None:
     window = Span(when=When(probe="p", at_least=0.5, before=1, after=2))
-    high = [False] * 10
-    high[0] = high[6] = True
+    high = [at in (0, 6) for at in range(10)]
     assert sorted(window.keep(range(9), [0] * 10, high)) == [0, 1, 2, 5, 6, 7, 8]
     assert sorted(window.keep([0, 2, 7], [0] * 10, high)) == [0, 2, 7]
 
@@ -443,5 +451,5 @@ def test_surroundings_that_overlap_are_joined_before_they_are_listed() -> None:
     assert window.keep(range(8192), [7] * 8192) == {*range(8192)}
 
 
-def test_pieces_are_smaller_than_the_slack() -> None:
+def test_blocks_are_smaller_than_the_slack() -> None:
     assert Span(last=1).held > streams.SPAN * 3

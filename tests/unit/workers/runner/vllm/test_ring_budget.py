@@ -197,36 +197,21 @@ BF16_4096 = 8192  # bytes of a row
 
 
 def test_the_automatic_ring_follows_the_models_shape() -> None:
-    assert plan_ring(
-        BF16_4096, 6, 32, step_tokens=2048, requests=64, accelerator=True, memory_bytes=80 << 30
-    ) == (32 * 2048, 2, 1 << 30), "all layers of one hook, a whole step"
-    assert (
-        plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, accelerator=True).rows
-        == 6 * 32 * 64
-    ), "every site of 64 requests"
-    assert (
-        plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, drafts=3, accelerator=True).rows
-        == 4 * 6 * 32 * 64
+    assert plan_ring(BF16_4096, 6, 32, step_tokens=2048, requests=64, memory_bytes=80 << 30) == (
+        32 * 2048,
+        1 << 30,
+    ), "all layers of one hook, a whole step"
+    assert plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64).rows == 6 * 32 * 64, (
+        "every site of 64 requests"
     )
-    large = plan_ring(
-        16384, 6, 80, step_tokens=8192, requests=64, accelerator=True, memory_bytes=80 << 30
-    )
-    assert (large.size, large.rows >= 6 * 80 * 64) == (MOST_BYTES[True], True)
     assert (
-        plan_ring(
-            16384, 6, 80, step_tokens=8192, requests=64, accelerator=True, memory_bytes=24 << 30
-        ).size
+        plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, drafts=3).rows == 4 * 6 * 32 * 64
+    )
+    large = plan_ring(16384, 6, 80, step_tokens=8192, requests=64, memory_bytes=80 << 30)
+    assert (large.size, large.rows >= 6 * 80 * 64) == (MOST_BYTES, True)
+    assert (
+        plan_ring(16384, 6, 80, step_tokens=8192, requests=64, memory_bytes=24 << 30).size
         == 768 << 20
     )
-    assert plan_ring(BF16_4096, 6, 32, step_tokens=8192, requests=64, accelerator=False) == (
-        65536,
-        1,
-        MOST_BYTES[False],
-    )
-    assert plan_ring(1 << 20, 6, 80, step_tokens=64, requests=64, accelerator=False).rows == 512
-    assert plan_ring(1 << 24, 6, 80, step_tokens=64, requests=64, accelerator=False).rows == 480, (
-        "one token at least"
-    )
-    assert plan_ring(
-        BF16_4096, 6, 32, step_tokens=64, requests=64, accelerator=True, size_mib=16
-    ) == (1024, 2, 16 << 20)
+    assert plan_ring(1 << 22, 6, 80, step_tokens=64, requests=64).rows == 480, "one token at least"
+    assert plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, size_mib=16) == (1024, 16 << 20)

@@ -1,4 +1,6 @@
-"""Landings: the arrival of captured rows in a slab, to which an accelerator may still copy them."""
+"""Landings: the arrival of captured rows in the arena, to which an accelerator may still be copying
+them.
+"""
 
 from typing import Protocol
 
@@ -39,16 +41,3 @@ class OnStream:
 
     def done(self) -> bool:
         return bool(self._event.query())
-
-
-class LastLanding:
-    """The landing of several steps' rows, which arrive in order: that of the last step so far."""
-
-    def __init__(self) -> None:
-        self.last: Landing = LANDED
-
-    def wait(self) -> None:
-        self.last.wait()
-
-    def done(self) -> bool:
-        return self.last.done()

@@ -1,0 +1,44 @@
+"""The tracked requests of a step, by what it has to do for them. Successive steps share a batch
+until a request comes, goes or changes.
+"""
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from ..base.engine_step import RequestRows, StepView
+from ..rows.planner import Tracked
+from ..rows.slot_table import StepTokens
+
+
+class Batch:
+    """The requests of a step."""
+
+    def __init__(
+        self, view: StepView, tracked: Mapping[str, Tracked], without: Collection[str] = ()
+    ) -> None:
+        """`without`: requests for which the step does nothing."""
+        self.members = [
+            (number, item)
+            for number, request in enumerate(view.ids)
+            if (item := tracked.get(request)) is not None and request not in without
+        ]
+        slots = np.zeros(len(view.ids), dtype=np.int64)
+        for number, item in self.members:
+            slots[number] = item.slot
+        self.tokens = StepTokens(view, slots)
+        every = [item for _, item in self.members]
+        self.steered = [item for item in every if item.rows]
+        self.recording = [item for item in every if item.recordings]
+        self.planned = [item for item in every if item.rows or item.recordings]
+        self.gated = [(number, item) for number, item in self.members if item.gates is not None]
+        #: Whether more may be decided in a step than gates.
+        self.watched = any(
+            item.spec.entry is not None
+            or (item.spec.grade is not None and item.graded is None and not item.reported)
+            for item in every
+        )
+
+    def rows(self, view: StepView) -> list[tuple[Tracked, RequestRows]]:
+        """Return the requests with their rows in the step."""
+        return [(item, view.requests[number]) for number, item in self.members]

@@ -1,0 +1,172 @@
+"""Tables of the tracked requests, a slot for each, and what a step reads from them for all its
+tokens at once.
+
+A slot is written when its request begins, changes or ends. Steps that generate one token of each
+request read the same from them again and again, and are then planned without a look at any request.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ....kernels import IDLE
+from ....schemas.prompts.selectors import (
+    PositionSelector,
+    end_position,
+    lowest_position,
+    select,
+)
+from ..base.engine_step import StepView
+
+#: Slots at first; the tables grow by doubling.
+_SLOTS = 64
+
+
+class Entry(NamedTuple):
+    """A value of a slot's tokens at some positions."""
+
+    column: int
+    value: int  # not 0
+    first: int  # no position is outside of `[first, stop)`
+    stop: int
+    #: (first, stop) → the positions in this range, ascending; None: all between `first` and `stop`.
+    chosen: Callable[[int, int], Sequence[int]] | None = None
+
+
+def entry_of(
+    column: int,
+    value: int,
+    positions: PositionSelector,
+    prompt_tokens: int,
+    chosen: Callable[[int, int], Sequence[int]] | None = None,
+) -> Entry:
+    """Return the entry of a selector's positions, of which `chosen` may leave some out."""
+    first, stop = lowest_position(positions, prompt_tokens), end_position(positions, prompt_tokens)
+    if chosen is None and (isinstance(positions, list) or getattr(positions, "step", 1) > 1):
+        chosen = partial(_selected, positions, prompt_tokens)
+    return Entry(column, value, first, stop, chosen)
+
+
+def _selected(
+    positions: PositionSelector, prompt_tokens: int, first: int, stop: int
+) -> Sequence[int]:
+    return select(positions, first, stop, prompt_tokens)
+
+
+class SlotTable:
+    """Values of one bank by slot and column: at most one of a column at a position."""
+
+    def __init__(self) -> None:
+        self._first, self._stop, self._values = np.zeros((3, _SLOTS, 1), dtype=np.int64)
+        self._chosen: dict[int, list[Entry]] = {}  # slot → entries that choose their positions
+        self._used: set[int] = set()
+
+    def write(self, slot: int, entries: Iterable[Entry] = ()) -> None:
+        """Replace the slot's entries."""
+        entries = list(entries)
+        columns = max((entry.column for entry in entries), default=0) + 1
+        grow = max(slot + 1 - len(self._first), 0), max(columns - self._first.shape[1], 0)
+        if any(grow):
+            more = [(0, max(grow[0], len(self._first)) if grow[0] else 0), (0, grow[1])]
+            self._first, self._stop, self._values = (
+                np.pad(part, more) for part in (self._first, self._stop, self._values)
+            )
+        self._stop[slot] = 0
+        for entry in entries:
+            if entry.chosen is None:
+                self._first[slot, entry.column], self._stop[slot, entry.column] = entry[2:4]
+                self._values[slot, entry.column] = entry.value
+        self._chosen.pop(slot, None)
+        if listed := [entry for entry in entries if entry.chosen is not None]:
+            self._chosen[slot] = listed
+        (self._used.add if entries else self._used.discard)(slot)
+
+    def at(self, tokens: "StepTokens") -> np.ndarray:
+        """Return the values at the tokens, int64 `[tokens, columns]`, 0 where there is none."""
+        if not self._used:
+            return np.zeros((len(tokens.slots), 1), dtype=np.int64)
+        slots, positions = tokens.slots, tokens.positions[:, None]
+        inside = (positions >= self._first[slots]) & (positions < self._stop[slots])
+        values: np.ndarray = np.where(inside, self._values[slots], 0)
+        for number in tokens.members_in(self._chosen) if self._chosen else ():
+            first, stop = tokens.window(number)
+            row = int(tokens.first_rows[number]) - first
+            for entry in self._chosen[int(tokens.of_requests[number])]:
+                if entry.first < stop and first < entry.stop and entry.chosen is not None:
+                    at = np.array(entry.chosen(first, stop), dtype=np.int64)
+                    values[at + row, entry.column] = entry.value
+        return values
+
+
+class Slots:
+    """What a rank knows of each slot's request in all banks; slot 0 is of requests without one."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        # [slot]: the first position that was never computed; token rows edited so far, over all
+        # sites of this rank, of which recomputed positions count once
+        self.reached, self.applied = np.zeros((2, 1), dtype=np.int64)
+        # positions that the request's steering and captures may touch, and the family of graphs
+        # that has the launches that these need, see `kernels.ops`
+        self.touched = np.zeros((1, 2), dtype=np.int64)
+        self.family = np.full(1, IDLE, dtype=np.int64)
+
+    def take(self, touched: tuple[int, int], family: int) -> int:
+        """Return a slot for a request."""
+        if not self._free:
+            have = len(self.reached)
+            self._free = list(range(have + _SLOTS - 1, have - 1, -1))
+            self.reached, self.applied, self.family = (
+                np.pad(part, (0, _SLOTS)) for part in (self.reached, self.applied, self.family)
+            )
+            self.touched = np.pad(self.touched, ((0, _SLOTS), (0, 0)))
+        slot = self._free.pop()
+        self.reached[slot] = self.applied[slot] = 0
+        self.touched[slot], self.family[slot] = touched, family
+        return slot
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def lost(self, tokens: "StepTokens", family: int) -> list[str]:
+        """Return the requests whose tokens need launches that a forward of this family lacks."""
+        first, stop = self.touched[tokens.of_requests].T
+        lacks = self.family[tokens.of_requests] < family
+        numbers = np.flatnonzero(lacks & (tokens.firsts < stop) & (first < tokens.stops)).tolist()
+        return [tokens.ids[number] for number in numbers] if numbers else []
+
+
+class StepTokens:
+    """The tokens of a step: of the same requests as in the step before, until one comes or goes."""
+
+    def __init__(self, view: StepView, of_requests: np.ndarray) -> None:
+        """`of_requests`: the slot of each request."""
+        self.ids, self.of_requests, self._counts = view.ids, of_requests, view.counts
+        self.first_rows = np.cumsum(view.counts) - view.counts
+        self.members = np.repeat(np.arange(len(view.ids)), view.counts)  # [tokens]
+        self.slots = of_requests[self.members]
+        self._within = np.arange(view.num_rows) - self.first_rows[self.members]
+        # [requests]: the first position, and the one after the last
+        self.firsts, self.stops = view.positions, view.positions + view.counts
+        self.positions = self.firsts[self.members] + self._within
+        self.again = False  # the last step had the same requests and counts
+
+    def move_to(self, view: StepView) -> bool:
+        """Have the tokens of another step; return False if that has other requests or counts."""
+        if view.ids != self.ids or not np.array_equal(view.counts, self._counts):
+            return False
+        self.firsts, self.stops, self.again = view.positions, view.positions + view.counts, True
+        self.positions = self.firsts[self.members] + self._within
+        return True
+
+    def window(self, number: int) -> tuple[int, int]:
+        """Return the positions `[first, stop)` of a request."""
+        first = int(self.firsts[number])
+        return first, first + int(self._counts[number])
+
+    def members_in(self, slots: Iterable[int]) -> list[int]:
+        """Return the numbers of the requests that have one of these slots."""
+        numbers: list[int] = np.flatnonzero(np.isin(self.of_requests, list(slots))).tolist()
+        return numbers

@@ -1,0 +1,245 @@
+"""Places of a step's captured rows: by port in the step, and in the arena, where each row stays.
+
+Steps that repeat one another have the same layout, and their places advance with their positions.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from .arena import BankRows
+from .capture import Recording
+from .extents import Block, Extent
+from .landings import Landing
+
+#: Tokens of a request in a step, at most, that may go to two blocks: with drafts. Longer runs are
+#: cut where a block ends.
+FEW = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive positions of a request that one of its recordings captures in a step."""
+
+    request: str
+    member: int  # index of the request among those of the step
+    recording: Recording
+    skip: int  # rows of the request before it in this step
+    first_token: int  # its first row in the batch
+    count: int
+
+
+def runs_at_most(run: Run, first: int, memory: BankRows) -> Iterator[Run]:
+    """Yield the parts of a run whose first position is `first`, each in one block if it is long."""
+    left = run
+    while left.count > FEW and (block := run.recording.block_of(first, memory)) is not None:
+        count = min(left.count, block.span.stop - first)
+        yield replace(left, count=count)
+        skip, token = left.skip + count, left.first_token + count
+        left = replace(left, skip=skip, first_token=token, count=left.count - count)
+        first += count
+    if left.count:
+        yield left
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A step's rows by port; read-only.
+
+    Successive steps that generate one token of each request share a layout.
+    """
+
+    runs: Sequence[tuple[bytes, int, int]]  # each one's ports, as `Recording.wants`, token, count
+    pattern: np.ndarray  # [ports]: pattern of the port
+    tokens: list[np.ndarray]  # for each pattern: tokens, sorted and distinct
+    base: np.ndarray  # [ports]: first row of the port
+    slots: np.ndarray  # [runs, patterns]: slot of the run's first token
+
+    @cached_property
+    def rows(self) -> int:
+        """The number of rows over all ports."""
+        return int(self.base[-1]) + len(self.tokens[self.pattern[-1]]) if self.tokens else 0
+
+    @cached_property
+    def entries(self) -> "Entries":
+        """The positions of all runs, and the rows of all positions."""
+        groups: dict[bytes, list[int]] = {}
+        for run, (wants, _, _) in enumerate(self.runs):
+            groups.setdefault(wants, []).append(run)
+        parts = list[tuple[np.ndarray, ...]]()
+        for wants, runs in groups.items():
+            ports = np.flatnonzero(np.frombuffer(wants, dtype=bool))
+            counts = np.array([self.runs[run][2] for run in runs])
+            first = self.base[ports] + self.slots[runs][:, self.pattern[ports]]  # [runs, ports]
+            within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            rows = np.repeat(first, counts, axis=0).T + within  # [ports, positions]
+            before = sum(len(part[0]) for part in parts)
+            position = np.tile(before + np.arange(len(within)), len(ports))
+            ordinal = np.repeat(np.arange(len(ports)), len(within))
+            parts.append((np.repeat(runs, counts), within, position, ordinal, rows.reshape(-1)))
+        return Entries(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+class Entries(NamedTuple):
+    """Captured positions and rows of a step."""
+
+    run: np.ndarray  # [positions]
+    within: np.ndarray  # [positions]: tokens of the run before it
+    position: np.ndarray  # [rows]: index of its position
+    ordinal: np.ndarray  # [rows]: index of its port among those of its recording
+    row: np.ndarray  # [rows]: its row in the step; several have one if captures name the same rows
+
+
+def layout_of(runs: Sequence[tuple[bytes, int, int]]) -> Layout:
+    """Return the layout of runs, each: ports as `Recording.wants`, first token, count."""
+    groups: dict[bytes, list[tuple[int, int]]] = {}  # runs of recordings with the same ports
+    for wants, token, count in runs:
+        groups.setdefault(wants, []).append((token, count))
+    members, pattern = _patterns_of(tuple(groups))
+    tokens = []
+    for of_pattern in members.T.tolist():  # two captures of one request may name the same row
+        items = [
+            item
+            for member, of_group in zip(of_pattern, groups.values(), strict=True)
+            if member
+            for item in of_group
+        ]
+        tokens.append(_numbers([token for token, _ in items], [count for _, count in items]))
+    per_port = np.array([len(token) for token in tokens])[pattern]
+    first_tokens = np.array([token for _, token, _ in runs])
+    slots = np.stack([np.searchsorted(token, first_tokens) for token in tokens], axis=1)
+    return Layout(runs, pattern, tokens, np.cumsum(per_port) - per_port, slots)
+
+
+@lru_cache(maxsize=64)
+def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Group ports by the recordings that capture them: return which masks are in each pattern, bool
+    `[masks, patterns]`, and the pattern of each port.
+
+    Cached, because the steps of a request need the same ports again and again.
+    """
+    members, pattern = np.unique(
+        np.stack([np.frombuffer(mask, dtype=bool) for mask in masks]), axis=1, return_inverse=True
+    )
+    return members, pattern.reshape(-1)
+
+
+def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """Return the numbers of the ranges that begin at `firsts`: sorted and distinct."""
+    if len(firsts) == 1:
+        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
+    begins, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    numbers: np.ndarray = np.repeat(begins - ends + lengths, lengths) + np.arange(
+        ends[-1] if len(ends) else 0
+    )
+    return numbers if bool((numbers[1:] > numbers[:-1]).all()) else np.unique(numbers)
+
+
+class Places:
+    """Places in the arena of the rows of steps with one layout.
+
+    Of each run the blocks of this step's positions are known; from `_ends` on nobody needs a row.
+    """
+
+    def __init__(self, layout: Layout, runs: Sequence[Run], memory: BankRows) -> None:
+        self.layout, self._memory = layout, memory
+        self._recordings = recordings = [run.recording for run in runs]
+        self._counts = np.array([run.count for run in runs])
+        #: Recordings with a new block → the position after their last row that may not change.
+        self.begun: dict[int, tuple[Recording, int]] = {}
+        self._blocks: list[list[Block]] = [[] for _ in runs]  # kept until the step is over
+        few = [run for run in runs if run.count <= FEW]
+        most = 2 + max(
+            (-(-run.count // min(run.recording.block, run.recording.span)) for run in few),
+            default=0,
+        )
+        # of each block of a run: the position after its last one, and what the number of a row, of
+        # the next port's row and of the mark are, less the position
+        self._stops, self._rows, self._strides, self._marks = np.zeros(
+            (4, most, len(runs)), dtype=np.int64
+        )
+        self._known = np.full(len(runs), -1)  # positions below this one have blocks
+        self._ends = np.array([recording.end for recording in recordings])
+        #: Whether probes read any of the rows.
+        self.watched = any(item.watch is not None for item in recordings)
+        self._dropped = [number for number, item in enumerate(recordings) if item.dropped]
+        self.positions = np.zeros(len(runs), dtype=np.int64)  # of the runs' first tokens
+        self.rows = np.zeros(0, dtype=np.int64)  # [entries]: number of the row in the bank's rows
+        self.marks = np.zeros(0, dtype=np.int64)  # [positions]: place of the mark in the arena
+
+    def move_to(self, firsts: np.ndarray) -> None:
+        """Set the places of the step whose runs begin at these positions."""
+        self.begun, self.positions = {}, firsts
+        stops = np.minimum(firsts + self._counts, self._ends)
+        for run in np.flatnonzero((stops > self._known) & (stops > firsts)).tolist():
+            self._find(run, int(firsts[run]), int(stops[run]))
+        entries = self.layout.entries
+        run, position = entries.run, firsts[entries.run] + entries.within
+        block = (position >= self._stops[:, run]).sum(axis=0)
+        needed = position < self._ends[run]
+        block = np.where(needed, block, 0)
+        rows = np.where(needed, self._rows[block, run] + position, 0)
+        self.marks = np.where(needed, self._marks[block, run] + position, 0)
+        strides = np.where(needed, self._strides[block, run], 0)
+        self.rows = rows[entries.position] + entries.ordinal * strides[entries.position]
+
+    def _find(self, run: int, first: int, stop: int) -> None:
+        """Find the blocks of a run's positions `first … stop`."""
+        recording, before = self._recordings[run], self._blocks[run]
+        blocks, at = list[Block](), first
+        self._stops[:, run] = sys.maxsize
+        while at < stop:
+            block = recording.block_of(at, self._memory)
+            if block is None:  # it failed
+                self._ends[run] = 0
+                return
+            number, slot = len(blocks), block.slot(at) - at
+            self._stops[number, run] = block.span.stop
+            self._rows[number, run] = block.lent.row + slot
+            self._strides[number, run] = block.num_positions
+            self._marks[number, run] = block.lent.mark + slot
+            blocks.append(block)
+            at = block.span.stop
+        self._blocks[run], self._known[run] = blocks, at
+        if not before or blocks[-1] is not before[-1]:
+            # rows of drafts may be recorded again in the block that they are in now
+            reached = max(first + 1, min(stop, recording.prompt_tokens))
+            self.begun[id(recording)] = recording, reached
+
+    def of_rows(self) -> np.ndarray:
+        """Return the place of each of the step's rows, one of them if it has several."""
+        places = np.zeros(self.layout.rows, dtype=np.int64)
+        if len(places) == len(self.rows):
+            places[self.layout.entries.row] = self.rows
+        else:  # those that nobody needs are the smallest
+            np.maximum.at(places, self.layout.entries.row, self.rows)
+        return places
+
+    def count(self) -> None:
+        """Count the rows of this step as recorded."""
+        self._memory.arena.bytes[self.marks] = 1
+        for run in self._dropped:
+            first = int(self.positions[run])
+            self._recordings[run].dropped.difference_update(
+                range(first, first + int(self._counts[run]))
+            )
+
+    def extents(self, landing: Landing) -> list[tuple[Recording, Extent]]:
+        """Return the rows of this step that probes read."""
+        found = list[tuple[Recording, Extent]]()
+        for run, recording in enumerate(self._recordings):
+            if recording.watch is None:
+                continue
+            first = int(self.positions[run])
+            stop = min(first + int(self._counts[run]), int(self._ends[run]))
+            for block in self._blocks[run] if first < stop else ():
+                if first < (last := min(stop, block.span.stop)):
+                    at, count = block.slot(first), last - first
+                    found.append((recording, Extent(block, at, first, count, landing)))
+                    first = last
+        return found
