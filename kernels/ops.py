@@ -12,11 +12,11 @@ import torch
 from . import reference
 
 #: Arguments after the stream and the ring. All are persistent buffers; the planner fills them
-#: before the forward, except the last three, which the ops write.
+#: before the forward, except the last two, which the ops write.
 _PLANNED = (
     "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor "
     "site_rows, Tensor pool, Tensor scalars, "
-    "Tensor(d!) broken, Tensor(e!) counts, Tensor(f!) sizes"
+    "Tensor(d!) counts, Tensor(e!) sizes"
 )
 _SCHEMAS = {
     "pair_site": (

@@ -5,6 +5,7 @@ forward pass reads the current contents. The rank's planner fills them for many 
 `SitePlan` does it for one, for tests and benchmarks.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,7 +34,7 @@ DEPTH = 2  # columns of `token_rows` in use
 # the only configuration row of all edited tokens, if the tokens are one contiguous run; else 0
 ALIKE = 3
 ALIKE_FROM = 14  # first token of that run
-# number of this site, from 1: its row in `counts`, and its mark in `broken`; 0: no site of the
+# number of this site, from 1, and therefore of its row in `counts` and `sizes`; 0: no site of the
 # launch has anything to do
 SITE = 15
 
@@ -56,8 +57,11 @@ COUNTS = 3
 EDITED, CAPTURED_BEFORE, CAPTURED_AFTER = range(COUNTS)
 #: In `capture_slots`: this token is not captured.
 NO_SLOT = -1
-#: The relative size that stands for one that is larger or not finite: the largest float32.
-LARGEST_SIZE = float.fromhex("0x1.fffffep127")
+#: The relative size that stands for one that is larger or not finite: the largest float32 but one.
+LARGEST_SIZE = float.fromhex("0x1.fffffcp127")
+#: What stands for the size if the row is not finite: already before the edits, or only after them.
+#: Both are larger than every size.
+UNSOUND, OVERFLOWED = float.fromhex("0x1.fffffep127"), math.inf
 #: Edits are scaled to slightly less than their limit, so that rounding a float32 row does not carry
 #: it beyond.
 WITHIN = 1 - 2.0**-20
@@ -79,16 +83,12 @@ class Planned(NamedTuple):
     site_rows: torch.Tensor
     pool: torch.Tensor  # [1 + entries, hidden_size], the model's dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    #: [capacity], written by the ops, zeroed by its reader. For each edited token, the first site
-    #: at which its row was not finite: SITE if only after the edits, −SITE if already before them;
-    #: 0: the row was finite at every site that edits it.
-    broken: torch.Tensor
-    #: [all sites, COUNTS], incremented by the ops, zeroed by its reader: the work that each site
-    #: actually did.
+    #: [all sites, COUNTS], incremented by the ops modulo 2³²: the work that each site ever did.
     counts: torch.Tensor
-    #: float32 [all sites, capacity], written by the ops, set to NaN by its reader: the relative
-    #: size ‖edit‖₂ / ‖row before it‖₂ of all edits of a site at a token, at most LARGEST_SIZE; if
-    #: its owner's edits exceed a limit that fails the request, minus their size; NaN: not edited.
+    #: float32 [all sites, capacity], written by the ops at each token that a site edits; other
+    #: values are those of earlier steps: the relative size ‖edit‖₂ / ‖row before it‖₂ of all edits
+    #: of a site at a token, at most LARGEST_SIZE; UNSOUND or OVERFLOWED if the row is not finite;
+    #: minus that if its owner's edits exceed a limit that fails the request.
     sizes: torch.Tensor
 
 
@@ -276,7 +276,6 @@ def build_group(
         site_rows,
         torch.cat(pool).to(dtype),
         torch.cat(scalars),
-        torch.zeros(capacity, dtype=torch.int32),
         torch.zeros(max(plan.site for plan in plans), COUNTS, dtype=torch.int32),
         torch.full((max(plan.site for plan in plans), capacity), torch.nan),
     )

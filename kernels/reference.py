@@ -46,7 +46,9 @@ from .plan import (
     EDITS,
     EDITS_AT,
     LARGEST_SIZE,
+    OVERFLOWED,
     SITE,
+    UNSOUND,
     WITHIN,
     Port,
 )
@@ -250,7 +252,6 @@ def pair_site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-    broken: torch.Tensor,
     counts: torch.Tensor,
     sizes: torch.Tensor,
     branches: int = 0,
@@ -280,7 +281,6 @@ def pair_site(
                 site_rows,
                 pool,
                 scalars,
-                broken,
                 sizes,
                 done,
             )
@@ -296,7 +296,6 @@ def single_site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-    broken: torch.Tensor,
     counts: torch.Tensor,
     sizes: torch.Tensor,
 ) -> None:
@@ -321,7 +320,6 @@ def single_site(
                 site_rows,
                 pool,
                 scalars,
-                broken,
                 sizes,
                 done,
             )
@@ -343,7 +341,6 @@ def _site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-    broken: torch.Tensor,
     sizes: torch.Tensor,
     done: np.ndarray,
 ) -> None:
@@ -355,7 +352,7 @@ def _site(
         done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
     if steps[EDITS]:
         edited = (
-            _shift_alike(hidden, stream, number, steps, site_rows, pool, scalars, broken, sizes)
+            _shift_alike(hidden, stream, number, steps, site_rows, pool, scalars, sizes)
             if steps[ALIKE]
             else None
         )
@@ -369,7 +366,6 @@ def _site(
                 site_rows[number],
                 pool,
                 scalars,
-                broken,
                 sizes,
             )
         done[place, EDITED] += edited
@@ -386,7 +382,6 @@ def _edit_listed(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-    broken: torch.Tensor,
     sizes: torch.Tensor,
 ) -> int:
     """Edit the tokens that the plan lists; return the number of configuration rows applied, summed
@@ -408,7 +403,7 @@ def _edit_listed(
         _edit(hidden, stream, tokens, entries, pool, scalars)
         after = _rows(hidden, stream, tokens)
         edits = _by_owner(before, after, entries, pool, scalars)
-        over = _measure(before, after, edits, tokens, steps, broken, sizes)
+        over = _measure(before, after, edits, tokens, steps, sizes)
         _rewrite_rows(hidden, stream, tokens[over], after[over])
     return count
 
@@ -448,7 +443,6 @@ def _shift_alike(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-    broken: torch.Tensor,
     sizes: torch.Tensor,
 ) -> int | None:
     """Handle the usual case in one call: the only edit adds one vector to consecutive tokens.
@@ -469,7 +463,7 @@ def _shift_alike(
         before.add_(other)
     after = rows if other is None else rows + other
     edits = [(before, after, scalars[entry, LIMIT].view(1, 1))]
-    over = _measure(before, after, edits, run, steps, broken, sizes)
+    over = _measure(before, after, edits, run, steps, sizes)
     _rewrite_rows(hidden, stream, over + steps[ALIKE_FROM], after[over])
     return len(rows)
 
@@ -480,11 +474,10 @@ def _measure(
     edits: Sequence[Edits],
     tokens: slice | torch.Tensor,
     steps: list[int],
-    broken: torch.Tensor,
     sizes: torch.Tensor,
 ) -> torch.Tensor:
-    """Write the relative sizes of the edits that turned rows `before` into `after`, and mark rows
-    that are not finite.
+    """Write the relative sizes of the edits that turned rows `before` into `after`, and which rows
+    are not finite.
 
     `edits`: the same edits by owner. Returns the indices of the rows whose edits were too large and
     are scaled in `after`, int64.
@@ -498,10 +491,12 @@ def _measure(
         after[over] = rows[over].to(after.dtype)
         change = torch.linalg.vector_norm(after.float() - row, dim=1)
         kept = torch.where(failing > 0, -failing, _relative(norm, change))
-    sizes[steps[SITE] - 1, tokens] = kept
     # both norms are finite only if all values are
     if not math.isfinite(float(norm.sum() + change.sum())):
-        _mark(broken, tokens, steps[SITE], before, after)
+        for rows, code in ((after, OVERFLOWED), (before, UNSOUND)):
+            bad = torch.isfinite(rows).all(1).logical_not_()
+            kept = torch.where(bad, torch.copysign(torch.tensor(code), kept), kept)
+    sizes[steps[SITE] - 1, tokens] = kept
     return over
 
 
@@ -530,7 +525,7 @@ def _limited(
 
 
 def _relative(norm: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    size = torch.nan_to_num(change / norm, nan=LARGEST_SIZE, posinf=LARGEST_SIZE)
+    size = torch.nan_to_num(change / norm, nan=LARGEST_SIZE).clamp_(max=LARGEST_SIZE)
     return size.masked_fill_(change == 0, 0)
 
 
@@ -548,22 +543,6 @@ def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tenso
     """Return a copy of these tokens' rows."""
     rows = stream.index_select(0, tokens)
     return rows if hidden is None else rows.add_(hidden.index_select(0, tokens))
-
-
-def _mark(
-    broken: torch.Tensor,
-    tokens: slice | torch.Tensor,
-    site: int,
-    before: torch.Tensor,
-    after: torch.Tensor,
-) -> None:
-    """Mark in `broken` which of these tokens' rows are not finite `before` or `after` the edits;
-    earlier marks are kept.
-    """
-    old = broken[tokens]
-    bad_before, bad_after = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
-    marks = torch.zeros_like(old).masked_fill_(bad_after, site).masked_fill_(bad_before, -site)
-    broken[tokens] = torch.where(old == 0, marks, old)
 
 
 def _capture(

@@ -35,8 +35,10 @@ from .plan import (
     EDITED,
     EDITS,
     LARGEST_SIZE,
+    OVERFLOWED,
     ROWS_PER_TOKEN,
     SITE,
+    UNSOUND,
     WITHIN,
 )
 
@@ -108,6 +110,7 @@ _NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
 _CENTRED = tl.constexpr(NORMS.index("layer_norm"))
 _NEAR, _EPS = tl.constexpr(NEAR), tl.constexpr(LAYER_NORM_EPS)
 _LIMIT, _OWNER, _LARGEST_SIZE, _WITHIN = map(tl.constexpr, (LIMIT, OWNER, LARGEST_SIZE, WITHIN))
+_UNSOUND, _OVERFLOWED = map(tl.constexpr, (UNSOUND, OVERFLOWED))
 
 
 @triton.jit
@@ -537,13 +540,12 @@ def _visit(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Apply one site to one token; return the new rows, and their mark for `broken`.
+    """Apply one site to one token; return the new rows.
 
     `sizes`: a pointer to the token's column. `hidden_row`, `row`: the values at `hidden + at` and
     `stream + at`, which begin at `first`. `branch`: the site is on a
     branch, whose stream is `hidden` alone; only if `MIXED`.
     """
-    mark = named * 0
     if before_slot >= 0:
         place = (tl.load(plan + _BEFORE_ROW) + before_slot).to(tl.int64) * WIDTH
         tl.store(ring + place + lanes, _whole(hidden_row, row, branch, PAIR, MIXED), mask=inside)
@@ -645,16 +647,17 @@ def _visit(  # type: ignore[no-untyped-def]
                     hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
                 )
         size = tl.where(both, bounded_size, size)
+        sign = tl.where(size < 0.0, -1.0, 1.0)
+        overflowed = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
+        size = tl.where(overflowed > 0, sign * _OVERFLOWED, size)
+        size = tl.where(unsound > 0, sign * _UNSOUND, size)
         tl.store(sizes + (tl.load(plan + _SITE) - 1).to(tl.int64) * capacity, size)
-        mark = tl.where(
-            unsound > 0, -1, _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
-        ) * tl.load(plan + _SITE)
 
     if after_slot >= 0:
         place = (tl.load(plan + _AFTER_ROW) + after_slot).to(tl.int64) * WIDTH
         tl.store(ring + place + lanes, _whole(hidden_row, row, branch, PAIR, MIXED), mask=inside)
         _count(counts, plan, _CAPTURED_AFTER, 1)
-    return hidden_row, row, mark
+    return hidden_row, row
 
 
 # Only the alignment of the large tensors may select another compiled variant: with more reasons, a
@@ -667,7 +670,6 @@ def _visit(  # type: ignore[no-untyped-def]
             "capture_slots",
             "site_rows",
             "scalars",
-            "broken",
             "counts",
             "sizes",
         ),
@@ -684,7 +686,6 @@ def _sites(  # type: ignore[no-untyped-def]
     site_rows,
     pool,
     scalars,
-    broken,
     counts,
     sizes,
     tokens,
@@ -716,7 +717,6 @@ def _sites(  # type: ignore[no-untyped-def]
         row = tl.zeros([BLOCK], ring.dtype.element_ty)
         hidden_row = row
         loaded = active * 0
-        mark = active * 0
         for site in range(sites):
             of_site, entries = plan + site * _COLUMNS, site_rows + site * _FAMILIES * configurations
             before_slot, after_slot = _slots(of_site, capture_slots, token, capacity)
@@ -727,7 +727,7 @@ def _sites(  # type: ignore[no-untyped-def]
                     # unused where there is no pair
                     hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
                     loaded += 1
-                hidden_row, row, result = _visit(
+                hidden_row, row = _visit(
                     hidden,
                     stream,
                     hidden_row,
@@ -757,10 +757,6 @@ def _sites(  # type: ignore[no-untyped-def]
                     WIDTH=WIDTH,
                     BLOCK=BLOCK,
                 )
-                mark = tl.where(mark != 0, mark, result)  # the first mark is kept
-        if mark != 0:  # noqa: SIM102 -- Triton has no short-circuit
-            if tl.load(broken + token) == 0:
-                tl.store(broken + token, mark)
         token += programs
 
 
@@ -775,7 +771,6 @@ def pair_site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-    broken: torch.Tensor,
     counts: torch.Tensor,
     sizes: torch.Tensor,
     branches: int = 0,
@@ -794,7 +789,6 @@ def pair_site(
         site_rows,
         pool,
         scalars,
-        broken,
         counts,
         sizes,
     )
@@ -811,7 +805,6 @@ def single_site(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-    broken: torch.Tensor,
     counts: torch.Tensor,
     sizes: torch.Tensor,
 ) -> None:
@@ -829,7 +822,6 @@ def single_site(
         site_rows,
         pool,
         scalars,
-        broken,
         counts,
         sizes,
     )
@@ -846,7 +838,6 @@ def _launch(
     site_rows: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-    broken: torch.Tensor,
     counts: torch.Tensor,
     sizes: torch.Tensor,
     *,
@@ -863,7 +854,6 @@ def _launch(
         site_rows,
         pool,
         scalars,
-        broken,
         counts,
         sizes,
     )

@@ -45,8 +45,7 @@ class Group:
                     single_site(hidden, ring, *mine)
                 else:
                     self._launch(pair_site, single_site, hidden, stream, ring, mine, 0)
-        wrote = {"stream": stream, "ring": ring, "broken": planned.broken, "counts": planned.counts}
-        wrote["sizes"] = planned.sizes
+        wrote = {"stream": stream, "ring": ring, "counts": planned.counts, "sizes": planned.sizes}
         return wrote if hidden is None else wrote | {"hidden": hidden}
 
     def _launch(

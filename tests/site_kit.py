@@ -24,8 +24,10 @@ from midstream.kernels.plan import (
     EDITS,
     EDITS_AT,
     LARGEST_SIZE,
+    OVERFLOWED,
     ROWS_PER_TOKEN,
     SITE,
+    UNSOUND,
     Does,
     Planned,
     SitePlan,
@@ -89,7 +91,6 @@ class Outcome:
     hidden: torch.Tensor | None
     stream: torch.Tensor
     ring: torch.Tensor
-    broken: torch.Tensor
     counts: torch.Tensor
     sizes: torch.Tensor
 
@@ -154,10 +155,10 @@ def run(case: Case, pair_site: Op, single_site: Op) -> Outcome:
     else:
         pair_site(hidden, stream, ring, *planned)
     for name, after, before in zip(Planned._fields, planned, case.planned, strict=True):
-        assert name in ("broken", "counts", "sizes") or same_bits(after, before), (
+        assert name in ("counts", "sizes") or same_bits(after, before), (
             f"{case.name}: {name} was written"
         )
-    return Outcome(hidden, stream, ring, planned.broken, planned.counts, planned.sizes)
+    return Outcome(hidden, stream, ring, planned.counts, planned.sizes)
 
 
 def check(case: Case, found: Outcome) -> None:
@@ -169,11 +170,10 @@ def check(case: Case, found: Outcome) -> None:
         found.sum[list(case.plan.after)], _rows(found, case.plan.after_row, case.plan.after)
     ), f"{case.name}: captured after the edits is not the stream as it left, bit for bit"
     _check_ring(case, found)
-    check_broken(case, found)
     _check_counts(case, found)
     for token in range(len(case.stream)):
         _check_token(case, found, token, f"{case.name}, token {token}")
-    _check_sizes(case, found)
+    check_sizes(case, found)
 
 
 def checked(case: Case, pair_site: Op, single_site: Op) -> Outcome:
@@ -264,37 +264,27 @@ def _check_counts(case: Case, found: Outcome) -> None:
     assert not found.counts[:-1].any(), f"{case.name}: counted as another site's"
 
 
-def _check_sizes(case: Case, found: Outcome) -> None:
-    """Each edited row has the relative size of what was done to it, and no other row has one."""
+def check_sizes(case: Case, found: Outcome) -> None:
+    """Each edited row has the relative size of what was done to it, or since when it is not finite,
+    and no other row has one.
+    """
     before, after = case.sum.double(), found.sum.double()
     for token, size in enumerate(found.sizes[case.plan.site - 1].tolist()):
         rows = case.plan.edits.get(token, ()) if token < len(before) else ()
         edited = any(row and len(case.plan.configurations[row - 1]) for row in rows)
         assert edited != math.isnan(size), f"{case.name}: token {token} has the size {size}"
         if edited:
+            came, left = (bool(torch.isfinite(rows[token]).all()) for rows in (case.sum, found.sum))
             exact = float((after[token] - before[token]).norm() / before[token].norm())
-            # a row that is not finite fails its request; edits may have left it alone
-            wanted = exact if math.isfinite(exact) or size == 0 else LARGEST_SIZE
-            if not math.isfinite(wanted):
+            if not came or not left:
+                wanted = OVERFLOWED if came else UNSOUND
+                assert abs(size) == wanted, f"{case.name}: token {token} has {size}, not {wanted}"
                 continue
+            wanted = exact if math.isfinite(exact) or size == 0 else LARGEST_SIZE
             assert math.isclose(abs(size), wanted, rel_tol=1e-5, abs_tol=1e-7), (
                 f"{case.name}: token {token} has the size {size}, not {wanted}"
             )
-
-
-def check_broken(case: Case, found: Outcome) -> None:
-    """Edited rows that are not finite are marked, with the sign that says since when; no others."""
-    edited = {
-        token
-        for token, rows in case.plan.edits.items()
-        if any(row and len(case.plan.configurations[row - 1]) for row in rows)
-    }  # here
-    before, after = (torch.isfinite(rows).all(1).tolist() for rows in (case.sum, found.sum))
-    for token, mark in enumerate(found.broken.tolist()):
-        wanted = 0
-        if token in edited:
-            wanted = -case.plan.site if not before[token] else 0 if after[token] else case.plan.site
-        assert mark == wanted, f"{case.name}: token {token} has the mark {mark}, {wanted} is right"
+            assert abs(size) <= LARGEST_SIZE, f"{case.name}: token {token} counts as not finite"
 
 
 #: How often a configuration has a family.

@@ -15,7 +15,7 @@ from site_kit import (
     Case,
     Op,
     Outcome,
-    check_broken,
+    check_sizes,
     checked,
     new_seed,
     random_case,
@@ -24,7 +24,15 @@ from site_kit import (
     some_of,
 )
 
-from midstream.kernels.plan import LARGEST_SIZE, ROWS_PER_TOKEN, Does, SitePlan, lowrank
+from midstream.kernels.plan import (
+    LARGEST_SIZE,
+    OVERFLOWED,
+    ROWS_PER_TOKEN,
+    UNSOUND,
+    Does,
+    SitePlan,
+    lowrank,
+)
 from midstream.schemas.requests.interventions import FAMILIES, MAX_RANK
 
 Property = Callable[[Op, Op], None]
@@ -186,9 +194,10 @@ def a_row_that_an_edit_makes_not_finite_is_marked(pair_site: Op, single_site: Op
                 _fill(case, slice(None), large)
                 case.stream[4, 3] = math.nan
                 found = run(case, pair_site, single_site)
-                check_broken(case, found)
-                assert found.broken[:3].tolist() == [7, 0, 7], (case.name, dtype)
-                assert found.broken[4] == -7, (case.name, dtype)
+                check_sizes(case, found)
+                sizes = found.sizes[6]
+                assert sizes[:3].isinf().tolist() == [True, False, True], (case.name, dtype)
+                assert sizes[4] == UNSOUND, (case.name, dtype)
             run_of_tokens = _case(
                 SitePlan(WIDTH, [{"add": _add(large)}], {token: [1] for token in range(3)}, site=7),
                 dtype=dtype,
@@ -196,23 +205,8 @@ def a_row_that_an_edit_makes_not_finite_is_marked(pair_site: Op, single_site: Op
             )
             _fill(run_of_tokens, slice(None), large)
             run_of_tokens.stream[1, 3] = math.nan
-            assert run(run_of_tokens, pair_site, single_site).broken[:4].tolist() == [
-                7,
-                -7,
-                7,
-                0,
-            ], dtype
-
-
-def the_first_site_is_the_one_that_is_marked(pair_site: Op, single_site: Op) -> None:
-    case = _case(
-        SitePlan(
-            WIDTH, [{"ablate": Does(torch.ones(1, WIDTH), (3e38,))}], {1: [1], 2: [1]}, site=7
-        ),
-        pair=False,
-    )
-    case.planned.broken[1], case.stream[:] = 3, 1e5
-    assert run(case, pair_site, single_site).broken[:3].tolist() == [0, 3, 7]
+            sizes = run(run_of_tokens, pair_site, single_site).sizes[6, :3]
+            assert sizes.tolist() == [OVERFLOWED, UNSOUND, OVERFLOWED], dtype
 
 
 def a_full_replacement_gives_the_vectors_bits_whatever_was_there(
@@ -650,6 +644,8 @@ def edits_beyond_a_failing_limit_have_negative_sizes(pair_site: Op, single_site:
     zero = _case(SitePlan(WIDTH, [{"add": _add(1.0)._replace(limit=-2.0)}], {0: [1]}), pair=False)
     zero.stream[0] = 0
     assert float(run(zero, pair_site, single_site).sizes[0, 0]) == -LARGEST_SIZE
+    zero.stream[0, 0] = math.nan
+    assert float(run(zero, pair_site, single_site).sizes[0, 0]) == -UNSOUND
 
 
 def a_limit_bounds_the_edits_of_its_owner(pair_site: Op, single_site: Op) -> None:

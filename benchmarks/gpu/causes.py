@@ -103,9 +103,8 @@ def switched(name: str, plane: Any) -> Iterator[None]:
         logging.disable(logging.NOTSET)
         setattr(owner, switch.method, original)
         for bank in plane._banks._banks:  # what sites added and nobody took
-            bank.finite._broken.zero_()
             bank.finite._counts.zero_()
-            bank.finite._sizes.fill_(float("nan"))
+            bank.finite._expected = bank.finite._off = 0 * bank.finite._off
 
 
 # --- Attribution

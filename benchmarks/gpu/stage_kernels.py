@@ -182,7 +182,7 @@ class GraphOfOneSite:
                 buffer[tuple(map(slice, values.shape))] = values.to(DEVICE)
         self._replay()
         for name, buffer, values in zip(Planned._fields, self._planned, planned, strict=True):
-            if name in ("broken", "counts", "sizes"):
+            if name in ("counts", "sizes"):
                 values.copy_(buffer[tuple(map(slice, values.shape))])
         for buffer, values in zip(self._written, written, strict=True):
             values.copy_(buffer[: len(values)])

@@ -85,9 +85,8 @@ def make_buffers(
         site_rows=zeros(sites, len(FAMILIES), 1 + configurations),
         pool=zeros(1 + entries, HIDDEN, dtype=torch.float32),
         scalars=zeros(1 + entries, SCALARS, dtype=torch.float32),
-        broken=zeros(capacity),
         counts=zeros(sites, COUNTS),
-        sizes=torch.full((sites, capacity), torch.nan),
+        sizes=zeros(sites, capacity, dtype=torch.float32),
     )
 
 

@@ -373,7 +373,6 @@ def buffers(
             "ring rows that each token's captures go to",
             "max_num_batched_tokens",
         ),
-        "broken": (capacity * 4, "rows that are not finite", "max_num_batched_tokens"),
         "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
         "sizes": (sites * capacity * 4, "relative sizes of edits", "max_num_batched_tokens"),
     }

@@ -185,6 +185,18 @@ class Asked:
                 )
         return result
 
+    def sizes(self) -> dict[tuple[str, int, int], float]:
+        """Return each edited site, with the number of its edited rows → the largest edit's size."""
+        found: dict[tuple[str, int], dict[int, float]] = {}
+        for entry in self.steering:
+            for position in select(entry.positions, 0, self.stop, self.prompt):
+                for layer in entry.layers:
+                    site = entry.hook, layer
+                    before, after = (self.row(site, position, at) for at in ("before", "after"))
+                    size = np.linalg.norm(after - before) / np.linalg.norm(before)
+                    found.setdefault(site, {})[position] = float(size)
+        return {(*site, len(sizes)): max(sizes.values()) for site, sizes in found.items()}
+
     def positions(self, capture: StoredCapture) -> list[int]:
         return list(capture.select(0, self.stop, self.prompt))
 

@@ -41,6 +41,7 @@ from midstream.kernels.plan import (
     DEPTH,
     EDITED,
     EDITS,
+    OVERFLOWED,
     SITE,
 )
 from midstream.schemas.base.records import from_msgpack
@@ -96,6 +97,7 @@ def visit(buffers: Buffers, number: int, rows: np.ndarray) -> None:
     for token in range(len(rows)) if plan[EDITS] else ():
         named = of["token_rows"][token, : plan[DEPTH]]
         entries = of["site_rows"][number][:, named]  # [families, columns]
+        before = rows[token].copy()
         counts[EDITED] += int((entries > 0).any(axis=0).sum())
         for entry in entries[PLACE["replace"]]:
             if entry > 0 and of["scalars"][entry, 0]:
@@ -103,8 +105,9 @@ def visit(buffers: Buffers, number: int, rows: np.ndarray) -> None:
         for entry in entries[PLACE["add"]]:
             if entry > 0:
                 rows[token] += of["pool"][entry]
-        if (entries > 0).any() and not np.isfinite(rows[token]).all() and not of["broken"][token]:
-            of["broken"][token] = plan[SITE]
+        if (entries > 0).any():
+            size = np.linalg.norm(rows[token] - before) / np.linalg.norm(before)
+            of["sizes"][plan[SITE] - 1, token] = size if np.isfinite(size) else OVERFLOWED
     capture(AFTER, CAPTURED_AFTER)
 
 
@@ -477,6 +480,10 @@ class Simulation:
         yield from found.wrong
         if not found.wrong:
             yield from self._wrong_rows(asked, found)
+        sizes = {(size.hook, size.layer, size.rows): size.largest for size in receipt.sizes}
+        # of what the engine computed until a stop string was found, the last step alone is left out
+        if asked.ending != "stop" and sizes != (wanted := pytest.approx(asked.sizes(), rel=1e-5)):
+            yield f"sizes {sizes} instead of {wanted}"
         if asked.probed:
             scores = np.frombuffer(receipt.scores[0].tokens, dtype="<f4")
             if scores.shape != (asked.stop,) or not np.allclose(scores, asked.scores(), rtol=1e-5):

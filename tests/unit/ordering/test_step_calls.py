@@ -165,7 +165,7 @@ class Load:
             counts, sizes = buffers.counts.content, buffers.sizes.content
 
             def forward() -> None:
-                counts.copy_(torch.from_numpy(due.counts))
+                counts.add_(torch.from_numpy(due.counts))
                 sizes[edited, : self._requests * count] = 0.1
 
             self.device.launch(forward)

@@ -69,10 +69,9 @@ class Buffers:
     site_rows: torch.Tensor  # int32 [sites, families, 1 + configurations]
     pool: torch.Tensor  # [1 + entries, hidden] model dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    broken: torch.Tensor  # int32 [capacity], written by the sites: see `kernels.plan.Planned`
-    counts: torch.Tensor  # int32 [sites, COUNTS], written by the sites
-    # float32 [sites, capacity], written by the sites; NaN: not edited
-    sizes: torch.Tensor
+    # written by the sites: see `kernels.plan.Planned`
+    counts: torch.Tensor  # int32 [sites, COUNTS]
+    sizes: torch.Tensor  # float32 [sites, capacity]
 
 
 #: The buffers in the order of the ops' arguments, and those of which a launch gets only the rows of
@@ -263,9 +262,8 @@ def buffers_of(
         ),
         pool=empty(1 + sizes.entries, hidden, dtype=dtype),
         scalars=empty(1 + sizes.entries, SCALARS, dtype=torch.float32),
-        broken=empty(sizes.capacity),
         counts=empty(sites, COUNTS),
-        sizes=empty(sites, sizes.capacity, dtype=torch.float32).fill_(torch.nan),
+        sizes=empty(sites, sizes.capacity, dtype=torch.float32),
     )
 
 

@@ -1,8 +1,8 @@
 """Compares the work of a step's sites with their plan.
 
 The sites count on the device each row that they edit or capture (`kernels.plan.Planned.counts`),
-and `finite_check` copies the counts. The comparison finds a site that did not run, ran twice, or
-ran with another plan.
+and `finite_check` copies the counts, which are never set back. The comparison finds a site that
+did not run, ran twice, or ran with another plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,6 +51,8 @@ class Due:
     edits: Sequence[tuple[str, np.ndarray]]  # request → sites that edit its rows, bool [sites]
     # request → ports that capture its rows, bool [2 · sites]
     captures: Sequence[tuple[str, np.ndarray]]
+    masks: np.ndarray  # bool [n, sites]: sites that each configuration of the step edits
+    masked: np.ndarray  # [tokens, columns]: the numbers of those that edit each token
 
     @cached_property
     def edited(self) -> frozenset[str]:
@@ -62,6 +64,12 @@ class Due:
         """The number of the first site that edits rows, and of the last one plus 1."""
         edited = np.flatnonzero(self.counts[:, EDITED])
         return (int(edited[0]), int(edited[-1]) + 1) if len(edited) else (0, 0)
+
+    @cached_property
+    def edited_rows(self) -> np.ndarray:
+        """Which rows each site of `span` edits: bool `[sites, tokens]`."""
+        first, last = self.span
+        return np.ascontiguousarray(self.masks[:, first:last][self.masked].any(axis=1).T)
 
     def miscounts(self, step: int, counts: np.ndarray, sites: Sequence[Site]) -> Iterator[Miscount]:
         """Yield each request's first site whose actual `counts` differ, for each `kind`."""

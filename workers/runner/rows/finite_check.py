@@ -1,11 +1,12 @@
 """Finds rows that are not finite, sites that did not do their part, and the sizes of edits, without
 making a step wait for the device.
 
-Four things are observed: the marks that sites set for rows that they edit
-(`kernels.plan.Planned.broken`), the sites' counts of their work (`Planned.counts`, judged in
-`execution_check`), the relative sizes of edits (`Planned.sizes`), and the sum of each row that
-leaves the last layer, which is not finite if a value of the row is not. On an accelerator they are
-copied to pinned memory and read when that is over; on the CPU they are read immediately.
+Three things are observed: the sites' counts of their work (`kernels.plan.Planned.counts`, judged
+in `execution_check`), the relative sizes of edits, which also say what edited rows are not finite
+(`Planned.sizes`), and the sum of each row that leaves the last layer, which is not finite if a
+value of the row is not. On an accelerator they are copied to pinned memory and read when that is
+over; on the CPU they are copied immediately. Nothing is set back: counts are compared with all
+work planned so far, and sizes are read where the step has edits.
 """
 
 import math
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ....kernels.plan import LARGEST_SIZE
 from ....schemas.prompts.selectors import FORWARD, select
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import RankSpec, StoredSteering
@@ -41,15 +43,15 @@ class NonFinite:
 
 
 class _Seen(NamedTuple):
-    """Observations of one step's forward; None: not observed, or on the CPU as they should be."""
+    """Observations of one step's forward; None: not observed, or finite sums on the CPU."""
 
-    broken: np.ndarray | None = None  # int32 [rows]
+    counts: np.ndarray | None = None  # int32 [sites, COUNTS], of all steps so far
+    # float32 [sites of `Due.span`, rows], as `kernels.plan.Planned.sizes`; NaN: not edited
+    sizes: np.ndarray | None = None
     sums: np.ndarray | None = None  # float32 [rows]
-    counts: np.ndarray | None = None  # int32 [sites, COUNTS]
-    sizes: np.ndarray | None = None  # float32 [edited sites and those between them, rows]
 
 
-_DTYPES = {"broken": np.int32, "sums": np.float32, "counts": np.int32, "sizes": np.float32}
+_DTYPES = {"counts": np.int32, "sizes": np.float32, "sums": np.float32}
 
 
 class _Finding:
@@ -60,64 +62,56 @@ class _Finding:
         step: int,
         view: StepView,
         due: Due | None,
-        first: int,
-        seen: "_Seen | tuple[torch.Tensor, dict[str, torch.Size]]",
+        expected: np.ndarray,
+        record: torch.Tensor,
+        parts: Mapping[str, torch.Tensor],
         event: "torch.cuda.Event | None" = None,
     ) -> None:
-        """`due`: the work planned for its sites. `first`: number of the first site in the sizes.
-        `seen`: the observations, or after the event a record of them and their shapes.
+        """`due`: the work planned for its sites. `expected`: the counts of all work planned up to
+        this step. `record`: after the event, the observations one after the other, int32, in the
+        shapes of `parts`.
         """
-        self.step, self.view, self.event = step, view, event
-        self._due, self._first, self._seen = due, first, seen
-        self._sound: bool | None = None  # all rows are finite; None: that is not known yet
+        self.step, self.view, self.due, self.expected = step, view, due, expected
+        self.event, self._record, self._parts = event, record, parts
+        self._seen: _Seen | None = None
+        self.sound = True  # all rows are finite, once `read`
 
     def read(self) -> _Seen:
         """Return the observations. Waits for the event."""
-        seen = self._seen
-        if not isinstance(seen, _Seen):
+        if self._seen is None:
             if self.event is not None:
                 self.event.synchronize()
-            (record, shapes), values, at = seen, {}, 0
-            for name, shape in shapes.items():
-                part = record[at : at + shape.numel()].numpy()
-                values[name], at = part.view(_DTYPES[name]).reshape(shape), at + len(part)
-            self._seen = seen = _Seen(**values)
-        if self._sound is None:
-            self._sound = (seen.broken is None or not seen.broken.any()) and (
-                seen.sums is None or math.isfinite(float(seen.sums.sum(dtype=np.float64)))
-            )
-        return seen
-
-    def items(self, sites: Sequence[Site]) -> "list[NonFinite | Miscount | StepSizes]":
-        """Return what is to be settled of the step. Waits for the event."""
-        seen, due = self.read(), self._due
-        found: list[NonFinite | Miscount | StepSizes] = []
-        counts = None if due is None else seen.counts
-        if due is not None and counts is not None and not np.array_equal(counts, due.counts):
-            found += due.miscounts(self.step, counts, sites)
-        if not self._sound:
-            found += self.non_finite(sites)
-        if due is not None and seen.sizes is not None:
-            found.append(StepSizes(self.step, self.view, due, self._first, seen.sizes))
-        return found
+            values, at, sound = dict[str, np.ndarray](), 0, True
+            for name, part in self._parts.items():
+                bits = self._record[at : at + part.numel()].numpy()
+                values[name], at = bits.view(_DTYPES[name]).reshape(part.shape), at + len(bits)
+            if self.due is not None and "sizes" in values:
+                values["sizes"] = np.where(self.due.edited_rows, values["sizes"], np.nan)
+                sound = not bool((np.abs(values["sizes"]) > LARGEST_SIZE).any())
+            if "sums" in values:
+                sound = sound and math.isfinite(float(values["sums"].sum(dtype=np.float64)))
+            self.sound, self._seen = sound, _Seen(**values)
+        return self._seen
 
     def found(self, sites: Sequence[Site]) -> list[tuple[str, int]]:
         """Return (request, position) of the rows that are not finite. Waits for the event."""
-        if self._sound is None:
+        if self._seen is None:
             self.read()
-        if self._sound:
+        if self.sound:
             return []
         return [(item.id, item.position) for item in self.non_finite(sites)]
 
     def non_finite(self, sites: Sequence[Site]) -> list[NonFinite]:
         """Return each request's first rows that are not finite, by position; at one position the
-        row at a site precedes the row after the last layer.
+        row at a site precedes the row after the last layer. Waits for the event.
         """
         seen, found = self.read(), list[NonFinite]()
-        if (marks := seen.broken) is not None:
-            for id_, place, position in self._first_bad(marks != 0):
-                mark = int(marks[place])
-                found.append(NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
+        if self.due is not None and seen.sizes is not None:
+            bad = np.abs(seen.sizes) > LARGEST_SIZE
+            for id_, row, position in self._first_bad(bad.any(axis=0)):
+                place = int(bad[:, row].argmax())
+                site, edited = sites[self.due.span[0] + place], np.isinf(seen.sizes[place, row])
+                found.append(NonFinite(id_, self.step, position, site, bool(edited)))
         if seen.sums is not None:
             found += [
                 NonFinite(id_, self.step, position, None)
@@ -138,16 +132,18 @@ class _Finding:
 class FiniteCheck:
     """The check of one bank: `take` observes a forward, `settle` returns what is known by then.
 
-    On an accelerator a stream of its own collects the observations in one record, copies it, and
-    sets everything back for the next forward, which waits for that if it must: see `precede`.
+    On an accelerator a stream of its own collects the observations in one record and copies it
+    before the next forward, which waits for that if it must: see `precede`.
     """
 
     def __init__(self, sites: Sequence[Site], buffers: Buffers, *, whole: bool = True) -> None:
         """`whole`: this rank holds whole rows; the sizes of parts of rows mean nothing."""
-        self._sites, self._broken, self._counts = list(sites), buffers.broken, buffers.counts
-        self._sizes, self._whole = buffers.sizes, whole
-        self._device = buffers.broken.device
+        self._sites, self._counts, self._sizes = list(sites), buffers.counts, buffers.sizes
+        self._whole, self._device = whole, buffers.counts.device
         self._side = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)
+        #: Counts of all work that was planned, and by how much those that were read differ from it.
+        self._expected = np.zeros(tuple(buffers.counts.shape), dtype=np.int32)
+        self._off = np.zeros_like(self._expected)
         self.over: torch.cuda.Event | None = None  # the end of the last step's observation
         #: Observations that are not settled yet, and those of the last step.
         self.pending: deque[_Finding] = deque()
@@ -171,60 +167,48 @@ class FiniteCheck:
         `edits`: whether it edited rows. `hidden`: output of the last layer, `[rows or more,
         hidden_size]`.
         """
-        self.last = None
+        self.last, parts = None, dict[str, torch.Tensor]()
+        if due is not None:
+            # first: an observation that fails must not have later steps blamed
+            self._expected = self._expected + due.counts
+            parts["counts"] = self._counts
         if view is None or (due is None and hidden is None):
             return
-        rows, parts, first = view.num_rows, dict[str, torch.Tensor](), 0
-        if edits:
-            parts["broken"] = self._broken[:rows]
-        if due is not None:
-            parts["counts"] = self._counts
-            if edits and self._whole:
-                first, last = due.span
-                parts["sizes"] = self._sizes[first:last, :rows]
-        try:
-            if self._side is not None:
-                self.last = self._copied(self._side, step, view, due, first, parts, hidden)
-            elif seen := _seen_here(parts, due, None if hidden is None else hidden[:rows]):
-                self.last = _Finding(step, view, due, first, _Seen(**seen))
-        finally:
-            if self._side is None:
-                _reset(parts)
-        if self.last is not None:
-            self.pending.append(self.last)
+        if due is not None and edits:
+            first, last = due.span
+            parts["sizes"] = self._sizes[first:last, : view.num_rows]
+        if hidden is not None:
+            hidden = hidden[: view.num_rows]
+        if self._side is not None:
+            record, event = self._copied(self._side, parts, hidden)
+        else:
+            if hidden is not None and not all_finite(hidden):
+                parts["sums"] = hidden.sum(dim=-1, dtype=torch.float32)
+            if not parts:
+                return
+            record, event = _flat(parts).clone(), None
+        self.last = _Finding(step, view, due, self._expected, record, parts, event)
+        self.pending.append(self.last)
 
     def _copied(
-        self,
-        side: torch.cuda.Stream,
-        step: int,
-        view: StepView,
-        due: Due | None,
-        first: int,
-        parts: dict[str, torch.Tensor],
-        hidden: torch.Tensor | None,
-    ) -> _Finding:
-        """Have the observations copied and set back; return what reads them then."""
+        self, side: torch.cuda.Stream, parts: dict[str, torch.Tensor], hidden: torch.Tensor | None
+    ) -> "tuple[torch.Tensor, torch.cuda.Event]":
+        """Have the observations copied; return the record of them and its end. Adds to `parts` what
+        `hidden` gives.
+        """
         self.over = event = torch.cuda.Event(blocking=True)
         side.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(side):
-                seen = dict(parts)
-                try:
-                    if hidden is not None:
-                        hidden.record_stream(side)  # vLLM may drop it before the sum is computed
-                        seen["sums"] = hidden[: view.num_rows].sum(dim=-1, dtype=torch.float32)
-                    flats, shapes = list[torch.Tensor](), dict[str, torch.Size]()
-                    for name, part in seen.items():
-                        flats.append(part.view(torch.int32).reshape(-1))
-                        shapes[name] = part.shape
-                    flat = torch.cat(flats)
-                    record = locked_like(flat)
-                    record.copy_(flat, non_blocking=True)
-                finally:
-                    _reset(parts)  # else the next step would be blamed
+                if hidden is not None:
+                    hidden.record_stream(side)  # vLLM may drop it before the sum is computed
+                    parts["sums"] = hidden.sum(dim=-1, dtype=torch.float32)
+                flat = _flat(parts)
+                record = locked_like(flat)
+                record.copy_(flat, non_blocking=True)
         finally:
             event.record(side)
-        return _Finding(step, view, due, first, (record, shapes), event)
+        return record, event
 
     def settle(
         self, needed: Mapping[str, int] | None = None
@@ -242,29 +226,33 @@ class FiniteCheck:
             event = self.pending[0].event
             if last < 0 and event is not None and not event.query():
                 break
-            findings += self.pending.popleft().items(self._sites)
+            findings += self._found_in(self.pending.popleft())
             last -= 1
         return findings
 
+    def _found_in(self, item: _Finding) -> list[NonFinite | Miscount | StepSizes]:
+        """Return what a step's observations show; they are read in the order of the steps."""
+        seen, due = item.read(), item.due
+        found: list[NonFinite | Miscount | StepSizes] = []
+        if due is not None and seen.counts is not None:
+            off = seen.counts - item.expected
+            if not np.array_equal(off, self._off):
+                found += due.miscounts(item.step, due.counts + (off - self._off), self._sites)
+                self._off = off
+        if not item.sound:
+            found += item.non_finite(self._sites)
+        if due is not None and seen.sizes is not None and self._whole:
+            sizes = seen.sizes if item.sound else seen.sizes.clip(-LARGEST_SIZE, LARGEST_SIZE)
+            found.append(StepSizes(item.step, item.view, due, due.span[0], sizes))
+        return found
 
-def _reset(parts: Mapping[str, torch.Tensor]) -> None:
-    """Set back what sites only add to."""
-    for name, part in parts.items():
-        part.fill_(math.nan if name == "sizes" else 0)
 
-
-def _seen_here(
-    parts: Mapping[str, torch.Tensor], due: Due | None, hidden: torch.Tensor | None
-) -> dict[str, np.ndarray]:
-    """Return observations on the CPU that are to be reported."""
-    seen = {name: part.numpy() for name, part in parts.items()}
-    if "broken" in seen and not seen["broken"].any():
-        del seen["broken"]
-    if due is not None and np.array_equal(seen["counts"], due.counts):
-        del seen["counts"]
-    if hidden is not None and not all_finite(hidden):
-        seen["sums"] = hidden.sum(dim=-1, dtype=torch.float32).numpy()
-    return {name: part.copy() for name, part in seen.items()}
+def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the bits of the parts one after the other, int32."""
+    flats = list[torch.Tensor]()
+    for part in parts.values():
+        flats.append(part.view(torch.int32).reshape(-1))
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
 
 
 def all_finite(rows: torch.Tensor) -> bool:

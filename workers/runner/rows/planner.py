@@ -151,6 +151,10 @@ class Planner:
         self._launch_sizes = np.diff(self._firsts, append=len(self._sites))
         self._edit_counts = np.zeros(len(self._sites), dtype=np.int32)  # planned edits of each site
         self._edited: list[tuple[str, np.ndarray]] = []  # (request, sites that edit its rows)
+        # sites that each configuration of the step edits, `[n, sites]`, of which 0 is none; which
+        # of these edit each token, `[tokens, columns]`
+        self._masks = np.zeros((1, len(self._sites)), dtype=bool)
+        self._masked: np.ndarray = np.zeros((0, 1), dtype=np.int64)
         self._captured: list[tuple[str, np.ndarray]] = []  # (request, ports that capture its rows)
         self.due: Due | None = None  # work planned for the current forward's sites; None: nothing
         self._planned: Due | None = None  # the work in `_plan`
@@ -225,21 +229,25 @@ class Planner:
         edited = np.flatnonzero(named.any(axis=1))
         depth = int(np.flatnonzero(named.any(axis=0))[-1])
         self._staging.set_rows(named)
-        used, counts = np.unique(named[named > 0], return_counts=True)
-        of_sites = np.stack([self._table.sites(row) for row in used.tolist()])  # [rows, sites]
-        touched = of_sites.any(axis=0)
-        self._edit_counts[:] = counts @ of_sites
+        used, found, counts = np.unique(
+            np.append(0, named), return_inverse=True, return_counts=True
+        )
+        self._masks = np.stack([self._masks[0], *map(self._table.sites, used[1:].tolist())])
+        self._masked = found[1:].reshape(named.shape)
+        touched = self._masks.any(axis=0)
+        self._edit_counts[:] = counts @ self._masks
         count, start = self._list([edited])
         self._plan[touched, columns.EDITS] = count
         self._plan[touched, columns.EDITS_AT] = start
         self._plan[touched, columns.DEPTH] = depth + 1
-        if len(used) == 1 and not depth and int(edited[-1] - edited[0]) == count - 1:
-            self._plan[touched, columns.ALIKE] = used[0]
+        if len(used) == 2 and not depth and int(edited[-1] - edited[0]) == count - 1:
+            self._plan[touched, columns.ALIKE] = used[1]
             self._plan[touched, columns.ALIKE_FROM] = edited[0]
-        pairs = np.stack([np.broadcast_to(tokens.members[:, None], named.shape), named], axis=-1)
+        members = np.broadcast_to(tokens.members[:, None], named.shape)
+        pairs = np.stack([members, self._masked], axis=-1)
         self._edited = [
-            (tokens.ids[member], self._table.sites(row))
-            for member, row in np.unique(pairs[named > 0], axis=0).tolist()
+            (tokens.ids[member], self._masks[number])
+            for member, number in np.unique(pairs[named > 0], axis=0).tolist()
         ]
 
     def clear_plan(self) -> None:
@@ -400,7 +408,11 @@ class Planner:
         launched = np.repeat(np.logical_or.reduceat(active, self._firsts), self._launch_sizes)
         self._plan[launched, columns.SITE] = np.flatnonzero(launched) + 1
         self._planned = Due(
-            np.column_stack([self._edit_counts, captured]), self._edited, self._captured
+            np.column_stack([self._edit_counts, captured]),
+            self._edited,
+            self._captured,
+            self._masks,
+            self._masked,
         )
         self._launched = [self._sites[number] for number in np.flatnonzero(launched).tolist()]
 

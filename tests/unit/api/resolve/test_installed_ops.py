@@ -228,7 +228,7 @@ def test_a_doses_scale_bounds_the_strength_and_not_the_vector(site: Path) -> Non
 def edited(does: list[Does], stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Row 0 is edited by the first configuration, and so on; the rest is not.
 
-    The new stream, and what is marked as broken.
+    The new stream, and which rows an edit made not finite.
     """
     planned = SitePlan(
         HIDDEN,
@@ -237,7 +237,7 @@ def edited(does: list[Does], stream: torch.Tensor) -> tuple[torch.Tensor, torch.
     ).build(len(stream), stream.dtype)
     new = stream.clone()
     reference.single_site(new, torch.zeros(1, HIDDEN, dtype=stream.dtype), *planned)
-    return new, planned.broken
+    return new, planned.sizes[0].isinf()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -283,7 +283,7 @@ def test_what_an_op_does_wrong_is_marked_on_its_rows_alone(site: Path, mood: flo
         ],
         stream,
     )
-    assert broken.tolist() == [1, 0, 0, 0]
+    assert broken.tolist() == [True, False, False, False]
     assert not torch.isfinite(new[0]).all()
     assert torch.equal(new[1], stream[1] + 1)
     assert torch.equal(new[2:], stream[2:])

@@ -319,7 +319,7 @@ def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.Mon
 #: then has.
 FAILURES: list[tuple[str | type, str, str]] = [
     ("_banks.first.finite", "settle", ""),
-    (finite_check, "_seen_here", ""),
+    (finite_check, "_flat", ""),
     ("_overload", "wait", "capture_failed"),
     ("_streams", "prepare", "capture_failed"),
     ("loras", "account", ""),

@@ -54,7 +54,7 @@ def test_a_skipped_edit_fails_its_request_alone(rig: Rig, monkeypatch: pytest.Mo
         told["j1"].message == "step 1, edits at pre_attn of layer 0: 6 planned, 0 counted (rank 0)"
     )
     assert [told[job].status for job in ("j2", "j3")] == ["ok", "ok"]
-    assert not rig._rank.buffers.counts.any(), "the next step counts from zero"
+    assert rig._rank.buffers.counts.any(), "nothing is set back: later steps count on"
 
 
 @pytest.mark.parametrize("at", ["before", "after"])
@@ -182,10 +182,13 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *positions: int) -> None:
     monkeypatch.setattr("rank_kit.stream_of", spoiled)
 
 
-def clamping(rig: Rig, number: int, strength: float, positions: Any = "all") -> Request:
-    """Set to a large component at layer 1; with a large strength that overflows."""
+def clamping(
+    rig: Rig, number: int, strength: float, positions: Any = "all", layers: Sequence[int] = (1,)
+) -> Request:
+    """Set to a large component; with a large strength that overflows."""
+    numbers = [strength, 1e6, 1e6]
     entry = steering(
-        rig.vector(2.0), [1], positions=positions, family="clamp", numbers=[strength, 1e6, 1e6]
+        rig.vector(2.0), list(layers), positions=positions, family="clamp", numbers=numbers
     )
     return Request(number, 6, 8, capturing(number).captures, [entry])
 
@@ -199,7 +202,32 @@ def test_an_edit_that_overflows_fails_its_request_alone(rig: Rig) -> None:
         in receipts["j1"].message
     )
     assert [receipts[job].status for job in ("j2", "j3")] == ["ok", "ok"]
-    assert not rig._rank.buffers.broken.any(), "the marks are gone"
+
+
+def test_the_first_site_at_which_an_edit_overflows_is_named(rig: Rig) -> None:
+    run(rig, clamping(rig, 1, 3e38, Window(2), layers=(0, 1)))
+    assert "clamp produced a non-finite row at post_block of layer 0" in rig.told()["j1"].message
+
+
+def test_what_earlier_steps_left_is_read_for_no_later_request(rig: Rig) -> None:
+    """Rows of the step, at the site, which the later request does not edit."""
+    run(rig, clamping(rig, 1, 3e38, Window(2)))
+    run(rig, clamping(rig, 2, 1.0, [3]))
+    assert rig.told()["j1"].kind == "intervention_failed"
+    later = rig.told()["j2"]
+    assert (later.status, [size.rows for size in later.sizes]) == ("ok", [1])
+
+
+def test_work_of_a_step_that_could_not_be_observed_is_blamed_on_no_later_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, later = steered(1), steered(2)
+    with monkeypatch.context() as failing:
+        failing.setattr(finite_check, "_flat", lambda parts: parts["nothing"])
+        rig.step((first, 0, 6), new=[first])
+    rig.step((later, 0, 6), new=[later], finished=[first])
+    rig.step(finished=[later])
+    assert [rig.told()[job].status for job in ("j1", "j2")] == ["error", "ok"]
 
 
 def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(
@@ -266,7 +294,7 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
     for position in range(6, last + 1):
         rig.step((request, position, 1))
     view = view_of(("1", last, 1))
-    finding = _Finding(9, view, None, 0, finite_check._Seen, event)  # type: ignore[arg-type]
+    finding = _Finding(9, view, None, NONE, torch.empty(0), {}, event)  # type: ignore[arg-type]
     rig.plane._banks.first.finite.pending.append(finding)
     rig.plane.begin([], {"1": Finish(list(range(1000, 1008)), False)}, 0)
     assert event.landed == waits
@@ -275,7 +303,8 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
 # --- Relative sizes of edits
 
 SITES = [Site("post_block", layer, "pair") for layer in range(4)]
-DUE = Due(np.zeros((4, 3), dtype=np.int32), [], [])
+NONE = np.zeros((0, 4), dtype=bool)
+DUE = Due(np.zeros((4, 3), dtype=np.int32), [], [], NONE, NONE)
 NAN = math.nan
 
 
