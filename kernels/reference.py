@@ -237,6 +237,7 @@ _FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
 _CENTRED = NORMS.index("layer_norm")
 _BITS = {2: torch.int16, 4: torch.int32}
+_LARGEST = torch.tensor(LARGEST_SIZE)
 #: Captured rows of a site that are copied by stretches, if these have as many rows on average.
 _MANY = 32
 
@@ -525,8 +526,7 @@ def _limited(
 
 
 def _relative(norm: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    size = torch.nan_to_num(change / norm, nan=LARGEST_SIZE).clamp_(max=LARGEST_SIZE)
-    return size.masked_fill_(change == 0, 0)
+    return torch.fmin(change / norm, _LARGEST).masked_fill_(change == 0, 0)  # of NaN, `_LARGEST`
 
 
 def _rewrite_rows(

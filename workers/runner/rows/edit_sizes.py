@@ -33,8 +33,9 @@ class StepSizes(NamedTuple):
     step: int
     view: StepView
     due: Due  # the plan
-    first: int  # number of the first site
-    values: np.ndarray  # float32 [sites, rows of the step], as `kernels.plan.Planned.sizes`
+    sites: np.ndarray  # int64 [sites], their numbers
+    # float32 [sites, rows of the step], as `kernels.plan.Planned.sizes`; NaN: not edited
+    values: np.ndarray
 
 
 class RequestSizes:
@@ -93,7 +94,7 @@ class RequestSizes:
 class _Step:
     """A step's sizes that wait for the next step of their requests. Arrays by request."""
 
-    first: int
+    sites: np.ndarray
     values: np.ndarray
     slots: np.ndarray
     first_rows: np.ndarray
@@ -102,7 +103,7 @@ class _Step:
 
     def only(self, chosen: np.ndarray) -> "_Step":
         return _Step(
-            self.first,
+            self.sites,
             self.values,
             *(part[chosen] for part in (self.slots, self.first_rows, self.rows, self.positions)),
         )
@@ -146,7 +147,7 @@ class SizeTable:
         stops = np.full(len(self._requests), -1, dtype=np.int64)
         stops[slots] = positions  # the next step begins at the first that was not accepted
         exceeded = self._count(stops)
-        self._steps.append(_Step(step.first, step.values, slots, first_rows, rows, positions))
+        self._steps.append(_Step(step.sites, step.values, slots, first_rows, rows, positions))
         return exceeded
 
     def close(self, sizes: RequestSizes, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -191,7 +192,7 @@ class SizeTable:
         values = step.values[:, positions - step.positions[member] + step.first_rows[member]]
         places, at = np.nonzero(~np.isnan(values))
         sizes, slots = values[places, at], step.slots[member[at]]
-        places += step.first
+        places = step.sites[places]
         if exceeded := bool((sizes < 0).any()):
             self._limit(slots, positions[at], places, sizes)
             sizes = np.abs(sizes)
@@ -201,7 +202,9 @@ class SizeTable:
             rows = self._rows[slots, places]
         with np.errstate(divide="ignore"):
             bins = np.clip(np.floor((np.log2(sizes) - LOWEST) * BINS) + 1, 0, WIDTH - 1)
-        np.add.at(self._counts.reshape(-1), rows * WIDTH + bins.astype(np.int64), 1)
+        # a number of another dtype takes ten times as long
+        one = self._counts.dtype.type(1)
+        np.add.at(self._counts.reshape(-1), rows * WIDTH + bins.astype(np.int64), one)
         np.maximum.at(self._largest, rows, sizes)
         return exceeded
 

@@ -60,16 +60,19 @@ class Due:
         return frozenset(request for request, _ in self.edits)
 
     @cached_property
+    def sites(self) -> np.ndarray:
+        """The numbers of the sites that edit rows, int64."""
+        return np.flatnonzero(self.counts[:, EDITED])
+
+    @cached_property
     def span(self) -> tuple[int, int]:
         """The number of the first site that edits rows, and of the last one plus 1."""
-        edited = np.flatnonzero(self.counts[:, EDITED])
-        return (int(edited[0]), int(edited[-1]) + 1) if len(edited) else (0, 0)
+        return (int(self.sites[0]), int(self.sites[-1]) + 1) if len(self.sites) else (0, 0)
 
     @cached_property
     def edited_rows(self) -> np.ndarray:
-        """Which rows each site of `span` edits: bool `[sites, tokens]`."""
-        first, last = self.span
-        return np.ascontiguousarray(self.masks[:, first:last][self.masked].any(axis=1).T)
+        """Which rows each of `sites` edits: bool `[sites, tokens]`."""
+        return np.ascontiguousarray(self.masks[:, self.sites][self.masked].any(axis=1).T)
 
     def miscounts(self, step: int, counts: np.ndarray, sites: Sequence[Site]) -> Iterator[Miscount]:
         """Yield each request's first site whose actual `counts` differ, for each `kind`."""

@@ -46,7 +46,7 @@ class _Seen(NamedTuple):
     """Observations of one step's forward; None: not observed, or finite sums on the CPU."""
 
     counts: np.ndarray | None = None  # int32 [sites, COUNTS], of all steps so far
-    # float32 [sites of `Due.span`, rows], as `kernels.plan.Planned.sizes`; NaN: not edited
+    # float32 [`Due.sites`, rows], as `kernels.plan.Planned.sizes`; NaN: not edited
     sizes: np.ndarray | None = None
     sums: np.ndarray | None = None  # float32 [rows]
 
@@ -86,7 +86,8 @@ class _Finding:
                 bits = self._record[at : at + part.numel()].numpy()
                 values[name], at = bits.view(_DTYPES[name]).reshape(part.shape), at + len(bits)
             if self.due is not None and "sizes" in values:
-                values["sizes"] = np.where(self.due.edited_rows, values["sizes"], np.nan)
+                edited = values["sizes"][self.due.sites - self.due.span[0]]
+                values["sizes"] = np.where(self.due.edited_rows, edited, np.nan)
                 sound = not bool((np.abs(values["sizes"]) > LARGEST_SIZE).any())
             if "sums" in values:
                 sound = sound and math.isfinite(float(values["sums"].sum(dtype=np.float64)))
@@ -110,7 +111,7 @@ class _Finding:
             bad = np.abs(seen.sizes) > LARGEST_SIZE
             for id_, row, position in self._first_bad(bad.any(axis=0)):
                 place = int(bad[:, row].argmax())
-                site, edited = sites[self.due.span[0] + place], np.isinf(seen.sizes[place, row])
+                site, edited = sites[self.due.sites[place]], np.isinf(seen.sizes[place, row])
                 found.append(NonFinite(id_, self.step, position, site, bool(edited)))
         if seen.sums is not None:
             found += [
@@ -243,7 +244,7 @@ class FiniteCheck:
             found += item.non_finite(self._sites)
         if due is not None and seen.sizes is not None and self._whole:
             sizes = seen.sizes if item.sound else seen.sizes.clip(-LARGEST_SIZE, LARGEST_SIZE)
-            found.append(StepSizes(item.step, item.view, due, due.span[0], sizes))
+            found.append(StepSizes(item.step, item.view, due, due.sites, sizes))
         return found
 
 
