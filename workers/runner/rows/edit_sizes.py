@@ -202,9 +202,8 @@ class SizeTable:
             rows = self._rows[slots, places]
         with np.errstate(divide="ignore"):
             bins = np.clip(np.floor((np.log2(sizes) - LOWEST) * BINS) + 1, 0, WIDTH - 1)
-        # a number of another dtype takes ten times as long
-        one = self._counts.dtype.type(1)
-        np.add.at(self._counts.reshape(-1), rows * WIDTH + bins.astype(np.int64), one)
+        # a 1 of another dtype takes ten times as long
+        np.add.at(self._counts.reshape(-1), rows * WIDTH + bins.astype(np.int64), np.uint32(1))
         np.maximum.at(self._largest, rows, sizes)
         return exceeded
 
