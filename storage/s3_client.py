@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 #: Seconds to connect, and for one request, which transfers a part at most; number of retries, and
 #: seconds after which none begins. A request that fails for a transient reason is repeated, and
-#: given up before engine steps that wait for the writers give up
+#: given up before captures that wait for the writers fail
 #: (`workers.runner.rows.overload`). A request that is never answered ends so early that the jobs
 #: behind it still get their receipts within `capture_timeout_s`.
 CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 30, 12, 20

@@ -540,11 +540,11 @@ def prompts_table(runs: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for tag, of_tag in runs.items():
         seconds = [_middle(of_tag, name) for name in ("seconds", "durable")]
-        gigabytes, blocked = _middle(of_tag, "bytes") / 1e9, _middle(of_tag, "overload_s")
+        gigabytes = _middle(of_tag, "bytes") / 1e9
         used = [_middle(of_tag, "threads_s", name) for name in ("the model's", "midstream-writer")]
         each = [round(took / gigabytes, 3) if gigabytes else "–" for took in used]
-        rows.append([tag, *seconds, round(gigabytes, 3), blocked, *each])
-    columns = ["files", "last token, s", "durable, s", "GB", "model waits for the writers, s"]
+        rows.append([tag, *seconds, round(gigabytes, 3), *each])
+    columns = ["files", "last token, s", "durable, s", "GB"]
     columns += ["model's thread, s/GB", "writers, s/GB"]
     return {"title": "Prompts with every layer captured", "columns": columns, "rows": rows}
 

@@ -24,7 +24,6 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "choose": (("plane", "choose"),),
     "prepare": (("runner", "prepare_inputs"), ("runner", "_prepare_inputs")),
     "plan": (("plane", "plan"),),
-    "overload": (("overload", "wait"),),
     "forward": (
         ("graphs", "run_fullgraph"),
         ("graphs", "run_pw_graph"),
@@ -79,10 +78,6 @@ class StepClock:
         if not self._steps:
             self._before = max(0, len(self._events) - 1)
         self._steps.append((time.perf_counter(), self._now.copy()))
-
-    def seconds(self, name: str) -> float:
-        """Return the seconds in all that a part took since the run began."""
-        return float(self._now[1, self._place[name]])
 
     @property
     def steps(self) -> int:

@@ -247,7 +247,6 @@ class Engine:
             "future": here.AsyncOutputFuture,
             "runner": runner,
             "plane": plane,
-            "overload": getattr(plane, "_overload", None),
             "graphs": getattr(runner, "cudagraph_manager", None),
             "model": runner.model,
         }
@@ -381,7 +380,6 @@ class Engine:
             "seconds": last - began,
             "durable": durable - began,
             "bytes": self._sink.bytes - landed,
-            "overload_s": self.clock.seconds("overload"),
             "threads_s": _since(threads),
         }
         if self.clock.steps > step_clock.LEAST_STEPS:

@@ -213,7 +213,7 @@ class Settings(Record):
     # captured rows waiting for the writers, per rank; 0: by the model's shape, see
     # `schemas.base.ring`
     capture_queue_mib: Natural = 0
-    # if that queue is full: steps wait, rows are spilled to disk, or rows are dropped
+    # if that queue is full: captures wait, rows are spilled to disk, or rows are dropped
     capture_overload: Literal["block", "spill", "drop"] = "block"
     # captured rows of the requests in the engine, per rank; beyond it, requests wait
     capture_memory_mib: Count = 4096

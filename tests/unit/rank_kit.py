@@ -28,6 +28,7 @@ from midstream.schemas.requests.specs import (
 )
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.storage.store import open_store
+from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.base.config import PlaneConfig
 from midstream.workers.runner.base.engine_step import StepView
 from midstream.workers.runner.edits.source_runs import RunStore
@@ -154,8 +155,8 @@ class Rank:
         self.runs = RunStore(open_store(runs_root or "/nowhere"), self.sites, HIDDEN)
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
         self.arena = Arena(1 << 24, spill_dir)
-        self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
-        self.overload = Overload(policy, 100, lambda: self.backlog)
+        self.backlog = Backlog()  # which may have 100 bytes
+        self.overload = Overload(policy, 100, self.backlog)
         memory = BankRows(self.arena, HIDDEN, torch.float32, self.overload.spills)
         self.planner = Planner(self.sites, self.buffers, self.table, memory, self.overload)
         self.slots, self.tokens = Slots(), None

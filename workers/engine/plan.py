@@ -533,7 +533,7 @@ def _limits(
     )
     seconds = queue / (model.layers * model.row_bytes * tokens_per_second)
     after = {
-        "block": "steps wait for the writers",
+        "block": "captures wait for the writers",
         "spill": "rows go to files",
         "drop": "rows are dropped",
     }[settings.capture_overload]

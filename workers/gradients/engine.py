@@ -416,7 +416,7 @@ class TransformersEngine:
             vectors=len(self._tensors),
             requests=self._running,
             outbox=self._outbox.depth(),
-            backlog=self._writer.backlog,
+            backlog=self._writer.backlog.size,
             running=self._running,
             captured_rows=totals["captured_rows"],
             captured_bytes=totals["captured_bytes"],

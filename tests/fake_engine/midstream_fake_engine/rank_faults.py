@@ -51,6 +51,7 @@ KNOWN = {
     "lose_run": "the next look-up of a source run's row finds nothing on this rank",
     "write": "writing a capture raises OSError",
     "reading": "computing a reading of captured rows fails",
+    "hold_write": "no group of captures is written while the data directory has a file `hold`",
     "slow_write": "writing a group of captures takes a second longer",
     "swap_lora": "the next step's rows are taken for another adapter's",
     "alter_score": (
@@ -184,6 +185,8 @@ def wrap_writer(writer: Any, faults: Faults) -> None:
 
     def action(original: Callable[..., Any], name: str, consumers: Any) -> Any:
         if writer._diverted is None and name in ("filesystem", HARVEST):
+            while "hold_write" in faults and (writer._outbox.path.parents[1] / "hold").exists():
+                time.sleep(0.01)
             if "slow_write" in faults:
                 time.sleep(_SLOW_S)
             if "write" in faults:

@@ -106,7 +106,7 @@ class FakeRanks:
             }
             rank.load = {
                 "outbox": outbox.depth(),
-                "backlog": writer.backlog,
+                "backlog": writer.backlog.size,
                 **writer.totals,
                 **busy,
             }

@@ -45,7 +45,7 @@ BOUNDARIES: list[tuple[Any, str, bool]] = [
     (Places, "extents", False),
     (Recording, "keep", False),
     (Recording, "leave", False),
-    (Overload, "wait", False),
+    (Overload, "check", False),
     (RowStore, "keep", False),
     (RowStore, "serve", False),
     (Scorer, "take", False),

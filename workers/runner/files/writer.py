@@ -18,6 +18,7 @@ from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.specs import Work
 from ....storage.store import ArtifactStore
+from ..base.backlog import Backlog
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome
 from .harvest_shards import Harvest
@@ -155,10 +156,12 @@ class Writer:
         memory_limit: int,
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
+        backlog: Backlog | None = None,
     ) -> None:
         """`threads`: of each kind of work. `memory_limit`: bytes that the consumer `memory` may put
         into a receipt. `begin`: called first in each thread. `readings`: the consumer that computes
-        readings of rows, if any.
+        readings of rows, if any. `backlog`: counts what waits or is being written; None: the writer
+        makes one.
 
         Raises ValueError without a thread, since nothing would ever be written.
         """
@@ -172,7 +175,7 @@ class Writer:
             "reading": _Turns(),
         }
         self._pending = 0
-        self.backlog = 0  # bytes of rows that wait or are being written
+        self.backlog = backlog or Backlog()
         # counts since the start
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}
         self._diverted: Diversion | None = None
@@ -226,14 +229,14 @@ class Writer:
             return
         with self._lock:
             self._pending += 1
-            self.backlog += job.size
+            self.backlog.send(job.size)
         self._queues[job.work].put(job)
 
     def stream(self, write: Callable[[], None], size: int) -> None:
         """Have a writer thread call `write`, which releases `size` bytes of rows."""
         with self._lock:
             self._pending += 1
-            self.backlog += size
+            self.backlog.send(size)
         self._queues["writer"].put(_Part(write, size))
 
     def busy(self) -> bool:
@@ -264,7 +267,7 @@ class Writer:
             del first
             with self._lock:
                 self._pending -= count
-                self.backlog -= size
+                self.backlog.free(size)
         jobs.put(None)  # for another thread
         filesystem.close()
 
@@ -293,7 +296,7 @@ class Writer:
             logger.exception("rows of a capture could not be written")
         with self._lock:
             self._pending -= 1
-            self.backlog -= part.size
+            self.backlog.free(part.size)
 
     def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
         """Build and consume captures; return the receipts. A failure affects only its request."""
@@ -425,8 +428,9 @@ def make_writer(
     threads: int,
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,
+    backlog: Backlog | None = None,
 ) -> Writer:
-    """Return the writer of a rank, whose rows go to `captures`."""
+    """Return the writer of a rank, whose rows go to `captures`; see `Writer`."""
     store = StoreConfig(
         store=captures,
         owner=f"{outbox.worker}.{boot[:BOOT_DIGITS]}.{outbox.rank}",
@@ -441,4 +445,5 @@ def make_writer(
         config.memory_limit_kib << 10,
         begin,
         readings,
+        backlog,
     )

@@ -31,6 +31,7 @@ from ....schemas.requests.specs import StoredSteering, steering_rows, touched, t
 from ....storage.calls import CALLS
 from ....storage.file_store import scratch
 from ....storage.store import open_store
+from ..base.backlog import Backlog
 from ..base.config import Place, PlaneConfig
 from ..base.engine_step import Finish, Load, NewRequest, StepView
 from ..base.process import begin_helper
@@ -140,6 +141,7 @@ class DataPlane:
             config.writer_threads,
             begin,
             readings,
+            Backlog.begin(config, place.rank),
         )
         self._reports = Reports(
             config,
@@ -164,9 +166,7 @@ class DataPlane:
         # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
         # no rows are kept
         self.block_size = sys.maxsize if config.row_store_mib else 1
-        self._overload = Overload(
-            config.capture_overload, queue_bytes, partial(getattr, self._writer, "backlog")
-        )
+        self._overload = Overload(config.capture_overload, queue_bytes, self._writer.backlog)
         residual = Part(RESIDUAL, sites, buffers)
         self._banks = Banks(residual, inside, self.runs, self._arena, self._overload)
         self._table = self._banks.table
@@ -331,7 +331,7 @@ class DataPlane:
             "unkept": self._rows.unkept,
             "spilled_bytes": self._arena.spilled,
             "outbox": self._outbox.depth(),
-            "backlog": self._writer.backlog,
+            "backlog": self._writer.backlog.size,
             "behind": self._overload.behind,
             **self._writer.totals,
             "running": self.load.running,

@@ -47,6 +47,7 @@ class Kinds(NamedTuple):
     """Tracked requests by what they need in a step."""
 
     recorded: list[Tracked]  # those with captures
+    stored: list[Tracked]  # those whose rows are not only scored
     watched: list[Tracked]  # those with probes
     edits: bool  # whether one has interventions, even if it has failed
 
@@ -68,7 +69,7 @@ class Requests:
         self.batch: Batch | None = None  # of the last step, until a change
         self.slots = Slots()
         self.sorted = 0  # `changes` when `kinds` was set
-        self.kinds = Kinds([], [], False)  # as they were when the step began
+        self.kinds = Kinds([], [], [], False)  # as they were when the step began
 
     def change(self) -> None:
         """Precede everything that changes the tracked requests or what is planned for one."""
@@ -78,8 +79,14 @@ class Requests:
     def sort(self) -> None:
         """Sort the tracked requests by what they need, for the step that begins."""
         every, self.sorted = self.tracked.values(), self.changes
+        recorded = [item for item in every if item.recordings and not item.reported]
         self.kinds = Kinds(
-            [item for item in every if item.recordings and not item.reported],
+            recorded,
+            [
+                item
+                for item in recorded
+                if not all(each.capture.scored for each in item.recordings.values())
+            ],
             [item for item in every if item.watch is not None and not item.reported],
             any(entries_of(item.spec) for item in every),
         )

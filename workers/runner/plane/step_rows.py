@@ -103,15 +103,17 @@ class Rows(StepPart):
             recording.landing = self._arena.landing
 
     def prepare(self, keeping: Keeping | None) -> None:
-        """Serve stored rows for tokens that the prefix cache skips; wait if there is overload."""
+        """Serve stored rows for tokens that the prefix cache skips; fail captures if the writers are
+        behind.
+        """
         self._keeping = keeping
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._store.serve)
-        if recorded := self._requests.kinds.recorded:
+        if stored := self._requests.kinds.stored:
             try:
-                self._overload.wait()
+                self._overload.check()
             except Exception as error:
-                self._requests.blame(error, recorded, "capture_failed")
+                self._requests.blame(error, stored, "capture_failed")
 
     def plan(self, batch: Batch, view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""

@@ -1,29 +1,27 @@
 """Overload policies, for captured rows that arrive faster than they are written: what happens while
-their backlog in bytes, in ended requests that wait for the writers, exceeds a limit.
+a rank's backlog exceeds a limit.
 
-`block`: steps wait, for a bounded time. `spill`: rows go to a file instead of memory. `drop`: rows
-are not recorded, and the result reports it.
+`block`: the scheduler gives no tokens to requests that capture, see `vllm.ring_budget`, for a
+bounded time. `spill`: rows go to a file instead of memory. `drop`: rows are not recorded, and the
+result reports it.
 """
 
+import sys
 import time
-from collections.abc import Callable
 
-#: Seconds between two checks of a waiting step.
-_WAIT_S = 0.005
-#: Seconds that a step waits at most: the other ranks of its stage, which are already in the
-#: forward, give up after 300 s.
+from ..base.backlog import Backlog
+
+#: Seconds without progress after which the waiting captures fail.
 PATIENCE_S = 30.0
 
 
 class Overload:
-    """Applies a policy when `backlog()`, the bytes of rows that wait, exceeds `limit`."""
+    """Applies a policy while the size of a rank's backlog exceeds `limit`. The scheduler has one
+    for each rank, beside the rank's own.
+    """
 
     def __init__(
-        self,
-        policy: str,
-        limit: int,
-        backlog: Callable[[], int],
-        patience_s: float = PATIENCE_S,
+        self, policy: str, limit: int, backlog: Backlog, patience_s: float = PATIENCE_S
     ) -> None:
         self._policy, self._limit, self._backlog, self._patience_s = (
             policy,
@@ -32,35 +30,49 @@ class Overload:
             patience_s,
         )
         self.dropping = policy == "drop"
+        # what was freed when the backlog last exceeded the limit, and since when nothing more is
+        self._freed, self._since = -1, 0.0
         self._gave_up = False
 
     @property
     def behind(self) -> bool:
-        """Return whether a step gave up waiting and the backlog still exceeds the limit: then the
-        worker admits no captures.
+        """Return whether, with `block`, the writers freed nothing for `patience_s` while the backlog
+        exceeded the limit, and it still does: then captures fail, and the worker admits none.
         """
-        self._gave_up = self._gave_up and self._backlog() > self._limit
+        now, (freed, sent) = time.monotonic(), self._backlog.counts
+        if sent - freed <= self._limit:
+            self._gave_up = False
+        elif freed != self._freed:
+            self._freed, self._since = freed, now
+        elif now - self._since > self._patience_s:
+            self._gave_up = self._policy == "block"
         return self._gave_up
 
-    def wait(self) -> None:
-        """With `block`, wait while the backlog exceeds the limit. Raises TimeoutError after
-        `patience_s`.
+    @property
+    def room(self) -> int:
+        """Return how many bytes of rows the next step may capture; negative: requests that capture
+        wait. If the writers are behind, none waits: the ranks fail it.
         """
-        start = time.monotonic()
-        while self._policy == "block" and (waiting := self._backlog()) > self._limit:
-            if time.monotonic() - start > self._patience_s:
-                self._gave_up = True
-                raise TimeoutError(
-                    f"the writers did not catch up within {self._patience_s:g} s: {waiting >> 20} "
-                    "MiB of captured rows wait; "
-                    f"the limit is {self._limit >> 20} MiB (capture_queue_mib)"
-                )
-            time.sleep(_WAIT_S)
+        if self._policy != "block" or self.behind:
+            return sys.maxsize
+        return self._limit - self._backlog.size
+
+    def check(self) -> None:
+        """Raise TimeoutError if the writers are behind. Every step calls it."""
+        freed, sent = self._backlog.counts
+        if sent - freed <= self._limit:
+            self._gave_up = False
+        elif self.behind:
+            raise TimeoutError(
+                f"the writers did not catch up within {self._patience_s:g} s: "
+                f"{self._backlog.size >> 20} MiB of captured rows wait; "
+                f"the limit is {self._limit >> 20} MiB (capture_queue_mib)"
+            )
 
     def drops(self) -> bool:
         """Return whether to skip recording this step."""
-        return self.dropping and self._backlog() > self._limit
+        return self.dropping and self._backlog.size > self._limit
 
     def spills(self) -> bool:
         """Return whether rows get their places on the disk."""
-        return self._policy == "spill" and self._backlog() > self._limit
+        return self._policy == "spill" and self._backlog.size > self._limit

@@ -1,11 +1,11 @@
-"""Composition of steps from waiting sweep cells: whole prompts, with as few different layers as
-fill a step.
+"""Composition of steps: which waiting requests a step does not take. Of waiting sweep cells it takes
+whole prompts, with as few different layers as fill a step.
 
 Runs in the scheduler. The worker sends about twice as many cells as one step takes, so that the
 cells of the next step have arrived when a step ends, and no step runs with only one cell.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,11 +38,14 @@ class CellSteps:
         self._enough = ENOUGH_TOKENS if current_platform.is_cpu() else most
 
     @contextmanager
-    def composing(self, running: Sequence[Any], waiting: Any) -> Iterator[None]:
-        """Remove cells that this step should not take from `waiting`, vLLM's queue of requests,
-        within the block.
+    def composing(self, running: Sequence[Any], waiting: Any, waits: Set[str]) -> Iterator[None]:
+        """Remove requests that this step should not take from `waiting`, vLLM's queue, within the
+        block: those in `waits`, which would hold up others behind them, and cells.
         """
-        held = self._held_back(running, waiting) if self._bases else set()
+        held = {request for request in waiting if request.request_id in waits} if waits else set()
+        if self._bases:
+            others = [request for request in waiting if request not in held]
+            held |= self._held_back(running, others)
         if not held:
             yield
             return
@@ -58,7 +61,7 @@ class CellSteps:
             waiting.extend(request for request in rest if request not in known)
             waiting.extend(request for request in order if request in remaining or request in held)
 
-    def _held_back(self, running: Sequence[Any], waiting: Any) -> set[Any]:
+    def _held_back(self, running: Sequence[Any], waiting: Sequence[Any]) -> set[Any]:
         cells = [
             (request, self._bases[request.request_id])
             for request in waiting

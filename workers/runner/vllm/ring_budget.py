@@ -1,19 +1,24 @@
-"""Budget of the ring: limits the tokens of each capturing request in a step, so that the step's
-captured rows fit into the ring.
+"""Budget of the ring and of the writers' queue: limits the tokens of each capturing request in a
+step, so that the step's captured rows fit into both.
 
 Runs in the scheduler. A request's prefill is split into as many steps as its rows need; requests
 without captures are not limited. The next token of each request, with its drafts, cannot be split,
 so its rows are reserved first. The worker admits only requests whose reserved rows fit together, so
-every request proceeds in every step in which vLLM schedules it.
+every request proceeds in every step in which vLLM schedules it. If the queue has less room than is
+reserved, requests still get their next token, since rows that are not recorded yet are not in it;
+while it is overfull, requests whose rows writers take get none.
 """
 
+import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import islice
 
 from ....schemas.requests.specs import StoredCapture
+from ..rows.overload import Overload
 
-#: Rows in each pipeline stage; a stage's ring holds the rows of its layers.
+#: Rows in each pipeline stage, whose ring holds the rows of its layers; in a budget, then the bytes
+#: in each stage that its writers take.
 StageRows = list[int]
 
 
@@ -31,14 +36,23 @@ class CapturedRows:
     """Counts the rows of a request's captures."""
 
     def __init__(
-        self, captures: Sequence[StoredCapture], prompt_tokens: int, stages: Sequence[range]
+        self,
+        captures: Sequence[StoredCapture],
+        prompt_tokens: int,
+        stages: Sequence[range],
+        sizes: Callable[[StoredCapture], int] = lambda capture: 0,
     ) -> None:
-        self._captures = [(capture, stage_sites(capture, stages)) for capture in captures]
+        """`sizes(capture)`: bytes of a row that a writer takes."""
+        self._captures = [
+            (capture, [*sites, *(count * sizes(capture) for count in sites)])
+            for capture in captures
+            for sites in [stage_sites(capture, stages)]
+        ]
         self._prompt_tokens, self._stages = prompt_tokens, len(stages)
 
     def of(self, start: int, stop: int) -> StageRows:
-        """Return the number of rows of the positions `[start, stop)`."""
-        rows = [0] * self._stages
+        """Return the number of rows of the positions `[start, stop)`, and their bytes."""
+        rows = [0] * (2 * self._stages)
         for capture, sites in self._captures:
             positions = len(capture.select(start, stop, self._prompt_tokens))
             if positions:
@@ -47,10 +61,10 @@ class CapturedRows:
         return rows
 
     def most(self, tokens: int, max_tokens: int) -> StageRows:
-        """Return the most rows of any `tokens` consecutive positions, if up to `max_tokens` tokens
-        are generated.
+        """Return the most rows of any `tokens` consecutive positions, and their bytes, if up to
+        `max_tokens` tokens are generated.
         """
-        rows = [0] * self._stages
+        rows = [0] * (2 * self._stages)
         for capture, sites in self._captures:
             positions = min(tokens, capture.count_positions(self._prompt_tokens, max_tokens))
             for stage, per_position in enumerate(sites):
@@ -59,13 +73,24 @@ class CapturedRows:
 
 
 class RingBudget:
-    """The ring's budget in one scheduler."""
+    """The budget in one scheduler."""
 
-    def __init__(self, room: int, stages: Sequence[range], drafts: int) -> None:
+    def __init__(
+        self,
+        room: int,
+        stages: Sequence[range],
+        drafts: int,
+        row_bytes: Callable[[StoredCapture], int] = lambda capture: 0,
+        queues: Sequence[Overload] = (),
+    ) -> None:
         """`room`: rows that one step may capture on each rank, 0: no limit; `drafts`: draft tokens
-        of one request in a step, at most.
+        of one request in a step, at most. `row_bytes(capture)`: bytes of a row on a rank, at most.
+        `queues`: of each rank, the rows that wait for its writers.
         """
-        self._room, self._stages, self._tokens = room, stages, 1 + drafts
+        self._room, self._stages, self._tokens = room or sys.maxsize, stages, 1 + drafts
+        self._row_bytes, self._queues = row_bytes, queues
+        self._queued = sys.maxsize  # bytes of rows that this step may capture; negative: none
+        self._stored: set[str] = set()  # requests whose rows writers take
         # request that captures → its rows, and the most rows of its next tokens
         self._captured: dict[str, tuple[CapturedRows, StageRows]] = {}
         # capturing request that this step may take → tokens computed; -1: it waits
@@ -83,12 +108,27 @@ class RingBudget:
         max_tokens: int,
     ) -> None:
         """Add a request that captures; `leave` removes it."""
-        if self._room:
-            rows = CapturedRows(captures, prompt_tokens, self._stages)
-            self._captured[request_id] = rows, rows.most(self._tokens, max_tokens + self._tokens)
+        rows = CapturedRows(
+            captures,
+            prompt_tokens,
+            self._stages,
+            lambda capture: 0 if capture.scored else self._row_bytes(capture),
+        )
+        self._captured[request_id] = rows, rows.most(self._tokens, max_tokens + self._tokens)
+        if not all(capture.scored for capture in captures):
+            self._stored.add(request_id)
 
     def leave(self, request_id: str) -> None:
         self._captured.pop(request_id, None)
+        self._stored.discard(request_id)
+
+    def look(self) -> Set[str]:
+        """See how much room the queues have for the step that begins; return the requests that wait
+        because one is overfull.
+        """
+        if self._stored:
+            self._queued = min((queue.room for queue in self._queues), default=sys.maxsize)
+        return self._stored if self._queued < 0 else frozenset()
 
     def begin(self, running: Iterable[tuple[str, int]], waiting: Iterable[str], slots: int) -> None:
         """Begin a step. `running`: (request, computed tokens). `waiting`: requests in the order in
@@ -111,12 +151,14 @@ class RingBudget:
         """Return how many of the `tokens` after `computed` ones may be in this step, and take their
         rows from the budget.
         """
+        if self._queued < 0 and request_id in self._stored:
+            return 0
         if request_id not in self._captured or (tokens <= self._tokens and request_id in self._due):
             return tokens  # no rows, or reserved ones: steps that only generate need no computation
         if self._free is None:
             self._free = self._reserve()
         captured, _ = self._captured[request_id]
-        share = self._reserved.pop(request_id, [0] * len(self._stages))
+        share = self._reserved.pop(request_id, [0] * len(self._free))
         room = [free + rows for free, rows in zip(self._free, share, strict=True)]
 
         def exceeds(count: int) -> bool:
@@ -131,7 +173,8 @@ class RingBudget:
 
     def _reserve(self) -> StageRows:
         """Reserve the rows of all next tokens; return the rows that remain free."""
-        free, self._reserved = [self._room] * len(self._stages), {}
+        stages, self._reserved = len(self._stages), {}
+        free = [self._room] * stages + [max(0, self._queued)] * stages
         for request_id, computed in self._due.items():
             rows, most = self._captured[request_id]
             share = (
@@ -140,5 +183,5 @@ class RingBudget:
                 else list(map(min, rows.of(computed, computed + self._tokens), most))
             )
             self._reserved[request_id] = share
-            free = [stage - rows for stage, rows in zip(free, share, strict=True)]
+            free = [max(0, stage - rows) for stage, rows in zip(free, share, strict=True)]
         return free

@@ -1,10 +1,11 @@
 """Extension of vLLM's scheduler: reports to ranks how requests ended, and keeps the prefix cache
-correct.
+correct, and has captures wait for the writers.
 
 vLLM's setting `scheduler_cls` names it, so it runs in the engine-core process. Importing it patches
 that process: the contents of KV block hashes, the zeroing of new blocks, and the wait for ranks.
 """
 
+import time
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
@@ -17,11 +18,13 @@ from ....schemas.base.records import learn_records
 from ....schemas.base.version import __version__
 from ....schemas.requests.source_runs import is_row
 from ....schemas.requests.specs import RankSpec
+from ..base.backlog import Backlog
 from ..base.config import plane_config
 from ..base.engine_step import Finish, Load
 from ..base.packed_spec import packed_spec, unpack
 from ..base.row_index import Keeping, RequestCaptures, RowIndex
 from ..probes.probe_news import ProbeNews, news_of
+from ..rows.overload import Overload
 from . import idle_sleep, zeroed_blocks
 from .cell_steps import CellSteps, RepeatedPrompt
 from .kept_blocks import KeptBlocks
@@ -36,6 +39,8 @@ _KEEPING = "midstream_keeping"
 _LOAD = "midstream_load"
 _WAITING = "midstream_waiting"
 
+#: Seconds between two steps while all running requests wait for the writers.
+_PAUSE_S = 0.005
 #: Part of every hash that covers an intervention; increasing it prevents reuse of earlier blocks.
 _epoch = 0
 #: Attribute of a request whose hashes cover an intervention: the epoch of the first such hash.
@@ -107,17 +112,28 @@ class _Midstream:
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         vllm_config = self.vllm_config  # type: ignore[attr-defined]
         config, model = plane_config(), vllm_config.model_config
-        row_bytes = model.get_hidden_size() * model.dtype.itemsize
+        hidden, item = model.get_hidden_size(), model.dtype.itemsize
         block = manager.block_pool.hash_block_size
         self._midstream_rows = RowIndex(
-            config.row_store_mib << 20, row_bytes, block, model.dtype.itemsize
+            config.row_store_mib << 20, hidden * item, block, item
         )
         stages = stage_layers(
             model.get_total_num_hidden_layers(),
             vllm_config.parallel_config.pipeline_parallel_size,
         )
         self._midstream_ring = RingBudget(
-            config.step_rows, stages, vllm_config.num_speculative_tokens
+            config.step_rows,
+            stages,
+            vllm_config.num_speculative_tokens,
+            lambda capture: item * (hidden if capture.row is None else capture.row.size),
+            [
+                Overload(
+                    config.capture_overload,
+                    config.capture_queue_mib << 20,
+                    Backlog.of(config, rank),
+                )
+                for rank in range(vllm_config.parallel_config.world_size)
+            ],
         )
         self._midstream_blocks = KeptBlocks(manager)
         self._midstream_cells = CellSteps(
@@ -214,20 +230,27 @@ class _Midstream:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
         running, filling = self.running, self._midstream_filling  # type: ignore[attr-defined]
-        self._bind("_reserve_prefill_lookahead", ours=bool(filling))
-        with self._midstream_cells.composing(running, self.waiting):  # type: ignore[attr-defined]
-            if filling:
+        waits = self._midstream_ring.look()
+        self._bind("_reserve_prefill_lookahead", ours=bool(filling or waits))
+        with self._midstream_cells.composing(
+            running,
+            self.waiting,  # type: ignore[attr-defined]
+            waits,
+        ):
+            if filling or waits:
                 self._midstream_ring.begin(
                     ((request.request_id, request.num_computed_tokens) for request in running),
                     (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
                     self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
                 )
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        # An empty step with running requests is no problem: these may all be in a step that is
-        # still computed, and waiting ones will be scheduled later.
-        scheduled = output.total_num_scheduled_tokens
-        if self.waiting and not self.running and not scheduled:  # type: ignore[attr-defined]
-            self._midstream_blocks.make_room(stuck=True)
+            # An empty step with running requests is no problem: these may all be in a step that is
+            # still computed, and waiting ones will be scheduled later.
+            idle = not output.total_num_scheduled_tokens
+            if idle and self.waiting and not self.running:  # type: ignore[attr-defined]
+                self._midstream_blocks.make_room(stuck=True)
+        if idle and waits and all(request.request_id in waits for request in running):
+            time.sleep(_PAUSE_S)
         if self._midstream_finished:
             ended = {
                 request_id: self._midstream_finished.pop(request_id)
@@ -265,15 +288,19 @@ class _Midstream:
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Limit a request's tokens in this step to its chunk, and to the ring's room for its rows.
+        """Limit a request's tokens in this step to its chunk, and to the room for its rows.
 
-        vLLM calls this for every request before it schedules the request's tokens.
+        vLLM calls this for every request before it schedules the request's tokens. A running
+        request without tokens is left out of the step.
         """
         if not self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
             num_new_tokens = min(
                 num_new_tokens, self._midstream_chunks.get(request.request_id, num_new_tokens)
             )
         tokens = self._midstream_ring.take(request.request_id, num_computed_tokens, num_new_tokens)
+        if num_new_tokens > 0 and not tokens:
+            # vLLM's runner finds drafts of the step before only
+            request.spec_token_ids = []
         reserve = super()._reserve_prefill_lookahead  # type: ignore[misc]
         return int(reserve(request, num_computed_tokens, tokens))
 

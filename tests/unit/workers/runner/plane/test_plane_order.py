@@ -41,7 +41,7 @@ ACTORS: dict[type, tuple[str, ...]] = {
     PreparedRows: ("close",),
     Scorer: ("settle", "watch", "take"),
     RowStore: ("serve", "keep", "drop"),
-    Overload: ("wait",),
+    Overload: ("check",),
     Reentry: ("plan",),
     ReentryGate: ("close",),
     Grading: ("plan", "take"),
@@ -138,13 +138,13 @@ def test_the_parts_of_a_step_act_in_this_order(tmp_path: Path, log: list[str]) -
     request = everything(rig)
     kept = Keeping(serve=[], keep=[KeptBlock("1", 1, 0, 4, 1)], drop=[])
     assert without_gate(step(rig, log, (request, 0, 6), new=[request], keeping=kept)) == [
-        *BEGIN, *ADMIT, "Overload.wait",
+        *BEGIN, *ADMIT, "Overload.check",
         *PLAN, "Rank.forward", "Grading.take",
         *DRAIN, "Banks.settle", "RowStore.keep", "RowStore.drop", "Banks.leave",
     ]  # fmt: skip
     served = Keeping(serve=[KeptBlock("1", 1, 0, 4, 1)], keep=[], drop=[])
     assert without_gate(step(rig, log, (request, 6, 1), keeping=served)) == [
-        *BEGIN, "RowStore.serve", "Overload.wait",
+        *BEGIN, "RowStore.serve", "Overload.check",
         *PLAN, "Rank.forward",
         *DRAIN, "Banks.settle", "RowStore.drop", "Banks.leave",
     ]  # fmt: skip
@@ -156,7 +156,7 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
     rig.step((first, 0, 6), new=[first])
     second = everything(rig, 2)
     assert without_gate(step(rig, log, (second, 0, 6), new=[second], finished=[first])) == [
-        "Banks.settle", *BEGIN, "HeldRows.release", "Reports.over", *ADMIT, "Overload.wait",
+        "Banks.settle", *BEGIN, "HeldRows.release", "Reports.over", *ADMIT, "Overload.check",
         *PLAN, "Rank.forward", "Grading.take",
         *DRAIN, "Banks.settle", "Banks.leave",
     ]  # fmt: skip

@@ -5,8 +5,10 @@ scheduler promises exactly those rows that the ranks keep.
 
 import ctypes
 import os
+import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +24,11 @@ from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.workers.runner.base import row_index
+from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.process import begin_helper, threads_elsewhere
 from midstream.workers.runner.base.row_index import PIECES, RequestCaptures, RowIndex
+from midstream.workers.runner.rows import overload
 from midstream.workers.runner.rows.arena import VOID, Arena, BankRows
 from midstream.workers.runner.rows.extents import Extent, bytes_of
 from midstream.workers.runner.rows.overload import Overload
@@ -305,7 +309,8 @@ def test_a_capture_without_a_place_fails_alone(
     late.tracked.recordings[0].block = 3
     rank.step((early, 0, 3))
     rest = None if disk else without(rank.arena, taken(2, 6) - 1)
-    rank.backlog, full = 101 * disk, OSError("the disk is full")
+    rank.backlog.send(101 * disk)
+    full = OSError("the disk is full")
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     rank.step((early, 3, 3), (late, 0, 6))
     del rest
@@ -362,27 +367,40 @@ def test_kept_rows_do_not_change_when_their_positions_are_computed_again() -> No
     assert (rows[:4] == stream_of(0, "post_block", 1, 0, 4)).all()
 
 
-def test_a_step_waits_while_the_writers_are_behind_and_only_then() -> None:
-    behind = [300, 200, 100]
-    Overload("block", 100, lambda: behind.pop(0)).wait()
-    assert behind == []  # looked again until it was within the limit
-    sizes = [300]
-    stuck = Overload("block", 100, lambda: sizes[-1], patience_s=0.02)
-    assert not stuck.behind
-    with pytest.raises(TimeoutError, match=r"did not catch up within 0\.02 s"):
-        # the other ranks do not wait for ever
-        stuck.wait()
-    assert stuck.behind
-    sizes.append(100)
-    assert not stuck.behind
-    for policy in ("spill", "drop"):
-        Overload(policy, 100, lambda: 300).wait()
+def test_captures_fail_once_the_writers_have_freed_nothing_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, backlog = [0.0], Backlog()
+    monkeypatch.setattr(overload.time, "monotonic", lambda: now[0])
+    stuck, *others = (Overload(policy, 100, backlog) for policy in ("block", "spill", "drop"))
+    steps = [  # (seconds later, sent, freed, room, behind)
+        (0, 70, 0, 30, False),
+        (40, 130, 0, -100, False),  # it was within the limit until now
+        (29, 0, 0, -100, False),
+        (2, 0, 1, -99, False),  # progress
+        (30, 0, 0, -99, False),
+        (1, 0, 0, sys.maxsize, True),
+        (1, 0, 98, sys.maxsize, True),  # until it is within the limit
+        (0, 0, 1, 0, False),
+    ]
+    for seconds, sent, freed, room, behind in steps:
+        now[0] += seconds
+        backlog.send(sent)
+        backlog.free(freed)
+        with (
+            pytest.raises(TimeoutError, match=r"did not catch up within 30 s: 0 MiB")
+            if behind
+            else nullcontext()
+        ):
+            stuck.check()
+        assert (stuck.room, stuck.behind) == (room, behind)
+        assert {(each.room, each.behind) for each in others} == {(sys.maxsize, False)}
 
 
 def test_spilled_rows_take_no_memory_and_come_back_whole(tmp_path: Path) -> None:
     rank = Rank(policy="spill", spill_dir=tmp_path / "spill")
     request = rank.admit(request_of())
-    rank.backlog = 101
+    rank.backlog.send(101)
     rank.step((request, 0, 6))
     rank.step((request, 6, 1))
     assert_whole(rank, request)

@@ -376,10 +376,10 @@ def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool, sent:
     assert not step(26, 2)
     assert step(27, 2)
     for twin, _ in twins:
-        twin.backlog = 1000
+        twin.backlog.send(1000)
     assert not step(29, 2), "its captured rows are dropped"
     for twin, _ in twins:
-        twin.backlog = 0
+        twin.backlog.free(1000)
     assert not step(31)
     assert not step(32, numbers=(3, 1, 0))
     assert not step(33, numbers=(1, 3, 0))

@@ -36,9 +36,9 @@ class Rig:
             self.bases[request.request_id] = RepeatedPrompt("base", first, layer)
             self.waiting.append(request)
 
-    def step(self) -> list[str]:
-        """What a scheduler that takes all sees."""
-        with self.steps.composing(self.running, self.waiting):
+    def step(self, *waits: str) -> list[str]:
+        """What a scheduler that takes all sees; `waits`: requests that may not begin."""
+        with self.steps.composing(self.running, self.waiting, waits):
             seen = [request.request_id for request in self.waiting]
             self.waiting.clear()
         return seen
@@ -121,7 +121,16 @@ def test_the_queue_keeps_its_order() -> None:
     rig.cells(3, prompt=26)
     rig.cells(4, prompt=26)
     before = [request.request_id for request in rig.waiting]
-    with rig.steps.composing(rig.running, rig.waiting):
+    with rig.steps.composing(rig.running, rig.waiting, set()):
         rig.waiting.popleft()  # scheduled
         rig.waiting.appendleft(Request("preempted", 10))
     assert [request.request_id for request in rig.waiting] == ["preempted", *before[1:]]
+
+
+def test_requests_that_wait_for_writers_keep_their_place_and_hold_up_no_other() -> None:
+    rig = Rig()
+    rig.cells(3, prompt=26)
+    rig.waiting.extendleft([Request("plain", 9), Request("captures", 9)])
+    assert rig.step("captures", *(f"3.{first}" for first in range(25))) == ["plain", "3.25"]
+    rig.waiting.append(Request("later", 9))
+    assert rig.step() == ["captures", *(f"3.{first}" for first in range(25)), "later"]

@@ -1,13 +1,18 @@
-"""A step never captures more rows than the ring holds, and every request proceeds in every step."""
+"""A step never captures more rows than the ring holds, and every request proceeds in every step;
+while rows wait for the writers, captures wait too.
+"""
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from midstream.schemas.base.ring import MOST_BYTES, plan_ring
 from midstream.schemas.prompts.selectors import Window
-from midstream.schemas.requests.specs import StoredCapture
+from midstream.schemas.requests.specs import PROBED, StoredCapture
+from midstream.workers.runner.base.backlog import Backlog
+from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.vllm.ring_budget import CapturedRows, RingBudget, stage_sites
 
 ONE_STAGE = [range(4)]
@@ -24,10 +29,11 @@ def budget(
     room: int,
     drafts: int = 0,
     stages: list[range] = ONE_STAGE,
+    queues: list[Overload] | None = None,
     **requests: tuple[int, list[StoredCapture]],
 ) -> RingBudget:
     """`requests`: the prompt's length, and what is captured."""
-    made = RingBudget(room, stages, drafts)
+    made = RingBudget(room, stages, drafts, lambda capture: len(capture.tag), queues or [])
     for name, (prompt, captures) in requests.items():
         made.join(name, captures, prompt, 100)
     return made
@@ -69,6 +75,50 @@ def test_without_a_ring_nothing_is_split() -> None:
     ring = budget(0, a=(10_000, [capture()]))
     ring.begin([("a", 0)], [], 0)
     assert ring.take("a", 0, 10_000) == 10_000
+
+
+def of_writers(*sizes: int, limit: int = 100) -> list[Overload]:
+    """Of each rank, a queue with that many bytes."""
+    backlogs = [Backlog() for _ in sizes]
+    for backlog, size in zip(backlogs, sizes, strict=True):
+        backlog.send(size)
+    return [Overload("block", limit, backlog) for backlog in backlogs]
+
+
+def test_while_a_rank_has_too_many_rows_to_write_captures_wait_and_others_run() -> None:
+    scored = msgspec.structs.replace(capture(), consumers=[PROBED])
+    asked = {"a": (9, [capture()]), "b": (9, [scored]), "c": (9, [capture("last_prompt")])}
+    ring = budget(0, queues=of_writers(100, 101), **asked)
+    assert ring.look() == {"a", "c"}
+    ring.begin([("a", 9), ("b", 0)], ["c"], 9)
+    taken = [ring.take("a", 9, 1), ring.take("b", 0, 9), ring.take("c", 0, 9)]
+    assert (taken, ring.take("plain", 0, 9)) == ([0, 9, 0], 9)
+    ring.leave("a")
+    assert ring.look() == {"c"}
+    assert not budget(0, queues=of_writers(100, 99), **asked).look()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "stages", "chunks"),
+    [
+        # 100 bytes for positions of 4 rows of 1 byte
+        (0, ONE_STAGE, [25, 15]),
+        (90, ONE_STAGE, [2] * 20),
+        (99, ONE_STAGE, [1] * 40),  # less than a position: it proceeds all the same
+        (90, STAGES, [3] * 13 + [1]),  # the second stage has 3 of the rows
+    ],
+)
+def test_a_prompt_is_split_by_the_bytes_that_are_free(
+    waiting: int, stages: list[range], chunks: list[int]
+) -> None:
+    ring = budget(0, 0, stages, of_writers(waiting), a=(40, [capture()]))
+    done = 0
+    for tokens in chunks:
+        assert not ring.look()
+        ring.begin([("a", done)], [], 0)
+        assert ring.take("a", done, 40 - done) == tokens
+        done += tokens
+    assert done == 40
 
 
 @dataclass
@@ -115,12 +165,13 @@ CAPTURES = st.lists(
     stages=st.sampled_from([ONE_STAGE, STAGES]),
     drafts=st.sampled_from([0, 2]),
     spare=st.integers(0, 40),
+    queued=st.integers(0, 100),
     slots=st.integers(1, 4),
     step_tokens=st.integers(8, 32),
     preempted=st.sets(st.integers(1, 40), max_size=5),
 )
 def test_simulated_steps_fit_the_ring_and_no_request_starves(
-    asked, stages, drafts, spare, slots, step_tokens, preempted
+    asked, stages, drafts, spare, queued, slots, step_tokens, preempted
 ) -> None:
     """Requests join as vLLM and the worker's admission let them, some are preempted, and drafts
     come and are rejected.
@@ -140,7 +191,7 @@ def test_simulated_steps_fit_the_ring_and_no_request_starves(
         for r in requests
     }
     room = max(1, *shares.values()) + spare
-    ring = RingBudget(room, stages, drafts)
+    ring = budget(room, drafts, stages, of_writers(queued))
     outside, waiting, running = list(requests), [], []
     for number in range(1000):
         while (
@@ -158,6 +209,7 @@ def test_simulated_steps_fit_the_ring_and_no_request_starves(
             victim = running.pop()
             victim.computed = 0
             waiting.insert(0, victim)
+        ring.look()
         ring.begin(
             [(r.name, r.computed) for r in running], [r.name for r in waiting], slots - len(running)
         )

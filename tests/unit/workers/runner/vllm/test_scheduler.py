@@ -87,7 +87,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     parts = {
         "blocks": SimpleNamespace(make_room=lambda stuck: made.rooms.append(stuck)),
         "rows": SimpleNamespace(pending=False),
-        "ring": SimpleNamespace(begin=lambda *_: None),
+        "ring": SimpleNamespace(begin=lambda *_: None, look=frozenset, take=lambda *_: 0),
         "cells": SimpleNamespace(composing=lambda *_: nullcontext()),
         "finished": {},
         "capturing": {},
@@ -163,6 +163,22 @@ def test_blocks_are_given_up_when_nothing_else_lets_requests_proceed(
     scheduler.scheduled = {"r": scheduled}
     scheduler.schedule()
     assert scheduler.rooms == ([False, True] if stuck else [False])
+
+
+@pytest.mark.parametrize(("others", "pauses"), [((), [0.005]), (("other",), [])])
+def test_while_all_that_runs_waits_for_writers_the_engine_pauses(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...], pauses: list[float]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    scheduler.running = [SimpleNamespace(request_id=name) for name in ("captures", *others)]
+    scheduler._midstream_ring.look = lambda: {"captures"}
+    scheduler.schedule()
+    assert slept == pauses
+    request = SimpleNamespace(request_id="captures", spec_token_ids=[-1, -1])
+    scheduler._midstream_chunks, scheduler.need_mamba_block_aligned_split = {}, False
+    assert scheduler._reserve_prefill_lookahead(request, 9, 3) == 0
+    assert request.spec_token_ids == [], "drafts of an earlier step are not found"
 
 
 # --- How many cached tokens a request may reuse, with a limit from vLLM and without one
