@@ -20,6 +20,7 @@ from ..broker.receipts.curve import client_keys
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.settings import Settings, SettingsError, load_settings, relay_addresses
 from .engine.nodes import POLL_S, Worker, check_identity
+from .runner.base.compile_key import layout
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def run(settings: Settings) -> None:
     print(f"follower waits for worker {settings.worker_id} node={settings.node_rank}", flush=True)
     plane = worker.await_start(after="")
     check_identity(plane, identity)
-    config.additional_config = plane.layout()
+    config.additional_config = layout(plane)
     plane.export()
     threading.Thread(
         target=_leave_with, args=(worker, plane.boot), name="follower", daemon=True

@@ -257,8 +257,10 @@ class RankSteering(Load, kw_only=True, forbid_unknown_fields=True):
     vectors: int
     requests: int
     queued: int = 0  # requests that waited in that step
-    # operation → the rank's requests to object storage since it started
+    # operation → the rank's requests to object storage since it started, and those of the process
+    # that writes its files
     store: dict[str, StoreCalls] = {}
+    files_store: dict[str, StoreCalls] = {}
 
 
 WorkerState = Literal["serving", "resyncing", "quarantined"]

@@ -1,5 +1,5 @@
-"""More rows than the writers take: captures wait while others run, or spilled rows are all there and
-dropped ones are named.
+"""More rows than the writers take: captures wait while others run, or spilled rows are all there
+and dropped ones are named.
 
 fp32, a queue of 1 MiB.
 """

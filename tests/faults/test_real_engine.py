@@ -1,5 +1,5 @@
-"""Is every captured row of the demo model whole and right after its worker, its engine and its rank
-were killed ten times? Real vLLM.
+"""Is every captured row of the demo model whole and right after its worker, its engine, its rank
+and the process that writes the files of the rank were killed ten times? Real vLLM.
 """
 
 import random
@@ -19,7 +19,12 @@ from midstream.workers.app import EXIT_ENGINE_DIED
 from midstream.workers.demo_model import fetch_demo_model
 
 #: Who is killed; names of processes as Linux keeps them, 15 characters; psutil may give more.
-VICTIMS = ["worker"] * 6 + ["VLLM::EngineCor"] * 2 + ["VLLM::Worker"] * 2
+VICTIMS = [
+    *["worker"] * 4,
+    *["VLLM::EngineCor"] * 2,
+    *["VLLM::Worker"] * 2,
+    *["midstream-rowd"] * 2,
+]
 #: Layouts in turn: rows of small jobs in segments, and files of their own.
 CAPTURES = [
     StoredCapture(

@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 import torch
 from midstream_fake_engine.rank_faults import Faults, inject
-from rank_kit import HIDDEN, Rank, Request, make_buffers, plane_config, steering, view_of
+from rank_kit import HIDDEN, Rank, Request, make_buffers, nearby, plane_config, steering, view_of
 
 from midstream import __version__
+from midstream.broker.receipts.outbox import Outbox
 from midstream.client.captures.reader import CaptureReader
 from midstream.kernels import WHOLE, in_family
 from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
@@ -34,6 +35,7 @@ from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.plane.reentry import ReentryGate
+from midstream.workers.runner.rows.connect import Connect
 
 CAPACITY = 64
 VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))
@@ -66,11 +68,13 @@ class Rig:
         traced: bool = False,
         gate: ReentryGate | None = None,
         loras: Any = None,
+        connect: Connect = nearby,
         **options: Any,
     ) -> None:
         """`world` ranks are one stage.
 
-        `traced`: its forward does not ask whether a site is busy. `gate`, `loras`: see `DataPlane`.
+        `traced`: its forward does not ask whether a site is busy. `gate`, `loras`, `connect`: see
+        `DataPlane`; by default this process writes the files.
         """
         self.directory = directory
         usual: dict[str, Any] = {
@@ -96,7 +100,11 @@ class Rig:
             traced=traced,
             gate=gate,
             loras=loras,
+            connect=connect,
         )
+        self.plane._delivery.held[0] = ()  # a step does what it does while writers work
+        self.desk = self.plane._delivery._near.desk
+        self.writer = self.desk.writer
         self.faults = Faults(config.fault, rank)
         inject(self.plane, self.faults)
         self.family = WHOLE  # of the last forward
@@ -154,8 +162,11 @@ class Rig:
 
     def receipts(self) -> list[Receipt]:
         """All so far; closes the plane."""
-        self.plane._writer.close()
-        self.plane._outbox.close()
+        if isinstance(self.desk.outbox, Outbox):
+            self.writer.close()
+            self.desk.outbox.close()
+        else:
+            self.plane.close()
         (file,) = (self.directory / "outbox").glob("*.sqlite")
         with contextlib.closing(sqlite3.connect(file)) as database:
             return [

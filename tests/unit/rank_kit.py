@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from midstream import __version__
+from midstream.broker.receipts.outbox import Outbox
 from midstream.kernels import STREAM, WHOLE, pair_site, single_site
 from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Planned
 from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.interventions import FAMILIES, SCALARS
 from midstream.schemas.requests.specs import (
@@ -33,10 +35,13 @@ from midstream.workers.runner.base.config import PlaneConfig
 from midstream.workers.runner.base.engine_step import StepView
 from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
-from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.files.desk import Desk
+from midstream.workers.runner.files.ended import EndedRequest
+from midstream.workers.runner.files.finished_rows import FinishedCapture, Origin
 from midstream.workers.runner.hooks.sites import Buffers, Site
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.capture import Ports, Recording
+from midstream.workers.runner.rows.delivery import Delivery, Near
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.planner import Planner, Tracked
 from midstream.workers.runner.rows.slot_table import Slots, StepTokens
@@ -69,6 +74,16 @@ def plane_config(folder: Path, **changed: Any) -> PlaneConfig:
         "cores": [0],
     }
     return PlaneConfig(**(usual | changed))
+
+
+def nearby(
+    arena: Arena, config: PlaneConfig, rank: int, *, gives_way: bool, **options: Any
+) -> Delivery:
+    """See `DataPlane`'s `connect`: threads of this process write the files."""
+    outbox = Outbox(Path(config.outbox_dir), config.worker, rank, config.relay_url)
+    backlog = Backlog()
+    near = Near(arena, Desk(arena.memory, config, outbox, backlog, **options))
+    return Delivery(near, near, backlog)
 
 
 def make_buffers(
@@ -160,7 +175,7 @@ class Rank:
         memory = BankRows(self.arena, HIDDEN, torch.float32, self.overload.spills)
         self.planner = Planner(self.sites, self.buffers, self.table, memory, self.overload)
         self.slots, self.tokens = Slots(), None
-        self.ports = Ports(self.sites)
+        self.ports = Ports(self.sites, HIDDEN, "float32")
         self._traced = traced
         # what the last forward's streams were after the sites
         self.left: dict[tuple[str, int], np.ndarray] = {}
@@ -249,17 +264,16 @@ class Rank:
 
     def finish(self, request: Request, capture: int = 0) -> FinishedCapture:
         recording = request.tracked.recordings[capture]
-        token_ids = list(range(1000, 1000 + request.total))
-        return recording.finish(
+        ended = EndedRequest(
+            Receipt("v", "w", "b", "j", 0, 1, 0, 1, 0, 0, 0, 0, "", "ok"),
             request.tracked.spec,
-            token_ids,
-            hidden_size=HIDDEN,
-            dtype=torch.float32,
-            worker="w",
-            rank=0,
-            pp=0,
-            stages=1,
+            [recording.ended(capture, [])],
+            list(range(1000, 1000 + request.total)),
+            request.total - 1,
         )
+        memory, origin = self.arena.memory, Origin("w", 0, 0, 1)
+        (build,) = ended.job(memory.bytes, memory.wait, origin, {}, {}).builds
+        return build()
 
 
 def stream_of(number: int, hook: str, layer: int, first: int, count: int) -> np.ndarray:

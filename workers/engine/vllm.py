@@ -38,6 +38,7 @@ from ...schemas.requests.steering import GlobalSteering, RankSteering
 from ...schemas.service.engine_errors import in_our_settings
 from ...schemas.service.global_capture import from_settings
 from ...storage.formats.lora_files import joined
+from ..runner.base.compile_key import layout
 from ..runner.base.config import Found, PlaneConfig
 from ..runner.base.extensions import agreed, check_installed, named
 from ..runner.files.consumers import available
@@ -190,7 +191,7 @@ class VllmEngine(RankControl):
                 config.trust_remote_code,
                 jobs=max(2, settings.worker_concurrency // 2),
             )
-            vllm_config.additional_config = plane.layout()
+            vllm_config.additional_config = layout(plane)
             plane.export()
             if settings.nodes > 1:
                 await asyncio.to_thread(nodes.publish, settings, plane)

@@ -51,7 +51,7 @@ from ..engine.protocol import (
     StoredArtifact,
 )
 from ..engine.vllm import configured, facts_of
-from ..runner.edits.actions import ActionLedger
+from ..runner.base.actions import ActionLedger
 from ..runner.files.finished_rows import FinishedCapture
 from ..runner.files.writer import WriteJob, make_writer
 from ..runner.hooks.architectures import UnsupportedArchitectureError

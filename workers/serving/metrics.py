@@ -88,7 +88,9 @@ class WorkerMetrics:
         )
 
     def _store_calls(self) -> list[Mapping[str, StoreCalls]]:
-        return [rank.store for rank in self._reconciler.ranks]
+        return [
+            counts for rank in self._reconciler.ranks for counts in (rank.store, rank.files_store)
+        ]
 
     # For Prometheus
 

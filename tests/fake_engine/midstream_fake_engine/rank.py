@@ -19,7 +19,7 @@ from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
 from midstream.schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.runner.edits.actions import ActionLedger, Kind
+from midstream.workers.runner.base.actions import ActionLedger, Kind
 
 from .model import HIDDEN_SIZE
 

@@ -9,6 +9,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -138,7 +139,7 @@ def inject(plane: Any, faults: Faults) -> None:
 
     banks = plane._banks
     wrap_ledger(plane.actions, faults)
-    wrap_writer(plane._writer, faults)
+    wrap_writer(plane._delivery._near.desk.writer, faults)
     wrap_runs(plane.runs, faults)
     wrap(plane.readings, "_read", functools.partial(_read, faults))
     wrap(plane._probes, "_compute", functools.partial(_compute, faults))
@@ -238,7 +239,7 @@ def _plan(faults: Faults, original: Callable[..., None], *args: Any) -> None:
 
 
 def _commit_first(faults: Faults, original: Callable[[], None]) -> None:
-    from midstream.workers.runner.base.host_memory import HostMemoryError
+    from midstream.workers.runner.base.shared_memory import HostMemoryError
 
     faults.check("commit", HostMemoryError)
     original()
@@ -293,6 +294,7 @@ class FaultyRank:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         from midstream.workers.runner.base.config import plane_config
         from midstream.workers.runner.certificate import module_laws
+        from midstream.workers.runner.rows import link
         from midstream.workers.runner.vllm import worker_class
 
         module: Any = worker_class  # whose imports are replaced
@@ -314,13 +316,24 @@ class FaultyRank:
             inject(plane, faults)
             return plane
 
-        with mock.patch.multiple(module, complete=completed, install=installed, DataPlane=made):
+        with (
+            mock.patch.multiple(module, complete=completed, install=installed, DataPlane=made),
+            mock.patch.object(link, "PROGRAM", "midstream_fake_engine.rowd_faults"),
+        ):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def midstream_fault(self, text: str) -> tuple[bool, str]:
         """Switch the faults."""
+        from midstream.workers.runner.base.config import plane_config
+
         self.midstream_faults.switch(text)
+        told(plane_config(), self.rank).write_text(text)
         return True, ""
+
+
+def told(config: Any, rank: int) -> Path:
+    """The file with the faults of the process that writes a rank's files."""
+    return Path(config.outbox_dir) / f"{config.worker}-{rank}.faults"
 
 
 def _failing(call: str) -> Callable[..., Any]:

@@ -9,19 +9,21 @@ from simulated_rank import Simulation
 from midstream.storage import file_store
 from midstream.workers.runner.edits.steering_tables import RowTable
 from midstream.workers.runner.edits.vector_pool import EntryPool
+from midstream.workers.runner.files.ended import EndedRequest
 from midstream.workers.runner.files.layouts import Filesystem
+from midstream.workers.runner.files.streams import Stream
 from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.rows import buffers, finite_check
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.buffers import Staging
 from midstream.workers.runner.rows.capture import Recording
+from midstream.workers.runner.rows.delivery import Delivery, RowStream
 from midstream.workers.runner.rows.finite_check import FiniteCheck
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.planner import Planner
 from midstream.workers.runner.rows.row_store import RowStore
 from midstream.workers.runner.rows.step_places import Places
-from midstream.workers.runner.rows.streams import Stream
 
 #: (owner, name of the function, whether the failure follows its work instead of preceding it).
 BOUNDARIES: list[tuple[Any, str, bool]] = [
@@ -51,9 +53,10 @@ BOUNDARIES: list[tuple[Any, str, bool]] = [
     (Scorer, "take", False),
     (Scorer, "settle", False),
     (Watch, "results", False),
-    (Stream, "push", False),
+    (Delivery, "submit", False),
+    (RowStream, "push", False),
     (Stream, "_put", False),  # in a writer: rows of a running request
-    (Recording, "finish", False),
+    (EndedRequest, "finish", False),
     (Filesystem, "consume", False),
     (file_store.FileWriter, "commit", False),
 ]

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from midstream.workers.runner.base.shared_memory import SharedMemory
 from midstream.workers.runner.rows import arena, buffers
 
 #: The torch device that stands for the accelerator: real tensors of it have no memory.
@@ -103,7 +104,13 @@ class Device:
         def event(**_: bool) -> Event:
             return Event(self)
 
+        def wait(memory: SharedMemory, landing: int) -> None:
+            with self.lock:  # whatever is preferred: another process waits
+                while memory.landed[0] < landing:
+                    self._draw.choice([item for item in self.streams if item.queue]).run_one()
+
         DeviceTensor.owner = self
+        patch.setattr(SharedMemory, "wait", wait)
         patch.setattr(torch, "empty", unlocked)
         patch.setattr(arena, "lock", lambda memory: None)
         patch.setattr(buffers, "on_device", DeviceTensor)

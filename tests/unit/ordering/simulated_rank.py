@@ -29,7 +29,7 @@ from drawn_requests import (
     vector,
 )
 from late_device import KIND, Device
-from rank_kit import plane_config, view_of
+from rank_kit import nearby, plane_config, view_of
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.kernels import STREAM, WHOLE
@@ -56,9 +56,9 @@ from midstream.storage.store import open_store
 from midstream.workers.runner.base.config import Place
 from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping, RequestCaptures, RowIndex
+from midstream.workers.runner.files import desk
 from midstream.workers.runner.files.finished_rows import Columns
 from midstream.workers.runner.hooks.sites import Buffers, Site, Sizes, buffers_of
-from midstream.workers.runner.plane import data_plane
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.rows.banks import Part
 
@@ -146,7 +146,7 @@ class Simulation:
             behind=draws.choice(["any", "copies", "copies", "forward"]),
         )
         self.device.install(patch)
-        patch.setattr(data_plane, "FLUSH_S", 0.0)
+        patch.setattr(desk, "FLUSH_S", 0.0)
         self._store = open_store(str(folder / "captures"))
         self.delivered: list[Delivered] = []
         self._changed = threading.Condition()
@@ -218,6 +218,7 @@ class Simulation:
             inside=[
                 Part("query", banks["query"], self._buffers["query"], Columns(SHAPE, 0, SHAPE.size))
             ],
+            connect=nearby,
         )
         if self._shares:
             self.plane.block_size = BLOCK

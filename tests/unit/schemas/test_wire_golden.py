@@ -91,7 +91,7 @@ def test_golden_frames_decode(kind: frames.Kind) -> None:
 #: Name of a union → its members.
 UNIONS = {"FitOutcome": {"FitResult", "LensFitResult"}}
 #: Read from what this very process or a child of it wrote, or from a file of this machine.
-OF_THIS_MACHINE = {"PlaneConfig", "JobRequest", "Request", "Reply"}
+OF_THIS_MACHINE = {"PlaneConfig", "JobRequest", "Request", "Reply", "Command", "Message", "Answer"}
 
 
 def decoded_types() -> Iterator[tuple[str, str]]:

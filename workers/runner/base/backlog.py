@@ -3,57 +3,70 @@ processes map, so that the scheduler reads it without a message.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ....broker.receipts.outbox_store import file_stem
+from .config import PlaneConfig
 
-if TYPE_CHECKING:  # it imports torch, which other processes than ranks do not need
-    from .config import PlaneConfig
+#: A rank's writers: in a process of its own, and of what needs the model among the rank's threads.
+FAR, NEAR = 0, 2
 
 
 class Backlog:
-    """Two counters of bytes, each of which is added to by one process: what was sent to the writers
-    so far, and what of it is over, because it is written or has failed.
+    """For each writer two counters of bytes, each of which is added to by one process: what is over
+    so far, because it is written or has failed, and what was sent.
     """
 
-    def __init__(self, counts: np.ndarray | None = None) -> None:
-        """`counts`: uint64 `[2]`; None: counters at 0 that no other process reads."""
-        #: What is over, and what was sent. To be read in this order: else what is sent and over in
-        #: between would make the backlog less than it ever was.
-        self.counts = memoryview(np.zeros(2, dtype=np.uint64) if counts is None else counts)
+    def __init__(self, counts: memoryview | None = None, writer: int = FAR) -> None:
+        """`counts`: uint64 `[4]`; None: counters at 0 that no other process reads. `writer`: whose
+        counters are added to.
+        """
+        self.shared = np.zeros(4, dtype=np.uint64).data if counts is None else counts
+        self._writer = writer
 
     @classmethod
-    def begin(cls, config: "PlaneConfig", rank: int) -> "Backlog":
+    def begin(cls, config: PlaneConfig, rank: int) -> "Backlog":
         """Return a rank's counters, at 0; remove the files of its earlier starts. Raises
         OSError.
         """
-        for earlier in Path(config.outbox_dir).glob(_file(config, rank, "*").name):
+        folder = Path(config.outbox_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        for earlier in folder.glob(_file(config, rank, "*").name):
             earlier.unlink(missing_ok=True)
         file = _file(config, rank, config.boot)
-        return cls(np.memmap(file, dtype=np.uint64, mode="w+", shape=(2,)))
+        return cls(np.memmap(file, dtype=np.uint64, mode="w+", shape=(4,)).data)
 
     @classmethod
-    def of(cls, config: "PlaneConfig", rank: int) -> "Backlog":
-        """Return the counters of a rank that has begun, to be read; of a rank on another machine,
-        counters that stay 0.
+    def of(cls, config: PlaneConfig, rank: int, *, frees: bool = False) -> "Backlog":
+        """Return the counters of a rank that has begun, to be read, or by its far writer; of a rank
+        on another machine, counters that stay 0.
         """
         file = _file(config, rank, config.boot)
-        return cls(np.memmap(file, dtype=np.uint64, mode="r") if file.exists() else None)
+        if not file.exists():
+            return cls()
+        return cls(np.memmap(file, dtype=np.uint64, mode="r+" if frees else "r").data)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """What is over, and what was sent. Read in this order: else what is sent and over in
+        between would make the backlog less than it ever was.
+        """
+        far, near = self.shared[FAR], self.shared[NEAR]
+        return far + near, self.shared[FAR + 1] + self.shared[NEAR + 1]
 
     @property
     def size(self) -> int:
         """Return the bytes that wait or are being written."""
         freed, sent = self.counts
-        return int(sent - freed)
+        return sent - freed
 
     def send(self, size: int) -> None:
-        self.counts[1] += size
+        self.shared[self._writer + 1] += size
 
     def free(self, size: int) -> None:
-        self.counts[0] += size
+        self.shared[self._writer] += size
 
 
-def _file(config: "PlaneConfig", rank: int, boot: str) -> Path:
+def _file(config: PlaneConfig, rank: int, boot: str) -> Path:
     return Path(config.outbox_dir) / f"{file_stem(config.worker)}.rank{rank}.{boot}.backlog"

@@ -6,21 +6,14 @@ and are passed by one environment variable, which is not part of the key.
 """
 
 import os
-import zlib
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
 
-from ....kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
 from ....schemas.base.records import Record, from_json, to_json
 from ....schemas.base.version import __version__
 from ....schemas.extensions import Extension
 from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RowShape
-from ....schemas.requests.interventions import EVERY, SCALARS
 
-KEY = "midstream"
 VARIABLE = "_MIDSTREAM_PLANE"
 
 
@@ -96,45 +89,9 @@ class PlaneConfig(Record):
     # may add some
     caveats: list[str] = []
 
-    def layout(self) -> dict[str, Any]:
-        """Return the entry of `additional_config` with all that a compiled graph depends on."""
-        kernels = (
-            tuple(family.name for family in EVERY),
-            SCALARS,
-            COLUMNS,
-            ROWS_PER_TOKEN,
-            Planned._fields,
-        )
-        shapes = (
-            self.hooks,
-            self.inside,
-            self.steering_rows,
-            self.steering_entries,
-            self.step_tokens,
-            self.step_rows,
-            kernels,
-        )
-        return {KEY: {"version": self.version, "buffers": str(shapes), "code": traced_code()}}
-
     def export(self) -> None:
         """Hand the config to the engine processes started after this."""
         os.environ[VARIABLE] = to_json(self).decode()
-
-
-@cache
-def traced_code() -> str:
-    """Return the CRC32 (8 hex digits) of the modules whose calls are in compiled graphs, so that
-    graphs compiled from other code are not reused.
-    """
-    runner = Path(__file__).parents[1]
-    checksum = 0
-    for file in (
-        *sorted((runner.parents[1] / "kernels").glob("*.py")),
-        runner / "hooks" / "sites.py",
-        runner / "plane" / "inside_hooks.py",
-    ):
-        checksum = zlib.crc32(file.name.encode() + file.read_bytes(), checksum)
-    return f"{checksum:08x}"
 
 
 def plane_config() -> PlaneConfig:

@@ -5,9 +5,7 @@ fails raises HostMemoryError.
 import numpy as np
 import torch
 
-
-class HostMemoryError(RuntimeError):
-    """The machine has no memory left for rows, or cannot lock more of it."""
+from .shared_memory import HostMemoryError
 
 
 def locked_like(values: torch.Tensor) -> torch.Tensor:

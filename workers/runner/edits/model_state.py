@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ....schemas.base.tensors import Tensor
 from ....schemas.requests.specs import MAX_STEERING_ROWS, SteeringRow, steering_rows
 from ....schemas.requests.steering import GlobalSteering
+from ..base.actions import ActionLedger
 from ..hooks.sites import Site
-from .actions import ActionLedger
 from .steering_tables import AnyTable, HeldRows, VectorStore
 
 

@@ -11,10 +11,10 @@ from ....schemas.base.tensors import Tensor, content_hash, to_numpy
 from ....schemas.requests.interventions import FAMILIES, FAMILY, PLACE, Family
 from ....schemas.requests.source_runs import ZEROS, is_row
 from ....schemas.requests.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
+from ..base.actions import ActionLedger
 from ..base.host_memory import locked_copy
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
-from .actions import ActionLedger
 from .prepared_rows import PreparedRows
 from .source_runs import RunStore
 from .vector_pool import Content, EntryPool, Joined, joined

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base.records import Wire
 from ....schemas.base.version import __version__
 from ....schemas.jobs.captures import FORMAT, Manifest
 from ....schemas.jobs.receipts import CapturedFile
@@ -61,6 +62,20 @@ class Columns:
     def sharded(self) -> bool:
         """Return whether other ranks hold other columns."""
         return self.size < self.row.size
+
+
+class Origin(Wire):
+    """Where rows come from: the same for all captures of a rank."""
+
+    worker: str
+    rank: int
+    pp: int
+    stages: int
+    num_layers: int = 0  # of the whole model; 0: not known
+    caveats: tuple[str, ...] = ()  # of the model, see `Manifest`
+    identity: str = ""  # of the model, see `Manifest`
+    attention: tuple[AttentionKind, ...] = ()  # of the stage's layers
+    routing: tuple[RoutingKind, ...] = ()  # of the stage's layers
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from .finished_rows import Consumer, FinishedCapture, Outcome
 from .harvest_shards import Harvest
 from .layouts import Filesystem, StoreConfig, each
 
-if TYPE_CHECKING:  # it imports torch, which an engine without kernels does not need
+if TYPE_CHECKING:
     from ....schemas.base.settings import Settings
     from ..base.config import PlaneConfig
 
@@ -157,11 +157,13 @@ class Writer:
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
         backlog: Backlog | None = None,
+        works: Sequence[Work] = ("writer", "harvest", "reading"),
     ) -> None:
         """`threads`: of each kind of work. `memory_limit`: bytes that the consumer `memory` may put
         into a receipt. `begin`: called first in each thread. `readings`: the consumer that computes
-        readings of rows, if any. `backlog`: counts what waits or is being written; None: the writer
-        makes one.
+        readings of rows, if any. `works`: which kinds have threads; the first gets the others, too.
+        `backlog`: counts what is over of what its owner counts as sent; None: the writer counts
+        both.
 
         Raises ValueError without a thread, since nothing would ever be written.
         """
@@ -170,12 +172,11 @@ class Writer:
         self._begin = begin
         self._outbox = outbox
         self._queues: dict[Work, _Jobs] = {
-            "writer": queue.SimpleQueue(),
-            "harvest": queue.SimpleQueue(),
-            "reading": _Turns(),
+            work: _Turns() if work == "reading" else queue.SimpleQueue() for work in works
         }
+        self._first = self._queues[works[0]]
         self._pending = 0
-        self.backlog = backlog or Backlog()
+        self.backlog, self._sends = backlog or Backlog(), backlog is None
         # counts since the start
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}
         self._diverted: Diversion | None = None
@@ -229,15 +230,15 @@ class Writer:
             return
         with self._lock:
             self._pending += 1
-            self.backlog.send(job.size)
-        self._queues[job.work].put(job)
+            self.backlog.send(job.size * self._sends)
+        self._queues.get(job.work, self._first).put(job)
 
     def stream(self, write: Callable[[], None], size: int) -> None:
         """Have a writer thread call `write`, which releases `size` bytes of rows."""
         with self._lock:
             self._pending += 1
-            self.backlog.send(size)
-        self._queues["writer"].put(_Part(write, size))
+            self.backlog.send(size * self._sends)
+        self._first.put(_Part(write, size))
 
     def busy(self) -> bool:
         """Return whether anything remains to be written."""
@@ -429,11 +430,13 @@ def make_writer(
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,
     backlog: Backlog | None = None,
+    works: Sequence[Work] = ("writer", "harvest", "reading"),
 ) -> Writer:
     """Return the writer of a rank, whose rows go to `captures`; see `Writer`."""
     store = StoreConfig(
         store=captures,
-        owner=f"{outbox.worker}.{boot[:BOOT_DIGITS]}.{outbox.rank}",
+        # a rank may have a second writer, of readings alone
+        owner=f"{outbox.worker}.{boot[:BOOT_DIGITS]}.{outbox.rank}{'' if works[1:] else 'r'}",
         segment_limit=config.segment_limit_kib << 10,
         segment_bytes=config.segment_mib << 20,
         quota=config.capture_quota_mib << 20,
@@ -446,4 +449,5 @@ def make_writer(
         begin,
         readings,
         backlog,
+        works,
     )

@@ -6,7 +6,6 @@ fails the requests concerned, through their receipts.
 """
 
 import logging
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +17,6 @@ import msgspec
 import numpy as np
 import torch
 
-from ....broker.receipts.curve import client_keys
-from ....broker.receipts.outbox import Outbox
 from ....kernels import IDLE, STREAM, WHOLE
 from ....schemas.base.faults import arm
 from ....schemas.base.version import __version__
@@ -28,24 +25,22 @@ from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import StoredSteering, steering_rows, touched, touched_hooks
-from ....storage.calls import CALLS
-from ....storage.file_store import scratch
 from ....storage.store import open_store
-from ..base.backlog import Backlog
+from ..base.actions import ActionLedger
 from ..base.config import Place, PlaneConfig
 from ..base.engine_step import Finish, Load, NewRequest, StepView
 from ..base.process import begin_helper
 from ..base.row_index import Keeping
-from ..edits.actions import ActionLedger
 from ..edits.model_state import RankState
 from ..edits.prepared_rows import rows_of
 from ..edits.source_runs import RunStore
 from ..edits.taints import Taints
-from ..files.writer import Diversion, make_writer
+from ..files.writer import Diversion
 from ..hooks.sites import Buffers, Site, stream_hooks
 from ..readings.readings import Reader, Readings
 from ..rows.arena import Arena
 from ..rows.banks import Banks, Part
+from ..rows.connect import Connect, connected
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
@@ -65,13 +60,6 @@ if TYPE_CHECKING:
     from .loras import Loras
 
 logger = logging.getLogger(__name__)
-
-#: Exit code of a rank that cannot deliver receipts. The engine ends too, and other workers run its
-#: jobs.
-EXIT_NO_RECEIPTS = 70
-#: Seconds that a closing rank waits for the relay to take its receipts; the rest is sent after the
-#: next start.
-FLUSH_S = 5.0
 
 _LOST = (
     "internal error: its rows are not where the scheduler announced them, and this "
@@ -98,13 +86,14 @@ class DataPlane:
         loras: "Loras | None" = None,
         readers: Mapping[type, Reader] | None = None,
         inside: Sequence[Part] = (),
+        connect: Connect = connected,
     ) -> None:
         """`sites`, `buffers`: of the residual bank; `inside`: the other banks. `num_layers`: of the
         whole model.
 
         `traced`: the forward is compiled or graph-captured. `gate`: None if forwards may not begin
         above the first layer. `loras`: None if no adapters are served. `readers`: by the type of
-        `StoredCapture.reading`.
+        `StoredCapture.reading`. `connect`: where what is recorded goes.
         """
         self._config, self._place = config, place
         arm(config.fault, Path(config.outbox_dir).parent)
@@ -112,61 +101,30 @@ class DataPlane:
         self.actions = ActionLedger()
         every = [*sites, *(site for part in inside for site in part.sites)]
         self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
-        curve = client_keys(config.curve_secret_file, config.curve_server_key)
-        self._outbox = Outbox(
-            Path(config.outbox_dir),
-            config.worker,
-            place.rank,
-            config.relay_url,
-            on_fatal=_give_up,
-            curve=curve,
-        )
         device, queue_bytes = buffers.ring.device, config.capture_queue_mib << 20
         self._arena = Arena(
             queue_bytes,
             Path(config.spill_dir) if config.capture_overload == "spill" else None,
             locked=0 if device.type == "cpu" else queue_bytes + (config.row_store_mib << 20),
         )
-        begin = partial(
-            begin_helper,
-            device,
-            device.type == "cpu" and torch.get_num_threads() >= len(config.cores),
-        )
-        self.readings = readings = Readings(readers or {}, config.memory_limit_kib << 10)
-        self._writer = make_writer(
+        self.readings = Readings(readers or {}, config.memory_limit_kib << 10)
+        gives_way = device.type == "cpu" and torch.get_num_threads() >= len(config.cores)
+        self._delivery = connect(
+            self._arena,
             config,
-            open_store(config.capture_root),
-            config.boot,
-            self._outbox,
-            config.writer_threads,
-            begin,
-            readings,
-            Backlog.begin(config, place.rank),
+            place.rank,
+            gives_way=gives_way,
+            begin=partial(begin_helper, device, gives_way),
+            readings=self.readings,
         )
-        self._reports = Reports(
-            config,
-            place,
-            self._writer,
-            self.actions,
-            hidden_size=self._hidden_size,
-            dtype=self._dtype,
-            num_layers=num_layers,
-        )
+        self._reports = Reports(config, place, self._delivery, self.actions, num_layers=num_layers)
         self._requests = requests = Requests(place.rank, self._reports)
         self._tracked = requests.tracked
-        self._streams = Streams(
-            open_store(config.capture_root),
-            partial(scratch, Path(config.spill_dir)),
-            config.capture_window_mib << 20,
-            self._reports.origin,
-            self._writer.stream,
-            hidden_size=self._hidden_size,
-            dtype=self._dtype,
-        )
+        self._streams = Streams(config.capture_window_mib << 20, self._delivery)
         # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
         # no rows are kept
         self.block_size = sys.maxsize if config.row_store_mib else 1
-        self._overload = Overload(config.capture_overload, queue_bytes, self._writer.backlog)
+        self._overload = Overload(config.capture_overload, queue_bytes, self._delivery.backlog)
         residual = Part(RESIDUAL, sites, buffers)
         self._banks = Banks(residual, inside, self.runs, self._arena, self._overload)
         self._table = self._banks.table
@@ -193,7 +151,7 @@ class DataPlane:
             self._streams,
             self._overload,
             self._arena,
-            self._writer,
+            self._delivery,
             lambda: self.block_size,
         )
         parts: list[StepPart | None] = [
@@ -275,7 +233,7 @@ class DataPlane:
 
         None: pass them to consumers and outbox again, and reset the plane as if it were new.
         """
-        self._writer.divert(to)
+        self._delivery.divert(to)
         if to is None:
             self.restart()
             self.actions.epoch = 0
@@ -285,11 +243,11 @@ class DataPlane:
 
     def stamp(self, caveats: Sequence[str]) -> None:
         """Set the caveats of every later manifest."""
-        self._reports.origin["caveats"] = tuple(caveats)
+        self._reports.describe(caveats=tuple(caveats))
 
     def describe(self, attention: Sequence[AttentionKind], routing: Sequence[RoutingKind]) -> None:
         """Set the attention and routing kinds of the stage's layers, for every later manifest."""
-        self._reports.origin |= {"attention": tuple(attention), "routing": tuple(routing)}
+        self._reports.describe(attention=tuple(attention), routing=tuple(routing))
 
     def fingerprint(self) -> str:
         """Return the CRC32 (8 hex digits) of the rank's state and of the table's contents on the
@@ -330,22 +288,17 @@ class DataPlane:
             "kept_row_bytes": self._rows.kept_bytes,
             "unkept": self._rows.unkept,
             "spilled_bytes": self._arena.spilled,
-            "outbox": self._outbox.depth(),
-            "backlog": self._writer.backlog.size,
             "behind": self._overload.behind,
-            **self._writer.totals,
+            **msgspec.to_builtins(self._delivery.status()),
             "running": self.load.running,
             "queued": self.load.queued,
             "kv_cache": self.load.kv_cache,
-            "store": msgspec.to_builtins(CALLS.read()),
         }
 
     def close(self) -> None:
         """Write and send everything that is pending, then stop."""
         for part in self._parts:
             part.close()
-        self._outbox.flush(FLUSH_S)
-        self._outbox.close()
 
     # --- The step
 
@@ -368,6 +321,8 @@ class DataPlane:
         """
         requests = self._requests
         requests.step += 1
+        if self._delivery.held:
+            self._delivery.turn()
         self._preemptions += preempted
         ended = dict[str, int]()
         if finished:
@@ -550,11 +505,3 @@ def answer(action: Callable[[], None]) -> tuple[bool, str]:
     except (LookupError, ValueError, RuntimeError) as error:
         return False, str(error)
     return True, ""
-
-
-def _give_up(error: Exception) -> None:
-    """End the process, because receipts cannot be kept or delivered, and without them no request
-    may succeed.
-    """
-    logger.critical("this rank cannot deliver receipts: %s", error)
-    os._exit(EXIT_NO_RECEIPTS)

@@ -22,8 +22,8 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from ....schemas.prompts.selectors import as_ranges
 from ....storage.formats.lora_files import CONFIG, WEIGHTS, digest_of, general_name, raw_files
+from ..base.actions import ActionLedger
 from ..base.engine_step import StepView
-from ..edits.actions import ActionLedger
 from .requests import Requests, WrongAdapterError
 
 logger = logging.getLogger(__name__)

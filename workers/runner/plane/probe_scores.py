@@ -11,18 +11,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
 
 from ....schemas.requests.specs import RankSpec
+from ..base.landings import Landing
 from ..edits.steering_tables import VectorStore
+from ..files.extents import Extent
 from ..probes.probe_news import News
 from ..probes.watches import Watch, news_of_all
 from ..probes.weight_stacks import Side, Stack, Stacks
+from ..rows.arena import RecordedBlock
 from ..rows.capture import Recording
-from ..rows.extents import Extent
-from ..rows.landings import Landing
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
 _CHUNK = 2**19
@@ -268,16 +270,15 @@ def _products(rows: torch.Tensor, stack: Stack) -> np.ndarray:
 
 def _rows(extents: Sequence[Extent], ports: np.ndarray) -> torch.Tensor:
     """Return the rows of extents, in their order, `[ports, rows, hidden_size]`."""
-    if len(extents) == 1:
-        return extents[0].rows(ports)
-    blocks, counts = [extent.block for extent in extents], [extent.count for extent in extents]
-    ordinals = {
-        id(held): np.searchsorted(held, ports)
-        for held in {id(b.ports): b.ports for b in blocks}.values()
-    }
+    blocks = [cast(RecordedBlock, extent.block) for extent in extents]
+    if len(extents) == 1 and len(ports) == len(blocks[0].ports):
+        rows = blocks[0].rows[:, extents[0].at : extents[0].at + extents[0].count]
+        return torch.from_numpy(rows).view(blocks[0].all.dtype)
+    counts = [extent.count for extent in extents]
+    ordinals = {b.place.ports: np.searchsorted(b.ports, ports) for b in blocks}
     # [ports, extents]: the first row of each among all of the bank
-    first = np.array([b.lent.row + e.at for b, e in zip(blocks, extents, strict=True)]) + np.stack(
-        [ordinals[id(b.ports)] * b.num_positions for b in blocks], axis=1
+    first = np.array([b.row + e.at for b, e in zip(blocks, extents, strict=True)]) + np.stack(
+        [ordinals[b.place.ports] * b.num_positions for b in blocks], axis=1
     )
     within = np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
     numbers = torch.from_numpy(np.repeat(first, counts, axis=1) + within)

@@ -1,22 +1,19 @@
-"""Reports of ended or failed requests: makes their receipts and passes captures to the writer."""
+"""Reports of ended or failed requests: makes their receipts and hands over their captures."""
 
 import logging
-from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
+from ..base.actions import ActionLedger
 from ..base.config import Place, PlaneConfig
-from ..edits.actions import ActionLedger, sealed
-from ..files.finished_rows import FinishedCapture
-from ..files.writer import InterventionError, WriteJob, Writer
+from ..files.ended import EndedRequest
+from ..files.finished_rows import Origin
 from ..probes.watches import ProbeError, Watch
 from ..rows.capture import Recording
-from ..rows.edit_sizes import RequestSizes
-from ..rows.finite_check import precedes_edits
+from ..rows.delivery import Delivery
 from ..rows.planner import Tracked
 from .grading import lacking
 
@@ -30,25 +27,28 @@ class Reports:
         self,
         config: PlaneConfig,
         place: Place,
-        writer: Writer,
+        delivery: Delivery,
         actions: ActionLedger,
         *,
-        hidden_size: int,
-        dtype: torch.dtype,
         num_layers: int,
     ) -> None:
-        """`hidden_size` and `dtype`: of captured rows. `num_layers`: of the whole model."""
-        self._config, self._place, self._writer, self._actions = config, place, writer, actions
-        self._hidden_size, self._dtype = hidden_size, dtype
-        self.origin: dict[str, Any] = {
-            "worker": config.worker,
-            "rank": place.rank,
-            "pp": place.pp,
-            "stages": place.stages,
-            "num_layers": num_layers,
-            "caveats": tuple(config.caveats),
-            "identity": config.identity,
-        }
+        """`num_layers`: of the whole model."""
+        self._config, self._place, self._delivery, self._actions = config, place, delivery, actions
+        self._origin = Origin(
+            config.worker,
+            place.rank,
+            place.pp,
+            place.stages,
+            num_layers,
+            tuple(config.caveats),
+            config.identity,
+        )
+        self.describe()
+
+    def describe(self, **changed: Any) -> None:
+        """Change fields of `Origin` for every later manifest."""
+        self._origin = msgspec.structs.replace(self._origin, **changed)
+        self._delivery.set_origin(self._origin)
 
     def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
         """Report a request that has ended, once its captured rows are written.
@@ -67,25 +67,29 @@ class Reports:
             except ProbeError as error:
                 self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
                 return
+        recordings = {
+            number: recording
+            for number, recording in tracked.recordings.items()
+            if not recording.capture.scored
+        }
+        request = EndedRequest(
+            self._receipt(step, tracked),
+            tracked.spec,
+            [
+                recording.ended(number, _high(tracked, recording))
+                for number, recording in recordings.items()
+            ],
+            token_ids,
+            rows,
+            tracked.unsound,
+            [each.counted for each in tracked.sizes.values() if each.counted is not None],
+            self._place.tp == 0,
+            tracked.results,
+            self._actions.state,
+            sum(recording.nbytes for recording in recordings.values()),
+        )
+        self._delivery.submit(request, recordings)
         tracked.reported = True
-        recordings = [
-            recording for recording in tracked.recordings.values() if not recording.capture.scored
-        ]
-        builds = [
-            partial(self._build, tracked, recording, token_ids, rows) for recording in recordings
-        ]
-        size = sum(recording.nbytes for recording in recordings)
-        complete = None
-        if tracked.sizes:
-            complete = partial(
-                _with_sizes,
-                sizes=list(tracked.sizes.values()),
-                results=tracked.results,
-                state=self._actions.state,
-                shown=self._place.tp == 0,
-            )
-        receipt, spec = self._receipt(step, tracked), tracked.spec
-        self._writer.submit(WriteJob(receipt, builds, size, complete, spec.work, spec.tenant))
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
         """Report a failure, without waiting for the request to end. `kind`: see `Receipt.kind`.
@@ -99,40 +103,10 @@ class Reports:
                 _score(tracked, tracked.watch, rows)
         except Exception:
             logger.exception("a failed request is reported without the decisions of its policies")
-        tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
-        for recording in tracked.recordings.values():
-            recording.forget()
-        tracked.forget_sizes()
-        self._writer.submit(WriteJob(self._receipt(step, tracked), [], 0))
-
-    def _build(
-        self, tracked: Tracked, recording: Recording, token_ids: list[int], rows: int
-    ) -> FinishedCapture:
-        """Build a finished capture, in a writer thread.
-
-        Raises InterventionError for a row that is not finite, unless the unedited model made it so.
-        """
-        place = self._place
-        capture = recording.finish(
-            tracked.spec,
-            token_ids,
-            rows=rows,
-            watch=tracked.watch,
-            hidden_size=self._hidden_size,
-            dtype=self._dtype,
-            **self.origin,
-        )
-        if capture.unsound is not None and not tracked.unsound:
-            hook, layer, position = capture.unsound
-            if not precedes_edits(
-                tracked.spec, position, (hook, layer), after=recording.capture.at == "after"
-            ):
-                where = f"{hook} of layer {layer}, position {position}"
-                raise InterventionError(
-                    f"the captured row at {where} is not finite, after edits of this request (rank "
-                    f"{place.rank})"
-                )
-        return capture
+        tracked.failure, tracked.failure_kind = message, kind
+        tracked.forget()
+        self._delivery.submit(EndedRequest(self._receipt(step, tracked), tracked.spec), {})
+        tracked.reported = True
 
     def _receipt(self, step: int, tracked: Tracked) -> Receipt:
         spec, place = tracked.spec, self._place
@@ -176,16 +150,10 @@ def _score(tracked: Tracked, watch: Watch, rows: int) -> None:
         tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
 
 
-def _with_sizes(
-    receipt: Receipt, *, sizes: list[RequestSizes], results: int, state: int, shown: bool
-) -> Receipt:
-    """Add the sizes of the request's edits to its receipt and to the checksum of `results`, in a
-    writer thread: thousands of bins are no work for the model's.
-    """
-    for each in sizes:
-        results = each.checksum(results)
-    return msgspec.structs.replace(
-        receipt,
-        checksum=sealed(state, results),
-        sizes=[size for each in sizes for size in each.report(receipt.request)] if shown else [],
-    )
+def _high(tracked: Tracked, recording: Recording) -> list[bool]:
+    """Return for each token whether the probe that a capture's window names is high."""
+    window = recording.capture.window
+    if window is None or window.when is None:
+        return []
+    assert tracked.watch is not None, "the window's probe scores every token"
+    return list(tracked.watch.high(window.when.probe, window.when.at_least))

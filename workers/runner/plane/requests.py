@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.prompts.selectors import select
+from ..base.attribution import entries_of
 from ..base.engine_step import Finish
 from ..edits.taints import Taints
-from ..rows.finite_check import entries_of
 from ..rows.planner import Tracked
 from ..rows.slot_table import Slots
 from .batch import Batch
@@ -153,7 +153,7 @@ class Requests:
             self.check_sizes(tracked)
             self.reports.over(self.step, tracked, kept_ids, rows)
         else:
-            tracked.forget_sizes()
+            tracked.forget()
 
     def check_sizes(self, tracked: Tracked) -> None:
         """Fail a request if an edit exceeded a limit that says so."""

@@ -4,8 +4,8 @@ import logging
 
 from ....kernels.plan import ROWS_PER_TOKEN
 from ....schemas.requests.specs import columns_of, steering_rows
+from ..base.actions import ActionLedger
 from ..base.engine_step import StepView
-from ..edits.actions import ActionLedger
 from ..edits.installed_ops import check_here
 from ..edits.model_state import RankState
 from ..edits.source_runs import RunStore

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ....schemas.jobs.receipts import BY_REQUEST
-from ..edits.actions import ActionLedger
+from ..base.actions import ActionLedger
 from .requests import Requests, WrongAdapterError
 from .step_parts import RanStep, StepPart
 

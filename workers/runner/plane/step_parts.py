@@ -7,8 +7,8 @@ import torch
 
 from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping
+from ..files.extents import Extent
 from ..rows.capture import Recording
-from ..rows.extents import Extent
 from ..rows.planner import Tracked
 from .batch import Batch
 

@@ -8,17 +8,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ....schemas.jobs.receipts import BY_REQUEST
+from ..base.attribution import precedes_edits
 from ..base.config import Place
 from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping, KeptBlock
 from ..edits.model_state import RankState
-from ..files.writer import Writer
 from ..rows.arena import Arena
 from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
+from ..rows.delivery import Delivery
 from ..rows.edit_sizes import StepSizes
 from ..rows.execution_check import Due, Miscount
-from ..rows.finite_check import NonFinite, precedes_edits, reason
+from ..rows.finite_check import NonFinite, reason
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
@@ -49,14 +50,14 @@ class Rows(StepPart):
         streams: Streams,
         overload: Overload,
         arena: Arena,
-        writer: Writer,
+        delivery: Delivery,
         block_size: Callable[[], int],
     ) -> None:
         """`block_size`: returns the tokens in a KV block, the unit in which rows are kept."""
         self._requests, self._place, self._banks = requests, place, banks
         self._grades = place.grades
         self._state, self._streams, self._block_size = state, streams, block_size
-        self._overload, self._arena, self._writer = overload, arena, writer
+        self._overload, self._arena, self._delivery = overload, arena, delivery
         self._store = RowStore(arena)
         self._keeping: Keeping | None = None  # the scheduler's orders for this step
         self._edited: dict[str, _Edited] = {}  # by bank
@@ -94,22 +95,25 @@ class Rows(StepPart):
             if recording is not None
         }
         with self._requests.guard([tracked], "capture_failed"):
-            for recording in tracked.recordings.values():
-                self._streams.prepare(spec, recording, request.max_tokens, self._block_size())
+            for number, recording in tracked.recordings.items():
+                self._streams.prepare(
+                    spec, number, recording, request.max_tokens, self._block_size()
+                )
 
     def release(self, tracked: Tracked) -> None:
         self._banks.forget_step()
         for recording in tracked.recordings.values():
-            recording.landing = self._arena.landing
+            recording.landing = self._arena.landing.number
 
     def prepare(self, keeping: Keeping | None) -> None:
-        """Serve stored rows for tokens that the prefix cache skips; fail captures if the writers are
-        behind.
+        """Serve stored rows for tokens that the prefix cache skips; fail captures if the writers
+        are behind.
         """
         self._keeping = keeping
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._store.serve)
-        if stored := self._requests.kinds.stored:
+        # nothing waits for the writers if they have read all messages
+        if self._delivery.held and (stored := self._requests.kinds.stored):
             try:
                 self._overload.check()
             except Exception as error:
@@ -173,7 +177,7 @@ class Rows(StepPart):
         self.unkept = 0
 
     def close(self) -> None:
-        self._writer.close()
+        self._delivery.close()
 
     def _settle(self, ended: Mapping[str, int] | None = None) -> None:
         """Fail requests whose edits made rows non-finite, or whose sites deviated from the plan;

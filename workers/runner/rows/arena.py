@@ -7,36 +7,28 @@ page-locked for an accelerator, the second is memory, and the third is a file wi
 rows that are spilled. Pages take memory when they are first written to.
 """
 
-import ctypes
-import mmap
+import itertools
 import os
 import tempfile
+import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..base.host_memory import HostMemoryError, lock
-from .landings import LANDED, Landing
+from ....schemas.base.dtypes import DTYPES
+from ..base.host_memory import lock
+from ..base.landings import LANDED, Landing
+from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
+from ..files.extents import Block, BlockPlace
 
-#: Bytes at the beginning, to which rows go that nobody needs: more than a row of any bank has.
-VOID = 1 << 20
 #: Addresses for spilled rows; the disk may have less room.
 SPILLED = 1 << 40
-_PAGE = mmap.PAGESIZE
-_NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_FIXED, _MAP_NORESERVE, _MADV_REMOVE, _MADV_DONTFORK = 0x10, 0x4000, 9, 10
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MADV_REMOVE, _MADV_DONTFORK = 9, 10
 
 
 class _Free:
@@ -68,7 +60,7 @@ class _Free:
 
 
 class Arena:
-    """The arena of one rank. Memory is taken in one thread, and returns from any."""
+    """The arena of one rank. Memory is taken and returns in any thread."""
 
     def __init__(
         self, keep: int, spill_dir: Path | None = None, *, locked: int = 0, room: int = 0
@@ -79,41 +71,42 @@ class Arena:
 
         Raises HostMemoryError.
         """
-        room = room or os.sysconf("SC_PHYS_PAGES") * _PAGE
-        locked = -(-max(locked, VOID) // _PAGE) * _PAGE if locked else 0
+        room = room or os.sysconf("SC_PHYS_PAGES") * PAGE
+        locked = -(-max(locked, VOID) // PAGE) * PAGE if locked else 0
         disk = SPILLED if spill_dir is not None else 0
-        self._spill_dir, self._descriptor = spill_dir, -1
-        end = -(-(max(locked, VOID) + room) // _PAGE) * _PAGE
+        self._spill_dir, self._lock = spill_dir, threading.Lock()
+        end = -(-(max(locked, VOID) + room) // PAGE) * PAGE
         self.locked, self._keep = locked, max(keep, locked)
         self._parts = [_Free(VOID, max(locked, VOID)), _Free(max(locked, VOID), end)]
         self._disk = _Free(end, end + disk)
         self.spilled = 0  # bytes spilled so far
         self.used = 0  # bytes of memory in use
         self.landing: Landing = LANDED  # of all rows so far
+        self.landings = itertools.count(1)  # numbers of landings, over all banks
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[int, int, Landing]] = deque()
-        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._address = _mapped(None, end + disk, _NONE, anonymous, -1)
-        descriptor = os.memfd_create("midstream-rows")
-        os.ftruncate(descriptor, end)
-        _mapped(self._address, end, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
-        os.close(descriptor)
+        self.size, self.end = end + disk, end
+        self.memory = SharedMemory(self.size)
+        self.bytes = self.memory.bytes
+        #: Of the file that is the memory, `[0, end)`, and once rows are spilled of theirs, which is
+        #: the rest.
+        self.descriptors = [os.memfd_create("midstream-rows")]
+        os.ftruncate(self.descriptors[0], end)
+        self.memory.map(0, end, self.descriptors[0])
+        weakref.finalize(self, _close, self.descriptors).atexit = False
         # a child's copies of views would give this process's pages back
-        _libc.madvise(self._address, end, _MADV_DONTFORK)
-        memory = (ctypes.c_uint8 * (end + disk)).from_address(self._address)
-        weakref.finalize(memory, _libc.munmap, self._address, end + disk).atexit = False
-        self.bytes: np.ndarray = np.ctypeslib.as_array(memory)
+        self.memory.advise(0, end, _MADV_DONTFORK)
         if locked:
             lock(self.bytes[:locked])
 
     def rows(self, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the whole arena as rows, `[rows, width]`."""
         size = width * dtype.itemsize
-        assert size <= VOID, "a row for nobody must fit"
+        assert size <= LARGEST_ROW, "a row for nobody must fit"
         whole = torch.from_numpy(self.bytes[: len(self.bytes) // size * size])
         return whole.view(dtype).view(-1, width)
 
-    def take(self, size: int, align: int, *, spill: bool = False) -> tuple[int, torch.Tensor]:
+    def take(self, size: int, align: int, *, spill: bool = False) -> tuple[int, np.ndarray]:
         """Return uninitialised memory, uint8 `[size]`, and where it begins in the arena: at a
         multiple of `align`. It is free again once nothing refers to it or to a view of it, and
         rows that were on their way then have landed.
@@ -121,72 +114,100 @@ class Arena:
         `spill`: from the file, whose blocks are reserved first, so that a full disk is an OSError
         here and not a fault at a later access. Raises HostMemoryError.
         """
+        with self._lock:
+            start = self._take(size, align, [self._disk] if spill else self._parts)
+            if spill:
+                self._reserve(start, size)
+            else:
+                self.used += size
+        lent = self.memory.lease(start, size)
+        weakref.finalize(lent, self._release, start, start + size).atexit = False
+        return start, lent
+
+    def _take(self, size: int, align: int, parts: Sequence[_Free]) -> int:
         while self._returned and self._returned[0][2].done():
             start, stop, _ = self._returned.popleft()
             part = next(part for part in (*self._parts, self._disk) if start < part.stop)
             part.give(start, stop)
             self.used -= 0 if part is self._disk else stop - start
-        parts = [self._disk] if spill else self._parts
         found = (part.take(size, align) for part in parts)
         start = next((first for first in found if first is not None), -1)
         if start < 0:
             raise HostMemoryError(f"no room for {size} bytes of captured rows")
-        if spill:
-            self._reserve(start, size)
-        else:
-            self.used += size
-        lent = self.bytes[start : start + size]  # a new object, which all views refer to
-        weakref.finalize(lent, self._release, start, start + size).atexit = False
-        return start, torch.from_numpy(lent)
+        return start
 
     def _release(self, start: int, stop: int) -> None:
-        first, last = -(-max(start, self._keep) // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+        first, last = -(-max(start, self._keep) // PAGE) * PAGE, stop // PAGE * PAGE
         if first < last:
-            _libc.madvise(self._address + first, last - first, _MADV_REMOVE)
+            self.memory.advise(first, last, _MADV_REMOVE)
         self._returned.append((start, stop, self.landing))
 
     def _reserve(self, start: int, size: int) -> None:
         """Have the file's blocks for this range; on an error the range is free again."""
         begin = self._disk.start
         try:
-            if self._descriptor < 0:
+            if not self.descriptors[1:]:
                 assert self._spill_dir is not None, "spilling needs a folder"
                 self._spill_dir.mkdir(parents=True, exist_ok=True)
                 descriptor, path = tempfile.mkstemp(dir=self._spill_dir)
                 os.unlink(path)
-                whole = self._disk.stop - begin
-                os.ftruncate(descriptor, whole)
-                _mapped(
-                    self._address + begin,
-                    whole,
-                    _READ_WRITE,
-                    mmap.MAP_SHARED | _MAP_FIXED,
-                    descriptor,
-                )
-                self._descriptor = descriptor
-            os.posix_fallocate(self._descriptor, start - begin, size)
+                try:
+                    os.ftruncate(descriptor, self._disk.stop - begin)
+                    self.memory.map(begin, self._disk.stop, descriptor)
+                except Exception:
+                    os.close(descriptor)
+                    raise
+                self.descriptors.append(descriptor)
+            os.posix_fallocate(self.descriptors[1], start - begin, size)
         except Exception:
             self._disk.give(start, start + size)
             raise
         self.spilled += size
 
 
-def _mapped(address: int | None, size: int, access: int, flags: int, descriptor: int) -> int:
-    """Map memory; return its address. Raises HostMemoryError."""
-    found: int = _libc.mmap(address, size, access, flags, descriptor, 0)
-    if found == ctypes.c_void_p(-1).value:
-        why = os.strerror(ctypes.get_errno())
-        raise HostMemoryError(f"cannot map {size} bytes for captured rows: {why}")
-    return found
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
-class Lent(NamedTuple):
-    """Memory for the rows of some positions at some ports."""
+class RecordedBlock(Block):
+    """A block into which the forward records rows, and whose memory is its own."""
 
-    row: int  # number of the first row in the bank's rows
-    rows: torch.Tensor  # [ports, positions, width]
-    mark: int  # place of the first mark in the arena
-    marks: np.ndarray  # uint8 [positions], 0; nonzero: recorded
+    def __init__(
+        self, memory: "BankRows", ports: bytes, positions: Sequence[int], span: range
+    ) -> None:
+        """`ports`: as in `BlockPlace`; `positions`: the captured ones in `span`, ascending. Raises
+        what `Arena.take` raises.
+        """
+        self.span, self.all = span, memory.all
+        self.kept = False  # rows of it are kept for other requests, so that none may change
+        count = len(positions)
+        size = len(ports) // np.dtype(np.int64).itemsize * count * memory.row_bytes
+        # in whole rows: else each block would leave a gap, and the search for memory looks at all
+        whole = size + -(-count // memory.row_bytes) * memory.row_bytes
+        start, self._lent = memory.take(whole)
+        self._lent[size:] = 0
+        dense = isinstance(positions, range) and positions.step == 1
+        super().__init__(
+            memory.arena.bytes,
+            BlockPlace(
+                start,
+                start + size,
+                ports,
+                memory.all.shape[1],
+                memory.dtype,
+                positions[0] if count else 0,
+                count,
+                [] if dense else list(positions),
+            ),
+        )
+        #: The number of the first row in the bank's rows.
+        self.row = start // memory.row_bytes
+
+    @property
+    def num_held(self) -> int:
+        """Return the number of positions with rows."""
+        return int(np.count_nonzero(self._marks))
 
 
 class BankRows:
@@ -201,15 +222,9 @@ class BankRows:
     ) -> None:
         """`spills()`: whether new memory is to be in a file."""
         self.arena, self.all, self._spills = arena, arena.rows(width, dtype), spills
-        self.row_bytes = width * dtype.itemsize
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.row_bytes = width * DTYPES[self.dtype].bytes
 
-    def take(self, ports: int, positions: int) -> Lent:
-        """Return memory. Raises HostMemoryError, and OSError if the disk is full."""
-        size = ports * positions * self.row_bytes
-        # in whole rows: else each block would leave a gap, and the search for memory looks at all
-        whole = size + -(-positions // self.row_bytes) * self.row_bytes
-        start, memory = self.arena.take(whole, self.row_bytes, spill=self._spills())
-        marks = memory[size : size + positions].numpy()
-        marks[:] = 0
-        rows = memory[:size].view(self.all.dtype).view(ports, positions, self.all.shape[1])
-        return Lent(start // self.row_bytes, rows, start + size, marks)
+    def take(self, size: int) -> tuple[int, np.ndarray]:
+        """Take memory of `size` bytes for rows, see `Arena.take`."""
+        return self.arena.take(size, self.row_bytes, spill=self._spills())

@@ -18,13 +18,13 @@ from ..base.engine_step import StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, VectorStore
 from ..edits.vector_pool import Joined
+from ..files.extents import Extent
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
 from .arena import Arena, BankRows
 from .capture import Ports, Recording
 from .edit_sizes import SizeTable, StepSizes
 from .execution_check import Miscount
-from .extents import Extent
 from .finite_check import FiniteCheck, NonFinite
 from .overload import Overload
 from .planner import Planner, Tracked
@@ -52,9 +52,9 @@ class Bank:
         copies: "torch.cuda.Stream | None",
     ) -> None:
         self.name, self.sites, self.columns, self.table = part.name, part.sites, part.columns, table
-        self.ports = Ports(part.sites, part.columns)
         pool = part.buffers.pool
         memory = BankRows(arena, pool.shape[1], pool.dtype, overload.spills)
+        self.ports = Ports(part.sites, pool.shape[1], memory.dtype, part.columns)
         self.planner = Planner(
             part.sites,
             part.buffers,

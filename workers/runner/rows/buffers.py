@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..base.host_memory import locked_copy, on_device
+from ..base.landings import LANDED, Landing, OnStream
 from ..hooks.sites import Buffers
 from .arena import BankRows
-from .landings import LANDED, Landing, OnStream
 from .step_places import Places
 
 #: Rows of a port that follow one another, from which on they are copied by themselves.
@@ -129,6 +129,7 @@ class _Halves:
         locked = memory.arena.locked // memory.row_bytes
         self._locked = memory.all[:locked]
         self._on_device = on_device(self._locked) if locked else self._locked
+        self._landed = torch.from_numpy(memory.arena.memory.landed)
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._current = 0
 
@@ -155,12 +156,16 @@ class _Halves:
         ring = self._ring[self._current * self._rows :]
         event = self._copied[self._current] = torch.cuda.Event(blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
+        number = next(self._memory.arena.landings)
         try:
             with torch.cuda.stream(self._stream):
                 self._copy(ring, rows, places)
         finally:
+            with torch.cuda.stream(self._stream):
+                arrived = torch.full((1,), number, device=self._ring.device)
+                self._landed.copy_(arrived, non_blocking=True)
             event.record(self._stream)
-            landing = self._memory.arena.landing = OnStream(event)
+            landing = self._memory.arena.landing = OnStream(event, number)
         return landing
 
     def _copy(self, ring: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:

@@ -8,25 +8,24 @@ attended to its keys and values.
 
 import logging
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
-from ....schemas.base.records import by_key
-from ....schemas.model.attention import AttentionKind
+from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.model.banks import RESIDUAL
-from ....schemas.model.routing import RoutingKind
-from ....schemas.requests.specs import RankSpec, StoredCapture
-from ..files.finished_rows import Columns, FinishedCapture
+from ....schemas.requests.specs import StoredCapture
+from ..base.landings import Landing
+from ..base.shared_memory import HostMemoryError
+from ..files.ended import EndedCapture
+from ..files.extents import Block, Extent, places_of
+from ..files.finished_rows import Columns
+from ..files.recorded import Port
 from ..hooks.sites import Site
-from .arena import BankRows
-from .extents import Block, Extent, bytes_of
-from .landings import LANDED, Landing
+from .arena import BankRows, RecordedBlock
 
 if TYPE_CHECKING:
     from ..probes.watches import Watch
@@ -43,11 +42,13 @@ class Ports:
     after them.
     """
 
-    def __init__(self, sites: Sequence[Site], columns: Columns | None = None) -> None:
-        """`columns`: the columns of rows that this rank holds; None: the residual bank, whose rows
-        every rank holds whole.
+    def __init__(
+        self, sites: Sequence[Site], width: int, dtype: str, columns: Columns | None = None
+    ) -> None:
+        """`width`: elements of a row on this rank. `dtype`: of the rows. `columns`: the columns of
+        rows that this rank holds; None: the residual bank, whose rows every rank holds whole.
         """
-        self.columns = columns
+        self.width, self.dtype, self.columns = width, dtype, columns
         self.count = 2 * len(sites)
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
 
@@ -63,18 +64,14 @@ class Ports:
 
 
 class RowSink(Protocol):
-    """Destination of rows that leave a recording before its request ends: see `streams`."""
+    """Destination of rows that leave a recording before its request ends: see `delivery`."""
 
     part: int  # bytes of rows that leave together, at least
-    begun: bool  # whether rows have left
+    begun: int  # the stream's number, once rows have left; else 0
 
-    def push(self, blocks: list[Block], landing: Landing) -> None: ...
+    def push(self, blocks: list[RecordedBlock], landing: Landing) -> None: ...
 
     def drop(self) -> None: ...
-
-    def seal(
-        self, recording: "Recording", blocks: list[Block], expected: set[int], stop: int
-    ) -> tuple[list[int], int, Any]: ...
 
 
 @dataclass
@@ -82,7 +79,7 @@ class Recording:
     """One capture of one request on this rank.
 
     The model's thread makes the blocks, and the forward fills them; a writer reads them once the
-    request has ended.
+    request has ended, see `files.ended`.
     """
 
     capture: StoredCapture
@@ -100,6 +97,8 @@ class Recording:
     stack: "Stack | None" = None
     prepared: Any = None  # see `FinishedCapture`
     columns: Columns | None = None  # of the rows; None: those of the residual bank
+    width: int = 0  # elements of a row on this rank
+    dtype: str = ""  # of the rows
     bank: str = RESIDUAL
     wants: bytes = b""  # bytes of `mask`: recordings with the same mask are planned together
     scattered: bool = False  # its positions need not follow one another
@@ -108,10 +107,12 @@ class Recording:
     # ones
     block: int = SPAN
     span: int = SPAN
-    landing: Landing = LANDED  # of all its rows, once the request has ended
-    _numbers: np.ndarray = field(init=False)  # ports, int64, ascending
-    _blocks: dict[int, Block] = field(default_factory=dict)  # by first position of the range
-    _error: Exception | None = None  # why rows cannot be recorded
+    landing: int = 0  # of all its rows, once the request has ended
+    _numbers: bytes = b""  # ports, as in `BlockPlace`
+    _blocks: dict[int, RecordedBlock] = field(
+        default_factory=dict
+    )  # by first position of the range
+    _error: str = ""  # why rows cannot be recorded
 
     def __post_init__(self) -> None:
         self.wants = self.mask.tobytes()
@@ -125,27 +126,26 @@ class Recording:
             return None
         mask = np.zeros(ports.count, dtype=bool)
         mask[list(by_site.values())] = True
-        return cls(capture, by_site, mask, prompt_tokens, columns=ports.columns, bank=capture.bank)
-
-    def width(self, hidden_size: int) -> int:
-        """Return the elements of a row on this rank, in a model of this hidden size."""
-        return hidden_size if self.columns is None else self.columns.size
-
-    def stored_width(self, hidden_size: int) -> int:
-        """Return the elements of a stored row, which has only the requested heads."""
-        if self.columns is None or not self.capture.heads:
-            return self.width(hidden_size)
-        return len(self.chosen) * self.columns.row.width
-
-    @property
-    def chosen(self) -> list[slice]:
-        """Return the columns that are stored."""
-        return [slice(None)] if self.columns is None else self.columns.chosen(self.capture.heads)
+        return cls(
+            capture,
+            by_site,
+            mask,
+            prompt_tokens,
+            columns=ports.columns,
+            width=ports.width,
+            dtype=ports.dtype,
+            bank=capture.bank,
+        )
 
     @property
-    def sites(self) -> dict[str, list[int]]:
-        """Return hook → ascending layers that this rank holds."""
-        return by_key(self.ports)
+    def port_list(self) -> list[Port]:
+        """Return its ports as messages have them."""
+        return [(hook, layer, port) for (hook, layer), port in self.ports.items()]
+
+    @property
+    def position_bytes(self) -> int:
+        """Return the bytes of its rows at one position."""
+        return len(self.ports) * self.width * ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -162,9 +162,9 @@ class Recording:
 
     # --- In a step
 
-    def block_of(self, position: int, memory: BankRows) -> Block | None:
+    def block_of(self, position: int, memory: BankRows) -> RecordedBlock | None:
         """Return the block in which the row of a captured position is recorded; None if there is
-        none, because it is beyond `end`, or because of an error, which `finish` then raises.
+        none, because it is beyond `end`, or because of an error, which the capture then has.
         """
         prompt = self.prompt_tokens
         begin, size, end = (
@@ -172,7 +172,7 @@ class Recording:
         )
         first = position - (position - begin) % size
         block = self._blocks.get(first)
-        if position >= end or self._error is not None:
+        if position >= end or self._error:
             return None
         if block is not None and not block.kept:
             return block
@@ -181,20 +181,20 @@ class Recording:
         try:
             span = range(first, min(first + size, end))
             chosen = self.capture.select(span.start, span.stop, prompt)
-            block = self._blocks[first] = Block(memory, self._numbers, chosen, span)
+            block = self._blocks[first] = RecordedBlock(memory, self._numbers, chosen, span)
         except Exception as error:
             logger.exception("captured rows have no place")
-            self._error = error.with_traceback(None)  # the frames would keep other rows' memory
+            self._error = str(error) or repr(error)
             self._blocks.clear()
             return None
         return block
 
     def keep(self, start: int, stop: int, landing: Landing) -> list[Extent]:
         """Return rows of positions in `[start, stop)`, which do not change any more. `landing`: of
-        the rows. Raises the error that there is no place for them.
+        the rows. Raises HostMemoryError if there is no place for them.
         """
-        if self._error is not None:
-            raise self._error
+        if self._error:
+            raise HostMemoryError(self._error)
         runs: list[Extent] = []
         for first, block in self._blocks.items():
             if first < stop and start < block.span.stop:
@@ -231,181 +231,33 @@ class Recording:
         for first in passed:
             del self._blocks[first]
 
-    # --- In a writer
-
-    def blocks(self) -> list[Block]:
-        """Return the blocks of the ended request, whose rows have landed. Raises the error that
-        there was no place for a row.
+    def ended(self, number: int, high: list[bool]) -> EndedCapture:
+        """Return what its request hands over at the end. `number`: of the capture in the request.
+        `high`: see `EndedCapture`.
         """
-        self.landing.wait()
-        if self._error is not None:
-            raise self._error
-        return list(self._blocks.values())
-
-    def fill(self, lacking: set[int]) -> tuple[list[Extent], int]:
-        """Return earlier rows of these positions, each once, and how many of them are reused."""
-        # rows of dropped positions are of rejected drafts, or of a preempted run
-        own, left = _among(self.earlier, lacking - self.dropped)
-        reused, _ = _among(self.reused, left | (lacking & self.dropped))
-        return [*own, *reused], sum(run.count for run in reused)
-
-    def finish(
-        self,
-        spec: RankSpec,
-        token_ids: list[int],
-        *,
-        rows: int | None = None,
-        watch: "Watch | None" = None,
-        hidden_size: int,
-        dtype: torch.dtype,
-        worker: str,
-        rank: int,
-        pp: int,
-        stages: int,
-        num_layers: int = 0,
-        caveats: Sequence[str] = (),
-        identity: str = "",
-        attention: Sequence[AttentionKind] = (),
-        routing: Sequence[RoutingKind] = (),
-    ) -> FinishedCapture:
-        """Return the capture to be stored for a request that ended with `token_ids` (prompt and
-        generated).
-
-        `rows`: number of tokens that have rows; None: all but the last one, which was never fed
-        back. `watch`: the scores that the capture's window needs. Raises RuntimeError when an
-        expected row is missing.
-        """
-        stop = len(token_ids) - 1 if rows is None else rows
-        expected = set[int]()
-        if stop >= spec.prompt_tokens:
-            chosen, window = self.capture.select(0, stop, spec.prompt_tokens), self.capture.window
-            expected = set(chosen)
-            if window is not None:
-                high = list[bool]()
-                if window.when is not None:
-                    assert watch is not None
-                    high = watch.high(window.when.probe, window.when.at_least)
-                expected = window.keep(chosen, token_ids, high)
-        stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
-        result: Any  # `_Rows`, or those of the stream
-        blocks = self.blocks()
-        if self.stream is not None and self.stream.begun:
-            positions, reused, result = self.stream.seal(self, blocks, expected, stop)
-        else:
-            positions, reused, result = self._in_memory(blocks, expected, stop, stored_as)
-        if missing := expected.difference(positions) - self.dropped:
-            raise RuntimeError(
-                f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of "
-                f"{len(expected)})"
-            )
-        return FinishedCapture(
-            spec=spec,
-            capture=self.capture,
-            sites=self.sites,
-            hidden_size=self.stored_width(hidden_size),
-            columns=self.columns,
-            dtype=str(stored_as).removeprefix("torch."),
-            positions=positions,
-            token_ids=[token_ids[position] for position in positions],
-            worker=worker,
-            rank=rank,
-            pp=pp,
-            stages=stages,
-            rows=result,
-            non_finite=dict(Counter(place[:2] for place in result.unsound(stored_as))),
-            unsound=min(result.unsound(dtype), key=lambda place: place[2], default=None),
-            reused=len(self.ports) * reused,
-            dropped=tuple(sorted((self.dropped & expected).difference(positions))),
-            num_layers=num_layers,
-            caveats=tuple(caveats),
-            identity=identity,
-            attention=tuple(attention),
-            routing=tuple(routing),
-            whole=result.blob,
-            prepared=self.prepared,
+        return EndedCapture(
+            number,
+            self.port_list,
+            self.width,
+            self.dtype,
+            self.landing,
+            self.columns,
+            [block.place for block in self._blocks.values()],
+            places_of(self.earlier),
+            places_of(self.reused),
+            sorted(self.dropped),
+            high,
+            0 if self.stream is None else self.stream.begun,
+            self._error,
         )
 
-    def _in_memory(
-        self, blocks: Sequence[Block], expected: set[int], stop: int, stored_as: torch.dtype
-    ) -> "tuple[list[int], int, _Rows]":
-        """Return the positions below `stop` with rows, how many of them were reused, and their
-        rows.
-        """
-        runs = [run for block in blocks for run in block.runs(0, stop)]
-        if self.capture.window is not None:
-            runs = [part for run in runs for part in run.among(sorted(expected & {*run.positions}))]
-        if self.dropped:  # earlier rows of these are of rejected drafts, or of a preempted run
-            runs = [
-                part
-                for run in runs
-                for part in run.among(sorted(set(run.positions) - self.dropped))
-            ]
-        held = {position for run in runs for position in run.positions}
-        if extra := held - expected:
-            raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
-        more, reused = self.fill(expected - held)
-        runs = sorted([*runs, *more], key=lambda run: run.first_position)
-        return (
-            [position for run in runs for position in run.positions],
-            reused,
-            _Rows(self.ports, runs, stored_as, self.chosen),
-        )
-
-
-def _among(runs: Sequence[Extent], positions: set[int]) -> tuple[list[Extent], set[int]]:
-    """Return the parts of runs at these positions, of the last run that has each, and the positions
-    that no run has.
-    """
-    found, left = list[Extent](), set(positions)  # a copy for each run would be quadratic
-    for run in reversed(runs):
-        here = sorted(left.intersection(run.positions))
-        left.difference_update(here)
-        found += run.among(here)
-    return found, left
+    @property
+    def held(self) -> list[Block]:
+        """Return all blocks with its rows."""
+        return [*self._blocks.values(), *(run.block for run in (*self.earlier, *self.reused))]
 
 
 @lru_cache(maxsize=256)
-def _numbers_of(wants: bytes) -> np.ndarray:
-    """Return the ports of a mask; recordings with the same ports share the array."""
-    return np.flatnonzero(np.frombuffer(wants, dtype=bool))
-
-
-class _Rows:
-    """Rows of an ended request in memory: a site's rows are buffers over its blocks, copied only
-    for another dtype or some of the columns.
-    """
-
-    def __init__(
-        self,
-        ports: dict[tuple[str, int], int],
-        runs: Sequence[Extent],
-        dtype: torch.dtype,
-        chosen: Sequence[slice],
-    ) -> None:
-        """`chosen`: the stored columns."""
-        self._dtype, self._chosen = dtype, list(chosen)
-        self._places = {site: number for number, site in enumerate(ports)}
-        order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
-        self._parts = [(run, np.searchsorted(run.block.ports, order).tolist()) for run in runs]
-
-    def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
-        """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
-        for run, ports in self._parts:
-            bad = run.unsound(dtype)
-            if bad is None:
-                continue
-            for (hook, layer), place in self._places.items():
-                for offset in np.flatnonzero(bad[ports[place]]):
-                    yield hook, layer, run.first_position + int(offset)
-
-    def blob(self, capture: FinishedCapture) -> None:
-        """Return None, because the rows are not in a file."""
-
-    def __call__(self, hook: str, layer: int) -> list[memoryview]:
-        place = self._places[hook, layer]
-        return [
-            bytes_of(
-                run.block.rows[ports[place], run.at : run.at + run.count], self._dtype, self._chosen
-            )
-            for run, ports in self._parts
-        ]
+def _numbers_of(wants: bytes) -> bytes:
+    """Return the ports of a mask as `BlockPlace` has them."""
+    return np.flatnonzero(np.frombuffer(wants, dtype=bool)).tobytes()

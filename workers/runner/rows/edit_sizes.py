@@ -9,22 +9,16 @@ A step is counted as a whole, for all requests at once: the model's thread does 
 steps, so its cost must not grow with the number of requests.
 """
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from ....schemas.base.edit_sizes import EditSizes
 from ..base.engine_step import StepView
+from ..files.edit_sizes import BINS, LOWEST, WIDTH, CountedSizes
 from ..hooks.sites import Site
 from .execution_check import Due
-
-#: Bins of an octave, and the octaves: from float32's rounding, below which an edit changes nothing
-#: of a row, to 2²⁴. The first bin has smaller sizes, the last larger ones.
-BINS, LOWEST, HIGHEST = 24, -24, 24
-WIDTH = 2 + BINS * (HIGHEST - LOWEST)
 
 
 class StepSizes(NamedTuple):
@@ -45,49 +39,13 @@ class RequestSizes:
         """`slot`: of the request in the table."""
         self._table, self.slot = table, slot
         self.too_large = ""  # the first edit that exceeded its limit, by position and site
-        # of each edited site, once the request is over: its number, its bins, and the largest size
-        self._places = np.zeros(0, dtype=np.int64)
-        self._counts = np.zeros((0, WIDTH), dtype=np.uint32)
-        self._largest = np.zeros(0, dtype=np.float32)
+        self.counted: CountedSizes | None = None  # once the request is over
 
     def close(self, stop: int) -> None:
         """Count what is left of the positions below `stop`, and leave the table."""
         if self.slot >= 0:
-            self._places, self._counts, self._largest = self._table.close(self, stop)
+            self.counted = self._table.close(self, stop)
             self.slot = -1
-
-    def report(self, request: int) -> list[EditSizes]:
-        """Return the report of each edited site, once closed. `request`: see `EditSizes`."""
-        totals = np.cumsum(self._counts, axis=1, dtype=np.int64)
-        rows = totals[:, -1] if len(totals) else np.zeros(0, dtype=np.int64)
-        halves = (rows + 1) // 2, rows // 2 + 1  # the ranks of the lower and of the upper median
-        bins = np.stack([(totals >= rank[:, None]).argmax(axis=1) for rank in halves])
-        middles = np.where(bins > 0, 2.0 ** (LOWEST + (bins - 0.5) / BINS), 0.0)
-        medians = np.where(bins == WIDTH - 1, self._largest, np.minimum(middles, self._largest))
-        sites = [self._table.sites[place] for place in self._places.tolist()]
-        return [
-            EditSizes(
-                request=request,
-                hook=site.hook,
-                layer=site.layer,
-                rows=count,
-                median=median,
-                largest=largest,
-            )
-            for site, count, median, largest in zip(
-                sites,
-                rows.tolist(),
-                medians.mean(axis=0).tolist(),
-                self._largest.tolist(),
-                strict=True,
-            )
-        ]
-
-    def checksum(self, crc: int) -> int:
-        """Continue a CRC32 with everything that was counted."""
-        for part in (self._places, self._counts, self._largest):
-            crc = zlib.crc32(part.tobytes(), crc)
-        return crc
 
 
 @dataclass(slots=True)
@@ -150,17 +108,20 @@ class SizeTable:
         self._steps.append(_Step(step.sites, step.values, slots, first_rows, rows, positions))
         return exceeded
 
-    def close(self, sizes: RequestSizes, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count a request's positions below `stop` and forget it; return the numbers of its edited
-        sites, `[sites]`, their bins, `[sites, WIDTH]`, and their largest sizes, `[sites]`.
-        """
+    def close(self, sizes: RequestSizes, stop: int) -> CountedSizes:
+        """Count a request's positions below `stop` and forget it; return what was counted."""
         slot = sizes.slot
         stops = np.full(len(self._requests), -1, dtype=np.int64)
         stops[slot] = stop
         self._count(stops)
         places = np.flatnonzero(self._rows[slot] >= 0)
         rows = self._rows[slot, places]
-        found = places, self._counts[rows], self._largest[rows]
+        found = CountedSizes(
+            [(self.sites[place].hook, self.sites[place].layer) for place in places.tolist()],
+            places.tobytes(),
+            self._counts[rows].tobytes(),
+            self._largest[rows].tobytes(),
+        )
         self._counts[rows], self._largest[rows] = 0, 0
         self._free += rows.tolist()
         self._rows[slot], self._stops[slot], self._requests[slot] = -1, 0, None

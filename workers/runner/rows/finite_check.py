@@ -19,16 +19,15 @@ import numpy as np
 import torch
 
 from ....kernels.plan import LARGEST_SIZE
-from ....schemas.prompts.selectors import FORWARD, select
+from ....schemas.prompts.selectors import select
 from ....schemas.requests.interventions import FAMILY
-from ....schemas.requests.specs import RankSpec, StoredSteering
+from ....schemas.requests.specs import RankSpec
+from ..base.attribution import entries_of
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_like
 from ..hooks.sites import Buffers, Site
 from .edit_sizes import StepSizes
 from .execution_check import Due, Miscount
-
-_ORDER: dict[str, int] = {hook: place for place, hook in enumerate(FORWARD)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,34 +258,6 @@ def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def all_finite(rows: torch.Tensor) -> bool:
     """Return whether CPU rows are finite, in one pass: the extrema are NaN if a value is."""
     return not rows.numel() or all(math.isfinite(float(item)) for item in torch.aminmax(rows))
-
-
-# --- Attribution
-
-
-def entries_of(spec: RankSpec) -> list[StoredSteering]:
-    """Return all steering entries of a request, global ones first."""
-    return [*spec.global_steering, *spec.steering]
-
-
-def precedes_edits(
-    spec: RankSpec, position: int, place: tuple[str, int] | None, *, after: bool
-) -> bool:
-    """Return whether no edit of the request could reach this row, so that the unedited model
-    computed it.
-
-    `place`: (hook, layer), whose row is taken before its edits or `after` them; None: after the
-    last layer.
-    """
-    entries = entries_of(spec)
-    if not entries or spec.first_affected < 0 or position < spec.first_affected:
-        return True
-    if position > spec.first_affected or place is None:
-        return False
-    hook, layer = place
-    lowest = min((number, _ORDER[entry.hook]) for entry in entries for number in entry.layers)
-    site = layer, _ORDER[hook]
-    return site < lowest or (site == lowest and not after)
 
 
 def reason(spec: RankSpec, result: NonFinite) -> str:

@@ -36,8 +36,9 @@ class Overload:
 
     @property
     def behind(self) -> bool:
-        """Return whether, with `block`, the writers freed nothing for `patience_s` while the backlog
-        exceeded the limit, and it still does: then captures fail, and the worker admits none.
+        """Return whether, with `block`, the writers freed nothing for `patience_s` while the
+        backlog exceeded the limit, and it still does: then captures fail, and the worker admits
+        none.
         """
         now, (freed, sent) = time.monotonic(), self._backlog.counts
         if sent - freed <= self._limit:

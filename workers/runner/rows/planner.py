@@ -20,6 +20,7 @@ from ....schemas.model.banks import RESIDUAL
 from ....schemas.prompts.selectors import select
 from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
 from ..edits.steering_tables import RowTable
+from ..files.extents import Extent
 from ..hooks.sites import Buffers, Site
 from ..probes.gates import Gates
 from ..probes.watches import ProbeError, Watch
@@ -28,7 +29,6 @@ from .buffers import Staging
 from .capture import Recording
 from .edit_sizes import RequestSizes
 from .execution_check import Due
-from .extents import Extent
 from .overload import Overload
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
 from .step_places import FEW, Places, Run, layout_of, runs_at_most
@@ -79,7 +79,10 @@ class Tracked:
                 int(slots.reached[self.slot]),
             )
 
-    def forget_sizes(self) -> None:
+    def forget(self) -> None:
+        """Drop what was recorded of it, because nobody will have it."""
+        for recording in self.recordings.values():
+            recording.forget()
         for sizes in self.sizes.values():
             sizes.close(0)
 

@@ -4,9 +4,9 @@
 
 from collections.abc import Sequence
 
+from ..files.extents import Extent
 from .arena import Arena
 from .capture import Recording
-from .extents import Extent
 
 
 class RowStore:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arena import BankRows
+from ..base.landings import Landing
+from ..files.extents import Extent
+from .arena import BankRows, RecordedBlock
 from .capture import Recording
-from .extents import Block, Extent
-from .landings import Landing
 
 #: Tokens of a request in a step, at most, that may go to two blocks: with drafts. Longer runs are
 #: cut where a block ends.
@@ -152,7 +152,7 @@ class Places:
         self._counts = np.array([run.count for run in runs])
         #: Recordings with a new block → the position after their last row that may not change.
         self.begun: dict[int, tuple[Recording, int]] = {}
-        self._blocks: list[list[Block]] = [[] for _ in runs]  # kept until the step is over
+        self._blocks: list[list[RecordedBlock]] = [[] for _ in runs]  # kept until the step is over
         few = [run for run in runs if run.count <= FEW]
         most = 2 + max(
             (-(-run.count // min(run.recording.block, run.recording.span)) for run in few),
@@ -191,7 +191,7 @@ class Places:
     def _find(self, run: int, first: int, stop: int) -> None:
         """Find the blocks of a run's positions `first … stop`."""
         recording, before = self._recordings[run], self._blocks[run]
-        blocks, at = list[Block](), first
+        blocks, at = list[RecordedBlock](), first
         self._stops[:, run] = sys.maxsize
         while at < stop:
             block = recording.block_of(at, self._memory)
@@ -200,9 +200,9 @@ class Places:
                 return
             number, slot = len(blocks), block.slot(at) - at
             self._stops[number, run] = block.span.stop
-            self._rows[number, run] = block.lent.row + slot
+            self._rows[number, run] = block.row + slot
             self._strides[number, run] = block.num_positions
-            self._marks[number, run] = block.lent.mark + slot
+            self._marks[number, run] = block.place.mark + slot
             blocks.append(block)
             at = block.span.stop
         self._blocks[run], self._known[run] = blocks, at

@@ -1,5 +1,5 @@
-"""Composition of steps: which waiting requests a step does not take. Of waiting sweep cells it takes
-whole prompts, with as few different layers as fill a step.
+"""Composition of steps: which waiting requests a step does not take. Of waiting sweep cells it
+takes whole prompts, with as few different layers as fill a step.
 
 Runs in the scheduler. The worker sends about twice as many cells as one step takes, so that the
 cells of the next step have arrived when a step ends, and no step runs with only one cell.

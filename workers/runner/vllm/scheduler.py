@@ -114,9 +114,7 @@ class _Midstream:
         config, model = plane_config(), vllm_config.model_config
         hidden, item = model.get_hidden_size(), model.dtype.itemsize
         block = manager.block_pool.hash_block_size
-        self._midstream_rows = RowIndex(
-            config.row_store_mib << 20, hidden * item, block, item
-        )
+        self._midstream_rows = RowIndex(config.row_store_mib << 20, hidden * item, block, item)
         stages = stage_layers(
             model.get_total_num_hidden_layers(),
             vllm_config.parallel_config.pipeline_parallel_size,

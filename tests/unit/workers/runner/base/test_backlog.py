@@ -1,4 +1,4 @@
-"""What a rank's writers have not finished is seen by other processes, and begins at 0 with the rank."""
+"""What a rank's writers have not finished is seen by others, and begins at 0 with the rank."""
 
 import subprocess
 import sys
@@ -7,20 +7,25 @@ from pathlib import Path
 import pytest
 from rank_kit import plane_config
 
-from midstream.workers.runner.base.backlog import Backlog
+from midstream.workers.runner.base.backlog import FAR, NEAR, Backlog
 
 
 def test_others_see_a_ranks_backlog_which_begins_at_zero_at_each_start(tmp_path: Path) -> None:
     sizes = dict.fromkeys(["steering_rows", "steering_entries", "step_tokens"], 1)
     first, second = (plane_config(tmp_path, boot=boot, **sizes) for boot in ("b1", "b2"))
-    Path(first.outbox_dir).mkdir(parents=True, exist_ok=True)
     assert Backlog.of(first, 0).size == 0, "of another machine"
     own = Backlog.begin(first, 0)
     seen, other = Backlog.of(first, 0), Backlog.begin(first, 1)
     own.send(5 << 32)
     own.send(7)
     own.free(1 << 32)
-    assert [*seen.counts] == [1 << 32, (5 << 32) + 7]
+    assert seen.counts == (1 << 32, (5 << 32) + 7)
+    near, far = Backlog(own.shared, NEAR), Backlog.of(first, 0, frees=True)
+    near.send(9)
+    near.free(9)
+    far.free(2)
+    assert seen.counts == ((1 << 32) + 11, (5 << 32) + 16)
+    far.shared[FAR] -= 2
     assert (seen.size, other.size) == ((4 << 32) + 7, 0)
     with pytest.raises(TypeError):
         seen.free(1)

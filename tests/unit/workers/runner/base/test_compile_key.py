@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.workers.runner.base.config import traced_code
+from midstream.workers.runner.base.compile_key import traced_code
 
 
 @pytest.mark.parametrize("changed", ["ops.py", "plan.py", "sites.py"])

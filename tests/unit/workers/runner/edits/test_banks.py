@@ -137,7 +137,7 @@ def test_each_rank_stores_its_part_of_the_chosen_heads(
         first.stop == second.start for first, second in pairwise(part for part in stored if part)
     )
     capture = StoredCapture(sites={"z": [0]}, positions="all", tag="t", row=SHAPE, heads=heads)
-    recorded = [Recording.of(capture, Ports(SITES, columns), 1) for columns in RANKS]
+    recorded = [Recording.of(capture, Ports(SITES, 5, "float32", columns), 1) for columns in RANKS]
     assert [each is not None for each in recorded] == [bool(part) for part in chosen]
 
 
@@ -152,7 +152,12 @@ def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
         bank = Bank.__new__(Bank)
         bank.columns, bank.ports = (
             columns,
-            Ports([Site("post_block", 0, "single")] if columns is None else sites, columns),
+            Ports(
+                [Site("post_block", 0, "single")] if columns is None else sites,
+                5,
+                "float32",
+                columns,
+            ),
         )
         return bank.recording(capture, 1, first) is not None
 

@@ -31,9 +31,9 @@ from midstream.schemas.readings.lens import StoredLens
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.workers.runner.base.engine_step import NewRequest
-from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.packed_spec import unpack
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
+from midstream.workers.runner.base.shared_memory import HostMemoryError
 from midstream.workers.runner.plane.requests import WrongAdapterError
 from midstream.workers.runner.rows import finite_check
 from midstream.workers.runner.rows.arena import BankRows
@@ -127,10 +127,10 @@ def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_
     rig = Rig(tmp_path, capture_overload="drop")
     request = capturing(1)
     rig.step((request, 0, 4), new=[request])
-    rig.plane._writer.backlog.send(2 << 20)  # the writers are behind by more than the queue holds
+    rig.writer.backlog.send(2 << 20)  # the writers are behind by more than the queue holds
     rig.step((request, 4, 2))
     rig.step((request, 6, 1))
-    rig.plane._writer.backlog.free(2 << 20)
+    rig.writer.backlog.free(2 << 20)
     receipt = rig.ended(request)  # field case 19
     assert receipt.status == "partial"
     assert [file.dropped for file in receipt.files] == [[4, 5, 6]]
@@ -142,7 +142,7 @@ def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_
 def test_where_rows_cannot_be_spilled_the_request_fails_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "spill").write_text("a file where a folder is needed")
     rig = Rig(tmp_path, capture_overload="spill")
-    rig.plane._writer.backlog.send(2 << 20)
+    rig.writer.backlog.send(2 << 20)
     request, beside = capturing(1), steered(2)
     rig.step((request, 0, 6), (beside, 0, 6), new=[request, beside])
     rig.step(finished=[request, beside])
@@ -291,7 +291,7 @@ def test_writers_give_way_where_the_model_uses_all_cores(
     before = {thread.native_id for thread in threading.enumerate()}
     rig = Rig(tmp_path)
     begun = threading.Event()
-    rig.plane._writer.stream(begun.set, 0)  # a writer begins before it writes
+    rig.writer.stream(begun.set, 0)  # a writer begins before it writes
     assert begun.wait(10)
     found = {
         thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
@@ -304,7 +304,7 @@ def test_writers_give_way_where_the_model_uses_all_cores(
 
 def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Any] = []
-    monkeypatch.setattr(rig.plane._writer, "submit", jobs.append)
+    monkeypatch.setattr(rig.writer, "submit", jobs.append)
     request = capturing(1, consumers=[READER], reading=StoredLens(top_k=1))
     request.tracked.spec = msgspec.structs.replace(request.tracked.spec, tenant="a")
     rig.step((request, 0, 6), new=[request])
@@ -452,8 +452,9 @@ def test_rows_stay_where_they_are_recorded(rig: Rig, monkeypatch: pytest.MonkeyP
     assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
     # of the first request two blocks of its prompt, and one of generated tokens; of the second, to
     # which a block of the first is lent, one of each
+    row = HIDDEN * 4
     assert [each.args for each in taken.call_args_list] == [
-        (2, positions) for positions in (4, 2, SPAN, 2, SPAN)
+        ((2 * positions + -(-positions // row)) * row,) for positions in (4, 2, SPAN, 2, SPAN)
     ]
     assert (rig.reader(second).array(1)[:4] == stream_of(1, "post_block", 1, 0, 4)).all()
 
@@ -461,11 +462,12 @@ def test_rows_stay_where_they_are_recorded(rig: Rig, monkeypatch: pytest.MonkeyP
 def test_writers_wait_for_rows_that_have_not_landed_and_steps_do_not(rig: Rig) -> None:
     """As on an accelerator, whose copy is stuck for longer than the steps take."""
     go = threading.Event()
-    rig.plane._arena.landing = SimpleNamespace(wait=lambda: go.wait(30), done=go.is_set)
+    rig.plane._arena.landing = SimpleNamespace(number=1, done=go.is_set)
     for number in (1, 2):
         run(rig, capturing(number))
-    assert rig.plane._writer.busy()
+    assert rig.writer.busy()
     go.set()
+    rig.plane._arena.memory.landed[0] = 1
     assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
     for number in (1, 2):
         rows = stream_of(number, "post_block", 1, 0, 7)
@@ -514,7 +516,7 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Act
     rows.append(rig.left("post_block", 1)[:1])
     for each in rig.plane._tracked.values():
         for recording in each.recordings.values():
-            (block,) = recording.blocks()
+            (block,) = recording.held
             assert block.span.start == 6, "rows of complete blocks are held only to be scored"
     rig.step((other, 7, 1), finished=[request])
     receipt = next(each for each in rig.receipts() if each.job == "j1")

@@ -20,17 +20,19 @@ import pytest
 import torch
 from rank_kit import HIDDEN, Rank, Request, assert_whole, capture, rows_of, stream_of, wanted_rows
 
+from midstream.schemas.base.dtypes import widened
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.workers.runner.base import row_index
 from midstream.workers.runner.base.backlog import Backlog
-from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.process import begin_helper, threads_elsewhere
 from midstream.workers.runner.base.row_index import PIECES, RequestCaptures, RowIndex
+from midstream.workers.runner.base.shared_memory import VOID, HostMemoryError
+from midstream.workers.runner.files.extents import Extent, bytes_of
+from midstream.workers.runner.files.recorded import Recorded
 from midstream.workers.runner.rows import overload
-from midstream.workers.runner.rows.arena import VOID, Arena, BankRows
-from midstream.workers.runner.rows.extents import Extent, bytes_of
+from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.row_store import RowStore
 
@@ -89,19 +91,34 @@ def test_rows_of_an_ended_request_are_read_once_they_have_landed() -> None:
     rank = Rank()
     request = rank.admit(request_of(prompt=1, total=2))
     rank.step((request, 0, 1))
-    (block,) = request.tracked.recordings[0].blocks()
-    request.tracked.recordings[0].landing = SimpleNamespace(wait=lambda: block.rows.fill_(3))
-    assert (rows_of(rank.finish(request), "post_block", 1) == 3).all()
+    recording, found = request.tracked.recordings[0], list[np.ndarray]()
+    (block,), recording.landing = recording.held, 7
+    writer = threading.Thread(
+        target=lambda: found.append(rows_of(rank.finish(request), "post_block", 1))
+    )
+    writer.start()
+    for number in (6, 7):
+        assert not found
+        block.rows[:] = number
+        rank.arena.memory.landed[0] = number
+        time.sleep(0.02)
+    writer.join()
+    assert (found[0] == 7).all()
+
+
+def block_of(arena: Arena, ports: int, positions: int, *kind: Any) -> RecordedBlock:
+    memory = BankRows(arena, *(kind or (4, torch.float32)))
+    return RecordedBlock(memory, np.arange(ports).tobytes(), range(positions), range(positions))
 
 
 @pytest.mark.parametrize(
     "take",
     [
-        lambda arena: arena.take(64, 1)[1][3:5].view(torch.int8),
-        lambda arena: arena.take(64, 1)[1].numpy()[7:],
-        lambda arena: bytes_of(arena.take(64, 1)[1].view(4, 16), torch.uint8),
-        lambda arena: BankRows(arena, 4, torch.float32).take(2, 2).rows[1, 1:],
-        lambda arena: BankRows(arena, 4, torch.float32).take(2, 2).marks,
+        lambda arena: arena.take(64, 1)[1][3:5].view(np.int8)[1:],
+        lambda arena: torch.from_numpy(arena.take(64, 1)[1])[7:],
+        lambda arena: bytes_of(arena.take(64, 1)[1].view("<f4").reshape(2, 8), *["float32"] * 2),
+        lambda arena: block_of(arena, 2, 2),
+        lambda arena: Extent(block_of(arena, 2, 2), 0, 0, 1),
     ],
 )
 def test_memory_is_not_lent_again_while_a_view_of_it_is_left(take: Any) -> None:
@@ -115,10 +132,10 @@ def test_memory_is_not_lent_again_while_a_view_of_it_is_left(take: Any) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_lent_ranges_never_overlap_and_are_the_first_that_fit(seed: int) -> None:
     rng, end = np.random.default_rng(seed), VOID + (1 << 16)
-    arena, lent = Arena(0, room=end - VOID), dict[int, torch.Tensor]()
+    arena, lent = Arena(0, room=end - VOID), dict[int, np.ndarray]()
     for turn in range(500):
         if lent and rng.random() < 0.45:
-            assert len(lent.pop(sorted(lent)[rng.integers(len(lent))]).unique()) == 1
+            assert len(np.unique(lent.pop(sorted(lent)[rng.integers(len(lent))]))) == 1
             continue
         size, align = int(rng.integers(1, 9000)), int(rng.choice([1, 20, 768, 4096]))
         stops = [VOID, *(start + len(lent[start]) for start in sorted(lent))]
@@ -132,7 +149,8 @@ def test_lent_ranges_never_overlap_and_are_the_first_that_fit(seed: int) -> None
                 arena.take(size, align)
             continue
         first, lent[fitting[0]] = arena.take(size, align)
-        assert (first, len(lent[first].fill_(1 + turn % 255))) == (fitting[0], size)
+        lent[first][:] = 1 + turn % 255
+        assert (first, len(lent[first])) == (fitting[0], size)
         assert arena.used == sum(map(len, lent.values()))
     lent.clear()
     assert arena.take(end - VOID, 1)[0] == VOID, "all of it is one range again"
@@ -140,15 +158,15 @@ def test_lent_ranges_never_overlap_and_are_the_first_that_fit(seed: int) -> None
 
 def test_banks_of_any_width_share_the_memory() -> None:
     arena = Arena(1 << 24)
-    arena.take(4096, 1)[1].fill_(9)
+    arena.take(4096, 1)[1].fill(9)
     kinds = (5, torch.float32), (3, torch.bfloat16), (7, torch.float16)
-    lent = [(bank := BankRows(arena, *kind), bank.take(2, 3)) for kind in kinds]
-    for number, (bank, each) in enumerate(lent):
-        assert each.marks.tolist() == [0, 0, 0], "whatever was there before"
-        bank.all[each.row : each.row + 6] = number
-        arena.bytes[each.mark : each.mark + 3] = number
-    for number, (_, each) in enumerate(lent):
-        assert {*each.rows.flatten().tolist(), *each.marks.tolist()} == {number}
+    blocks = [block_of(arena, 2, 3, *kind) for kind in kinds]
+    for number, block in enumerate(blocks):
+        assert not block.num_held, "whatever was there before"
+        block.all[block.row : block.row + 6] = number
+        arena.bytes[block.place.mark :][:3] = number
+    for number, block in enumerate(blocks):
+        assert {*widened(block.rows, block.dtype).flat, *block._marks.tolist()} == {number}
 
 
 def resident(arena: Arena, start: int, stop: int) -> np.ndarray:
@@ -162,7 +180,8 @@ def resident(arena: Arena, start: int, stop: int) -> np.ndarray:
 def test_unused_memory_beyond_the_limit_is_given_back() -> None:
     arena = Arena(VOID + 8 * PAGE)
     sizes = 8 * PAGE, 4 * PAGE + 100, 3 * PAGE
-    kept, beyond, other = [arena.take(size, 1)[1].fill_(7) for size in sizes]
+    kept, beyond, other = [arena.take(size, 1)[1] for size in sizes]
+    arena.bytes[VOID : VOID + sum(sizes)] = 7
     assert resident(arena, VOID, VOID + 15 * PAGE).all()
     del kept, beyond
     assert resident(arena, VOID, VOID + 8 * PAGE).all()
@@ -182,7 +201,7 @@ def test_pages_are_locked_once_and_come_first_and_stay(monkeypatch: pytest.Monke
     arena = Arena(0, locked=(3 << 20) + 1, room=1 << 20)
     first, second = arena.take(2 << 20, 1), arena.take(1 << 20, 1)
     assert (first[0], second[0], arena.locked) == (VOID, arena.locked, (3 << 20) + PAGE)
-    second[1].fill_(7)
+    second[1][:] = 7
     del first, second
     assert resident(arena, 0, arena.locked).all()
     assert not resident(arena, arena.locked, arena.locked + (1 << 20)).any()
@@ -259,7 +278,7 @@ def test_a_long_capture_keeps_nothing_of_others_alive() -> None:
     del other
     rank.planner.forget_step()
     rank.arena.take(1, 1)
-    blocks = [block.num_positions for block in long.tracked.recordings[0].blocks()]
+    blocks = [block.num_positions for block in long.tracked.recordings[0].held]
     assert rank.arena.used == 1 + taken(1, *blocks)
     assert_whole(rank, long)
 
@@ -277,7 +296,7 @@ def test_a_request_holds_its_rows_and_at_most_a_block_more(total: int, end: int)
     rank.step((request, 0, 6))
     for at in range(6, end):
         rank.step((request, at, 1))
-    sizes = [block.num_positions for block in recording.blocks()]
+    sizes = [block.num_positions for block in recording.held]
     assert sizes == ([6, 3] if total == 8 else [6, 16, 16, 16, 16])
     assert rank.arena.used == taken(2, *sizes)
     before = rank.arena.bytes[VOID : VOID + (1 << 16)].copy()
@@ -292,7 +311,7 @@ def test_a_request_holds_its_rows_and_at_most_a_block_more(total: int, end: int)
 # --- Captures without a place
 
 
-def without(arena: Arena, left: int) -> torch.Tensor:
+def without(arena: Arena, left: int) -> np.ndarray:
     """Take all memory, except for so many bytes at its end."""
     free = arena._parts[1]
     return arena.take(free.stop - free._starts[-1] - left, 1)[1]
@@ -318,7 +337,7 @@ def test_a_capture_without_a_place_fails_alone(
     rank.step((after, 0, 6))
     for whole in (early, after):
         assert_whole(rank, whole)
-    with pytest.raises(OSError if disk else HostMemoryError, match=r"disk is full|no room for"):
+    with pytest.raises(RuntimeError, match="disk is full" if disk else "no room for"):
         rank.finish(late)
     free, spilled = rank.arena._disk, disk * taken(2, 6)
     assert (late.tracked.recordings[0].nbytes, rank.arena.spilled) == (0, spilled)
@@ -335,7 +354,7 @@ def test_a_capture_without_a_place_takes_no_rows_from_one_that_names_them_too(
     request = rank.admit(Request(1, 6, 7, captures))
     _rest = without(rank.arena, taken(1, 6) + ROW_BYTES)
     rank.step((request, 0, 6))
-    with pytest.raises(HostMemoryError, match="no room for"):
+    with pytest.raises(RuntimeError, match="no room for"):
         rank.finish(request, failing)
     assert_whole(rank, request, 1 - failing)
 
@@ -408,9 +427,9 @@ def test_spilled_rows_take_no_memory_and_come_back_whole(tmp_path: Path) -> None
     # the file has no name: nothing is left when the process ends
     assert os.listdir(tmp_path / "spill") == []
     lent = rank.arena.take(64 * PAGE, 1, spill=True)
-    assert os.fstat(rank.arena._descriptor).st_blocks * 512 >= 64 * PAGE, "it can be written to"
+    assert os.fstat(rank.arena.descriptors[1]).st_blocks * 512 >= 64 * PAGE, "it can be written to"
     del lent
-    assert os.fstat(rank.arena._descriptor).st_blocks * 512 < 8 * PAGE
+    assert os.fstat(rank.arena.descriptors[1]).st_blocks * 512 < 8 * PAGE
 
 
 # --- Rows that the prefix cache serves
@@ -593,11 +612,10 @@ def test_evicted_rows_are_a_typed_error() -> None:
 
 def test_a_long_prompts_reused_rows_are_found_in_linear_time() -> None:
     """A writer thread that tenants share does this; a copy of the rest for each block took 4 s."""
-    rank, blocks = Rank(), range(0, 1 << 17, 16)
-    recording = rank.admit(Request(0, 6, 8, [capture("all_prompt")])).tracked.recordings[0]
-    recording.reused = [Extent(None, 0, at, 16) for at in blocks]
+    blocks, recorded = range(0, 1 << 17, 16), Recorded(np.zeros(0), [], [], [], set(), set())
+    recorded._reused = [Extent(None, 0, at, 16) for at in blocks]  # type: ignore[arg-type]
     began = time.process_time()
-    assert len(recording.fill(set(range(1 << 17)))[0]) == len(blocks)
+    assert len(recorded.fill(set(range(1 << 17)))[0]) == len(blocks)
     assert time.process_time() - began < 1.5
 
 

@@ -332,7 +332,7 @@ def test_the_median_is_within_its_bound_and_the_largest_exact() -> None:
         for number, value in enumerate(values):
             add(sizes, number, 2, step([value]))
         sizes.close(len(values))
-        (found,) = sizes.report(0)
+        (found,) = sizes.counted.report(0)
         assert (found.hook, found.layer, found.rows) == ("post_block", 2, 1001)
         assert found.largest == values.max()
         assert math.isclose(found.median, np.median(values), rel_tol=0.015), (found, scale)
@@ -346,7 +346,7 @@ def test_two_middle_sizes_and_those_beyond_the_bins(values: list[float], median:
     sizes = one()
     add(sizes, 0, 0, step(values))
     sizes.close(len(values))
-    assert sizes.report(0)[0].median == pytest.approx(median, rel=0.015)
+    assert sizes.counted.report(0)[0].median == pytest.approx(median, rel=0.015)
 
 
 @pytest.mark.parametrize("wait", [0, 16])
@@ -361,7 +361,7 @@ def test_rejected_drafts_and_positions_computed_again_do_not_count(wait: int) ->
         add(sizes, 6 + number, 1, step([0.5]))
     sizes.close(6 + wait)
     assert not sizes.too_large
-    first, second = sizes.report(0)
+    first, second = sizes.counted.report(0)
     # position 4 counts as it was computed last, as its first computation was dropped
     assert (first.layer, first.rows, first.largest) == (1, 6 + wait, 7.0)
     assert (second.layer, second.rows, second.largest) == (2, 1, 5.0)
@@ -371,7 +371,7 @@ def test_rows_after_the_end_do_not_count() -> None:
     sizes = one()
     add(sizes, 0, 0, step([1, 2, 9]))
     sizes.close(2)
-    assert sizes.report(0)[0].largest == 2.0
+    assert sizes.counted.report(0)[0].largest == 2.0
 
 
 def test_the_first_edit_beyond_its_limit_is_found_by_position_once_it_counts() -> None:
@@ -385,7 +385,7 @@ def test_the_first_edit_beyond_its_limit_is_found_by_position_once_it_counts() -
     add(rejected, 1, 0, step([1]))
     rejected.close(2)
     assert not rejected.too_large
-    assert rejected.report(0)[0].largest == 1.0
+    assert rejected.counted.report(0)[0].largest == 1.0
 
 
 def test_equal_sizes_have_equal_checksums_however_they_are_computed() -> None:
@@ -396,7 +396,7 @@ def test_equal_sizes_have_equal_checksums_however_they_are_computed() -> None:
         add(other, number, 0, step([number + 1.5]))
     for sizes in (whole, parts, other):
         sizes.close(3)
-    assert whole.checksum(0) == parts.checksum(0) != other.checksum(0)
+    assert whole.counted.checksum(0) == parts.counted.checksum(0) != other.counted.checksum(0)
 
 
 def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
@@ -437,8 +437,8 @@ def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
             together, alone, position = live.pop(int(draws.integers(len(live))))
             for sizes in (together, alone):
                 sizes.close(position)
-            assert together.report(0) == alone.report(0)
-            assert together.checksum(0) == alone.checksum(0)
+            assert together.counted.report(0) == alone.counted.report(0)
+            assert together.counted.checksum(0) == alone.counted.checksum(0)
             ended += 1
     assert ended > 50
     assert len(table._largest) < 2 * 8 * len(SITES), "rows are used again"

@@ -12,13 +12,13 @@ import torch
 from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
+from midstream.workers.runner.base.landings import LANDED, Landing
 from midstream.workers.runner.edits.steering_tables import VectorStore
+from midstream.workers.runner.files.extents import Extent
 from midstream.workers.runner.plane import probe_scores
 from midstream.workers.runner.plane.probe_scores import _CHUNK, Scorer
-from midstream.workers.runner.rows.arena import Arena, BankRows
+from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
 from midstream.workers.runner.rows.capture import Recording
-from midstream.workers.runner.rows.extents import Block, Extent
-from midstream.workers.runner.rows.landings import LANDED, Landing
 
 HIDDEN, LAYERS = 16, 3
 rng = np.random.default_rng(0)
@@ -49,6 +49,10 @@ class Weights:
         )
 
 
+def rows_at(extent: Extent, port: int) -> np.ndarray:
+    return extent.rows(extent.block.ports.tolist().index(port))
+
+
 def recorded(
     recording: Recording, first: int, count: int, memory: BankRows, landing: Landing = LANDED
 ) -> Iterator[tuple[Recording, Extent]]:
@@ -57,7 +61,9 @@ def recorded(
         block = recording.block_of(first, memory)
         part = min(count, block.span.stop - first)
         extent = Extent(block, block.slot(first), first, part, landing)
-        extent.rows(block.ports).normal_()
+        block.rows[:, extent.at : extent.at + part] = rng.normal(
+            size=(len(block.ports), part, HIDDEN)
+        )
         yield recording, extent
         first, count = first + part, count - part
 
@@ -75,8 +81,8 @@ def test_scores_of_a_step_equal_numpy() -> None:
     sets = [first, first[1:2]]
     scorer = Scorer(vectors, HIDDEN, waits=True)
     memory = BankRows(Arena(0), HIDDEN, torch.float32)
-    kept = Block(memory, np.arange(2 * LAYERS), range(5), range(5))
-    kept.rows.normal_()
+    kept = RecordedBlock(memory, np.arange(2 * LAYERS).tobytes(), range(5), range(5))
+    kept.rows[:] = rng.normal(size=kept.rows.shape)
     counts, recordings, watches, items, wanted = [1, 4, 1, 1, 3, 1], [], [], [], []
     for number, count in enumerate(counts):
         probes = [each.probe for each in sets[number % 2]]
@@ -94,7 +100,9 @@ def test_scores_of_a_step_equal_numpy() -> None:
         )
         runs = [*served, *(extent for _, extent in taken)]
         scores = [
-            torch.cat([run.rows(np.array([2 * each.layer]))[0] for run in runs]).numpy()
+            np.concatenate(
+                [run.rows(run.block.ports.tolist().index(2 * each.layer)) for run in runs]
+            )
             @ each.weight.T
             + each.bias
             for each in sets[number % 2]
@@ -142,7 +150,7 @@ class Steps:
         for request, first, count in windows:
             recording = self.recordings[request]
             items += (taken := [*recorded(recording, first, count, self._memory, landing)])
-            rows = torch.cat([extent.rows(extent.block.ports)[0] for _, extent in taken]).numpy()
+            rows = np.concatenate([extent.rows(0) for _, extent in taken])
             self.rows[request] |= zip(range(first, first + count), rows, strict=True)
         self.scorer.take(items, [])
         for request, first, count in windows:

@@ -26,7 +26,9 @@ from midstream.schemas.prompts.windows import Around, HeadAndTail, When
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.file_store import FileDraft, FileStore, FileWriter
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
-from midstream.workers.runner.rows import streams
+from midstream.workers.runner.files import streams
+from midstream.workers.runner.files.streams import Stream
+from midstream.workers.runner.rows.capture import SPAN
 
 WIDE = {hook: [0, 1] for hook in HOOKS}
 ROWS = 12 * HIDDEN * 4  # bytes of a position of those
@@ -110,11 +112,15 @@ def request_recording(rig: Rig, request: Request) -> Any:
     return rig.plane._tracked[str(request.number)].recordings[0]
 
 
+def written(rig: Rig, request: Request) -> Stream:
+    return rig.desk._streams[request_recording(rig, request).stream.begun]
+
+
 def wait_for(rig: Rig) -> None:
     """Until the writers have nothing to do."""
     for _ in range(2):  # the thread lets go of a part after it has written it
         done = threading.Event()
-        rig.plane._writer.stream(done.set, 0)
+        rig.writer.stream(done.set, 0)
         assert done.wait(60)
 
 
@@ -195,7 +201,7 @@ def test_a_full_disk_fails_the_capture_and_nothing_else(
         broken.setattr(FileDraft, "write", full)
         run(rig, request)
         wait_for(rig)
-        assert request_recording(rig, request).stream._draft is None, "its blocks are free at once"
+        assert written(rig, request)._draft is None, "its blocks are free at once"
     rig.step((beside, 0, 20), new=[beside])
     for at in range(20, 23):
         rig.step((beside, at, 1))
@@ -211,7 +217,7 @@ def test_a_cancelled_capture_leaves_nothing_on_the_disk(rig: Rig) -> None:
     request = long()
     run(rig, request)
     wait_for(rig)
-    stream = request_recording(rig, request).stream
+    stream = written(rig, request)
     held = FileStore(rig.directory / "captures").used()
     rig.plane.end("j1.0.1", -1)
     rig.step(aborted=[request])
@@ -260,7 +266,7 @@ def test_a_failed_commit_is_tried_again_with_a_copy(
         run(rig, request)
     held, go = threading.Event(), threading.Event()
     # both are then written as one group
-    rig.plane._writer.stream(lambda: (held.set(), go.wait(60)), 0)  # type: ignore[arg-type]
+    rig.writer.stream(lambda: (held.set(), go.wait(60)), 0)  # type: ignore[arg-type]
     held.wait(60)
     rig.step(finished=two)
     go.set()
@@ -292,7 +298,7 @@ def test_a_capture_within_the_window_does_not_stream(rig: Rig) -> None:
         None,
     ]
     wait_for(rig)
-    assert request_recording(rig, unbounded).blocks()
+    assert request_recording(rig, unbounded).held
 
 
 def test_a_long_capture_goes_to_a_bucket_from_a_scratch_file(
@@ -452,4 +458,4 @@ def test_surroundings_that_overlap_are_joined_before_they_are_listed() -> None:
 
 
 def test_blocks_are_smaller_than_the_slack() -> None:
-    assert Span(last=1).held > streams.SPAN * 3
+    assert Span(last=1).held > SPAN * 3

@@ -1,14 +1,20 @@
 """Landings: the arrival of captured rows in the arena, to which an accelerator may still be copying
 them.
+
+Landings are numbered; the copy stream writes the number of each into the shared memory after its
+rows, so that another process can wait for it.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Landing(Protocol):
     """Arrival of rows; methods may be called from any thread."""
+
+    number: int  # see `SharedMemory.wait`
 
     def wait(self) -> None: ...
 
@@ -17,6 +23,8 @@ class Landing(Protocol):
 
 class Landed:
     """Rows that have arrived already."""
+
+    number = 0
 
     def wait(self) -> None:
         return
@@ -33,8 +41,8 @@ class OnStream:
     occurred.
     """
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, event: "torch.cuda.Event", number: int) -> None:
+        self._event, self.number = event, number
 
     def wait(self) -> None:
         self._event.synchronize()

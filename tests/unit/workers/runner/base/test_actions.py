@@ -5,7 +5,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from midstream.workers.runner.edits.actions import KINDS, ActionLedger, Kind, splitmix64
+from midstream.workers.runner.base.actions import KINDS, ActionLedger, Kind, splitmix64
 
 #: One of each kind: (step, kind, *what is folded).
 ONE_OF_EACH: list[tuple[Any, ...]] = [

@@ -1,0 +1,115 @@
+"""The process that writes a rank's files: it writes what a thread of the rank would, and neither
+survives the other.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from plane_kit import Rig, capturing, run
+from rank_kit import stream_of
+
+from midstream.workers.runner.plane import data_plane
+from midstream.workers.runner.rows import connect
+
+
+def process_of(rig: Rig) -> subprocess.Popen[bytes]:
+    process: subprocess.Popen[bytes] = rig.plane._delivery._far._process  # type: ignore[attr-defined]
+    return process
+
+
+@pytest.mark.slow("a rank that closes waits for a relay")
+@pytest.mark.parametrize("options", [{}, {"capture_overload": "spill", "capture_window_mib": 0}])
+def test_another_process_writes_the_rows_where_they_are(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Those that are spilled, and those that leave while their request runs, too."""
+    rig, two = Rig(tmp_path, connect=connect.connected, **options), (capturing(1), capturing(2))
+    rig.plane._delivery.backlog.send((2 << 20) * bool(options))
+    for request in two:
+        request.max_tokens = 4
+    run(rig, *two)
+    modules = Path(f"/proc/{process_of(rig).pid}/maps").read_text()
+    assert "midstream-rows" in modules
+    assert "torch" not in modules, "it begins in a moment, and takes little memory"
+    assert rig.plane.status()["outbox"] <= 2
+    assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
+    assert process_of(rig).returncode == 0
+    assert bool(rig.plane._arena.spilled) == bool(options)
+    for request in two:
+        rows = stream_of(request.number, "post_block", 1, 0, 7)
+        assert (rig.reader(request).array(1) == rows).all()
+
+
+@pytest.mark.parametrize(
+    ("point", "layout"),
+    [
+        ("capture.written", "packed"),
+        ("capture.renamed", "packed"),
+        ("segment.written", "segment"),
+        ("segment.indexed", "segment"),
+        ("receipt.stored", "packed"),
+        ("", "packed"),  # before it has anything to do
+    ],
+)
+def test_a_rank_whose_process_dies_gives_up_and_nothing_is_half_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, layout: str
+) -> None:
+    said = threading.Event()
+    monkeypatch.setattr(connect, "_give_up", lambda error: said.set())
+    monkeypatch.setattr(data_plane, "arm", lambda *_: None)  # this process is the rank
+    first = Rig(tmp_path, connect=connect.connected, fault=f"crash:at={point}" if point else "")
+    if point:
+        run(first, capturing(1, layout=layout))
+    else:
+        process_of(first).kill()
+    assert said.wait(30)
+    assert process_of(first).returncode == -signal.SIGKILL
+    after, request = Rig(tmp_path, boot="c"), capturing(1, layout=layout)
+    request.tracked.spec = msgspec.structs.replace(request.tracked.spec, attempt=2)
+    run(after, request)
+    durable = [1] if point == "receipt.stored" else []
+    receipts = after.receipts()
+    assert [receipt.attempt for receipt in receipts] == [*durable, 2]
+    assert {receipt.status for receipt in receipts} == {"ok"}
+    rows = stream_of(1, "post_block", 1, 0, 7)
+    assert (after.reader(request).array(1) == rows).all()
+
+
+@pytest.mark.slow("a rank waits for another process to leave its outbox")
+def test_an_outbox_that_another_process_holds_is_an_error_at_the_start(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, connect=connect.connected)
+    with pytest.raises(RuntimeError, match=r"OutboxError: .* in use by process"):
+        Rig(tmp_path, connect=connect.connected)
+    rig.plane._delivery._far._closing = True  # type: ignore[attr-defined]
+    process_of(rig).kill()
+
+
+@pytest.mark.slow("a rank in a process of its own imports torch")
+def test_the_process_ends_with_its_rank(tmp_path: Path) -> None:
+    made = (
+        "import sys, time; sys.path[:] = sys.argv[2:]; from pathlib import Path; "
+        "from plane_kit import Rig; from midstream.workers.runner.rows import connect; "
+        "rig = Rig(Path(sys.argv[1]), connect=connect.connected); "
+        "print(rig.plane._delivery._far._process.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", made, str(tmp_path), *sys.path], stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout is not None
+        pid = int(rank.stdout.readline())
+        os.kill(pid, signal.SIGTERM)  # as a group's processes get it: the rank decides
+        time.sleep(0.1)
+        assert "midstream" in Path(f"/proc/{pid}/cmdline").read_text()
+        rank.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,128 @@
+"""The process that writes the files and receipts of a rank, and shares its memory of rows.
+
+If one of the two dies, so does the other: receipts that are durable by then are delivered after the
+next start, and requests without one run again.
+"""
+
+import os
+import signal
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from ....broker.ops import logs
+from ....broker.ops.orphans import die_with_parent
+from ....broker.receipts.curve import client_keys
+from ....broker.receipts.outbox import Outbox
+from ....schemas.base.faults import arm
+from ....schemas.base.records import from_msgpack, learn_records, to_msgpack
+from ....storage.calls import CALLS
+from ..base.backlog import Backlog
+from ..base.shared_memory import SharedMemory
+from .commands import (
+    COMMAND,
+    EXIT_NO_RECEIPTS,
+    LENGTH,
+    Answer,
+    Begun,
+    Closed,
+    Command,
+    Freed,
+    Setup,
+    Spilled,
+    Status,
+    StatusAsked,
+)
+from .desk import Desk
+
+#: Added to the niceness of a process that gives way: it gets an eighth of the time of one of the
+#: model's threads that it competes with.
+_NICE = 10
+
+
+def main() -> None:
+    """Serve the rank that started this process. Arguments: its pid, descriptors of the commands, of
+    the answers and of the memory, the memory's bytes, and how many of them there are with those of
+    spilled rows.
+    """
+    parent, commands, answers, descriptor, end, size = map(int, sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):  # they go to whole groups; the rank decides
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(parent)
+    Path("/proc/self/comm").write_text("midstream-rowd")  # its name among processes
+    memory = SharedMemory(size)
+    memory.map(0, end, descriptor)
+    with open(commands, "rb", buffering=0) as source:
+        _serve(source, memory, parent, partial(_answer, answers))
+    os._exit(0)  # the rank has closed the desk, or is dead
+
+
+def _serve(source: Any, memory: SharedMemory, parent: int, answer: Any) -> None:
+    desk: Desk | None = None
+    while len(command := source.read(COMMAND.size)) == COMMAND.size:
+        number, start, length = COMMAND.unpack(command)
+        lease = memory.lease()
+        weakref.finalize(lease, answer, Freed(number)).atexit = False
+        message = from_msgpack(
+            cast(bytes, lease[start : start + length]), cast(type[Command], Command)
+        )
+        match message:
+            case Setup(config, rank, gives_way):
+                desk = _begun(config, rank, memory, answer, gives_way=gives_way)
+            case Spilled(held, begin):
+                with open(f"/proc/{parent}/fd/{held}", "r+b") as file:
+                    memory.map(begin, len(memory.bytes), file.fileno())
+            case StatusAsked() if desk is not None:
+                answer(Status(desk.outbox.depth(), desk.writer.totals, CALLS.read()))
+            case Closed() if desk is not None:
+                desk.close()
+                return
+            case StatusAsked() | Closed():
+                raise RuntimeError("a rank sets this process up first")
+            case _:
+                assert desk is not None, "a rank sets this process up first"
+                desk.receive(message, lease)
+        del message, lease
+
+
+def _begun(config: Any, rank: int, memory: SharedMemory, answer: Any, *, gives_way: bool) -> Desk:
+    logs.configure(config.log_format, config.log_level, "rowd", worker=config.worker, rank=rank)
+    arm(config.fault, Path(config.outbox_dir).parent)
+    learn_records()
+    if gives_way:
+        os.nice(_NICE)
+    try:
+        outbox = Outbox(
+            Path(config.outbox_dir),
+            config.worker,
+            rank,
+            config.relay_url,
+            on_fatal=_give_up,
+            curve=client_keys(config.curve_secret_file, config.curve_server_key),
+        )
+    except Exception as error:
+        answer(Begun(f"{type(error).__name__}: {error}"))
+        raise SystemExit(EXIT_NO_RECEIPTS) from error
+    desk = Desk(memory, config, outbox, Backlog.of(config, rank, frees=True))
+    answer(Begun())
+    return desk
+
+
+def _answer(descriptor: int, answer: Answer) -> None:
+    """Tell the rank something, from any thread."""
+    raw = to_msgpack(answer)
+    os.write(descriptor, LENGTH.pack(len(raw)) + raw)  # whole: the pipe has room
+
+
+def _give_up(error: Exception) -> None:
+    """End the process, because receipts cannot be kept or delivered, and without them no request
+    may succeed.
+    """
+    sys.stderr.write(f"the receipts of a rank cannot be delivered: {error}\n")
+    os._exit(EXIT_NO_RECEIPTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Desk: takes a rank's messages about its captured rows, and has their files and receipts written.
+
+A rank has one in a process of its own, see `__main__`, and one among its threads for what needs the
+loaded model.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....broker.receipts.outbox import Outbox
+from ....schemas.base.records import Wire
+from ....schemas.jobs.receipts import Receipt
+from ....schemas.requests.specs import Work
+from ....storage.file_store import scratch
+from ....storage.store import open_store
+from ..base.backlog import Backlog
+from ..base.config import PlaneConfig
+from ..base.shared_memory import SharedMemory
+from .ended import EndedRequest
+from .extents import Block, BlockPlace
+from .finished_rows import Consumer, Origin
+from .streams import Stream, StreamFiles, StreamOpened
+from .writer import make_writer
+
+#: Seconds that a closing rank waits for the relay to take its receipts; the rest is sent after the
+#: next start.
+FLUSH_S = 5.0
+
+
+class StreamedRows(Wire, tag="rows"):
+    """Rows that leave before their request ends; a stream's first message has `opened`."""
+
+    stream: int
+    blocks: list[BlockPlace]
+    nbytes: int
+    landing: int  # of the rows, see `SharedMemory.wait`
+    opened: StreamOpened | None = None
+
+
+class StreamDropped(Wire, tag="dropped"):
+    """The capture of a stream has failed."""
+
+    stream: int
+
+
+class Delivered(Wire, tag="delivered"):
+    """A receipt that is complete."""
+
+    receipt: Receipt
+
+
+class OriginSet(Wire, tag="origin"):
+    """What every later capture says about its origin."""
+
+    origin: Origin
+
+
+class Ended(Wire, tag="ended"):
+    """A request is over."""
+
+    request: EndedRequest
+
+
+Message = Ended | StreamedRows | StreamDropped | Delivered | OriginSet
+
+
+class Desk:
+    """The files and receipts of one rank. Messages are received one at a time."""
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        config: PlaneConfig,
+        outbox: Outbox,
+        backlog: Backlog,
+        *,
+        begin: Callable[[], None] = lambda: None,
+        readings: Consumer | None = None,
+        works: tuple[Work, ...] = ("writer", "harvest", "reading"),
+    ) -> None:
+        """`backlog`, `begin`, `readings`, `works`: see `Writer`."""
+        store = open_store(config.capture_root)
+        self._memory, self.outbox = memory, outbox
+        self._origin: Origin | None = None
+        self.writer = make_writer(
+            config,
+            store,
+            config.boot,
+            outbox,
+            config.writer_threads,
+            begin,
+            readings,
+            backlog,
+            works,
+        )
+        self._files = StreamFiles(store, partial(scratch, Path(config.spill_dir)), self._of_rank)
+        self._streams: dict[int, Stream] = {}
+
+    def _of_rank(self) -> Origin:
+        assert self._origin is not None, "a rank says first where its rows are from"
+        return self._origin
+
+    def close(self) -> None:
+        """Write and send everything that is pending, then stop."""
+        self.writer.close()
+        self.outbox.flush(FLUSH_S)
+        self.outbox.close()
+
+    def receive(
+        self, message: Message, memory: np.ndarray, prepared: Mapping[int, Any] | None = None
+    ) -> None:
+        """Do what a message wants, in time. `memory`: the shared memory, uint8, of which views last
+        until the message's rows are not needed. `prepared`: what readers prepared for the request.
+        """
+        match message:
+            case Ended(request):
+                streams = {each.stream for each in request.captures if each.stream}
+                job = request.job(
+                    memory,
+                    self._memory.wait,
+                    self._of_rank(),
+                    {number: self._streams.pop(number) for number in streams},
+                    prepared or {},
+                )
+                self.writer.submit(job)
+            case StreamedRows(number, places, nbytes, landing, opened):
+                if opened is not None:
+                    self._streams[number] = Stream(opened, self._files.begin, self._memory.wait)
+                stream = self._streams[number]
+                stream.push([Block(memory, place) for place in places], landing)
+                self.writer.stream(stream.flush, nbytes)
+            case StreamDropped(number):
+                self._streams.pop(number).drop()
+            case Delivered(receipt):
+                self.outbox.append(receipt)
+            case OriginSet(origin):
+                self._origin = origin

@@ -1,0 +1,343 @@
+"""Streams: rows of long captures are written to a file as they land, so that a request holds only a
+window of its rows in memory.
+
+The file has room for the longest header, then for each tensor of the blob, with every position that
+the request may capture. When the request has ended, the tensors are moved together to close gaps,
+and the header is written last. If the store can adopt the file, it becomes the capture's object.
+Otherwise, and for other layouts, the rows are read from the file as if from memory.
+"""
+
+import sys
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base.records import Wire, by_key
+from ....schemas.requests.specs import RankSpec
+from ....storage.blobs import Blob
+from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
+from ....storage.store import ArtifactStore, Draft, Drafts
+from .extents import Block, Extent, as_array, bytes_of, contiguous
+from .finished_rows import Columns, FinishedCapture, Origin
+from .layouts import file_name
+from .recorded import Port, Recorded, ports_in, stored_columns, stored_width
+
+#: Bytes that are moved, or read for the file's CRC32, at a time.
+_PIECE = 4 << 20
+#: Largest token id and count of rows.
+_LARGEST = (1 << 31) - 1
+
+
+class StreamOpened(Wire):
+    """Rows of a capture will leave before its request ends."""
+
+    stream: int  # number of the stream on its rank
+    spec: RankSpec
+    number: int  # of the capture in the request
+    ports: list[Port]
+    width: int  # elements of a row
+    dtype: str  # of the rows
+    end: int  # rows of this position and of later ones are not needed
+    columns: Columns | None = None  # of the rows; None: those of the residual bank
+
+
+class Stream:
+    """The file of one recording.
+
+    `push` and `drop` are called by one thread, the rest by writers, one at a time.
+    """
+
+    def __init__(
+        self,
+        opened: StreamOpened,
+        begin: Callable[["Stream"], tuple[Draft, int]],
+        wait: Callable[[int], None],
+    ) -> None:
+        """`begin(stream)` creates the file, and returns it with the bytes reserved for its header.
+        `wait`: that of `SharedMemory`.
+        """
+        self.opened, self._begin, self._wait = opened, begin, wait
+        self.capture = capture = opened.spec.captures[opened.number]
+        self._ports, self._dtype = opened.ports, opened.dtype
+        self._chosen = stored_columns(opened.columns, capture.heads)
+        #: Every position that may be captured, int64, ascending.
+        self.order = as_array(capture.select(0, opened.end, opened.spec.prompt_tokens))
+        self.stored_as = opened.dtype if capture.dtype == "model" else capture.dtype
+        self._draft: Draft | None = None
+        self._header = self._row_bytes = 0
+        self._written = np.zeros(len(self.order), dtype=bool)
+        # dtype → position → indices of the ports whose rows are not finite in that dtype
+        self._bad: dict[str, dict[int, set[int]]] = {}
+        self._queue: deque[tuple[list[Block], int]] = deque()
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._dropped = False
+
+    def push(self, blocks: list[Block], landing: int) -> None:
+        """Have `flush` write these blocks, after those pushed before: if a position was recorded
+        twice, the last row counts. `landing`: of their rows.
+        """
+        self._queue.append((blocks, landing))
+
+    def drop(self) -> None:
+        """Write nothing more, because the capture has failed. Does not wait."""
+        self._dropped = True
+        self._queue.clear()
+
+    def flush(self) -> None:
+        """Write the queued blocks and release them. `seal` raises the first error."""
+        with self._lock:
+            while self._queue:
+                blocks, landing = self._queue.popleft()
+                if self._error is None and not self._dropped:
+                    try:
+                        self._wait(landing)
+                        self._write([run for block in blocks for run in block.runs(0, sys.maxsize)])
+                    except Exception as error:
+                        # dropping the draft frees its disk space immediately
+                        self._error, self._draft = error.with_traceback(None), None
+            if self._dropped:
+                self._draft = None
+
+    def seal(
+        self, rows: Recorded, stop: int, *, windowed: bool
+    ) -> "tuple[list[int], int, SealedRows]":
+        """Write the remaining blocks, and reduce the file to the positions below `stop`; return
+        (these positions, how many of them were reused, their rows).
+
+        Raises the first error of the stream: OSError and others.
+        """
+        self.push(rows.blocks, 0)
+        self.flush()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            # earlier rows of dropped positions do not count, see `EndedCapture.dropped`
+            self._written &= ~np.isin(self.order, sorted(rows.dropped))
+            if windowed:
+                self._written &= np.isin(self.order, sorted(rows.expected))
+            held = {int(position) for position in self.order[self._written]}
+            rows.check({position for position in held if position < stop})
+            more, reused = rows.fill(rows.expected - held)
+            self._write(more)
+            kept = np.flatnonzero(self._written & (self.order < stop))
+            positions: list[int] = self.order[kept].tolist()
+            if self._draft is None:  # only rows that do not count have left
+                self._draft, self._header = self._begin(self)
+            self._move_together(kept)
+            sealed = SealedRows(
+                self._draft, self._ports, positions, self._row_bytes, self._header, self._bad
+            )
+            return positions, reused, sealed
+
+    @property
+    def stored_width(self) -> int:
+        """The elements of a stored row."""
+        return stored_width(self.opened.width, self.opened.columns, self.capture.heads)
+
+    def _write(self, runs: Iterable[Extent]) -> None:
+        """Write runs, those that follow one another together."""
+        together: list[Extent] = []
+        for run in runs:
+            if together and together[-1].positions.stop != run.first_position:
+                self._put(together)
+                together = []
+            together.append(run)
+        if together:
+            self._put(together)
+
+    def _put(self, runs: Sequence[Extent]) -> None:
+        """Write the rows of runs that follow one another."""
+        position = runs[0].first_position
+        at = int(np.searchsorted(self.order, position))
+        if at == len(self.order) or int(self.order[at]) != position:
+            raise RuntimeError(f"position {position} was recorded but not requested")
+        if self._draft is None:
+            self._draft, self._header = self._begin(self)
+            self._row_bytes = self.stored_width * ITEM_BYTES[self.stored_as]
+        ports = [ports_in(run.block, self._ports) for run in runs]
+        stride = len(self.order) * self._row_bytes
+        for place in range(len(self._ports)):
+            rows = [
+                bytes_of(run.rows(of_run[place]), self._dtype, self.stored_as, self._chosen)
+                for run, of_run in zip(runs, ports, strict=True)
+            ]
+            self._draft.write(self._header + place * stride + at * self._row_bytes, rows)
+        self._written[at : at + sum(run.count for run in runs)] = True
+        for dtype in {self._dtype, self.stored_as}:
+            bad = self._bad.setdefault(dtype, {})
+            for run, of_run in zip(runs, ports, strict=True):
+                self._note(run.unsound(dtype), bad, run.positions, of_run)
+
+    def _note(
+        self,
+        unsound: np.ndarray | None,
+        bad: dict[int, set[int]],
+        positions: range,
+        ports: list[int],
+    ) -> None:
+        for position in positions if bad else ():  # earlier rows of these positions do not count
+            bad.pop(position, None)
+        if unsound is None:
+            return
+        for place, port in enumerate(ports):
+            for offset in np.flatnonzero(unsound[port]).tolist():
+                bad.setdefault(positions[offset], set()).add(place)
+
+    def _move_together(self, kept: np.ndarray) -> None:
+        """Close the gaps of positions that were not captured. Rows move towards the beginning in
+        order, so none is overwritten before it has moved.
+        """
+        assert self._draft is not None
+        stride, to = len(self.order) * self._row_bytes, self._header
+        runs = contiguous(kept) if len(kept) else []
+        for place in range(len(self._ports)):
+            for first, count in runs:
+                at, remaining = (
+                    self._header + place * stride + int(kept[first]) * self._row_bytes,
+                    count * self._row_bytes,
+                )
+                while remaining and at != to:
+                    piece = self._draft.read(at, min(remaining, _PIECE))
+                    self._draft.write(to, [piece])
+                    at, to, remaining = at + len(piece), to + len(piece), remaining - len(piece)
+                to += remaining
+        self._draft.truncate(to)
+
+
+class SealedRows:
+    """Rows of an ended request in its file: the finished capture's `rows`, and its blob if the
+    store can adopt the file.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        ports: Sequence[Port],
+        positions: list[int],
+        row_bytes: int,
+        header: int,
+        bad: dict[str, dict[int, set[int]]],
+    ) -> None:
+        self._draft, self._positions = draft, positions
+        self._sites = [(hook, layer) for hook, layer, _ in ports]
+        self._tensor, self._header, self._bad = len(positions) * row_bytes, header, bad
+        self._view: memoryview | None = None
+
+    def unsound(self, dtype: str) -> Iterator[tuple[str, int, int]]:
+        """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
+        held = set(self._positions) if self._bad.get(dtype) else set()
+        for position, places in self._bad.get(dtype, {}).items():
+            for place in sorted(places) if position in held else ():
+                yield *self._sites[place], position
+
+    def __call__(self, hook: str, layer: int) -> list[memoryview]:
+        if self._view is None:
+            self._view = self._draft.view()
+        first = self._header + self._sites.index((hook, layer)) * self._tensor
+        return [self._view[first : first + self._tensor]]
+
+    def blob(self, capture: FinishedCapture) -> Blob | None:
+        """Complete the file, and return it as the capture's blob; None if the store cannot adopt
+        it.
+        """
+        if not self._draft.adoptable:
+            return None
+        count = len(self._positions)
+        tensors = [
+            (
+                f"{hook}.{layer}",
+                DTYPE_NAMES[capture.dtype],
+                [count, capture.hidden_size],
+                self._tensor,
+            )
+            for hook, layer in self._sites
+        ]
+        ends = [
+            np.array(values, dtype="<i8").tobytes()
+            for values in (capture.positions, capture.token_ids)
+        ]
+        tensors += [
+            (name, DTYPE_NAMES["int64"], [count], len(end))
+            for name, end in zip(("positions", "token_ids"), ends, strict=True)
+        ]
+        manifest = capture.manifest(capture.sites)
+        header, rows = (
+            encode_header(tensors, manifest, self._header),
+            self._header + self._tensor * len(self._sites),
+        )
+        if len(header) != self._header:
+            raise RuntimeError(
+                f"a header of {len(header)} bytes does not fit the {self._header} reserved for it"
+            )
+        self._draft.write(0, [header])
+        self._draft.write(rows, ends)
+        size, crc, at = rows + sum(map(len, ends)), 0, 0
+        while at < size:
+            piece = self._draft.read(at, min(_PIECE, size - at))
+            crc = zlib.crc32(piece, crc)
+            at += len(piece)
+        return Blob(manifest, [], size, crc, self._draft)
+
+
+class StreamFiles:
+    """Opens the files of streams."""
+
+    def __init__(
+        self, store: ArtifactStore, scratch: Callable[[], Draft], origin: Callable[[], Origin]
+    ) -> None:
+        """`scratch()` creates a temporary file, for captures that the store cannot adopt.
+        `origin()`: that of the rows.
+        """
+        self._store, self._scratch, self._origin = store, scratch, origin
+
+    def begin(self, stream: Stream) -> tuple[Draft, int]:
+        """Create the file of a stream; return it with the bytes reserved for its header."""
+        largest, capture = self._largest(stream), stream.capture
+        streamable = "filesystem" in capture.consumers and capture.layout in ("auto", "packed")
+        draft = (
+            self._store.draft(file_name(largest))
+            if streamable and isinstance(self._store, Drafts)
+            else None
+        )
+        return draft if draft is not None else self._scratch(), _header_bytes(largest)
+
+    def _largest(self, stream: Stream) -> FinishedCapture:
+        """Return a finished capture without rows, with the longest manifest that is possible."""
+        opened, order = stream.opened, stream.order
+        sites = by_key([(hook, layer) for hook, layer, _ in opened.ports])
+        return FinishedCapture(
+            spec=opened.spec,
+            capture=stream.capture,
+            sites=sites,
+            hidden_size=stream.stored_width,
+            columns=opened.columns,
+            dtype=stream.stored_as,
+            positions=order.tolist(),
+            token_ids=[_LARGEST] * len(order),
+            rows=lambda hook, layer: [],
+            reused=_LARGEST,
+            non_finite={
+                (hook, layer): _LARGEST for hook, layers in sites.items() for layer in layers
+            },
+            **msgspec.structs.asdict(self._origin()),
+        )
+
+
+def _header_bytes(largest: FinishedCapture) -> int:
+    count = len(largest.positions)
+    size = count * largest.hidden_size * ITEM_BYTES[largest.dtype]
+    tensors = [
+        (f"{hook}.{layer}", DTYPE_NAMES[largest.dtype], [count, largest.hidden_size], size)
+        for hook, layers in largest.sites.items()
+        for layer in layers
+    ]
+    tensors += [
+        (name, DTYPE_NAMES["int64"], [count], 8 * count) for name in ("positions", "token_ids")
+    ]
+    return len(encode_header(tensors, largest.manifest(largest.sites)))

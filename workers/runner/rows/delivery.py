@@ -1,0 +1,185 @@
+"""Delivery of what a rank has recorded: to the process that writes its files, or to a desk among
+its own threads, which has the requests with readings, because these need the loaded model, and
+those of a certification.
+"""
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from ....schemas.base.records import from_msgpack, to_msgpack
+from ....schemas.jobs.receipts import Receipt
+from ....schemas.requests.specs import RankSpec
+from ....storage.calls import CALLS
+from ..base.backlog import Backlog
+from ..base.landings import Landing
+from ..files.commands import Status
+from ..files.desk import Delivered, Desk, Ended, Message, OriginSet, StreamDropped, StreamedRows
+from ..files.ended import EndedRequest
+from ..files.finished_rows import Origin
+from ..files.streams import StreamOpened
+from ..files.writer import Diversion
+from .arena import Arena, RecordedBlock
+from .capture import Recording
+
+
+class Channel(Protocol):
+    """Takes messages, see `link.Link`."""
+
+    held: dict[int, object]
+
+    def send(self, message: Message, held: Sequence[object] = (), nbytes: int = 0) -> None: ...
+
+    def turn(self) -> None: ...
+
+    def status(self) -> Status: ...
+
+    def close(self) -> None: ...
+
+
+class Near:
+    """The channel to a desk in this process. Its messages are what they are to another process."""
+
+    def __init__(self, arena: Arena, desk: Desk, held: dict[int, object] | None = None) -> None:
+        """`held`: that of another channel, whose numbers are positive."""
+        self._arena, self.desk = arena, desk
+        self._numbers = itertools.count(-1, -1)
+        self.held: dict[int, object] = {} if held is None else held
+
+    def send(
+        self,
+        message: Message,
+        held: Sequence[object] = (),
+        nbytes: int = 0,
+        prepared: Mapping[int, Any] | None = None,
+    ) -> None:
+        """Like `Link.send`. `prepared`: what readers prepared for the request."""
+        number, lease = next(self._numbers), self._arena.memory.lease()
+        self.held[number] = held
+        weakref.finalize(lease, self.held.pop, number).atexit = False
+        self.desk.writer.backlog.send(nbytes)
+        received = from_msgpack(to_msgpack(message), cast(type[Message], Message))
+        self.desk.receive(received, lease, prepared)
+
+    def turn(self) -> None:
+        """Do nothing: what is written is known here."""
+
+    def status(self) -> Status:
+        return Status(self.desk.outbox.depth(), self.desk.writer.totals, CALLS.read())
+
+    def close(self) -> None:
+        self.desk.close()
+
+
+class ForwardedReceipts:
+    """The outbox of a desk whose receipts another process keeps."""
+
+    def __init__(self, worker: str, rank: int, channel: Channel) -> None:
+        self.worker, self.rank, self._channel = worker, rank, channel
+
+    def append(self, receipt: Receipt) -> None:
+        self._channel.send(Delivered(receipt))
+
+    def depth(self) -> int:
+        """Return 0: the receipts are that process's."""
+        return 0
+
+    def flush(self, timeout: float) -> None:
+        """Do nothing, as `close`."""
+
+    def close(self) -> None:
+        """Do nothing: the channel is closed later."""
+
+
+class RowStream:
+    """Rows of a capture that leave before its request ends."""
+
+    def __init__(self, channel: Channel, opened: StreamOpened, part: int) -> None:
+        """`part`: bytes of rows that leave together, at least."""
+        self._channel, self._opened, self.part = channel, opened, part
+        self.begun = 0  # the stream's number, once rows have left
+
+    def push(self, blocks: list[RecordedBlock], landing: Landing) -> None:
+        """Have these blocks written, whose rows are `landing`."""
+        nbytes, opened = sum(block.nbytes for block in blocks), self._opened
+        places = [block.place for block in blocks]
+        self._channel.send(
+            StreamedRows(
+                opened.stream, places, nbytes, landing.number, None if self.begun else opened
+            ),
+            blocks,
+            nbytes,
+        )
+        self.begun = opened.stream
+
+    def drop(self) -> None:
+        """Have nothing more written, because the capture has failed."""
+        if self.begun:
+            self._channel.send(StreamDropped(self.begun))
+            self.begun = 0
+
+
+class Delivery:
+    """The channels of one rank."""
+
+    def __init__(self, far: Channel, near: Near, backlog: Backlog) -> None:
+        """`far`: of what needs no model; may be `near`. `backlog`: of all."""
+        self._far, self._near, self.backlog, self._diverted = far, near, backlog, False
+        self._channels: list[Channel] = [near]
+        self._channels += [] if far is self._channels[0] else [far]
+        self._streams = itertools.count(1)
+        #: Messages that are not read yet, with what they refer to; `turn` hears which are.
+        self.held, self.turn = far.held, far.turn
+
+    def set_origin(self, origin: Origin) -> None:
+        """Set what every later capture says about its origin."""
+        for channel in self._channels:
+            channel.send(OriginSet(origin))
+
+    def submit(self, request: EndedRequest, recordings: Mapping[int, Recording]) -> None:
+        """Have an ended request written. `recordings`: by the capture's number."""
+        held = [block for recording in recordings.values() for block in recording.held]
+        if self._is_near(request.spec):
+            prepared = {number: each.prepared for number, each in recordings.items()}
+            self._near.send(Ended(request), held, request.nbytes, prepared)
+        else:
+            self._far.send(Ended(request), held, request.nbytes)
+
+    def stream(self, spec: RankSpec, number: int, recording: Recording, part: int) -> RowStream:
+        """Return the stream of a capture. `number`: in the request. `part`: see `RowStream`."""
+        opened = StreamOpened(
+            next(self._streams),
+            spec,
+            number,
+            recording.port_list,
+            recording.width,
+            recording.dtype,
+            recording.end,
+            recording.columns,
+        )
+        return RowStream(self._near if self._is_near(spec) else self._far, opened, part)
+
+    def _is_near(self, spec: RankSpec) -> bool:
+        return self._diverted or spec.work == "reading"
+
+    def divert(self, to: Diversion | None) -> None:
+        """Pass everything that is submitted from now on to `to`, see `Writer.divert`."""
+        self._diverted = to is not None
+        self._near.desk.writer.divert(to)
+
+    def status(self) -> dict[str, Any]:
+        """Return counts for `RankSteering`."""
+        found = [channel.status() for channel in self._channels]
+        return {
+            "outbox": sum(each.outbox for each in found),
+            "backlog": self.backlog.size,
+            "store": found[0].store,
+            "files_store": found[1].store if found[1:] else {},
+            **{name: sum(each.totals[name] for each in found) for name in found[0].totals},
+        }
+
+    def close(self) -> None:
+        """Write and send everything that is pending, then stop."""
+        for channel in self._channels:
+            channel.close()
