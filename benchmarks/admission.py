@@ -21,7 +21,7 @@ import torch
 
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import StoredSteering, steering_rows
-from midstream.workers.runner.edits.actions import ActionLedger
+from midstream.workers.runner.base.actions import ActionLedger
 from midstream.workers.runner.edits.steering_tables import HeldRows, RowTable, VectorStore
 from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of
 

@@ -72,7 +72,8 @@ class Load:
             self._step([], {}, [(one, position, 1) for one in ids])
         tokens = list(range(self._prompt + self._generated))
         self._step([], {one: Finish(tokens, False) for one in ids}, [])
-        while self._stand.plane._writer.busy():
+        while self._stand.plane._delivery.held:
+            self._stand.plane._delivery.turn()
             time.sleep(0.01)
         return helpers_s() - before, self._model_s
 

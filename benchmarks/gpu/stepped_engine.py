@@ -409,7 +409,7 @@ class Engine:
 
 
 class _Rows:
-    """Bytes of captured rows over time: more in memory than at first, and written."""
+    """Bytes of captured rows over time: more in memory than at first, and not yet written."""
 
     def __init__(self, plane: Any) -> None:
         self._plane, self._over = plane, threading.Event()
@@ -421,7 +421,7 @@ class _Rows:
     def _now(self) -> list[int]:
         if self._plane is None:
             return [0, 0]
-        return [self._plane._arena.used, self._plane._writer.totals["captured_bytes"]]
+        return [self._plane._arena.used, self._plane._delivery.backlog]
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_S):

@@ -188,7 +188,7 @@ def forward(plane: Any, seconds: float) -> None:
         due, held = bank.planner.due, bank.planner._staging._buffers
         if due is None:
             continue
-        held.counts.numpy()[:] = due.counts
+        held.counts.numpy()[:] += due.counts
         sites = due.counts[:, 0].nonzero()[0]
         if len(sites):
             held.sizes.numpy()[sites, : plane._view.num_rows] = 0.1
