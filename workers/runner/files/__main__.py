@@ -7,10 +7,15 @@ next start, and requests without one run again.
 import os
 import signal
 import sys
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
 
 from ....broker.ops import logs
 from ....broker.ops.orphans import die_with_parent
@@ -35,7 +40,7 @@ from .commands import (
     Status,
     StatusAsked,
 )
-from .desk import Desk
+from .desk import Desk, Message
 
 #: Added to the niceness of a process that gives way: it gets an eighth of the time of one of the
 #: model's threads that it competes with.
@@ -51,47 +56,59 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they go to whole groups; the rank decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
-    Path("/proc/self/comm").write_text("midstream-rowd")  # its name among processes
+    with suppress(OSError):  # /proc may be read-only
+        Path("/proc/self/comm").write_text("midstream-rowd")  # its name among processes
     memory = SharedMemory(size)
     memory.map(0, end, descriptor)
+    answer = partial(_answer, answers, threading.RLock())
     with open(commands, "rb", buffering=0) as source:
-        _serve(source, memory, parent, partial(_answer, answers))
+        _serve(_commands(source, memory, answer), memory, parent, answer)
     os._exit(0)  # the rank has closed the desk, or is dead
 
 
-def _serve(source: Any, memory: SharedMemory, parent: int, answer: Any) -> None:
-    desk: Desk | None = None
+def _commands(
+    source: Any, memory: SharedMemory, answer: Callable[[Answer], None]
+) -> Iterator[tuple[Command, np.ndarray]]:
+    """Iterate over the rank's messages, each with a lease of the memory; the rank is told when
+    nothing refers to that any more.
+    """
     while len(command := source.read(COMMAND.size)) == COMMAND.size:
         number, start, length = COMMAND.unpack(command)
         lease = memory.lease()
         weakref.finalize(lease, answer, Freed(number)).atexit = False
-        message = from_msgpack(
-            cast(bytes, lease[start : start + length]), cast(type[Command], Command)
-        )
+        raw = cast(bytes, lease[start : start + length])
+        yield from_msgpack(raw, cast(type[Command], Command)), lease
+        del raw, lease
+
+
+def _serve(
+    commands: Iterator[tuple[Command, np.ndarray]],
+    memory: SharedMemory,
+    parent: int,
+    answer: Callable[[Answer], None],
+) -> None:
+    desk = _begun(cast(Setup, next(commands)[0]), memory, answer)
+    for message, lease in commands:
         match message:
-            case Setup(config, rank, gives_way):
-                desk = _begun(config, rank, memory, answer, gives_way=gives_way)
             case Spilled(held, begin):
                 with open(f"/proc/{parent}/fd/{held}", "r+b") as file:
                     memory.map(begin, len(memory.bytes), file.fileno())
-            case StatusAsked() if desk is not None:
+            case StatusAsked():
                 answer(Status(desk.outbox.depth(), desk.writer.totals, CALLS.read()))
-            case Closed() if desk is not None:
+            case Closed():
                 desk.close()
                 return
-            case StatusAsked() | Closed():
-                raise RuntimeError("a rank sets this process up first")
             case _:
-                assert desk is not None, "a rank sets this process up first"
-                desk.receive(message, lease)
+                desk.receive(cast(Message, message), lease)
         del message, lease
 
 
-def _begun(config: Any, rank: int, memory: SharedMemory, answer: Any, *, gives_way: bool) -> Desk:
+def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[Answer], None]) -> Desk:
+    config, rank = setup.config, setup.rank
     logs.configure(config.log_format, config.log_level, "rowd", worker=config.worker, rank=rank)
     arm(config.fault, Path(config.outbox_dir).parent)
     learn_records()
-    if gives_way:
+    if setup.gives_way:
         os.nice(_NICE)
     try:
         outbox = Outbox(
@@ -110,10 +127,13 @@ def _begun(config: Any, rank: int, memory: SharedMemory, answer: Any, *, gives_w
     return desk
 
 
-def _answer(descriptor: int, answer: Answer) -> None:
-    """Tell the rank something, from any thread."""
+def _answer(descriptor: int, lock: threading.RLock, answer: Answer) -> None:
+    """Tell the rank something, from any thread; while a thread does so, it may free memory, and
+    tell that, too.
+    """
     raw = to_msgpack(answer)
-    os.write(descriptor, LENGTH.pack(len(raw)) + raw)  # whole: the pipe has room
+    with lock:  # a pipe may cut a long answer for another thread's
+        os.write(descriptor, LENGTH.pack(len(raw)) + raw)
 
 
 def _give_up(error: Exception) -> None:

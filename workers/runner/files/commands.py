@@ -1,8 +1,8 @@
 """What a rank and the process that writes its files tell each other.
 
 A message of the rank is MessagePack in the memory that they share, and its place goes through a
-pipe, `COMMAND`: the rank never waits for a full pipe. Answers are MessagePack through another pipe,
-each after its `LENGTH`.
+pipe, `COMMAND`, which has room for 43,000 of them where a pipe of 1 MiB is allowed. Answers are
+MessagePack through another pipe, each after its `LENGTH`.
 """
 
 import struct

@@ -4,6 +4,7 @@ A rank has one in a process of its own, see `__main__`, and one among its thread
 loaded model.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from .extents import Block, BlockPlace
 from .finished_rows import Consumer, Origin
 from .streams import Stream, StreamFiles, StreamOpened
 from .writer import make_writer
+
+logger = logging.getLogger(__name__)
 
 #: Seconds that a closing rank waits for the relay to take its receipts; the rest is sent after the
 #: next start.
@@ -123,19 +126,32 @@ class Desk:
                     memory,
                     self._memory.wait,
                     self._of_rank(),
-                    {number: self._streams.pop(number) for number in streams},
+                    {number: self._streams.pop(number, None) for number in streams},
                     prepared or {},
                 )
                 self.writer.submit(job)
-            case StreamedRows(number, places, nbytes, landing, opened):
-                if opened is not None:
-                    self._streams[number] = Stream(opened, self._files.begin, self._memory.wait)
-                stream = self._streams[number]
-                stream.push([Block(memory, place) for place in places], landing)
-                self.writer.stream(stream.flush, nbytes)
+            case StreamedRows():
+                self.writer.stream(self._flush_of(message, memory), message.nbytes)
             case StreamDropped(number):
-                self._streams.pop(number).drop()
+                if (stream := self._streams.pop(number, None)) is not None:
+                    stream.drop()
             case Delivered(receipt):
                 self.outbox.append(receipt)
             case OriginSet(origin):
                 self._origin = origin
+
+    def _flush_of(self, rows: StreamedRows, memory: np.ndarray) -> Callable[[], None]:
+        """Give a stream rows; return what writes them. If it cannot take them it is dropped, and
+        its capture fails when the request ends: the rank may not end because of one request.
+        """
+        try:
+            if rows.opened is not None:
+                stream = Stream(rows.opened, self._files.begin, self._memory.wait)
+                self._streams[rows.stream] = stream
+            stream = self._streams[rows.stream]
+            stream.push([Block(memory, place) for place in rows.blocks], rows.landing)
+        except Exception:
+            logger.exception("a stream of captured rows cannot go on")
+            self._streams.pop(rows.stream, None)
+            return lambda: None
+        return stream.flush

@@ -57,8 +57,9 @@ class EndedRequest(Wire):
     unsound: bool = False  # the model computed non-finite rows that no edit could have reached
     sizes: list[CountedSizes] = []  # of its edits
     shown: bool = False  # the receipt has the sizes; else its checksum alone
-    results: int = 0  # CRC32 of its scores and gates, and of
-    state: int = 0  # the ledger's state, of which the checksum is made
+    # the CRC32 of its scores and gates, and the ledger's state: of both the checksum is made
+    results: int = 0
+    state: int = 0
     nbytes: int = 0  # of the rows
 
     def job(
@@ -66,12 +67,12 @@ class EndedRequest(Wire):
         memory: np.ndarray,
         wait: Callable[[int], None],
         origin: Origin,
-        streams: Mapping[int, Stream],
+        streams: Mapping[int, Stream | None],
         prepared: Mapping[int, Any],
     ) -> WriteJob:
         """Return what a writer does for the request. `memory`: the shared memory, uint8. `wait`:
-        that of `SharedMemory`. `streams`: by number. `prepared`: what readers prepared, by the
-        capture's number.
+        that of `SharedMemory`. `streams`: by number; None for one that was dropped. `prepared`:
+        what readers prepared, by the capture's number.
         """
         builds = [
             partial(
@@ -145,6 +146,8 @@ class EndedRequest(Wire):
         """
         if ended.error:
             raise RuntimeError(ended.error)
+        if ended.stream and stream is None:
+            raise RuntimeError("rows that left before the request ended could not be written")
         spec, token_ids, stop = self.spec, self.token_ids, self.rows
         capture = spec.captures[ended.number]
         expected = set[int]()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar, cast
 
 from ....schemas.base.records import from_msgpack, to_msgpack
@@ -65,7 +66,8 @@ class Link:
         self._answers, answers = os.pipe()
         os.set_blocking(self._answers, False)
         for pipe in (self._commands, answers):
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            with suppress(OSError):  # a user's pipes may be limited
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         descriptors = (theirs, answers, arena.descriptors[0])
         numbers = map(str, (os.getpid(), *descriptors, arena.end, arena.size))
         self._process = subprocess.Popen(
@@ -95,7 +97,8 @@ class Link:
         if not self._spills and self._arena.descriptors[1:]:
             self._put(Spilled(self._arena.descriptors[1], self._arena.end))
             self._spills = True  # another thread may have sent this, too
-        self._backlog.send(nbytes)
+        if nbytes:  # only the model's thread may add
+            self._backlog.send(nbytes)
         self._put(message, held)
 
     def _put(self, message: Command, held: Sequence[object] = ()) -> None:

@@ -16,8 +16,11 @@ import pytest
 from plane_kit import Rig, capturing, run
 from rank_kit import stream_of
 
+from midstream.workers.runner.base.backlog import Backlog
+from midstream.workers.runner.files.streams import Stream
 from midstream.workers.runner.plane import data_plane
 from midstream.workers.runner.rows import connect
+from midstream.workers.runner.rows.delivery import ForwardedReceipts
 
 
 def process_of(rig: Rig) -> subprocess.Popen[bytes]:
@@ -81,6 +84,44 @@ def test_a_rank_whose_process_dies_gives_up_and_nothing_is_half_done(
     assert {receipt.status for receipt in receipts} == {"ok"}
     rows = stream_of(1, "post_block", 1, 0, 7)
     assert (after.reader(request).array(1) == rows).all()
+
+
+@pytest.mark.parametrize("broken", ["push", "__init__"])
+def test_a_stream_that_cannot_take_its_rows_fails_its_capture_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def breaks(stream: Stream, *arguments: Any) -> None:
+        opened = arguments[0] if broken == "__init__" else stream.opened
+        if opened.spec.job == two[0].tracked.spec.job:
+            raise MemoryError
+        works(stream, *arguments)
+
+    works = getattr(Stream, broken)
+    monkeypatch.setattr(Stream, broken, breaks)
+    rig, two = Rig(tmp_path, capture_window_mib=0), (capturing(1), capturing(2))
+    for request in two:
+        request.max_tokens = 4
+    run(rig, *two)
+    failed, written = sorted(rig.receipts(), key=lambda receipt: receipt.status)
+    assert failed.kind == "capture_failed"
+    assert "rows that left before" in failed.message
+    assert written.status == "ok"
+    assert rig.plane._delivery.backlog.size == 0
+
+
+def test_only_the_models_thread_counts_what_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that add to one counter may lose what one of them adds."""
+    first, sizes = Rig(tmp_path / "first"), list[int]()
+    run(first, capturing(1))
+    rig = Rig(tmp_path, connect=connect.connected)
+    far = rig.plane._delivery._far  # type: ignore[attr-defined]
+    monkeypatch.setattr(Backlog, "send", lambda _, size: sizes.append(size))
+    ForwardedReceipts("w", 0, far).append(first.receipts()[0])
+    assert not sizes
+    far._closing = True
+    process_of(rig).kill()
 
 
 @pytest.mark.slow("a rank waits for another process to leave its outbox")
