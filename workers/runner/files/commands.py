@@ -36,7 +36,7 @@ class Spilled(Wire, tag="spilled"):
 
 
 class StatusAsked(Wire, tag="status"):
-    """The rank waits for a `Status`."""
+    """The rank asks for a `Status`."""
 
 
 class Closed(Wire, tag="closed"):
@@ -61,9 +61,9 @@ class Freed(Wire, tag="freed"):
 class Status(Wire, tag="state"):
     """What waits and what was done."""
 
-    outbox: int  # receipts that the relay has not acknowledged
-    totals: dict[str, int]
-    store: dict[str, StoreCalls]
+    outbox: int = 0  # receipts that the relay has not acknowledged
+    totals: dict[str, int] = {}
+    store: dict[str, StoreCalls] = {}
 
 
 Answer = Begun | Freed | Status

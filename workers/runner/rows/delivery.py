@@ -176,7 +176,7 @@ class Delivery:
             "backlog": self.backlog.size,
             "store": found[0].store,
             "files_store": found[1].store if found[1:] else {},
-            **{name: sum(each.totals[name] for each in found) for name in found[0].totals},
+            **{name: sum(each.totals.get(name, 0) for each in found) for name in found[0].totals},
         }
 
     def close(self) -> None:

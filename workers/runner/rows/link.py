@@ -9,9 +9,10 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar, cast
+from typing import cast
 
 from ....schemas.base.records import from_msgpack, to_msgpack
 from ..base.backlog import Backlog
@@ -31,11 +32,9 @@ from ..files.commands import (
 )
 from .arena import Arena
 
-T = TypeVar("T")
-
 #: The module that the process runs.
 PROGRAM = f"{__package__.rpartition('.')[0]}.files"
-#: Seconds in which the process must answer; it does so between two messages.
+#: Seconds in which the process must answer, which it does between two messages. Then it hangs.
 _PATIENCE_S = 300.0
 _PIPE_BYTES = 1 << 20
 
@@ -62,6 +61,7 @@ class Link:
         self.held: dict[int, object] = {}
         self._spills = self._closing = False
         self._received = bytearray()
+        self._last, self._asked = Status(), 0.0  # when it was asked for its status; 0: it answered
         theirs, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         os.set_blocking(self._answers, False)
@@ -86,11 +86,14 @@ class Link:
 
     def begun(self) -> None:
         """Wait until the process serves. Raises RuntimeError if it cannot."""
-        found = self._answer(Begun)
-        if found.error:
-            raise RuntimeError(found.error)
-        # it sleeps until the process ends
-        threading.Thread(target=self._watch, name="midstream-rowd", daemon=True).start()
+        while select.select([self._answers], [], [], _PATIENCE_S)[0]:
+            for begun in [each for each in self._hear() if isinstance(each, Begun)]:
+                if begun.error:
+                    raise RuntimeError(begun.error)
+                # it sleeps until the process ends
+                threading.Thread(target=self._watch, name="midstream-rowd", daemon=True).start()
+                return
+        raise RuntimeError("the process that writes files has not begun")
 
     def send(self, message: Command, held: Sequence[object] = (), nbytes: int = 0) -> None:
         """Send a message. `held`: what has the rows that it names, which are `nbytes`."""
@@ -110,13 +113,21 @@ class Link:
 
     def turn(self) -> None:
         """Hear what the process has done."""
-        for _ in self._hear():
-            pass
+        for answer in self._hear():
+            if isinstance(answer, Status):
+                self._last, self._asked = answer, 0.0
 
     def status(self) -> Status:
-        """Ask the process. Raises RuntimeError if it does not answer."""
-        self.send(StatusAsked())
-        return self._answer(Status)
+        """Return what the process said when it was last asked, and ask it again: the model's thread
+        does not wait for it. If it does not answer for long, give up.
+        """
+        self.turn()
+        if not self._asked:
+            self._asked = time.monotonic()
+            self.send(StatusAsked())
+        elif time.monotonic() > self._asked + _PATIENCE_S:
+            self._give_up(RuntimeError("the process that writes files does not answer"))
+        return self._last
 
     def close(self) -> None:
         """Have everything written and sent, and the process end."""
@@ -126,13 +137,6 @@ class Link:
         self.held.clear()
         for pipe in (self._commands, self._answers):
             os.close(pipe)
-
-    def _answer(self, kind: type[T]) -> T:
-        while select.select([self._answers], [], [], _PATIENCE_S)[0]:
-            for answer in self._hear():
-                if isinstance(answer, kind):
-                    return answer
-        raise RuntimeError(f"the process that writes files has not answered in {_PATIENCE_S:g} s")
 
     def _hear(self) -> Iterator[Answer]:
         try:

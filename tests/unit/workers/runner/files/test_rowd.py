@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,20 @@ from rank_kit import stream_of
 from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.files.streams import Stream
 from midstream.workers.runner.plane import data_plane
-from midstream.workers.runner.rows import connect
+from midstream.workers.runner.rows import connect, link
 from midstream.workers.runner.rows.delivery import ForwardedReceipts
 
 
 def process_of(rig: Rig) -> subprocess.Popen[bytes]:
     process: subprocess.Popen[bytes] = rig.plane._delivery._far._process  # type: ignore[attr-defined]
     return process
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.slow("a rank that closes waits for a relay")
@@ -42,7 +50,7 @@ def test_another_process_writes_the_rows_where_they_are(
     modules = Path(f"/proc/{process_of(rig).pid}/maps").read_text()
     assert "midstream-rows" in modules
     assert "torch" not in modules, "it begins in a moment, and takes little memory"
-    assert rig.plane.status()["outbox"] <= 2
+    wait_until(lambda: rig.plane.status()["captured_rows"] == 2 * 2 * 7)
     assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
     assert process_of(rig).returncode == 0
     assert bool(rig.plane._arena.spilled) == bool(options)
@@ -124,6 +132,24 @@ def test_only_the_models_thread_counts_what_is_sent(
     process_of(rig).kill()
 
 
+def test_a_rank_whose_process_hangs_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[str]()
+    monkeypatch.setattr(connect, "_give_up", lambda error: said.append(str(error)))
+    rig = Rig(tmp_path, connect=connect.connected)
+    monkeypatch.setattr(link, "_PATIENCE_S", 0.2)
+    for _ in range(30):
+        time.sleep(0.02)
+        rig.plane.status()
+    assert not said, "it answers"
+    process_of(rig).send_signal(signal.SIGSTOP)
+    wait_until(lambda: rig.plane.status() and said)
+    assert said[0] == "the process that writes files does not answer"
+    rig.plane._delivery._far._closing = True  # type: ignore[attr-defined]
+    process_of(rig).kill()
+
+
 @pytest.mark.slow("a rank waits for another process to leave its outbox")
 def test_an_outbox_that_another_process_holds_is_an_error_at_the_start(tmp_path: Path) -> None:
     rig = Rig(tmp_path, connect=connect.connected)
@@ -150,7 +176,5 @@ def test_the_process_ends_with_its_rank(tmp_path: Path) -> None:
         time.sleep(0.1)
         assert "midstream" in Path(f"/proc/{pid}/cmdline").read_text()
         rank.kill()
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    command = Path(f"/proc/{pid}/cmdline")
+    wait_until(lambda: not command.exists() or not command.read_text())
