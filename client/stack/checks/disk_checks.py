@@ -55,6 +55,20 @@ def _disk(data: Path) -> Iterator[Finding]:
         middle, found = timed(FSYNCS, write)
     advice = "receipts and captures wait for the disk: use a local SSD for data_dir"
     yield graded("disk fsync", middle, f"{found} writes", advice, FSYNC_WARN_MS, FSYNC_FAIL_MS)
+    yield from _memory(data, Path("/proc/mounts"))
+
+
+def _memory(data: Path, mounts: Path) -> Iterator[Finding]:
+    """Say which pages a folder in memory has. Raises OSError."""
+    entries = [line.split(" ")[1:4] for line in mounts.read_text().splitlines()]
+    within = [entry for entry in entries if data.is_relative_to(entry[0])]
+    folder, kind, options = max(within, key=lambda entry: len(entry[0]), default=("", "", ""))
+    if kind == "tmpfs":
+        huge = {"huge=always", "huge=within_size"} & set(options.split(","))
+        slow = (
+            "pages of 4 KiB: with the mount option huge=always captures are written twice as fast"
+        )
+        yield Finding("ok", "memory", f"{folder} has {'huge pages' if huge else slow}")
 
 
 def store(service: Service) -> Iterator[Finding]:
