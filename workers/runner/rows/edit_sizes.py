@@ -151,16 +151,18 @@ class SizeTable:
         member = np.repeat(np.arange(len(counts)), counts)  # of each column
         positions = np.arange(len(member)) + np.repeat(begin - np.cumsum(counts) + counts, counts)
         values = step.values[:, positions - step.positions[member] + step.first_rows[member]]
-        places, at = np.nonzero(~np.isnan(values))
-        sizes, slots = values[places, at], step.slots[member[at]]
-        places = step.sites[places]
+        edited = ~np.isnan(values)
+        sizes = values[edited]
+        # the edits' places in `_rows`
+        keys = (step.slots[member] * len(self.sites) + step.sites[:, None])[edited]
         if exceeded := bool((sizes < 0).any()):
-            self._limit(slots, positions[at], places, sizes)
+            slots, places = np.divmod(keys, len(self.sites))
+            self._limit(slots, np.broadcast_to(positions, edited.shape)[edited], places, sizes)
             sizes = np.abs(sizes)
-        rows = self._rows[slots, places]
+        rows = self._rows.reshape(-1)[keys]
         if (new := rows < 0).any():
-            self._make_rows(slots[new], places[new])
-            rows = self._rows[slots, places]
+            self._make_rows(np.unique(keys[new]))
+            rows = self._rows.reshape(-1)[keys]
         with np.errstate(divide="ignore"):
             bins = np.clip(np.floor((np.log2(sizes) - LOWEST) * BINS) + 1, 0, WIDTH - 1)
         # a 1 of another dtype takes ten times as long
@@ -168,16 +170,15 @@ class SizeTable:
         np.maximum.at(self._largest, rows, sizes)
         return exceeded
 
-    def _make_rows(self, slots: np.ndarray, places: np.ndarray) -> None:
-        """Make rows for these edits, which have none."""
-        pairs = np.unique(slots * len(self.sites) + places)
-        if (lack := len(pairs) - len(self._free)) > 0:
+    def _make_rows(self, keys: np.ndarray) -> None:
+        """Make rows for edits at these places of `_rows`, which have none."""
+        if (lack := len(keys) - len(self._free)) > 0:
             more = max(lack, len(self._largest))
             self._free += range(len(self._largest), len(self._largest) + more)
             self._counts = _longer(self._counts, more, 0)
             self._largest = _longer(self._largest, more, 0)
-        taken, self._free = self._free[: len(pairs)], self._free[len(pairs) :]
-        self._rows.reshape(-1)[pairs] = taken
+        taken, self._free = self._free[: len(keys)], self._free[len(keys) :]
+        self._rows.reshape(-1)[keys] = taken
 
     def _limit(
         self, slots: np.ndarray, positions: np.ndarray, places: np.ndarray, sizes: np.ndarray
