@@ -45,6 +45,5 @@ class EditSizes(Record):
     hook: str
     layer: int
     rows: int  # edited rows that were computed for it; those that the prefix cache served are not
-    # within 1.5 %; 0: less than 2⁻²⁴, float32's rounding; above 2²⁴ the largest
-    median: float
+    median: float  # of an even number of rows the mean of the two in the middle
     largest: float

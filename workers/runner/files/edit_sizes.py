@@ -1,54 +1,72 @@
-"""The sizes of an ended request's edits, for its receipt.
-
-A bin is 1/24 of an octave wide, so its middle is within 1.5 % of each value.
-"""
+"""The sizes of an ended request's edits, for its receipt."""
 
 import zlib
+from typing import NamedTuple
 
 import numpy as np
 
 from ....schemas.base.edit_sizes import EditSizes
-from ....schemas.base.records import Wire
+from ....schemas.base.records import Wire, from_msgpack
 
-#: Bins of an octave, and the octaves: from float32's rounding, below which an edit changes nothing
-#: of a row, to 2²⁴. The first bin has smaller sizes, the last larger ones.
-BINS, LOWEST, HIGHEST = 24, -24, 24
-WIDTH = 2 + BINS * (HIGHEST - LOWEST)
+#: Positions of a block.
+SPAN = 128
 
 
-class CountedSizes(Wire):
+class RecordedSizes(Wire):
+    """The sizes of one request in one bank, where its rank recorded them."""
+
+    sites: bytes  # MessagePack of each site of the bank, (hook, layer)
+    # each block's number and its place in the shared memory, where it has float32 `[SPAN, sites]`:
+    # NaN where nothing was edited, negative beyond a limit
+    blocks: list[tuple[int, int]]
+
+    def counted(self, memory: np.ndarray, stop: int) -> "CountedSizes":
+        """Count the sizes at positions below `stop`. `memory`: the shared memory, uint8."""
+        sites = from_msgpack(self.sites, list[tuple[str, int]])
+        size = SPAN * len(sites) * np.dtype(np.float32).itemsize
+        parts = [
+            memory[start : start + size].view(np.float32).reshape(SPAN, -1)[: stop - number * SPAN]
+            for number, start in self.blocks
+            if number * SPAN < stop
+        ]
+        none = np.zeros((0, len(sites)), dtype=np.float32)
+        values = np.sort(np.abs(np.concatenate([none, *parts])), axis=0)
+        rows = np.count_nonzero(~np.isnan(values), axis=0)  # NaN is sorted last
+        places = np.flatnonzero(rows)
+        rows, values = rows[places], values[:, places]
+        middle, largest = (
+            np.take_along_axis(values, numbers, axis=0)
+            for numbers in (np.stack([(rows - 1) // 2, rows // 2]), rows[None] - 1)
+        )
+        return CountedSizes(
+            [sites[place] for place in places.tolist()],
+            rows,
+            middle.mean(axis=0, dtype=np.float64),
+            largest[0],
+        )
+
+
+class CountedSizes(NamedTuple):
     """The sizes of one request in one bank, over all its edited rows."""
 
     sites: list[tuple[str, int]]  # (hook, layer) of each edited site
-    places: bytes  # int64 `[sites]`: the site's number in the bank
-    counts: bytes  # uint32 `[sites, WIDTH]`: rows in each bin
-    largest: bytes  # float32 `[sites]`
+    rows: np.ndarray  # int64 `[sites]`
+    medians: np.ndarray  # float64 `[sites]`
+    largest: np.ndarray  # float32 `[sites]`
 
     def report(self, request: int) -> list[EditSizes]:
         """Return the report of each edited site. `request`: see `EditSizes`."""
-        counts = np.frombuffer(self.counts, dtype=np.uint32).reshape(-1, WIDTH)
-        largest = np.frombuffer(self.largest, dtype=np.float32)
-        totals = np.cumsum(counts, axis=1, dtype=np.int64)
-        rows = totals[:, -1]
-        halves = (rows + 1) // 2, rows // 2 + 1  # the ranks of the lower and of the upper median
-        bins = np.stack([(totals >= rank[:, None]).argmax(axis=1) for rank in halves])
-        middles = np.where(bins > 0, 2.0 ** (LOWEST + (bins - 0.5) / BINS), 0.0)
-        medians = np.where(bins == WIDTH - 1, largest, np.minimum(middles, largest))
+        found = zip(self.sites, *(part.tolist() for part in self[1:]), strict=True)
         return [
             EditSizes(
-                request=request, hook=hook, layer=layer, rows=count, median=median, largest=most
+                request=request, hook=hook, layer=layer, rows=rows, median=median, largest=largest
             )
-            for (hook, layer), count, median, most in zip(
-                self.sites,
-                rows.tolist(),
-                medians.mean(axis=0).tolist(),
-                largest.tolist(),
-                strict=True,
-            )
+            for (hook, layer), rows, median, largest in found
         ]
 
     def checksum(self, crc: int) -> int:
         """Continue a CRC32 with everything that was counted."""
-        for part in (self.places, self.counts, self.largest):
-            crc = zlib.crc32(part, crc)
+        crc = zlib.crc32(str(self.sites).encode(), crc)
+        for part in self[1:]:
+            crc = zlib.crc32(part.tobytes(), crc)
         return crc

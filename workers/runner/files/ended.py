@@ -18,7 +18,7 @@ from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ..base.actions import sealed
 from ..base.attribution import precedes_edits
-from .edit_sizes import CountedSizes
+from .edit_sizes import RecordedSizes
 from .extents import BlockPlace, ExtentPlace
 from .finished_rows import Columns, FinishedCapture, Origin
 from .recorded import MemoryRows, Port, Recorded, stored_columns, stored_width
@@ -55,7 +55,7 @@ class EndedRequest(Wire):
     token_ids: list[int] = []  # all its tokens
     rows: int = 0  # how many of them, from the first on, have rows
     unsound: bool = False  # the model computed non-finite rows that no edit could have reached
-    sizes: list[CountedSizes] = []  # of its edits
+    sizes: list[RecordedSizes] = []  # of its edits
     shown: bool = False  # the receipt has the sizes; else its checksum alone
     # the CRC32 of its scores and gates, and the ledger's state: of both the checksum is made
     results: int = 0
@@ -90,20 +90,22 @@ class EndedRequest(Wire):
             self.receipt,
             builds,
             self.nbytes,
-            self._with_sizes if self.sizes else None,
+            partial(self._with_sizes, memory) if self.sizes else None,
             self.spec.work,
             self.spec.tenant,
         )
 
-    def _with_sizes(self, receipt: Receipt) -> Receipt:
+    def _with_sizes(self, memory: np.ndarray, receipt: Receipt) -> Receipt:
         """Add the sizes of the edits to the receipt, and to the checksum of the results."""
-        results, shown = self.results, self.sizes if self.shown else []
-        for each in self.sizes:
-            results = each.checksum(results)
+        counted = [sizes.counted(memory, self.rows) for sizes in self.sizes]
+        results = self.results
+        for sizes in counted:
+            results = sizes.checksum(results)
+        shown = counted if self.shown else []
         return msgspec.structs.replace(
             receipt,
             checksum=sealed(self.state, results),
-            sizes=[size for each in shown for size in each.report(receipt.request)],
+            sizes=[size for sizes in shown for size in sizes.report(receipt.request)],
         )
 
     def _built(

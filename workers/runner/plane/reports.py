@@ -82,13 +82,13 @@ class Reports:
             token_ids,
             rows,
             tracked.unsound,
-            [each.counted for each in tracked.sizes.values() if each.counted is not None],
+            [sizes.recorded for sizes in tracked.sizes.values()],
             self._place.tp == 0,
             tracked.results,
             self._actions.state,
             sum(recording.nbytes for recording in recordings.values()),
         )
-        self._delivery.submit(request, recordings)
+        self._delivery.submit(request, recordings, list(tracked.sizes.values()))
         tracked.reported = True
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:

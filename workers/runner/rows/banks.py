@@ -66,7 +66,7 @@ class Bank:
         )
         whole = part.columns is None or not part.columns.sharded
         self.finite = FiniteCheck(part.sites, part.buffers, whole=whole)
-        self.sizes = SizeTable(part.sites)
+        self.sizes = SizeTable(part.sites, arena)
 
     def recording(
         self, capture: StoredCapture, prompt_tokens: int, first_of_stage: bool

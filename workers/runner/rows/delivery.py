@@ -22,6 +22,7 @@ from ..files.streams import StreamOpened
 from ..files.writer import Diversion
 from .arena import Arena, RecordedBlock
 from .capture import Recording
+from .edit_sizes import RequestSizes
 
 
 class Channel(Protocol):
@@ -137,9 +138,14 @@ class Delivery:
         for channel in self._channels:
             channel.send(OriginSet(origin))
 
-    def submit(self, request: EndedRequest, recordings: Mapping[int, Recording]) -> None:
+    def submit(
+        self,
+        request: EndedRequest,
+        recordings: Mapping[int, Recording],
+        sizes: Sequence[RequestSizes] = (),
+    ) -> None:
         """Have an ended request written. `recordings`: by the capture's number."""
-        held = [block for recording in recordings.values() for block in recording.held]
+        held = [*sizes, *(block for each in recordings.values() for block in each.held)]
         if self._is_near(request.spec):
             prepared = {number: each.prepared for number, each in recordings.items()}
             self._near.send(Ended(request), held, request.nbytes, prepared)

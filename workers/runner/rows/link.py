@@ -86,7 +86,9 @@ class Link:
 
     def begun(self) -> None:
         """Wait until the process serves. Raises RuntimeError if it cannot."""
-        while select.select([self._answers], [], [], _PATIENCE_S)[0]:
+        ready = select.poll()  # of descriptors above 1023, too
+        ready.register(self._answers, select.POLLIN)
+        while ready.poll(_PATIENCE_S * 1000):
             for begun in [each for each in self._hear() if isinstance(each, Begun)]:
                 if begun.error:
                     raise RuntimeError(begun.error)
