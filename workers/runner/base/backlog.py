@@ -49,8 +49,8 @@ class Backlog:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """What is over, and what was sent. Read in this order: else what is sent and over in
-        between would make the backlog less than it ever was.
+        """Return the bytes that are over, and those that were sent. Read in this order: else what
+        is sent and over in between would make the backlog less than it ever was.
         """
         far, near = self.shared[FAR], self.shared[NEAR]
         return far + near, self.shared[FAR + 1] + self.shared[NEAR + 1]

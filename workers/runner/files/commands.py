@@ -1,4 +1,4 @@
-"""What a rank and the process that writes its files tell each other.
+"""Messages between a rank and the process that writes its files.
 
 A message of the rank is MessagePack in the memory that they share, and its place goes through a
 pipe, `COMMAND`, which has room for 43,000 of them where a pipe of 1 MiB is allowed. Answers are
@@ -59,7 +59,7 @@ class Freed(Wire, tag="freed"):
 
 
 class Status(Wire, tag="state"):
-    """What waits and what was done."""
+    """The counts of a rank."""
 
     outbox: int = 0  # receipts that the relay has not acknowledged
     totals: dict[str, int] = {}

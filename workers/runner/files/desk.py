@@ -57,7 +57,7 @@ class Delivered(Wire, tag="delivered"):
 
 
 class OriginSet(Wire, tag="origin"):
-    """What every later capture says about its origin."""
+    """Every later capture has this origin."""
 
     origin: Origin
 
