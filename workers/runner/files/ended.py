@@ -191,5 +191,5 @@ class EndedRequest(Wire):
             dropped=tuple(sorted((rows.dropped & expected).difference(positions))),
             whole=result.blob,
             prepared=prepared,
-            **msgspec.structs.asdict(origin),
+            **vars(origin),
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....schemas.base.dtypes import ITEM_BYTES
-from ....schemas.base.records import Wire
 from ....schemas.base.version import __version__
 from ....schemas.jobs.captures import FORMAT, Manifest
 from ....schemas.jobs.receipts import CapturedFile
@@ -64,7 +63,8 @@ class Columns:
         return self.size < self.row.size
 
 
-class Origin(Wire):
+@dataclass(frozen=True)
+class Origin:
     """Where rows come from: the same for all captures of a rank."""
 
     worker: str
@@ -78,8 +78,8 @@ class Origin(Wire):
     routing: tuple[RoutingKind, ...] = ()  # of the stage's layers
 
 
-@dataclass(frozen=True)
-class FinishedCapture:
+@dataclass(frozen=True, kw_only=True)
+class FinishedCapture(Origin):
     """One capture of a request, built and used in a writer thread. Keeps its rows' memory alive."""
 
     spec: RankSpec
@@ -89,19 +89,10 @@ class FinishedCapture:
     dtype: str  # of the rows: float32 | bfloat16 | float16
     positions: list[int]  # ascending
     token_ids: list[int]  # the token at each of `positions`
-    worker: str
-    rank: int
-    pp: int
-    stages: int
     # (hook, layer) → `[len(positions), hidden_size]`, as buffers in order
     rows: Callable[[str, int], Sequence[memoryview]]
     reused: int = 0  # rows that came from the row store
     dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
-    num_layers: int = 0  # of the whole model; 0: not known
-    caveats: tuple[str, ...] = ()  # of the model, see `Manifest`
-    identity: str = ""  # of the model, see `Manifest`
-    attention: tuple[AttentionKind, ...] = ()  # of the stage's layers
-    routing: tuple[RoutingKind, ...] = ()  # of the stage's layers
     # (hook, layer) → number of rows that are not finite as stored
     non_finite: dict[tuple[str, int], int] = field(default_factory=dict)
     # (hook, layer, position) of the first row that is not finite in the model's dtype

@@ -13,7 +13,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 
 from ....schemas.base.dtypes import ITEM_BYTES
@@ -325,7 +324,7 @@ class StreamFiles:
             non_finite={
                 (hook, layer): _LARGEST for hook, layers in sites.items() for layer in layers
             },
-            **msgspec.structs.asdict(self._origin()),
+            **vars(self._origin()),
         )
 
 

@@ -1,9 +1,8 @@
 """Reports of ended or failed requests: makes their receipts and hands over their captures."""
 
+import dataclasses
 import logging
 from typing import Any
-
-import msgspec
 
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
@@ -47,7 +46,7 @@ class Reports:
 
     def describe(self, **changed: Any) -> None:
         """Change fields of `Origin` for every later manifest."""
-        self._origin = msgspec.structs.replace(self._origin, **changed)
+        self._origin = dataclasses.replace(self._origin, **changed)
         self._delivery.set_origin(self._origin)
 
     def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
