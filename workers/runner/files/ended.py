@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....schemas.base.records import Wire, by_key
+from ....schemas.base.records import Wire
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ..base.actions import sealed
 from ..base.attribution import precedes_edits
 from .edit_sizes import RecordedSizes
 from .extents import BlockPlace, ExtentPlace
-from .finished_rows import Columns, FinishedCapture, Origin
-from .recorded import MemoryRows, Port, Recorded, stored_columns, stored_width
+from .finished_rows import FinishedCapture, Origin
+from .recorded import CaptureShape, MemoryRows, Recorded
 from .streams import Stream
 from .writer import InterventionError, WriteJob
 
@@ -29,12 +29,8 @@ from .writer import InterventionError, WriteJob
 class EndedCapture(Wire):
     """One capture of an ended request, as this rank recorded it."""
 
-    number: int  # in the request's captures
-    ports: list[Port]  # at least one
-    width: int  # elements of a row
-    dtype: str  # of the rows
+    shape: CaptureShape
     landing: int  # of all its rows, see `SharedMemory.wait`
-    columns: Columns | None = None  # of the rows; None: those of the residual bank
     blocks: list[BlockPlace] = []
     # its own rows that are kept for others, and may have been recorded again
     earlier: list[ExtentPlace] = []
@@ -82,7 +78,7 @@ class EndedRequest(Wire):
                 wait,
                 origin,
                 streams.get(capture.stream),
-                prepared.get(capture.number),
+                prepared.get(capture.shape.number),
             )
             for capture in self.captures
         ]
@@ -150,15 +146,15 @@ class EndedRequest(Wire):
             raise RuntimeError(ended.error)
         if ended.stream and stream is None:
             raise RuntimeError("rows that left before the request ended could not be written")
-        spec, token_ids, stop = self.spec, self.token_ids, self.rows
-        capture = spec.captures[ended.number]
+        spec, token_ids, stop, shape = self.spec, self.token_ids, self.rows, ended.shape
+        capture = spec.captures[shape.number]
         expected = set[int]()
         if stop >= spec.prompt_tokens:
             chosen, window = capture.select(0, stop, spec.prompt_tokens), capture.window
             expected = set(chosen)
             if window is not None:
                 expected = window.keep(chosen, token_ids, ended.high)
-        stored_as = ended.dtype if capture.dtype == "model" else capture.dtype
+        stored_as = shape.stored_as(capture)
         windowed = capture.window is not None  # more positions than the expected ones are recorded
         rows = Recorded(
             memory, ended.blocks, ended.earlier, ended.reused, set(ended.dropped), expected
@@ -168,28 +164,22 @@ class EndedRequest(Wire):
             positions, reused, result = stream.seal(rows, stop, windowed=windowed)
         else:
             positions, reused, runs = rows.below(stop, windowed=windowed)
-            chosen_columns = stored_columns(ended.columns, capture.heads)
-            result = MemoryRows(ended.ports, runs, stored_as, chosen_columns)
+            result = MemoryRows(shape.ports, runs, stored_as, shape.chosen(capture))
         if missing := expected.difference(positions) - rows.dropped:
             raise RuntimeError(
                 f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of "
                 f"{len(expected)})"
             )
-        return FinishedCapture(
-            spec=spec,
-            capture=capture,
-            sites=by_key([(hook, layer) for hook, layer, _ in ended.ports]),
-            hidden_size=stored_width(ended.width, ended.columns, capture.heads),
-            columns=ended.columns,
-            dtype=stored_as,
+        return shape.finished(
+            spec,
+            origin,
             positions=positions,
             token_ids=[token_ids[position] for position in positions],
             rows=result,
             non_finite=dict(Counter(place[:2] for place in result.unsound(stored_as))),
-            unsound=min(result.unsound(ended.dtype), key=lambda place: place[2], default=None),
-            reused=len(ended.ports) * reused,
+            unsound=min(result.unsound(shape.dtype), key=lambda place: place[2], default=None),
+            reused=len(shape.ports) * reused,
             dropped=tuple(sorted((rows.dropped & expected).difference(positions))),
             whole=result.blob,
             prepared=prepared,
-            **vars(origin),
         )

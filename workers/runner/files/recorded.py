@@ -6,11 +6,51 @@ from typing import Any
 
 import numpy as np
 
+from ....schemas.base.records import Wire, by_key
+from ....schemas.requests.specs import RankSpec, StoredCapture
 from .extents import Block, BlockPlace, Extent, ExtentPlace, bytes_of, extents_at
-from .finished_rows import Columns
+from .finished_rows import Columns, FinishedCapture, Origin
 
 #: (hook, layer, port), in the order of the capture.
 Port = tuple[str, int, int]
+
+
+class CaptureShape(Wire):
+    """What a rank records of a capture."""
+
+    number: int  # of the capture in the request
+    ports: list[Port]  # at least one
+    width: int  # elements of a row
+    dtype: str  # of the rows
+    columns: Columns | None = None  # of the rows; None: those of the residual bank
+
+    def stored_as(self, capture: StoredCapture) -> str:
+        """Return the dtype of the stored rows."""
+        return self.dtype if capture.dtype == "model" else capture.dtype
+
+    def chosen(self, capture: StoredCapture) -> list[slice]:
+        """Return the columns that are stored."""
+        return [slice(None)] if self.columns is None else self.columns.chosen(capture.heads)
+
+    def stored_width(self, capture: StoredCapture) -> int:
+        """Return the elements of a stored row, which has only the requested heads."""
+        if self.columns is None or not capture.heads:
+            return self.width
+        return len(self.chosen(capture)) * self.columns.row.width
+
+    def finished(self, spec: RankSpec, origin: Origin, **rows: Any) -> FinishedCapture:
+        """Return the capture of a request as it is to be stored. `rows`: the other fields."""
+        capture = spec.captures[self.number]
+        return FinishedCapture(
+            spec=spec,
+            capture=capture,
+            sites=by_key((hook, layer) for hook, layer, _ in self.ports),
+            hidden_size=self.stored_width(capture),
+            columns=self.columns,
+            dtype=self.stored_as(capture),
+            **vars(origin),
+            **rows,
+        )
 
 
 class Recorded:
@@ -121,15 +161,3 @@ def ports_in(block: Block, ports: Sequence[Port]) -> list[int]:
     order = np.fromiter((port for _, _, port in ports), dtype=np.int64, count=len(ports))
     numbers: list[int] = np.searchsorted(block.ports, order).tolist()
     return numbers
-
-
-def stored_columns(columns: Columns | None, heads: Sequence[int]) -> list[slice]:
-    """Return the columns that are stored of rows of a rank. `heads`: the requested ones."""
-    return [slice(None)] if columns is None else columns.chosen(heads)
-
-
-def stored_width(width: int, columns: Columns | None, heads: Sequence[int]) -> int:
-    """Return the elements of a stored row, which has only the requested heads."""
-    if columns is None or not heads:
-        return width
-    return len(columns.chosen(heads)) * columns.row.width

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from ....schemas.base.dtypes import ITEM_BYTES
-from ....schemas.base.records import Wire, by_key
+from ....schemas.base.records import Wire
 from ....schemas.requests.specs import RankSpec
 from ....storage.blobs import Blob
 from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
 from ....storage.store import ArtifactStore, Draft, Drafts
 from .extents import Block, Extent, as_array, bytes_of, contiguous
-from .finished_rows import Columns, FinishedCapture, Origin
+from .finished_rows import FinishedCapture, Origin
 from .layouts import file_name
-from .recorded import Port, Recorded, ports_in, stored_columns, stored_width
+from .recorded import CaptureShape, Port, Recorded, ports_in
 
 #: Bytes that are moved, or read for the file's CRC32, at a time.
 _PIECE = 4 << 20
@@ -37,12 +37,8 @@ class StreamOpened(Wire):
 
     stream: int  # number of the stream on its rank
     spec: RankSpec
-    number: int  # of the capture in the request
-    ports: list[Port]
-    width: int  # elements of a row
-    dtype: str  # of the rows
+    shape: CaptureShape
     end: int  # rows of this position and of later ones are not needed
-    columns: Columns | None = None  # of the rows; None: those of the residual bank
 
 
 class Stream:
@@ -61,14 +57,15 @@ class Stream:
         `wait`: that of `SharedMemory`.
         """
         self.opened, self._begin, self._wait = opened, begin, wait
-        self.capture = capture = opened.spec.captures[opened.number]
-        self._ports, self._dtype = opened.ports, opened.dtype
-        self._chosen = stored_columns(opened.columns, capture.heads)
+        shape = opened.shape
+        self.capture = capture = opened.spec.captures[shape.number]
+        self._ports, self._dtype, self._chosen = shape.ports, shape.dtype, shape.chosen(capture)
         #: Every position that may be captured, int64, ascending.
         self.order = as_array(capture.select(0, opened.end, opened.spec.prompt_tokens))
-        self.stored_as = opened.dtype if capture.dtype == "model" else capture.dtype
+        self._stored_as = shape.stored_as(capture)
+        self._row_bytes = shape.stored_width(capture) * ITEM_BYTES[self._stored_as]
         self._draft: Draft | None = None
-        self._header = self._row_bytes = 0
+        self._header = 0
         self._written = np.zeros(len(self.order), dtype=bool)
         # dtype → position → indices of the ports whose rows are not finite in that dtype
         self._bad: dict[str, dict[int, set[int]]] = {}
@@ -126,18 +123,18 @@ class Stream:
             self._write(more)
             kept = np.flatnonzero(self._written & (self.order < stop))
             positions: list[int] = self.order[kept].tolist()
-            if self._draft is None:  # only rows that do not count have left
-                self._draft, self._header = self._begin(self)
-            self._move_together(kept)
+            draft = self._begun()  # even if only rows that do not count have left
+            self._move_together(draft, kept)
             sealed = SealedRows(
-                self._draft, self._ports, positions, self._row_bytes, self._header, self._bad
+                draft, self._ports, positions, self._row_bytes, self._header, self._bad
             )
             return positions, reused, sealed
 
-    @property
-    def stored_width(self) -> int:
-        """The elements of a stored row."""
-        return stored_width(self.opened.width, self.opened.columns, self.capture.heads)
+    def _begun(self) -> Draft:
+        """Return the file, which the first rows create."""
+        if self._draft is None:
+            self._draft, self._header = self._begin(self)
+        return self._draft
 
     def _write(self, runs: Iterable[Extent]) -> None:
         """Write runs, those that follow one another together."""
@@ -156,19 +153,17 @@ class Stream:
         at = int(np.searchsorted(self.order, position))
         if at == len(self.order) or int(self.order[at]) != position:
             raise RuntimeError(f"position {position} was recorded but not requested")
-        if self._draft is None:
-            self._draft, self._header = self._begin(self)
-            self._row_bytes = self.stored_width * ITEM_BYTES[self.stored_as]
+        draft = self._begun()
         ports = [ports_in(run.block, self._ports) for run in runs]
         stride = len(self.order) * self._row_bytes
         for place in range(len(self._ports)):
             rows = [
-                bytes_of(run.rows(of_run[place]), self._dtype, self.stored_as, self._chosen)
+                bytes_of(run.rows(of_run[place]), self._dtype, self._stored_as, self._chosen)
                 for run, of_run in zip(runs, ports, strict=True)
             ]
-            self._draft.write(self._header + place * stride + at * self._row_bytes, rows)
+            draft.write(self._header + place * stride + at * self._row_bytes, rows)
         self._written[at : at + sum(run.count for run in runs)] = True
-        for dtype in {self._dtype, self.stored_as}:
+        for dtype in {self._dtype, self._stored_as}:
             bad = self._bad.setdefault(dtype, {})
             for run, of_run in zip(runs, ports, strict=True):
                 self._note(run.unsound(dtype), bad, run.positions, of_run)
@@ -188,11 +183,10 @@ class Stream:
             for offset in np.flatnonzero(unsound[port]).tolist():
                 bad.setdefault(positions[offset], set()).add(place)
 
-    def _move_together(self, kept: np.ndarray) -> None:
+    def _move_together(self, draft: Draft, kept: np.ndarray) -> None:
         """Close the gaps of positions that were not captured. Rows move towards the beginning in
         order, so none is overwritten before it has moved.
         """
-        assert self._draft is not None
         stride, to = len(self.order) * self._row_bytes, self._header
         runs = contiguous(kept) if len(kept) else []
         for place in range(len(self._ports)):
@@ -202,11 +196,11 @@ class Stream:
                     count * self._row_bytes,
                 )
                 while remaining and at != to:
-                    piece = self._draft.read(at, min(remaining, _PIECE))
-                    self._draft.write(to, [piece])
+                    piece = draft.read(at, min(remaining, _PIECE))
+                    draft.write(to, [piece])
                     at, to, remaining = at + len(piece), to + len(piece), remaining - len(piece)
                 to += remaining
-        self._draft.truncate(to)
+        draft.truncate(to)
 
 
 class SealedRows:
@@ -247,27 +241,9 @@ class SealedRows:
         """
         if not self._draft.adoptable:
             return None
-        count = len(self._positions)
-        tensors = [
-            (
-                f"{hook}.{layer}",
-                DTYPE_NAMES[capture.dtype],
-                [count, capture.hidden_size],
-                self._tensor,
-            )
-            for hook, layer in self._sites
-        ]
-        ends = [
-            np.array(values, dtype="<i8").tobytes()
-            for values in (capture.positions, capture.token_ids)
-        ]
-        tensors += [
-            (name, DTYPE_NAMES["int64"], [count], len(end))
-            for name, end in zip(("positions", "token_ids"), ends, strict=True)
-        ]
         manifest = capture.manifest(capture.sites)
         header, rows = (
-            encode_header(tensors, manifest, self._header),
+            encode_header(_tensors_of(capture), manifest, self._header),
             self._header + self._tensor * len(self._sites),
         )
         if len(header) != self._header:
@@ -275,6 +251,10 @@ class SealedRows:
                 f"a header of {len(header)} bytes does not fit the {self._header} reserved for it"
             )
         self._draft.write(0, [header])
+        ends = [
+            np.array(values, dtype="<i8").tobytes()
+            for values in (capture.positions, capture.token_ids)
+        ]
         self._draft.write(rows, ends)
         size, crc, at = rows + sum(map(len, ends)), 0, 0
         while at < size:
@@ -297,46 +277,35 @@ class StreamFiles:
 
     def begin(self, stream: Stream) -> tuple[Draft, int]:
         """Create the file of a stream; return it with the bytes reserved for its header."""
-        largest, capture = self._largest(stream), stream.capture
+        opened, capture, most = stream.opened, stream.capture, stream.order.tolist()
+        largest = opened.shape.finished(  # with the longest manifest that is possible
+            opened.spec,
+            self._origin(),
+            positions=most,
+            token_ids=[_LARGEST] * len(most),
+            rows=lambda hook, layer: [],
+            reused=_LARGEST,
+            non_finite={(hook, layer): _LARGEST for hook, layer, _ in opened.shape.ports},
+        )
+        header = encode_header(_tensors_of(largest), largest.manifest(largest.sites))
         streamable = "filesystem" in capture.consumers and capture.layout in ("auto", "packed")
         draft = (
             self._store.draft(file_name(largest))
             if streamable and isinstance(self._store, Drafts)
             else None
         )
-        return draft if draft is not None else self._scratch(), _header_bytes(largest)
-
-    def _largest(self, stream: Stream) -> FinishedCapture:
-        """Return a finished capture without rows, with the longest manifest that is possible."""
-        opened, order = stream.opened, stream.order
-        sites = by_key([(hook, layer) for hook, layer, _ in opened.ports])
-        return FinishedCapture(
-            spec=opened.spec,
-            capture=stream.capture,
-            sites=sites,
-            hidden_size=stream.stored_width,
-            columns=opened.columns,
-            dtype=stream.stored_as,
-            positions=order.tolist(),
-            token_ids=[_LARGEST] * len(order),
-            rows=lambda hook, layer: [],
-            reused=_LARGEST,
-            non_finite={
-                (hook, layer): _LARGEST for hook, layers in sites.items() for layer in layers
-            },
-            **vars(self._origin()),
-        )
+        return draft if draft is not None else self._scratch(), len(header)
 
 
-def _header_bytes(largest: FinishedCapture) -> int:
-    count = len(largest.positions)
-    size = count * largest.hidden_size * ITEM_BYTES[largest.dtype]
-    tensors = [
-        (f"{hook}.{layer}", DTYPE_NAMES[largest.dtype], [count, largest.hidden_size], size)
-        for hook, layers in largest.sites.items()
-        for layer in layers
+def _tensors_of(capture: FinishedCapture) -> list[tuple[str, str, list[int], int]]:
+    """Return the tensors of a capture's blob: name, dtype, shape and bytes."""
+    count, width = len(capture.positions), capture.hidden_size
+    size = count * width * ITEM_BYTES[capture.dtype]
+    return [
+        *(
+            (f"{hook}.{layer}", DTYPE_NAMES[capture.dtype], [count, width], size)
+            for hook, layers in capture.sites.items()
+            for layer in layers
+        ),
+        *((name, DTYPE_NAMES["int64"], [count], 8 * count) for name in ("positions", "token_ids")),
     ]
-    tensors += [
-        (name, DTYPE_NAMES["int64"], [count], 8 * count) for name in ("positions", "token_ids")
-    ]
-    return len(encode_header(tensors, largest.manifest(largest.sites)))

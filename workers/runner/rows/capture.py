@@ -23,7 +23,7 @@ from ..base.shared_memory import HostMemoryError
 from ..files.ended import EndedCapture
 from ..files.extents import Block, Extent, places_of
 from ..files.finished_rows import Columns
-from ..files.recorded import Port
+from ..files.recorded import CaptureShape
 from ..hooks.sites import Site
 from .arena import BankRows, RecordedBlock
 
@@ -137,10 +137,10 @@ class Recording:
             bank=capture.bank,
         )
 
-    @property
-    def port_list(self) -> list[Port]:
-        """Return its ports as messages have them."""
-        return [(hook, layer, port) for (hook, layer), port in self.ports.items()]
+    def shape(self, number: int) -> CaptureShape:
+        """Return what is recorded. `number`: of the capture in the request."""
+        ports = [(hook, layer, port) for (hook, layer), port in self.ports.items()]
+        return CaptureShape(number, ports, self.width, self.dtype, self.columns)
 
     @property
     def position_bytes(self) -> int:
@@ -236,12 +236,8 @@ class Recording:
         `high`: see `EndedCapture`.
         """
         return EndedCapture(
-            number,
-            self.port_list,
-            self.width,
-            self.dtype,
+            self.shape(number),
             self.landing,
-            self.columns,
             [block.place for block in self._blocks.values()],
             places_of(self.earlier),
             places_of(self.reused),

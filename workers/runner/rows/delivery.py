@@ -154,16 +154,8 @@ class Delivery:
 
     def stream(self, spec: RankSpec, number: int, recording: Recording, part: int) -> RowStream:
         """Return the stream of a capture. `number`: in the request. `part`: see `RowStream`."""
-        opened = StreamOpened(
-            next(self._streams),
-            spec,
-            number,
-            recording.port_list,
-            recording.width,
-            recording.dtype,
-            recording.end,
-            recording.columns,
-        )
+        shape, stream = recording.shape(number), next(self._streams)
+        opened = StreamOpened(stream, spec, shape, recording.end)
         return RowStream(self._near if self._is_near(spec) else self._far, opened, part)
 
     def _is_near(self, spec: RankSpec) -> bool:
