@@ -5,47 +5,27 @@ Landings are numbered; the copy stream writes the number of each into the shared
 rows, so that another process can wait for it.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 
-class Landing(Protocol):
-    """Arrival of rows; methods may be called from any thread."""
+class Landing:
+    """Arrival of what a stream copies to the host; methods may be called from any thread."""
 
-    number: int  # see `SharedMemory.wait`
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool: ...
-
-
-class Landed:
-    """Rows that have arrived already."""
-
-    number = 0
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-
-LANDED = Landed()
-
-
-class OnStream:
-    """Rows that a copy stream copies: they have arrived when `event`, recorded after the copy, has
-    occurred.
-    """
-
-    def __init__(self, event: "torch.cuda.Event", number: int) -> None:
+    def __init__(self, event: "torch.cuda.Event | None" = None, number: int = 0) -> None:
+        """`event`: recorded after the copy; None: all has arrived. `number`: of a landing of rows,
+        see `SharedMemory.wait`.
+        """
         self._event, self.number = event, number
 
     def wait(self) -> None:
-        self._event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return self._event is None or bool(self._event.query())
+
+
+LANDED = Landing()

@@ -7,6 +7,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ....schemas.base.records import by_key
 from ....schemas.requests.specs import Grade
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_copy, locked_like
+from ..base.landings import LANDED, Landing
 from ..rows.planner import Tracked
 from .batch import Batch
 from .step_parts import StepPart
@@ -140,14 +142,20 @@ class Grading(StepPart):
             )
             divergence |= {place: ends + number for number, place in enumerate(of_name)}
             ends += len(of_name)
-        values = _Values(torch.cat(parts))
-        begin = 0
+        values, begin = torch.cat(parts), 0
+        copy, landing = values, LANDED
+        if values.device.type != "cpu":
+            copy = locked_like(values)
+            copy.copy_(values, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            landing = Landing(event)
         for place, item in enumerate(due):
             indices = list(range(begin, begin + len(item.grade.token_ids)))
             begin += len(item.grade.token_ids)
             if place in divergence:
                 indices.append(divergence[place])
-            item.tracked.graded = values.of(indices)
+            item.tracked.graded = partial(_landed, landing, copy, indices)
 
 
 def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
@@ -166,26 +174,10 @@ def _on_device(numbers: Any, device: torch.device) -> torch.Tensor:
     return local if device.type == "cpu" else locked_copy(local).to(device, non_blocking=True)
 
 
-class _Values:
-    """A step's values, which may still be copied from the device."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values, self._event = values, None
-        if values.device.type != "cpu":
-            self._values = locked_like(values)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)
-            self._event.record()
-
-    def of(self, indices: Sequence[int]) -> Callable[[], list[float]]:
-        """Return a function that waits for the copy and returns these values."""
-
-        def read() -> list[float]:
-            if self._event is not None:
-                self._event.synchronize()
-            return [float(self._values[index]) for index in indices]
-
-        return read
+def _landed(landing: Landing, values: torch.Tensor, indices: Sequence[int]) -> list[float]:
+    """Return these values once they have been copied from the device."""
+    landing.wait()
+    return [float(values[index]) for index in indices]
 
 
 def lacking(tracked: Tracked) -> str:

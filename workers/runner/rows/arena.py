@@ -81,7 +81,7 @@ class Arena:
         self._disk = _Free(end, end + disk)
         self.spilled = 0  # bytes spilled so far
         self.used = 0  # bytes of memory in use
-        self.landing: Landing = LANDED  # of all rows so far
+        self.landing = LANDED  # of all rows so far
         self.landings = itertools.count(1)  # numbers of landings, over all banks
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[int, int, Landing]] = deque()
@@ -203,11 +203,6 @@ class RecordedBlock(Block):
         )
         #: The number of the first row in the bank's rows.
         self.row = start // memory.row_bytes
-
-    @property
-    def num_held(self) -> int:
-        """Return the number of positions with rows."""
-        return int(np.count_nonzero(self._marks))
 
 
 class BankRows:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..base.host_memory import locked_copy, on_device
-from ..base.landings import LANDED, Landing, OnStream
+from ..base.landings import LANDED, Landing
 from ..hooks.sites import Buffers
 from .arena import BankRows
 from .step_places import Places
@@ -165,7 +165,7 @@ class _Halves:
                 arrived = torch.full((1,), number, device=self._ring.device)
                 self._landed.copy_(arrived, non_blocking=True)
             event.record(self._stream)
-            landing = self._memory.arena.landing = OnStream(event, number)
+            landing = self._memory.arena.landing = Landing(event, number)
         return landing
 
     def _copy(self, ring: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:

@@ -162,7 +162,7 @@ def test_banks_of_any_width_share_the_memory() -> None:
     kinds = (5, torch.float32), (3, torch.bfloat16), (7, torch.float16)
     blocks = [block_of(arena, 2, 3, *kind) for kind in kinds]
     for number, block in enumerate(blocks):
-        assert not block.num_held, "whatever was there before"
+        assert not block.runs(0, 4), "whatever was there before"
         block.all[block.row : block.row + 6] = number
         arena.bytes[block.place.mark :][:3] = number
     for number, block in enumerate(blocks):
