@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ....schemas.base.dtypes import ITEM_BYTES
-from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import StoredCapture
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
@@ -83,8 +82,7 @@ class Recording:
     """
 
     capture: StoredCapture
-    ports: dict[tuple[str, int], int]  # (hook, layer) → port, at least one
-    mask: np.ndarray  # bool [all ports of the rank]
+    source: Ports  # of the bank whose rows it records
     prompt_tokens: int
     # rows that an earlier request recorded, see `row_store`
     reused: list[Extent] = field(default_factory=list)
@@ -92,15 +90,10 @@ class Recording:
     earlier: list[Extent] = field(default_factory=list)
     # positions that were not recorded when they were last computed, under overload
     dropped: set[int] = field(default_factory=set)
-    stream: "RowSink | None" = None  # destination of rows that leave before the request ends
+    stream: RowSink | None = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "Stack | None" = None
     prepared: Any = None  # see `FinishedCapture`
-    columns: Columns | None = None  # of the rows; None: those of the residual bank
-    width: int = 0  # elements of a row on this rank
-    dtype: str = ""  # of the rows
-    bank: str = RESIDUAL
-    wants: bytes = b""  # bytes of `mask`: recordings with the same mask are planned together
     scattered: bool = False  # its positions need not follow one another
     end: int = sys.maxsize  # rows of this position and of later ones are not needed
     # positions of a block: of prompt tokens, which may be one of the KV cache, and of generated
@@ -108,44 +101,39 @@ class Recording:
     block: int = SPAN
     span: int = SPAN
     landing: int = 0  # of all its rows, once the request has ended
-    _numbers: bytes = b""  # ports, as in `BlockPlace`
+    # (hook, layer) → port, at least one
+    ports: dict[tuple[str, int], int] = field(init=False)
+    mask: np.ndarray = field(init=False)  # bool [all ports of the rank]
+    # bytes of `mask`: recordings with the same mask are planned together
+    wants: bytes = field(init=False)
     _blocks: dict[int, RecordedBlock] = field(
         default_factory=dict
     )  # by first position of the range
     _error: str = ""  # why rows cannot be recorded
 
     def __post_init__(self) -> None:
+        self.ports = self.source.of(self.capture)
+        self.mask = np.zeros(self.source.count, dtype=bool)
+        self.mask[list(self.ports.values())] = True
         self.wants = self.mask.tobytes()
-        self._numbers = _numbers_of(self.wants)
 
     @classmethod
-    def of(cls, capture: StoredCapture, ports: Ports, prompt_tokens: int) -> "Recording | None":
+    def of(cls, capture: StoredCapture, source: Ports, prompt_tokens: int) -> "Recording | None":
         """Return a capture's recording; None if this rank holds none of its sites or heads."""
-        by_site = ports.of(capture)
-        if not by_site or (ports.columns is not None and not ports.columns.chosen(capture.heads)):
-            return None
-        mask = np.zeros(ports.count, dtype=bool)
-        mask[list(by_site.values())] = True
-        return cls(
-            capture,
-            by_site,
-            mask,
-            prompt_tokens,
-            columns=ports.columns,
-            width=ports.width,
-            dtype=ports.dtype,
-            bank=capture.bank,
-        )
+        recording, columns = cls(capture, source, prompt_tokens), source.columns
+        held = recording.ports and (columns is None or columns.chosen(capture.heads))
+        return recording if held else None
 
     def shape(self, number: int) -> CaptureShape:
         """Return what is recorded. `number`: of the capture in the request."""
         ports = [(hook, layer, port) for (hook, layer), port in self.ports.items()]
-        return CaptureShape(number, ports, self.width, self.dtype, self.columns)
+        source = self.source
+        return CaptureShape(number, ports, source.width, source.dtype, source.columns)
 
     @property
     def position_bytes(self) -> int:
         """Return the bytes of its rows at one position."""
-        return len(self.ports) * self.width * ITEM_BYTES[self.dtype]
+        return len(self.ports) * self.source.width * ITEM_BYTES[self.source.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +169,9 @@ class Recording:
         try:
             span = range(first, min(first + size, end))
             chosen = self.capture.select(span.start, span.stop, prompt)
-            block = self._blocks[first] = RecordedBlock(memory, self._numbers, chosen, span)
+            block = self._blocks[first] = RecordedBlock(
+                memory, _numbers_of(self.wants), chosen, span
+            )
         except Exception as error:
             logger.exception("captured rows have no place")
             self._error = str(error) or repr(error)

@@ -6,7 +6,7 @@ those of a certification.
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from ....schemas.base.records import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
@@ -23,20 +23,7 @@ from ..files.writer import Diversion
 from .arena import Arena, RecordedBlock
 from .capture import Recording
 from .edit_sizes import RequestSizes
-
-
-class Channel(Protocol):
-    """Takes messages, see `link.Link`."""
-
-    held: dict[int, object]
-
-    def send(self, message: Message, held: Sequence[object] = (), nbytes: int = 0) -> None: ...
-
-    def turn(self) -> None: ...
-
-    def status(self) -> Status: ...
-
-    def close(self) -> None: ...
+from .link import Link
 
 
 class Near:
@@ -71,6 +58,9 @@ class Near:
 
     def close(self) -> None:
         self.desk.close()
+
+
+Channel = Link | Near
 
 
 class ForwardedReceipts:

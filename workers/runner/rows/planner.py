@@ -197,7 +197,9 @@ class Planner:
             ],
         )
         captures = list(tracked.recordings.values()) if not tracked.reported else []
-        self._recordings[slot] = captures = [item for item in captures if item.bank == self._bank]
+        self._recordings[slot] = captures = [
+            item for item in captures if item.capture.bank == self._bank
+        ]
         entries = []
         for number, item in enumerate(captures):
             chosen = partial(_captured, item, prompt) if item.capture.every_n > 1 else None

@@ -15,12 +15,14 @@ from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.base.landings import LANDED, Landing
 from midstream.workers.runner.edits.steering_tables import VectorStore
 from midstream.workers.runner.files.extents import Extent
+from midstream.workers.runner.hooks.sites import Site
 from midstream.workers.runner.plane import probe_scores
 from midstream.workers.runner.plane.probe_scores import _CHUNK, Scorer
 from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
-from midstream.workers.runner.rows.capture import Recording
+from midstream.workers.runner.rows.capture import Ports, Recording
 
 HIDDEN, LAYERS = 16, 3
+PORTS = Ports([Site("post_block", layer, "single") for layer in range(LAYERS)], HIDDEN, "float32")
 rng = np.random.default_rng(0)
 
 
@@ -87,10 +89,8 @@ def test_scores_of_a_step_equal_numpy() -> None:
     for number, count in enumerate(counts):
         probes = [each.probe for each in sets[number % 2]]
         (capture,) = probe_captures(probes)
-        ports = {("post_block", layer): 2 * layer for layer in capture.sites["post_block"]}
-        mask = np.isin(np.arange(2 * LAYERS), list(ports.values()))
         served = [Extent(kept, 3, 0, 2)] if number == 4 else []
-        recordings.append(Recording(capture, ports, mask, 1, reused=served, span=2))
+        recordings.append(Recording(capture, PORTS, 1, reused=served, span=2))
         spec = RankSpec(
             version="", job=str(number), request=0, attempt=1, prompt_tokens=1, probes=probes
         )
@@ -130,9 +130,7 @@ class Steps:
         self.recordings, self.watches = [], []
         for number, each in enumerate(self.weights):
             (capture,) = probe_captures([each.probe])
-            self.recordings.append(
-                Recording(capture, {("post_block", 0): 0}, np.array([True, False]), 1, span=span)
-            )
+            self.recordings.append(Recording(capture, PORTS, 1, span=span))
             spec = RankSpec(
                 version="",
                 job="",
