@@ -54,7 +54,7 @@ def _uploaded(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def commit(planner: Any) -> None:
         original(planner)
-        if planner.busy:
+        if planner.due is not None:
             staging = planner._staging
             staging._buffers.plan.copy_(
                 locked_copy(torch.from_numpy(planner._plan)), non_blocking=True

@@ -232,7 +232,7 @@ class Rank:
             "what the sites did is not what was planned"
         )
         self.buffers.counts.zero_()
-        if self.planner.busy:
+        if self.planner.due is not None:
             self.planner.drain()
         self.planner.leave()
 

@@ -248,7 +248,7 @@ def _commit_first(faults: Faults, original: Callable[[], None]) -> None:
 def _commit(faults: Faults, banks: Any, original: Callable[[], None]) -> None:
     original()
     if banks.busy and faults.once("skip_site"):
-        _lose_site(next(bank for bank in banks._banks if bank.planner.busy))
+        _lose_site(next(bank for bank in banks._banks if bank.planner.due))
 
 
 def _lose_site(bank: Any) -> None:

@@ -253,7 +253,7 @@ class Banks:
             self.busy, self.loaded = False, True  # unless clear() says otherwise
             for bank in self._banks:
                 bank.planner.commit()
-                self.busy |= bank.planner.busy
+                self.busy |= bank.planner.due is not None
         except Exception:  # the others would do what they did in the last step
             for bank in self._banks:
                 bank.planner.abandon()
@@ -288,8 +288,7 @@ class Banks:
         errors = list[Exception]()
         for bank in self._banks:
             try:
-                planner = bank.planner
-                bank.finite.take(step, view, planner.due, planner.edits, hidden)
+                bank.finite.take(step, view, bank.planner.due, hidden)
             except Exception as error:
                 errors.append(error)
             hidden = None

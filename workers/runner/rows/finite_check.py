@@ -160,12 +160,10 @@ class FiniteCheck:
         step: int,
         view: StepView | None,
         due: Due | None,
-        edits: bool,
         hidden: torch.Tensor | None,
     ) -> None:
         """Observe the forward of `view`, which just ran. `due`: the work planned for its sites.
-        `edits`: whether it edited rows. `hidden`: output of the last layer, `[rows or more,
-        hidden_size]`.
+        `hidden`: output of the last layer, `[rows or more, hidden_size]`.
         """
         self.last, parts = None, dict[str, torch.Tensor]()
         if due is not None:
@@ -174,7 +172,7 @@ class FiniteCheck:
             parts["counts"] = self._counts
         if view is None or (due is None and hidden is None):
             return
-        if due is not None and edits:
+        if due is not None and due.edits:
             first, last = due.span
             parts["sizes"] = self._sizes[first:last, : view.num_rows]
         if hidden is not None:

@@ -31,7 +31,7 @@ from .edit_sizes import RequestSizes
 from .execution_check import Due
 from .overload import Overload
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
-from .step_places import FEW, Places, Run, layout_of, runs_at_most
+from .step_places import FEW, Layout, Places, Run, layout_of, runs_at_most
 
 
 @dataclass
@@ -158,26 +158,20 @@ class Planner:
         # of these edit each token, `[tokens, columns]`
         self._masks = np.zeros((1, len(self._sites)), dtype=bool)
         self._masked: np.ndarray = np.zeros((0, 1), dtype=np.int64)
-        self._captured: list[tuple[str, np.ndarray]] = []  # (request, ports that capture its rows)
         self.due: Due | None = None  # work planned for the current forward's sites; None: nothing
         self._planned: Due | None = None  # the work in `_plan`
         self._launched: list[Site] = []  # sites whose launches have work in `_plan`
-        # the plan's entries of `buffers.lists`, in order: of edits, then of captures
-        self._lists: list[np.ndarray] = []
-        self._lists_end = 0
-        self._edit_lists = (0, 0)  # entries of edits in `_lists`, and their tokens
-        self._window: list[Run] = []  # what the plan captures
-        self._members = self._skips = np.zeros(0, dtype=np.int64)  # of each of these
-        self._places: Places | None = None  # of the planned rows
+        # the edited tokens, with which `buffers.lists` begins; those of the layout follow
+        self._edited_tokens = np.zeros(0, dtype=np.int64)
+        self._layout: Layout | None = None  # of the last captures
+        self._places: Places | None = None  # of the captured rows; None: the plan captures none
         self._places_at = 0  # index in `buffers.lists` at which the rows' places begin
-        self._records = False  # this step's forward records rows
         self.begun: dict[int, tuple[Recording, int]] = {}
         self.loaded = False  # the next forward would find a plan that is not empty
-        self.busy = self.edits = False  # the current forward edits or records; it edits rows
 
     def forget_step(self) -> None:
         """Keep nothing alive of requests that end."""
-        self._window, self._places = [], None
+        self._layout = self._places = None
 
     def write(self, tracked: Tracked) -> None:
         """Write the request's slot in the tables."""
@@ -225,13 +219,12 @@ class Planner:
             self._named, self._edits_of = named, self._table.num_sites[named].sum(axis=1)
             if named.any():
                 self._plan_edits(tokens, named)
-            self._edit_lists = len(self._lists), self._lists_end
         if self._edited:
             new = np.where(tokens.positions >= slots.reached[tokens.slots], self._edits_of, 0)
             slots.applied[tokens.of_requests] += np.add.reduceat(new, tokens.first_rows)
 
     def _plan_edits(self, tokens: StepTokens, named: np.ndarray) -> None:
-        edited = np.flatnonzero(named.any(axis=1))
+        self._edited_tokens = edited = np.flatnonzero(named.any(axis=1))
         depth = int(np.flatnonzero(named.any(axis=0))[-1])
         self._staging.set_rows(named)
         used, found, counts = np.unique(
@@ -241,11 +234,9 @@ class Planner:
         self._masked = found[1:].reshape(named.shape)
         touched = self._masks.any(axis=0)
         self._edit_counts[:] = counts @ self._masks
-        count, start = self._list([edited])
-        self._plan[touched, columns.EDITS] = count
-        self._plan[touched, columns.EDITS_AT] = start
+        self._plan[touched, columns.EDITS] = len(edited)
         self._plan[touched, columns.DEPTH] = depth + 1
-        if len(used) == 2 and not depth and int(edited[-1] - edited[0]) == count - 1:
+        if len(used) == 2 and not depth and int(edited[-1] - edited[0]) == len(edited) - 1:
             self._plan[touched, columns.ALIKE] = used[1]
             self._plan[touched, columns.ALIKE_FROM] = edited[0]
         members = np.broadcast_to(tokens.members[:, None], named.shape)
@@ -259,8 +250,8 @@ class Planner:
         """Plan nothing: neither the last step again nor what was planned of this step so far."""
         self._same = self.repeats = False
         self._plan[:] = 0
-        self._lists, self._lists_end, self._edit_lists = [], 0, (0, 0)
-        self._named, self._edited = np.zeros((0, 1), dtype=np.int64), []
+        self._edited_tokens, self._edited = self._edited_tokens[:0], []
+        self._named = np.zeros((0, 1), dtype=np.int64)
         self._edit_counts[:] = 0
         self._staging.set_rows(self._named)
 
@@ -299,25 +290,19 @@ class Planner:
         runs = [(item.recording.wants, item.first_token, item.count) for item in window]
         if not runs:
             return
-        known = self._places
-        layout = known.layout if known and known.layout.runs == runs else layout_of(runs)
-        self._places = Places(layout, window, self._memory)
-        self._plan_ports(layout.pattern, layout.tokens, layout.base)
-        self._captured = [(item.request, item.recording.mask) for item in window]
-        self._window = window
-        self._members = np.array([item.member for item in window])
-        self._skips = np.array([item.skip for item in window])
+        if self._layout is None or self._layout.runs != runs:
+            self._layout = layout_of(runs)
+        self._places = Places(self._layout, window, self._memory)
+        self._plan_ports(self._layout)
 
     def _record(self, positions: np.ndarray) -> None:
         """Give the captured rows of this step their places."""
-        if not self._window:
+        if self._places is None:
             return
-        assert self._places is not None
-        self._places.move_to(positions[self._members] + self._skips)
+        self._places.move_to(positions)
         self.begun |= self._places.begun
         base = self._staging.place(self._places, self._places_at)
         self._plan[:, _ROW_COLUMNS] = base.reshape(-1, 2)
-        self._records = True
 
     def leave(self) -> None:
         """Have rows leave the recordings with a new block. Called once it is known which of the
@@ -329,10 +314,7 @@ class Planner:
 
     def _forget_captures(self) -> None:
         """Take the captures out of the plan."""
-        self._records = False
-        self._window, self._captured = [], []
-        entries, self._lists_end = self._edit_lists
-        del self._lists[entries:]
+        self._places = None
         self._plan[:, _PORT_COLUMNS] = 0
 
     def _runs_of(self, tokens: StepTokens) -> list[Run]:
@@ -353,44 +335,41 @@ class Planner:
             window += runs_at_most(run, first, self._memory) if count > FEW else [run]
         return window
 
-    def _plan_ports(self, pattern: np.ndarray, tokens: list[np.ndarray], base: np.ndarray) -> None:
+    def _plan_ports(self, layout: Layout) -> None:
         """Fill the plan's columns of all ports but for their ring rows; all ports of a pattern
-        share one token list. `base`: first row of each port.
+        share one token list.
         """
         # for each pattern: count, at, pattern
-        places = np.zeros((len(tokens), 3), dtype=np.int64)
-        for number, token in enumerate(tokens):
+        places = np.zeros((len(layout.tokens), 3), dtype=np.int64)
+        self._places_at = len(self._edited_tokens)
+        for number, token in enumerate(layout.tokens):
             if len(token):
-                count, at = self._list([token])
                 self._staging.set_slots(number, token)
-                places[number] = count, at, number
-        of_port, self._places_at = places[pattern], self._lists_end
+                places[number] = len(token), self._places_at, number
+                self._places_at += len(token)
+        of_port = places[layout.pattern]
         for after, port_columns in enumerate((columns.BEFORE, columns.AFTER)):
             token = of_port[after::2]
             self._plan[:, port_columns.COUNT] = token[:, 0]
             self._plan[:, port_columns.AT] = token[:, 1]
-            self._plan[:, port_columns.PLACES] = self._places_at + base[after::2]
+            self._plan[:, port_columns.PLACES] = self._places_at + layout.base[after::2]
             self._plan[:, port_columns.PATTERN] = token[:, 2]
-
-    def _list(self, parts: Sequence[np.ndarray]) -> tuple[int, int]:
-        """Append token numbers to this step's lists; return their count and first index."""
-        at = self._lists_end
-        self._lists += parts
-        self._lists_end += sum(map(len, parts))
-        return self._lists_end - at, at
 
     def commit(self) -> None:
         """Put the plan into effect for the next forward, which does nothing if this raises."""
         if not self.repeats:
             self._complete()
-        if self._planned is None:
+        self.due = self._planned
+        if self.due is None:
             self.clear()
             return
-        self.busy, self.edits, self.due = True, bool(self._edited), self._planned
-        if self.loaded and self.repeats and not (self._records and self._staging.moves):
+        if self.loaded and self.repeats and (self._places is None or not self._staging.moves):
             return  # the forward finds the plan where the last one found it
+        captured = [] if self._places is None else self._places.layout.tokens
         try:
-            self._staging.commit(self._plan, [] if self.repeats else self._lists)
+            self._staging.commit(
+                self._plan, [] if self.repeats else [self._edited_tokens, *captured]
+            )
         except Exception:
             self.abandon()
             raise
@@ -415,7 +394,7 @@ class Planner:
         self._planned = Due(
             np.column_stack([self._edit_counts, captured]),
             self._edited,
-            self._captured,
+            [] if self._places is None else self._places.captures,
             self._masks,
             self._masked,
         )
@@ -423,7 +402,6 @@ class Planner:
 
     def clear(self) -> None:
         """Have the next forward do nothing."""
-        self.busy = self.edits = False
         self.due = None
         if self.loaded:
             self.loaded = False
@@ -443,21 +421,18 @@ class Planner:
         self._staging.abandon()
         for site in self._sites:
             site.busy = False
-        self.busy = self.edits = self.loaded = False
+        self.loaded = False
 
     def drain(self) -> list[tuple[Recording, Extent]]:
         """Take the captured rows of the last forward, and return those that probes read."""
-        records, self._records = self._records, False
-        self.busy = self.edits = False
+        due, places = self.due, self._places
         self.due = None
-        if not records or self._places is None:
+        if due is None or places is None:
             return []
         try:
-            landing = self._staging.take(self._places)
-            self._places.count()
-            return self._places.extents(landing) if self._places.watched else []
+            landing = self._staging.take(places)
+            places.count()
+            return places.extents(landing) if places.watched else []
         except Exception:
-            self.clear_plan()
-            self.clear_captures()
-            self.clear()
+            self.abandon()
             raise

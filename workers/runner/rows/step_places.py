@@ -149,7 +149,11 @@ class Places:
     def __init__(self, layout: Layout, runs: Sequence[Run], memory: BankRows) -> None:
         self.layout, self._memory = layout, memory
         self._recordings = recordings = [run.recording for run in runs]
-        self._counts = np.array([run.count for run in runs])
+        #: Request → the ports that capture its rows.
+        self.captures = [(run.request, run.recording.mask) for run in runs]
+        self._members, self._skips, self._counts = np.array(
+            [(run.member, run.skip, run.count) for run in runs]
+        ).T
         #: Recordings with a new block → the position after their last row that may not change.
         self.begun: dict[int, tuple[Recording, int]] = {}
         self._blocks: list[list[RecordedBlock]] = [[] for _ in runs]  # kept until the step is over
@@ -172,9 +176,10 @@ class Places:
         self.rows = np.zeros(0, dtype=np.int64)  # [entries]: number of the row in the bank's rows
         self.marks = np.zeros(0, dtype=np.int64)  # [positions]: place of the mark in the arena
 
-    def move_to(self, firsts: np.ndarray) -> None:
-        """Set the places of the step whose runs begin at these positions."""
-        self.begun, self.positions = {}, firsts
+    def move_to(self, positions: np.ndarray) -> None:
+        """Set the places of the step whose requests begin at these positions."""
+        self.begun, self.positions = {}, positions[self._members] + self._skips
+        firsts = self.positions
         stops = np.minimum(firsts + self._counts, self._ends)
         for run in np.flatnonzero((stops > self._known) & (stops > firsts)).tolist():
             self._find(run, int(firsts[run]), int(stops[run]))

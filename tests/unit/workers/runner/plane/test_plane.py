@@ -381,7 +381,7 @@ def test_a_plan_that_cannot_be_committed_does_nothing(
         broken.setattr(staging, "commit", half)
         rig.step((request, 0, 6), new=[request])
     assert (rig.left("pre_attn", 0) == stream_of(1, "pre_attn", 0, 0, 6)).all()
-    assert not rig.plane._banks.first.planner.busy
+    assert rig.plane._banks.first.planner.due is None
     assert not bool(rig._rank.buffers.plan.any())
     receipt = rig.ended(request)
     assert (receipt.status, receipt.files) == ("error", [])

@@ -166,7 +166,7 @@ def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     assert not rank.buffers.plan.any()
     assert not rank.buffers.token_rows.any()
     assert not any(site.busy for site in rank.sites)
-    assert not rank.planner.busy
+    assert rank.planner.due is None
 
 
 def calls_of(layers: int) -> int:
@@ -320,21 +320,22 @@ def planned(rank: Rank) -> tuple:
     """All that a forward and its checks read."""
     planner, of_bank, due = rank.planner, rank.buffers, rank.planner.due
     slots = [int(row) for row in of_bank.plan[:, [BEFORE.PATTERN, AFTER.PATTERN]].flatten()]
-    on_cpu = planner._staging._on_cpu
+    on_cpu, places = planner._staging._on_cpu, planner._places
+    listed = sum(map(len, [planner._edited_tokens, *(places.layout.tokens if places else [])]))
     return (
         of_bank.plan.tolist(),
-        of_bank.lists[: planner._lists_end].tolist() if on_cpu else [],
-        of_bank.token_rows.tolist() if planner.edits else [],
+        of_bank.lists[:listed].tolist() if on_cpu else [],
+        of_bank.token_rows.tolist() if due and due.edits else [],
         [] if on_cpu else of_bank.capture_slots[slots].tolist(),
         [site.busy for site in rank.sites],
         due and (due.counts.tolist(), [(name, mask.tolist()) for name, mask in due.edits]),
         due and [(name, mask.tolist()) for name, mask in due.captures],
-        planner._records
+        places
         and (
-            planner._places.positions.tolist(),
-            planner._places.layout.runs,
-            planner._places.rows.tolist(),
-            planner._places.marks.tolist(),
+            places.positions.tolist(),
+            places.layout.runs,
+            places.rows.tolist(),
+            places.marks.tolist(),
         ),
     )
 
