@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.model.banks import RESIDUAL
 from midstream.schemas.requests.specs import StoredSteering, steering_rows
 from midstream.workers.runner.base.actions import ActionLedger
-from midstream.workers.runner.edits.steering_tables import HeldRows, RowTable, VectorStore
+from midstream.workers.runner.edits.steering_tables import Tables
 from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of
 
 REPEATS = 12
@@ -42,19 +43,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     options = parser.parse_args()
     torch.set_num_threads(1)  # as vLLM does
-    rng, store, layers = np.random.default_rng(0), VectorStore(), range(options.layers)
+    rows, layers = Tables(ActionLedger()), range(options.layers)
+    rng, store = np.random.default_rng(0), rows.vectors
     sites = [Site("post_block", layer, "pair") for layer in layers]
     sizes = Sizes(ring_rows=1, capacity=8, lists=8, patterns=1, configurations=64, entries=4096)
-    table = RowTable(
+    rows.add(
+        RESIDUAL,
         sites,
         buffers_of(len(sites), sizes, options.hidden, torch.bfloat16, torch.device("cpu")),
-        store,
         None,
     )
-    # None: a version without it
-    rows, prepared = HeldRows(table, ActionLedger()), getattr(table, "prepared", None)
-    if prepared is not None:
-        prepared.start()
+    prepared = rows.prepared
+    prepared.start()
 
     def vector(*shape: int) -> str:
         tensor = from_numpy(rng.standard_normal(shape).astype(np.float32))
@@ -94,14 +94,11 @@ def main() -> None:
             for how in ("first", "kept"):
                 held = timed(lambda wanted=wanted: rows.acquire(0, wanted), taken[how])
                 timed(lambda held=held: rows.release(0, held), taken["release"])
-            if prepared is not None:
-                ahead, done = steering_rows(made(0.5 - number / 1000)), threading.Event()
-                prepared.expect(lambda ahead=ahead: ahead)
-                prepared.expect(lambda done=done: done.set() or [])
-                done.wait()
-                rows.release(
-                    0, timed(lambda ahead=ahead: rows.acquire(0, ahead), taken["expected"])
-                )
+            ahead, done = steering_rows(made(0.5 - number / 1000)), threading.Event()
+            prepared.expect(lambda ahead=ahead: ahead)
+            prepared.expect(lambda done=done: done.set() or [])
+            done.wait()
+            rows.release(0, timed(lambda ahead=ahead: rows.acquire(0, ahead), taken["expected"]))
         report.append(
             {"kind": kind}
             | {

@@ -5,6 +5,7 @@ Where the setting is not empty, the ranks' class is one that can be made to fail
 may be switched while the engine runs, by the call `midstream_fault`.
 """
 
+import copy
 import functools
 import time
 from collections.abc import Callable
@@ -143,14 +144,14 @@ def inject(plane: Any, faults: Faults) -> None:
     wrap_runs(plane.runs, faults)
     wrap(plane.readings, "_read", functools.partial(_read, faults))
     wrap(plane._probes, "_compute", functools.partial(_compute, faults))
-    for bank in banks._banks:
-        wrap(bank.table.prepared, "get", functools.partial(_content, faults, bank.table))
+    wrap(banks.table.prepared, "get", functools.partial(_content, faults, banks.table))
     wrap(banks, "plan_capture", functools.partial(_plan, faults))
     wrap(banks, "commit", functools.partial(_commit, faults, banks))
     wrap(banks.first.planner, "commit", functools.partial(_commit_first, faults))
     wrap(banks, "settle", functools.partial(_settle, faults))
     wrap(banks, "take", functools.partial(_take, faults))
     edits = next(part for part in plane._parts if isinstance(part, Edits))
+    edits._rows = copy.copy(edits._rows)  # global steering has the same tables
     wrap(edits._rows, "acquire", functools.partial(_acquire, faults))
     if plane.loras is not None:
         wrap(plane.loras, "used", functools.partial(_used, faults))
@@ -221,9 +222,9 @@ def _compute(faults: Faults, original: Callable[..., None], items: Any) -> None:
         original(items)
 
 
-def _content(faults: Faults, table: Any, original: Callable[..., Any], row: Any) -> Any:
+def _content(faults: Faults, tables: Any, original: Callable[..., Any], row: Any) -> Any:
     """What is written to the table instead of a row's content."""
-    joined = original(row)
+    joined, table = original(row), tables.of(row)
     if "skip_action" in faults:  # the ledger, which is called next, consumes it
         return table._join({})
     if joined.content and faults.once("alter_action"):

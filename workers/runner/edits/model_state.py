@@ -14,7 +14,7 @@ from ....schemas.requests.specs import MAX_STEERING_ROWS, SteeringRow, steering_
 from ....schemas.requests.steering import GlobalSteering
 from ..base.actions import ActionLedger
 from ..hooks.sites import Site
-from .steering_tables import AnyTable, HeldRows, VectorStore
+from .steering_tables import Tables
 
 
 class Named(NamedTuple):
@@ -38,7 +38,7 @@ class RankState:
         self,
         sites: Sequence[Site],
         num_layers: int,
-        table: AnyTable,
+        table: Tables,
         actions: ActionLedger,
         step: Callable[[], int],
     ) -> None:
@@ -48,13 +48,8 @@ class RankState:
         """
         self._hooks = list(dict.fromkeys(site.hook for site in sites))
         self._num_layers = num_layers
-        self._table, self._held_rows, self._actions, self._step = (
-            table,
-            HeldRows(table, actions),
-            actions,
-            step,
-        )
-        self.vectors: VectorStore = table.vectors
+        self._table, self._actions, self._step = table, actions, step
+        self.vectors = table.vectors
         self.steering = GlobalSteering()
         self._rows: list[tuple[int, SteeringRow]] = []  # rows of global steering, kept in the table
         self._modules: dict[str, Named] = {}
@@ -196,8 +191,8 @@ class RankState:
 
     def _switch(self, steering: GlobalSteering) -> GlobalSteering:
         """Replace the global steering; return the previous one."""
-        rows = self._held_rows.acquire(self._step(), steering.standing_rows())
-        self._held_rows.release(self._step(), self._rows)
+        rows = self._table.acquire(self._step(), steering.standing_rows())
+        self._table.release(self._step(), self._rows)
         previous, self.steering, self._rows = self.steering, steering, rows
         return previous
 

@@ -1,7 +1,7 @@
 """Steering vectors of this rank, and the rows of its steering table."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -84,17 +84,16 @@ class RowTable:
         vectors: VectorStore,
         runs: RunStore,
         columns: Columns | None = None,
+        prepared: PreparedRows | None = None,
     ) -> None:
-        """`columns`: the columns of rows that this rank holds; None: all of the hidden size."""
-        self._columns = columns
+        """`columns`: the columns of rows that this rank holds; None: all of the hidden size.
+        `prepared`: rows that may be laid out already, see `Tables`.
+        """
+        self._columns, self._prepared = columns, prepared
         self._buffers = buffers
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
-        self.vectors, self._runs = vectors, runs
+        self._vectors, self._runs = vectors, runs
         self._pool = EntryPool(buffers)
-        self.prepared = PreparedRows(
-            self._joined,
-            lambda name: name in (ZEROS, ONES) or name.startswith(DIMS_PREFIX) or name in vectors,
-        )
         self._free_rows = self._all_rows()
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
@@ -128,7 +127,7 @@ class RowTable:
         if spec.key in self._rows:
             self._references[spec.key] += 1
             return self._rows[spec.key], None
-        prepared = self.prepared.get(spec)
+        prepared = self.joined(spec) if self._prepared is None else self._prepared.get(spec)
         if not self._free_rows:
             raise RuntimeError(f"all {self.used} steering rows are in use")
         row = self._free_rows[-1]
@@ -141,10 +140,6 @@ class RowTable:
         if self._columns is not None and self._columns.sharded:
             self._whole[row] = prepared.fingerprint(), prepared.crc32
         return row, prepared.crc32
-
-    def __contains__(self, key: str) -> bool:
-        """Return whether a row in use has this content."""
-        return key in self._rows
 
     def release(self, key: str) -> bool:
         """Release one reference; True if the row became free (it is zeroed)."""
@@ -162,7 +157,6 @@ class RowTable:
     def clear(self) -> None:
         """Drop all rows, including held ones, and zero the buffers."""
         self._pool.clear()
-        self.prepared.clear()
         self._free_rows = self._all_rows()
         self.num_sites[:] = 0
         for of_rows in (self._rows, self._references, self._sites, self._whole):
@@ -187,7 +181,8 @@ class RowTable:
     def _all_rows(self) -> list[int]:
         return list(range(self._buffers.site_rows.shape[2] - 1, 0, -1))
 
-    def _joined(self, spec: SteeringRow) -> Joined:
+    def joined(self, spec: SteeringRow) -> Joined:
+        """Return the content of a row, ready to be written. Raises what `content` raises."""
         return self._join(self.content(spec))
 
     def _join(self, content: Content) -> Joined:
@@ -282,7 +277,7 @@ class RowTable:
         if name.startswith(DIMS_PREFIX):
             return _mask(name, shape)
         if not is_row(name):
-            return self.vectors.get(name, shape)
+            return self._vectors.get(name, shape)
         values = self._runs.row(name)
         if list(values.shape) != shape:
             raise ValueError(f"{name}: its shape is {list(values.shape)}; {shape} is needed")
@@ -320,36 +315,55 @@ _JOINED: dict[str, Callable[[Does, Does], Does]] = {
 assert _JOINED.keys() == {family.name for family in FAMILIES if family.joined}
 
 
-class AnyTable(Protocol):
-    """The table of one bank, or of all banks."""
+class Tables:
+    """The row tables of all banks of a rank, whose changes are recorded in the ledger."""
 
-    vectors: VectorStore
+    def __init__(self, actions: ActionLedger) -> None:
+        self._actions, self.vectors = actions, VectorStore()
+        self._of_banks: dict[str, RowTable] = {}
+        self.prepared = PreparedRows(
+            lambda spec: self.of(spec).joined(spec),
+            lambda name: (
+                name in (ZEROS, ONES) or name.startswith(DIMS_PREFIX) or name in self.vectors
+            ),
+        )
+
+    def add(
+        self,
+        bank: str,
+        sites: Sequence[Site],
+        buffers: Buffers,
+        runs: RunStore,
+        columns: Columns | None = None,
+    ) -> RowTable:
+        """Return the table of another bank, see `RowTable`."""
+        self._of_banks[bank] = RowTable(sites, buffers, self.vectors, runs, columns, self.prepared)
+        return self._of_banks[bank]
+
+    def of(self, spec: SteeringRow) -> RowTable:
+        """Return the table of a row. Raises ValueError for hooks that this rank does not serve."""
+        if spec.bank not in self._of_banks:
+            raise ValueError(f"hook {spec.entries[0].hook} is not served")
+        return self._of_banks[spec.bank]
 
     @property
-    def prepared(self) -> Any: ...
+    def used(self) -> int:
+        return sum(table.used for table in self._of_banks.values())
 
-    def acquire(self, spec: SteeringRow) -> tuple[int, int | None]: ...
-
-    def release(self, key: str) -> bool: ...
-
-
-class HeldRows:
-    """Rows of the table that a request or global steering holds.
-
-    Changes of the table are recorded in the ledger.
-    """
-
-    def __init__(self, table: AnyTable, actions: ActionLedger) -> None:
-        self._table, self._actions = table, actions
+    @property
+    def entries_used(self) -> int:
+        return sum(table.entries_used for table in self._of_banks.values())
 
     def acquire(
         self, step: int, steering_rows: Sequence[SteeringRow]
     ) -> list[tuple[int, SteeringRow]]:
-        """Acquire all rows, or none if one raises (as `RowTable.acquire`)."""
+        """Return the rows of a request or of global steering, acquired as by `RowTable.acquire`:
+        all of them, or none if one raises.
+        """
         held: list[tuple[int, SteeringRow]] = []
         try:
             for spec in steering_rows:
-                row, written = self._table.acquire(spec)
+                row, written = self.of(spec).acquire(spec)
                 held.append((row, spec))
                 if written is not None:
                     self._actions.fold(step, "row_admit", spec.key, written)
@@ -360,5 +374,15 @@ class HeldRows:
 
     def release(self, step: int, held: Sequence[tuple[int, SteeringRow]]) -> None:
         for _, spec in held:
-            if self._table.release(spec.key):
+            if self.of(spec).release(spec.key):
                 self._actions.fold(step, "row_release", spec.key)
+
+    def clear(self) -> None:
+        """Drop all rows, including held ones, and zero the buffers."""
+        self.prepared.clear()
+        for table in self._of_banks.values():
+            table.clear()
+
+    def fingerprint(self) -> list[tuple[str, int, int]]:
+        """Return `RowTable.fingerprint` of all banks."""
+        return [row for table in self._of_banks.values() for row in table.fingerprint()]

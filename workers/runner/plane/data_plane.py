@@ -34,6 +34,7 @@ from ..base.row_index import Keeping
 from ..edits.model_state import RankState
 from ..edits.prepared_rows import rows_of
 from ..edits.source_runs import RunStore
+from ..edits.steering_tables import Tables
 from ..edits.taints import Taints
 from ..files.writer import Diversion
 from ..hooks.sites import Buffers, Site, stream_hooks
@@ -126,8 +127,8 @@ class DataPlane:
         self.block_size = sys.maxsize if config.row_store_mib else 1
         self._overload = Overload(config.capture_overload, queue_bytes, self._delivery.backlog)
         residual = Part(RESIDUAL, sites, buffers)
-        self._banks = Banks(residual, inside, self.runs, self._arena, self._overload)
-        self._table = self._banks.table
+        self._table = Tables(self.actions)
+        self._banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overload)
         self._table.prepared.start()
         self.rank_state = RankState(
             every, num_layers, self._table, self.actions, lambda: requests.step

@@ -9,7 +9,6 @@ from ..base.engine_step import StepView
 from ..edits.installed_ops import check_here
 from ..edits.model_state import RankState
 from ..edits.source_runs import RunStore
-from ..edits.steering_tables import HeldRows
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
 from .batch import Batch
@@ -32,7 +31,7 @@ class Edits(StepPart):
     ) -> None:
         self._requests, self._banks = requests, banks
         self._state, self._runs, self._actions = state, runs, actions
-        self._rows = HeldRows(banks.table, actions)
+        self._rows = banks.table
 
     def acquire(self, tracked: Tracked) -> None:
         """Acquire the table rows of a request's steering, or fail the request with the reason."""
@@ -75,9 +74,9 @@ class Edits(StepPart):
             requests.blame(error, batch.steered, "intervention_failed")
 
     def forget(self) -> None:
-        self._banks.table.clear()
+        self._rows.clear()
         self._runs.clear()
         self._state.forget()
 
     def close(self) -> None:
-        self._banks.table.prepared.close()
+        self._rows.prepared.close()

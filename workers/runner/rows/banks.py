@@ -12,12 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import SteeringRow, StoredCapture
 from ..base.engine_step import StepView
 from ..edits.source_runs import RunStore
-from ..edits.steering_tables import RowTable, VectorStore
-from ..edits.vector_pool import Joined
+from ..edits.steering_tables import RowTable, Tables
 from ..files.extents import Extent
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
@@ -88,72 +86,6 @@ class Bank:
         return Recording.of(capture, self.ports, prompt_tokens)
 
 
-class Tables:
-    """The row tables of all banks as one."""
-
-    def __init__(self, tables: Mapping[str, RowTable], vectors: VectorStore) -> None:
-        self._tables, self.vectors, self.prepared = tables, vectors, _Prepared(tables)
-
-    @property
-    def used(self) -> int:
-        return sum(table.used for table in self._tables.values())
-
-    @property
-    def entries_used(self) -> int:
-        return sum(table.entries_used for table in self._tables.values())
-
-    def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
-        """Acquire like `RowTable.acquire`.
-
-        Raises ValueError for hooks that this rank does not serve.
-        """
-        return _of(self._tables, spec).acquire(spec)
-
-    def release(self, key: str) -> bool:
-        """Release like `RowTable.release`."""
-        return next(table for table in self._tables.values() if key in table).release(key)
-
-    def clear(self) -> None:
-        for table in self._tables.values():
-            table.clear()
-
-    def fingerprint(self) -> list[tuple[str, int, int]]:
-        """Return `RowTable.fingerprint` of all banks."""
-        return [row for table in self._tables.values() for row in table.fingerprint()]
-
-
-class _Prepared:
-    """The prepared rows of all banks."""
-
-    def __init__(self, tables: Mapping[str, RowTable]) -> None:
-        self._tables = tables
-
-    def start(self) -> None:
-        for table in self._tables.values():
-            table.prepared.start()
-
-    def close(self) -> None:
-        for table in self._tables.values():
-            table.prepared.close()
-
-    def expect(self, rows: Callable[[], Sequence[SteeringRow]]) -> None:
-        for bank, table in self._tables.items():
-            table.prepared.expect(
-                lambda bank=bank: [  # type: ignore[misc]
-                    row for row in rows() if row.bank == bank
-                ]
-            )
-
-    def get(self, spec: SteeringRow) -> Joined:
-        return _of(self._tables, spec).prepared.get(spec)
-
-
-def _of(tables: Mapping[str, RowTable], spec: SteeringRow) -> RowTable:
-    if spec.bank not in tables:
-        raise ValueError(f"hook {spec.entries[0].hook} is not served")
-    return tables[spec.bank]
-
-
 class Banks:
     """All banks of a rank."""
 
@@ -161,20 +93,25 @@ class Banks:
         self,
         residual: Part,
         inside: Sequence[Part],
+        table: Tables,
         runs: RunStore,
         arena: Arena,
         overload: Overload,
     ) -> None:
+        """`table`: gets the tables of the banks."""
         parts, device = [residual, *inside], residual.buffers.ring.device
         copies = None if device.type == "cpu" else torch.cuda.Stream(device)
-        vectors = VectorStore()
-        tables = {
-            part.name: RowTable(part.sites, part.buffers, vectors, runs, part.columns)
+        self.table = table
+        self._banks = [
+            Bank(
+                part,
+                table.add(part.name, part.sites, part.buffers, runs, part.columns),
+                arena,
+                overload,
+                copies,
+            )
             for part in parts
-        }
-        #: The table of the only bank, or all tables as one.
-        self.table: RowTable | Tables = Tables(tables, vectors) if inside else tables[RESIDUAL]
-        self._banks = [Bank(part, tables[part.name], arena, overload, copies) for part in parts]
+        ]
         self._by_name = {bank.name: bank for bank in self._banks}
         #: Whether the current forward edits or records anything; the next one may find a plan.
         self.busy = self.loaded = False

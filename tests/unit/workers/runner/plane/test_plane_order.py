@@ -15,7 +15,7 @@ from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.requests.specs import Grade
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.edits.prepared_rows import PreparedRows
-from midstream.workers.runner.edits.steering_tables import HeldRows
+from midstream.workers.runner.edits.steering_tables import Tables
 from midstream.workers.runner.files.writer import Writer
 from midstream.workers.runner.plane.grading import Grading
 from midstream.workers.runner.plane.probe_scores import Scorer
@@ -37,7 +37,7 @@ ACTORS: dict[type, tuple[str, ...]] = {
         "drain",
         "leave",
     ),
-    HeldRows: ("acquire", "release"),
+    Tables: ("acquire", "release"),
     PreparedRows: ("close",),
     Scorer: ("settle", "watch", "take"),
     RowStore: ("serve", "keep", "drop"),
@@ -116,7 +116,7 @@ def without_gate(calls: list[str]) -> list[str]:
 
 
 BEGIN = ["Scorer.settle"]
-ADMIT = ["Banks.recording", "Banks.recording", "Scorer.watch", "HeldRows.acquire"]
+ADMIT = ["Banks.recording", "Banks.recording", "Scorer.watch", "Tables.acquire"]
 PLAN = [
     "Banks.plan_steering",
     "Banks.plan_capture",
@@ -156,7 +156,7 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
     rig.step((first, 0, 6), new=[first])
     second = everything(rig, 2)
     assert without_gate(step(rig, log, (second, 0, 6), new=[second], finished=[first])) == [
-        "Banks.settle", *BEGIN, "HeldRows.release", "Reports.over", *ADMIT, "Overload.check",
+        "Banks.settle", *BEGIN, "Tables.release", "Reports.over", *ADMIT, "Overload.check",
         *PLAN, "Rank.forward", "Grading.take",
         *DRAIN, "Banks.settle", "Banks.leave",
     ]  # fmt: skip
