@@ -16,6 +16,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from ....schemas.base.records import by_key
 from ....schemas.requests.specs import RankSpec
 from ..base.landings import Landing
 from ..edits.steering_tables import VectorStore
@@ -31,7 +32,8 @@ _CHUNK = 2**19
 #: Rows without urgency are scored together once they come from this many steps, or have this many
 #: bytes.
 _STEPS, _BYTES = 16, 2**25
-_Item = tuple[Recording, Extent]
+#: Rows, and the watch and the stack by which probes score them.
+_Item = tuple[Watch, Stack, Extent]
 
 
 @dataclass(eq=False)
@@ -43,14 +45,11 @@ class _Batch:
 
     @property
     def landings(self) -> set[Landing]:
-        return {extent.landing for _, extent in self.items}
+        return {extent.landing for _, _, extent in self.items}
 
     def computed(self, needed: Mapping[Watch, int]) -> bool:
         """Return whether a row is among the first `needed` of its watch."""
-        return any(
-            recording.watch is not None and extent.first_position < needed.get(recording.watch, 0)
-            for recording, extent in self.items
-        )
+        return any(extent.first_position < needed.get(watch, 0) for watch, _, extent in self.items)
 
 
 class Scorer:
@@ -106,33 +105,37 @@ class Scorer:
             recording.watch, recording.stack = watch, stack
         return watch
 
-    def take(self, recorded: Sequence[_Item], recordings: Iterable[Recording]) -> None:
+    def take(
+        self, recorded: Sequence[tuple[Recording, Extent]], recordings: Iterable[Recording]
+    ) -> None:
         """Score the `recorded` rows, and the reused rows of `recordings`, now or when they have
         landed.
 
         Rows whose scores are not urgent are kept for a while, since scoring many takes about as
         long as scoring a few.
         """
-        items = [item for item in recorded if item[0].watch is not None]
-        for recording in (item for item in recordings if item.watch is not None and item.reused):
-            items += [(recording, extent) for extent in recording.reused]
-            recording.reused = []
+        for recording in recordings:
+            if recording.watch is not None and recording.reused:
+                recorded = [*recorded, *((recording, extent) for extent in recording.reused)]
+                recording.reused = []
+        items = [
+            (watch, stack, extent)
+            for recording, extent in recorded
+            if (watch := recording.watch) is not None and (stack := recording.stack) is not None
+        ]
         if self._waits:
-            self._keep(
-                [item for item in items if item[0].watch is not None and not item[0].watch.urgent]
-            )
-            items = [item for item in items if item[0].watch is not None and item[0].watch.urgent]
+            self._keep([item for item in items if not item[0].urgent])
+            items = [item for item in items if item[0].urgent]
         self._last = _Batch(items) if items else None
         if self._last is not None:
             self._pending.append(self._last)
         self.settle({})
 
     def _keep(self, items: Sequence[_Item]) -> None:
-        for recording, extent in items:
-            assert recording.watch is not None, "only watched rows are kept"
-            self._kept.setdefault(recording.watch, []).append((recording, extent))
+        for item in items:
+            self._kept.setdefault(item[0], []).append(item)
         self._kept_steps += bool(items)
-        self._kept_bytes += sum(extent.nbytes for _, extent in items)
+        self._kept_bytes += sum(extent.nbytes for _, _, extent in items)
         if self._kept_steps >= _STEPS or self._kept_bytes >= _BYTES:
             self._score_kept(list(self._kept))
             self._kept_steps = self._kept_bytes = 0
@@ -156,29 +159,31 @@ class Scorer:
 
         `needed`: watch → number of its rows: waits for the steps that computed them.
         """
-        self._score_kept(needed)
-        self._score_pending(lambda batch: batch.computed(needed))
+        self._catch_up(needed)
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _catch_up(self, needed: Mapping[Watch, int]) -> None:
-        """Do the same, and leave an error to the next `settle`."""
-        self._score_kept(needed)
-        self._score_pending(lambda batch: batch.computed(needed))
-
-    def _score_pending(self, needed: Callable[[_Batch], bool]) -> None:
-        """Score the pending batches up to the last one that is `needed`, and those that have landed
-        by then. No thread waits for rows while it holds the lock, which all others need.
+    def _catch_up(self, needed: Mapping[Watch, int], batch: _Batch | None = None) -> None:
+        """Do the same, also with `batch`, and leave an error to the next `settle`. No thread waits
+        for rows while it holds the lock, which all others need.
         """
+        self._score_kept(needed)
         with self._lock:
             pending = list(self._pending)
-        last = max((number for number, batch in enumerate(pending) if needed(batch)), default=-1)
-        for landing in {item for batch in pending[: last + 1] for item in batch.landings}:
+        last = max(
+            (
+                number
+                for number, item in enumerate(pending)
+                if item is batch or (needed and item.computed(needed))
+            ),
+            default=-1,
+        )
+        for landing in {each for item in pending[: last + 1] for each in item.landings}:
             landing.wait()
         with self._lock:
-            while self._pending and all(item.done() for item in self._pending[0].landings):
+            while self._pending and all(each.done() for each in self._pending[0].landings):
                 self._score(self._pending.popleft())
 
     def clear(self) -> None:
@@ -196,7 +201,7 @@ class Scorer:
             return None
 
         def of_step() -> list[News]:
-            self._score_pending(lambda item: item is batch)
+            self._catch_up({}, batch)
             return batch.news
 
         return of_step
@@ -205,21 +210,13 @@ class Scorer:
         """Score a batch. The next `settle` raises an error of this, and so fails the requests."""
         try:
             self._compute(batch.items)
-            watches = {
-                id(recording.watch): recording.watch
-                for recording, _ in batch.items
-                if recording.watch is not None
-            }
-            batch.news += news_of_all(watches.values())
+            batch.news += news_of_all(dict.fromkeys([watch for watch, _, _ in batch.items]))
         except Exception as error:
             self._error = error
 
     def _compute(self, items: Sequence[_Item]) -> None:
-        groups: dict[int, tuple[Stack, list[tuple[Watch, Extent]]]] = {}
-        for recording, extent in items:
-            if (stack := recording.stack) is not None and (watch := recording.watch) is not None:
-                groups.setdefault(id(stack), (stack, []))[1].append((watch, extent))
-        for stack, extents in groups.values():
+        groups = by_key([(stack, (watch, extent)) for watch, stack, extent in items])
+        for stack, extents in groups.items():
             _put(
                 _products(_rows([extent for _, extent in extents], stack.ports), stack),
                 stack,
