@@ -9,6 +9,7 @@ sends it to the ranks with the step.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,29 +91,23 @@ class RowIndex:
         """
         reach = request.prompt_tokens
         for capture, ports in request.captures:
-            reach = min(reach, self._reach(capture, ports, request.prompt_tokens, hashes))
+            for first, positions in self._blocks_of(request, capture, 0, request.prompt_tokens):
+                place = first // self._block
+                if place >= len(hashes) or self._find(hashes[place], ports, positions) is None:
+                    reach = min(reach, first + min(positions))
+                    break
         return reach
 
-    def _reach(
-        self,
-        capture: StoredCapture,
-        ports: frozenset[PortName],
-        prompt_tokens: int,
-        hashes: list[bytes],
-    ) -> int:
-        for first in range(0, prompt_tokens, self._block):
-            positions = capture.select(
-                first, min(first + self._block, prompt_tokens), prompt_tokens
-            )
-            if not len(positions):
-                continue
-            place = first // self._block
-            if (
-                place >= len(hashes)
-                or self._find(hashes[place], ports, frozenset(p - first for p in positions)) is None
-            ):
-                return int(positions[0])
-        return prompt_tokens
+    def _blocks_of(
+        self, request: RequestCaptures, capture: StoredCapture, first: int, stop: int
+    ) -> Iterator[tuple[int, frozenset[int]]]:
+        """Yield the first position of each block in `[first, stop)` with captured positions, and
+        these, relative to the block.
+        """
+        for begin in range(first, stop, self._block):
+            end = min(begin + self._block, stop)
+            if len(positions := capture.select(begin, end, request.prompt_tokens)):
+                yield begin, frozenset(position - begin for position in positions)
 
     def serve(
         self, request_id: str, request: RequestCaptures, hashes: list[bytes], cached: int
@@ -120,23 +115,12 @@ class RowIndex:
         """Return the kept rows of captured positions below `cached`, which `reach` allowed."""
         served = []
         for number, (capture, ports) in enumerate(request.captures):
-            for first in range(0, cached, self._block):
-                positions = capture.select(
-                    first, min(first + self._block, cached), request.prompt_tokens
-                )
-                if len(positions):
-                    key = hashes[first // self._block]
-                    piece = self._find(key, ports, frozenset(p - first for p in positions))
-                    self._blocks.move_to_end(key)
-                    served.append(
-                        KeptBlock(
-                            request_id,
-                            number,
-                            first,
-                            min(first + self._block, cached),
-                            piece.number if piece else 0,
-                        )
-                    )
+            for first, positions in self._blocks_of(request, capture, 0, cached):
+                key, stop = hashes[first // self._block], min(first + self._block, cached)
+                piece = self._find(key, ports, positions)
+                self._blocks.move_to_end(key)
+                kept = piece.number if piece else 0
+                served.append(KeptBlock(request_id, number, first, stop, kept))
         return served
 
     def keep(
@@ -153,21 +137,12 @@ class RowIndex:
         kept: list[KeptBlock] = []
         if start >= request.prompt_tokens:
             return kept
-        last = min(min(stop, request.prompt_tokens) // self._block, len(hashes))
+        last = min(min(stop, request.prompt_tokens) // self._block, len(hashes)) * self._block
+        begin = start // self._block * self._block
         for number, (capture, ports) in enumerate(request.captures):
-            for place in range(start // self._block, last):
-                first = place * self._block
-                positions = capture.select(first, first + self._block, request.prompt_tokens)
-                if len(positions) and (
-                    piece := self._add(
-                        hashes[place],
-                        ports,
-                        frozenset(p - first for p in positions),
-                        self._row_bytes
-                        if capture.row is None
-                        else capture.row.size * self._item_bytes,
-                    )
-                ):
+            row = self._row_bytes if capture.row is None else capture.row.size * self._item_bytes
+            for first, positions in self._blocks_of(request, capture, begin, last):
+                if piece := self._add(hashes[first // self._block], ports, positions, row):
                     kept.append(
                         KeptBlock(request_id, number, first, first + self._block, piece.number)
                     )
