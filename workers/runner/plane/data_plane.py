@@ -129,6 +129,7 @@ class DataPlane:
         residual = Part(RESIDUAL, sites, buffers)
         self._table = Tables(self.actions)
         self._banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overload)
+        self.found = self._banks.found  # to be called after each step
         self._table.prepared.start()
         self.rank_state = RankState(
             every, num_layers, self._table, self.actions, lambda: requests.step
@@ -442,14 +443,6 @@ class DataPlane:
         for settle in self._settles:
             settle(step)
 
-    def found(self) -> Callable[[], list[tuple[str, int]]] | None:
-        """Return a function that returns (request, position) of the last step's non-finite rows;
-        None if there is nothing to find.
-
-        The function may be called in any thread, and waits for the step.
-        """
-        return self._banks.found()
-
     def _admit(self, request: NewRequest) -> None:
         requests, spec = self._requests, request.spec
         if request.unreadable:  # most likely from another version
@@ -473,7 +466,6 @@ class DataPlane:
         tracked.slot = requests.slots.take(tracked.touched, tracked.family)
         self._tracked[request.id] = tracked
         self._least = min(self._least, tracked.family)
-        requests.live.add(spec.key)
         # every rank must reach this call regardless of its state, since it may be collective
         prepared, unprepared = self.readings.prepare(spec)
         if spec.version != __version__:

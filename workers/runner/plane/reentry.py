@@ -5,11 +5,13 @@ Only forwards that run as Python can. Reasons, design and gain:
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from ....schemas.base.records import by_key
 from ....schemas.requests.specs import RankSpec
 from ..base.engine_step import RequestRows, StepView
 from ..base.host_memory import locked_copy
@@ -126,14 +128,12 @@ def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size:
     only this rank knows, such as whether it has the rows, must not matter: ranks that skip
     different layers would wait for each other.
     """
-    layers: list[int] = []
     jobs: dict[str, list[int]] = {}  # job of the source runs → entry layers of its requests
     for spec, rows in step:
         if spec is None or spec.entry is None or not _may_enter(spec, rows, block_size):
             return 0
-        layers.append(spec.entry.layer)
         jobs.setdefault(spec.entry.run.split(".", 1)[0], []).append(spec.entry.layer)
-    lowest = min(layers, default=0)
+    lowest = min(chain.from_iterable(jobs.values()), default=0)
     # The runs of a job have rows of every layer at which one of its requests enters.
     return lowest if all(lowest in of_job for of_job in jobs.values()) else 0
 
@@ -195,29 +195,25 @@ class Reentry(StepPart):
 
     def _stream(self, layer: int, tracked_rows: Sequence[_Member], num_rows: int) -> torch.Tensor:
         """Return the stream that enters `layer`: `[num_rows, hidden_size]`."""
-        by_run: dict[str, list[_Member]] = {}
-        for tracked, rows in tracked_rows:
-            assert tracked.spec.entry is not None
-            by_run.setdefault(tracked.spec.entry.run, []).append((tracked, rows))
+        by_run = by_key(
+            (tracked.spec.entry.run, (tracked, rows))
+            for tracked, rows in tracked_rows
+            if tracked.spec.entry is not None
+        )
         stream = torch.zeros(num_rows, self._hidden_size, dtype=self._dtype)
         for key, members in by_run.items():
-            try:
-                self._fill(stream, key, layer, members)
-            except LookupError as error:
-                if len(members) == 1:
-                    self._fail(members[0], error)
-                    continue
-                for member in members:  # find the requests whose rows are missing
-                    try:
-                        self._fill(stream, key, layer, [member])
-                    except LookupError as of_one:
-                        self._fail(member, of_one)
+            groups = [members]
+            for group in groups:
+                try:
+                    self._fill(stream, key, layer, group)
+                except LookupError as error:
+                    if len(group) == 1:
+                        self._requests.fail(group[0][0], str(error), "intervention_failed")
+                    else:  # find the requests whose rows are missing
+                        groups += [[member] for member in group]
         return (stream if self._device.type == "cpu" else locked_copy(stream)).to(
             self._device, non_blocking=True
         )
-
-    def _fail(self, member: _Member, error: LookupError) -> None:
-        self._requests.fail(member[0], str(error), "intervention_failed")
 
     def _fill(self, stream: torch.Tensor, key: str, layer: int, members: Sequence[_Member]) -> None:
         """Copy these requests' rows from a run into `stream`. Raises LookupError when the run is

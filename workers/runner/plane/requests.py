@@ -60,7 +60,6 @@ class Requests:
         self.step = 0  # engine steps since this rank started
         self.tracked: dict[str, Tracked] = {}
         self.taints = Taints()
-        self.live: set[str] = set()  # keys of the tracked requests
         # ends that the worker reported, of requests that the scheduler has not ended yet
         self.ends: dict[str, int] = {}
         # requests that the scheduler ended, and whose end the worker has not reported yet
@@ -113,7 +112,6 @@ class Requests:
         """Close a request that the scheduler ended, if its end is known; else wait for `end`."""
         tracked.stopped_by = finish.stopped_by
         key = tracked.spec.key
-        self.live.discard(key)
         end = self.ends.pop(key, None)
         if tracked.reported:
             self.taints.renew(tracked.spec.digest, self.step)
@@ -126,12 +124,12 @@ class Requests:
             self._close(tracked, finish.token_ids, end)
 
     def end(self, key: str, num_tokens: int) -> None:
-        """See `DataPlane.end`."""
+        """Close a request that the scheduler ended, see `DataPlane.end`; else wait for that."""
         if key in self.finished:
             tracked, finish = self.finished.pop(key)
             with self.guard([tracked], BY_REQUEST):
                 self._close(tracked, finish.token_ids, num_tokens)
-        elif key in self.live:
+        elif any(tracked.spec.key == key for tracked in self.tracked.values()):
             self.ends[key] = num_tokens
 
     def _close(self, tracked: Tracked, token_ids: list[int], num_tokens: int) -> None:

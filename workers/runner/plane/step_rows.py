@@ -2,7 +2,7 @@
 same prompt, and passes them on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -150,7 +150,11 @@ class Rows(StepPart):
     def settle(self, step: RanStep) -> None:
         self._settle()
         if (keeping := self._keeping) is not None:
-            self._keep(keeping.keep)
+            for block in keeping.keep:
+                self._with_recording(block, self._store.keep)
+                tracked = self._requests.tracked.get(block.request_id)
+                if tracked is not None and tracked.reported:
+                    self.unkept = self._requests.step
             self._store.drop(keeping.drop)
             self._keeping = None
         if self._banks.begun:
@@ -158,13 +162,6 @@ class Rows(StepPart):
                 self._banks.leave()
             except Exception as error:
                 self._requests.blame(error, self._requests.kinds.recorded, "capture_failed")
-
-    def _keep(self, blocks: Sequence[KeptBlock]) -> None:
-        tracked = self._requests.tracked
-        for block in blocks:
-            self._with_recording(block, self._store.keep)
-            if block.request_id in tracked and tracked[block.request_id].reported:
-                self.unkept = self._requests.step
 
     def forget_failures(self, step: int) -> None:
         """Clear `unkept` if the prefix cache was reset at `step`, after those rows were lost."""
