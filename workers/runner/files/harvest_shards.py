@@ -8,7 +8,7 @@ time. A shard that cannot be written is dropped and reported; the worker has it 
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -34,15 +34,8 @@ class _Sequence:
     non_finite: int
 
 
-@dataclass
-class _Shard:
-    """Received part of one stage's file."""
-
-    place: HarvestPlace
-    sites: dict[str, list[int]]
-    dtype: str  # dtype of the captured rows
-    pp: int
-    parts: dict[int, _Sequence] = field(default_factory=dict)  # by the sequence's index
+#: Received part of one stage's file, by the sequence's index.
+_Shard = dict[int, _Sequence]
 
 
 class Harvest:
@@ -73,21 +66,26 @@ class Harvest:
 
     def _add(self, capture: FinishedCapture) -> _Shard | None:
         """Add a sequence; return and remove its shard if it is now complete."""
-        place = capture.capture.harvest
-        assert place is not None, "the worker gives every capture of a harvest its place"
+        place = _place_of(capture)
         sequence = _sequence(capture, place)
         key, part = (place.uri, place.key), f"pp{capture.pp}{capture.part}"
         with self._lock:
             parts = self._shards.pop(key, {})
-            shard = parts.setdefault(part, _Shard(place, capture.sites, capture.dtype, capture.pp))
-            shard.parts[place.index] = sequence
-            whole = parts.pop(part) if len(shard.parts) == place.sequences else None
+            shard = parts.setdefault(part, {})
+            shard[place.index] = sequence
+            whole = parts.pop(part) if len(shard) == place.sequences else None
             if parts:
                 self._shards[key] = parts
             # More shards than the worker submits at a time: the oldest is of a stopped attempt.
             while len(self._shards) > SHARDS_AT_ONCE + 1:
                 self._shards.pop(next(iter(self._shards)))
         return whole
+
+
+def _place_of(capture: FinishedCapture) -> HarvestPlace:
+    place = capture.capture.harvest
+    assert place is not None, "the worker gives every capture of a harvest its place"
+    return place
 
 
 def _sequence(capture: FinishedCapture, place: HarvestPlace) -> _Sequence:
@@ -130,21 +128,25 @@ def _kept(at: np.ndarray, prompt_tokens: int, place: HarvestPlace) -> np.ndarray
 
 
 def _write(shard: _Shard, capture: FinishedCapture) -> CapturedFile:
-    """Write the shard as an object, which is durable when this returns. Raises OSError."""
-    place, parts = shard.place, [shard.parts[index] for index in range(shard.place.sequences)]
+    """Write the shard as an object, which is durable when this returns. Raises OSError.
+
+    `capture`: any of its sequences.
+    """
+    place = _place_of(capture)
+    parts = [shard[index] for index in range(place.sequences)]
     keys = {name: np.concatenate([part.keys[name] for part in parts]) for name in parts[0].keys}
     order = row_order(place.shuffle, keys["documents"], keys["positions"])
-    dtype = shard.dtype if place.dtype == "model" else place.dtype
+    dtype = capture.dtype if place.dtype == "model" else place.dtype
     tensors = [
         (name, "int64", np.ascontiguousarray(values[order])) for name, values in keys.items()
     ]
     scales: list[tuple[str, str, np.ndarray]] = []
     rows: list[tuple[str, str, np.ndarray]] = []
-    for hook, layers in shard.sites.items():
+    for hook, layers in capture.sites.items():
         for layer in layers:
             name = site_name(hook, layer)
             ordered = np.concatenate([part.rows.pop(name) for part in parts])[order]
-            bits, scale = encoded_rows(ordered, shard.dtype, dtype)
+            bits, scale = encoded_rows(ordered, capture.dtype, dtype)
             rows.append((name, dtype, np.ascontiguousarray(bits)))
             if scale is not None:
                 scales.append((f"{name}.scale", "float32", scale))
@@ -152,7 +154,7 @@ def _write(shard: _Shard, capture: FinishedCapture) -> CapturedFile:
     buffers, size, crc32 = shard_buffers(
         [*tensors, *scales, *rows], {"harvest": msgspec.json.encode(place.metadata).decode()}
     )
-    path = f"{place.key}.pp{shard.pp}{capture.part}.safetensors"
+    path = f"{place.key}.pp{capture.pp}{capture.part}.safetensors"
     writer = open_store(place.uri).writer()
     try:
         writer.append(path, buffers)
@@ -160,13 +162,12 @@ def _write(shard: _Shard, capture: FinishedCapture) -> CapturedFile:
     except BaseException:
         writer.abort()
         raise
-    sites = sum(map(len, shard.sites.values()))
     return CapturedFile(
         path=path,
         bytes=size,
         crc32=crc32,
-        rows=len(order) * sites,
-        sites=shard.sites,
+        rows=len(order) * len(rows),
+        sites=capture.sites,
         positions=len(order),
         layout=LAYOUT,
         tag=HARVEST,

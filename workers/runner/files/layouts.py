@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ....broker.artifacts.retention import Usage
+from ....schemas.base.records import by_key
 from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
 from ....schemas.jobs.receipts import CapturedFile
 from ....storage.blobs import SEGMENT_ALIGNMENT, Blob, append, make_blob, publish
@@ -116,33 +117,25 @@ class Filesystem:
         """Write captures; a failed write does not raise, but is reported in its outcome."""
         outcomes: list[Outcome] = [Outcome()] * len(captures)
         # each group is one commit: all separate files, and the segment of each tag
-        groups: dict[tuple[str, str], list[int]] = {}
-        for number, capture in enumerate(captures):
-            layout = self._layout(capture)
-            groups.setdefault(
-                ("segment", capture.capture.tag) if layout == "segment" else ("files", ""), []
-            ).append(number)
-        parts = [
-            (kind, part)
-            for (kind, _), numbers in groups.items()
-            for part in self._parts(kind, numbers, captures)
-        ]
-        for kind, numbers in parts:
-            write = self._append if kind == "segment" else self._publish
-            for number, outcome in zip(
-                numbers, self._each(write, [captures[n] for n in numbers]), strict=True
-            ):
-                outcomes[number] = outcome
+        groups = by_key(
+            (capture.capture.tag if self._layout(capture) == "segment" else None, number)
+            for number, capture in enumerate(captures)
+        )
+        for tag, group in groups.items():
+            write = self._publish if tag is None else self._append
+            for numbers in [group] if tag is None else self._parts(group, captures):
+                for number, outcome in zip(
+                    numbers, self._each(write, [captures[n] for n in numbers]), strict=True
+                ):
+                    outcomes[number] = outcome
         return outcomes
 
-    def _parts(
-        self, kind: str, group: list[int], captures: Sequence[FinishedCapture]
-    ) -> list[list[int]]:
-        """Split a group into parts that are written together: for a store that rewrites segments,
-        parts small enough to be rewritten in memory.
+    def _parts(self, group: list[int], captures: Sequence[FinishedCapture]) -> list[list[int]]:
+        """Split a segment's group into parts that are written together: for a store that rewrites
+        segments, parts small enough to be rewritten in memory.
         """
         store = self._config.store
-        if kind != "segment" or not isinstance(store, Rewriting):
+        if not isinstance(store, Rewriting):
             return [group]
         parts, size = list[list[int]](), 0
         for number in group:
@@ -164,13 +157,15 @@ class Filesystem:
         While the store accepts no writes, fail without trying, so that rows do not accumulate.
         """
         if self.unavailable and (trouble := self._config.store.trouble()):
-            return [Outcome(error=_reason(trouble), unavailable=True)] * len(captures)
+            return [Outcome(error=f"write failed: {trouble}", unavailable=True)] * len(captures)
         try:
             outcomes = list(write(captures))
         except Exception as error:
             self.unavailable = isinstance(error, OSError) and bool(self._config.store.trouble())
             transient = isinstance(error, OSError) and error.errno in TRANSIENT
-            failed = Outcome(error=_reason(error), unavailable=self.unavailable or transient)
+            failed = Outcome(
+                error=f"write failed: {error}", unavailable=self.unavailable or transient
+            )
         else:
             self.unavailable = False
             return outcomes
@@ -195,16 +190,12 @@ class Filesystem:
 
     def _publish(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Write captures whose blobs are separate files."""
-        planned = [
+        files = [
             [
-                (file_name(capture, suffix), sites)
+                (file_name(capture, suffix), self._blob(capture, sites))
                 for suffix, sites in LAYOUTS[self._layout(capture)](capture)
             ]
             for capture in captures
-        ]
-        files = [
-            [(key, self._blob(capture, sites)) for key, sites in parts]
-            for capture, parts in zip(captures, planned, strict=True)
         ]
         self._usage.take(2 * SEGMENT_ALIGNMENT + blob.size for parts in files for _, blob in parts)
         publish(self._config.store, [file for parts in files for file in parts])
@@ -271,10 +262,6 @@ def each(
             # Without the frames: they would keep the rows' memory.
             return [error.with_traceback(None)]
     return [outcome for item in items for outcome in each(action, [item])]
-
-
-def _reason(error: Exception | str) -> str:
-    return f"write failed: {error}"
 
 
 def _captured(

@@ -254,40 +254,36 @@ class Writer:
     def _run(self, filesystem: Filesystem, jobs: _Jobs, most: int) -> None:
         self._begin()
         consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
-        while (first := jobs.get()) is not None:
-            if isinstance(first, _Part):
-                self._write_part(first)
-                del first
-                continue
-            group = self._gather(first, jobs, most)
+        while group := self._gather(jobs, most):
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
             count, size = len(group), sum(job.size for job in group)
             # free the rows' memory before the job is counted as written
             group.clear()
-            del first
             with self._lock:
                 self._pending -= count
                 self.backlog.free(size)
-        jobs.put(None)  # for another thread
         filesystem.close()
 
-    def _gather(self, first: WriteJob, jobs: _Jobs, most: int) -> list[WriteJob]:
-        """Return a group of `first` and waiting jobs, at most `most`."""
-        group, size = [first], first.size
+    def _gather(self, jobs: _Jobs, most: int) -> list[WriteJob]:
+        """Wait for a job, and return the group of those that wait then, at most `most`; none at the
+        end. Writes parts on the way.
+        """
+        group, size = list[WriteJob](), 0
         while len(group) < most and size < GROUP_BYTES:
             try:
-                job = jobs.get_nowait()
+                job = jobs.get(block=not group)
             except queue.Empty:
                 break
             if job is None:
-                jobs.put(None)  # it ends the thread after this group
+                jobs.put(None)  # it ends this thread after this group, and the others
                 break
             if isinstance(job, _Part):
                 self._write_part(job)
-                continue
-            group.append(job)
-            size += job.size
+            else:
+                group.append(job)
+                size += job.size
+            del job  # a thread that waits keeps no rows
         return group
 
     def _write_part(self, part: _Part) -> None:
