@@ -97,9 +97,10 @@ class RowTable:
         self._free_rows = self._all_rows()
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
-        self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
-        #: int64 [1 + configurations]: how many sites of this rank each row edits.
-        self.num_sites = np.zeros(buffers.site_rows.shape[2], dtype=np.int64)
+        #: bool [1 + configurations, sites]: which sites of this rank each row edits; int64 [1 +
+        #: configurations]: how many.
+        self.sites = np.zeros((buffers.site_rows.shape[2], len(sites)), dtype=bool)
+        self.num_sites = np.zeros(len(self.sites), dtype=np.int64)
         # row → fingerprint of this rank's columns, and of whole rows
         self._whole: dict[int, tuple[int, int]] = {}
 
@@ -110,10 +111,6 @@ class RowTable:
     @property
     def entries_used(self) -> int:
         return self._pool.used
-
-    def sites(self, row: int) -> np.ndarray:
-        """Return which sites of this rank a row in use edits: bool `[sites]`."""
-        return self._sites[row]
 
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
         """Return the row that holds `spec`'s content, and the CRC32 of the written bytes; None if
@@ -134,9 +131,8 @@ class RowTable:
         self._pool.write(row, prepared)
         self._free_rows.pop()
         self._rows[spec.key], self._references[spec.key] = row, 1
-        self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
-        self._sites[row][[site for site, _ in prepared.content]] = True
-        self.num_sites[row] = self._sites[row].sum()
+        self.sites[row, [site for site, _ in prepared.content]] = True
+        self.num_sites[row] = self.sites[row].sum()
         if self._columns is not None and self._columns.sharded:
             self._whole[row] = prepared.fingerprint(), prepared.crc32
         return row, prepared.crc32
@@ -147,8 +143,8 @@ class RowTable:
         if self._references[key]:
             return False
         row = self._rows.pop(key)
-        del self._references[key], self._sites[row]
-        self.num_sites[row] = 0
+        del self._references[key]
+        self.sites[row] = self.num_sites[row] = 0
         self._whole.pop(row, None)
         self._pool.erase(row)
         self._free_rows.append(row)
@@ -158,9 +154,8 @@ class RowTable:
         """Drop all rows, including held ones, and zero the buffers."""
         self._pool.clear()
         self._free_rows = self._all_rows()
-        self.num_sites[:] = 0
-        for of_rows in (self._rows, self._references, self._sites, self._whole):
-            of_rows.clear()
+        self.sites[:] = self.num_sites[:] = 0
+        self._rows, self._references, self._whole = {}, {}, {}
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
         """Return (key, references, CRC32 of what its sites read) of each row in use, and of row 0,

@@ -37,21 +37,9 @@ class Joined(NamedTuple):
     runs: Runs  # the first entry counts from 0
     crc32: int  # of (site, family) and bytes of all content
 
-    @property
-    def entries(self) -> int:
-        return len(self.vectors)
-
     def fingerprint(self) -> int:
         """Return what `EntryPool.fingerprints` returns for this content once it is written."""
-        crc = 0
-        for site, family, first, entries in sorted(self.runs.tolist()):
-            crc = zlib.crc32(f"{site} {family}".encode(), crc)
-            crc = crc32_of(
-                self.vectors[first : first + entries],
-                self.scalars[first : first + entries],
-                crc=crc,
-            )
-        return crc
+        return _fingerprint(self.runs.tolist(), self.vectors, self.scalars)
 
     @property
     def size(self) -> int:
@@ -63,26 +51,25 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
     """Concatenate a row's content. `hidden_size`, `dtype`: of the pool. `pinned`: into page-locked
     memory, so that uploads do not block.
     """
-    # id of the held tensors → the sites and families that share them
-    places: dict[int, list[tuple[int, int]]] = {}
-    held: dict[int, Held] = {}
+    # id of held tensors → these, and the sites and families that share them
+    shared: dict[int, tuple[Held, list[tuple[int, int]]]] = {}
     for place, what in content.items():
-        held[id(what)] = what
-        places.setdefault(id(what), []).append(place)
-    vectors, scalars = next(
-        iter(held.values()), (torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS))
-    )
-    if len(held) > 1:
-        vectors, scalars = (torch.cat(item) for item in zip(*held.values(), strict=True))
+        shared.setdefault(id(what), (what, []))[1].append(place)
+    held = [what for what, _ in shared.values()]
+    if len(held) == 1:
+        vectors, scalars = held[0]
+    else:
+        nothing = torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS)
+        vectors, scalars = (torch.cat(item) for item in zip(nothing, *held, strict=True))
     if pinned:
         vectors, scalars = locked_copy(vectors), locked_copy(scalars)
     runs: list[tuple[int, int, int, int]] = []
     parts: dict[tuple[int, int], Held] = {}
     first = 0
-    for name, (value, _) in held.items():
+    for (value, _), places in shared.values():
         part = vectors[first : first + len(value)], scalars[first : first + len(value)]
-        runs += [(*place, first, len(value)) for place in places[name]]
-        parts |= dict.fromkeys(places[name], part)
+        runs += [(*place, first, len(value)) for place in places]
+        parts |= dict.fromkeys(places, part)
         first += len(value)
     return Joined(
         {place: parts[place] for place in content},
@@ -117,22 +104,17 @@ class EntryPool:
         self._capacity = len(buffers.pool) - 1
         self._runs: dict[int, Runs] = {}  # by row
         self._end = 1  # entries from here on are free; there may be gaps before it
-        self._used = 0
-
-    @property
-    def used(self) -> int:
-        """Return the number of entries in use."""
-        return self._used
+        self.used = 0  # entries
 
     def write(self, row: int, content: Joined) -> None:
         """Write a row's content into free entries.
 
         Raises RuntimeError, and changes nothing, when there are too few.
         """
-        needed = content.entries
-        if self._used + needed > self._capacity:
+        needed = len(content.vectors)
+        if self.used + needed > self._capacity:
             raise RuntimeError(
-                f"{needed} steering entries needed, {self._capacity - self._used} of "
+                f"{needed} steering entries needed, {self._capacity - self.used} of "
                 f"{self._capacity} free"
             )
         if self._end + needed > 1 + self._capacity:
@@ -143,7 +125,7 @@ class EntryPool:
         self._put(self._end, content.vectors, content.scalars)  # one copy for all sites
         self._runs[row] = np.add(content.runs, (0, 0, self._end, 0))
         self._end += needed
-        self._used += needed
+        self.used += needed
         self._write_places(row)
 
     def erase(self, row: int) -> None:
@@ -154,15 +136,15 @@ class EntryPool:
             first, last = int(runs[:, 2].min()), int(runs[:, 2:].sum(1).max())
             self._buffers.pool[first:last] = 0
             self._buffers.scalars[first:last] = 0
-            self._used -= last - first
-        if not self._used:
+            self.used -= last - first
+        if not self.used:
             self._end = 1
 
     def clear(self) -> None:
         """Zero everything, including entries that no row owns."""
         for buffer in (self._buffers.site_rows, self._buffers.pool, self._buffers.scalars):
             buffer.zero_()
-        self._runs, self._end, self._used = {}, 1, 0
+        self._runs, self._end, self.used = {}, 1, 0
 
     def fingerprints(self) -> dict[int, int]:
         """Return row in use → CRC32 of what its sites read on the device, wherever its entries are.
@@ -178,14 +160,11 @@ class EntryPool:
         )
         checksums = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
         for row, runs in self._runs.items():
-            crc = 0
-            for site, family, _, entries in sorted(runs.tolist()):
-                first = int(site_rows[site, family, row])
-                crc = zlib.crc32(f"{site} {family}".encode(), crc)
-                crc = crc32_of(
-                    pool[first : first + entries], scalars[first : first + entries], crc=crc
-                )
-            checksums[row] = crc
+            found = [
+                [site, family, int(site_rows[site, family, row]), entries]
+                for site, family, _, entries in runs.tolist()
+            ]
+            checksums[row] = _fingerprint(found, pool, scalars)
         return checksums
 
     def _close_gaps(self) -> None:
@@ -227,6 +206,15 @@ class EntryPool:
         return (values if values.is_pinned() else locked_copy(values)).to(
             self._device, non_blocking=True
         )
+
+
+def _fingerprint(runs: list[list[int]], vectors: torch.Tensor, scalars: torch.Tensor) -> int:
+    """Return the CRC32 of the entries in `runs`, by site and family."""
+    crc = 0
+    for site, family, first, entries in sorted(runs):
+        crc = zlib.crc32(f"{site} {family}".encode(), crc)
+        crc = crc32_of(vectors[first : first + entries], scalars[first : first + entries], crc=crc)
+    return crc
 
 
 def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:

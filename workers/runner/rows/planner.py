@@ -230,7 +230,7 @@ class Planner:
         used, found, counts = np.unique(
             np.append(0, named), return_inverse=True, return_counts=True
         )
-        self._masks = np.stack([self._masks[0], *map(self._table.sites, used[1:].tolist())])
+        self._masks = self._table.sites[used]  # a copy
         self._masked = found[1:].reshape(named.shape)
         touched = self._masks.any(axis=0)
         self._edit_counts[:] = counts @ self._masks
