@@ -276,7 +276,7 @@ class Certifier:
     def end(self, caveats: list[str]) -> None:
         """End the run, and drop its rows. `caveats`: written to every later manifest."""
         self._seen.close()
-        self._plane.stamp(caveats)
+        self._plane.describe(caveats=tuple(caveats))
 
 
 def _shape(

@@ -62,13 +62,7 @@ class OriginSet(Wire, tag="origin"):
     origin: Origin
 
 
-class Ended(Wire, tag="ended"):
-    """A request is over."""
-
-    request: EndedRequest
-
-
-Message = Ended | StreamedRows | StreamDropped | Delivered | OriginSet
+Message = EndedRequest | StreamedRows | StreamDropped | Delivered | OriginSet
 
 
 class Desk:
@@ -120,7 +114,7 @@ class Desk:
         until the message's rows are not needed. `prepared`: what readers prepared for the request.
         """
         match message:
-            case Ended(request):
+            case EndedRequest() as request:
                 streams = {each.stream for each in request.captures if each.stream}
                 job = request.job(
                     memory,

@@ -42,7 +42,7 @@ class EndedCapture(Wire):
     error: str = ""  # why rows could not be recorded
 
 
-class EndedRequest(Wire):
+class EndedRequest(Wire, tag="ended"):
     """A request that is over on its rank."""
 
     receipt: Receipt  # complete except for the captures and the sizes

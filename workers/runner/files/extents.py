@@ -36,7 +36,6 @@ class Block:
         """`memory`: uint8, the shared memory. It must not be used otherwise while rows are used."""
         facts, self.place, self.dtype = DTYPES[place.dtype], place, place.dtype
         self.ports = np.frombuffer(place.ports, dtype=np.int64)
-        self.num_positions = place.count
         shape = len(self.ports), place.count, place.width
         self.nbytes = shape[0] * shape[1] * shape[2] * facts.bytes
         #: As numpy has them, see `DTypeFacts.raw`: `[ports, positions, width]`.
@@ -49,7 +48,7 @@ class Block:
     @cached_property
     def _positions(self) -> np.ndarray:
         first = self.place.first
-        return as_array(self.place.positions or range(first, first + self.num_positions))
+        return as_array(self.place.positions or range(first, first + self.place.count))
 
     def slot(self, position: int) -> int:
         """Return the place of a captured position among those of the block."""
@@ -100,7 +99,7 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        return self.block.nbytes // self.block.num_positions * self.count
+        return self.block.nbytes // self.block.place.count * self.count
 
     def rows(self, port: int) -> np.ndarray:
         """Return the landed rows at the port of this number in the block, `[positions, width]`."""
@@ -123,21 +122,16 @@ class Extent:
         )
 
 
-class ExtentPlace(Wire):
-    """Where the rows of an extent are."""
-
-    block: BlockPlace
-    at: int
-    first_position: int
-    count: int
+#: A block, and the positions `[first, stop)` of its recorded rows that are meant.
+ExtentPlace = tuple[BlockPlace, int, int]
 
 
 def places_of(extents: Iterable[Extent]) -> list[ExtentPlace]:
-    return [ExtentPlace(e.block.place, e.at, e.first_position, e.count) for e in extents]
+    return [(each.block.place, each.positions.start, each.positions.stop) for each in extents]
 
 
 def extents_at(places: Iterable[ExtentPlace], memory: np.ndarray) -> list[Extent]:
-    return [Extent(Block(memory, p.block), p.at, p.first_position, p.count) for p in places]
+    return [run for place, first, stop in places for run in Block(memory, place).runs(first, stop)]
 
 
 def bytes_of(

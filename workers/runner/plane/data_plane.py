@@ -21,9 +21,7 @@ from ....kernels import IDLE, STREAM, WHOLE
 from ....schemas.base.faults import arm
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import BY_REQUEST
-from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RESIDUAL
-from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import StoredSteering, steering_rows, touched, touched_hooks
 from ....storage.store import open_store
 from ..base.actions import ActionLedger
@@ -119,6 +117,7 @@ class DataPlane:
             readings=self.readings,
         )
         self._reports = Reports(config, place, self._delivery, self.actions, num_layers=num_layers)
+        self.describe = self._reports.describe
         self._requests = requests = Requests(place.rank, self._reports)
         self._tracked = requests.tracked
         self._streams = Streams(config.capture_window_mib << 20, self._delivery)
@@ -242,14 +241,6 @@ class DataPlane:
             self._requests.taints = Taints()
             self._rows.drop_kept()
             self._idle_steps = self._preemptions = self._schedule = self._token_rows = 0
-
-    def stamp(self, caveats: Sequence[str]) -> None:
-        """Set the caveats of every later manifest."""
-        self._reports.describe(caveats=tuple(caveats))
-
-    def describe(self, attention: Sequence[AttentionKind], routing: Sequence[RoutingKind]) -> None:
-        """Set the attention and routing kinds of the stage's layers, for every later manifest."""
-        self._reports.describe(attention=tuple(attention), routing=tuple(routing))
 
     def fingerprint(self) -> str:
         """Return the CRC32 (8 hex digits) of the rank's state and of the table's contents on the

@@ -275,7 +275,7 @@ def _rows(extents: Sequence[Extent], ports: np.ndarray) -> torch.Tensor:
     ordinals = {b.place.ports: np.searchsorted(b.ports, ports) for b in blocks}
     # [ports, extents]: the first row of each among all of the bank
     first = np.array([b.row + e.at for b, e in zip(blocks, extents, strict=True)]) + np.stack(
-        [ordinals[b.place.ports] * b.num_positions for b in blocks], axis=1
+        [ordinals[b.place.ports] * b.place.count for b in blocks], axis=1
     )
     within = np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
     numbers = torch.from_numpy(np.repeat(first, counts, axis=1) + within)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from functools import partial
 from typing import NamedTuple
 
 from ....schemas.jobs.receipts import BY_REQUEST
@@ -69,6 +70,8 @@ class Requests:
         self.slots = Slots()
         self.sorted = 0  # `changes` when `kinds` was set
         self.kinds = Kinds([], [], [], False)  # as they were when the step began
+        #: (requests, kind of the failure) → a context in which an error fails these requests.
+        self.guard = partial(Guard, self)
 
     def change(self) -> None:
         """Precede everything that changes the tracked requests or what is planned for one."""
@@ -89,10 +92,6 @@ class Requests:
             [item for item in every if item.watch is not None and not item.reported],
             any(entries_of(item.spec) for item in every),
         )
-
-    def guard(self, concerned: Collection[Tracked], kind: str) -> Guard:
-        """Return a context in which an error fails these requests. `kind`: see `Receipt.kind`."""
-        return Guard(self, concerned, kind)
 
     def blame(self, error: Exception, concerned: Collection[Tracked], kind: str) -> None:
         """Fail these requests because of an error, see `guard`."""

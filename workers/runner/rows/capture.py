@@ -212,7 +212,7 @@ class Recording:
             end, before = reached - tail - SPAN, 0  # captured positions before a block
             for first, block in sorted(passed.items()):
                 if before < head or block.span.stop > end:
-                    before += block.num_positions
+                    before += block.place.count
                     del passed[first]
         if self.stream is not None:
             if sum(block.nbytes for block in passed.values()) < self.stream.part:

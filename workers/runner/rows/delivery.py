@@ -15,7 +15,7 @@ from ....storage.calls import CALLS
 from ..base.backlog import Backlog
 from ..base.landings import Landing
 from ..files.commands import Status
-from ..files.desk import Delivered, Desk, Ended, Message, OriginSet, StreamDropped, StreamedRows
+from ..files.desk import Delivered, Desk, Message, OriginSet, StreamDropped, StreamedRows
 from ..files.ended import EndedRequest
 from ..files.finished_rows import Origin
 from ..files.streams import StreamOpened
@@ -117,8 +117,7 @@ class Delivery:
     def __init__(self, far: Channel, near: Near, backlog: Backlog) -> None:
         """`far`: of what needs no model; may be `near`. `backlog`: of all."""
         self._far, self._near, self.backlog, self._diverted = far, near, backlog, False
-        self._channels: list[Channel] = [near]
-        self._channels += [] if far is self._channels[0] else [far]
+        self._channels: list[Channel] = [near] if far is near else [near, far]
         self._streams = itertools.count(1)
         #: Messages that are not read yet, with what they refer to; `turn` hears which are.
         self.held, self.turn = far.held, far.turn
@@ -138,9 +137,9 @@ class Delivery:
         held = [*sizes, *(block for each in recordings.values() for block in each.held)]
         if self._is_near(request.spec):
             prepared = {number: each.prepared for number, each in recordings.items()}
-            self._near.send(Ended(request), held, request.nbytes, prepared)
+            self._near.send(request, held, request.nbytes, prepared)
         else:
-            self._far.send(Ended(request), held, request.nbytes)
+            self._far.send(request, held, request.nbytes)
 
     def stream(self, spec: RankSpec, number: int, recording: Recording, part: int) -> RowStream:
         """Return the stream of a capture. `number`: in the request. `part`: see `RowStream`."""

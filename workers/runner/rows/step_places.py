@@ -206,7 +206,7 @@ class Places:
             number, slot = len(blocks), block.slot(at) - at
             self._stops[number, run] = block.span.stop
             self._rows[number, run] = block.row + slot
-            self._strides[number, run] = block.num_positions
+            self._strides[number, run] = block.place.count
             self._marks[number, run] = block.place.mark + slot
             blocks.append(block)
             at = block.span.stop

@@ -243,7 +243,8 @@ class MidstreamWorker(PlatformWorker):
                 inside=inside,
             )
         self._plane.describe(
-            self._found.attention, routing_kinds(loaded, adapter) if "router" in inner else ()
+            attention=tuple(self._found.attention),
+            routing=tuple(routing_kinds(loaded, adapter)) if "router" in inner else (),
         )
         self._certified = adapter, hooks, traced, inner
         if place.grades:

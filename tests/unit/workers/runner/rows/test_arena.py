@@ -278,7 +278,7 @@ def test_a_long_capture_keeps_nothing_of_others_alive() -> None:
     del other
     rank.planner.forget_step()
     rank.arena.take(1, 1)
-    blocks = [block.num_positions for block in long.tracked.recordings[0].held]
+    blocks = [block.place.count for block in long.tracked.recordings[0].held]
     assert rank.arena.used == 1 + taken(1, *blocks)
     assert_whole(rank, long)
 
@@ -296,7 +296,7 @@ def test_a_request_holds_its_rows_and_at_most_a_block_more(total: int, end: int)
     rank.step((request, 0, 6))
     for at in range(6, end):
         rank.step((request, at, 1))
-    sizes = [block.num_positions for block in recording.held]
+    sizes = [block.place.count for block in recording.held]
     assert sizes == ([6, 3] if total == 8 else [6, 16, 16, 16, 16])
     assert rank.arena.used == taken(2, *sizes)
     before = rank.arena.bytes[VOID : VOID + (1 << 16)].copy()
