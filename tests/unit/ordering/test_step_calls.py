@@ -38,7 +38,7 @@ DTYPE = torch.float32
 
 #: Kind of load → our calls in a step on the model's thread, as many with 64 requests as with 256.
 #: They may only fall: whoever saves calls writes down what is left.
-CALLS = {"idle": 18, "one": 55, "steer": 46, "both": 57, "gated": 130, "lora": 54}
+CALLS = {"idle": 17, "one": 54, "steer": 46, "both": 57, "gated": 126, "lora": 54}
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
 QUEUED = {"idle": 0, "one": 2, "steer": 0, "both": 2, "gated": 2, "lora": 0}
 #: A probe that gates a request's steering, whose score is its bias.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from ..base.engine_step import RequestRows, StepView
+from ..base.engine_step import StepView
 from ..rows.planner import Tracked
 from ..rows.slot_table import StepTokens
 
@@ -38,7 +38,3 @@ class Batch:
             or (item.spec.grade is not None and item.graded is None and not item.reported)
             for item in every
         )
-
-    def rows(self, view: StepView) -> list[tuple[Tracked, RequestRows]]:
-        """Return the requests with their rows in the step."""
-        return [(item, view.requests[number]) for number, item in self.members]

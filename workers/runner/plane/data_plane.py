@@ -119,7 +119,7 @@ class DataPlane:
         self._reports = Reports(config, place, self._delivery, self.actions, num_layers=num_layers)
         self.describe = self._reports.describe
         self._requests = requests = Requests(place.rank, self._reports)
-        self._tracked = requests.tracked
+        self._tracked, self.end = requests.tracked, requests.end
         self._streams = Streams(config.capture_window_mib << 20, self._delivery)
         # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
         # no rows are kept
@@ -195,16 +195,6 @@ class DataPlane:
         self._requests.forget_failures(step)
         self._rows.forget_failures(step)
 
-    def end(self, key: str, num_tokens: int) -> None:
-        """Record where the worker ends a request (`RankSpec.key`): after `num_tokens`, including
-        the prompt; -1: forget the request.
-
-        Called in `begin`, since the end is sent with a step: every rank gets it in the same step.
-        The engine may have computed more tokens by then. It reports requests that a stop string
-        ended as aborted, as it does cancelled ones.
-        """
-        self._requests.end(key, num_tokens)
-
     def expect(self, users: list[Any]) -> None:
         """Lay out steering that requests will soon use, in a thread. `users`: each a
         `list[StoredSteering]` as plain containers.
@@ -278,7 +268,7 @@ class DataPlane:
             "skipped_rows": self.entering.skipped if self.entering is not None else 0,
             "schedule": f"{self._schedule:08x}",
             "tainted": len(self._requests.taints),
-            "kept_row_bytes": self._rows.kept_bytes,
+            "kept_row_bytes": self._rows.store.held,
             "unkept": self._rows.unkept,
             "spilled_bytes": self._arena.spilled,
             "behind": self._overload.behind,
@@ -329,7 +319,10 @@ class DataPlane:
             with requests.guard([tracked], BY_REQUEST):
                 for part in self._parts:
                     part.release(tracked)
-                self._release_slot(tracked)
+                tracked.count(requests.slots)
+                self._banks.erase(tracked.slot)
+                requests.slots.give(tracked.slot)
+                tracked.slot = 0
                 requests.finish(tracked, finished[request_id])
         for key, num_tokens in ends:
             requests.end(key, num_tokens)
@@ -349,13 +342,6 @@ class DataPlane:
             requests.sort()
         for prepare in self._prepares:
             prepare(keeping)
-
-    def _release_slot(self, tracked: Tracked) -> None:
-        slots = self._requests.slots
-        tracked.count(slots)
-        self._banks.erase(tracked.slot)
-        slots.give(tracked.slot)
-        tracked.slot = 0
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> int:
         """Return the family of graphs (see `kernels.ops`) for the forward of these (request, first

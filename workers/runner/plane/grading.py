@@ -47,26 +47,18 @@ class Grading(StepPart):
         return [due.tracked for due in self._due]
 
     def plan(self, batch: Batch, view: StepView) -> None:
-        self._due = []
+        self._due, self._rows = [], 0
         if not batch.watched:
             return
-        ending = {
-            rows.id: tracked
-            for tracked, rows in batch.rows(view)
-            if tracked.spec.grade is not None and tracked.graded is None and not tracked.reported
-            if rows.first_position
-            < tracked.spec.prompt_tokens
-            <= rows.first_position + rows.num_rows
-        }
-        if not ending:
-            return
-        self._rows = 0
-        for rows in view.requests:
+        members = dict(batch.members)
+        for number, rows in enumerate(view.requests):
             self._rows += rows.samples
-            tracked = ending.get(rows.id)
-            if tracked is not None and tracked.spec.grade is not None:
-                # vLLM may pad a prompt's last chunk with drafts
-                drafts = rows.first_position + rows.num_rows - tracked.spec.prompt_tokens
+            tracked = members.get(number)
+            if tracked is None or tracked.graded is not None or tracked.reported:
+                continue
+            # vLLM may pad a prompt's last chunk with drafts
+            drafts = rows.first_position + rows.num_rows - tracked.spec.prompt_tokens
+            if tracked.spec.grade is not None and 0 <= drafts < rows.num_rows:
                 self._due.append(_Due(tracked, tracked.spec.grade, self._rows - 1 - drafts))
 
     def take(self, logits: torch.Tensor) -> list[tuple[Tracked, str]]:

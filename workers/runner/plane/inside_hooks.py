@@ -106,15 +106,11 @@ class _Layer:
         columns = self._query(
             self._only_attention().head_size_v if self._latent is None else self._latent.v_head_dim
         )
-        linears = {
+        fitting = {
             path: part
             for path, part in self._linears(attention=True).items()
             if _base(part).output_size == self._group.hidden_size
-        }
-        fitting = {
-            path: part
-            for path, part in linears.items()
-            if _base(part).input_size == columns.row.size
+            and _base(part).input_size == columns.row.size
         }
         module = _only(fitting, _OUTPUT, "output projection")
         self._check_split(module)
@@ -253,16 +249,11 @@ class _Layer:
             for name, _ in self._layer.named_children()
             if not within and _ATTENTION.search(name)
         }
-        # LoRA wraps a linear module, and the layer calls the wrapper
-        outer = {
-            path: part for path, part in self._parts.items() if not path.endswith(".base_layer")
-        }
-        linears = {
-            path: part for path, part in outer.items() if isinstance(_base(part), LinearBase)
-        }
         return {
             path: part
-            for path, part in linears.items()
+            for path, part in self._parts.items()
+            # LoRA wraps a linear module, and the layer calls the wrapper
+            if isinstance(_base(part), LinearBase) and not path.endswith(".base_layer")
             if (path.partition(".")[0] in within) == attention
         }
 

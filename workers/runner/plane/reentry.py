@@ -177,7 +177,7 @@ class Reentry(StepPart):
         entered = [item for _, item in batch.members if batch.watched and item.spec.entry]
         if not entered:
             return
-        tracked_rows = batch.rows(view)
+        tracked_rows = [(item, view.requests[number]) for number, item in batch.members]
         with self._requests.guard(entered, "intervention_failed"):
             specs = {rows.id: tracked.spec for tracked, rows in tracked_rows}
             step = [(specs.get(rows.id), rows) for rows in view.requests]

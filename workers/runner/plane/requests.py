@@ -28,7 +28,9 @@ class WrongAdapterError(RuntimeError):
 
 
 class Guard:
-    """Context in which an error fails the given requests and nothing else."""
+    """Context in which an error fails the given requests and nothing else, except for
+    `WrongAdapterError`.
+    """
 
     __slots__ = ("_concerned", "_kind", "_requests")
 
@@ -39,9 +41,10 @@ class Guard:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if isinstance(error, Exception):
-            self._requests.blame(error, self._concerned, self._kind)
-        return isinstance(error, Exception)
+        if not isinstance(error, Exception) or isinstance(error, WrongAdapterError):
+            return False
+        self._requests.blame(error, self._concerned, self._kind)
+        return True
 
 
 class Kinds(NamedTuple):
@@ -123,7 +126,13 @@ class Requests:
             self._close(tracked, finish.token_ids, end)
 
     def end(self, key: str, num_tokens: int) -> None:
-        """Close a request that the scheduler ended, see `DataPlane.end`; else wait for that."""
+        """Record where the worker ends a request (`RankSpec.key`): after `num_tokens`, including
+        the prompt; -1: forget the request. It is closed once the scheduler has ended it, too.
+
+        Called in `begin`, since the end is sent with a step: every rank gets it in the same step.
+        The engine may have computed more tokens by then. It reports requests that a stop string
+        ended as aborted, as it does cancelled ones.
+        """
         if key in self.finished:
             tracked, finish = self.finished.pop(key)
             with self.guard([tracked], BY_REQUEST):

@@ -58,7 +58,9 @@ class Edits(StepPart):
             self._requests.fail(tracked, str(error), "intervention_failed")
 
     def release(self, tracked: Tracked) -> None:
-        tracked.edited = [(spec, self._banks.num_sites(row, spec)) for row, spec in tracked.rows]
+        tracked.edited = [
+            (spec, int(self._rows.of(spec).num_sites[row])) for row, spec in tracked.rows
+        ]
         self._rows.release(self._requests.step, tracked.rows)
         tracked.set_rows([])
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ..base.actions import ActionLedger
-from .requests import Requests, WrongAdapterError
+from .requests import Requests
 from .step_parts import RanStep, StepPart
 
 if TYPE_CHECKING:
@@ -19,12 +19,7 @@ class Adapters(StepPart):
 
     def drain(self, step: RanStep) -> None:
         """Compare adapters. Raises WrongAdapterError."""
-        requests, wrong = self._requests, None
-        with requests.guard(requests.tracked.values(), BY_REQUEST):
-            try:
-                if step.view is not None:
-                    self._loras.account(step.view, requests, self._actions)
-            except WrongAdapterError as error:
-                wrong = error
-        if wrong is not None:
-            raise wrong
+        requests = self._requests
+        if step.view is not None:
+            with requests.guard(requests.tracked.values(), BY_REQUEST):
+                self._loras.account(step.view, requests, self._actions)

@@ -58,16 +58,11 @@ class Rows(StepPart):
         self._grades = place.grades
         self._state, self._streams, self._block_size = state, streams, block_size
         self._overload, self._arena, self._delivery = overload, arena, delivery
-        self._store = RowStore(arena)
+        self.store = RowStore(arena)
         self._keeping: Keeping | None = None  # the scheduler's orders for this step
         self._edited: dict[str, _Edited] = {}  # by bank
         # the last step in which rows were not kept although the scheduler assumes so; 0: none
         self.unkept = 0
-
-    @property
-    def kept_bytes(self) -> int:
-        """Return the bytes of the kept rows."""
-        return self._store.held
 
     def begin(self, ended: Mapping[str, int]) -> None:
         if ended:
@@ -111,7 +106,7 @@ class Rows(StepPart):
         """
         self._keeping = keeping
         for block in keeping.serve if keeping else ():
-            self._with_recording(block, self._store.serve)
+            self._with_recording(block, self.store.serve)
         # nothing waits for the writers if they have read all messages
         if self._delivery.held and (stored := self._requests.kinds.stored):
             try:
@@ -151,11 +146,11 @@ class Rows(StepPart):
         self._settle()
         if (keeping := self._keeping) is not None:
             for block in keeping.keep:
-                self._with_recording(block, self._store.keep)
+                self._with_recording(block, self.store.keep)
                 tracked = self._requests.tracked.get(block.request_id)
                 if tracked is not None and tracked.reported:
                     self.unkept = self._requests.step
-            self._store.drop(keeping.drop)
+            self.store.drop(keeping.drop)
             self._keeping = None
         if self._banks.begun:
             try:
@@ -170,7 +165,7 @@ class Rows(StepPart):
 
     def drop_kept(self) -> None:
         """Drop the rows that are kept for other requests."""
-        self._store.clear()
+        self.store.clear()
         self.unkept = 0
 
     def close(self) -> None:
@@ -242,7 +237,7 @@ class Rows(StepPart):
             tracked for tracked in [requests.tracked.get(miscount.id)] if tracked is not None
         ]
         if miscount.kind == "capture_failed":
-            self._store.clear()
+            self.store.clear()
             self.unkept = requests.step
             concerned += [
                 item

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ....schemas.requests.specs import SteeringRow, StoredCapture
+from ....schemas.requests.specs import StoredCapture
 from ..base.engine_step import StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, Tables
@@ -121,10 +121,6 @@ class Banks:
     def first(self) -> Bank:
         """Return the residual bank."""
         return self._banks[0]
-
-    def num_sites(self, row: int, spec: SteeringRow) -> int:
-        """Return how many sites of this rank `spec`, which the table holds in `row`, edits."""
-        return int(self._by_name[spec.bank].table.num_sites[row])
 
     def recording(
         self, capture: StoredCapture, prompt_tokens: int, first_of_stage: bool
