@@ -3,7 +3,6 @@ which agree on every row, and what the gradient worker computes equals autograd 
 """
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from stack import Stack
 from test_features import LAYER as SAE_LAYER, Dictionary
 from transformers import AutoModelForCausalLM
+from wait_kit import wait_until
 
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base.records import from_json
@@ -195,10 +195,10 @@ def test_the_model_leaves_memory_when_idle_and_loads_again(service: Service) -> 
     scalar = {"kind": "logit", "token": 7}
     first = service.rows(service.job(layers=[0], positions=[3], scalar=scalar))
     loads = service.stack.log(WORKER).count("model loaded and compared")
-    deadline = time.monotonic() + 60
-    while service.stack.log(WORKER).count("model dropped from memory") < loads:
-        assert time.monotonic() < deadline, "the model is not dropped"
-        time.sleep(0.1)
+    wait_until(
+        lambda: service.stack.log(WORKER).count("model dropped from memory") >= loads,
+        why="the model is not dropped",
+    )
     again = service.rows(service.job(layers=[0], positions=[3], scalar=scalar))
     assert service.stack.log(WORKER).count("model loaded and compared") == loads + 1
     np.testing.assert_array_equal(first.array(0), again.array(0))
@@ -209,8 +209,7 @@ def test_a_job_survives_the_death_of_its_worker(service: Service) -> None:
     stack.kill(WORKER)
     job = service.job(layers=[1], positions=[3], scalar={"kind": "loss"})
     stack.restart(WORKER, engine="gradients")
-    while stack.view(job).state is State.QUEUED:
-        time.sleep(0.01)
+    wait_until(lambda: stack.view(job).state is not State.QUEUED)
     stack.kill(WORKER, signal.SIGKILL)  # while it loads the model
     stack.restart(WORKER, engine="gradients")
     reader = service.rows(job)

@@ -2,7 +2,6 @@
 are computed. fp32.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from reference import Edit, Reference
 from test_graded_tokens import EVERY, logprobs_of, truth
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ENTERED, FP32_LOGPROBS
+from wait_kit import wait_until
 
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.receipts import Receipt
@@ -73,10 +73,10 @@ def ask(
         *jobs, entries=entries, grades={job.id: [Grade(EVERY)] for job in cells}, **options
     )
     assert not answer.errors, answer.errors
-    deadline = time.monotonic() + 60
-    while any(len(of_job(host, job)) < wanted[job.id] for job in cells):
-        assert time.monotonic() < deadline, "receipts are missing"
-        time.sleep(0.02)
+    wait_until(
+        lambda: all(len(of_job(host, job)) >= wanted[job.id] for job in cells),
+        why="receipts are missing",
+    )
     return {
         job.id: of_job(host, job)[
             -host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size :

@@ -3,13 +3,13 @@
 Real vLLM.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.jobs.jobs import State
@@ -51,10 +51,10 @@ def alive(process: psutil.Process) -> bool:
 
 
 def require_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + 60
-    while left := list(filter(alive, processes)):
-        assert time.monotonic() < deadline, f"{left} still run"
-        time.sleep(0.05)
+    def left() -> list[psutil.Process]:
+        return list(filter(alive, processes))
+
+    wait_until(lambda: not left(), why=lambda: f"{left()} still run")
 
 
 def start_long_job(stack: Stack) -> str:

@@ -13,8 +13,8 @@ import pytest
 import s3_kit
 from fleet import Fleet, Step
 from network import HERE, Network
-from receipt_rig import wait_until
 from tolerances import FP32_ROWS_30_LAYERS
+from wait_kit import wait_until
 
 from midstream.client.captures.reader import CaptureReader
 from midstream.workers.demo_model import fetch_demo_model

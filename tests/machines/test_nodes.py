@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from fleet import Fleet
 from network import Network
-from receipt_rig import wait_until
 from tolerances import FP32_ROWS_30_LAYERS
+from wait_kit import wait_until
 
 from midstream.client.captures.reader import CaptureReader
 from midstream.workers.app import EXIT_ENGINE_DIED

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from fleet import Fleet
 from network import Network
-from receipt_rig import wait_until
 from test_nodes import ENGINE, answers, check_answers
+from wait_kit import wait_until
 
 from midstream.workers.app import EXIT_ENGINE_DIED
 from midstream.workers.demo_model import fetch_demo_model

@@ -23,6 +23,7 @@ import redis
 from capture_kit import finished, write
 from ledger_kit import IDENTITY
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from wait_kit import wait_until
 
 import midstream
 from midstream.broker.ledger.jobs.ledger import Claim, Ledger
@@ -176,10 +177,8 @@ class Api:
 
     def until_held(self, count: int) -> None:
         """Wait until it holds so many responses."""
-        deadline = time.monotonic() + CALL_TIMEOUT_S
-        while f"\nmidstream_held_responses {count}.0\n" not in self.http.get("/metrics").text:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        held = f"\nmidstream_held_responses {count}.0\n"
+        wait_until(lambda: held in self.http.get("/metrics").text, CALL_TIMEOUT_S)
 
     def submit(self, **body: Any) -> str:
         """`POST /v1/jobs` of the tiny model; the new job's id."""
@@ -282,13 +281,15 @@ class Hand:
         """The newest queued job, once there is one: for endpoints that do not say an id before they
         answer.
         """
-        deadline = time.monotonic() + timeout
-        while (
-            not (page := self.do(self.ledger.list(limit=1))).jobs or page.jobs[0].state != "queued"
-        ):
-            assert time.monotonic() < deadline, "no job came"
-            time.sleep(0.01)
-        return self.claim(page.jobs[0].id)
+        (job,) = wait_until(
+            lambda: [
+                job for job in self.do(self.ledger.list(limit=1)).jobs if job.state == "queued"
+            ],
+            timeout,
+            why="no job came",
+            pause_s=0.01,
+        )
+        return self.claim(job.id)
 
     def say(self, claim: Claim, text: str, index: int = 0) -> None:
         """A token event, as of a job that streams."""

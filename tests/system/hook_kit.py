@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
-from receipt_rig import wait_until
 from standardwebhooks.webhooks import Webhook
+from wait_kit import wait_until
 
 from midstream.schemas.access.webhooks import HookBody
 from midstream.schemas.base.records import from_json

@@ -17,7 +17,8 @@ from urllib.parse import quote
 
 import redis
 from processes import Processes
-from receipt_rig import free_port, wait_until
+from receipt_rig import free_port
+from wait_kit import wait_until
 
 from midstream.broker.ops import redis_server
 from midstream.broker.ops.acl import OPERATOR, write_users

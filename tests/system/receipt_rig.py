@@ -232,13 +232,6 @@ def once_each(requests: int, ranks: int = 1) -> dict[tuple[int, int], int]:
     return {(request, rank): 1 for request in range(requests) for rank in range(ranks)}
 
 
-def wait_until(true: Callable[[], bool], timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def main() -> None:
     """The program of `SenderProcess`."""
     from midstream.broker.receipts.outbox import Outbox

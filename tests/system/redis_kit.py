@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import redis
-from receipt_rig import wait_until
+from wait_kit import wait_until
 
 #: Seconds that the disk takes for an fsync; while it does, Redis holds writes back, and answers.
 SLOW_S = 1.0

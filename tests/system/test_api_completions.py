@@ -17,7 +17,7 @@ import pytest
 import redis
 from capture_kit import values
 from edge import MODEL, WORDS, Api, Hand
-from receipt_rig import wait_until
+from wait_kit import wait_until
 
 from midstream import returned_rows
 from midstream.broker.ledger.jobs.ledger import Claim

@@ -23,6 +23,7 @@ from edge import MODEL, Api, Hand, model_info, running
 from ports import free_port
 from redis_kit import handed_over, hold_back, slow_disk
 from tenant_kit import flushed
+from wait_kit import wait_until
 
 from midstream.api.context import open_context
 from midstream.broker.ops import redis_server
@@ -172,8 +173,7 @@ def test_held_answers_and_streams_outlive_a_restart_of_redis(
         own_redis.start()
         # first the API knows this Redis: an answer that waits longer than a restart takes may be a
         # 503, and on a busy machine any does
-        while own_api.http.post("/v1/jobs", json=BODY).status_code != 202:
-            time.sleep(0.05)
+        wait_until(lambda: own_api.http.post("/v1/jobs", json=BODY).status_code == 202)
         own_hand.store(claim)
         own_hand.say(streamed, " world")
         own_hand.store(streamed)
@@ -218,8 +218,10 @@ def test_unsynced_writes_are_503_when_redis_is_killed(slow: tuple[Mortal, Api, H
         hold_back(server.url)
         with ThreadPoolExecutor(1) as pool:
             cancelled = pool.submit(api.http.post, f"/v1/jobs/{job_id}/cancel")
-            while not cancelled.done() and hand.view(job_id).state != "aborted":
-                time.sleep(0.01)
+            wait_until(
+                lambda: cancelled.done() or hand.view(job_id).state == "aborted",  # noqa: B023
+                pause_s=0.01,
+            )
             server.kill()
             answer = cancelled.result()
         server.start()
@@ -288,12 +290,10 @@ def test_a_client_disconnect_during_submission_leaves_a_running_job(api: Api, ha
             % len(raw)
             + raw
         )
-    deadline = time.monotonic() + 60
-    while not (sent := messages(hand)):
-        assert time.monotonic() < deadline, (
-            "its message is sent all the same, or it would be queued for ever"
-        )
-        time.sleep(0.02)
+    sent = wait_until(
+        lambda: messages(hand),
+        why="its message is sent all the same, or it would be queued for ever",
+    )
     claim = hand.claim_next()
     assert sent == [claim.job.id]
     hand.store(claim)
@@ -449,8 +449,7 @@ def test_stopping_with_redis_hung_is_503_and_names_accepted_jobs(
             pool.submit(http.get, f"/v1/jobs/{known}", params={"wait": 55}),
             pool.submit(http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=55"}),
         ]
-        while own_hand.count_jobs() < 2:
-            time.sleep(0.02)
+        wait_until(lambda: own_hand.count_jobs() >= 2)
         late = [
             pool.submit(http.post, "/v1/jobs", json={**BODY, "metadata": {"a": "mute from here"}})
         ]

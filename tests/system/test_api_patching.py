@@ -4,7 +4,6 @@ The engine alone is a fake.
 """
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from edge import refused
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream.client import Client
 from midstream.schemas.base.records import from_json, to_json
@@ -360,10 +360,10 @@ def test_the_client_and_the_command_line_capture_patch_and_delete(
     result = client.run(prompts=[CORRUPT], patch=patches, max_tokens=12)
     assert result.determinism is not None
     assert {rank.applied for rank in result.determinism.stages[0].ranks} == {10}
-    deadline = time.monotonic() + PATIENCE_S
-    while (view := client.source_runs.get("typed")).in_use or view.held_by != ["w1"]:
-        # the worker says so with its heartbeat
-        assert time.monotonic() < deadline, view
-        time.sleep(0.05)
+    wait_until(  # the worker says so with its heartbeat
+        lambda: not (view := client.source_runs.get("typed")).in_use and view.held_by == ["w1"],
+        PATIENCE_S,
+        why=lambda: client.source_runs.get("typed"),
+    )
     assert midstream("runs", "delete", "typed") == "typed deleted\n"
     assert "typed" not in midstream("runs", "list")

@@ -17,6 +17,7 @@ import server_sent
 from edge import Api, Hand, refused
 from refusal_kit import refuses
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
+from wait_kit import wait_until
 
 from midstream.api.__main__ import trusted_proxies
 from midstream.api.routes.session import MAX_BODY
@@ -451,8 +452,7 @@ def test_a_feed_ends_with_its_session(api: Api, hand: Hand, how: str) -> None:
         assert (last["event"], last["data"]["type"]) == ("error", "urn:midstream:unauthorized")
         job_id = Caller(api, hand, "ada").submit()
         assert job_id in jobs_until(others, job_id)
-    while browser.signed_in():  # a process remembers a key for seconds
-        time.sleep(0.1)
+    wait_until(lambda: not browser.signed_in())  # a process remembers a key for seconds
     if how == "the key is revoked":
         assert refused(log_in(api, {"key": caller.key.key}, **HERE), 401)["field"] == "key"
 
@@ -475,13 +475,12 @@ def until_open(api: Api, caller: Caller, path: str) -> None:
     """Until a place has become free, which a client that has left had, and the rate allows a
     stream.
     """
-    deadline = time.monotonic() + LONG_S
-    while True:
+
+    def opens() -> bool:
         with caller.http.stream("GET", path) as answer:
-            if answer.status_code == 200:
-                return
-        assert time.monotonic() < deadline, "the place of a client that has left is not free"
-        time.sleep(0.2)
+            return answer.status_code == 200
+
+    wait_until(opens, LONG_S, why="the place of a client that has left is not free", pause_s=0.2)
 
 
 def test_the_event_streams_of_a_tenant_are_limited_and_freed_on_disconnect(

@@ -11,7 +11,7 @@ from pathlib import Path
 import redis
 from ledger_kit import MODEL, make_job, open_ledger
 from ports import free_port
-from receipt_rig import wait_until
+from wait_kit import wait_until
 
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import lists_of, queue_of

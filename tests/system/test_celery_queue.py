@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 from ledger_kit import MODEL, claimed, enqueue, make_job, open_ledger, settings_for
-from receipt_rig import wait_until
+from wait_kit import wait_until
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.queue.celery_app import lists_of, make_app, queue_of

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from midstream_fake_engine.model import NUM_LAYERS, residual_rows
 from ports import free_port
 from refusal_kit import refuses
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream import Client, PatchStudy, returned_rows
 from midstream.schemas.base.errors import MidstreamError
@@ -222,8 +222,7 @@ def test_cancel_stops_a_running_job_and_waiting_for_it_fails(
     client: Client, midstream: Callable[..., str]
 ) -> None:
     job = client.submit(prompts=["hello"], max_tokens=4000)
-    while client.jobs.get(job.id).state is not State.RUNNING:
-        time.sleep(0.05)
+    wait_until(lambda: client.jobs.get(job.id).state is State.RUNNING)
     midstream("job", "cancel", job.id)
     with pytest.raises(AssertionError, match="cancelled"):
         midstream("job", "wait", job.id)

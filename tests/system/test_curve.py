@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from receipt_rig import Jobs, Peer, RelayProcess, free_port, once_each, receipt, wait_until
+from receipt_rig import Jobs, Peer, RelayProcess, free_port, once_each, receipt
+from wait_kit import wait_until
 
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.broker.receipts import frames

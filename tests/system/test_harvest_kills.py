@@ -13,10 +13,10 @@ import httpx2
 import pytest
 import s3_kit
 from harvest_kit import check_equal, check_rows, checked, texts
-from receipt_rig import wait_until
 from s3_kit import FaultProxy
 from stack import Stack
 from tree import ROOT
+from wait_kit import wait_until
 
 from midstream.client import Client
 from midstream.client.harvest import Harvest
@@ -117,8 +117,7 @@ def test_a_survey_is_the_same_after_its_worker_was_killed(stack: Stack, whole: H
     died = Path(stack.settings.data_dir) / FOLDER / "harvest.surveyed"
     with Client(stack.url) as client, httpx2.Client(base_url=stack.url, timeout=60) as http:
         jobs = [http.post(path, json={"sae": "tiny"}).json()["id"]]
-        while client.jobs.get(jobs[0]).state != "running":
-            time.sleep(0.02)
+        wait_until(lambda: client.jobs.get(jobs[0]).state == "running")
         stack.kill("worker")
         stack.restart("worker", fault="crash:at=harvest.surveyed")
         assert stack.processes["worker"].wait(WAIT_S) == -9  # of the second attempt

@@ -19,10 +19,10 @@ import server_sent
 from edge import MODEL, Api, Hand, running
 from hypothesis import HealthCheck, example, given, reject, settings, strategies as st
 from ports import free_port
-from receipt_rig import wait_until
 from refusal_kit import refuses
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 from typer.testing import CliRunner
+from wait_kit import wait_until
 
 from midstream.api.responses.events import PING_S
 from midstream.api.web.auth import KNOWN_S
@@ -138,8 +138,7 @@ def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> N
             pool.submit(held, stream=True),
             *(pool.submit(waits, path) for path in paths),
         ]
-        while api.http.get("/v1/status", headers=bearer(ADMIN)).json()["held"] < 5:
-            time.sleep(0.02)
+        wait_until(lambda: api.http.get("/v1/status", headers=bearer(ADMIN)).json()["held"] >= 5)
         began = time.monotonic()
         api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN))
         whole, streamed, events, looked = (call.result() for call in asked)

@@ -9,9 +9,9 @@ from edge import model_info
 from harvest_kit import texts
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, sent, worker_info
 from midstream_fake_engine.model import identity_of
-from receipt_rig import wait_until
 from refusal_kit import refuses
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client import Client

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from fleet import Fleet
 from network import Network, why_not
-from receipt_rig import wait_until
+from wait_kit import wait_until
 
 from midstream.workers.serving.heartbeat import RENEWALS_PER_LEASE
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import s3_kit
 from midstream_fake_engine.model import NUM_LAYERS, residual_rows
-from receipt_rig import wait_until
 from s3_kit import FaultProxy
 from stack import Stack
 from typer.testing import CliRunner
+from wait_kit import wait_until
 
 from midstream.client import CaptureReader, Client
 from midstream.client.cli import main

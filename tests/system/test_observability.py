@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ import redis
 from otlp import Collector, Span
 from stack import Stack, free_port
 from typer.testing import CliRunner
+from wait_kit import wait_until
 
 from midstream.client.cli import main as cli
 from midstream.client.extras import import_trouble
@@ -74,11 +74,11 @@ class Seen(Stack):
         """The first line of its log that is wanted, once it is there: it may be written after the
         answer that it tells of.
         """
-        deadline = time.monotonic() + LONG_S
-        while not (found := [line for line in self.lines(name) if wanted(line)]):
-            assert time.monotonic() < deadline, self.log(name)[-3000:]
-            time.sleep(0.05)
-        return found[0]
+        return wait_until(
+            lambda: [line for line in self.lines(name) if wanted(line)],
+            LONG_S,
+            why=lambda: self.log(name)[-3000:],
+        )[0]
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +129,13 @@ def held(stack: Seen) -> httpx2.Response:
 
 @pytest.fixture(scope="module")
 def spans(held: httpx2.Response, collector: Collector) -> list[Span]:
-    deadline = time.monotonic() + LONG_S
-    while True:
-        # of each process once a second, so that those of one stage may come one after the other
+    def whole() -> list[Span]:
+        """Spans come of each process once a second: of one stage one after the other."""
         found = collector.trace(TRACE, STAGES, LONG_S)
-        if len(named(found, "prompt")) >= 2 and len(named(found, "receipt")) >= 4:
-            return found
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+        enough = len(named(found, "prompt")) >= 2 and len(named(found, "receipt")) >= 4
+        return found if enough else []
+
+    return wait_until(whole, LONG_S)
 
 
 def named(spans: list[Span], name: str) -> list[Span]:
@@ -266,10 +265,7 @@ def test_rank_capture_counts_are_in_the_workers_metrics(stack: Seen, held: httpx
             'midstream_rank_captured_rows_total{model="fake-model",rank="0"}', 0
         )
 
-    deadline = time.monotonic() + LONG_S  # ranks are asked every 5 s
-    while captured() < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: captured() >= 2, LONG_S)  # ranks are asked every 5 s
     assert captured() == 2  # the last position of each prompt, at one layer
     assert stack.metrics("worker")['midstream_generated_tokens_total{model="fake-model"}'] >= 8
 

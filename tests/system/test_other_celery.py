@@ -11,7 +11,7 @@ import pytest
 import redis
 from celery import Celery
 from ledger_kit import settings_for
-from receipt_rig import wait_until
+from wait_kit import wait_until
 
 from midstream.broker.ops.acl import rules
 from midstream.broker.queue.celery_app import UNACKED, channels_of, make_app, queue_of

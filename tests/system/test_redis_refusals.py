@@ -10,8 +10,8 @@ import httpx2
 import pytest
 import redis
 from ports import free_port
-from receipt_rig import wait_until
 from stack import Stack, unsuccessful
+from wait_kit import wait_until
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State

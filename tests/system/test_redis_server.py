@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import redis
-from receipt_rig import wait_until
 from redis_kit import handed_over
 from refusal_kit import refuses
+from wait_kit import wait_until
 
 from midstream.broker.ops import aof_repair, redis_server
 from midstream.schemas.base.errors import MidstreamError

@@ -12,7 +12,7 @@ import pytest
 import redis
 from machines_rig import Machines, make_certificates
 from ports import free_port
-from receipt_rig import wait_until
+from wait_kit import wait_until
 
 from midstream.broker.ops.acl import OPERATOR, jobs_url, write_users
 from midstream.broker.ops.redis_server import executable

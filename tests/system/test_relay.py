@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import redis
 from ports import free_port
-from receipt_rig import Jobs, RelayProcess, SenderProcess, once_each, receipt, wait_until
+from receipt_rig import Jobs, RelayProcess, SenderProcess, once_each, receipt
+from wait_kit import wait_until
 
 from midstream.broker.ops import redis_server
 from midstream.broker.receipts.outbox import Outbox

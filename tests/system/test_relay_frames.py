@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from receipt_rig import Jobs, Peer, RelayProcess, once_each, receipt, wait_until
+from receipt_rig import Jobs, Peer, RelayProcess, once_each, receipt
+from wait_kit import wait_until
 
 from midstream import __version__
 from midstream.broker.receipts import frames

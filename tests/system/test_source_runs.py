@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from ledger_kit import enqueue
 from midstream_fake_engine.model import NUM_LAYERS
-from receipt_rig import wait_until
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream.broker.ledger.named.source_runs import SourceRuns
 from midstream.schemas.jobs.jobs import State

@@ -5,7 +5,6 @@ long left alone?
 import asyncio
 import base64
 import json
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream.api.context import open_context
 from midstream.broker.queue.celery_app import UNACKED, queue_of
@@ -84,10 +84,10 @@ def test_a_pickled_message_is_discarded_unread(stack: Stack, tmp_path: Path, kin
     }
     with redis.Redis.from_url(stack.settings.redis_url) as client:
         client.lpush(name, json.dumps(message))
-        deadline = time.monotonic() + 60
-        while client.llen(name) or client.hexists(UNACKED, tag):
-            assert time.monotonic() < deadline, "it is taken from the queue, and not given back"
-            time.sleep(0.05)
+        wait_until(
+            lambda: not (client.llen(name) or client.hexists(UNACKED, tag)),
+            why="it is taken from the queue, and not given back",
+        )
     assert stack.wait(stack.submit(["the workers go on"], max_tokens=2)).state is State.SUCCEEDED
     assert not mark.exists()
 

@@ -17,9 +17,9 @@ from celery.events.receiver import EventReceiver
 from celery.events.state import Task
 from flower.events import EventsState
 from ledger_kit import enqueue, receipt
-from receipt_rig import wait_until
 from redis_kit import handed_over
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream.broker.flower import MissedEnds
 from midstream.broker.ledger.jobs.settlement import Settler

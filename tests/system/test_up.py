@@ -19,6 +19,7 @@ import pytest
 import redis
 from receipt_rig import receipt
 from up_kit import START_S, Up
+from wait_kit import wait_until
 
 from midstream.broker.ledger.people.keys import new_key
 from midstream.broker.ops.install import basic
@@ -106,8 +107,7 @@ def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
     with Client(up.ready()) as client:
         capture = {"layers": "all", "positions": "all_prompt"}
         job = client.submit(model="fake", prompts=["hello"], max_tokens=20, capture=capture)
-        while client.jobs.get(job.id).state is State.QUEUED:
-            time.sleep(0.05)
+        wait_until(lambda: client.jobs.get(job.id).state is not State.QUEUED)
         killed = up.pid(name)
         os.kill(killed, signal.SIGKILL)
         assert client.wait(job.id, timeout=120).state is State.SUCCEEDED

@@ -20,6 +20,7 @@ from extension_kit import install_example, install_unruly
 from ledger_kit import enqueue
 from midstream_fake_engine.model import HIDDEN_SIZE, residual_rows
 from stack import Stack, unsuccessful
+from wait_kit import wait_until
 
 from midstream import __version__
 from midstream.broker.ledger.jobs.captures import Captures
@@ -325,10 +326,10 @@ def test_a_full_disk_fails_the_capture_with_its_reason_and_the_worker_goes_on(st
                 "urn:midstream:capture_failed",
             )
             assert "No space left on device" in large.error.detail
-            deadline = time.monotonic() + 60
-            while shutil.disk_usage(disk).free < 32 << 10:  # the other stage may still be at it
-                assert time.monotonic() < deadline, "what could not be written is removed"
-                time.sleep(0.02)
+            wait_until(  # the other stage may still be at it
+                lambda: shutil.disk_usage(disk).free >= 32 << 10,
+                why="what could not be written is removed",
+            )
             small = stack.submit(["x"], capture=capture("small", layout=layout))
             assert stack.wait(small).state is State.SUCCEEDED
             assert CaptureReader(stack.settings.capture_root, small).positions() == [0]

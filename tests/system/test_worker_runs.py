@@ -13,6 +13,7 @@ import pytest
 from ledger_kit import sent, worker_info
 from midstream_fake_engine.engine import FakeEngine
 from midstream_fake_engine.model import identity_of
+from wait_kit import holding
 
 from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.named.steering import Steering
@@ -94,8 +95,7 @@ class Harness:
 
     async def running(self, job_id: str) -> "asyncio.Task[AttemptOutcome]":
         task = asyncio.create_task(self.runs.run_job(job_id))
-        while job_id not in self.runs.held:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await holding(lambda: job_id in self.runs.held)
         return task
 
     async def view(self, job_id: str) -> JobView:
@@ -264,8 +264,7 @@ async def test_a_late_lost_notice_does_not_stop_the_next_attempt(at: Harness) ->
         await at.ledger.release(job_id, 1)
         renewal = await renew(worker, boot, held)
         tasks.append(asyncio.create_task(at.runs.run_job(job_id)))
-        while at.runs.held.get(job_id) != 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await holding(lambda: at.runs.held.get(job_id) == 2)
         return renewal
 
     heartbeat._ledger.renew = late  # type: ignore[method-assign]

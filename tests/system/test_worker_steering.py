@@ -12,8 +12,8 @@ import httpx2
 import numpy as np
 import pytest
 from midstream_fake_engine.model import HIDDEN_SIZE
-from receipt_rig import wait_until
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream.broker.ledger.named.steering import Steering
 from midstream.client import Client

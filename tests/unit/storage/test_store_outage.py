@@ -3,7 +3,6 @@ is each request counted?
 """
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from capture_kit import filesystem, finished
 from prometheus_client import CollectorRegistry, generate_latest
 from s3_kit import FaultProxy
 from test_writer import Desk, capture
+from wait_kit import wait_until
 
 from midstream.broker.artifacts import retention
 from midstream.broker.ops.metrics import StoreReadings
@@ -102,8 +102,7 @@ def test_receipts_say_that_the_store_is_away(
     s3.fault("503", "PUT")
     desk.submit(capture(), request=0)
     desk.submit(capture(consumers=["filesystem", "nobody"]), request=1)
-    while desk.writer.busy():
-        time.sleep(0.01)
+    wait_until(lambda: not desk.writer.busy())
     late = Receipt(
         "1",
         "w",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from refusal_kit import refuses
+from wait_kit import holding
 
 from midstream.api.web import key_revocation
 from midstream.api.web.key_revocation import KeyWatch
@@ -68,8 +69,7 @@ async def test_no_check_runs_without_held_calls(stored: Any) -> None:
     await task
     assert stored.asked == []
     with key_watch.of(Caller(key="two")):
-        while not stored.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await holding(lambda: stored.asked)
     assert stored.asked[0] == {"two"}
 
 

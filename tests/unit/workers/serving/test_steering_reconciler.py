@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from midstream_fake_engine.engine import FakeEngine
+from wait_kit import holding
 
 from midstream.broker.ledger.named.steering import Look
 from midstream.schemas.base.errors import MidstreamError
@@ -159,9 +160,10 @@ class Worker:
     async def until(self, state: str) -> WorkerSteering:
         """The first report from here on that says so."""
         start = len(self.board.reports)
-        while not any(report.state == state for report in self.board.reports[start:]):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        return next(report for report in self.board.reports[start:] if report.state == state)
+        (found, *_) = await holding(
+            lambda: [report for report in self.board.reports[start:] if report.state == state]
+        )
+        return found
 
     @contextlib.asynccontextmanager
     async def live(self) -> AsyncIterator["Worker"]:
@@ -367,8 +369,7 @@ async def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(at: W
 
     at.engine.restart_ledgers = cut  # type: ignore[method-assign]
     at.board.desync = "a disagreement"
-    while not at.board.away:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await holding(lambda: at.board.away)
     await asyncio.sleep(0.05)
     assert not at.standing.serving
     at.board.away = False
@@ -378,8 +379,7 @@ async def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(at: W
 
 async def test_a_resync_waits_until_the_desired_state_is_readable(at: Worker) -> None:
     at.board.unreadable, at.board.desync = True, "a disagreement"
-    while at.standing.detail != "stored by another version":  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await holding(lambda: at.standing.detail == "stored by another version")
     assert at.standing.state == "resyncing"
     assert await at.standing.lease(0.1) is None
     at.board.unreadable = False
@@ -456,8 +456,7 @@ async def test_a_module_whose_tensor_is_gone_is_tried_again(at: Worker) -> None:
     await at.follow()
     assert "no longer stored" in at.board.reports[-1].detail
     at.board.gone = set()
-    while at.board.reports[-1].detail:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await holding(lambda: not at.board.reports[-1].detail)
     assert at.board.reports[-1].ranks[0].modules.keys() == {"joy"}
 
 

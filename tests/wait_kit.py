@@ -1,0 +1,41 @@
+"""Waits for what another thread, task or process does."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+#: Only a hang reaches it.
+LONG_S = 60.0
+WHY = "it did not happen in time"
+
+
+def wait_until(
+    holds: Callable[[], T],
+    timeout: float = LONG_S,
+    *,
+    why: str | Callable[[], object] = WHY,
+    pause_s: float = 0.02,
+) -> T:
+    """What `holds` returns, once that is true; the test fails with `why` where it never is."""
+    deadline = time.monotonic() + timeout
+    while not (found := holds()):
+        assert time.monotonic() < deadline, why() if callable(why) else why
+        time.sleep(pause_s)
+    return found
+
+
+async def holding(holds: Callable[[], Awaitable[T] | T], timeout: float = LONG_S) -> T:
+    """As `wait_until`, while the loop goes on with other tasks; `holds` may be a coroutine."""
+    deadline = time.monotonic() + timeout
+    while not (found := await _awaited(holds())):
+        assert time.monotonic() < deadline, WHY
+        await asyncio.sleep(0.005)
+    return found
+
+
+async def _awaited(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found
