@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,11 +89,23 @@ def bundle() -> TokenizerBundle:
     )
 
 
-def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
-    """Return the problem that was answered."""
+def refused(
+    answer: httpx2.Response,
+    status: int = 400,
+    field: str | None = None,
+    *says: str,
+    kind: str | None = None,
+) -> dict[str, Any]:
+    """Return the problem that was answered: it names `field`, its detail has the words of `says`,
+    and it is of `kind`.
+    """
+    problem = dict(answer.json())
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
-    return dict(answer.json())
+    assert field is None or problem.get("field") == field, problem
+    assert kind is None or problem["type"] == f"urn:midstream:{kind}", problem
+    assert all(words in problem["detail"] for words in says), problem
+    return problem
 
 
 def model_info(**changes: Any) -> ModelInfo:
@@ -217,8 +230,12 @@ class Hand:
     worker = "hand"
     layout = "packed"  # of capture files
 
-    def __init__(self, settings: Settings, ranks: Sequence[tuple[int, int]] = ((0, 0),)):
+    def __init__(
+        self, settings: Settings, ranks: Sequence[tuple[int, int]] = ((0, 0),), **served: Any
+    ):
+        """`served`: what its model has other than `model_info`."""
         self.settings = settings
+        self._served = served
         self.ranks = ranks  # (tp, pp) of each rank
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -237,7 +254,7 @@ class Hand:
         self._redis.close()
 
     def __enter__(self) -> "Hand":
-        self.serve()
+        self.serve(**self._served)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -290,6 +307,23 @@ class Hand:
             pause_s=0.01,
         )
         return self.claim(job.id)
+
+    def answered(
+        self, asked: Future[T], texts: Sequence[str] | None = None, *, receipts: bool = False
+    ) -> tuple[Claim, T]:
+        """Give the newest queued job its outputs; returns its claim, and what `asked` then has."""
+        claim = self.claim_next()
+        self.store(claim, texts)
+        if receipts:
+            self.receipts(claim)
+        return claim, asked.result()
+
+    def say_next(self, *texts: str) -> Claim:
+        """Claim the newest queued job, which streams, and say `texts`."""
+        claim = self.claim_next()
+        for text in texts:
+            self.say(claim, text)
+        return claim
 
     def say(self, claim: Claim, text: str, index: int = 0) -> None:
         """A token event, as of a job that streams."""

@@ -8,11 +8,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import numpy as np
 import pytest
 from capture_kit import HIDDEN as CAPTURED_SIZE, finished, values, write
-from edge import Api, Hand, running
+from edge import Api, Hand, refused, running
 from refusal_kit import refuses
 from typer.testing import CliRunner
 
@@ -98,8 +99,7 @@ def test_a_receipt_that_names_a_path_outside_the_root_opens_nothing(api: Api, ha
     )
     for path in ("", "/files/...p0000.pp0.safetensors", "/safetensors"):
         answer = api.http.get(f"/v1/captures/{claim.job.id}{path}")
-        assert answer.status_code == 500
-        assert "is not a capture file of job" in answer.json()["detail"]
+        refused(answer, 500, None, "is not a capture file of job")
 
 
 @pytest.mark.parametrize("where", ["folder", "segment"])
@@ -133,13 +133,13 @@ def test_a_receipt_that_names_another_jobs_blob_serves_none_of_it(
         answer = api.http.get(f"/v1/captures/{claim.job.id}{path}")
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:capture_failed")
         assert "job_victim" not in answer.text
-    with Client(api.url) as client, pytest.raises(MidstreamError) as raised:
+    with Client(api.url) as client, refuses(kind="capture_failed"):
         client.capture(claim.job.id)
-    assert raised.value.kind == "capture_failed"
 
 
-#: Status and type of the answer for bytes that are not those that were written.
-DAMAGED = (500, "urn:midstream:capture_damaged")
+def damaged(answer: httpx2.Response, *says: str) -> None:
+    """The bytes are not those that were written."""
+    refused(answer, 500, None, *says, kind="capture_damaged")
 
 
 # field case 39
@@ -154,8 +154,7 @@ def test_a_file_cut_short_is_an_error_and_not_a_short_answer(api: Api, captured:
     file = api.http.get(f"/v1/captures/{captured}").json()["files"][0]
     path = api.settings.capture_root / file["path"]
     path.write_bytes(path.read_bytes()[:-8])
-    answer = api.http.get(f"/v1/captures/{captured}/safetensors")
-    assert (answer.status_code, answer.json()["type"]) == DAMAGED
+    damaged(api.http.get(f"/v1/captures/{captured}/safetensors"))
 
 
 def test_the_manifest_of_more_files_than_the_api_may_open_is_whole(api: Api, hand: Hand) -> None:
@@ -368,9 +367,7 @@ def test_one_flipped_bit_of_a_row_is_an_error_of_every_download(
         f"/v1/captures/{job_id}/safetensors",
         f"/v1/captures/{job_id}/safetensors?hook=post_block&layers={layer}",
     ):
-        answer = api.http.get(url)
-        assert (answer.status_code, answer.json()["type"]) == DAMAGED, url
-        assert "CRC32" in answer.json()["detail"]
+        damaged(api.http.get(url), "CRC32")
     with Client(api.url) as client:
         reader = client.capture(job_id)
         for read in (lambda: reader.array(layer), lambda: client.capture(job_id, tmp_path)):
@@ -412,11 +409,9 @@ def test_a_file_of_zeros_is_damaged_and_not_deleted(api: Api, hand: Hand, layout
     path = api.settings.capture_root / file["path"]
     path.write_bytes(bytes(path.stat().st_size))
     for url in (file["url"], f"/v1/captures/{job_id}/safetensors", f"/v1/captures/{job_id}"):
-        answer = api.http.get(url)
-        assert (answer.status_code, answer.json()["type"]) == DAMAGED, url
-    with Client(api.url) as client, pytest.raises(MidstreamError) as caught:
+        damaged(api.http.get(url))
+    with Client(api.url) as client, refuses(kind="capture_damaged"):
         client.capture(job_id)
-    assert caught.value.kind == "capture_damaged"
     assert api.http.delete(f"/v1/captures/{job_id}").status_code == 204
     assert api.http.get(file["url"]).status_code == 410
 
@@ -436,34 +431,32 @@ def test_a_file_of_zeros_is_damaged_and_not_deleted(api: Api, hand: Hand, layout
 def test_rows_that_were_not_captured_are_refused_by_parameter(
     api: Api, hand: Hand, parameters: dict[str, str], field: str
 ) -> None:
-    answer = api.http.get(
-        f"/v1/captures/{layered(api, hand, 'segment')}/safetensors", params=parameters
-    )
+    path = f"/v1/captures/{layered(api, hand, 'segment')}/safetensors"
     unknown = parameters in ({"tag": "no"}, {"request": "7"})
-    assert (answer.status_code, answer.json()["field"]) == (404 if unknown else 400, field)
+    refused(api.http.get(path, params=parameters), 404 if unknown else 400, field)
 
 
 # field case 18
 def test_a_download_joins_stages_and_waits_for_those_that_are_not_durable(api: Api) -> None:
-    hand = Hand(api.settings, ranks=[(0, 0), (0, 1)])
-    hand.serve()
-    claim = hand.claim(
-        api.submit(capture={"hooks": {"pre_attn": [1], "post_block": "all"}, "tag": "mine"})
-    )
-    hand.store(claim)
-    url = f"/v1/captures/{claim.job.id}/safetensors"
-    written(hand, claim, "segment", stages=2, only=0)
-    assert api.http.get(url).status_code == 409
-    early = api.http.get(url, params={"hook": "pre_attn"})  # durable already
-    assert CaptureReader.from_bytes(early.content).layers(hook="pre_attn") == [1]
-    written(hand, claim, "packed", stages=2, only=1)
-    whole = api.http.get(url)
-    assert int(whole.headers["content-length"]) == len(whole.content)
-    joined = CaptureReader.from_bytes(whole.content)
-    assert joined.layers() == [0, 1, 2, 3]
-    for layer in joined.layers():
-        np.testing.assert_array_equal(joined.array(layer), values("post_block", layer, [0, 1, 2]))
-    hand.close()
+    with Hand(api.settings, ranks=[(0, 0), (0, 1)]) as hand:
+        claim = hand.claim(
+            api.submit(capture={"hooks": {"pre_attn": [1], "post_block": "all"}, "tag": "mine"})
+        )
+        hand.store(claim)
+        url = f"/v1/captures/{claim.job.id}/safetensors"
+        written(hand, claim, "segment", stages=2, only=0)
+        assert api.http.get(url).status_code == 409
+        early = api.http.get(url, params={"hook": "pre_attn"})  # durable already
+        assert CaptureReader.from_bytes(early.content).layers(hook="pre_attn") == [1]
+        written(hand, claim, "packed", stages=2, only=1)
+        whole = api.http.get(url)
+        assert int(whole.headers["content-length"]) == len(whole.content)
+        joined = CaptureReader.from_bytes(whole.content)
+        assert joined.layers() == [0, 1, 2, 3]
+        for layer in joined.layers():
+            np.testing.assert_array_equal(
+                joined.array(layer), values("post_block", layer, [0, 1, 2])
+            )
 
 
 # --- Retention ---
@@ -509,8 +502,7 @@ def test_deleted_captures_are_410_for_every_caller(api: Api, hand: Hand, layout:
     answer = api.http.delete(f"/v1/captures/{job_id}")
     assert (answer.status_code, answer.content) == (204, b"")
     for url in (f"/v1/captures/{job_id}", f"/v1/captures/{job_id}/safetensors", *urls):
-        answer = api.http.get(url)
-        assert (answer.status_code, answer.json()["type"]) == (410, "urn:midstream:gone")
+        refused(api.http.get(url), 410, kind="gone")
     assert api.http.delete(f"/v1/captures/{job_id}").status_code == 410
     assert listed(api) == [other]
     with pytest.raises(MidstreamError):
@@ -568,23 +560,18 @@ def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(
 ) -> None:
     (tmp_path / "captures").mkdir()
     (tmp_path / "captures" / "earlier").write_bytes(bytes(2 << 20))
-    with running(tmp_path, redis_url, capture_quota_mib=1) as api:
-        hand = Hand(api.settings)
-        hand.serve(grades=True)
+    with (
+        running(tmp_path, redis_url, capture_quota_mib=1) as api,
+        Hand(api.settings, grades=True) as hand,
+    ):
         captures = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
         # its rows go into files, too
         sweep = {"model": "tiny", "pairs": [{"clean": "a b", "corrupt": "a c", "answer": " d"}]}
         for path, body in (("/v1/jobs", captures), ("/v1/sweeps", sweep)):
-            answer = api.http.post(path, json=body)
-            assert (answer.status_code, answer.json()["type"]) == (
-                507,
-                "urn:midstream:quota_exceeded",
-            )
-            assert "2 of 1 MiB" in answer.json()["detail"]
+            refused(api.http.post(path, json=body), 507, None, "2 of 1 MiB", kind="quota_exceeded")
         assert hand.count_jobs() == 0
         api.submit()
         api.submit(capture={"layers": [0], "consumers": ["memory"]})
-        hand.close()
 
 
 def test_captures_past_their_ttl_are_deleted(api: Api, hand: Hand) -> None:

@@ -16,7 +16,7 @@ import openai
 import pytest
 import redis
 from capture_kit import values
-from edge import MODEL, WORDS, Api, Hand
+from edge import MODEL, WORDS, Api, Hand, refused
 from wait_kit import wait_until
 
 from midstream import returned_rows
@@ -71,9 +71,7 @@ def test_a_completion_has_openais_shape(
         stop="b",
         user="me",
     )
-    claim = hand.claim_next()
-    hand.store(claim)
-    answer = asked.result()
+    claim, answer = hand.answered(asked)
     assert (answer.object, answer.model, answer.id) == ("text_completion", MODEL, claim.job.id)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello world", "stop")
     assert answer.usage is not None
@@ -113,12 +111,10 @@ def test_every_form_of_prompt_is_taken(
     client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor, prompt: Any, ids: list[list[int]]
 ) -> None:
     asked = pool.submit(client.completions.create, model=MODEL, prompt=prompt)
-    claim = hand.claim_next()
+    texts = [f"answer {index}" for index in range(len(ids))]
+    claim, answer = hand.answered(asked, texts)
     assert [stored.token_ids for stored in claim.job.prompts] == ids
-    hand.store(claim, [f"answer {index}" for index in range(len(ids))])
-    assert [choice.text for choice in asked.result().choices] == [
-        f"answer {index}" for index in range(len(ids))
-    ]
+    assert [choice.text for choice in answer.choices] == texts
 
 
 def test_a_chat_has_openais_shape_and_the_models_template(
@@ -138,9 +134,7 @@ def test_a_chat_has_openais_shape_and_the_models_template(
         logprobs=True,
         top_logprobs=1,
     )
-    claim = hand.claim_next()
-    hand.store(claim)
-    answer = asked.result()
+    claim, answer = hand.answered(asked)
     assert claim.job.prompts[0].text == "<bos>system : a user : hello\nthere assistant :"
     assert claim.job.prompts[0].token_ids[:2] == [1, 6], "one BOS: the template's"
     assert claim.job.sampling.max_tokens == 32 - len(claim.job.prompts[0].token_ids), (
@@ -176,9 +170,8 @@ def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: H
     for name, (harmless, *_) in ONLY.items():
         path, body = COMPLETION if name in ("best_of", "suffix") else CHAT
         accepted = api.http.post(path, json={**body, name: harmless, "model": "nobody"})
-        refused = api.http.post(path, json={**body, name: {"a": 7}})
         assert accepted.json()["field"] == "model", f"the harmless value of {name} is accepted"
-        assert (refused.status_code, refused.json()["field"]) == (400, name)
+        refused(api.http.post(path, json={**body, name: {"a": 7}}), 400, name)
 
 
 #: What is wrong with a completion → the field that is named.
@@ -292,44 +285,49 @@ def test_a_bad_request_names_the_field_in_its_own_shape(
 ) -> None:
     path, body = kind
     for changes, field in bad:
-        answer = api.http.post(path, json={**body, **changes})
-        assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
+        refused(api.http.post(path, json={**body, **changes}), 400, field)
     assert hand.count_jobs() == 0
 
 
 # field case 18, 19
 def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(api: Api) -> None:
-    hand = Hand(api.settings, ranks=[(0, 0), (1, 0), (0, 1), (1, 1)])
-    hand.serve()
-    body = {"model": MODEL, "prompt": ["hello", "there"], "capture": CAPTURE, "capture_wait": True}
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(api.http.post, "/v1/completions", json=body)
-        claim = hand.claim_next()
-        hand.store(claim)
-        for request, rank in [(request, rank) for request in range(2) for rank in range(4)]:
-            assert not asked.done(), f"answered before prompt {request}, rank {rank} had reported"
-            # One rank of each stage writes; the others report that they wrote nothing.
-            files = [hand.capture(claim, request, rank)] if rank in (0, 2) else []
-            hand.receipt(claim, request, rank, files=files)
-            time.sleep(0.1)
-        answer = asked.result()
-    results = answer.json()["capture_results"]
-    assert (answer.status_code, results["status"], results["rows"]) == (200, "ok", 8)
-    assert sorted(
-        (file["request"], file["pp"], file["sites"]["post_block"][0]) for file in results["files"]
-    ) == [
-        (0, 0, 0),
-        (0, 1, 3),
-        (1, 0, 0),
-        (1, 1, 3),
-    ]
-    for file in results["files"]:
-        path = api.settings.capture_root / file["path"]
-        assert path.stat().st_size == file["bytes"], "durable when it is said"
-    determinism = answer.json()["determinism"]
-    assert determinism["consistent"] is True
-    assert [len(stage["ranks"]) for stage in determinism["stages"]] == [4, 4]
-    hand.close()
+    with Hand(api.settings, ranks=[(0, 0), (1, 0), (0, 1), (1, 1)]) as hand:
+        body = {
+            "model": MODEL,
+            "prompt": ["hello", "there"],
+            "capture": CAPTURE,
+            "capture_wait": True,
+        }
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(api.http.post, "/v1/completions", json=body)
+            claim = hand.claim_next()
+            hand.store(claim)
+            for request, rank in [(request, rank) for request in range(2) for rank in range(4)]:
+                assert not asked.done(), (
+                    f"answered before prompt {request}, rank {rank} had reported"
+                )
+                # One rank of each stage writes; the others report that they wrote nothing.
+                files = [hand.capture(claim, request, rank)] if rank in (0, 2) else []
+                hand.receipt(claim, request, rank, files=files)
+                time.sleep(0.1)
+            answer = asked.result()
+        results = answer.json()["capture_results"]
+        assert (answer.status_code, results["status"], results["rows"]) == (200, "ok", 8)
+        assert sorted(
+            (file["request"], file["pp"], file["sites"]["post_block"][0])
+            for file in results["files"]
+        ) == [
+            (0, 0, 0),
+            (0, 1, 3),
+            (1, 0, 0),
+            (1, 1, 3),
+        ]
+        for file in results["files"]:
+            path = api.settings.capture_root / file["path"]
+            assert path.stat().st_size == file["bytes"], "durable when it is said"
+        determinism = answer.json()["determinism"]
+        assert determinism["consistent"] is True
+        assert [len(stage["ranks"]) for stage in determinism["stages"]] == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -381,9 +379,7 @@ def test_without_capture_wait_the_response_links_to_the_capture(
 ) -> None:
     body: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
     asked = pool.submit(api.http.post, "/v1/completions", json=body | {"capture": CAPTURE})
-    claim = hand.claim_next()
-    hand.store(claim)
-    answer = asked.result()
+    claim, answer = hand.answered(asked)
     stream = client.completions.create(**body, stream=True, extra_body={"capture": CAPTURE})
     hand.store(hand.claim_next())
     for facts in (answer.json(), list(stream)[-1].model_dump()):
@@ -446,16 +442,14 @@ def test_a_chats_span_is_found_in_the_templated_text(
         ],
     }
     asked = pool.submit(api.http.post, "/v1/chat/completions", json=body)
-    claim = hand.claim_next()
+    claim, answer = hand.answered(asked, receipts=True)
     words = [WORDS[token] for token in claim.job.prompts[0].token_ids]
     assert words == ["<bos>", "user", ":", "c", "b", "d", "assistant", ":"]
     assert (claim.job.captures[0][0].positions, claim.job.steering[0][0].positions) == (
         [1, 4, 5, 7],
         [4],
     )
-    hand.store(claim)
-    hand.receipts(claim)
-    assert asked.result().status_code == 200
+    assert answer.status_code == 200
 
 
 def test_global_captures_neither_delay_nor_appear_in_responses(
@@ -463,12 +457,10 @@ def test_global_captures_neither_delay_nor_appear_in_responses(
 ) -> None:
     hand.serve(global_captures=[CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[-1], tag="ops")])
     asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
-    claim = hand.claim_next()
+    claim, answer = hand.answered(asked)
     assert [
         (capture.tag, capture.sites, capture.positions) for capture in claim.job.captures[0]
     ] == [("ops", {"pre_attn": [0, 1]}, [1])]
-    hand.store(claim)
-    answer = asked.result()
     assert (answer.status_code, "capture_results" in answer.json()) == (200, False)
     hand.receipts(claim)
     results = api.http.get(f"/v1/jobs/{claim.job.id}/result").json()["capture_results"]
@@ -506,35 +498,33 @@ def test_steering_that_failed_on_a_rank_never_succeeds(
 
 def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(api: Api) -> None:
     # field case 29
-    hand = Hand(api.settings, ranks=[(0, 0), (1, 0)])
-    hand.serve()
-    body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}
+    with Hand(api.settings, ranks=[(0, 0), (1, 0)]) as hand:
+        body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}
 
-    def disagree() -> None:
-        claim = hand.claim_next()
-        hand.store(claim)
-        hand.receipt(claim, rank=0)
-        hand.receipt(claim, rank=1, checksum="0000000000000bad")
-        hand.do(Steering(hand.ledger).clear_desync(hand.worker))
+        def disagree() -> None:
+            claim = hand.claim_next()
+            hand.store(claim)
+            hand.receipt(claim, rank=0)
+            hand.receipt(claim, rank=1, checksum="0000000000000bad")
+            hand.do(Steering(hand.ledger).clear_desync(hand.worker))
 
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(api.http.post, "/v1/completions", json=body)
-        disagree()
-        again = hand.claim_next()
-        hand.store(again, ["second try"])
-        hand.receipts(again)
-        answer = asked.result()
-        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "second try")
-        told = answer.json()["determinism"]
-        assert told["consistent"]
-        assert "0000000000000bad" in told["retried"][0]
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(api.http.post, "/v1/completions", json=body)
+            disagree()
+            again = hand.claim_next()
+            hand.store(again, ["second try"])
+            hand.receipts(again)
+            answer = asked.result()
+            assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "second try")
+            told = answer.json()["determinism"]
+            assert told["consistent"]
+            assert "0000000000000bad" in told["retried"][0]
 
-        asked = pool.submit(api.http.post, "/v1/completions", json=body)
-        disagree()
-        disagree()
-        answer = asked.result()
-    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:ranks_disagree")
-    hand.close()
+            asked = pool.submit(api.http.post, "/v1/completions", json=body)
+            disagree()
+            disagree()
+            answer = asked.result()
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:ranks_disagree")
 
 
 def test_the_openai_client_does_not_retry_a_failed_job(
@@ -590,10 +580,7 @@ def test_a_chat_stream_opens_with_the_role_and_counts_when_asked(
         stream=True,
         stream_options={"include_usage": True},
     )
-    claim = hand.claim_next()
-    hand.say(claim, "hello")
-    hand.say(claim, " world")
-    hand.store(claim)
+    hand.store(hand.say_next("hello", " world"))
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert (
@@ -628,8 +615,7 @@ def test_the_last_chunk_of_a_stream_waits_for_the_captures_and_carries_them(
 ) -> None:
     extra = {"capture": CAPTURE, "capture_wait": True}
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True, extra_body=extra)
-    claim = hand.claim_next()
-    hand.say(claim, "hello world")
+    claim = hand.say_next("hello world")
     chunks = iter(stream)
     assert next(chunks).choices[0].text == "hello world"
     hand.store(claim)
@@ -649,8 +635,7 @@ def test_the_last_chunk_of_a_stream_waits_for_the_captures_and_carries_them(
 # field case 39
 def test_a_failure_mid_stream_is_an_error_event(client: openai.OpenAI, hand: Hand) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
-    claim = hand.claim_next()
-    hand.say(claim, "hello")
+    claim = hand.say_next("hello")
     chunks = iter(stream)
     next(chunks)
     hand.fail(claim, MidstreamError("engine_failed", "the engine died").problem())
@@ -663,8 +648,7 @@ def test_a_capture_failure_after_the_last_token_is_an_error_event(
 ) -> None:
     extra = {"capture": CAPTURE, "capture_wait": True}
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True, extra_body=extra)
-    claim = hand.claim_next()
-    hand.say(claim, "hello world")
+    claim = hand.say_next("hello world")
     hand.store(claim)
     hand.receipt(claim, status="error", message="disk full")
     with pytest.raises(openai.APIError, match="disk full"):
@@ -675,8 +659,7 @@ def test_a_stream_resumes_when_another_worker_retries_the_job(
     client: openai.OpenAI, hand: Hand
 ) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
-    first = hand.claim_next()
-    hand.say(first, "hello")
+    first = hand.say_next("hello")
     hand.do(hand.ledger.release(first.job.id, first.attempt))
     second = hand.claim(first.job.id)
     for word in ("hel", "lo wor", "ld"):

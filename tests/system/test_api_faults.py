@@ -19,7 +19,7 @@ import httpx2
 import msgspec
 import pytest
 import redis
-from edge import MODEL, Api, Hand, model_info, running
+from edge import MODEL, Api, Hand, model_info, refused, running
 from ports import free_port
 from redis_kit import handed_over, hold_back, slow_disk
 from tenant_kit import flushed
@@ -150,8 +150,7 @@ def test_readyz_answers_while_redis_is_silent_or_full(own_redis: Mortal, own_api
 
 
 def unavailable(answer: httpx2.Response) -> None:
-    assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable")
-    assert answer.headers["content-type"] == "application/problem+json"
+    refused(answer, 503, kind="unavailable")
     assert int(answer.headers["retry-after"]) >= 1
 
 
@@ -165,8 +164,7 @@ def test_held_answers_and_streams_outlive_a_restart_of_redis(
         claim = own_hand.claim_next()
         poll = pool.submit(own_api.http.get, f"/v1/jobs/{claim.job.id}", params={"wait": 55})
         stream = pool.submit(own_api.http.post, "/v1/completions", json={**body, "stream": True})
-        streamed = own_hand.claim_next()
-        own_hand.say(streamed, "hello")
+        streamed = own_hand.say_next("hello")
         own_api.until_held(3)
         handed_over(own_redis.url)
         own_redis.kill()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from edge import HIDDEN, MODEL, Api, Hand
+from edge import HIDDEN, MODEL, Api, Hand, refused
 from ledger_kit import IDENTITY
 
 from midstream import Client
@@ -109,10 +109,7 @@ def test_refusals(
 ) -> None:
     if served is not None:
         gradients(hand, **served)
-    answer = api.http.post("/v1/modules/fit", json=BODY | changes)
-    problem = answer.json()
-    assert (answer.status_code, problem["field"]) == (400, field), problem
-    assert detail in problem["detail"]
+    refused(api.http.post("/v1/modules/fit", json=BODY | changes), 400, field, detail)
 
 
 DOSE = {
@@ -231,9 +228,7 @@ def entry(**fields: Any) -> dict[str, Any]:
 def test_refusals_of_doses(
     api: Api, hand: Hand, changes: dict[str, Any], field: str, detail: str
 ) -> None:
-    answer = api.http.post("/v1/doses", json=DOSE | changes)
-    problem = answer.json()
-    assert (answer.status_code, problem.get("field")) == (400, field), problem
+    problem = refused(api.http.post("/v1/doses", json=DOSE | changes), 400, field)
     assert detail in problem["detail"] + (problem.get("allowed") or ""), problem
 
 

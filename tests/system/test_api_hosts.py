@@ -4,7 +4,7 @@ Everything is sent as a browser would send it.
 """
 
 import pytest
-from edge import MODEL, Api, Hand
+from edge import MODEL, Api, Hand, refused
 
 EVIL = "http://evil.example:8321"
 JOB = b'{"model": "tiny", "prompts": ["hello there"]}'
@@ -23,13 +23,7 @@ JOB = b'{"model": "tiny", "prompts": ["hello there"]}'
 )
 def test_a_rebound_host_name_is_refused(api: Api, call: str) -> None:
     answer = api.http.request(*call.split(), headers={"host": "evil.example:8321"})
-    problem = answer.json()
-    assert (answer.status_code, problem["type"], problem["field"]) == (
-        421,
-        "urn:midstream:misdirected",
-        "Host",
-    )
-    assert "MIDSTREAM_ALLOWED_HOSTS" in problem["detail"]
+    problem = refused(answer, 421, "Host", "MIDSTREAM_ALLOWED_HOSTS", kind="misdirected")
     assert "localhost" in problem["allowed"]
 
 

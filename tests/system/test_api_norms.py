@@ -32,10 +32,8 @@ POSITIONS = [0, 1, 2, 5, 6]
 @pytest.fixture
 def narrow(api: Api) -> Iterator[Hand]:
     """A worker by hand of two stages, whose model has rows as wide as those of `capture_kit`."""
-    hand = Hand(api.settings, ranks=[(0, 0), (0, 1)])
-    hand.serve(hidden_size=HIDDEN)
-    yield hand
-    hand.close()
+    with Hand(api.settings, ranks=[(0, 0), (0, 1)], hidden_size=HIDDEN) as hand:
+        yield hand
 
 
 def rows_like(seed: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edge import HIDDEN, MODEL, Api, Hand, running
+from edge import HIDDEN, MODEL, Api, Hand, refused, running
 from server_sent import parse
 
 from midstream import Client, PatchStudy
@@ -34,10 +34,8 @@ CELLS = 4 * 4  # layers and tokens, <bos> among them
 @pytest.fixture
 def hand(api: Api) -> Iterator[Hand]:
     """A worker by hand, whose ranks say log-probabilities of single tokens."""
-    worker = Hand(api.settings)
-    worker.serve(grades=True)
-    yield worker
-    worker.close()
+    with Hand(api.settings, grades=True) as worker:
+        yield worker
 
 
 def swept(api: Api, **changes: Any) -> str:
@@ -110,9 +108,7 @@ def test_an_invalid_sweep_is_a_400_naming_the_field(
     api: Api, hand: Hand, changes: dict[str, Any], field: str, words: str
 ) -> None:
     # field case 34
-    answer = api.http.post("/v1/sweeps", json=BODY | changes)
-    assert (answer.status_code, answer.json()["field"]) == (400, field)
-    assert words in answer.json()["detail"]
+    refused(api.http.post("/v1/sweeps", json=BODY | changes), 400, field, words)
     assert hand.count_jobs() == 0
 
 
@@ -121,8 +117,7 @@ def test_an_unknown_model_and_one_whose_worker_does_not_grade_are_refused(
 ) -> None:
     assert api.http.post("/v1/sweeps", json=BODY | {"model": "other"}).status_code == 404
     hand.serve()
-    answer = api.http.post("/v1/sweeps", json=BODY)
-    assert (answer.status_code, answer.json()["field"]) == (400, "model")
+    refused(api.http.post("/v1/sweeps", json=BODY), 400, "model")
 
 
 # --- Quotas
@@ -131,25 +126,25 @@ def test_an_unknown_model_and_one_whose_worker_does_not_grade_are_refused(
 
 def test_sweep_cells_are_capped_per_sweep_and_in_total(redis_url: str, tmp_path: Path) -> None:
     # field case 36
-    with running(
-        tmp_path, redis_url, sweep_cells=2 * CELLS, sweep_cells_waiting=2 * CELLS + 1
-    ) as api:
-        hand = Hand(api.settings)
-        hand.serve(grades=True)
-        large = api.http.post("/v1/sweeps", json=BODY | {"pairs": [PAIR] * 3})
-        assert (large.status_code, large.json()["field"]) == (400, "pairs")
-        assert "48 cells (3 pairs × 1 hook × 4 layers × 4 columns)" in large.json()["detail"]
+    limits = {"sweep_cells": 2 * CELLS, "sweep_cells_waiting": 2 * CELLS + 1}
+    with (
+        running(tmp_path, redis_url, **limits) as api,
+        Hand(api.settings, grades=True) as hand,
+    ):
+        refused(
+            api.http.post("/v1/sweeps", json=BODY | {"pairs": [PAIR] * 3}),
+            400,
+            "pairs",
+            "48 cells (3 pairs × 1 hook × 4 layers × 4 columns)",
+        )
         first, second = (
             swept(api),
             api.http.post("/v1/sweeps", json=BODY, headers={"Idempotency-Key": "k"}).json()["id"],
         )
-        refused = api.http.post("/v1/sweeps", json=BODY)
-        assert (refused.status_code, refused.json()["type"]) == (
-            429,
-            "urn:midstream:too_many_cells",
-        )
-        assert int(refused.headers["retry-after"]) >= 1
-        assert "waiting or running: 32; cells of this sweep: 16" in refused.json()["detail"]
+        answer = api.http.post("/v1/sweeps", json=BODY)
+        says = "waiting or running: 32; cells of this sweep: 16"
+        refused(answer, 429, None, says, kind="too_many_cells")
+        assert int(answer.headers["retry-after"]) >= 1
         assert (
             api.http.post("/v1/sweeps", json=BODY, headers={"Idempotency-Key": "k"}).json()["id"]
             == second
@@ -157,7 +152,6 @@ def test_sweep_cells_are_capped_per_sweep_and_in_total(redis_url: str, tmp_path:
         assert api.submit(), "other jobs are not stopped"
         assert api.http.post(f"/v1/jobs/{first}/cancel").status_code == 202
         assert hand.view(swept(api)).state is State.QUEUED, "what is over makes room"
-        hand.close()
 
 
 # --- Following

@@ -5,7 +5,7 @@ token of the model.
 from typing import Any
 
 import pytest
-from edge import MODEL, WORDS, Api, Hand
+from edge import MODEL, WORDS, Api, Hand, refused
 
 CHAT = [{"role": "user", "content": "hello there"}]
 
@@ -49,8 +49,7 @@ def test_invalid_text_or_token_ids_are_refused_by_field(
     api: Api, hand: Hand, path: str, body: dict[str, Any], field: str
 ) -> None:
     hand.serve()
-    answer = api.http.post(f"/v1/{path}", json={"model": MODEL, **body})
-    assert (answer.status_code, answer.json()["field"]) == (400, field)
+    refused(api.http.post(f"/v1/{path}", json={"model": MODEL, **body}), 400, field)
 
 
 @pytest.mark.parametrize("changes", [{"prompts": None}, {"messages": [CHAT]}])
@@ -58,5 +57,8 @@ def test_a_job_takes_prompts_or_conversations_and_not_both_or_none(
     api: Api, hand: Hand, changes: dict[str, Any]
 ) -> None:
     hand.serve()
-    answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **changes})
-    assert (answer.status_code, answer.json()["field"]) == (400, "prompts")
+    refused(
+        api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **changes}),
+        400,
+        "prompts",
+    )

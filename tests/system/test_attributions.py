@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from edge import refused
 from midstream_fake_engine.grades import own_row
 from midstream_fake_engine.gradients import ERROR, estimate_of, is_off
 from midstream_fake_engine.model import HIDDEN_SIZE
@@ -303,8 +304,11 @@ def test_global_steering_fails_an_attribution_that_it_would_falsify(stack: Stack
     with httpx2.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
         applied = http.put("/v1/steering/global", json={"steering": [entry]})
         assert applied.status_code == 200, applied.text
-        refused = http.post("/v1/attributions", json=BODY | {"model": stack.settings.served_model})
-        assert (refused.status_code, refused.json()["type"]) == (409, "urn:midstream:conflict")
+        refused(
+            http.post("/v1/attributions", json=BODY | {"model": stack.settings.served_model}),
+            409,
+            kind="conflict",
+        )
         # accepted before, as if it had waited in the queue until now
         view = stack.wait(submit(stack, VERIFIED), DEADLINE_S)
         assert view.error is not None

@@ -211,9 +211,7 @@ def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_
         {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}},
         {"Idempotency-Key": "k"},
     )
-    with running(tmp_path, redis_url, capture_quota_mib=1) as api:
-        hand = Hand(api.settings)
-        hand.serve()
+    with running(tmp_path, redis_url, capture_quota_mib=1) as api, Hand(api.settings):
         first = api.http.post("/v1/jobs", json=body, headers=key)
         filled(tmp_path, 2 << 20)
         api.stop()
@@ -228,7 +226,6 @@ def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_
             api.http.post("/v1/jobs", json={**body, "prompts": ["b"]}, headers=key).json()["type"]
             == "urn:midstream:idempotency_mismatch"
         )
-        hand.close()
 
 
 # a user's capture would still have room in the first
@@ -238,9 +235,10 @@ def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
     redis_url: str, tmp_path: Path, size: int
 ) -> None:
     filled(tmp_path, size)
-    with running(tmp_path, redis_url, capture_quota_mib=1) as api:
-        hand = Hand(api.settings)
-        hand.serve(global_captures=[CaptureSpec(tag="ops")])
+    with (
+        running(tmp_path, redis_url, capture_quota_mib=1) as api,
+        Hand(api.settings, global_captures=[CaptureSpec(tag="ops")]) as hand,
+    ):
         plain, returned = (
             api.submit(),
             api.submit(
@@ -261,4 +259,3 @@ def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
             "/v1/jobs", json={"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
         ).status_code == (202 if size < 1 << 20 else 507)
         assert api.log().count("global capture skipped") == 1
-        hand.close()

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import redis
-from edge import MODEL, Hand, model_info, running
+from edge import MODEL, Hand, model_info, refused, running
 from ledger_kit import (
     BOOT,
     EPOCH,
@@ -45,7 +45,7 @@ from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.requests.steering import Module, SteeringTemplate, content_digest
 
 
-async def refused(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:
+async def not_taken(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:
     with pytest.raises(MidstreamError) as told:
         await ledger.submit(job, {}, **more)
     return told.value
@@ -97,7 +97,7 @@ async def test_requests_per_minute_limit_and_retry_after(ledger: Ledger, clock: 
     await limited(ledger, requests_per_minute=60)
     for _ in range(60):  # a minute's worth at once
         await ledger.submit(make_job(tenant="t"), {})
-    error = await refused(ledger, make_job(tenant="t"))
+    error = await not_taken(ledger, make_job(tenant="t"))
     assert (error.kind, error.retry_after) == ("rate_limited", pytest.approx(1))
     await ledger.submit(make_job(tenant="other"), {})
     clock.time += 1
@@ -111,12 +111,12 @@ async def test_tokens_per_minute_count_prompts_and_what_they_may_generate(
     await ledger.submit(of_tokens(3, 100), {})
     usage = await ledger.tenants.usage("t")
     assert (usage.tokens_this_minute, usage.requests_this_minute) == (300, 1)
-    error = await refused(ledger, of_tokens(4, 100))
+    error = await not_taken(ledger, of_tokens(4, 100))
     assert error.retry_after == pytest.approx(10), "a hundred tokens too many, ten a second"
     await ledger.submit(of_tokens(2, 100), {})
     clock.time += 600
     await ledger.submit(of_tokens(60, 100), {})  # more than a minute's worth when idle is repaid
-    error = await refused(ledger, of_tokens(1, 100))
+    error = await not_taken(ledger, of_tokens(1, 100))
     assert error.retry_after == pytest.approx(550), "600 s of debt, less what fits into a minute"
 
 
@@ -126,10 +126,10 @@ async def test_a_refused_or_repeated_submission_takes_nothing(ledger: Ledger, cl
     for repeated in (job, make_job(tenant="t"), make_job(tenant="t")):
         assert (await ledger.submit(repeated, {}, ("k", "body"))) == (job.id, repeated is job)
     for _ in range(3):
-        assert "tokens" in (await refused(ledger, of_tokens(1, 60))).detail
+        assert "tokens" in (await not_taken(ledger, of_tokens(1, 60))).detail
     await ledger.submit(of_tokens(1, 4), {})
     for _ in range(3):
-        assert (await refused(ledger, of_tokens(1, 4))).kind == "too_many_jobs"
+        assert (await not_taken(ledger, of_tokens(1, 4))).kind == "too_many_jobs"
     assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (job.id, False), (
         "also while others are refused"
     )
@@ -142,10 +142,10 @@ async def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(ledg
     await limited(ledger, sweep_cells=size)
     job = sweep_of("t")
     await ledger.submit(job, {})
-    error = await refused(ledger, sweep_of("t"))
+    error = await not_taken(ledger, sweep_of("t"))
     assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
     await limited(ledger, "small", sweep_cells=size - 1)
-    never = await refused(ledger, sweep_of("small"))
+    never = await not_taken(ledger, sweep_of("small"))
     assert (never.kind, never.field, never.retry_after) == (
         "invalid_request",
         "pairs",
@@ -175,7 +175,7 @@ async def test_a_tenants_own_capture_files_count_until_they_are_deleted(
         assert (await ledger.tenants.usage("t")).capture_bytes == 3 << 20, (
             "what the operator captures costs nobody anything"
         )
-        assert (await refused(ledger, make_job(capture=True, tenant="t"))).kind == "capture_limit"
+        assert (await not_taken(ledger, make_job(capture=True, tenant="t"))).kind == "capture_limit"
         await ledger.submit(make_job(capture=True, tenant="t"), {}, operator_tags=["t"])
         await ledger.submit(make_job(tenant="t"), {})
         await Captures(ledger).delete(mine.id)
@@ -343,10 +343,7 @@ def test_a_full_queue_and_a_rate_limit_give_retry_after(redis_url: str, tmp_path
     with running(tmp_path, redis_url, **limits) as api, Hand(api.settings) as hand:
         api.submit()
         overloaded = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"]})
-        assert (overloaded.status_code, overloaded.json()["type"]) == (
-            503,
-            "urn:midstream:overloaded",
-        )
+        refused(overloaded, 503, kind="overloaded")
         assert int(overloaded.headers["retry-after"]) >= 1
         hand.claim_next()
         api.submit()
@@ -363,15 +360,17 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
 ) -> None:
     server = redis_server.start(tmp_path / "redis")
     try:
-        with redis.Redis.from_url(server.url) as client, running(tmp_path, server.url) as api:
+        with (
+            redis.Redis.from_url(server.url) as client,
+            running(tmp_path, server.url) as api,
+            Hand(api.settings, max_model_len=20_000) as hand,
+        ):
             client.config_set("maxmemory", 20 << 20)
-            hand = Hand(api.settings)
-            hand.serve(max_model_len=20_000)
             body = {"model": MODEL, "prompts": ["hello there " * 7000]}
             accepted = []
             while (answer := api.http.post("/v1/jobs", json=body)).status_code == 202:
                 accepted.append(answer.json()["id"])
-            assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:overloaded")
+            refused(answer, 503, kind="overloaded")
             assert int(answer.headers["retry-after"]) >= 1
             assert len(accepted) > 50
             assert client.info("memory")["used_memory"] < 0.9 * (20 << 20)
@@ -384,14 +383,11 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
                 time.monotonic() + 60 * SAMPLE_S
             )  # it has looked a moment ago, and may accept some until it looks again
             while (
-                refused := api.http.put(f"/v1/steering/modules/m{now()}", json=entries)
+                last := api.http.put(f"/v1/steering/modules/m{now()}", json=entries)
             ).status_code == 201:
                 assert time.monotonic() < deadline
-            for answer in (refused, api.http.put("/v1/steering/global", json=entries)):
-                assert (answer.status_code, answer.json()["type"]) == (
-                    503,
-                    "urn:midstream:overloaded",
-                )
+            for answer in (last, api.http.put("/v1/steering/global", json=entries)):
+                refused(answer, 503, kind="overloaded")
             assert hand.do(Steering(hand.ledger).propose(MODEL, [], {})), (
                 "what steers everyone can be taken away all the same"
             )
@@ -402,7 +398,6 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
                     hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outputs()))
                     is State.SUCCEEDED
                 )
-            hand.close()
     finally:
         server.stop()
 
@@ -410,6 +405,5 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
 def test_an_expired_deadline_is_504_for_held_requests(api: Any, hand: Hand) -> None:
     job_id = api.submit(expires_in=0.5)
     hand.do(Reaper(hand.ledger, hand.settings).sweep(now() + 1))
-    held = api.http.get(f"/v1/jobs/{job_id}/result")
-    assert (held.status_code, held.json()["type"]) == (504, "urn:midstream:not_started_in_time")
+    refused(api.http.get(f"/v1/jobs/{job_id}/result"), 504, kind="not_started_in_time")
     assert api.view(job_id)["state"] == "aborted"

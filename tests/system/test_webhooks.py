@@ -60,6 +60,12 @@ class Service:
         assert await self.ledger.store_outputs(job.id, attempt, outputs())
         return job
 
+    async def told(self, url: str) -> Job:
+        """One whose end is sent in the next round."""
+        job = await self.job(url)
+        await self.sender.round()
+        return job
+
     async def only(self) -> Delivery:
         [delivery] = (await self.outbox.deliveries("default")).deliveries
         return delivery
@@ -166,8 +172,7 @@ async def test_only_subscribed_ends_are_webhooks(made: Service, receiver: Receiv
 async def test_an_independent_verifier_accepts_a_webhooks_signature_and_no_other(
     made: Service, receiver: Receiver
 ) -> None:
-    await made.job(receiver.url())
-    await made.sender.round()
+    await made.told(receiver.url())
     secret = (await made.secrets.of("default", "")).secrets[0].secret
     [got] = receiver.got
     got.verify(secret)
@@ -220,28 +225,23 @@ async def test_a_receiver_that_never_accepts_gets_every_retry_before_the_deliver
     assert len(receiver.got) == len(LADDER_S) + 2
 
 
-async def test_a_receiver_that_asks_for_a_pause_gets_it(redis_url: str, receiver: Receiver) -> None:
+async def test_a_receiver_that_asks_for_a_pause_gets_it(made: Service, receiver: Receiver) -> None:
     receiver.replies["/hook"] = [(429, {"retry-after": "1800"}, b""), OK]
-
-    async with service(redis_url) as made:
-        await made.job(receiver.url())
-        await made.sender.round()
-        assert (await made.only()).next_attempt == pytest.approx(made.outbox.clock() + 1800, abs=5)
-        made.ahead += 1700
-        assert await made.sender.round() == 0
-        made.ahead += 200
-        assert await made.sender.round() == 1
+    await made.told(receiver.url())
+    assert (await made.only()).next_attempt == pytest.approx(made.outbox.clock() + 1800, abs=5)
+    made.ahead += 1700
+    assert await made.sender.round() == 0
+    made.ahead += 200
+    assert await made.sender.round() == 1
 
 
 async def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(
     made: Service, receiver: Receiver
 ) -> None:
     receiver.replies["/hook"] = [(410, {}, b""), OK]
-    await made.job(receiver.url())
-    await made.sender.round()
+    await made.told(receiver.url())
     later = await made.job(receiver.url())
-    await made.job(receiver.url("/other"))
-    await made.sender.round()
+    await made.told(receiver.url("/other"))
     assert [len(receiver.at(path)) for path in ("/hook", "/other")] == [1, 1]
     [delivery] = (await made.outbox.deliveries("default", job=later.id)).deliveries
     assert (delivery.state, delivery.attempts) == ("disabled", [])
@@ -257,52 +257,45 @@ async def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(
 
 
 async def test_the_disabled_receivers_of_a_tenant_are_bounded(
-    redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    made: Service, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest make room, and are disabled again when they answer the same."""
     monkeypatch.setattr(outbox, "OFF_KEPT", 3)
     paths = [f"/hook/{number}" for number in range(5)]
     receiver.replies = {path: [(410, {}, b"")] for path in paths}
-
-    async with service(redis_url) as made:
-        for path in paths:
-            await made.job(receiver.url(path))
-            await made.sender.round()
-        disabled = [receiver.url(path) for path in paths[2:]]
-        assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == disabled
-        await made.outbox.enable("default", disabled[0])
-        await made.job(receiver.url(paths[0]))
-        await made.sender.round()
-        assert {endpoint.url for endpoint in await made.outbox.disabled(None)} == {
-            receiver.url(paths[0]),
-            *disabled[1:],
-        }
-        assert await made.ledger.redis.zcard("ms:hook-off-urls:default") == 3
+    for path in paths:
+        await made.told(receiver.url(path))
+    disabled = [receiver.url(path) for path in paths[2:]]
+    assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == disabled
+    await made.outbox.enable("default", disabled[0])
+    await made.told(receiver.url(paths[0]))
+    assert {endpoint.url for endpoint in await made.outbox.disabled(None)} == {
+        receiver.url(paths[0]),
+        *disabled[1:],
+    }
+    assert await made.ledger.redis.zcard("ms:hook-off-urls:default") == 3
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_clock_that_is_set_back_delays_no_webhook(
-    redis_url: str, receiver: Receiver, restarted: bool
+    made: Service, receiver: Receiver, restarted: bool
 ) -> None:
     """Neither a retry, nor a new delivery, nor one that was lent to a sender that is gone."""
     receiver.replies["/retried"] = [(500, {}, b""), OK]
-
-    async with service(redis_url) as made:
-        await made.job(receiver.url("/retried"))
-        await made.sender.round()
-        await made.job(receiver.url("/lost", "localhost"))  # another lane
-        assert len(await made.outbox.lease(1, 1, 30.0, {})) == 1
-        made.ahead = 100.0
-        await made.job(receiver.url("/new"))
-        made.ahead = -7200.0
-        if restarted:
-            made.sender = Sender(made.outbox, made.secrets, made.poster, made.ledger.settings)
-        await made.sender.round()
-        assert len(receiver.at("/new")) == 1
-        made.ahead += 40.0  # a pause of at most 6 s, and a lease of 30
-        await made.sender.round()
-        assert [len(receiver.at(path)) for path in ("/retried", "/lost")] == [2, 1]
-        assert (await made.outbox.depth())[0] == 0
+    await made.told(receiver.url("/retried"))
+    await made.job(receiver.url("/lost", "localhost"))  # another lane
+    assert len(await made.outbox.lease(1, 1, 30.0, {})) == 1
+    made.ahead = 100.0
+    await made.job(receiver.url("/new"))
+    made.ahead = -7200.0
+    if restarted:
+        made.sender = Sender(made.outbox, made.secrets, made.poster, made.ledger.settings)
+    await made.sender.round()
+    assert len(receiver.at("/new")) == 1
+    made.ahead += 40.0  # a pause of at most 6 s, and a lease of 30
+    await made.sender.round()
+    assert [len(receiver.at(path)) for path in ("/retried", "/lost")] == [2, 1]
+    assert (await made.outbox.depth())[0] == 0
 
 
 async def test_the_pending_webhooks_of_a_tenant_are_limited(
@@ -447,8 +440,7 @@ async def test_a_host_with_any_private_address_is_not_called(
     async with service(
         redis_url, resolve=lambda host, port: named(*addresses), webhook_allow_private=False
     ) as made:
-        await made.job(f"http://hooks.example:{receiver.port}/hook")
-        await made.sender.round()
+        await made.told(f"http://hooks.example:{receiver.port}/hook")
         delivery = await made.only()
     assert (delivery.state, receiver.got) == ("refused", [])
     assert "hooks.example resolves to an address that is " in delivery.attempts[0].error
@@ -517,13 +509,11 @@ async def test_during_rotation_both_secrets_sign(made: Service, receiver: Receiv
     turned = await made.secrets.rotate("default", "", keep_former_s=3600)
     second = turned.secrets[0].secret
     assert [secret.secret for secret in turned.secrets] == [second, first]
-    await made.job(receiver.url())
-    await made.sender.round()
+    await made.told(receiver.url())
     for secret in (first, second):
         receiver.got[0].verify(secret)
     third = (await made.secrets.rotate("default", "", keep_former_s=0)).secrets[0].secret
-    await made.job(receiver.url())
-    await made.sender.round()
+    await made.told(receiver.url())
     receiver.got[1].verify(third)
     for secret in (first, second):
         with pytest.raises(WebhookVerificationError):
@@ -537,8 +527,7 @@ async def test_settled_webhooks_expire_and_pending_ones_do_not(
 
     async with service(redis_url, webhook_log_ttl_s=100) as made:
         gone = await made.job(receiver.url())
-        kept = await made.job(receiver.url("/later"))
-        await made.sender.round()
+        kept = await made.told(receiver.url("/later"))
         made.ahead += 60
         await made.sender.housekeeping()
         assert len((await made.outbox.deliveries(None)).deliveries) == 2

@@ -157,6 +157,12 @@ class Worker:
         for _ in range(2):
             await self.standing.catch_up(60)
 
+    async def want(self, **changed: Any) -> WorkerSteering:
+        """Desire `changed`, and follow it; the last report."""
+        self.board.want(**changed)
+        await self.follow()
+        return self.board.reports[-1]
+
     async def until(self, state: str) -> WorkerSteering:
         """The first report from here on that says so."""
         start = len(self.board.reports)
@@ -201,11 +207,9 @@ async def test_desired_steering_is_applied_before_the_first_job(tmp_path: Path) 
 
 
 async def test_a_proposal_is_prepared_and_applied_only_after_the_decision(at: Worker) -> None:
-    at.board.want(
+    report = await at.want(
         version=0, proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR)
     )
-    await at.follow()
-    report = at.board.reports[-1]
     assert (report.proposal, report.prepared, report.refusal, report.global_version) == (
         "p1",
         True,
@@ -214,8 +218,7 @@ async def test_a_proposal_is_prepared_and_applied_only_after_the_decision(at: Wo
     )
     assert [answer.ok for answer in report.applied] == [True, True]
     assert (await at.begin()).steering == GlobalSteering()
-    at.board.want(current=steering(1, NAMES[0]))
-    await at.follow()
+    await at.want(current=steering(1, NAMES[0]))
     assert (await at.begin()).steering.version == at.board.reports[-1].global_version == 1
 
 
@@ -223,16 +226,15 @@ async def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tens
     tmp_path: Path,
 ) -> None:
     async with Worker(tmp_path, fault="prepare:rank=1").live() as at:
-        at.board.want(proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR))
-        await at.follow()
-        report = at.board.reports[-1]
+        report = await at.want(
+            proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR)
+        )
         assert (report.proposal, report.prepared, report.refusal) == (
             "p1",
             False,
             "rank 1: injected fault",
         )
-        at.board.want()
-        await at.follow()
+        await at.want()
         assert at.board.reports[-1].proposal == ""
         assert not at.engine._vectors._pinned
         assert at.standing.serving
@@ -241,11 +243,9 @@ async def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tens
 async def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensors(
     at: Worker,
 ) -> None:
-    at.board.want(current=steering(1, NAMES[0]))
-    await at.follow()
+    await at.want(current=steering(1, NAMES[0]))
     old = await at.begin()
-    at.board.want(current=steering(2))
-    await at.follow()
+    await at.want(current=steering(2))
     assert (old.steering.version, (await at.begin()).steering.version) == (1, 2)
     assert NAMES[0] in at.engine._vectors._pinned
     old.end()
@@ -256,8 +256,7 @@ async def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_
 async def test_a_redis_that_lost_a_change_and_came_to_the_same_version_again_is_followed(
     at: Worker,
 ) -> None:
-    at.board.want(current=steering(2, NAMES[0]))
-    await at.follow()
+    await at.want(current=steering(2, NAMES[0]))
     at.board.want(version=at.board.state.version, current=steering(1, NAMES[1]))
     at.board.committed = "the one before"
     await at.follow()
@@ -268,8 +267,7 @@ async def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zer
     at: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        at.board.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
-        await at.follow()
+        await at.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
         await at.begin()
         for _ in range(2):
             at.engine.ranks.ranks[1].ledger.fold(0, "row_release", "x")
@@ -318,16 +316,14 @@ async def test_a_worker_quarantined_during_a_change_does_not_serve_after_it(at: 
 
     at.engine.commit_global = quarantined_meanwhile  # type: ignore[method-assign]
     at.board.report = noted  # type: ignore[method-assign]
-    at.board.want(current=steering(1, NAMES[0]))
-    await at.follow()
+    await at.want(current=steering(1, NAMES[0]))
     at.engine.commit_global = commit  # type: ignore[method-assign]
     assert await at.standing.lease(60)
     assert ("serving", 0) not in serving
 
 
 async def test_a_proposal_that_redis_interrupts_leaves_no_tensor_held(at: Worker) -> None:
-    at.board.want(proposal=Proposal(id="a", steering=steering(1, NAMES[0]), deadline=FAR))
-    await at.follow()
+    await at.want(proposal=Proposal(id="a", steering=steering(1, NAMES[0]), deadline=FAR))
     read = at.board.get_tensor
 
     async def cut(name: str) -> Tensor:
@@ -335,12 +331,10 @@ async def test_a_proposal_that_redis_interrupts_leaves_no_tensor_held(at: Worker
         raise MidstreamError("unavailable", "Redis is away")
 
     at.board.get_tensor = cut  # type: ignore[method-assign]
-    at.board.want(proposal=Proposal(id="b", steering=steering(2, NAMES[1]), deadline=FAR))
-    await at.follow()
+    await at.want(proposal=Proposal(id="b", steering=steering(2, NAMES[1]), deadline=FAR))
     await at.follow()
     assert at.board.reports[-1].proposal == "b"
-    at.board.want()
-    await at.follow()
+    await at.want()
     assert not at.engine._vectors._pinned
 
 
@@ -359,8 +353,7 @@ async def test_an_engine_whose_ranks_stay_different_is_given_up(
 
 
 async def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(at: Worker) -> None:
-    at.board.want(current=steering(1, NAMES[0]))
-    await at.follow()
+    await at.want(current=steering(1, NAMES[0]))
     restart = at.engine.restart_ledgers
 
     async def cut() -> None:
@@ -435,14 +428,11 @@ async def test_a_worker_that_cannot_read_the_desired_state_reports_it_and_begins
 
 async def test_a_module_refused_by_a_rank_does_not_stop_jobs(at: Worker) -> None:
     at.engine.faults.switch("set_module")
-    at.board.want(modules={"joy": module(NAMES[0])})
-    await at.follow()
-    report = at.board.reports[-1]
+    report = await at.want(modules={"joy": module(NAMES[0])})
     assert (report.state, report.version) == ("serving", 0)
     assert "registering module 'joy' failed on rank 0: injected fault" in report.detail
     at.engine.faults.switch("")
-    at.board.want(modules={"joy": module(NAMES[1])})
-    await at.follow()
+    await at.want(modules={"joy": module(NAMES[1])})
     assert at.board.reports[-1].ranks[1].modules == {"joy": module(NAMES[1]).digest}
     assert (at.board.reports[-1].detail, at.board.reports[-1].version) == (
         "",
@@ -452,8 +442,7 @@ async def test_a_module_refused_by_a_rank_does_not_stop_jobs(at: Worker) -> None
 
 async def test_a_module_whose_tensor_is_gone_is_tried_again(at: Worker) -> None:
     at.board.gone = {NAMES[0]}
-    at.board.want(modules={"joy": module(NAMES[0])})
-    await at.follow()
+    await at.want(modules={"joy": module(NAMES[0])})
     assert "no longer stored" in at.board.reports[-1].detail
     at.board.gone = set()
     await holding(lambda: not at.board.reports[-1].detail)
@@ -462,12 +451,10 @@ async def test_a_module_whose_tensor_is_gone_is_tried_again(at: Worker) -> None:
 
 async def test_modules_follow_changes_and_release_tensors(at: Worker) -> None:
     for vector in NAMES[:2]:
-        at.board.want(modules={"joy": module(vector)})
-        await at.follow()
+        await at.want(modules={"joy": module(vector)})
         assert at.board.reports[-1].ranks[1].modules == {"joy": module(vector).digest}
         assert set(at.engine._vectors._pinned) == {vector}
-    at.board.want(modules={})
-    await at.follow()
+    await at.want(modules={})
     assert at.board.reports[-1].ranks[1].modules == {}
     assert not at.engine._vectors._pinned
 
@@ -484,6 +471,5 @@ async def test_without_redis_the_worker_serves_its_current_steering(at: Worker) 
         await at.follow()
     assert at.standing.serving
     at.board.away = False
-    at.board.want(current=steering(1, NAMES[0]))
-    await at.follow()
+    await at.want(current=steering(1, NAMES[0]))
     assert (await at.begin()).steering.version == 1
