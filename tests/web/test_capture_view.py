@@ -22,7 +22,7 @@ def shown(site: Site) -> str:
     layers 1 and 2.
     """
     module(site.alice, "sea", [1, 2])
-    job = site.alice.submit(
+    return site.alice.ended(
         (PROMPT, "hello"),
         sampling={"max_tokens": 4},
         capture={
@@ -31,8 +31,6 @@ def shown(site: Site) -> str:
             "tag": "mine",
         },
     )
-    site.alice.wait(job)
-    return job
 
 
 def module(user: User, name: str, layers: list[int]) -> None:
@@ -60,8 +58,7 @@ def rounded(value: float) -> str:
 
 @pytest.mark.smoke
 def test_a_capture_is_run_from_the_form_and_shown(site: Site, visit: Visit) -> None:
-    visit.log_in(site.alice, "capture")
-    page = visit.page
+    page = visit.log_in(site.alice, "capture")
     sent: list[str] = []
     page.on(
         "request", lambda request: sent.append(request.url) if request.method == "POST" else None
@@ -88,8 +85,7 @@ def test_keys_and_the_slider_move_over_tokens_and_layers(
     visit.log_in(site.alice, f"capture/{shown}")
     norms = site.alice.get(f"/v1/captures/{shown}/norms")["norms"]
     visit.page.get_by_role("group", name="norm by token and layer").focus()
-    for key in ("ArrowRight", "ArrowRight", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowDown"):
-        visit.page.keyboard.press(key)
+    visit.press("ArrowRight", "ArrowRight", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowDown")
     expect(said(visit)).to_have_text(f"token 2 “e”, layer 2: norm {rounded(norms[2][2])}")
     visit.page.keyboard.press("End")
     expect(said(visit)).to_contain_text(f"token {len(norms[0]) - 1} ")
@@ -135,8 +131,7 @@ def test_tokens_are_coloured_by_cosine_to_a_module(site: Site, visit: Visit, sho
 def test_prompts_and_hooks_are_chosen_and_downloaded(
     site: Site, visit: Visit, shown: str, tmp_path: Path
 ) -> None:
-    visit.log_in(site.alice, f"capture/{shown}")
-    page = visit.page
+    page = visit.log_in(site.alice, f"capture/{shown}")
     page.get_by_label("Prompt").select_option("1")
     expect(chip(visit, 0)).to_have_text("h")
     page.get_by_label("Hook point").select_option("pre_attn")
@@ -181,8 +176,7 @@ def test_an_error_of_the_capture_form_is_at_its_field(
 
 def test_a_deleted_capture_says_so(site: Site, visit: Visit) -> None:
     visit.allow("410")
-    job = site.alice.submit(capture={"layers": "all", "tag": "gone"})
-    site.alice.wait(job)
+    job = site.alice.ended(capture={"layers": "all", "tag": "gone"})
     visit.log_in(site.alice, "capture")
     expect(listed(visit, job)).to_have_text("the sky is")
     visit.page.on("dialog", lambda dialog: dialog.accept())
@@ -213,9 +207,7 @@ def test_the_capture_view_fits_a_phone_and_is_accessible(
     with visiting(browser, site.url, NARROW, scheme) as visit:
         visit.log_in(site.alice, "capture")
         expect(listed(visit, shown)).to_be_visible()
-        visit.check_fits()
-        visit.check_accessible()
+        visit.check_shown()
         visit.open(f"capture/{shown}")
         expect(chip(visit, 0)).to_be_visible()
-        visit.check_fits()
-        visit.check_accessible()
+        visit.check_shown()

@@ -50,11 +50,14 @@ def _registered(site: Site) -> None:
     site.operator.http.put("/v1/probes/tone", json=body).raise_for_status()
 
 
-def opened(site: Site, visit: Visit, user: User | None = None) -> Page:
-    visit.log_in(user or site.alice, "playground")
-    visit.page.get_by_label("Prompt").fill(PROMPT)
-    visit.page.get_by_label("Max tokens", exact=True).fill(str(TOKENS))
-    return visit.page
+def opened(site: Site, visit: Visit, user: User | None = None, **scales: float) -> Page:
+    """The playground with a prompt, and the modules of `scales`."""
+    page = visit.log_in(user or site.alice, "playground")
+    page.get_by_label("Prompt").fill(PROMPT)
+    page.get_by_label("Max tokens", exact=True).fill(str(TOKENS))
+    for name, scale in scales.items():
+        add(page, name, scale)
+    return page
 
 
 def add(page: Page, name: str, scale: float) -> None:
@@ -68,6 +71,11 @@ def add(page: Page, name: str, scale: float) -> None:
 
 def pane(page: Page, title: str) -> Locator:
     return page.get_by_role("region", name=title)
+
+
+def both(page: Page, text: str) -> None:
+    for title in ("Baseline", "Steered"):
+        expect(pane(page, title)).to_contain_text(text)
 
 
 def run(page: Page) -> None:
@@ -115,8 +123,7 @@ def generating(site: Site, page: Page) -> Iterator[None]:
     """Inside, both streams have begun and do not go on."""
     with held(site):
         page.get_by_role("button", name="Run").click()
-        for title in ("Baseline", "Steered"):
-            expect(pane(page, title)).to_contain_text("generating …")
+        both(page, "generating …")
         yield
 
 
@@ -126,15 +133,13 @@ def generating(site: Site, page: Page) -> Iterator[None]:
 
 @pytest.mark.smoke
 def test_the_baseline_and_the_steered_stream_run_side_by_side(site: Site, visit: Visit) -> None:
-    page = opened(site, visit)
+    page = opened(site, visit, sea=2.5)
     bodies = sent(visit)
-    add(page, "sea", 2.5)
     with held(site):
         page.get_by_role("button", name="Run").evaluate(
             "button => (button.click(), button.click(), null)"
         )
-        for title in ("Baseline", "Steered"):
-            expect(pane(page, title)).to_contain_text("generating …")
+        both(page, "generating …")
         site.let(8)
         for side in ("baseline", "steered"):
             expect(page.locator(f'[data-side="{side}"]')).not_to_be_empty()
@@ -150,8 +155,7 @@ def test_the_baseline_and_the_steered_stream_run_side_by_side(site: Site, visit:
 
 
 def test_sliders_set_the_scales_of_several_modules(site: Site, visit: Visit) -> None:
-    page = opened(site, visit)
-    add(page, "sea", 1)
+    page = opened(site, visit, sea=1)
     page.get_by_label("Scale of sea", exact=True).fill("-3")
     add(page, "land", 7.5)
     bodies = sent(visit)
@@ -240,19 +244,16 @@ def values(page: Page, title: str) -> dict[int, float | None]:
 
 
 def test_tokens_are_coloured_by_a_probe_while_they_come(site: Site, visit: Visit) -> None:
-    page = opened(site, visit)
-    add(page, "sea", 2)
+    page = opened(site, visit, sea=2)
     page.get_by_label("Colour tokens by").select_option("tone: angry")
     first = len(PROMPT)
-    with held(site):
-        page.get_by_role("button", name="Run").click()
-        expect(pane(page, "Steered")).to_contain_text("generating …")
+    with generating(site, page):
         site.let(10)
         for title in ("Baseline", "Steered"):
             chip = pane(page, title).locator(f'.chip[data-position="{first}"]')
             expect(chip).to_have_attribute("title", re.compile(f": {first + 1}$"))
+    both(page, "finished: length")
     for title in ("Baseline", "Steered"):
-        expect(pane(page, title)).to_contain_text("finished: length")
         expect(pane(page, title).locator(".chip")).to_have_count(first + TOKENS)
         found = values(page, title)
         last = first + TOKENS - 1
@@ -270,8 +271,7 @@ def test_tokens_are_coloured_by_a_probe_while_they_come(site: Site, visit: Visit
 
 
 def test_tokens_are_coloured_by_their_projection_on_a_module(site: Site, visit: Visit) -> None:
-    page = opened(site, visit)
-    add(page, "land", 1)
+    page = opened(site, visit, land=1)
     page.get_by_label("Colour tokens by").select_option("land, layer 3 (post_block)")
     bodies = sent(visit)
     run(page)
@@ -305,8 +305,7 @@ def test_stop_cancels_both_jobs(site: Site, visit: Visit) -> None:
     with generating(site, page):
         jobs = [job_of(page, title) for title in ("Baseline", "Steered")]
         page.get_by_role("button", name="Stop").click()
-        for title in ("Baseline", "Steered"):
-            expect(pane(page, title)).to_contain_text("stopped")
+        both(page, "stopped")
     assert {site.alice.wait(job)["state"] for job in jobs} <= {"cancelled", "aborted"}
     expect(page.get_by_role("button", name="Run")).to_be_enabled()
     expect(page.get_by_role("alert")).to_have_count(0)
@@ -333,8 +332,7 @@ def test_another_models_late_answer_is_not_shown(site: Site, visit: Visit) -> No
     visit.page.route(
         re.compile(r"model=other"), lambda route: route.fulfill(json={"modules": [], "probes": []})
     )
-    page = opened(site, visit)
-    add(page, "sea", 2)
+    page = opened(site, visit, sea=2)
     closed = sent(visit, "requestfailed")
     with generating(site, page):
         page.get_by_label("Model").select_option("other")
@@ -378,9 +376,7 @@ def test_an_error_of_the_playground_is_at_its_field(
 def test_a_module_that_is_gone_is_named_at_its_slider(site: Site, visit: Visit) -> None:
     visit.allow("400")
     module(site.alice, "brief")
-    page = opened(site, visit)
-    add(page, "sea", 1)
-    add(page, "brief", 1)
+    page = opened(site, visit, sea=1, brief=1)
     site.alice.http.delete("/v1/steering/modules/brief").raise_for_status()
     page.get_by_role("button", name="Run").click()
     expect(page.get_by_role("group", name="Module brief").get_by_role("alert")).to_contain_text(
@@ -430,9 +426,7 @@ def test_the_playground_fits_a_phone_and_is_accessible(
     browser: Browser, site: Site, scheme: str
 ) -> None:
     with visiting(browser, site.url, NARROW, scheme) as visit:
-        page = opened(site, visit)
-        add(page, "sea", 2)
+        page = opened(site, visit, sea=2)
         page.get_by_label("Colour tokens by").select_option("tone: calm")
         run(page)
-        visit.check_fits()
-        visit.check_accessible()
+        visit.check_shown()

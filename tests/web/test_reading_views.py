@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 from safetensors.numpy import load
 from web_kit import NARROW, Site, Visit, visiting
 
@@ -37,12 +37,18 @@ def result_of(site: Site, visit: Visit) -> dict[str, Any]:
     return site.alice.get(f"/v1/jobs/{job}/result")
 
 
+def asked(site: Site, visit: Visit, view: str, fields: dict[str, str], button: str) -> Page:
+    """The view in which `fields` (label → text) are filled and `button` is clicked."""
+    page = visit.log_in(site.alice, view)
+    for label, text in fields.items():
+        page.get_by_label(label).fill(text)
+    page.get_by_role("button", name=button).click()
+    return page
+
+
 def test_the_lens_shows_top_tokens_and_follows_one(site: Site, visit: Visit) -> None:
-    visit.log_in(site.alice, "lens")
-    page = visit.page
-    page.get_by_label("Prompt").fill("hello")
-    page.get_by_label("Tokens to follow").fill("e")
-    page.get_by_role("button", name="Read the layers").click()
+    fields = {"Prompt": "hello", "Tokens to follow": "e"}
+    page = asked(site, visit, "lens", fields, "Read the layers")
     grid = page.get_by_role("group", name="Top token by layer and position")
     expect(grid.locator("tbody tr")).to_have_count(4)
     (lens,) = result_of(site, visit)["lens"]
@@ -58,10 +64,7 @@ def test_the_lens_shows_top_tokens_and_follows_one(site: Site, visit: Visit) -> 
 
 
 def test_features_shade_the_text_and_list_the_strongest(site: Site, visit: Visit) -> None:
-    visit.log_in(site.alice, "features")
-    page = visit.page
-    page.get_by_label("Prompt").fill("abab")
-    page.get_by_role("button", name="Read features").click()
+    page = asked(site, visit, "features", {"Prompt": "abab"}, "Read features")
     (found,) = result_of(site, visit)["features"]
     of_token = page.get_by_role("list", name="Features of the token")
     expect(of_token.locator(".bar-text")).to_have_text([str(each) for each in found["features"][1]])
@@ -76,11 +79,8 @@ def test_features_shade_the_text_and_list_the_strongest(site: Site, visit: Visit
 
 
 def test_a_probe_draws_scores_and_its_threshold(site: Site, visit: Visit) -> None:
-    visit.log_in(site.alice, "probes?probe=calm")
-    page = visit.page
-    page.get_by_label("Prompt").fill("hello")
-    page.get_by_label("Tokens to generate").fill("4")
-    page.get_by_role("button", name="Score the text").click()
+    fields = {"Prompt": "hello", "Tokens to generate": "4"}
+    page = asked(site, visit, "probes?probe=calm", fields, "Score the text")
     page.get_by_label("Label").select_option("1")
     expect(page.get_by_text("threshold 5", exact=True)).to_be_visible()
     expect(page.locator(".finding")).to_contain_text("it reached its threshold of 5 at token 4")
@@ -132,8 +132,7 @@ def test_modules_lists_every_kind_and_deletes(site: Site, visit: Visit) -> None:
     with Client(site.url, api_key=site.alice.key) as client:
         entry = {"layers": [0], "vector": np.ones(HIDDEN), "positions": {"start": 1}}
         client.modules.register("short-lived", [entry])
-    visit.log_in(site.alice, "modules")
-    page = visit.page
+    page = visit.log_in(site.alice, "modules")
     expect(page.get_by_role("article", name="short-lived")).to_contain_text("· tokens from 1 ·")
     for name in ("sea", "calm", "tiny", "short-lived"):
         expect(page.get_by_role("article", name=name)).to_be_visible()
@@ -148,10 +147,8 @@ def test_modules_lists_every_kind_and_deletes(site: Site, visit: Visit) -> None:
 
 
 def test_a_harvest_is_started_followed_and_deleted(site: Site, visit: Visit) -> None:
-    visit.log_in(site.alice, "harvests")
-    page = visit.page
-    page.get_by_label("Documents").fill("one document\n\nanother one")
-    page.get_by_role("button", name="Harvest 2 documents").click()
+    documents = {"Documents": "one document\n\nanother one"}
+    page = asked(site, visit, "harvests", documents, "Harvest 2 documents")
     expect(page.get_by_text("midstream.harvest.open")).to_be_visible()
     (made,) = site.alice.get("/v1/harvests")["harvests"]
     assert (made["state"], made["rows"]) == ("succeeded", len("one document" + "another one"))
@@ -166,10 +163,8 @@ def test_a_survey_shows_each_feature_in_its_contexts(site: Site, visit: Visit) -
         lines = ["one document", "another one", "a third"]
         view = client.harvests.submit(model="fake-model", source={"lines": lines}, layers=[1])
         client.harvests.wait(view)
-    visit.log_in(site.alice, f"harvests/{view.id}")
-    page = visit.page
-    page.get_by_label("Examples of each feature").fill("2")
-    page.get_by_role("button", name="Find examples").click()
+    fields = {"Examples of each feature": "2"}
+    page = asked(site, visit, f"harvests/{view.id}", fields, "Find examples")
     page.get_by_role("link", name="features of tiny").click()
     (entry,) = site.alice.get(f"/v1/harvests/{view.id}")["surveys"]
     path = f"/v1/harvests/{view.id}/surveys/{entry['job']}"
@@ -195,8 +190,7 @@ def test_a_survey_shows_each_feature_in_its_contexts(site: Site, visit: Visit) -
 
 
 def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -> None:
-    visit.log_in(site.alice, "playground")
-    page = visit.page
+    page = visit.log_in(site.alice, "playground")
     page.get_by_text("Make a direction from two lists of texts").click()
     page.get_by_label("Towards these texts").fill("red sea\nblue")
     page.get_by_label("Away from these texts").fill("office")
@@ -230,10 +224,9 @@ def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -
 
 
 def test_a_job_shows_the_readings_that_it_holds(site: Site, visit: Visit) -> None:
-    job = site.alice.submit(
+    job = site.alice.ended(
         ("hello", "you"), lens={"layers": "all"}, features=[{"sae": "tiny"}], probes=["calm"]
     )
-    site.alice.wait(job)
     visit.log_in(site.alice, f"jobs/{job}")
     details = visit.page.locator("section.details")
     for heading in ("Lens", "Features of tiny", "Scores of calm"):
@@ -250,20 +243,17 @@ def test_the_views_fit_a_phone_and_are_accessible(
     browser: Browser, site: Site, scheme: str
 ) -> None:
     jobs = {
-        "lens": site.alice.submit(lens={"layers": "all", "positions": "all_prompt"}),
-        "features": site.alice.submit(features=[{"sae": "tiny"}]),
-        "probes": site.alice.submit(probes=[{"probe": "calm", "tokens": True}]),
+        "lens": site.alice.ended(lens={"layers": "all", "positions": "all_prompt"}),
+        "features": site.alice.ended(features=[{"sae": "tiny"}]),
+        "probes": site.alice.ended(probes=[{"probe": "calm", "tokens": True}]),
     }
-    for job in jobs.values():
-        site.alice.wait(job)
     with visiting(browser, site.url, NARROW, scheme) as visit:
         visit.log_in(site.alice)
         for view in VIEWS:
             visit.open(view + (f"/{jobs[view]}" if view in jobs else ""))
             shown = ".finding" if view in jobs else "main form, main article"
             expect(visit.page.locator(shown).first).to_be_visible()
-            visit.check_fits()
-            visit.check_accessible()
+            visit.check_shown()
 
 
 def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Visit) -> None:
@@ -290,8 +280,7 @@ def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Vi
 
 
 def test_fits_show_effect_losses_and_dose_and_lenses_are_listed(site: Site, visit: Visit) -> None:
-    site.stack.spawn("worker-g", engine="gradients-fake")
-    site.stack.wait_ready("worker-g")
+    site.stack.add("worker-g", engine="gradients-fake")
     with Client(site.url, api_key=site.operator.key) as client:
         model = "fake-model"
         tokens = [list(range(n, n + 6)) for n in range(4)] + [[7]]
@@ -301,8 +290,7 @@ def test_fits_show_effect_losses_and_dose_and_lenses_are_listed(site: Site, visi
         always = {"steps": 20, "learning_rate": 0.1, "register": "always"}
         even = client.fit_module(name="even", **fields, **always).training
         odd = client.fit_module(name="odd", **fields, steps=1, register="never")
-    visit.log_in(site.operator, f"jobs/{even.job}")
-    page = visit.page
+    page = visit.log_in(site.operator, f"jobs/{even.job}")
     details = page.get_by_role("region", name="even: vector")
     expect(details.locator(".finding")).to_have_text("even is registered.")
     effect = details.locator(".stat").filter(has_text="Held-out effect")

@@ -333,8 +333,7 @@ def test_values_of_cells_are_read_out_to_keys_and_the_mouse(site: Site, visit: V
     first.focus()
     readout = visit.page.locator(".readout")
     expect(readout).to_contain_text("Residual stream before the layer, layer 0, T 0")
-    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
-        visit.page.keyboard.press(key)
+    visit.press("ArrowRight", "ArrowRight", "ArrowDown")
     expect(readout).to_contain_text(f"layer 2, h 1: {grid[2][1]:.3f}".replace("-", "−"))
     expect(readout).to_contain_text("± ")
     visit.page.keyboard.press("End")
@@ -432,8 +431,7 @@ def test_a_finding_names_tokens_layers_and_the_effect(site: Site, visit: Visit) 
 def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) -> None:
     view = swept(site, window={"layers": 3})
     shown(visit, site, view.job.id).focus()
-    for key in ("ArrowRight", "ArrowRight", "Enter"):
-        visit.page.keyboard.press(key)
+    visit.press("ArrowRight", "ArrowRight", "Enter")
     look = visit.page.get_by_role("region", name="Closer look")
     expect(look).to_contain_text("4 cells: layers 0 to 3, 1 column")
     start = visit.page.get_by_role("button", name="Run the closer look")
@@ -470,7 +468,7 @@ def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(
     expect(look).to_contain_text("4 cells")
     visit.page.get_by_role("button", name="Close", exact=True).click()
     expect(first).to_be_focused()
-    for key in (
+    visit.press(
         "Home",
         "ArrowUp",
         "ArrowUp",
@@ -478,8 +476,7 @@ def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(
         "Shift+ArrowDown",
         "Shift+ArrowDown",
         "Enter",
-    ):
-        visit.page.keyboard.press(key)
+    )
     expect(look).to_contain_text("layers 0 to 1, T 0 to e 2")
     expect(look).to_contain_text("6 cells")
 
@@ -647,19 +644,16 @@ def test_the_views_of_sweeps_are_accessible_and_fit(
         visit.page.get_by_role("button", name="Try an example").click()
         expect(visit.page.locator(".aligned")).to_be_visible()
         visit.page.get_by_text("More options").click()
-        visit.check_accessible()
-        visit.check_fits()
+        visit.check_shown()
         visit.page.goto(f"{site.url}/#/sweep/{view.job.id}")
         visit.page.locator(".cells").first.focus()
         visit.page.keyboard.press("Enter")
         expect(visit.page.get_by_role("region", name="Closer look")).to_contain_text("cells")
-        visit.check_accessible()
-        visit.check_fits()
+        visit.check_shown()
         visit.page.keyboard.press("Escape")
         visit.page.get_by_role("button", name="As table").click()
         expect(visit.page.get_by_role("table")).to_be_visible()
-        visit.check_accessible()
-        visit.check_fits()
+        visit.check_shown()
 
 
 def test_a_fast_stream_of_cells_stalls_neither_frames_nor_input(site: Site, visit: Visit) -> None:
@@ -719,8 +713,7 @@ def test_a_fast_stream_of_cells_stalls_neither_frames_nor_input(site: Site, visi
 def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
     site: Site, visit: Visit
 ) -> None:
-    site.stack.spawn("worker-g", engine="gradients-fake")
-    site.stack.wait_ready("worker-g")
+    site.stack.add("worker-g", engine="gradients-fake")
     visit.log_in(site.alice, "sweep")
     fill(visit.page, PAIR)
     visit.page.get_by_label("Metric").select_option("logit_diff")

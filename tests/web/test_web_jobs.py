@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, expect
-from web_kit import MODEL, NARROW, WIDE, Site, User, Visit, held, until, visiting
+from web_kit import MODEL, NARROW, WIDE, Site, Visit, held, until, visiting
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.schemas.base.records import now
@@ -26,8 +26,7 @@ def row(visit: Visit, job: str) -> Locator:
 
 @pytest.mark.smoke
 def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visit) -> None:
-    job = site.alice.submit(("the sky is", "grass is"), capture=CAPTURE)
-    assert site.alice.wait(job)["state"] == "succeeded"
+    job = site.alice.ended(("the sky is", "grass is"), capture=CAPTURE)
     visit.log_in(site.alice)
     expect(row(visit, job)).to_contain_text("mine")
     expect(row(visit, job)).to_contain_text("the sky is")
@@ -51,7 +50,7 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
 
 
 def test_closing_a_job_on_a_phone_returns_to_its_row(browser: Browser, site: Site) -> None:
-    job = ended(site.alice)
+    job = site.alice.ended(capture=CAPTURE)
     with visiting(browser, site.url, NARROW) as visit:
         visit.log_in(site.alice, f"jobs/{job}")
         expect(visit.page.locator("section.details")).to_contain_text("All ranks agree")
@@ -263,14 +262,12 @@ def test_global_steering_is_shown_to_everyone(site: Site, visit: Visit) -> None:
 def test_views_are_accessible_and_fit(
     browser: Browser, site: Site, size: tuple[int, int], scheme: str
 ) -> None:
-    job = ended(site.alice)
+    job = site.alice.ended(capture=CAPTURE)
     with visiting(browser, site.url, size, scheme) as visit:
         visit.open()
         expect(visit.page.get_by_label("API key")).to_be_visible()
-        visit.check_accessible()
-        visit.check_fits()
-        visit.log_in(site.alice)
-        page = visit.page
+        visit.check_shown()
+        page = visit.log_in(site.alice)
         for view, part, words in (
             ("jobs", row(visit, job), "succeeded"),
             ("start", page.get_by_role("region", name="Latest results"), "the sky is"),
@@ -280,11 +277,4 @@ def test_views_are_accessible_and_fit(
         ):
             visit.open(view)
             expect(part).to_contain_text(words)
-            visit.check_accessible()
-            visit.check_fits()
-
-
-def ended(user: User) -> str:
-    job = user.submit(capture=CAPTURE)
-    assert user.wait(job)["state"] == "succeeded"
-    return job
+            visit.check_shown()

@@ -101,6 +101,12 @@ class User:
         assert answer.status_code == 202, answer.text
         return str(answer.json()["id"])
 
+    def ended(self, prompts: tuple[str, ...] = ("the sky is",), **body: Any) -> str:
+        """A job that has succeeded."""
+        job = self.submit(prompts, **body)
+        assert self.wait(job)["state"] == "succeeded"
+        return job
+
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.http.post(path, json=body)
         assert answer.is_success, answer.text
@@ -210,7 +216,8 @@ class Visit:
         """`view`: what follows `#/`."""
         self.page.goto(f"{self.url}/#/{view}")
 
-    def log_in(self, user: User, view: str = "jobs") -> None:
+    def log_in(self, user: User, view: str = "jobs") -> Page:
+        """Show `view` to `user`; returns the page."""
         self.open(view)
         self.page.get_by_label("API key").fill(user.key)
         self.page.get_by_role("button", name="Log in").click()
@@ -218,6 +225,7 @@ class Visit:
         expect(
             self.page.get_by_text("1 of 1 healthy")
         ).to_be_visible()  # the bar at the top has its height, and the feed has begun
+        return self.page
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until `condition` holds; events of the page, such as requests, arrive meanwhile."""
@@ -258,6 +266,14 @@ class Visit:
             for error in self.errors
             if not any(re.search(pattern, error) for pattern in self._allowed)
         ] == []
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def check_shown(self) -> None:
+        self.check_accessible()
+        self.check_fits()
 
     def check_accessible(self) -> None:
         """axe finds nothing in the page as it is shown now."""
