@@ -287,6 +287,13 @@ class Rig:
         await self.ledger.submit(job, {})
         return job.id
 
+    async def run(self, asked: StoredSweep | str, boot: str = "boot", **settings: Any) -> str:
+        """Have a worker run a sweep (what is asked, or the job of one that was submitted)."""
+        job_id = asked if isinstance(asked, str) else await self.submit(asked)
+        async with self.worker(boot, **settings) as runs:
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+        return job_id
+
     async def watch(self, threshold: float, *actions: Action) -> None:
         """Have a policy `guard` read all traffic: the fake engine's scores are positions; without
         `actions`, it stops.

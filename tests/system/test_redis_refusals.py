@@ -46,6 +46,16 @@ def runs_a_job(stack: Stack) -> None:
     assert stack.wait(answer.json()["id"], WAIT_S).state is State.SUCCEEDED
 
 
+@pytest.fixture
+def unharmed(stack: Stack) -> Iterator[None]:
+    """After the test, jobs run in the same processes."""
+    processes = dict(stack.processes)
+    yield
+    runs_a_job(stack)
+    assert stack.processes == processes
+    assert all(process.poll() is None for process in processes.values())
+
+
 def keep_under_way(stack: Stack) -> str:
     """A job whose message waits while the worker is stopped, so that the worker gets Redis' next
     answer.
@@ -58,9 +68,8 @@ def keep_under_way(stack: Stack) -> str:
         raise
 
 
-def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
+def test_processes_wait_for_a_redis_out_of_memory(stack: Stack, unharmed: None) -> None:
     """It still gives messages out, and the worker keeps those that it took."""
-    processes = dict(stack.processes)
     job = keep_under_way(stack)
     with redis.Redis.from_url(stack.settings.redis_url) as client:
         try:
@@ -75,15 +84,13 @@ def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
     assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
     # the API looks at the memory once a second
     wait_until(lambda: ask(stack).status_code == 202, WAIT_S)
-    runs_a_job(stack)
-    assert stack.processes == processes
-    assert all(process.poll() is None for process in processes.values())
 
 
 @pytest.mark.slow("a stack starts, and jobs run while Redis forgets scripts")
-def test_scripts_that_redis_forgets_between_load_and_call_cost_no_job(stack: Stack) -> None:
+def test_scripts_that_redis_forgets_between_load_and_call_cost_no_job(
+    stack: Stack, unharmed: None
+) -> None:
     """A restart between the two has the same effect."""
-    processes = dict(stack.processes)
     jobs: list[str] = []
     enough = threading.Event()
 
@@ -105,19 +112,16 @@ def test_scripts_that_redis_forgets_between_load_and_call_cost_no_job(stack: Sta
         enough.set()
         forgetting.join()
     assert unsuccessful(stack.wait(job, WAIT_S) for job in jobs) == {}
-    runs_a_job(stack)
-    assert stack.processes == processes
-    assert all(process.poll() is None for process in processes.values())
 
 
 @pytest.mark.long
-def test_processes_wait_for_a_read_only_redis(stack: Stack) -> None:
+def test_processes_wait_for_a_read_only_redis(stack: Stack, unharmed: None) -> None:
     """As a managed Redis is for a moment when another takes over: they log it once, no process
     ends, and the API answers 503; afterwards the waiting job and new ones run.
 
     (It keeps its data: there is none to copy from.)
     """
-    processes, who = dict(stack.processes), ("worker", "callbacks")
+    who = ("worker", "callbacks")
     said = {name: stack.log(name).count(NOTICED) for name in who}
     job = keep_under_way(stack)
     with redis.Redis.from_url(stack.settings.redis_url) as client:
@@ -137,9 +141,6 @@ def test_processes_wait_for_a_read_only_redis(stack: Stack) -> None:
     )
     wait_until(lambda: ready(stack), WAIT_S)
     assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
-    runs_a_job(stack)
-    assert stack.processes == processes
-    assert all(process.poll() is None for process in processes.values())
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "AOF removed"])

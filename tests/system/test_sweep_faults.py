@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -21,11 +22,18 @@ from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import StoredSweep
 from midstream.schemas.requests.policies import POLICIES, Steer, Webhook
 from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
 
 HOOK = Webhook(url="http://127.0.0.1:9/policy")
+
+
+def each_cell(asked: StoredSweep, why: str, but: Container[int] = ()) -> dict[int, str]:
+    """Number of each cell, but those of `but` → why it has no value."""
+    first = Units(asked).first_cell
+    return {n: why for n in range(first, first + asked.num_cells) if n not in but}
 
 
 # field case 36
@@ -35,9 +43,7 @@ async def test_only_cells_that_engine_or_ranks_fail_have_no_value(rig: Rig) -> N
     units = Units(asked)
     refused, failed = units.first_cell + 2, units.first_cell + asked.num_columns + 5
 
-    job_id = await rig.submit(asked)
-    async with rig.worker(fault=f"generate:request={refused};refuse:request={failed}") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    job_id = await rig.run(asked, fault=f"generate:request={refused};refuse:request={failed}")
     assert (await rig.ledger.view(job_id)).state is State.SUCCEEDED
     result = await rig.result(job_id)
     check_grid(
@@ -125,8 +131,7 @@ async def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_val
     job_id = await rig.interrupted(asked, 40)
     kept = await rig.records(job_id)
     shutil.rmtree(rig.settings.capture_root)
-    async with rig.worker("boot2") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    await rig.run(job_id, "boot2")
     lost = {
         number: "cannot be read"
         for number in (await rig.records(job_id)).keys() - kept.keys()
@@ -143,28 +148,19 @@ async def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_witho
 ) -> None:
     asked = sweep(metric="recovered")
 
-    job_id = await rig.submit(asked)
-    async with rig.worker(fault="put_run:rank=1") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-    units = Units(asked)
-    cells = range(units.first_cell, units.first_cell + asked.num_cells)
-    check_grid(asked, await rig.result(job_id), dict.fromkeys(cells, "rank 1: injected fault"))
+    job_id = await rig.run(asked, fault="put_run:rank=1")
+    check_grid(asked, await rig.result(job_id), each_cell(asked, "rank 1: injected fault"))
 
 
 @having(tensor_parallel_size=2, capture_timeout_s=2.0)
 async def test_cells_of_which_a_rank_never_reports_have_no_value(rig: Rig) -> None:
     asked = sweep(layers=[1], hooks=["attn_out"])
-    units = Units(asked)
 
-    job_id = await rig.submit(asked)
-    async with rig.worker(fault="silent:rank=1") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-    why = (await rig.records(job_id))[units.base(0).number].reason
+    job_id = await rig.run(asked, fault="silent:rank=1")
+    why = (await rig.records(job_id))[Units(asked).base(0).number].reason
     assert why == "1 of 2 receipts arrived within 2 s of the engine's output"
-    cells = range(units.first_cell, units.first_cell + asked.num_cells)
-    check_grid(
-        asked, await rig.result(job_id), dict.fromkeys(cells, "of 2 receipts arrived within 2 s")
-    )
+    missing = each_cell(asked, "of 2 receipts arrived within 2 s")
+    check_grid(asked, await rig.result(job_id), missing)
 
 
 @having(tensor_parallel_size=2, sweep_cells_in_flight=4)
@@ -184,8 +180,7 @@ async def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(rig: Rig)
         assert await running is AttemptOutcome.LOST
     kept = await rig.records(job_id)
     await rig.ledger.redis.delete("ms:desync")  # its ranks were made equal
-    async with rig.worker("boot2") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    await rig.run(job_id, "boot2")
     records = await rig.records(job_id)
     assert 50 < len(kept) < len(records)
     assert rig.engine.ranks.ranks[0].step == len(records) - len(kept), (
@@ -250,15 +245,9 @@ async def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_i
         receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts],
     )
     await rig.ledger.redis.hset(f"ms:units:{job_id}", 0, to_msgpack(elsewhere))
-    async with rig.worker("boot2") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-    units = Units(asked)
-    cells = range(units.first_cell, units.first_cell + asked.num_cells)
-    check_grid(
-        asked,
-        await rig.result(job_id),
-        {n: "began under global steering version 7" for n in cells if n not in kept},
-    )
+    await rig.run(job_id, "boot2")
+    missing = each_cell(asked, "began under global steering version 7", but=kept)
+    check_grid(asked, await rig.result(job_id), missing)
 
 
 # field case 36
@@ -305,20 +294,13 @@ async def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_compa
     rig: Rig,
 ) -> None:
     asked = sweep(metric="kl")
-    units = Units(asked)
-
     job_id = await rig.interrupted(asked, 10)
-    kept, clean = await rig.records(job_id), units.source(0).number
+    kept, clean = await rig.records(job_id), Units(asked).source(0).number
     failed = msgspec.structs.replace(kept[clean], value=None, reason="no room", receipts=[])
     await rig.ledger.redis.hset(f"ms:units:{job_id}", clean, to_msgpack(failed))
-    async with rig.worker("boot2") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-    cells = range(units.first_cell, units.first_cell + asked.num_cells)
-    check_grid(
-        asked,
-        await rig.result(job_id),
-        {n: "source prompt failed: no room" for n in cells if n not in kept},
-    )
+    await rig.run(job_id, "boot2")
+    missing = each_cell(asked, "source prompt failed: no room", but=kept)
+    check_grid(asked, await rig.result(job_id), missing)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.jobs.sweeps import Column, PatchWindow, StoredSweep, SweepResult
+from midstream.schemas.jobs.sweeps import Column, PatchWindow, SweepResult
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
 from midstream.workers.engine.protocol import EngineRequest, Progress
@@ -34,13 +34,6 @@ async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) ->
         yield opened
 
 
-async def swept(rig: Rig, asked: StoredSweep) -> str:
-    job_id = await rig.submit(asked)
-    async with rig.worker() as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-    return job_id
-
-
 async def test_every_cell_of_a_sweep_has_the_value_that_its_patch_gives(rig: Rig) -> None:
     asked = sweep(
         pair(),
@@ -49,7 +42,7 @@ async def test_every_cell_of_a_sweep_has_the_value_that_its_patch_gives(rig: Rig
         metric="recovered",
         window=PatchWindow(layers=2, positions=3),
     )
-    job_id = await swept(rig, asked)
+    job_id = await rig.run(asked)
     view = await rig.ledger.view(job_id)
     assert (view.state, view.error, view.capture_status) == (State.SUCCEEDED, None, "ok")
     assert (view.cells, view.cells_expected) == (asked.num_cells, asked.num_cells)
@@ -66,7 +59,7 @@ async def test_every_cell_of_a_sweep_has_the_value_that_its_patch_gives(rig: Rig
 
 async def test_sweep_events_are_start_each_cell_once_and_end(rig: Rig) -> None:
     asked = sweep()
-    job_id = await swept(rig, asked)
+    job_id = await rig.run(asked)
     events = await rig.ledger.events(job_id, count=100_000)
     assert [event.event for event in events if event.event not in ("state", "cell")] == [
         "start",
@@ -109,7 +102,7 @@ async def test_metrics_directions_and_ablations_give_their_values(
         ]
         stored = msgspec.structs.replace(stored, source=[], columns=ablated)
     asked = sweep(stored, **changes)
-    check_grid(asked, await rig.result(await swept(rig, asked)))
+    check_grid(asked, await rig.result(await rig.run(asked)))
 
 
 async def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(rig: Rig) -> None:
@@ -122,7 +115,7 @@ async def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(rig
         ]
     )
     asked = sweep(made, axis="neuron", hooks=["post_block", "mlp_out"])
-    job_id = await swept(rig, asked)
+    job_id = await rig.run(asked)
     result = await rig.result(job_id)
     check_grid(asked, result, job=job_id)
     assert result.axis == "neuron"
@@ -133,7 +126,7 @@ async def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(rig
 
 async def test_an_answer_of_several_tokens_is_asked_token_by_token(rig: Rig) -> None:
     asked = sweep(pair(answer="Paris", foil="Pisa"), metric="recovered", layers=[1, 3])
-    check_grid(asked, await rig.result(await swept(rig, asked)))
+    check_grid(asked, await rig.result(await rig.run(asked)))
 
 
 # field case 35
@@ -149,7 +142,7 @@ async def test_two_prompts_that_do_not_differ_are_refused_as_a_baseline(rig: Rig
 # field case 35
 async def test_only_the_pair_with_a_useless_baseline_has_no_values(rig: Rig) -> None:
     asked = sweep(pair(CLEAN, CLEAN), pair(), metric="recovered")
-    job_id = await swept(rig, asked)
+    job_id = await rig.run(asked)
     first = len(asked.layers) * asked.num_columns
     units = Units(asked)
     check_grid(
@@ -212,8 +205,7 @@ async def test_the_cells_of_an_attempt_that_ended_are_not_asked_again(rig: Rig) 
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2), metric="kl")
     job_id = await rig.interrupted(asked, 50)
     kept = await rig.records(job_id)
-    async with rig.worker("boot2") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    await rig.run(job_id, "boot2")
     view = await rig.ledger.view(job_id)
     assert (view.state, view.attempt, view.cells) == (State.SUCCEEDED, 2, asked.num_cells)
     attempts = Counter(record.attempt for record in (await rig.records(job_id)).values())
@@ -280,8 +272,7 @@ async def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
     asked = path_sweep(path, layers)
 
     job_id = await rig.interrupted(asked, 6)
-    async with rig.worker("boot2") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    await rig.run(job_id, "boot2")
     check(await rig.result(job_id), asked.num_cells, path)
     records = await rig.records(job_id)
     assert {record.attempt for record in records.values()} == {1, 2}
@@ -298,9 +289,7 @@ async def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(rig: Rig)
     path = StoredPath(frozen=["attn"], receivers=[StoredEnd(layer=LAYERS[-1], hook="mlp_out")])
     asked = path_sweep(path, LAYERS[:1])
 
-    job_id = await rig.submit(asked)
-    async with rig.worker(fault="lose_run:rank=0") as runs:
-        assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+    job_id = await rig.run(asked, fault="lose_run:rank=0")
     result = await rig.result(job_id)
     assert result.summary.cells < asked.num_cells
     assert any(
