@@ -88,13 +88,11 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
 def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
     service: Stack, client: Client
 ) -> None:
-    service.end("worker")
-    service.restart("worker", global_capture="post_block:15", global_capture_tag="ops")
+    service.replace("worker", global_capture="post_block:15", global_capture_tag="ops")
     try:
         made = harvested(service, client)
     finally:
-        service.end("worker")
-        service.restart("worker")
+        service.replace("worker")
     jobs = [job_id_of(made.manifest.id, part, 0) for part in range(len(made.manifest.parts))]
     store = open_store(service.settings.artifacts)
     assert sum(len(list(find_entries(store, job, "ops"))) for job in jobs) == len(DOCUMENTS)
@@ -201,16 +199,14 @@ def test_a_head_of_whole_blocks_is_that_of_the_whole_document(
     draw = np.random.default_rng(4)
     lines = [[1, *draw.integers(100, 9000, 200).tolist()] for _ in range(4)]  # 1: its beginning
     head = {"positions": {"window": {"head_and_tail": {"head": 64, "tail": 0}}}}
-    service.end("worker")
-    service.restart("worker", max_num_batched_tokens=64, enable_prefix_caching=False)
+    service.replace("worker", max_num_batched_tokens=64, enable_prefix_caching=False)
     asked = ({}, head, head | {"generate": {"max_tokens": 2}})
     source: dict[str, Any] = {"model": "demo", "source": {"lines": lines}, "layers": [15]}
     try:
         views = [client.harvests.submit(**source, **more) for more in asked]  # type: ignore[arg-type]
         whole, *headed = [open(client.harvests.wait(view, timeout=180).uri) for view in views]
     finally:
-        service.end("worker")
-        service.restart("worker")
+        service.replace("worker")
     for made, document in itertools.product(headed, range(4)):
         keys, rows = made.document(document, 15)
         assert keys.positions.tolist() == list(range(1, 65))

@@ -137,8 +137,7 @@ class Fleet(Machines):
         found.wait()
 
     def revive(self, name: str) -> None:
-        self.spawn(name)
-        self.wait_ready(name)
+        self.add(name)
 
     def kill_redis(self) -> None:
         self._redis.kill()

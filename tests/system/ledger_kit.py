@@ -18,6 +18,7 @@ from midstream.broker.queue.celery_app import (
     task_of,
 )
 from midstream.broker.queue.messages import job_of_task, task_id_of
+from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, State, StoredPrompt
@@ -156,11 +157,38 @@ def outputs(prompts: int = 1, text: str = "x") -> list[Output]:
     ]
 
 
+async def queued_job(ledger: Ledger, **changes: Any) -> Job:
+    job = make_job(**changes)
+    await ledger.submit(job, {})
+    return job
+
+
+async def running_job(ledger: Ledger, ranks: int = 2, worker: str = WORKER, **changes: Any) -> Job:
+    job = make_job(**changes)
+    await claimed(ledger, job, ranks, worker)
+    return job
+
+
+async def error_of(ledger: Ledger, job: Job) -> Problem:
+    """What the job has failed with."""
+    view = await ledger.view(job.id)
+    assert view.state is State.FAILED
+    assert view.error is not None
+    return view.error
+
+
 async def claimed(
     ledger: Ledger, job: Job, ranks: int = 2, worker: str = WORKER, boot: str = BOOT
 ) -> int:
     """Submit and claim `job`; returns the attempt."""
     await ledger.submit(job, {})
+    return await claimed_again(ledger, job, ranks, worker, boot)
+
+
+async def claimed_again(
+    ledger: Ledger, job: Job, ranks: int = 1, worker: str = WORKER, boot: str = BOOT
+) -> int:
+    """Claim `job`, which is queued; returns the attempt."""
     claim = await ledger.claim(job.id, worker, boot, ranks, IDENTITY)
     assert claim is not None
     return claim.attempt

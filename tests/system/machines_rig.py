@@ -178,8 +178,7 @@ class Machines(Processes):
     def restart(self, name: str, **changed: Any) -> None:
         """SIGTERM, wait, start again, wait until it is ready."""
         assert self.end(name) == 0, self.log(name)[-3000:]
-        self.spawn(name, **changed)
-        self.wait_ready(name)
+        self.add(name, **changed)
 
     def log_file(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"

@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import time
-from typing import Self
+from typing import Any, Self
 
 
 class Processes:
@@ -29,6 +29,11 @@ class Processes:
             self.stop()
             raise
         return self
+
+    def add(self, name: str, **changed: Any) -> None:
+        """Start a process with some settings changed, and wait until it is ready."""
+        self.spawn(name, **changed)
+        self.wait_ready(name)
 
     def _ended(self, name: str, timeout: float) -> int:
         """The exit code; a process that does not end in time is killed, which fails the test."""

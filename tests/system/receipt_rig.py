@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +20,15 @@ from ports import free_port
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys
+from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.base.settings import Settings, to_environment
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.jobs.receipts import Receipt
 
 T = TypeVar("T")
 BOOT = "boot-1"
+#: Time limit against hangs.
+LONG_S = 60.0
 
 
 def receipt(job: str, request: int, *, rank: int = 0, world: int = 1, **changes: Any) -> Receipt:
@@ -227,6 +230,18 @@ class Jobs:
             return int(client.get(f"ms:mark:{worker}:{rank}:{epoch}") or 0)
 
 
+def fill(outbox: Outbox, jobs: list[str], requests: Iterable[int]) -> None:
+    for request in requests:
+        for job in jobs:
+            outbox.append(receipt(job, request))
+
+
+def deliver(outbox: Outbox, jobs: list[str], requests: Iterable[int], why: str = "") -> None:
+    """Append a receipt for each request and job, and wait until the relay has acknowledged all."""
+    fill(outbox, jobs, requests)
+    assert outbox.flush(LONG_S), why
+
+
 def once_each(requests: int, ranks: int = 1) -> dict[tuple[int, int], int]:
     """What `arrived` gives when nothing was lost and nothing counted twice."""
     return {(request, rank): 1 for request in range(requests) for rank in range(ranks)}
@@ -234,8 +249,6 @@ def once_each(requests: int, ranks: int = 1) -> dict[tuple[int, int], int]:
 
 def main() -> None:
     """The program of `SenderProcess`."""
-    from midstream.broker.receipts.outbox import Outbox
-
     directory, relay_url, jobs, requests, first, most = sys.argv[1:]
     total = len(json.loads(jobs)) * int(requests)
     end = min(total, int(first) + int(most))

@@ -178,8 +178,17 @@ class Stack(Processes):
             self._start_redis()
             return
         assert self.processes[name].poll() is not None, f"{name} still runs"
-        self.spawn(name, **changed)
-        self.wait_ready(name)
+        self.add(name, **changed)
+
+    def replace(self, name: str, **changed: Any) -> None:
+        """End a process, and start it again with some settings changed."""
+        self.end(name)
+        self.restart(name, **changed)
+
+    def crash(self, name: str, **changed: Any) -> None:
+        """Kill a process, and start it again with some settings changed."""
+        self.kill(name)
+        self.restart(name, **changed)
 
     def exit_code(self, name: str, timeout: float = STOP_TIMEOUT_S) -> int:
         """Wait for a process to end by itself."""

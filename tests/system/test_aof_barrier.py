@@ -15,20 +15,16 @@ from typing import NamedTuple
 import pytest
 import redis
 from ledger_kit import open_ledger
-from ports import free_port
-from receipt_rig import Jobs, RelayProcess, once_each, receipt
+from mortal_redis import Mortal, mortal
+from receipt_rig import Jobs, RelayProcess, deliver, once_each
 from redis_kit import hold_back, slow_disk
 from refusal_kit import refuses
 
 from midstream.broker.ledger.core import aof_barrier
 from midstream.broker.ledger.jobs.settlement import Settler
-from midstream.broker.ops import redis_server
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.receipts.relay import Relay, connect_redis
 from midstream.schemas.jobs.receipts import Receipt
-
-#: Only ends what hangs.
-LONG_S = 60.0
 
 
 @contextmanager
@@ -42,47 +38,41 @@ def serving(relay: Relay) -> Iterator[Relay]:
         thread.join()
 
 
-def slow_redis(directory: Path, monkeypatch: pytest.MonkeyPatch) -> redis_server.RedisServer:
+@contextmanager
+def slow_redis(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mortal]:
     """Every sync of its log takes a second, until it is started again."""
     monkeypatch.setenv("LD_PRELOAD", slow_disk(directory))
-    try:
-        return redis_server.start(directory / "redis", port=free_port())
-    finally:
+    with mortal(directory / "redis") as server:
         monkeypatch.delenv("LD_PRELOAD")
+        yield server
 
 
 class SlowDisk(NamedTuple):
     """A relay whose Redis is on a slow disk."""
 
-    server: redis_server.RedisServer
+    server: Mortal
     jobs: Jobs
     relay: RelayProcess
 
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
-    server = slow_redis(tmp_path, monkeypatch)
-    relay = RelayProcess(server.url, tmp_path / "relay.log")
-    yield SlowDisk(server, Jobs(server.url), relay)
-    relay.kill()
-    server.stop()
+    with slow_redis(tmp_path, monkeypatch) as server:
+        relay = RelayProcess(server.url, tmp_path / "relay.log")
+        yield SlowDisk(server, Jobs(server.url), relay)
+        relay.kill()
 
 
 @pytest.mark.slow("its disk takes a second for each sync, and Redis starts again")
 def test_unsynced_receipts_are_not_acknowledged(slow: SlowDisk, tmp_path: Path) -> None:
     (job,) = slow.jobs.claim(1, 2)
     with Outbox(tmp_path, "w", 0, slow.relay.url) as outbox:
-        outbox.append(receipt(job, 0))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, [job], [0])
         hold_back(slow.server.url)
-        outbox.append(receipt(job, 1))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, [job], [1])
         slow.server.kill()
-        again = redis_server.start(tmp_path / "redis", port=slow.server.port)
-    try:
-        assert slow.jobs.arrived(job) == once_each(2)
-    finally:
-        again.stop()
+        slow.server.start()
+    assert slow.jobs.arrived(job) == once_each(2)
 
 
 @pytest.mark.long
@@ -104,8 +94,7 @@ def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(
             hold_back(slow.server.url)
             began = time.monotonic()
             for request in range(4):
-                outbox.append(receipt(job, request))
-                assert outbox.flush(LONG_S)
+                deliver(outbox, [job], [request])
             assert time.monotonic() - began < 30, (
                 "a sync takes a second, and each waits for two of them at most"
             )
@@ -117,8 +106,6 @@ def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(
 def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = [slow_redis(tmp_path, monkeypatch)]
-    jobs = Jobs(servers[0].url)
 
     class Forgetful(Settler):
         """Its Redis dies and is back just after it has committed what it held back."""
@@ -127,28 +114,26 @@ def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
             self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]
         ) -> int:
             mark = super().settle(worker, rank, epoch, receipts)
-            if len(servers) == 1 and mark == 2:
-                servers[0].kill()
-                servers.append(redis_server.start(tmp_path / "redis", port=servers[0].port))
+            if not deaths and mark == 2:
+                server.kill()
+                server.start()
+                deaths.append(mark)
             return mark
 
-    client = connect_redis(servers[0].url)
-    try:
+    deaths: list[int] = []
+    with slow_redis(tmp_path, monkeypatch) as server:
+        client, jobs = connect_redis(server.url), Jobs(server.url)
         with serving(Relay(Forgetful(client, jobs.settings), "", client)) as relay:
             (job,) = jobs.claim(1, 2)
             with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
-                outbox.append(receipt(job, 0))
-                assert outbox.flush(LONG_S)
-                hold_back(servers[0].url)
-                outbox.append(receipt(job, 1))
-                assert outbox.flush(LONG_S)
-                assert len(servers) == 2
+                deliver(outbox, [job], [0])
+                hold_back(server.url)
+                deliver(outbox, [job], [1])
+                assert deaths
                 assert jobs.mark(outbox.epoch) == 2, (
                     "it came again: what was committed first was forgotten"
                 )
             assert jobs.arrived(job) == once_each(2)
-    finally:
-        servers[-1].stop()
 
 
 def test_a_relay_settles_again_when_redis_forgot_a_script_after_its_load(
@@ -172,8 +157,7 @@ def test_a_relay_settles_again_when_redis_forgot_a_script_after_its_load(
     with serving(Relay(Settler(client, jobs.settings), "", client)) as relay:
         (job,) = jobs.claim(1, 1)
         with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
-            outbox.append(receipt(job, 0))
-            assert outbox.flush(LONG_S)
+            deliver(outbox, [job], [0])
         assert jobs.arrived(job) == once_each(1)
     assert forgotten
     assert "Redis rejects receipts" not in caplog.text
@@ -182,8 +166,7 @@ def test_a_relay_settles_again_when_redis_forgot_a_script_after_its_load(
 async def test_writes_to_a_dead_redis_are_not_confirmed_by_its_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = redis_server.start(tmp_path / "redis", port=free_port())
-    try:
+    with mortal(tmp_path / "redis") as server:
         async with open_ledger(server.url) as ledger:
             await ledger.written()
             server.kill()
@@ -191,14 +174,12 @@ async def test_writes_to_a_dead_redis_are_not_confirmed_by_its_successor(
             await asyncio.sleep(0.05)  # that question is on its way: who comes now asks another
             waiting.append(asyncio.create_task(ledger.written()))
             await asyncio.sleep(2 * aof_barrier.BACK_S)
-            server = redis_server.start(tmp_path / "redis", port=server.port)
+            server.start()
             for asked in waiting:
                 with refuses(match="restarted", kind="unavailable"):
                     await asked
             server.kill()
-            server = redis_server.start(tmp_path / "redis", port=server.port)
+            server.start()
             # nobody waited meanwhile; on a busy machine this question may take long
             monkeypatch.setattr(aof_barrier, "BACK_S", 60.0)
             await ledger.written()
-    finally:
-        server.stop()

@@ -436,11 +436,9 @@ def test_steering_by_a_feature_of_changed_files_is_refused(client: Client, folde
 @pytest.fixture
 def failing(stack: Stack) -> Iterator[None]:
     """A worker whose second rank loads no artifact."""
-    stack.end("worker")
-    stack.restart("worker", fault="put_lora:rank=1;put_sae:rank=1")
+    stack.replace("worker", fault="put_lora:rank=1;put_sae:rank=1")
     yield
-    stack.end("worker")
-    stack.restart("worker")
+    stack.replace("worker")
 
 
 def test_what_a_rank_cannot_load_fails_the_job_with_rank_and_reason(

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -20,41 +19,17 @@ import msgspec
 import pytest
 import redis
 from edge import MODEL, Api, Hand, model_info, refused, running
-from ports import free_port
+from mortal_redis import Mortal, mortal
 from redis_kit import handed_over, hold_back, slow_disk
 from tenant_kit import flushed
 from wait_kit import wait_until
 
 from midstream.api.context import open_context
-from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_json
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
-
-
-class Mortal:
-    """A Redis that tests kill, and start again on the same port and data."""
-
-    def __init__(self, directory: Path):
-        self.server = redis_server.start(directory, port=free_port())
-        self.url, self.port = self.server.url, self.server.port
-
-    def start(self) -> None:
-        """Again, unless it runs."""
-        if self.server.process.poll() is not None:
-            self.server = redis_server.start(self.server.directory, port=self.port)
-
-    def kill(self) -> None:
-        self.server.kill()
-
-
-@contextmanager
-def mortal(directory: Path) -> Iterator[Mortal]:
-    server = Mortal(directory)
-    yield server
-    server.server.stop()
 
 
 @pytest.fixture(scope="module")

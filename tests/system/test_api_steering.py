@@ -397,9 +397,8 @@ def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(
 ) -> None:
     register(http, "joy", JOY)
     made = put_global(http, JOY)
-    stack.end("worker-2")
     # what is desired at its start it takes
-    stack.restart("worker-2", fault="prepare:rank=1,after=1")
+    stack.replace("worker-2", fault="prepare:rank=1,after=1")
     answer = http.put("/v1/steering/global", json={"steering": [CALM]})
     refused(answer, 409, None, "worker w1-2", "rank 1")
     shown = from_json(http.get("/v1/steering/global").content, GlobalView)
@@ -408,8 +407,7 @@ def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(
     assert all(set(rank.modules) == {"joy"} for worker in told.workers for rank in worker.ranks), (
         "it has them from before its start"
     )
-    stack.end("worker-2")
-    stack.restart("worker-2")
+    stack.replace("worker-2")
     assert put_global(http, CALM).applied
 
 

@@ -109,8 +109,7 @@ def events_of(stack: Stack, job_id: str) -> list[Event]:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A vLLM worker and a gradient worker."""
     with Stack(tmp_path_factory.mktemp("attributions"), api=True, callbacks=False) as running:
-        running.spawn("worker-g", **GRADIENT)
-        running.wait_ready("worker-g")
+        running.add("worker-g", **GRADIENT)
         yield running
 
 
@@ -121,14 +120,12 @@ def restarted(stack: Stack) -> Iterator[Callable[..., None]]:
 
     def restart(name: str, **settings: Any) -> None:
         changed.add(name)
-        stack.end(name)
-        stack.restart(name, **(GRADIENT if name == "worker-g" else {}), **settings)
+        stack.replace(name, **(GRADIENT if name == "worker-g" else {}), **settings)
 
     yield restart
     for name in changed:
         if stack.processes[name].poll() is None:
-            stack.end(name)
-        stack.restart(name, **(GRADIENT if name == "worker-g" else {}))
+            stack.replace(name, **(GRADIENT if name == "worker-g" else {}))
 
 
 @pytest.fixture(scope="module")

@@ -9,47 +9,44 @@ import time
 from pathlib import Path
 
 import redis
-from ledger_kit import MODEL, make_job, open_ledger
-from ports import free_port
+from ledger_kit import MODEL, open_ledger, queued_job
+from mortal_redis import mortal
 from wait_kit import wait_until
 
-from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.base.settings import Settings, to_environment
 
 
 def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) -> None:
     # field case 37
-    server = redis_server.start(tmp_path / "redis", port=free_port())
-    settings = Settings(redis_url=server.url, sweep_interval_s=0.2)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "midstream.broker.callbacks"],
-        env={**os.environ, **to_environment(settings)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
     async def lose_a_message() -> None:
         async with open_ledger(server.url) as ledger:
-            await ledger.submit(job := make_job(), {})
+            job = await queued_job(ledger)
             await ledger.redis.delete(*lists_of(queue_of(MODEL)))
             await ledger.redis.zadd("ms:live", {job.id: 0})  # long queued
 
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "callbacks ready\n"
-        server.kill()
-        time.sleep(1)
-        server = redis_server.start(tmp_path / "redis", port=server.port)
-        asyncio.run(lose_a_message())
-        with redis.Redis.from_url(server.url) as client:
-            wait_until(lambda: client.exists(*lists_of(queue_of(MODEL))) == 1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        server.stop()
+    with mortal(tmp_path / "redis") as server:
+        settings = Settings(redis_url=server.url, sweep_interval_s=0.2)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "midstream.broker.callbacks"],
+            env={**os.environ, **to_environment(settings)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "callbacks ready\n"
+            server.kill()
+            time.sleep(1)
+            server.start()
+            asyncio.run(lose_a_message())
+            with redis.Redis.from_url(server.url) as client:
+                wait_until(lambda: client.exists(*lists_of(queue_of(MODEL))) == 1)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_missing_setting_is_named_at_start() -> None:

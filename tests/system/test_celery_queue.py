@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import redis
-from ledger_kit import MODEL, claimed, enqueue, make_job, open_ledger, settings_for
+from ledger_kit import MODEL, claimed, enqueue, make_job, open_ledger, queued_job, settings_for
 from wait_kit import wait_until
 
 from midstream.broker.ledger.jobs.ledger import Ledger
@@ -70,7 +70,7 @@ async def test_a_message_of_the_ledger_is_the_one_that_celery_would_send(
 async def test_lua_and_python_name_the_same_queue_for_any_model(
     ledger: Ledger, redis_url: str, model: str
 ) -> None:
-    await ledger.submit(job := make_job(model=model), {})
+    job = await queued_job(ledger, model=model)
     (message,) = waiting(redis_url, model)
     assert message["headers"]["id"] == job.id
     assert message["properties"]["delivery_info"]["routing_key"] == queue_of(model)

@@ -84,15 +84,13 @@ def test_global_captures_are_taken_of_every_request(stack: Stack, client: Client
     )
     with pytest.raises(MidstreamError, match="choose another"):
         client.submit(prompts=["hello"], capture={"tag": "ops"})
-    stack.end("worker")
-    stack.restart("worker")
+    stack.replace("worker")
 
 
 @pytest.mark.long
 def test_a_response_that_was_held_too_long_is_fetched_as_a_job(stack: Stack) -> None:
     port = free_port()
-    stack.spawn("api-2", api_port=port, max_wait_s=0.5)
-    stack.wait_ready("api-2")
+    stack.add("api-2", api_port=port, max_wait_s=0.5)
     with Client(f"http://127.0.0.1:{port}") as client:
         answer = client.completion(
             MODEL, "slow", capture=CAPTURE, capture_wait=True, max_tokens=150

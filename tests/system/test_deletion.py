@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from capture_kit import finished, write
 from edge import Hand, running
-from ledger_kit import EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler
+from ledger_kit import (
+    EPOCH,
+    WORKER,
+    claimed,
+    make_job,
+    open_ledger,
+    outputs,
+    queued_job,
+    receipt,
+    settler,
+)
 from refusal_kit import refuses
 
 from midstream.broker.artifacts import retention
@@ -180,8 +190,7 @@ async def test_the_age_of_captures_counts_from_the_end_of_their_job(
         if end == "succeeded":
             job = await ended(ledger, redis_url, created=accepted)
         else:
-            job = make_job(capture=True, created=accepted)
-            await ledger.submit(job, {})
+            job = await queued_job(ledger, capture=True, created=accepted)
             await ledger.request_cancel(job.id)
         assert await captures.sweep(before + 99) == []
         assert await captures.sweep(now() + 101) == [job.id]

@@ -46,8 +46,7 @@ def lens_fit(**changes: Any) -> LensFitRequest:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Its gradient worker takes 50 ms for a step of a fit."""
     with Stack(tmp_path_factory.mktemp("fits"), api=True, callbacks=False) as running:
-        running.spawn("worker-g", **GRADIENT)
-        running.wait_ready("worker-g")
+        running.add("worker-g", **GRADIENT)
         yield running
 
 
@@ -99,8 +98,7 @@ def test_killed_worker_loses_no_fit(stack: Stack, client: Client) -> None:
     asked = msgspec.convert(FIT | {"name": "kept", "steps": 100}, FitRequest)
     job_id = client.fits.submit(asked).id
     until_fitted(client, job_id)
-    stack.kill("worker-g")
-    stack.restart("worker-g", **GRADIENT)
+    stack.crash("worker-g", **GRADIENT)
     result = client.fits.result(job_id)
     assert client.jobs.get(job_id).attempt > 1  # a slow machine may lose a lease as well
     assert client.modules.get("kept").digest == result.digest

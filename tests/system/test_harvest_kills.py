@@ -87,8 +87,7 @@ def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
     name = POINTS[point]
     died = Path(stack.settings.data_dir) / FOLDER / point
     died.unlink(missing_ok=True)
-    stack.kill(name)
-    stack.restart(name, fault=f"crash:at={point}")
+    stack.crash(name, fault=f"crash:at={point}")
     with Client(stack.url) as client:
         view = submitted(stack, client, bucket)
         assert stack.processes[name].wait(WAIT_S) == -9
@@ -118,8 +117,7 @@ def test_a_survey_is_the_same_after_its_worker_was_killed(stack: Stack, whole: H
     with Client(stack.url) as client, httpx2.Client(base_url=stack.url, timeout=60) as http:
         jobs = [http.post(path, json={"sae": "tiny"}).json()["id"]]
         wait_until(lambda: client.jobs.get(jobs[0]).state == "running")
-        stack.kill("worker")
-        stack.restart("worker", fault="crash:at=harvest.surveyed")
+        stack.crash("worker", fault="crash:at=harvest.surveyed")
         assert stack.processes["worker"].wait(WAIT_S) == -9  # of the second attempt
         stack.restart("worker")
         jobs.append(http.post(path, json={"sae": "tiny"}).json()["id"])
@@ -159,8 +157,7 @@ def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(
         try:
             wait_until(lambda: client.harvests.get(view).state == "paused", WAIT_S)
             assert client.harvests.get(view).reason
-            stack.kill("worker")
-            stack.restart("worker")
+            stack.crash("worker")
             time.sleep(2)
             assert client.harvests.get(view).state != "succeeded"
         finally:
@@ -175,7 +172,6 @@ def test_a_harvest_survives_a_restart_of_redis(stack: Stack, whole: Harvest) -> 
     with Client(stack.url) as client:
         view = submitted(stack, client)
         wait_until(lambda: client.harvests.get(view).units_done > 0)
-        stack.kill("redis")
-        stack.restart("redis")
+        stack.crash("redis")
         view = client.harvests.wait(view, timeout=WAIT_S)
         check_equal(checked(view.uri), whole)

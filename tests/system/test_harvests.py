@@ -161,8 +161,7 @@ def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
         done = client.harvests.get(view).units_done
         if done == len(made.units):
             break
-        stack.kill(name)
-        stack.restart(name)
+        stack.crash(name)
         until(
             client,
             view,
@@ -350,8 +349,7 @@ def test_a_consumer_that_is_killed_gets_every_row_once(
     first = consumer(stack, view, tmp_path / "rows", "0")
     said = first.communicate(timeout=WAIT_S)[1]
     assert first.returncode == -signal.SIGKILL, said
-    stack.kill("worker")
-    stack.restart("worker")
+    stack.crash("worker")
     assert consumer(stack, view, tmp_path / "rows").communicate(timeout=WAIT_S)[1] == ""
     check_stored(tmp_path / "rows", made)
     done = client.harvests.wait(view, timeout=WAIT_S)

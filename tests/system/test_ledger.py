@@ -19,14 +19,16 @@ from ledger_kit import (
     make_job,
     open_ledger,
     outputs,
+    queued_job,
+    running_job,
     worker_info,
 )
+from mortal_redis import mortal
 from refusal_kit import refuses
 
 from midstream.broker.ledger.jobs.ledger import EventsLost, Ledger
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ledger.results import views
-from midstream.broker.ops import redis_server
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.base.tensors import Tensor, content_hash
@@ -76,7 +78,7 @@ async def test_a_claim_whose_answer_was_lost_is_the_same_claim_when_it_is_repeat
     port = server.sockets[0].getsockname()[1]
     async with server, open_ledger(f"redis://127.0.0.1:{port}/0") as ledger:
         await claimed(ledger, make_job())
-        await ledger.submit(job := make_job(), {})
+        job = await queued_job(ledger)
         cut.set()
         claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
         assert not cut.is_set(), "the first answer was lost"
@@ -139,8 +141,7 @@ async def test_an_unknown_job_is_not_found(
 
 
 async def test_events_are_read_from_where_the_reader_left_off(ledger: Ledger) -> None:
-    job = make_job()
-    await claimed(ledger, job)
+    job = await running_job(ledger)
     data = {"index": 0, "text": 'a"é', "token_ids": [1], "finish_reason": None}
     await ledger.emit(job.id, 1, 1, Event(event="token", data=data, attempt=1))
     await ledger.store_outputs(job.id, 1, outputs(), output(0))
@@ -156,8 +157,7 @@ async def test_events_are_read_from_where_the_reader_left_off(ledger: Ledger) ->
 
 
 async def test_a_stream_that_has_lost_events_is_not_continued(ledger: Ledger) -> None:
-    job = make_job()
-    await claimed(ledger, job)
+    job = await running_job(ledger)
     for number in (1, 2, 3):
         assert await ledger.emit(job.id, 1, number, output(number))
     await ledger.redis.hset(f"ms:job:{job.id}", "said", 1)  # as a promoted replica has it
@@ -172,8 +172,7 @@ async def test_a_stream_that_has_lost_events_is_not_continued(ledger: Ledger) ->
 
 async def test_an_event_retried_after_a_lost_response_is_stored_once(ledger: Ledger) -> None:
     # field case 37
-    job = make_job()
-    await claimed(ledger, job)
+    job = await running_job(ledger)
     for attempt in (1, 2):
         for number in (1, 2, 2, 1, 3):  # those that are repeated come once
             assert await ledger.emit(job.id, attempt, number, output(number, attempt))
@@ -250,8 +249,7 @@ async def test_a_result_past_its_retention_is_gone_and_the_job_expired(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_ledger(redis_url, result_ttl_s=600) as ledger:
-        job = make_job()
-        await claimed(ledger, job)
+        job = await running_job(ledger)
         await ledger.store_outputs(job.id, 1, outputs())
         assert (await ledger.result(job.id)).outputs == outputs()
         for key in await ledger.redis.keys(f"ms:*:{job.id}"):
@@ -282,29 +280,26 @@ async def test_workers_expire_with_their_heartbeat_and_models_stay(ledger: Ledge
 async def test_everything_accepted_survives_kill_9_of_redis(
     tmp_path: Path,
 ) -> None:  # field case 37
-    server = redis_server.start(tmp_path)
     accepted: list[str] = []
     enough = asyncio.Event()
-    async with open_ledger(server.url) as ledger:
+    with mortal(tmp_path) as server:
+        async with open_ledger(server.url) as ledger:
 
-        async def submit_until_it_breaks() -> None:
-            while True:
-                [job] = await submit(ledger, 1)
-                accepted.append(job.id)
-                if len(accepted) > 200:
-                    enough.set()
+            async def submit_until_it_breaks() -> None:
+                while True:
+                    [job] = await submit(ledger, 1)
+                    accepted.append(job.id)
+                    if len(accepted) > 200:
+                        enough.set()
 
-        tasks = [asyncio.create_task(submit_until_it_breaks()) for _ in range(8)]
-        await enough.wait()
-        await asyncio.to_thread(server.kill)
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {end.kind for end in ends if isinstance(end, MidstreamError)} == {"unavailable"}
-        again = redis_server.start(tmp_path, port=server.port)
-        try:
+            tasks = [asyncio.create_task(submit_until_it_breaks()) for _ in range(8)]
+            await enough.wait()
+            await asyncio.to_thread(server.kill)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {end.kind for end in ends if isinstance(end, MidstreamError)} == {"unavailable"}
+            server.start()
             for job_id in accepted:
                 assert (await ledger.view(job_id)).state is State.QUEUED
             assert (await ledger.claim(accepted[0], WORKER, BOOT, 1, IDENTITY)) is not None, (
                 "scripts are loaded again"
             )
-        finally:
-            again.stop()

@@ -21,10 +21,12 @@ from ledger_kit import (
     make_job,
     open_ledger,
     outputs,
+    queued_job,
     receipt,
     settler,
     worker_info,
 )
+from mortal_redis import mortal
 from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
@@ -165,8 +167,7 @@ async def test_a_tenants_own_capture_files_count_until_they_are_deleted(
         await limited(ledger, capture_mib=2)
         operators = make_job(capture=True, tenant="t")
         await ledger.submit(operators, {}, operator_tags=["t"])
-        mine = make_job(capture=True, tenant="t")
-        await ledger.submit(mine, {})
+        mine = await queued_job(ledger, capture=True, tenant="t")
         settle = settler(redis_url)
         for seq, job in enumerate((operators, mine), start=1):
             await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
@@ -186,8 +187,7 @@ async def test_a_tenants_own_capture_files_count_until_they_are_deleted(
 async def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_invalid(
     tmp_path: Path,
 ) -> None:
-    server = redis_server.start(tmp_path)
-    try:
+    with mortal(tmp_path) as server:
         async with open_ledger(server.url) as ledger:
             await ledger.submit(make_job(tenant="t"), {})
             for steps in (1, 2):  # before all was looked at, and after
@@ -196,11 +196,9 @@ async def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_a
                 await ledger.redis.hset("ms:usage", "t/jobs", 9)
                 handed_over(server.url)
                 server.kill()
-                server = redis_server.start(tmp_path, port=server.port)
+                server.start()
                 assert await count.step() == []
                 assert await ledger.redis.hget("ms:usage", "t/jobs") == b"9"
-    finally:
-        server.stop()
 
 
 async def test_an_abandoned_usage_count_changes_nothing(ledger: Ledger) -> None:

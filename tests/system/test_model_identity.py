@@ -7,7 +7,16 @@ import httpx2
 import pytest
 from edge import model_info
 from harvest_kit import texts
-from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, sent, worker_info
+from ledger_kit import (
+    BOOT,
+    IDENTITY,
+    MODEL,
+    WORKER,
+    open_ledger,
+    queued_job,
+    sent,
+    worker_info,
+)
 from midstream_fake_engine.model import identity_of
 from refusal_kit import refuses
 from stack import Stack
@@ -36,8 +45,7 @@ async def test_a_claim_by_a_worker_of_another_identity_fails_the_job(
     redis_url: str, identity: str
 ) -> None:
     async with open_ledger(redis_url) as ledger:
-        job = make_job(identity=identity)
-        await ledger.submit(job, {})
+        job = await queued_job(ledger, identity=identity)
         assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
         view = await ledger.view(job.id)
         assert (view.state, view.attempt, view.identity) == (State.FAILED, 0, identity)
@@ -48,16 +56,14 @@ async def test_a_claim_by_a_worker_of_another_identity_fails_the_job(
 
 async def test_no_worker_takes_a_job_without_an_identity(redis_url: str) -> None:
     async with open_ledger(redis_url, on_model_change="wait") as ledger:
-        job = make_job(identity="")
-        await ledger.submit(job, {})
+        job = await queued_job(ledger, identity="")
         assert await ledger.claim(job.id, WORKER, BOOT, 1, "") is None
         assert (await ledger.view(job.id)).state is State.FAILED
 
 
 async def test_a_job_waits_for_its_own_model_where_the_setting_says_so(redis_url: str) -> None:
     async with open_ledger(redis_url, on_model_change="wait") as ledger:
-        job = make_job()
-        await ledger.submit(job, {})
+        job = await queued_job(ledger)
         assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
         assert (await ledger.view(job.id)).state is State.QUEUED
         await Reaper(ledger, ledger.settings).sweep(now() + 60)
@@ -200,8 +206,7 @@ def test_a_second_worker_of_another_model_does_not_start(two: Two) -> None:
     assert f"the live worker 'w1' serves 'shared' with the identity {two.second[:12]}" in reason
     assert "serve this one under another model_name" in reason
     assert two.client.wait(two.client.submit(model=NAME, prompts=["a"])).state == "succeeded"
-    two.stack.spawn("worker-2", model="second")
-    two.stack.wait_ready("worker-2")
+    two.stack.add("worker-2", model="second")
     assert two.stack.end("worker-2") == 0
 
 
@@ -209,8 +214,7 @@ def test_a_second_worker_of_another_model_does_not_start(two: Two) -> None:
 def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(two: Two) -> None:
     two.stack.kill("worker", signal.SIGSTOP)
     wait_until(lambda: not two.stack.do(lambda ledger: ledger.workers()))
-    two.stack.spawn("worker-3", model="first")
-    two.stack.wait_ready("worker-3")
+    two.stack.add("worker-3", model="first")
     two.stack.kill("worker", signal.SIGCONT)
     assert two.stack.exit_code("worker") == EXIT_ENGINE_DIED
     assert (

@@ -185,8 +185,7 @@ def test_a_worker_killed_during_an_upload_loses_nothing(
     fault = proxy.fault("slow", r"PUT .*/killed/.*\.json", times=1, seconds=5.0)
     job = stack.submit(["one", "three"], capture=capture("killed"))
     wait_until(lambda: fault.seen == 1)
-    stack.kill("worker")
-    stack.restart("worker")
+    stack.crash("worker")
     assert stack.wait(job).state is State.SUCCEEDED
     check(client.capture(job), requests=2)
     check(CaptureReader(bucket, job), requests=2)
@@ -250,8 +249,7 @@ def test_links_through_the_api_alone_and_a_quota(
     """Both are settings of the API: it is started with others."""
     job = stack.submit(["one"], capture=capture("private"))
     assert stack.wait(job).state is State.SUCCEEDED
-    stack.end("api")
-    stack.restart("api", artifact_links="api", capture_quota_mib=1)
+    stack.replace("api", artifact_links="api", capture_quota_mib=1)
     assert [
         file["link"] for file in httpx2.get(f"{stack.url}/v1/captures/{job}").json()["files"]
     ] == [None]

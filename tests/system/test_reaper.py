@@ -17,15 +17,19 @@ from ledger_kit import (
     MODEL,
     WORKER,
     claimed,
+    claimed_again,
+    error_of,
     make_job,
     open_ledger,
     outputs,
+    queued_job,
     receipt,
     sent,
     settler,
     submit_unsent,
     worker_info,
 )
+from mortal_redis import mortal
 from redis_kit import handed_over
 
 from midstream.broker.ledger.core import scripts
@@ -34,7 +38,6 @@ from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.jobs.status import relay_since
 from midstream.broker.ledger.recovery import reaper as reaper_module
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.ops import redis_server
 from midstream.broker.ops.liveness import RELAY_KEY
 from midstream.broker.queue.celery_app import make_app, queue_of
 from midstream.broker.receipts.relay import Relay
@@ -67,8 +70,7 @@ async def test_a_delivered_message_is_not_resent(
     acknowledges the former one only when it has wound up, and it starts nothing.
     """
     app = make_app(ledger.settings)
-    job = make_job(steer=True)
-    await ledger.submit(job, {})
+    job = await queued_job(ledger, steer=True)
     with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
         message = queue.get(timeout=60)
         assert await sent(ledger) == []
@@ -105,12 +107,9 @@ async def test_an_expired_lease_is_another_attempt_and_the_last_ends_as_worker_l
         view = await ledger.view(job.id)
         assert (view.state, view.attempt, view.worker) == (State.QUEUED, 1, None)
         assert view.retry_reason == f"worker {WORKER} did not renew its lease"
-        claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-        assert claim is not None
-        assert claim.attempt == 2
+        assert await claimed_again(ledger, job) == 2
         assert (await reaper.sweep(now() + 60)).failed == [job.id]
-        error = (await ledger.view(job.id)).error
-        assert error is not None
+        error = await error_of(ledger, job)
         assert error.type == "urn:midstream:worker_lost"
         assert WORKER in error.detail
 
@@ -144,8 +143,7 @@ async def test_a_delayed_renewal_does_not_shorten_the_lease(
 
 
 async def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: Path) -> None:
-    server = redis_server.start(tmp_path)
-    try:
+    with mortal(tmp_path) as server:
         async with open_ledger(server.url, lease_s=10) as ledger:
             reaper, job = Reaper(ledger, ledger.settings), make_job()
             await claimed(ledger, job)
@@ -153,12 +151,10 @@ async def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_
             await asyncio.to_thread(handed_over, server.url)
             server.kill()
             await asyncio.sleep(2.5)  # Redis tells its uptime in whole seconds
-            server = redis_server.start(tmp_path, port=server.port)
+            server.start()
             at = leased + 10.1
             assert not await reaper.sweep(at), "the lease ran out while nobody could renew it"
             assert (await reaper.sweep(now() + 20)).requeued == [job.id]
-    finally:
-        server.stop()
 
 
 async def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(
@@ -177,10 +173,9 @@ async def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(
         await relay_beat(ledger, since=began + 1002)
         assert not await reaper.sweep(began + 1006)
         assert (await reaper.sweep(began + 1008)).timed_out == [job.id]
-        result, error = await ledger.result(job.id), (await ledger.view(job.id)).error
+        result, error = await ledger.result(job.id), await error_of(ledger, job)
         assert (result.state, result.capture_results.status) == (State.FAILED, "timed_out")
         assert "1 of 2 receipts" in result.capture_results.detail
-        assert error is not None
         assert (error.type, error.status) == ("urn:midstream:receipts_timed_out", 504)
 
 

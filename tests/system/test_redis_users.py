@@ -103,8 +103,7 @@ def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx2.Clie
     wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "running")
     machines.processes["worker"].kill()
     machines.processes["worker"].wait()
-    machines.spawn("worker")
-    machines.wait_ready("worker")
+    machines.add("worker")
     view = ended(http, job)
     assert (view["state"], view["attempt"]) == ("succeeded", 2)
 

@@ -8,29 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import redis
+from mortal_redis import mortal
 from ports import free_port
-from receipt_rig import Jobs, RelayProcess, SenderProcess, once_each, receipt
+from receipt_rig import LONG_S, Jobs, RelayProcess, SenderProcess, deliver, fill, once_each, receipt
 from wait_kit import wait_until
 
-from midstream.broker.ops import redis_server
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.receipts.relay import bind_address
 from midstream.schemas.base.settings import SettingsError
 from midstream.schemas.jobs.jobs import State
-
-#: Time limit against hangs.
-LONG_S = 60.0
-
-
-def fill(outbox: Outbox, jobs: list[str], requests: Iterable[int]) -> None:
-    for request in requests:
-        for job in jobs:
-            outbox.append(receipt(job, request))
 
 
 @contextmanager
@@ -65,14 +56,12 @@ def test_a_single_receipt_is_delivered_immediately(
     (job,) = jobs.claim(1, 4)
     took = []
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-        outbox.append(receipt(job, 0))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, [job], [0])
         for request in (1, 2, 3):
             if min(took, default=3.0) >= 3.0:  # again, where the machine stood still
                 time.sleep(1.0)  # everything is asleep now
             start = time.monotonic()
-            outbox.append(receipt(job, request))
-            assert outbox.flush(LONG_S)
+            deliver(outbox, [job], [request])
             took.append(time.monotonic() - start)
     assert min(took) < 3  # the next heartbeat of the connection would not help either
     assert jobs.arrived(job) == once_each(4)
@@ -115,8 +104,7 @@ def test_receipts_are_settled_in_groups(
     made = jobs.claim(5, 400)
     with redis.Redis.from_url(redis_url) as client, Outbox(tmp_path, "w", 0, relay.url) as outbox:
         before = client.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"]
-        fill(outbox, made, range(400))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, made, range(400))
         calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - before
         assert outbox.transactions <= 100
     assert calls <= 200  # for 2000 receipts
@@ -165,23 +153,20 @@ def test_kills_of_the_sending_process_lose_and_double_nothing_that_was_durable(
 
 # field case 37
 def test_a_kill_of_redis_under_load_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    server = redis_server.start(tmp_path / "redis")
-    jobs = Jobs(server.url)
-    relay = RelayProcess(server.url, tmp_path / "relay.log", "tcp://127.0.0.1:0")
-    try:
+    with mortal(tmp_path / "redis") as server, ExitStack() as ends:
+        jobs = Jobs(server.url)
+        relay = RelayProcess(server.url, tmp_path / "relay.log", "tcp://127.0.0.1:0")
+        ends.callback(relay.kill)
         made = jobs.claim(5, 100)
         with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
             with appended(outbox, made, range(100), every_s=0.02):
                 wait_until(lambda: jobs.mark(outbox.epoch) >= 100)
                 server.kill()
                 wait_until(lambda: "Redis is unreachable" in relay.log.read_text())
-                server = redis_server.start(tmp_path / "redis", port=server.port)
+                server.start()
             assert outbox.flush(LONG_S)
         assert relay.stop() == 0, "the relay waited for Redis and did not die"
         assert [jobs.arrived(job) for job in made] == [once_each(100)] * 5
-    finally:
-        relay.kill()
-        server.stop()
 
 
 def test_a_full_redis_refuses_receipts_and_gets_them_once_there_is_room(
@@ -250,8 +235,7 @@ def test_receipts_take_another_relay_when_theirs_is_away(
     relay.kill()
     try:
         with Outbox(tmp_path, "w", 0, f"{relay.url}, {other.url}") as outbox:
-            fill(outbox, [job], range(10))
-            assert outbox.flush(LONG_S), "the first relay never answered"
+            deliver(outbox, [job], range(10), "the first relay never answered")
             relay.start()
             with appended(outbox, [job], range(10, 20), 0.005):
                 other.kill()
@@ -269,8 +253,7 @@ def test_a_damaged_outbox_fails_the_jobs_it_lost_and_goes_on(
     relay.start()
     (fresh,) = jobs.claim(1, 1)
     with Outbox(tmp_path, "w", 0, relay.url) as again:
-        again.append(receipt(fresh, 0))
-        assert again.flush(LONG_S)
+        deliver(again, [fresh], [0])
         assert again.epoch != outbox.epoch
     for job in made:
         view = jobs.view(job)
@@ -286,12 +269,10 @@ def test_a_damaged_outbox_fails_only_jobs_whose_receipts_had_not_arrived(
 ) -> None:
     (arrived,) = jobs.claim(1, 2)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-        outbox.append(receipt(arrived, 0))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, [arrived], [0])
     outbox.path.unlink()
     with Outbox(tmp_path, "w", 0, relay.url) as again:
-        again.append(receipt(arrived, 1))
-        assert again.flush(LONG_S)
+        deliver(again, [arrived], [1])
     assert jobs.view(arrived).state is State.RUNNING
     assert jobs.arrived(arrived) == once_each(2)
 
@@ -317,16 +298,13 @@ def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(
 ) -> None:
     (job,) = jobs.claim(1, 8)
     with Outbox(tmp_path / "live", "w", 0, relay.url) as outbox:
-        fill(outbox, [job], range(2))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, [job], range(2))
     shutil.copytree(tmp_path / "live", tmp_path / "backup")
     with Outbox(tmp_path / "live", "w", 0, relay.url) as outbox:
-        fill(outbox, [job], range(2, 5))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, [job], range(2, 5))
     with Outbox(tmp_path / "backup", "w", 0, relay.url) as restored:
         # numbers 3 to 5 of the old epoch, which the relay has already
-        fill(restored, [job], range(5, 8))
-        assert restored.flush(LONG_S)
+        deliver(restored, [job], range(5, 8))
         assert restored.epoch != outbox.epoch
     assert jobs.arrived(job) == once_each(8)
 
@@ -338,8 +316,7 @@ def test_receipts_lost_by_redis_are_sent_again(
     monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 600.0)
     (job,) = jobs.claim(1, 10)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox, redis.Redis.from_url(redis_url) as client:
-        fill(outbox, [job], range(10))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, [job], range(10))
         relay.kill()
         client.set(f"ms:mark:w:0:{outbox.epoch}", 7)
         client.hdel(f"ms:ticket:{job}", "7/0", "8/0", "9/0")
@@ -356,8 +333,7 @@ def test_acknowledged_receipts_are_deleted_without_further_traffic(
     (job,) = jobs.claim(1, 20)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox, sqlite3.connect(outbox.path) as database:
         began = time.monotonic()
-        fill(outbox, [job], range(20))
-        assert outbox.flush(LONG_S)
+        deliver(outbox, [job], range(20))
         wait_until(lambda: database.execute("SELECT count(*) FROM receipts").fetchone() == (0,))
         assert time.monotonic() - began >= 0.3
         assert database.execute("SELECT acked FROM outbox").fetchone() == (20,)

@@ -16,6 +16,7 @@ from ledger_kit import (
     make_job,
     open_ledger,
     outputs,
+    queued_job,
     receipt,
     settler,
     worker_info,
@@ -111,7 +112,7 @@ async def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) 
     async with open_ledger(redis_url, lease_s=0.05, max_attempts=1) as ledger:
         for worker in ("holds", "idle"):
             await ledger.heartbeat(worker_info(worker))
-        await ledger.submit(job := make_job(), {})
+        job = await queued_job(ledger)
         await ledger.claim(job.id, "holds", BOOT, 1, IDENTITY)
         await asyncio.sleep(0.1)
         assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]

@@ -14,10 +14,12 @@ from ledger_kit import (
     MODEL,
     WORKER,
     claimed,
+    error_of,
     make_job,
     open_ledger,
     outputs,
     receipt,
+    running_job,
     sent,
     settler,
     state_of,
@@ -32,7 +34,7 @@ from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import DeliveryAttempt
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, ProbeScore, StoredProbe
-from midstream.schemas.base.errors import MidstreamError, Problem
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import CaptureResults, Job, State
 from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange, Receipt
@@ -47,13 +49,6 @@ def file(path: str = "t/j/p0000.a1.pp0.safetensors", **changes: Any) -> Captured
         "sites": {"post_block": [0, 1]},
     }
     return CapturedFile(path, **(facts | changes))
-
-
-async def error_of(ledger: Ledger, job: Job) -> Problem:
-    view = await ledger.view(job.id)
-    assert view.state is State.FAILED
-    assert view.error is not None
-    return view.error
 
 
 GUARD = StoredPolicy(
@@ -127,8 +122,7 @@ async def test_ranks_of_a_stage_that_disagree_fail_the_job_at_once(
 ) -> None:
     # field case 29
     async with open_ledger(redis_url, on_desync="fail") as ledger:
-        job = make_job(prompts=2, steer=True)
-        await claimed(ledger, job)
+        job = await running_job(ledger, prompts=2, steer=True)
         settle = settler(redis_url, on_desync="fail")
         settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, 0))])
         settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 0, 1, **changed))])
@@ -145,8 +139,7 @@ async def test_ranks_of_a_stage_that_disagree_fail_the_job_at_once(
             "fedcba9876543210",
             changed.get("checksum", "fedcba9876543210"),
         }
-        abandoned = make_job(steer=True)
-        await claimed(ledger, abandoned, worker="w2")
+        abandoned = await running_job(ledger, worker="w2", steer=True)
         assert await ledger.desync_release(abandoned.id, 1, "rank 1 differs") is State.FAILED
 
 
@@ -154,8 +147,7 @@ async def test_ranks_that_disagree_cost_the_job_one_attempt_and_the_next_says_wh
     ledger: Ledger, settle: Settler
 ) -> None:
     # field case 29, 30, 37
-    job = make_job(steer=True)
-    await claimed(ledger, job)
+    job = await running_job(ledger, steer=True)
     settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, 0))])
     settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 0, 1, actions=4))])
     assert settle.counts.disagreements == 1
@@ -182,8 +174,7 @@ async def test_late_receipts_of_ledgers_that_are_settled_do_not_mark_the_worker_
     steering = Steering(ledger)
 
     async def disagree(seq: int, boot: str, epoch: int) -> bool:
-        job = make_job(steer=True)
-        await claimed(ledger, job)
+        job = await running_job(ledger, steer=True)
         for rank in (0, 1):
             told = receipt(job, 0, rank, boot=boot, epoch=epoch, actions=3 + rank)
             settle.settle(WORKER, rank, EPOCH, [(seq, told)])
@@ -213,8 +204,7 @@ async def test_an_error_of_one_rank_fails_the_job_with_rank_and_reason(
     ledger: Ledger, settle: Settler, asked: Any, told: dict[str, str], expected: str
 ) -> None:
     # field case 19, 29
-    job = make_job(prompts=2, **asked)
-    await claimed(ledger, job)
+    job = await running_job(ledger, prompts=2, **asked)
     said = {"status": "error", "message": 'disk "full" \\ é'} | told
     settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 1, 1, **said)), (2, receipt(job, 0, 1))])
     error = await error_of(ledger, job)
@@ -224,8 +214,7 @@ async def test_an_error_of_one_rank_fails_the_job_with_rank_and_reason(
 
 
 async def test_a_gap_holds_the_mark_until_it_is_filled(ledger: Ledger, settle: Settler) -> None:
-    job = make_job(prompts=4, capture=True)
-    await claimed(ledger, job, ranks=1)
+    job = await running_job(ledger, ranks=1, prompts=4, capture=True)
     told = {seq: (seq, receipt(job, seq - 1)) for seq in range(1, 5)}
     assert settle.mark(WORKER, 0, EPOCH) == 0
     assert settle.settle(WORKER, 0, EPOCH, [told[1], told[3], told[4]]) == 1
@@ -246,8 +235,7 @@ async def test_a_gap_holds_the_mark_until_it_is_filled(ledger: Ledger, settle: S
 async def test_a_long_batch_is_settled_whole_in_several_script_calls(
     ledger: Ledger, settle: Settler, receipts: int, size: int, calls: int
 ) -> None:
-    job = make_job(prompts=receipts, capture=True)
-    await claimed(ledger, job, ranks=1)
+    job = await running_job(ledger, ranks=1, prompts=receipts, capture=True)
     await ledger.store_outputs(job.id, 1, outputs(receipts))
     settle.settle(WORKER, 0, EPOCH, [(1, receipt("job_unknown"))])  # the script is loaded
     rows = [Consumed(name="memory", rows=bytes(size))]
@@ -303,8 +291,7 @@ async def test_the_result_says_what_the_receipt_says_of_its_rows(
     ledger: Ledger, settle: Settler, told: dict[str, Any], status: str, detail: str
 ) -> None:
     # field case 19
-    job = make_job(capture=True)
-    await claimed(ledger, job, ranks=1)
+    job = await running_job(ledger, ranks=1, capture=True)
     settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, **told))])
     await ledger.store_outputs(job.id, 1, outputs())
     results = (await ledger.result(job.id)).capture_results
@@ -322,8 +309,7 @@ async def test_the_result_says_what_the_receipt_says_of_its_rows(
 async def test_a_receipt_from_before_there_were_other_hooks_means_post_block(
     ledger: Ledger, settle: Settler
 ) -> None:
-    job = make_job(capture=True)
-    await claimed(ledger, job, ranks=1)
+    job = await running_job(ledger, ranks=1, capture=True)
     settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, files=[file(sites={}, layers=[0, 1])]))])
     (entry,) = (await ledger.result(job.id)).capture_results.files
     assert entry.sites == {"post_block": [0, 1]}
@@ -346,8 +332,7 @@ async def test_only_prompts_with_a_capture_or_steering_are_waited_for(
 async def test_receipts_of_an_unknown_job_or_request_are_acknowledged_and_counted(
     ledger: Ledger, settle: Settler
 ) -> None:
-    job = make_job(prompts=1, capture=True)
-    await claimed(ledger, job, ranks=1)
+    job = await running_job(ledger, ranks=1, prompts=1, capture=True)
     told = [(1, receipt("job_unknown")), (2, receipt(job, request=1))]
     assert settle.settle(WORKER, 0, EPOCH, told) == 2
     assert settle.counts.unknown == 2

@@ -10,19 +10,20 @@ import pytest
 from capture_kit import HIDDEN, finished, write
 from edge import model_info
 from ledger_kit import (
-    BOOT,
     EPOCH,
-    IDENTITY,
     MODEL,
     WORKER,
     claimed,
+    claimed_again,
     make_job,
     open_ledger,
     outputs,
+    queued_job,
     receipt,
     settler,
     worker_info,
 )
+from refusal_kit import refuses
 
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs.captures import Captures
@@ -32,7 +33,7 @@ from midstream.broker.ledger.named.source_runs import SourceRuns
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, State
-from midstream.schemas.requests.source_runs import RunFiles, RunView, run_key
+from midstream.schemas.requests.source_runs import Run, RunFiles, RunView, run_key
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.file_store import DELETED
 from midstream.workers.engine.protocol import Locate
@@ -62,8 +63,7 @@ async def finish(
     ledger: Ledger, url: str, job: Job, root: Path, layout: str = "packed", **changes: Any
 ) -> Job:
     """Let two stages capture all prompts of a submitted job, and end it."""
-    claim = await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
-    assert claim is not None
+    attempt = await claimed_again(ledger, job, ranks=2)
     receipts = []
     for request in range(len(job.prompts)):
         for pp, sites in enumerate(STAGES):
@@ -80,7 +80,7 @@ async def finish(
             )
             files = write(root, made, owner=f"w.{job.id[-6:]}.{request}.{pp}")
             receipts.append(receipt(job, request, rank=pp, tp=0, pp=pp, files=files))
-    await ledger.store_outputs(job.id, claim.attempt, outputs(len(job.prompts)))
+    await ledger.store_outputs(job.id, attempt, outputs(len(job.prompts)))
     epoch = f"{EPOCH}{job.id[-6:]}"
     settler(url).settle(
         WORKER, 0, epoch, [(place + 1, told) for place, told in enumerate(receipts)]
@@ -104,6 +104,12 @@ def told(files: RunFiles) -> tuple[Any, ...]:
     return files.key, files.sites, files.positions, files.hidden_size, files.bytes, places
 
 
+async def named(runs: SourceRuns, name: str = "clean") -> Run:
+    run = await runs.lookup(MODEL, name)
+    assert run is not None
+    return run
+
+
 async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
     with pytest.raises(MidstreamError) as caught:
         await call
@@ -115,28 +121,23 @@ async def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(
 ) -> None:
     first, second = run_job(), run_job()
     assert await ledger.submit(first, {}, ("key", "body")) == (first.id, True)
-    run = await runs.lookup(MODEL, "clean")
-    assert run is not None
+    run = await named(runs)
     assert (run.job, run.tag, run.created) == (first.id, TAG, first.created)
     assert (await ledger.view(first.id)).run == "clean"
     await ledger.submit(second, {})
     # The same submission once more, its answer was lost: no new job, and the name is not
     # turned back.
     assert await ledger.submit(run_job(), {}, ("key", "body")) == (first.id, False)
-    run = await runs.lookup(MODEL, "clean")
-    assert run is not None
-    assert run.job == second.id
+    assert (await named(runs)).job == second.id
     assert await runs.names(MODEL) == ["clean"]
     assert (await runs.names("another"), await runs.lookup("another", "clean")) == (
         [],
         None,
     )
-    by_job = await runs.lookup(MODEL, first.id)
-    assert by_job is not None
+    by_job = await named(runs, first.id)
     assert (by_job.job, by_job.tag) == (first.id, TAG)
     assert await runs.lookup("another", first.id) is None
-    user = make_job(runs={"clean": second.id})
-    await ledger.submit(user, {})
+    user = await queued_job(ledger, runs={"clean": second.id})
     assert ((await ledger.view(user.id)).runs, (await ledger.view(user.id)).run) == (
         {"clean": second.id},
         "",
@@ -154,8 +155,7 @@ async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason
         "its job is running",
         None,
     )
-    run = await runs.lookup(MODEL, "clean")
-    assert run is not None
+    run = await named(runs)
     assert await refusal(runs.prompts(run)) == (
         "conflict",
         "source run clean: its job is running",
@@ -170,8 +170,7 @@ async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason
         "capture_failed",
         "source run clean: the disk is full",
     )
-    kind, detail = await refusal(runs.files(run_key(job.id, 0, TAG)))
-    assert (kind, detail) == (
+    assert await refusal(runs.files(run_key(job.id, 0, TAG))) == (
         "intervention_failed",
         f"source run {run_key(job.id, 0, TAG)}: the disk is full",
     )
@@ -218,9 +217,7 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
         (0, 3, [100, 101, 102], "bfloat16"),
         (1, 3, [100, 101, 102], "bfloat16"),
     ]
-    run = await runs.lookup(MODEL, "clean")
-    assert run is not None
-    assert await runs.prompts(run, [1]) == prompts[1:]
+    assert await runs.prompts(await named(runs), [1]) == prompts[1:]
     await ledger.redis.delete(f"ms:ticket:{job.id}")
     assert told(await runs.files(key)) == told(by_receipts)
     assert (await runs.view(MODEL, "clean")).prompts == prompts
@@ -251,8 +248,7 @@ async def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_
     ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str
 ) -> None:
     job = await ready(ledger, redis_url, root)
-    run, key = await runs.lookup(MODEL, "clean"), run_key(job.id, 0, TAG)
-    assert run is not None
+    run, key = await named(runs), run_key(job.id, 0, TAG)
     await Captures(ledger).delete(job.id)
     for forgotten in ("", f"ms:capture:{job.id}"):
         # long after the deletion its record is gone, too
@@ -413,10 +409,10 @@ async def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(
     await runs.delete(MODEL, "gone")
     holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
     keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
-    with pytest.raises(MidstreamError) as caught:
+    detail = f"run 'gone': source run {keys[1]}: its captures were deleted"
+    with refuses(detail=detail):
         async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):
             entered = True
     assert not entered
-    assert caught.value.detail == f"run 'gone': source run {keys[1]}: its captures were deleted"
     assert (await runs.view(MODEL, "here")).in_use == 0
     assert await ledger.redis.keys("ms:run-lease:*") == []

@@ -118,8 +118,7 @@ def test_a_rank_that_cannot_read_a_run_fails_that_job_and_serves_the_next(stack:
 
 
 def test_source_runs_are_loaded_on_every_rank_of_any_worker(stack: Stack) -> None:
-    stack.spawn("worker-2", fault="")
-    stack.wait_ready("worker-2")
+    stack.add("worker-2", fault="")
     job = make_run(stack, "eiffel")
     found = view(stack, "eiffel")
     assert (found.state, found.job) == ("ready", job)

@@ -20,6 +20,7 @@ from ledger_kit import (
     make_job,
     open_ledger,
     outputs,
+    queued_job,
     settings_for,
     worker_info,
 )
@@ -234,8 +235,7 @@ async def test_one_proposal_at_a_time_until_its_deadline(
 async def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(
     ledger: Ledger, steering: Steering
 ) -> None:
-    job = make_job(prompts=3)
-    await ledger.submit(job, {})
+    job = await queued_job(ledger, prompts=3)
     current = await change(steering, A)
     with pytest.raises(ClaimRefused) as behind:
         await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
@@ -253,8 +253,7 @@ async def test_no_job_is_claimed_under_another_global_steering_than_the_desired_
 async def test_a_requeued_job_forgets_its_global_steering(
     ledger: Ledger, steering: Steering
 ) -> None:
-    job = make_job()
-    await ledger.submit(job, {})
+    job = await queued_job(ledger)
     await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering, A)).version, True)
     await ledger.release(job.id, 1)
     assert not (await ledger.view(job.id)).steered
@@ -267,8 +266,7 @@ async def test_a_requeued_job_forgets_its_global_steering(
 async def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal(
     ledger: Ledger, steering: Steering
 ) -> None:
-    job = make_job()
-    await ledger.submit(job, {})
+    job = await queued_job(ledger)
     await ledger.redis.hset("ms:desync", WORKER, "rank 1 differs")
     with pytest.raises(ClaimRefused) as refused:
         await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)

@@ -10,10 +10,14 @@ from ledger_kit import (
     IDENTITY,
     WORKER,
     claimed,
+    claimed_again,
+    error_of,
     make_job,
     open_ledger,
     outputs,
+    queued_job,
     receipt,
+    running_job,
     sent,
     settler,
     state_of,
@@ -41,8 +45,7 @@ def refuse(redis_url: str, job: Job, attempt: int = 1, **settings: float) -> Non
 async def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url: str) -> None:
     async with open_ledger(redis_url, max_attempts=2) as ledger:
         reaper = Reaper(ledger, ledger.settings)
-        job = make_job(capture=True)
-        await claimed(ledger, job, ranks=1)
+        job = await running_job(ledger, ranks=1, capture=True)
         await ledger.store_outputs(job.id, 1, outputs(1))
         await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
         for attempt in range(1, 6):  # more than `max_attempts`
@@ -60,9 +63,7 @@ async def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url
                 "it is one of the queue again"
             )
             await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
-            claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-            assert claim is not None
-            assert claim.attempt == attempt + 1
+            assert await claimed_again(ledger, job) == attempt + 1
         assert await ledger.release(job.id, 6) is State.QUEUED, (
             "what the store did is not held against it"
         )
@@ -104,18 +105,15 @@ async def test_a_job_waits_for_the_store_as_long_as_the_setting_says(redis_url: 
         refuse(redis_url, running, 2, artifact_wait_s=0.05)
         await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
         for job in (running, queued):
-            view = await ledger.view(job.id)
-            assert view.state is State.FAILED
-            assert view.error is not None
-            assert view.error.type == "urn:midstream:capture_failed"
-            assert "it cannot be reached; the job has waited 0.05 s" in view.error.detail
+            error = await error_of(ledger, job)
+            assert error.type == "urn:midstream:capture_failed"
+            assert "it cannot be reached; the job has waited 0.05 s" in error.detail
 
 
 async def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(
     ledger: Ledger, reaper: Reaper
 ) -> None:
-    job = make_job(capture=True, expires=now() + 3)
-    await ledger.submit(job, {})
+    job = await queued_job(ledger, capture=True, expires=now() + 3)
     await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
     assert (await reaper.sweep(now() + 1)).late == []
     assert (await reaper.sweep(now() + 4)).late == [job.id]
@@ -131,10 +129,9 @@ async def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) 
         assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
         await asyncio.sleep(0.1)
         assert await ledger.release(job.id, 2, unreachable="it cannot be reached") is State.FAILED
-        view = await ledger.view(job.id)
-        assert view.error is not None
-        assert view.error.type == "urn:midstream:intervention_failed"
-        assert "it cannot be reached; the job has waited 0.05 s" in view.error.detail
+        error = await error_of(ledger, job)
+        assert error.type == "urn:midstream:intervention_failed"
+        assert "it cannot be reached; the job has waited 0.05 s" in error.detail
         await claimed(ledger, cancelled, ranks=1)
         await ledger.request_cancel(cancelled.id)
         assert (

@@ -197,8 +197,7 @@ def test_a_redelivered_message_of_a_finished_job_changes_no_task_state(
 def test_a_fenced_attempt_is_not_the_end_of_a_task(stack: Stack, flower: Watcher) -> None:
     job_id = stack.submit(["taken over"], max_tokens=300)
     flower.task(job_id, "STARTED")
-    stack.kill("worker")
-    stack.restart("worker")
+    stack.crash("worker")
     assert stack.wait(job_id).state is State.SUCCEEDED
     assert stack.view(job_id).attempt == 2
 
@@ -232,8 +231,7 @@ def test_a_task_end_is_reported_after_a_redis_restart(stack: Stack, flower: Watc
     # else the message comes again, and tells
     wait_until(lambda: stack.do(lambda ledger: ledger.redis.hlen(UNACKED)) == 0)
     handed_over(stack.settings.redis_url)  # nobody was promised anything yet
-    stack.kill("redis")
-    stack.restart("redis")
+    stack.crash("redis")
     stack.restart("relay")
     assert stack.wait(job_id).state is State.SUCCEEDED
     flower.look()

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import pytest
-from ledger_kit import IDENTITY, claimed, make_job, open_ledger, outputs
+from ledger_kit import IDENTITY, claimed, make_job, open_ledger, outputs, queued_job, running_job
 from refusal_kit import refuses
+from wait_kit import holding
 
 from midstream.broker.ledger.jobs import watch
 from midstream.broker.ledger.jobs.ledger import Ledger
@@ -23,30 +23,18 @@ def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "POLL_S", 60.0)
 
 
-async def until(holds: Callable[[], Awaitable[object]]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            if await holds():
-                return
-            await asyncio.sleep(0.02)
-
-
 async def until_heard(ledger: Ledger, others: set[str]) -> None:
     """Until somebody else than `others` subscribes."""
 
     async def heard() -> set[str]:
         return await subscribers(ledger) - others
 
-    await until(heard)
+    await holding(heard)
 
 
 async def until_remembered(watcher: Watcher, job: Job) -> None:
     """Until the message of the job's last change has come."""
-
-    async def remembered() -> bool:
-        return job.id in watcher.remembered
-
-    await until(remembered)
+    await holding(lambda: job.id in watcher.remembered)
 
 
 async def subscribers(ledger: Ledger) -> set[str]:
@@ -82,8 +70,7 @@ async def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_
     redis_url: str, no_polling: None
 ) -> None:
     async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-        job = make_job()
-        await claimed(ledger, job)
+        job = await running_job(ledger)
         assert await watcher.changed(job.id, 1, 30) == 2
         began = time.monotonic()
         assert await watcher.changed(job.id, 2, 0.3) == 2
@@ -114,8 +101,7 @@ async def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_poll
         others = await subscribers(ledger)
         watcher = await stack.enter_async_context(Watcher(ledger))
         await until_heard(ledger, others)
-        job = make_job()
-        await ledger.submit(job, {})
+        job = await queued_job(ledger)
         await until_remembered(watcher, job)  # who is not connected yet looks by itself
         waiting = asyncio.create_task(watcher.changed(job.id, 1, 60, quiet={"queued", "running"}))
         await asyncio.sleep(0.2)
@@ -131,8 +117,7 @@ async def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling:
         others = await subscribers(ledger)
         watcher = await stack.enter_async_context(Watcher(ledger))
         await until_heard(ledger, others)
-        job = make_job()
-        await claimed(ledger, job)
+        job = await running_job(ledger)
         await until_remembered(watcher, job)
         await ledger.redis.delete(f"ms:job:{job.id}")
         assert await watcher.changed(job.id, 1, 30) == 2
@@ -142,8 +127,7 @@ async def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
     redis_url: str, no_polling: None
 ) -> None:
     async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-        job = make_job()
-        await claimed(ledger, job)
+        job = await running_job(ledger)
         last = (await ledger.events(job.id))[-1].id
         assert await watcher.has_events(job.id, last, 0.2) is False
         following = asyncio.create_task(watcher.has_events(job.id, last, 30))
@@ -163,8 +147,7 @@ async def test_a_wait_ends_without_notifications(
 ) -> None:  # field case 38
     monkeypatch.setattr(watch, "POLL_S", 0.1)
     async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
-        job = make_job()
-        await claimed(ledger, job)
+        job = await running_job(ledger)
         waiting = asyncio.create_task(watcher.changed(job.id, 2, 60))
         await asyncio.sleep(0.2)
         # a change whose notification is lost

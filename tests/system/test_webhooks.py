@@ -16,13 +16,23 @@ from typing import Any
 import httpcore2
 import pytest
 from hook_kit import OK, Receiver
-from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs
+from ledger_kit import (
+    BOOT,
+    IDENTITY,
+    MODEL,
+    WORKER,
+    claimed,
+    make_job,
+    open_ledger,
+    outputs,
+    queued_job,
+)
+from mortal_redis import mortal
 from redis_kit import hold_back, slow_disk
 from refusal_kit import refuses
 from standardwebhooks.webhooks import WebhookVerificationError
 
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.ops import redis_server
 from midstream.broker.webhooks import outbox
 from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
 from midstream.broker.webhooks.outbox import WebhookOutbox
@@ -125,21 +135,18 @@ async def test_an_end_delivered_while_the_disk_is_slow_survives_a_kill_of_redis(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, receiver: Receiver
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", slow_disk(tmp_path))
-    server = redis_server.start(tmp_path / "redis")
-
-    async with service(server.url) as made:
-        job = make_job(callback=Callback(url=receiver.url(), events=list(ENDS)))
-        await made.ledger.submit(job, {})
-        await asyncio.to_thread(hold_back, server.url)
-        await made.ledger.request_cancel(job.id)
-        assert await made.sender.round() == 1
-        assert [got.body.type for got in receiver.got] == ["job.aborted"]
-        server.kill()
-        again = redis_server.start(server.directory, port=server.port)
-        try:
+    with mortal(tmp_path / "redis") as server:
+        async with service(server.url) as made:
+            job = await queued_job(
+                made.ledger, callback=Callback(url=receiver.url(), events=list(ENDS))
+            )
+            await asyncio.to_thread(hold_back, server.url)
+            await made.ledger.request_cancel(job.id)
+            assert await made.sender.round() == 1
+            assert [got.body.type for got in receiver.got] == ["job.aborted"]
+            server.kill()
+            server.start()
             assert (await made.ledger.view(job.id)).state is State.ABORTED
-        finally:
-            again.stop()
 
 
 async def test_only_subscribed_ends_are_webhooks(made: Service, receiver: Receiver) -> None:

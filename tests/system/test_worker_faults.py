@@ -34,8 +34,7 @@ def start(stack: Stack) -> Iterator[Callable[..., None]]:
     """Starts a worker with settings of its own, which is gone afterwards."""
 
     def started(name: str = "worker", **settings: object) -> None:
-        stack.spawn(name, **settings)
-        stack.wait_ready(name)
+        stack.add(name, **settings)
 
     yield started
     for name in ("worker", "worker-2"):

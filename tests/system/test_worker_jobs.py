@@ -418,8 +418,7 @@ def test_the_callbacks_worker_deletes_expired_captures(stack: Stack) -> None:
         for layout in ("packed", "segment")
     ]
     assert unsuccessful(map(stack.wait, jobs)) == {}
-    stack.end("callbacks")
-    stack.restart("callbacks", capture_ttl_s=1)
+    stack.replace("callbacks", capture_ttl_s=1)
 
     def left() -> list[Path]:
         """Rows on disk; a segment's blobs become holes while its writer may still append to it."""

@@ -37,8 +37,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "steering_wait_s": 60.0,
     }
     with Stack(tmp_path_factory.mktemp("stack"), api=True, **settings) as running:
-        running.spawn("worker-3", model=OTHER)
-        running.wait_ready("worker-3")
+        running.add("worker-3", model=OTHER)
         yield running
 
 
@@ -110,8 +109,7 @@ def test_a_running_job_keeps_the_global_steering_that_it_began_under(
 @pytest.mark.long
 def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack, client: Client) -> None:
     client.global_steering.set(SHIFT, MODEL)
-    stack.end("worker-2")
-    stack.restart("worker-2", fault="prepare:rank=1")
+    stack.replace("worker-2", fault="prepare:rank=1")
     assert until(stack, lambda found: len(found) == 2)["w1-2"].state == "quarantined"
     began = time.monotonic()
     for job_id in [stack.submit(["hello"]) for _ in range(12)]:
@@ -119,8 +117,7 @@ def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack, client: Clie
     assert time.monotonic() - began < CLAIM_PATIENCE_S, (
         "the longest that such a worker keeps a job's message while nobody else serves"
     )
-    stack.end("worker-2")
-    stack.restart("worker-2")
+    stack.replace("worker-2")
     client.global_steering.clear(MODEL)
 
 
@@ -128,8 +125,7 @@ def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resyn
     stack: Stack, client: Client
 ) -> None:
     client.global_steering.clear(MODEL)
-    stack.end("worker-2")
-    stack.restart("worker-2", fault="commit:rank=1,times=1")
+    stack.replace("worker-2", fault="commit:rank=1,times=1")
     # The start itself commits what is desired: the fault strikes there, and the worker begins jobs
     # with equal ranks all the same.
     until(stack, lambda found: len(found) == 2)
