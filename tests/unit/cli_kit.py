@@ -1,8 +1,10 @@
 """The command line, called in the process of the test."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
+from http_kit import Reply, Requests, server
 
 from midstream.client.cli import main
 
@@ -30,3 +32,8 @@ class Cli:
         with pytest.raises(SystemExit) as ended:
             main.main([str(argument) for argument in arguments])
         return Ended(int(ended.value.code or 0), *self._capsys.readouterr())
+
+    def served(self, *arguments: object, by: Sequence[Reply]) -> tuple[Ended, Requests]:
+        """The same at a server that gives the answers `by`; and the requests that it saw."""
+        with server(*by) as (url, seen):
+            return self(*arguments, "--url", url), seen

@@ -230,8 +230,7 @@ def test_the_demo_names_commands_as_they_can_be_typed(
 def test_an_unknown_tenant_is_named_with_those_there_are(cli: Cli) -> None:
     usage = Usage(**dict.fromkeys(Usage.__struct_fields__, 0))
     view = TenantView(name="vision", limits=Limits(), usage=usage)
-    with server(reply({"tenants": [view]})) as (url, _):
-        ended = cli("tenants", "show", "visoin", "--url", url)
+    ended, _ = cli.served("tenants", "show", "visoin", by=[reply({"tenants": [view]})])
     assert ended.code == 1
     assert "unknown tenant 'visoin'" in ended.err
     assert "did you mean 'vision'?" in ended.err
@@ -273,8 +272,9 @@ def test_commands_that_make_an_artifact_send_what_was_typed(
 ) -> None:
     Path("lines.jsonl").write_text(LINES)
     refusal = MidstreamError("invalid_request", "refused here").problem()
-    with server(reply(refusal, 400)) as (url, seen):
-        ended = cli(*typed.split(), "--model", "m", "--description", "mine", "--url", url)
+    ended, seen = cli.served(
+        *typed.split(), "--model", "m", "--description", "mine", by=[reply(refusal, 400)]
+    )
     assert (ended.code, "refused here" in ended.err) == (1, True)
     assert seen[0].startswith(asked)
     wanted = body | {"name": "n", "model": "m", "description": "mine"}
@@ -287,8 +287,7 @@ def test_commands_that_make_an_artifact_send_what_was_typed(
 
 def test_runs_are_deleted_by_name_and_mistakes_are_one_line(cli: Cli) -> None:
     problem = MidstreamError("not_found", "unknown source run 'b'").problem()
-    with server(reply(None, 204), reply(problem, 404)) as (url, seen):
-        ended = cli("runs", "delete", "a", "b", "--url", url)
+    ended, seen = cli.served("runs", "delete", "a", "b", by=[reply(None, 204), reply(problem, 404)])
     assert ended == (1, "a deleted\n", "error: unknown source run 'b'\n")
     assert seen == ["DELETE /v1/runs/a", "DELETE /v1/runs/b"]
 
@@ -298,8 +297,7 @@ def test_runs_are_deleted_by_name_and_mistakes_are_one_line(cli: Cli) -> None:
     [("list --limit 3", RunPage(runs=[RUN], next="more")), ("show clean", RUN)],
 )
 def test_runs_as_json_are_the_servers_answer(cli: Cli, typed: str, value: Any) -> None:
-    with server(reply(value)) as (url, _):
-        ended = cli("runs", *typed.split(), "--json", "--url", url)
+    ended, _ = cli.served("runs", *typed.split(), "--json", by=[reply(value)])
     assert from_json(ended.out.encode(), type(value)) == value
 
 
@@ -307,8 +305,15 @@ def test_runs_as_json_are_the_servers_answer(cli: Cli, typed: str, value: Any) -
 
 
 def test_deliveries_are_filtered_and_listed_with_whole_ids_and_receivers(cli: Cli) -> None:
-    with server(reply(DeliveryPage(deliveries=[SENT]))) as (url, seen):
-        ended = cli("webhooks", "list", "--job", "job_1", "--state", "failed", "--url", url)
+    ended, seen = cli.served(
+        "webhooks",
+        "list",
+        "--job",
+        "job_1",
+        "--state",
+        "failed",
+        by=[reply(DeliveryPage(deliveries=[SENT]))],
+    )
     assert seen == ["GET /v1/webhooks/deliveries?job=job_1&state=failed&limit=20"]
     lines = [line.strip() for line in ended.out.splitlines()]
     assert any(line.startswith(SENT.id) and "failed" in line for line in lines)
@@ -329,8 +334,14 @@ def test_a_delivery_is_shown_with_its_attempts_and_resent(cli: Cli) -> None:
 
 def test_the_new_secret_alone_goes_to_standard_output(cli: Cli) -> None:
     new, old = Secret(secret="whsec_new", created=1.0), Secret(secret="whsec_old", created=0.0)
-    with server(reply(SecretList(of="tenant", secrets=[new, old]), 201)) as (url, seen):
-        ended = cli("webhooks", "rotate", "--keep-former", "12h", "--own", "--url", url)
+    ended, seen = cli.served(
+        "webhooks",
+        "rotate",
+        "--keep-former",
+        "12h",
+        "--own",
+        by=[reply(SecretList(of="tenant", secrets=[new, old]), 201)],
+    )
     assert json.loads(seen.bodies[0]) == {"keep_former_s": 43200.0, "own": True}
     assert (ended.out, "whsec_old" in ended.err) == ("whsec_new\n", True)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_kit import Cli
-from http_kit import reply, server
+from http_kit import reply
 from rich.console import Console
 
 from midstream import MidstreamError, SteeringSpec
@@ -126,8 +126,9 @@ def shown(what: Any, **options: Any) -> str:
 def test_a_module_is_registered_from_files(cli: Cli, tmp_path: Path) -> None:
     np.save(tmp_path / "joy.npy", JOY)
     file = f"{tmp_path}/joy.npy:3:2"
-    with server(reply(MODULE)) as (url, seen):
-        ended = cli("modules", "register", "joy", file, "--description", "to smile", "--url", url)
+    ended, seen = cli.served(
+        "modules", "register", "joy", file, "--description", "to smile", by=[reply(MODULE)]
+    )
     assert (ended.code, "cdcdcd" in ended.out) == (0, True)
     vector = SteeringSpec(layers=3, scale=2.0, vector=from_numpy(JOY))
     assert from_json(seen.bodies[0], ModuleRequest) == ModuleRequest(
@@ -136,8 +137,7 @@ def test_a_module_is_registered_from_files(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_global_steering_is_set_from_the_same_options(cli: Cli) -> None:
-    with server(reply(everyone())) as (url, seen):
-        ended = cli("global", "set", "--steer", "@joy:2", "--url", url)
+    ended, seen = cli.served("global", "set", "--steer", "@joy:2", by=[reply(everyone())])
     assert (ended.code, "version 3" in ended.out) == (0, True)
     assert "applied by 1 worker on every rank" in ended.out
     assert from_json(seen.bodies[0], GlobalRequest).steering == [
@@ -147,22 +147,19 @@ def test_global_steering_is_set_from_the_same_options(cli: Cli) -> None:
 
 def test_a_refusal_is_a_line_and_an_exit_code(cli: Cli) -> None:
     problem = MidstreamError("intervention_failed", "w1, rank 1: cannot hold it").problem()
-    with server(reply(problem, 500)) as (url, _):
-        ended = cli("global", "set", "--steer", "@joy", "--url", url)
+    ended, _ = cli.served("global", "set", "--steer", "@joy", by=[reply(problem, 500)])
     assert ended == (1, "", "error: w1, rank 1: cannot hold it\n")
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_ranks_that_disagree_are_shown_and_an_exit_code(cli: Cli, options: tuple[str, ...]) -> None:
-    with server(reply(APART)) as (url, _):
-        ended = cli("dynamic", *options, "--url", url)
+    ended, _ = cli.served("dynamic", *options, by=[reply(APART)])
     assert (ended.code, "e" * 16 in ended.out) == (1, True)
     assert ended.err == "error: w1: ranks 0 and 1 of stage 0 have other checksums\n"
 
 
 def test_ranks_that_agree_are_one_line_with_checksum_and_actions(cli: Cli) -> None:
-    with server(reply(AGREED)) as (url, seen):
-        ended = cli("dynamic", "--url", url)
+    ended, seen = cli.served("dynamic", by=[reply(AGREED)])
     assert seen == ["GET /v1/steering/dynamic"]
     assert (ended.code, ended.err) == (0, "")
     assert (

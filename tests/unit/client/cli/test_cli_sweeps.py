@@ -30,8 +30,13 @@ PROMPTS = [word for name, text in PAIR.items() for word in (f"--{name}", text)]
 
 def swept(cli: Cli, *options: object, found: SweepResult | None = None) -> tuple[Any, Ended]:
     """What the server was asked, as JSON, and how the command ended."""
-    with server(reply(VIEW, 202), reply(VIEW), over(found or result())) as (url, seen):
-        ended = cli("sweep", *options, "--model", "m", "--url", url)
+    ended, seen = cli.served(
+        "sweep",
+        *options,
+        "--model",
+        "m",
+        by=[reply(VIEW, 202), reply(VIEW), over(found or result())],
+    )
     return from_json(seen.bodies[0], Any), ended
 
 
@@ -172,21 +177,19 @@ def test_a_path_ends_at_a_head_or_at_the_logits() -> None:
 def test_attribute_sends_the_method_and_what_to_verify_and_draws(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "both.png"
     answers = (reply(VIEW, 202), reply(VIEW), reply(job_result(attribution=attribution())))
-    with server(*answers) as (url, seen):
-        ended = cli(
-            "attribute",
-            *PROMPTS,
-            "--model",
-            "m",
-            "--method=integrated",
-            "--steps=4",
-            "--verify",
-            "top=4,tolerance=0.5",
-            "--png",
-            path,
-            "--url",
-            url,
-        )
+    ended, seen = cli.served(
+        "attribute",
+        *PROMPTS,
+        "--model",
+        "m",
+        "--method=integrated",
+        "--steps=4",
+        "--verify",
+        "top=4,tolerance=0.5",
+        "--png",
+        path,
+        by=answers,
+    )
     assert (ended.code, "off by more than the noise floor" in ended.out) == (0, True)
     asked = from_json(seen.bodies[0], AttributionRequest)
     assert (asked.method, asked.steps, asked.pairs[0].foil) == ("integrated", 4, " Rome")
@@ -195,6 +198,11 @@ def test_attribute_sends_the_method_and_what_to_verify_and_draws(cli: Cli, tmp_p
 
 
 def test_attribute_prints_json_of_an_earlier_job(cli: Cli) -> None:
-    with server(reply(VIEW), reply(job_result(attribution=attribution()))) as (url, _):
-        ended = cli("attribute", "--job", "job_1", "--json", "--url", url)
+    ended, _ = cli.served(
+        "attribute",
+        "--job",
+        "job_1",
+        "--json",
+        by=[reply(VIEW), reply(job_result(attribution=attribution()))],
+    )
     assert from_json(ended.out.encode(), AttributionResult) == attribution()
