@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
@@ -82,6 +83,13 @@ def hand(api: Api) -> Iterator[Hand]:
     """A worker by hand that serves the tiny model of `edge`."""
     with Hand(api.settings) as worker:
         yield worker
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for calls that wait."""
+    with ThreadPoolExecutor(32) as threads:
+        yield threads
 
 
 @pytest.fixture(scope="module")

@@ -52,12 +52,6 @@ def client(api: Api) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
-
-
 def test_a_completion_has_openais_shape(
     client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
@@ -290,7 +284,9 @@ def test_a_bad_request_names_the_field_in_its_own_shape(
 
 
 # field case 18, 19
-def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(api: Api) -> None:
+def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
+    api: Api, pool: ThreadPoolExecutor
+) -> None:
     with Hand(api.settings, ranks=[(0, 0), (1, 0), (0, 1), (1, 1)]) as hand:
         body = {
             "model": MODEL,
@@ -298,19 +294,16 @@ def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
             "capture": CAPTURE,
             "capture_wait": True,
         }
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(api.http.post, "/v1/completions", json=body)
-            claim = hand.claim_next()
-            hand.store(claim)
-            for request, rank in [(request, rank) for request in range(2) for rank in range(4)]:
-                assert not asked.done(), (
-                    f"answered before prompt {request}, rank {rank} had reported"
-                )
-                # One rank of each stage writes; the others report that they wrote nothing.
-                files = [hand.capture(claim, request, rank)] if rank in (0, 2) else []
-                hand.receipt(claim, request, rank, files=files)
-                time.sleep(0.1)
-            answer = asked.result()
+        asked = pool.submit(api.http.post, "/v1/completions", json=body)
+        claim = hand.claim_next()
+        hand.store(claim)
+        for request, rank in [(request, rank) for request in range(2) for rank in range(4)]:
+            assert not asked.done(), f"answered before prompt {request}, rank {rank} had reported"
+            # One rank of each stage writes; the others report that they wrote nothing.
+            files = [hand.capture(claim, request, rank)] if rank in (0, 2) else []
+            hand.receipt(claim, request, rank, files=files)
+            time.sleep(0.1)
+        answer = asked.result()
         results = answer.json()["capture_results"]
         assert (answer.status_code, results["status"], results["rows"]) == (200, "ok", 8)
         assert sorted(
@@ -496,7 +489,9 @@ def test_steering_that_failed_on_a_rank_never_succeeds(
     assert "choices" not in answer.json()
 
 
-def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(api: Api) -> None:
+def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(
+    api: Api, pool: ThreadPoolExecutor
+) -> None:
     # field case 29
     with Hand(api.settings, ranks=[(0, 0), (1, 0)]) as hand:
         body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}
@@ -508,22 +503,21 @@ def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(api: Api) -> N
             hand.receipt(claim, rank=1, checksum="0000000000000bad")
             hand.do(Steering(hand.ledger).clear_desync(hand.worker))
 
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(api.http.post, "/v1/completions", json=body)
-            disagree()
-            again = hand.claim_next()
-            hand.store(again, ["second try"])
-            hand.receipts(again)
-            answer = asked.result()
-            assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "second try")
-            told = answer.json()["determinism"]
-            assert told["consistent"]
-            assert "0000000000000bad" in told["retried"][0]
+        asked = pool.submit(api.http.post, "/v1/completions", json=body)
+        disagree()
+        again = hand.claim_next()
+        hand.store(again, ["second try"])
+        hand.receipts(again)
+        answer = asked.result()
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "second try")
+        told = answer.json()["determinism"]
+        assert told["consistent"]
+        assert "0000000000000bad" in told["retried"][0]
 
-            asked = pool.submit(api.http.post, "/v1/completions", json=body)
-            disagree()
-            disagree()
-            answer = asked.result()
+        asked = pool.submit(api.http.post, "/v1/completions", json=body)
+        disagree()
+        disagree()
+        answer = asked.result()
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:ranks_disagree")
 
 

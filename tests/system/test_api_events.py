@@ -76,15 +76,16 @@ async def test_event_streams_send_keepalives_and_end_despite_a_lost_done(
 
 
 # field case 38
-def test_disconnected_event_followers_leave_no_waiters(api: Api, hand: Hand) -> None:
+def test_disconnected_event_followers_leave_no_waiters(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     job_id = api.submit()
 
     def follow_and_leave(_: int) -> None:
         with httpx2.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=60) as answer:
             next(answer.iter_lines())
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(follow_and_leave, range(8)))
+    list(pool.map(follow_and_leave, range(8)))
     api.until_held(0)
     hand.finish(job_id)
     assert api.view(job_id)["state"] == "succeeded"

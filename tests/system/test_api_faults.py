@@ -131,28 +131,27 @@ def unavailable(answer: httpx2.Response) -> None:
 
 # field case 37, 38
 def test_held_answers_and_streams_outlive_a_restart_of_redis(
-    own_redis: Mortal, own_api: Api, own_hand: Hand
+    own_redis: Mortal, own_api: Api, own_hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     body = {"model": MODEL, "prompt": "hello"}
-    with ThreadPoolExecutor(3) as pool:
-        completion = pool.submit(own_api.http.post, "/v1/completions", json=body)
-        claim = own_hand.claim_next()
-        poll = pool.submit(own_api.http.get, f"/v1/jobs/{claim.job.id}", params={"wait": 55})
-        stream = pool.submit(own_api.http.post, "/v1/completions", json={**body, "stream": True})
-        streamed = own_hand.say_next("hello")
-        own_api.until_held(3)
-        handed_over(own_redis.url)
-        own_redis.kill()
-        own_redis.start()
-        # first the API knows this Redis: an answer that waits longer than a restart takes may be a
-        # 503, and on a busy machine any does
-        wait_until(lambda: own_api.http.post("/v1/jobs", json=BODY).status_code == 202)
-        own_hand.store(claim)
-        own_hand.say(streamed, " world")
-        own_hand.store(streamed)
-        assert completion.result().json()["choices"][0]["text"] == "hello world"
-        assert poll.result().json()["state"] == "succeeded"
-        text = stream.result().text
+    completion = pool.submit(own_api.http.post, "/v1/completions", json=body)
+    claim = own_hand.claim_next()
+    poll = pool.submit(own_api.http.get, f"/v1/jobs/{claim.job.id}", params={"wait": 55})
+    stream = pool.submit(own_api.http.post, "/v1/completions", json={**body, "stream": True})
+    streamed = own_hand.say_next("hello")
+    own_api.until_held(3)
+    handed_over(own_redis.url)
+    own_redis.kill()
+    own_redis.start()
+    # first the API knows this Redis: an answer that waits longer than a restart takes may be a
+    # 503, and on a busy machine any does
+    wait_until(lambda: own_api.http.post("/v1/jobs", json=BODY).status_code == 202)
+    own_hand.store(claim)
+    own_hand.say(streamed, " world")
+    own_hand.store(streamed)
+    assert completion.result().json()["choices"][0]["text"] == "hello world"
+    assert poll.result().json()["state"] == "succeeded"
+    text = stream.result().text
     assert re.findall(r'"text":"([^"]*)"', text) == ["hello", " world", ""]
     assert text.endswith("data: [DONE]\n\n")
 
@@ -184,19 +183,20 @@ def test_answers_given_on_a_slow_disk_survive_a_redis_kill(slow: tuple[Mortal, A
 
 
 @pytest.mark.slow("Redis is killed and starts again")
-def test_unsynced_writes_are_503_when_redis_is_killed(slow: tuple[Mortal, Api, Hand]) -> None:
+def test_unsynced_writes_are_503_when_redis_is_killed(
+    slow: tuple[Mortal, Api, Hand], pool: ThreadPoolExecutor
+) -> None:
     server, api, hand = slow
     for _ in range(10):
         job_id = api.submit()
         hold_back(server.url)
-        with ThreadPoolExecutor(1) as pool:
-            cancelled = pool.submit(api.http.post, f"/v1/jobs/{job_id}/cancel")
-            wait_until(
-                lambda: cancelled.done() or hand.view(job_id).state == "aborted",  # noqa: B023
-                pause_s=0.01,
-            )
-            server.kill()
-            answer = cancelled.result()
+        cancelled = pool.submit(api.http.post, f"/v1/jobs/{job_id}/cancel")
+        wait_until(
+            lambda: cancelled.done() or hand.view(job_id).state == "aborted",  # noqa: B023
+            pause_s=0.01,
+        )
+        server.kill()
+        answer = cancelled.result()
         server.start()
         if answer.status_code != 202:
             break
@@ -231,21 +231,22 @@ def test_a_killed_api_loses_no_job_and_another_serves_it(own_api: Api, own_hand:
 
 
 # field case 38
-def test_a_stopped_api_answers_held_requests_and_exits(own_api: Api, own_hand: Hand) -> None:
+def test_a_stopped_api_answers_held_requests_and_exits(
+    own_api: Api, own_hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     http, job_id, mark = own_api.http, own_api.submit(), own_api.said
     body = {"model": MODEL, "prompt": "hello"}
-    with ThreadPoolExecutor(4) as pool:
-        poll = pool.submit(http.get, f"/v1/jobs/{job_id}", params={"wait": 25})
-        completion = pool.submit(http.post, "/v1/completions", json=body)
-        stream = pool.submit(http.post, "/v1/completions", json={**body, "stream": True})
-        events = pool.submit(http.get, f"/v1/jobs/{job_id}/events")
-        own_api.until_held(4)
-        own_api.process.send_signal(signal.SIGTERM)
-        assert poll.result().json()["state"] == "queued"
-        assert completion.result().status_code == 202, "the job goes on: this is where to look"
-        assert "server is stopping" in stream.result().text
-        assert "event: done" not in events.result().text
-        own_api.process.wait(30)
+    poll = pool.submit(http.get, f"/v1/jobs/{job_id}", params={"wait": 25})
+    completion = pool.submit(http.post, "/v1/completions", json=body)
+    stream = pool.submit(http.post, "/v1/completions", json={**body, "stream": True})
+    events = pool.submit(http.get, f"/v1/jobs/{job_id}/events")
+    own_api.until_held(4)
+    own_api.process.send_signal(signal.SIGTERM)
+    assert poll.result().json()["state"] == "queued"
+    assert completion.result().status_code == 202, "the job goes on: this is where to look"
+    assert "server is stopping" in stream.result().text
+    assert "event: done" not in events.result().text
+    own_api.process.wait(30)
     assert "graceful shutdown exceeded" not in own_api.log(mark), "nobody had to be cut off"
     assert own_hand.count_jobs() == 3
 
@@ -296,7 +297,9 @@ def test_a_client_disconnect_mid_body_creates_no_job(api: Api, hand: Hand) -> No
 
 
 # field case 38
-def test_held_responses_of_disconnected_clients_are_released(api: Api, hand: Hand) -> None:
+def test_held_responses_of_disconnected_clients_are_released(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     job_id = api.submit()
 
     def ask_and_leave(_: int) -> None:
@@ -307,8 +310,7 @@ def test_held_responses_of_disconnected_clients_are_released(api: Api, hand: Han
                 timeout=httpx2.Timeout(60, read=0.4),
             )
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(ask_and_leave, range(8)))
+    list(pool.map(ask_and_leave, range(8)))
     api.until_held(0)
 
 
@@ -469,18 +471,19 @@ def test_a_redis_that_is_made_lossy_makes_the_service_not_ready(
     assert "midstream_ledger_durable 1.0" in api.http.get("/metrics").text
 
 
-def test_many_who_ask_the_ranks_at_once_ask_them_together(api: Api, hand: Hand) -> None:
+def test_many_who_ask_the_ranks_at_once_ask_them_together(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     def asked() -> int:
         with hand._redis as client:
             return int(client.hget(f"ms:steering:{MODEL}", "ask") or 0)
 
     before = asked()
-    with ThreadPoolExecutor(20) as pool:
-        answers = list(
-            pool.map(
-                lambda _: httpx2.get(f"{api.url}/v1/steering/dynamic", timeout=60).status_code,
-                range(20),
-            )
+    answers = list(
+        pool.map(
+            lambda _: httpx2.get(f"{api.url}/v1/steering/dynamic", timeout=60).status_code,
+            range(20),
         )
+    )
     assert answers == [200] * 20
     assert asked() - before <= 4, "those who come while the ranks are asked share the next question"

@@ -73,14 +73,15 @@ def test_ids_are_long_random_and_never_the_clients(api: Api, hand: Hand) -> None
     refused(api.http.post("/v1/jobs", json={**BODY, "id": "job_mine"}), 400, "id")
 
 
-def test_an_idempotency_key_is_one_job_also_of_concurrent_submissions(api: Api, hand: Hand) -> None:
+def test_an_idempotency_key_is_one_job_also_of_concurrent_submissions(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     def submit(_: int) -> tuple[int, str]:
         answer = api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k2"})
         return answer.status_code, answer.json()["id"]
 
     first = submit(0)
-    with ThreadPoolExecutor(8) as pool:
-        assert {first, *pool.map(submit, range(16))} == {first}
+    assert {first, *pool.map(submit, range(16))} == {first}
     assert hand.count_jobs() == 1
     refused(
         api.http.post(
@@ -92,15 +93,14 @@ def test_an_idempotency_key_is_one_job_also_of_concurrent_submissions(api: Api, 
 
 
 def test_prefer_wait_answers_200_with_the_result_when_the_job_ends_in_time(
-    api: Api, hand: Hand
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
-        claim = hand.claim_next()
-        time.sleep(0.2)
-        assert not held.done()
-        hand.store(claim)
-        answer = held.result()
+    held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
+    claim = hand.claim_next()
+    time.sleep(0.2)
+    assert not held.done()
+    hand.store(claim)
+    answer = held.result()
     assert answer.status_code == 200
     assert answer.headers["preference-applied"] == "wait=20"
     assert answer.json()["outputs"][0]["text"] == "hello world"
@@ -127,30 +127,30 @@ def test_a_submission_is_202_after_the_wait_that_it_asks_for(
 
 # field case 39
 def test_prefer_wait_on_a_job_that_fails_answers_its_problem_and_not_success(
-    api: Api, hand: Hand
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
-        claim = hand.claim_next()
-        hand.fail(claim, MidstreamError("engine_failed", "out of memory").problem())
-        answer = held.result()
+    held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
+    claim = hand.claim_next()
+    hand.fail(claim, MidstreamError("engine_failed", "out of memory").problem())
+    answer = held.result()
     problem = refused(answer, 500, kind="engine_failed")
     assert problem["instance"] == f"/v1/jobs/{claim.job.id}"
 
 
-def test_a_long_poll_returns_at_its_timeout_or_when_the_job_is_over(api: Api, hand: Hand) -> None:
+def test_a_long_poll_returns_at_its_timeout_or_when_the_job_is_over(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     job_id = api.submit()
     before = time.monotonic()
     assert api.view(job_id, wait=0.5)["state"] == "queued"
     assert 0.4 < time.monotonic() - before < 20
-    with ThreadPoolExecutor(1) as pool:
-        poll = pool.submit(api.view, job_id, wait=20)
-        time.sleep(0.3)
-        assert not poll.done()
-        before = time.monotonic()
-        hand.finish(job_id)
-        assert poll.result()["state"] == "succeeded"
-        assert time.monotonic() - before < TOLD_S
+    poll = pool.submit(api.view, job_id, wait=20)
+    time.sleep(0.3)
+    assert not poll.done()
+    before = time.monotonic()
+    hand.finish(job_id)
+    assert poll.result()["state"] == "succeeded"
+    assert time.monotonic() - before < TOLD_S
 
 
 def test_an_unchanged_job_is_304_and_a_changed_one_has_another_etag(api: Api, hand: Hand) -> None:
@@ -167,15 +167,16 @@ def test_an_unchanged_job_is_304_and_a_changed_one_has_another_etag(api: Api, ha
     assert later.headers["etag"] != first.headers["etag"]
 
 
-def test_a_long_poll_with_an_etag_returns_at_the_next_change(api: Api, hand: Hand) -> None:
+def test_a_long_poll_with_an_etag_returns_at_the_next_change(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     url = f"/v1/jobs/{api.submit()}"
     headers = {"If-None-Match": api.http.get(url).headers["etag"]}
-    with ThreadPoolExecutor(1) as pool:
-        poll = pool.submit(api.http.get, url, params={"wait": 20}, headers=headers)
-        time.sleep(0.3)
-        assert not poll.done()
-        hand.claim_next()
-        assert poll.result().json()["state"] == "running"
+    poll = pool.submit(api.http.get, url, params={"wait": 20}, headers=headers)
+    time.sleep(0.3)
+    assert not poll.done()
+    hand.claim_next()
+    assert poll.result().json()["state"] == "running"
 
 
 def test_the_list_is_newest_first_pages_and_filters(api: Api, hand: Hand) -> None:
@@ -335,36 +336,35 @@ def test_a_held_response_ends_although_notifications_were_lost(api: Api, hand: H
 
 # field case 21, 38
 def test_a_job_that_fails_before_anything_was_registered_ends_the_wait_at_once(
-    api: Api, hand: Hand
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     job_id = api.submit(capture={"layers": "all"})
-    with ThreadPoolExecutor(1) as pool:
-        poll = pool.submit(api.view, job_id, wait=25)
-        claim = hand.claim(job_id)
-        before = time.monotonic()
-        hand.fail(claim, MidstreamError("intervention_failed", "rank 0: no such vector").problem())
-        assert poll.result()["error"]["detail"] == "rank 0: no such vector"
-        assert time.monotonic() - before < TOLD_S
+    poll = pool.submit(api.view, job_id, wait=25)
+    claim = hand.claim(job_id)
+    before = time.monotonic()
+    hand.fail(claim, MidstreamError("intervention_failed", "rank 0: no such vector").problem())
+    assert poll.result()["error"]["detail"] == "rank 0: no such vector"
+    assert time.monotonic() - before < TOLD_S
 
 
-def test_held_responses_do_not_block_each_other(api: Api, hand: Hand) -> None:
+def test_held_responses_do_not_block_each_other(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     ids = [api.submit() for _ in range(30)]
-    with ThreadPoolExecutor(30) as pool:
-        polls = [pool.submit(api.view, job_id, wait=50) for job_id in ids]
-        for job_id in reversed(ids):
-            hand.finish(job_id)
-        assert {poll.result()["state"] for poll in polls} == {"succeeded"}
+    polls = [pool.submit(api.view, job_id, wait=50) for job_id in ids]
+    for job_id in reversed(ids):
+        hand.finish(job_id)
+    assert {poll.result()["state"] for poll in polls} == {"succeeded"}
 
 
 def test_two_apis_return_the_same_job(
-    api: Api, hand: Hand, tmp_path_factory: pytest.TempPathFactory
+    api: Api, hand: Hand, tmp_path_factory: pytest.TempPathFactory, pool: ThreadPoolExecutor
 ) -> None:
     with running(tmp_path_factory.mktemp("replica"), api.settings.redis_url) as replica:
         job_id = api.submit()
-        with ThreadPoolExecutor(1) as pool:
-            poll = pool.submit(replica.view, job_id, wait=20)
-            hand.finish(job_id)
-            assert poll.result()["state"] == "succeeded"
+        poll = pool.submit(replica.view, job_id, wait=20)
+        hand.finish(job_id)
+        assert poll.result()["state"] == "succeeded"
         assert replica.view(job_id) == api.view(job_id)
 
 

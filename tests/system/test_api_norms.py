@@ -275,7 +275,9 @@ def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narro
     assert api.http.get("/v1/steering/modules/brief").status_code == 200
 
 
-def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(api: Api, hand: Hand) -> None:
+def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     """A segment that is locked takes the place of a slow disk.
 
     The limit is of calls that are under way.
@@ -290,16 +292,15 @@ def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(api: Api, han
         hand.finish(job_id)
     urls = {each: f"/v1/captures/{job_id}/norms" for each, job_id in jobs.items()}
     (file,) = ada.http.get(f"/v1/captures/{jobs[ada]}").json()["files"]
-    with ThreadPoolExecutor(MEASURED_OF_TENANT + 2) as pool:
-        with (api.settings.capture_root / file["path"]).open("rb") as segment:
-            fcntl.flock(segment, fcntl.LOCK_EX)
-            looks = [pool.submit(ada.http.get, urls[ada]) for _ in range(MEASURED_OF_TENANT + 1)]
-            (first,) = wait(looks, timeout=60, return_when=FIRST_COMPLETED).done
-            other = pool.submit(bob.http.get, urls[bob])  # waits for its turn
-        assert (first.result().status_code, first.result().headers["retry-after"]) == (429, "1")
-        assert "looks at captured rows of tenant vision" in first.result().json()["detail"]
-        assert other.result().status_code == 200
-        assert [look.result().status_code for look in looks].count(429) == 1
+    with (api.settings.capture_root / file["path"]).open("rb") as segment:
+        fcntl.flock(segment, fcntl.LOCK_EX)
+        looks = [pool.submit(ada.http.get, urls[ada]) for _ in range(MEASURED_OF_TENANT + 1)]
+        (first,) = wait(looks, timeout=60, return_when=FIRST_COMPLETED).done
+        other = pool.submit(bob.http.get, urls[bob])  # waits for its turn
+    assert (first.result().status_code, first.result().headers["retry-after"]) == (429, "1")
+    assert "looks at captured rows of tenant vision" in first.result().json()["detail"]
+    assert other.result().status_code == 200
+    assert [look.result().status_code for look in looks].count(429) == 1
     assert ada.http.get(urls[ada]).status_code == 200
 
 

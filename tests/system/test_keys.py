@@ -118,7 +118,9 @@ def test_a_revoked_key_is_refused_within_five_seconds(api: Api, hand: Hand) -> N
     assert KNOWN_S < REFUSED_AFTER_S
 
 
-def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> None:
+def test_held_responses_end_when_their_key_is_revoked(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     caller, other = Caller(api, hand, "held"), Caller(api, hand, "held")
     job_id = caller.submit()
 
@@ -130,21 +132,20 @@ def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> N
     def waits(path: str) -> httpx2.Response:
         return caller.http.get(path, timeout=90)
 
-    with ThreadPoolExecutor(5) as pool:
-        paths = (f"/v1/jobs/{job_id}/events", f"/v1/jobs/{job_id}?wait=50")
-        kept = pool.submit(lambda: other.http.get(paths[0], timeout=120).text)
-        asked = [
-            pool.submit(held),
-            pool.submit(held, stream=True),
-            *(pool.submit(waits, path) for path in paths),
-        ]
-        wait_until(lambda: api.http.get("/v1/status", headers=bearer(ADMIN)).json()["held"] >= 5)
-        began = time.monotonic()
-        api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN))
-        whole, streamed, events, looked = (call.result() for call in asked)
-        took = time.monotonic() - began
-        hand.finish(job_id)
-        assert "event: done" in kept.result(), "another key of the tenant is not concerned"
+    paths = (f"/v1/jobs/{job_id}/events", f"/v1/jobs/{job_id}?wait=50")
+    kept = pool.submit(lambda: other.http.get(paths[0], timeout=120).text)
+    asked = [
+        pool.submit(held),
+        pool.submit(held, stream=True),
+        *(pool.submit(waits, path) for path in paths),
+    ]
+    wait_until(lambda: api.http.get("/v1/status", headers=bearer(ADMIN)).json()["held"] >= 5)
+    began = time.monotonic()
+    api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN))
+    whole, streamed, events, looked = (call.result() for call in asked)
+    took = time.monotonic() - began
+    hand.finish(job_id)
+    assert "event: done" in kept.result(), "another key of the tenant is not concerned"
     assert took < PING_S - 4, "they ended when they were looked at for another reason"
     assert [(answer.status_code, answer.json()["type"]) for answer in (whole, looked)] == [
         (401, "urn:midstream:unauthorized")
@@ -162,7 +163,7 @@ def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> N
 
 
 def test_a_stream_that_waits_for_receipts_only_ends_when_its_key_is_revoked(
-    api: Api, hand: Hand
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     caller = Caller(api, hand, "receipts")
     capture = {"capture": {"layers": [0], "positions": "all_prompt"}, "capture_wait": True}
@@ -171,16 +172,15 @@ def test_a_stream_that_waits_for_receipts_only_ends_when_its_key_is_revoked(
     def jobs() -> list[JobView]:
         return hand.do(hand.ledger.list(tenant="receipts")).jobs
 
-    with ThreadPoolExecutor(1) as pool:
-        streamed = pool.submit(caller.http.post, "/v1/completions", json=body)
-        wait_until(lambda: jobs() != [])
-        claim = hand.claim(jobs()[0].id)
-        hand.store(claim)
-        api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN))
-        try:
-            text = streamed.result(timeout=PING_S - 4).text
-        finally:
-            hand.receipts(claim)
+    streamed = pool.submit(caller.http.post, "/v1/completions", json=body)
+    wait_until(lambda: jobs() != [])
+    claim = hand.claim(jobs()[0].id)
+    hand.store(claim)
+    api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN))
+    try:
+        text = streamed.result(timeout=PING_S - 4).text
+    finally:
+        hand.receipts(claim)
     assert "urn:midstream:unauthorized" in text
 
 
