@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,6 +72,21 @@ def unsuccessful(views: Iterable[JobView]) -> dict[str, tuple[State, Problem | N
     return {
         view.id: (view.state, view.error) for view in views if view.state is not State.SUCCEEDED
     }
+
+
+def stack_with(beside: dict[str, dict[str, Any]] | None = None, **settings: Any) -> Any:
+    """The fixture `stack` of a module: a stack with `settings`; and `beside` the processes that it
+    starts itself, others (name → what differs for it).
+    """
+
+    @pytest.fixture(scope="module")
+    def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+        with Stack(tmp_path_factory.mktemp("stack"), **settings) as running:
+            for name, changed in (beside or {}).items():
+                running.add(name, **changed)
+            yield running
+
+    return stack
 
 
 class Stack(Processes):

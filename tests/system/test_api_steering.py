@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from edge import refused
 from ports import free_port
-from stack import Stack
+from stack import Stack, stack_with
 
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.tensors import from_numpy
@@ -42,22 +42,18 @@ JOY = {"layers": "1-2", "vector": vector(1), "scale": 2.0}
 CALM = {"layers": 3, "op": "ablate", "vector": vector(2), "positions": "all_generated"}
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(
-        tmp_path_factory.mktemp("steering"),
-        api=True,
-        callbacks=False,
-        workers=2,
-        tensor_parallel_size=2,
-        lease_s=60.0,
-        visibility_timeout_s=60,
-        steering_poll_s=0.05,
-        steering_wait_s=40.0,
-        fault="",
-    ) as running:
-        running.spawn("api-2", api_port=HASTY_PORT, steering_wait_s=2.0)
-        yield running
+stack = stack_with(
+    {"api-2": {"api_port": HASTY_PORT, "steering_wait_s": 2.0}},
+    api=True,
+    callbacks=False,
+    workers=2,
+    tensor_parallel_size=2,
+    lease_s=60.0,
+    visibility_timeout_s=60,
+    steering_poll_s=0.05,
+    steering_wait_s=40.0,
+    fault="",
+)
 
 
 @pytest.fixture
@@ -215,22 +211,23 @@ def test_a_steered_job_says_which_modules_it_used(http: httpx2.Client) -> None:
     assert (view["modules"], view["steered"]) == ({"joy": made.digest}, True)
 
 
-def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx2.Client) -> None:
+def test_jobs_in_flight_keep_the_module_content_they_resolved(
+    http: httpx2.Client, pool: ThreadPoolExecutor
+) -> None:
     # field case 15, 26
     expected = {name: text(http, steering=[entry]) for name, entry in (("old", JOY), ("new", CALM))}
     first = register(http, "joy", JOY)
-    with ThreadPoolExecutor(8) as pool:
-        body = {
-            "model": MODEL,
-            "prompts": [PROMPT],
-            "steering": [{"module": "joy"}],
-            "sampling": {"max_tokens": 12},
-        }
-        accepted = [http.post("/v1/jobs", json=body).json()["id"] for _ in range(8)]
-        second = register(http, "joy", CALM, status=200)
-        assert pool.submit(text, http, steering=[{"module": "joy"}]).result() == expected["new"]
-        accepted.append(http.post("/v1/jobs", json=body).json()["id"])
-        assert http.delete("/v1/steering/modules/joy").status_code == 204
+    body = {
+        "model": MODEL,
+        "prompts": [PROMPT],
+        "steering": [{"module": "joy"}],
+        "sampling": {"max_tokens": 12},
+    }
+    accepted = [http.post("/v1/jobs", json=body).json()["id"] for _ in range(8)]
+    second = register(http, "joy", CALM, status=200)
+    assert pool.submit(text, http, steering=[{"module": "joy"}]).result() == expected["new"]
+    accepted.append(http.post("/v1/jobs", json=body).json()["id"])
+    assert http.delete("/v1/steering/modules/joy").status_code == 204
     for number, job in enumerate(accepted):
         view = http.get(f"/v1/jobs/{job}", params={"wait": 50}).json()
         result = http.get(f"/v1/jobs/{job}/result").json()
@@ -339,19 +336,20 @@ def test_global_steering_is_on_all_ranks_before_the_response(http: httpx2.Client
     )
 
 
-def test_no_job_starts_under_replaced_global_steering(http: httpx2.Client) -> None:
+def test_no_job_starts_under_replaced_global_steering(
+    http: httpx2.Client, pool: ThreadPoolExecutor
+) -> None:
     """Changes at once are serialised."""
     expected = [text(http, steering=[JOY]), text(http, steering=[CALM])]
     assert expected[0] != expected[1]
-    with ThreadPoolExecutor(6) as pool:
-        for turn in range(6):
-            waiting = [pool.submit(text, http) for _ in range(3)]
-            put_global(http, (JOY, CALM)[turn % 2])
-            after = [pool.submit(text, http) for _ in range(6)]
-            assert [found.result() for found in after] == [expected[turn % 2]] * 6
-            for found in waiting:
-                found.result()
-        made = list(pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), range(1, 5)))
+    for turn in range(6):
+        waiting = [pool.submit(text, http) for _ in range(3)]
+        put_global(http, (JOY, CALM)[turn % 2])
+        after = [pool.submit(text, http) for _ in range(6)]
+        assert [found.result() for found in after] == [expected[turn % 2]] * 6
+        for found in waiting:
+            found.result()
+    made = list(pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), range(1, 5)))
     assert len({view.version for view in made}) == 4
     last = max(made, key=lambda view: view.version)
     assert from_json(http.get("/v1/steering/global").content, GlobalView).digest == last.digest
@@ -372,7 +370,6 @@ def test_an_unresponsive_worker_blocks_a_global_steering_change(
     stack: Stack, http: httpx2.Client
 ) -> None:
     made = put_global(http, JOY)
-    stack.wait_ready("api-2")
     stack.kill("worker-2", signal.SIGSTOP)
     try:
         hasty = f"http://127.0.0.1:{HASTY_PORT}/v1/steering/global"
@@ -458,7 +455,9 @@ def test_steering_metrics_cover_every_rank(http: httpx2.Client) -> None:
         ), name
 
 
-def test_concurrent_scrapes_agree_on_the_worker_count(http: httpx2.Client) -> None:
+def test_concurrent_scrapes_agree_on_the_worker_count(
+    http: httpx2.Client, pool: ThreadPoolExecutor
+) -> None:
     def scrape(_: int) -> list[str]:
         return [
             line
@@ -466,8 +465,7 @@ def test_concurrent_scrapes_agree_on_the_worker_count(http: httpx2.Client) -> No
             if line.startswith("midstream_workers{")
         ]
 
-    with ThreadPoolExecutor(8) as pool:
-        assert (
-            list(pool.map(scrape, range(16)))
-            == [[f'midstream_workers{{healthy="true",model="{MODEL}"}} 2.0']] * 16
-        )
+    assert (
+        list(pool.map(scrape, range(16)))
+        == [[f'midstream_workers{{healthy="true",model="{MODEL}"}} 2.0']] * 16
+    )

@@ -18,7 +18,7 @@ from midstream_fake_engine.gradients import ERROR, estimate_of, is_off
 from midstream_fake_engine.model import HIDDEN_SIZE
 from msgspec.structs import replace
 from safetensors.numpy import save_file
-from stack import Stack
+from stack import Stack, stack_with
 from sweep_rig import (
     CLEAN,
     CORRUPT,
@@ -105,12 +105,8 @@ def events_of(stack: Stack, job_id: str) -> list[Event]:
     return stack.do(lambda ledger: ledger.events(job_id, count=100_000))
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A vLLM worker and a gradient worker."""
-    with Stack(tmp_path_factory.mktemp("attributions"), api=True, callbacks=False) as running:
-        running.add("worker-g", **GRADIENT)
-        yield running
+# A vLLM worker and a gradient worker.
+stack = stack_with({"worker-g": GRADIENT}, api=True, callbacks=False)
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx2
-import pytest
-from stack import Stack
+from stack import Stack, stack_with
 
 from midstream.schemas.jobs.jobs import State
 
@@ -23,19 +22,17 @@ BOUND_S = 1.0
 TRIES = 2
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {
-        "dispatch_window": 1,
-        "worker_concurrency": 1,
-        "engine_options": {"token_s": 0.02},
-        "sweep_cells_in_flight": 1,
-    }
-    times = {"lease_s": LEASE_S, "visibility_timeout_s": 60, "capture_timeout_s": 300.0}
-    with Stack(
-        tmp_path_factory.mktemp("cancel"), api=True, callbacks=False, **settings, **times
-    ) as started:
-        yield started
+stack = stack_with(
+    api=True,
+    callbacks=False,
+    dispatch_window=1,
+    worker_concurrency=1,
+    engine_options={"token_s": 0.02},
+    sweep_cells_in_flight=1,
+    lease_s=LEASE_S,
+    visibility_timeout_s=60,
+    capture_timeout_s=300.0,
+)
 
 
 @contextmanager

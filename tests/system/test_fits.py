@@ -4,7 +4,6 @@ folder the service reads; cancelled, and taken over.
 Everything is real but the model: a small random Llama, whose rows the fake vLLM worker lacks.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import msgspec
 import pytest
 from midstream_fake_engine.model import NUM_LAYERS
 from refusal_kit import refuses
-from stack import Stack
+from stack import Stack, stack_with
 
 from midstream import Client
 from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
@@ -42,12 +41,8 @@ def lens_fit(**changes: Any) -> LensFitRequest:
     return msgspec.convert(LENS | changes, LensFitRequest)
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Its gradient worker takes 50 ms for a step of a fit."""
-    with Stack(tmp_path_factory.mktemp("fits"), api=True, callbacks=False) as running:
-        running.add("worker-g", **GRADIENT)
-        yield running
+# Its gradient worker takes 50 ms for a step of a fit.
+stack = stack_with({"worker-g": GRADIENT}, api=True, callbacks=False)
 
 
 def until_fitted(client: Client, job_id: str) -> None:

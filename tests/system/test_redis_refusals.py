@@ -10,7 +10,7 @@ import httpx2
 import pytest
 import redis
 from ports import free_port
-from stack import Stack, unsuccessful
+from stack import Stack, stack_with, unsuccessful
 from wait_kit import wait_until
 
 from midstream.schemas.base.errors import MidstreamError
@@ -20,10 +20,7 @@ WAIT_S = 90.0
 NOTICED = "Redis rejects writes"
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("refusals"), api=True) as running:
-        yield running
+stack = stack_with(api=True)
 
 
 def ask(stack: Stack, **more: object) -> httpx2.Response:

@@ -6,13 +6,12 @@ import json
 import re
 import subprocess
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from stack import Stack
+from stack import Stack, stack_with
 from tenant_kit import ADMIN, bearer
 
 #: A body may fit the document and not the model that is served (another vocabulary, no such layer,
@@ -39,13 +38,15 @@ LONGEST = 500
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("schemathesis")
+stack = stack_with(
+    api=True,
+    auth="keys",
+    admin_key=ADMIN,
+    max_wait_s=1.0,
     # a worker that stands still is not a dead one
-    times = {"max_wait_s": 1.0, "lease_s": 60.0, "visibility_timeout_s": 90}
-    with Stack(folder, api=True, auth="keys", admin_key=ADMIN, **times) as stack:
-        yield stack
+    lease_s=60.0,
+    visibility_timeout_s=90,
+)
 
 
 def runnable(document: dict[str, Any], model: str) -> dict[str, Any]:

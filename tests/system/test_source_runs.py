@@ -5,12 +5,12 @@ Two tensor-parallel ranks in each of two pipeline stages; fake engines, everythi
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from ledger_kit import enqueue
 from midstream_fake_engine.model import NUM_LAYERS
-from stack import Stack
+from stack import Stack, stack_with
 from wait_kit import wait_until
 
 from midstream.broker.ledger.named.source_runs import SourceRuns
@@ -23,18 +23,14 @@ MODEL = "fake-model"
 TEXT = "The Eiffel Tower is in the city of"
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One worker, of which a rank once fails to load a run; a second one comes later."""
-    with Stack(
-        tmp_path_factory.mktemp("stack"),
-        tensor_parallel_size=2,
-        pipeline_parallel_size=2,
-        engine_options={"token_s": 0.02},
-        fault="put_run:rank=3,times=1",
-        callbacks=False,
-    ) as running:
-        yield running
+# One worker, of which a rank once fails to load a run; a second one comes later.
+stack = stack_with(
+    tensor_parallel_size=2,
+    pipeline_parallel_size=2,
+    engine_options={"token_s": 0.02},
+    fault="put_run:rank=3,times=1",
+    callbacks=False,
+)
 
 
 def make_run(stack: Stack, name: str) -> str:

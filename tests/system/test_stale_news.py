@@ -6,12 +6,11 @@ import asyncio
 import base64
 import json
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
-from stack import Stack
+from stack import Stack, stack_with
 from wait_kit import wait_until
 
 from midstream.api.context import open_context
@@ -30,10 +29,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("stack"), workers=2, **SETTINGS) as running:
-        yield running
+stack = stack_with(workers=2, **SETTINGS)
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from celery.events.state import Task
 from flower.events import EventsState
 from ledger_kit import enqueue, receipt
 from redis_kit import handed_over
-from stack import Stack
+from stack import Stack, stack_with
 from wait_kit import wait_until
 
 from midstream.broker.flower import MissedEnds
@@ -90,12 +90,7 @@ class Watcher:
         asyncio.run(self._ends.look())
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(
-        tmp_path_factory.mktemp("stack"), engine_options={"token_s": 0.02}, lease_s=15
-    ) as running:
-        yield running
+stack = stack_with(engine_options={"token_s": 0.02}, lease_s=15)
 
 
 @pytest.fixture(scope="module")

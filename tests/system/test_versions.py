@@ -6,14 +6,13 @@ The other version is a process with its numbers changed.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import httpx2
 import msgspec
 import pytest
 from ledger_kit import enqueue, submit_unsent
 from midstream_fake_engine.model import identity_of
-from stack import Stack
+from stack import Stack, stack_with
 
 from midstream import __version__
 from midstream.broker.ledger.jobs.ledger import new_job_id
@@ -25,12 +24,7 @@ from midstream.schemas.service.compatibility import WIRE, disagreement
 MODEL = "fake-model"
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(
-        tmp_path_factory.mktemp("versions"), api=True, callbacks=False, lease_s=15
-    ) as started:
-        yield started
+stack = stack_with(api=True, callbacks=False, lease_s=15)
 
 
 def ask(stack: Stack) -> httpx2.Response:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from stack import Stack, unsuccessful
+from stack import Stack, stack_with, unsuccessful
 
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.specs import StoredCapture
@@ -22,11 +22,7 @@ CAPTURE = StoredCapture(
 SLOW = {"token_s": 0.02}
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Without a worker: each test starts its own on it."""
-    with Stack(tmp_path_factory.mktemp("stack"), workers=0) as running:
-        yield running
+stack = stack_with(workers=0)  # each test starts its own on it
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ that refuses it prevents, is tested in test_api_steering.py.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx2
 import numpy as np
 import pytest
 from midstream_fake_engine.model import HIDDEN_SIZE
-from stack import Stack
+from stack import Stack, stack_with
 from wait_kit import wait_until
 
 from midstream.broker.ledger.named.steering import Steering
@@ -25,20 +25,17 @@ MODEL, OTHER = "fake-model", "other-model"
 SHIFT = [{"layers": [1], "vector": [1.0] * HIDDEN_SIZE}]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two workers of two ranks each, and one of another model."""
-    settings = {
-        "workers": 2,
-        "tensor_parallel_size": 2,
-        "engine_options": {"token_s": 0.01},
-        "worker_concurrency": 8,
-        "lease_s": 10,
-        "steering_wait_s": 60.0,
-    }
-    with Stack(tmp_path_factory.mktemp("stack"), api=True, **settings) as running:
-        running.add("worker-3", model=OTHER)
-        yield running
+# Two workers of two ranks each, and one of another model.
+stack = stack_with(
+    {"worker-3": {"model": OTHER}},
+    api=True,
+    workers=2,
+    tensor_parallel_size=2,
+    engine_options={"token_s": 0.01},
+    worker_concurrency=8,
+    lease_s=10,
+    steering_wait_s=60.0,
+)
 
 
 def reports(stack: Stack) -> dict[str, WorkerSteering]:
