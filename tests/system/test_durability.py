@@ -129,9 +129,9 @@ async def test_a_redis_that_is_made_lossy_accepts_no_job_until_it_is_durable_aga
         await ledger.submit(make_job(), {})
         await ledger.redis.config_set(name, wrong)
         try:
-            with refuses(match="may lose accepted jobs", kind="unavailable") as refused:
+            told = ("may lose accepted jobs", f"CONFIG SET {name} {right}")
+            with refuses(*told, kind="unavailable"):
                 await ledger.submit(make_job(), {})
-            assert f"CONFIG SET {name} {right}" in refused.value.detail
             async with open_ledger(redis_url, redis_allow_lossy=True) as other:
                 await other.submit(make_job(), {})
         finally:

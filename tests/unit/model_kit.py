@@ -3,9 +3,12 @@
 from typing import Any
 
 from midstream import __version__
+from midstream.api.resolve.edits.steering import resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import SteeringSpec
+from midstream.schemas.requests.steering import Module, content_digest
 
 #: Of the model.
 HIDDEN, LAYERS = 8, 4
@@ -25,6 +28,21 @@ def model(**changes: Any) -> ModelInfo:
         "tokenizer": "",
     }
     return ModelInfo(**(facts | changes))
+
+
+def module(*specs: SteeringSpec, name: str = "joy") -> Module:
+    """A module of these entries."""
+    content = resolve_module(specs, model())
+    return Module(
+        name=name,
+        model="m",
+        digest=content_digest(content.entries),
+        entries=content.entries,
+        bytes=content.size,
+        created=0.0,
+        hidden_size=HIDDEN,
+        reach=content.reach,
+    )
 
 
 def bounds(*lengths: int, max_tokens: int = 4, probes: Any = (), **changes: Any) -> Bounds:

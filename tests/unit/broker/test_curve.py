@@ -4,6 +4,7 @@ showing them?
 
 import logging
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,39 +35,33 @@ def test_a_new_key_is_readable_by_its_owner_alone_and_never_written_over(tmp_pat
         new_keys("worker", "../w1", tmp_path / "keys")
 
 
+def of_relay(secret: str, clients: str) -> object:
+    return server_keys(Settings(curve_secret_file=secret, curve_clients_dir=clients))
+
+
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("keys_of", "given", "says"),
     [
-        ({"curve_secret_file": "w1.key"}, r"without curve_clients_dir: .* any sender"),
-        ({"curve_clients_dir": "clients"}, "without curve_secret_file: the relay needs"),
-        ({"curve_secret_file": "w1.key", "curve_clients_dir": "no"}, "'no': No such file"),
-        ({"curve_secret_file": "gone.key", "curve_clients_dir": "clients"}, r"gone\.key.*No such"),
+        (of_relay, ("w1.key", ""), r"without curve_clients_dir: .* any sender"),
+        (of_relay, ("", "clients"), "without curve_secret_file: the relay needs"),
+        (of_relay, ("w1.key", "no"), "'no': No such file"),
+        (of_relay, ("gone.key", "clients"), r"gone\.key.*No such"),
+        (client_keys, ("w1.key", ""), "without curve_server_key"),
+        (client_keys, ("", "~" * 40), "without curve_secret_file: a worker needs"),
+        (client_keys, ("w1.key", "~" * 40), "curve_server_key: not a CURVE key"),
     ],
 )
-def test_keys_that_the_relay_lacks_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], says: str
+def test_keys_that_the_relay_or_a_worker_lacks_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys_of: Callable[..., object],
+    given: tuple[str, str],
+    says: str,
 ) -> None:
     new_keys("worker", "w1", tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=says):
-        server_keys(Settings(**given))
-
-
-@pytest.mark.parametrize(
-    ("private", "server", "says"),
-    [
-        ("w1.key", "", "without curve_server_key"),
-        ("", "~" * 40, "without curve_secret_file: a worker needs"),
-        ("w1.key", "~" * 40, "curve_server_key: not a CURVE key"),
-    ],
-)
-def test_keys_that_a_worker_lacks_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: str, server: str, says: str
-) -> None:
-    new_keys("worker", "w1", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingsError, match=says):
-        client_keys(private, server)
+        keys_of(*given)
 
 
 def test_no_keys_at_all_are_an_answer() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,32 +171,32 @@ def changed(raw: bytes) -> st.SearchStrategy[bytes]:
     )
 
 
+def read_or_refused(*parsers: Callable[[], object]) -> None:
+    for parse in parsers:
+        try:
+            parse()
+        except ValueError as error:
+            to_json(invalid("path", str(error)).problem())
+
+
 @settings(max_examples=100, deadline=None)
 @given(HEADERS | changed(VALID) | st.binary(max_size=200))
 def test_whatever_a_safetensors_file_holds_it_is_read_or_refused(raw: bytes) -> None:
     def read(start: int, count: int) -> bytes:
         return raw[start : start + count]
 
-    for parse in (
+    read_or_refused(
         lambda: whole_file(read, len(raw)),
         lambda: read_header(read, len(raw)),
         lambda: lora_files.parse(b"{}", raw),
         lambda: module_files.specs_of(raw),
-    ):
-        try:
-            parse()
-        except ValueError as error:
-            to_json(invalid("path", str(error)).problem())
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(changed(npy(NPY) + bytes(16)) | st.text(max_size=60).map(lambda text: npy(ascii(text))))
 def test_whatever_a_numpy_file_holds_it_is_read_or_refused(raw: bytes) -> None:
-    for parse in (lambda: npy_header(io.BytesIO(raw)), lambda: read_npy(raw)):
-        try:
-            parse()
-        except ValueError as error:
-            to_json(invalid("path", str(error)).problem())
+    read_or_refused(lambda: npy_header(io.BytesIO(raw)), lambda: read_npy(raw))
 
 
 def test_a_whole_safetensors_file_is_read() -> None:

@@ -193,9 +193,8 @@ def test_a_scaling_factor_of_ones_changes_nothing(tmp_path: Path) -> None:
 def test_an_autoencoder_of_another_place_or_model_is_refused_by_field(
     asked: Any, model: dict[str, Any], field: str, says: str
 ) -> None:
-    with refuses(kind="invalid_request", field=field) as refused:
+    with refuses(says, kind="invalid_request", field=field) as refused:
         check_on(ROOT / "standard", *asked, **(MODEL | model))
-    assert says in refused.value.detail
     assert refused.value.allowed
 
 

@@ -4,6 +4,7 @@ name.
 
 from typing import Any
 
+import model_kit
 import msgspec
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from model_kit import model
 from refusal_kit import refuses
 
 from midstream.api.resolve.edits.model_state import ModelState
-from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
+from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.positions.gates import Gated, check_use, gated_by, generated
 from midstream.api.resolve.readings.probes import check_action
@@ -26,7 +27,7 @@ from midstream.schemas.requests.specs import (
     steering_digest,
     steering_rows,
 )
-from midstream.schemas.requests.steering import GlobalSteering, Module, content_digest
+from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest, Sampling
 from midstream.workers.engine.ranks.rank_spec import rank_spec
 from midstream.workers.runner.probes.gates import Gates, gates_of
@@ -211,20 +212,9 @@ def resolved(
     scale: float | None = None,
     module: str = "joy",
 ) -> Any:
-    content = resolve_module(specs, model())
-    joy = Module(
-        name="joy",
-        model="m",
-        digest=content_digest(content.entries),
-        entries=content.entries,
-        bytes=0,
-        created=0.0,
-        hidden_size=8,
-        reach=content.reach,
-    )
     bounds, state = (
         Bounds(model(), [PromptFacts(length) for length in lengths], 4),
-        ModelState({"joy": joy}, GlobalSteering(), ["joy"]),
+        ModelState({"joy": model_kit.module(*specs)}, GlobalSteering(), ["joy"]),
     )
     return resolve_edits(
         [],

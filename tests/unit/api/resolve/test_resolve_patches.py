@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from model_kit import HIDDEN, LAYERS, model
+from model_kit import HIDDEN, LAYERS, model, module
 from refusal_kit import refuses
 
 from midstream.api.resolve.edits import patches
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.patches import MAX_PATCH_ROWS, MAX_RUNS
-from midstream.api.resolve.edits.steering import MAX_ENTRIES, resolve_edits, resolve_module
+from midstream.api.resolve.edits.steering import MAX_ENTRIES, resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
@@ -25,7 +25,6 @@ from midstream.schemas.requests.specs import (
     SteeringSpec,
     StoredSteering,
 )
-from midstream.schemas.requests.steering import Module, content_digest
 
 SERVED = [hook for hook in HOOKS if hook != "mlp_in"]
 VECTOR = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
@@ -58,20 +57,6 @@ def run(*prompts: RunPrompt, **changes: Any) -> RunView:
         "state": "ready",
     }
     return RunView(**(facts | {"prompts": list(prompts) or [CLEAN]} | changes))
-
-
-def module(*specs: SteeringSpec) -> Module:
-    content = resolve_module(specs, model())
-    return Module(
-        name="joy",
-        model="m",
-        digest=content_digest(content.entries),
-        entries=content.entries,
-        bytes=content.size,
-        created=0.0,
-        hidden_size=HIDDEN,
-        reach=content.reach,
-    )
 
 
 STANDING = ModelState(runs={"clean": run()}, run_names=["clean", "corrupt"])

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from model_kit import HIDDEN, LAYERS, model
+from model_kit import HIDDEN, LAYERS, model, module
 from refusal_kit import refuses
 
 from midstream.api.resolve.admission.admission import under_limit
@@ -23,7 +23,7 @@ from midstream.schemas.requests.specs import (
     steering_digest,
     steering_rows,
 )
-from midstream.schemas.requests.steering import GlobalSteering, Module, content_digest
+from midstream.schemas.requests.steering import GlobalSteering, Module
 from midstream.workers.engine.requests import prompt_request
 
 VECTOR = from_numpy(np.ones(HIDDEN, np.float32))
@@ -33,20 +33,6 @@ RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
 
 def spec(**fields: Any) -> SteeringSpec:
     return SteeringSpec(**({"layers": 0, "vector": VECTOR} | fields))
-
-
-def module(*specs: SteeringSpec, name: str = "joy") -> Module:
-    content = resolve_module(specs or [spec()], model())
-    return Module(
-        name=name,
-        model="m",
-        digest=content_digest(content.entries),
-        entries=content.entries,
-        bytes=content.size,
-        created=0.0,
-        hidden_size=HIDDEN,
-        reach=content.reach,
-    )
 
 
 def resolved(
@@ -167,7 +153,7 @@ def test_invalid_module_use_in_a_request_names_the_field(
     wish: dict[str, Any], field: str, words: str
 ) -> None:
     with refuses(words, field=f"steering[1].{field}", status=400):
-        resolved([spec(), SteeringSpec(**wish)], module())
+        resolved([spec(), SteeringSpec(**wish)], module(spec()))
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -224,12 +224,14 @@ def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPat
     queries, keys = _rows(TOKENS), _rows(TOKENS, 2, 1)
     with refuses("head 4 is out of range", field="head", allowed="0 to 3"):
         pattern(queries, keys, kind(), range(TOKENS), heads=[4])
-    with refuses("not queries and keys of 4 heads of width 8"):
-        pattern(queries[:, :-1], keys, kind(), range(TOKENS))
-    with refuses("not queries and keys of 4 heads"):
-        pattern(queries, _rows(TOKENS, 3), kind(), range(TOKENS))
-    with refuses("positions 99 were not captured"):
-        pattern(queries, keys, kind(), range(TOKENS), rows=[99])
+    given: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        ("not queries and keys of 4 heads of width 8", queries[:, :-1], keys, {}),
+        ("not queries and keys of 4 heads", queries, _rows(TOKENS, 3), {}),
+        ("positions 99 were not captured", queries, keys, {"rows": [99]}),
+    ]
+    for words, some, others, more in given:
+        with refuses(words):
+            pattern(some, others, kind(), range(TOKENS), **more)
     monkeypatch.setattr(attention, "MAX_BYTES", 1000)
     with refuses("4 heads × 24 queries × 24 keys"):
         pattern(queries, keys, kind(), range(TOKENS))

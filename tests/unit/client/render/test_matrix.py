@@ -195,14 +195,15 @@ def test_captured_rows_are_drawn_as_norms_of_layers_by_tokens(tmp_path: Path) ->
 def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
     with pytest.raises(MidstreamError, match="ask for lens, features or probes"):
         job_result().plot()
-    with pytest.raises(AttributeError, match=r"Lens has no attribute 'heatmap': use plot\(\)"):
-        lens_of(LENS).heatmap()  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"no attribute 'hook_name'$"):
-        lens_of(LENS).hook_name  # type: ignore[attr-defined]  # noqa: B018
-    with pytest.raises(AttributeError, match=r"'to_pandas': use activations\(feature\)$"):
-        Features("job_x", FEATURES).to_pandas()  # type: ignore[attr-defined]
-    drawn = {kind.__name__ for kind in PLOTS}
-    assert {"Attention", "CaptureReader", "Harvest", "Lens", "SweepResult"} <= drawn
+    for drawn, name, says in (
+        (lens_of(LENS), "heatmap", r"Lens has no attribute 'heatmap': use plot\(\)"),
+        (lens_of(LENS), "hook_name", r"no attribute 'hook_name'$"),
+        (Features("job_x", FEATURES), "to_pandas", r"'to_pandas': use activations\(feature\)$"),
+    ):
+        with pytest.raises(AttributeError, match=says):
+            getattr(drawn, name)
+    kinds = {kind.__name__ for kind in PLOTS}
+    assert {"Attention", "CaptureReader", "Harvest", "Lens", "SweepResult"} <= kinds
     assert all(hasattr(kind, "plot") for kind in [*PLOTS, PatchStudy, harvest.Harvest])
 
 

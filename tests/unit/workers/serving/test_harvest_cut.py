@@ -59,16 +59,20 @@ def keys(sequences: list[CutSequence]) -> list[tuple[int, int, int]]:
     return [tuple(row) for each in columns for row in np.stack(each, axis=1).tolist()]
 
 
-def test_truncated_documents_keep_their_first_tokens() -> None:
-    made = cut(harvest(), documents(2, 6, 0), BOS, EOS)
-    assert [len(sequence.token_ids) for sequence in made] == [2, 4]
-    assert keys(made) == [(0, 0, 10), (0, 1, 11), (1, 0, 20), (1, 1, 21), (1, 2, 22), (1, 3, 23)]
-
-
-def test_split_documents_give_every_token_once() -> None:
-    made = cut(harvest(cut=HarvestCut(fit="split")), documents(9, 1), BOS, EOS)
-    assert [len(sequence.token_ids) for sequence in made] == [4, 4, 1, 1]
-    assert keys(made) == [*[(0, place, 10 + place) for place in range(9)], (1, 0, 20)]
+@pytest.mark.parametrize(
+    ("fit", "lengths", "made", "found"),
+    [
+        ({}, (2, 6, 0), [2, 4], [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]),
+        ({"fit": "split"}, (9, 1), [4, 4, 1, 1], [*((0, place) for place in range(9)), (1, 0)]),
+    ],
+    ids=["truncated", "split"],
+)
+def test_documents_keep_their_first_tokens_or_give_every_token_once(
+    fit: dict[str, Any], lengths: tuple[int, ...], made: list[int], found: list[tuple[int, int]]
+) -> None:
+    sequences = cut(harvest(cut=HarvestCut(**fit)), documents(*lengths), BOS, EOS)
+    assert [len(sequence.token_ids) for sequence in sequences] == made
+    assert keys(sequences) == [(one, place, 10 * (one + 1) + place) for one, place in found]
 
 
 def test_packed_sequences_are_full_and_have_no_row_between_documents() -> None:
