@@ -19,12 +19,13 @@ def wait_until(
     *,
     why: str | Callable[[], object] = WHY,
     pause_s: float = 0.02,
+    pause: Callable[[float], None] = time.sleep,
 ) -> T:
     """What `holds` returns, once that is true; the test fails with `why` where it never is."""
     deadline = time.monotonic() + timeout
     while not (found := holds()):
         assert time.monotonic() < deadline, why() if callable(why) else why
-        time.sleep(pause_s)
+        pause(pause_s)
     return found
 
 

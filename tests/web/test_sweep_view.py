@@ -277,13 +277,13 @@ def test_a_duplicate_keeps_names_of_hooks_positions_and_other_fields(
 def test_heatmaps_are_filled_while_the_sweep_runs(site: Site, visit: Visit) -> None:
     with held(site, SOME):
         job_id = submitted(site)
-        until(lambda: with_value(site, job_id) or None, "the first cells")
+        until(lambda: with_value(site, job_id), "the first cells")
         shown(visit, site, job_id)
         expect(visit.page.locator(".sweep-state")).to_have_attribute("data-state", "running")
-        until(lambda: True if drawn(visit.page)["right"] > 0 else None, "cells in colour")
+        until(lambda: drawn(visit.page)["right"] > 0, "cells in colour")
         assert drawn(visit.page)["empty"] > 0
         site.let(MORE)
-        until(lambda: True if drawn(visit.page)["right"] > SOME else None, "cells that came later")
+        until(lambda: drawn(visit.page)["right"] > SOME, "cells that came later")
         assert drawn(visit.page)["empty"] > 0, "not all have come"
     expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
     view = seen(site, job_id)
@@ -308,7 +308,7 @@ def test_heatmaps_are_filled_while_the_sweep_runs(site: Site, visit: Visit) -> N
 def test_a_held_sweep_is_cancelled_and_keeps_its_cells(site: Site, visit: Visit) -> None:
     with held(site, SOME):
         job_id = submitted(site)
-        until(lambda: with_value(site, job_id) or None, "the first cells")
+        until(lambda: with_value(site, job_id), "the first cells")
         shown(visit, site, job_id)
         visit.page.get_by_role("button", name="Cancel").click()
         expect(visit.page.locator(".sweep-state")).to_have_attribute("data-state", "cancelled")
@@ -532,7 +532,7 @@ def test_pairs_are_shown_as_a_mean_or_one_by_one(site: Site, visit: Visit) -> No
             for row in columns
         ]
 
-    until(lambda: table_of(visit.page) == wanted(view.result.mean["pre_attn"]) or None, "the mean")
+    until(lambda: table_of(visit.page) == wanted(view.result.mean["pre_attn"]), "the mean")
     visit.page.get_by_label("Pairs").select_option("1")
     expect(visit.page.locator(".sweep-title")).to_contain_text("foil “S”")
     until(

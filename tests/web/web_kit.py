@@ -29,6 +29,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect
 from stack import Stack
+from wait_kit import wait_until
 
 from midstream.broker.ledger.people.keys import Keys, new_key
 from midstream.schemas.access.keys import CreatedKey, KeyRequest
@@ -148,7 +149,7 @@ class Site:
         self.stack.start()
         self.alice, self.bob = User(self, "alice"), User(self, "bob")
         self.operator = User(self, "default", "admin")
-        until(lambda: self.alice.get("/v1/models")["data"] or None, "a model")
+        until(lambda: self.alice.get("/v1/models")["data"], "a model")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,15 +178,10 @@ def held(site: Site, steps: int = 0) -> Iterator[Site]:
         site.turnstile.unlink(missing_ok=True)
 
 
-def until(
-    condition: Callable[[], T | None], what: str, pause: Callable[[float], None] = time.sleep
-) -> T:
-    """What `condition` returns, once that is not None. See also `Visit.until`."""
-    deadline = time.monotonic() + LONG_S
-    while (found := condition()) is None:
-        assert time.monotonic() < deadline, f"waited {LONG_S} s for {what}"
-        pause(0.05)
-    return found
+def until(condition: Callable[[], T], what: str, pause: Callable[[float], None] = time.sleep) -> T:
+    """What `condition` returns, once that is true. See also `Visit.until`."""
+    why = f"waited {LONG_S} s for {what}"
+    return wait_until(condition, LONG_S, why=why, pause_s=0.05, pause=pause)
 
 
 class Visit:
@@ -230,7 +226,7 @@ class Visit:
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until `condition` holds; events of the page, such as requests, arrive meanwhile."""
         until(
-            lambda: condition() or None,
+            condition,
             what,
             lambda seconds: self.page.wait_for_timeout(seconds * 1000),
         )
