@@ -75,7 +75,6 @@ def test_a_completion_has_openais_shape(
         answer.usage.total_tokens,
     ) == (3, 2, 5)
     logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
     assert (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs) == (
         ["hello"],
         [-0.5],
@@ -140,7 +139,6 @@ def test_a_chat_has_openais_shape_and_the_models_template(
         "hello world",
     )
     content = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
-    assert content is not None
     assert (content[0].token, content[0].bytes, content[0].top_logprobs[0].logprob) == (
         "hello",
         list(b"hello"),

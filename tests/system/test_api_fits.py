@@ -63,7 +63,6 @@ def test_fit_is_a_job_of_the_gradient_queue(api: Api, hand: Hand) -> None:
     view = answer.json()
     assert (view["kind"], view["queue"]) == ("fit", GRADIENTS)
     job = hand.job(view["id"])
-    assert job.fit is not None
     assert (job.fit.layers, len(job.fit.examples)) == ([1, 2], 8)
     assert job.fit.template.family == "add"
 

@@ -350,7 +350,6 @@ def test_the_client_and_the_command_line_capture_patch_and_delete(
         {"layers": 2, "positions": [-1], "source": np.zeros(HIDDEN, np.float32)},
     ]
     result = client.run(prompts=[CORRUPT], patch=patches, max_tokens=12)
-    assert result.determinism is not None
     assert {rank.applied for rank in result.determinism.stages[0].ranks} == {10}
     wait_until(  # the worker says so with its heartbeat
         lambda: not (view := client.source_runs.get("typed")).in_use and view.held_by == ["w1"],

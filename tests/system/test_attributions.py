@@ -155,7 +155,6 @@ def test_estimates_are_verified_by_exact_cells_in_the_same_job(stack: Stack) -> 
     assert kinds.index("cell") > kinds.index("estimate")
     assert kinds.count("cell") == view.cells
     ranks = stack.result(job_id).determinism
-    assert ranks is not None
     assert ranks.consistent
     estimates = [Units(VERIFIED).estimate(number).number for number in range(2)]
     reported = {rank.request for stage in ranks.stages for rank in stage.ranks}
@@ -304,7 +303,6 @@ def test_global_steering_fails_an_attribution_that_it_would_falsify(stack: Stack
         )
         # accepted before, as if it had waited in the queue until now
         view = stack.wait(submit(stack, VERIFIED), DEADLINE_S)
-        assert view.error is not None
         assert "global steering version" in view.error.detail
         assert http.delete("/v1/steering/global").status_code == 200
 

@@ -212,7 +212,6 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
     assert (by_receipts.positions, by_receipts.hidden_size) == ([0, 1, 2], HIDDEN)
     assert by_receipts.bytes == 6 * 3 * HIDDEN * 2
     prompts = (await runs.view(MODEL, "clean")).prompts
-    assert prompts is not None
     assert [(each.request, each.tokens, each.token_ids, each.dtype) for each in prompts] == [
         (0, 3, [100, 101, 102], "bfloat16"),
         (1, 3, [100, 101, 102], "bfloat16"),

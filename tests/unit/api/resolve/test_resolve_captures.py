@@ -236,7 +236,6 @@ def test_the_operator_captures_the_end_of_every_request() -> None:
     model = bounds().model
     (spec,) = parse("post_block:1", "last:3")
     (capture,) = captures_of(spec, model, [1])
-    assert capture is not None
     assert (capture.positions, capture.window) == ("all", Span(last=3))
 
 

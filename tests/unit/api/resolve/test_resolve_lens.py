@@ -154,7 +154,6 @@ def test_named_tokens_are_ids_or_texts_of_one_token() -> None:
     tokenizer = make_tokenizer()
     codec = Codec(make_bundle(tokenizer))
     spec = asyncio.run(with_token_ids(LensSpec(tokens=["a", 5, "b"]), codec))
-    assert spec is not None
     assert spec.tokens == [tokenizer.token_to_id("a"), 5, tokenizer.token_to_id("b")]
     with refuses(field="lens.tokens[1]", detail="'ab' is 2 tokens: 'a', 'b'"):
         asyncio.run(with_token_ids(LensSpec(tokens=[5, "ab"]), codec))

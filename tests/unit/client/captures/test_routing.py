@@ -118,7 +118,6 @@ def dense(chosen: Any, weights: Any) -> np.ndarray:
 def test_the_rule_found_gives_what_the_router_of_transformers_gives(name: str) -> None:
     options, truth = ROUTERS[name]
     kind = kind_of(7, Layer(CPURouter(TOP, EXPERTS, **options)))
-    assert kind is not None
     assert (kind.layers, kind.refused) == ([7], "")
     logits = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(11))
     _, weights, chosen = truth(logits)
@@ -130,7 +129,6 @@ def test_the_rule_found_gives_what_the_router_of_transformers_gives(name: str) -
 
 def test_what_the_layer_multiplies_the_sum_with_is_part_of_the_weights() -> None:
     kind = kind_of(0, Layer(CPURouter(TOP, EXPERTS, renormalize=True), after=2.5))
-    assert kind is not None
     assert kind.scale == 2.5
     assert routed(np.zeros((1, EXPERTS)), kind)[1].sum() == pytest.approx(2.5)
 
