@@ -182,11 +182,12 @@ class RunStore:
             header = read_header(
                 lambda start, count: handle.read(file.offset + start, count), file.bytes
             )
-            held = {
-                place.site: place for place in header.tensors.values() if place.site is not None
-            }
             self._check(files, header)
-            places = {site: place for site, place in held.items() if site in needed}
+            places = {
+                place.site: place
+                for place in header.tensors.values()
+                if place.site is not None and place.site in needed
+            }
             if not places:  # the blob has rows of another stage
                 return {}
             raw = handle.read(file.offset, file.bytes)

@@ -51,11 +51,15 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
     """Concatenate a row's content. `hidden_size`, `dtype`: of the pool. `pinned`: into page-locked
     memory, so that uploads do not block.
     """
-    # id of held tensors → these, and the sites and families that share them
-    shared: dict[int, tuple[Held, list[tuple[int, int]]]] = {}
+    # id of held tensors → these, their checksum, and the sites and families that share them
+    shared: dict[int, tuple[Held, int, list[tuple[int, int]]]] = {}
+    crc = 0
     for place, what in content.items():
-        shared.setdefault(id(what), (what, []))[1].append(place)
-    held = [what for what, _ in shared.values()]
+        if id(what) not in shared:
+            shared[id(what)] = what, crc32_of(*what), []
+        shared[id(what)][2].append(place)
+        crc = zlib.crc32(f"{place} {shared[id(what)][1]}".encode(), crc)
+    held = [what for what, _, _ in shared.values()]
     if len(held) == 1:
         vectors, scalars = held[0]
     else:
@@ -66,7 +70,7 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
     runs: list[tuple[int, int, int, int]] = []
     parts: dict[tuple[int, int], Held] = {}
     first = 0
-    for (value, _), places in shared.values():
+    for (value, _), _, places in shared.values():
         part = vectors[first : first + len(value)], scalars[first : first + len(value)]
         runs += [(*place, first, len(value)) for place in places]
         parts |= dict.fromkeys(places, part)
@@ -76,20 +80,8 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
         vectors,
         scalars,
         np.array(runs, dtype=np.int64).reshape(-1, 4),
-        _crc32(content),
+        crc,
     )
-
-
-def _crc32(content: Content) -> int:
-    """Return the CRC32 of (site, family) and bytes of all content."""
-    crc = 0
-    # id of shared tensors → their checksum, which is computed once: most sites share theirs
-    known: dict[int, int] = {}
-    for place, held in content.items():
-        if id(held) not in known:
-            known[id(held)] = crc32_of(*held)
-        crc = zlib.crc32(f"{place} {known[id(held)]}".encode(), crc)
-    return crc
 
 
 class EntryPool:

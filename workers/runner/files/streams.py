@@ -67,8 +67,12 @@ class Stream:
         self._draft: Draft | None = None
         self._header = 0
         self._written = np.zeros(len(self.order), dtype=bool)
-        # dtype → position → indices of the ports whose rows are not finite in that dtype
-        self._bad: dict[str, dict[int, set[int]]] = {}
+        # dtype → which rows are not finite in that dtype, `[positions, ports]`; where all are
+        # finite, it takes no memory
+        self._bad = {
+            dtype: np.zeros((len(self.order), len(shape.ports)), dtype=bool)
+            for dtype in (shape.dtype, self._stored_as)
+        }
         self._queue: deque[tuple[list[Block], int]] = deque()
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -125,9 +129,11 @@ class Stream:
             positions: list[int] = self.order[kept].tolist()
             draft = self._begun()  # even if only rows that do not count have left
             self._move_together(draft, kept)
-            sealed = SealedRows(
-                draft, self._ports, positions, self._row_bytes, self._header, self._bad
-            )
+            bad = {
+                dtype: [(int(self.order[at]), place) for at, place in np.argwhere(found).tolist()]
+                for dtype, found in self._bad.items()
+            }
+            sealed = SealedRows(draft, self._ports, positions, self._row_bytes, self._header, bad)
             return positions, reused, sealed
 
     def _begun(self) -> Draft:
@@ -163,25 +169,12 @@ class Stream:
             ]
             draft.write(self._header + place * stride + at * self._row_bytes, rows)
         self._written[at : at + sum(run.count for run in runs)] = True
-        for dtype in {self._dtype, self._stored_as}:
-            bad = self._bad.setdefault(dtype, {})
-            for run, of_run in zip(runs, ports, strict=True):
-                self._note(run.unsound(dtype), bad, run.positions, of_run)
-
-    def _note(
-        self,
-        unsound: np.ndarray | None,
-        bad: dict[int, set[int]],
-        positions: range,
-        ports: list[int],
-    ) -> None:
-        for position in positions if bad else ():  # earlier rows of these positions do not count
-            bad.pop(position, None)
-        if unsound is None:
-            return
-        for place, port in enumerate(ports):
-            for offset in np.flatnonzero(unsound[port]).tolist():
-                bad.setdefault(positions[offset], set()).add(place)
+        for run, of_run in zip(runs, ports, strict=True):
+            for dtype, bad in self._bad.items():
+                unsound, part = run.unsound(dtype), bad[at : at + run.count]
+                if unsound is not None or part.any():
+                    part[:] = False if unsound is None else unsound[of_run].T
+            at += run.count
 
     def _move_together(self, draft: Draft, kept: np.ndarray) -> None:
         """Close the gaps of positions that were not captured. Rows move towards the beginning in
@@ -215,8 +208,11 @@ class SealedRows:
         positions: list[int],
         row_bytes: int,
         header: int,
-        bad: dict[str, dict[int, set[int]]],
+        bad: dict[str, list[tuple[int, int]]],
     ) -> None:
+        """`bad`: dtype → position and index of the port of rows that are not finite in that dtype,
+        among others.
+        """
         self._draft, self._positions = draft, positions
         self._sites = [(hook, layer) for hook, layer, _ in ports]
         self._tensor, self._header, self._bad = len(positions) * row_bytes, header, bad
@@ -224,9 +220,9 @@ class SealedRows:
 
     def unsound(self, dtype: str) -> Iterator[tuple[str, int, int]]:
         """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
-        held = set(self._positions) if self._bad.get(dtype) else set()
-        for position, places in self._bad.get(dtype, {}).items():
-            for place in sorted(places) if position in held else ():
+        held = set(self._positions) if self._bad[dtype] else set()
+        for position, place in self._bad[dtype]:
+            if position in held:
                 yield *self._sites[place], position
 
     def __call__(self, hook: str, layer: int) -> list[memoryview]:

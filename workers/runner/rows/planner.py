@@ -146,7 +146,6 @@ class Planner:
         self._named = self._chosen = np.zeros((0, 1), dtype=np.int64)
         self._edits_of = np.zeros(0, dtype=np.int64)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
-        self._nothing = np.zeros_like(self._plan)
         # this step has the last step's edits; all of its plan, at later positions
         self._same = self.repeats = False
         self._whole = True  # the next step may have this one's captures
@@ -406,7 +405,7 @@ class Planner:
         if self.loaded:
             self.loaded = False
             try:
-                self._staging.commit(self._nothing, [])
+                self._staging.commit(np.zeros_like(self._plan), [])
             except Exception:
                 self.abandon()
                 raise
