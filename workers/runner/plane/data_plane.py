@@ -340,7 +340,7 @@ class DataPlane:
                 requests.resume(self._tracked[request_id], cached_tokens)
         if requests.sorted != requests.changes:
             requests.sort()
-        for prepare in self._prepares:
+        for prepare in self._prepares if keeping is not None or self._delivery.held else ():
             prepare(keeping)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> int:
@@ -378,7 +378,9 @@ class DataPlane:
         batch = requests.batch
         if batch is None or not batch.tokens.move_to(view):
             batch = requests.batch = self._batch_of(view)
-        if lost := requests.slots.lost(batch.tokens, self._family):
+        # no request needs launches that the smallest family of any request lacks
+        lost = requests.slots.lost(batch.tokens, self._family) if self._family > self._least else []
+        if lost:
             for request_id in lost:
                 requests.fail(self._tracked[request_id], _LOST, "intervention_failed")
             batch = self._batch_of(view, lost)

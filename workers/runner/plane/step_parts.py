@@ -50,7 +50,9 @@ class StepPart:
         """Give a new request its share of common resources, even if `admit` failed it."""
 
     def prepare(self, keeping: Keeping | None) -> None:
-        """Prepare the step, whose requests are admitted. `keeping`: commands about stored rows."""
+        """Prepare the step, whose requests are admitted. `keeping`: commands about stored rows.
+        Not called if there are none, and nothing waits for the writers.
+        """
 
     def plan(self, batch: Batch, view: StepView) -> None:
         """Set up the next forward. `batch`: the tracked requests of `view`."""

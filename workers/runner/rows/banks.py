@@ -100,6 +100,7 @@ class Banks:
     ) -> None:
         """`table`: gets the tables of the banks."""
         parts, device = [residual, *inside], residual.buffers.ring.device
+        self._device = device
         copies = None if device.type == "cpu" else torch.cuda.Stream(device)
         self.table = table
         self._banks = [
@@ -208,9 +209,11 @@ class Banks:
     # --- Findings; the methods of `FiniteCheck`
 
     def precede(self) -> None:
+        """Have the next forward wait until the last one's observations are over."""
         for bank in self._banks:
-            if bank.finite.over is not None:
-                bank.finite.precede()
+            over, bank.finite.over = bank.finite.over, None
+            if over is not None and not over.query():
+                torch.cuda.current_stream(self._device).wait_event(over)
 
     def take(self, step: int, view: StepView | None, hidden: torch.Tensor | None) -> None:
         """Observe the forward of `view`. `hidden`: output of the last layer, checked only once.

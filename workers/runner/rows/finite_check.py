@@ -133,7 +133,7 @@ class FiniteCheck:
     """The check of one bank: `take` observes a forward, `settle` returns what is known by then.
 
     On an accelerator a stream of its own collects the observations in one record and copies it
-    before the next forward, which waits for that if it must: see `precede`.
+    before the next forward, which waits for that if it must: see `Banks.precede`.
     """
 
     def __init__(self, sites: Sequence[Site], buffers: Buffers, *, whole: bool = True) -> None:
@@ -148,12 +148,6 @@ class FiniteCheck:
         #: Observations that are not settled yet, and those of the last step.
         self.pending: deque[_Finding] = deque()
         self.last: _Finding | None = None
-
-    def precede(self) -> None:
-        """Have the next forward wait until the last one's observations are over."""
-        over, self.over = self.over, None
-        if over is not None and not over.query():
-            torch.cuda.current_stream(self._device).wait_event(over)
 
     def take(
         self,

@@ -271,7 +271,11 @@ class Planner:
                 self._forget_captures()
                 self._chosen = chosen
                 self._plan_capture(tokens, drops=drops)
-            self._record(tokens.firsts)
+            if self._places is not None:
+                self._places.move_to(tokens.firsts)
+                self.begun |= self._places.begun
+                base = self._staging.place(self._places, self._places_at)
+                self._plan[:, _ROW_COLUMNS] = base.reshape(-1, 2)
         except Exception:
             self.clear_captures()
             raise
@@ -293,15 +297,6 @@ class Planner:
             self._layout = layout_of(runs)
         self._places = Places(self._layout, window, self._memory)
         self._plan_ports(self._layout)
-
-    def _record(self, positions: np.ndarray) -> None:
-        """Give the captured rows of this step their places."""
-        if self._places is None:
-            return
-        self._places.move_to(positions)
-        self.begun |= self._places.begun
-        base = self._staging.place(self._places, self._places_at)
-        self._plan[:, _ROW_COLUMNS] = base.reshape(-1, 2)
 
     def leave(self) -> None:
         """Have rows leave the recordings with a new block. Called once it is known which of the
