@@ -51,7 +51,7 @@ from .reports import Reports
 from .requests import Requests
 from .step_edits import Edits
 from .step_loras import Adapters
-from .step_parts import RanStep, StepPart, overrides
+from .step_parts import RanStep, StepPart
 from .step_probes import Probes
 from .step_rows import Rows
 
@@ -167,10 +167,14 @@ class DataPlane:
             # Last, because probes score rows that Rows recorded.
             Probes(requests, self._probes),
         ]
-        #: The order within each phase of a step, see `StepPart`.
+        #: The order within each phase of a step, see `StepPart`; a part without one is not called.
         self._parts = tuple(part for part in parts if part is not None)
         self._begins, self._prepares, self._plans, self._drains, self._settles = (
-            [getattr(part, phase) for part in self._parts if overrides(part, phase)]
+            [
+                getattr(part, phase)
+                for part in self._parts
+                if getattr(type(part), phase) is not getattr(StepPart, phase)
+            ]
             for phase in ("begin", "prepare", "plan", "drain", "settle")
         )
         self.load = Load()

@@ -24,11 +24,6 @@ class RanStep:
     recorded: list[tuple[Recording, Extent]] | None = None
 
 
-def overrides(part: "StepPart", phase: str) -> bool:
-    """Return whether the part does something in a phase: one that does nothing is not called."""
-    return getattr(type(part), phase) is not getattr(StepPart, phase)
-
-
 class StepPart:
     """One concern of a rank; a part overrides the phases that concern it.
 

@@ -77,18 +77,19 @@ class Rows(StepPart):
             for capture in spec.captures:
                 for hook, layers in capture.sites.items():
                     self._state.check_sites(hook, layers)
-            recordings = [
-                self._banks.recording(capture, spec.prompt_tokens, self._place.tp == 0)
-                for capture in spec.captures
-            ]
+            tracked.recordings = {
+                number: recording
+                for number, capture in enumerate(spec.captures)
+                if (
+                    recording := self._banks.recording(
+                        capture, spec.prompt_tokens, self._place.tp == 0
+                    )
+                )
+                is not None
+            }
         except ValueError as error:
             self._requests.fail(tracked, str(error), "capture_failed")
             return
-        tracked.recordings = {
-            number: recording
-            for number, recording in enumerate(recordings)
-            if recording is not None
-        }
         with self._requests.guard([tracked], "capture_failed"):
             for number, recording in tracked.recordings.items():
                 self._streams.prepare(
@@ -96,7 +97,6 @@ class Rows(StepPart):
                 )
 
     def release(self, tracked: Tracked) -> None:
-        self._banks.forget_step()
         for recording in tracked.recordings.values():
             recording.landing = self._arena.landing.number
 

@@ -136,10 +136,6 @@ class Banks:
 
     # --- A step; the methods of `Planner`
 
-    def forget_step(self) -> None:
-        for bank in self._banks:
-            bank.planner.forget_step()
-
     def leave(self) -> None:
         self.begun = False
         for bank in self._banks:

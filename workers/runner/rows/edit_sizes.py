@@ -25,7 +25,6 @@ from .execution_check import Due
 class StepSizes(NamedTuple):
     """The relative sizes of one step's edits in one bank."""
 
-    step: int
     view: StepView
     due: Due  # the plan
     sites: np.ndarray  # int64 [sites], their numbers

@@ -235,7 +235,7 @@ class FiniteCheck:
             found += item.non_finite(self._sites)
         if due is not None and seen.sizes is not None and self._whole:
             sizes = seen.sizes if item.sound else seen.sizes.clip(-LARGEST_SIZE, LARGEST_SIZE)
-            found.append(StepSizes(item.step, item.view, due, due.sites, sizes))
+            found.append(StepSizes(item.view, due, due.sites, sizes))
         return found
 
 

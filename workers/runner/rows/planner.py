@@ -168,10 +168,6 @@ class Planner:
         self.begun: dict[int, tuple[Recording, int]] = {}
         self.loaded = False  # the next forward would find a plan that is not empty
 
-    def forget_step(self) -> None:
-        """Keep nothing alive of requests that end."""
-        self._layout = self._places = None
-
     def write(self, tracked: Tracked) -> None:
         """Write the request's slot in the tables."""
         slot, prompt = tracked.slot, tracked.spec.prompt_tokens
@@ -202,7 +198,8 @@ class Planner:
         self._captures.write(slot, entries)
 
     def erase(self, slot: int) -> None:
-        """Have the slot do nothing, because its request is over."""
+        """Have the slot do nothing, because its request is over, and keep nothing of it alive."""
+        self._layout = self._places = None
         self._steering.write(slot)
         self._captures.write(slot)
         self._recordings.pop(slot, None)

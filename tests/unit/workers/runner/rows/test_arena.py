@@ -276,7 +276,6 @@ def test_a_long_capture_keeps_nothing_of_others_alive() -> None:
         rank.step((long, at, 1), (other, 0, 30))
         rank.planner.erase(other.tracked.slot)
     del other
-    rank.planner.forget_step()
     rank.arena.take(1, 1)
     blocks = [block.place.count for block in long.tracked.recordings[0].held]
     assert rank.arena.used == 1 + taken(1, *blocks)

@@ -333,7 +333,7 @@ def counted(sizes: RequestSizes, stop: int) -> CountedSizes:
 def add(sizes: RequestSizes, position: int, site: int, values: np.ndarray) -> None:
     """A step of this request alone: `[sites, rows]` from these on."""
     sites = np.arange(site, site + len(values))
-    step = StepSizes(0, view_of(("1", position, values.shape[1])), DUE, sites, values)
+    step = StepSizes(view_of(("1", position, values.shape[1])), DUE, sites, values)
     sizes._table.add(step, np.array([sizes.slot]), np.array([0]))
 
 
@@ -406,7 +406,7 @@ def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
     together_in = table()
     live: list[tuple[RequestSizes, RequestSizes, int]] = []  # in the table, alone, next position
     ended = 0
-    for number in range(400):
+    for _ in range(400):
         while len(live) < 5:
             live.append((together_in.begin(), one(), 0))
         members, windows = [], []
@@ -424,7 +424,7 @@ def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
         values[draws.random(values.shape) < 0.3] = NAN
         slots = np.array([sizes.slot for sizes in members], dtype=np.int64)
         together_in.add(
-            StepSizes(number, view, DUE, np.arange(first, len(SITES)), values),
+            StepSizes(view, DUE, np.arange(first, len(SITES)), values),
             slots,
             np.arange(len(members)),
         )
