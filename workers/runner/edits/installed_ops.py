@@ -105,7 +105,7 @@ def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, Edit]:
         "finite",
         "input unchanged",
     ]
-    facts = Extension(
+    return Extension(
         kind="op",
         name=offer.name,
         package=offer.package,
@@ -115,8 +115,7 @@ def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, Edit]:
         code=code,
         refused="" if cpu else ON_CPUS,
         checked=checked if cpu else [],
-    )
-    return facts, edit
+    ), edit
 
 
 def _check(edit: Edit, facts: Extension, hidden_size: int) -> None:

@@ -133,8 +133,11 @@ class Stream:
                 dtype: [(int(self.order[at]), place) for at, place in np.argwhere(found).tolist()]
                 for dtype, found in self._bad.items()
             }
-            sealed = SealedRows(draft, self._ports, positions, self._row_bytes, self._header, bad)
-            return positions, reused, sealed
+            return (
+                positions,
+                reused,
+                SealedRows(draft, self._ports, positions, self._row_bytes, self._header, bad),
+            )
 
     def _begun(self) -> Draft:
         """Return the file, which the first rows create."""

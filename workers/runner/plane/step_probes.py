@@ -34,8 +34,9 @@ class Probes(StepPart):
         if tracked.reported:
             return
         with self._requests.guard([tracked], "probe_failed"):
-            recordings = tracked.recordings.values()
-            tracked.watch = self._scorer.watch(request.id, tracked.spec, recordings)
+            tracked.watch = self._scorer.watch(
+                request.id, tracked.spec, tracked.recordings.values()
+            )
             tracked.gates = gates_of(tracked.spec, tracked.watch)
 
     def drain(self, step: RanStep) -> None:
