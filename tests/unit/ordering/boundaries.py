@@ -17,8 +17,8 @@ from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.rows import buffers, finite_check
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.buffers import Staging
-from midstream.workers.runner.rows.capture import Recording
-from midstream.workers.runner.rows.delivery import Delivery, RowStream
+from midstream.workers.runner.rows.capture import Recording, RowStream
+from midstream.workers.runner.rows.delivery import Delivery
 from midstream.workers.runner.rows.finite_check import FiniteCheck
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.planner import Planner

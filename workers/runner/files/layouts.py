@@ -232,20 +232,19 @@ class Filesystem:
         """Return the tag's open segment, or a new one if the old one is full, in doubt after an
         error, or no longer at its path.
         """
-        segment = self._segments.get(tag)
+        segment = self._segments.pop(tag, None)
         if segment is not None and (
             segment.size >= self._config.segment_bytes or not segment.usable
         ):
-            self._segments.pop(tag).close()
+            segment.close()
             segment = None
         if segment is None:
             segment = self._config.store.segment(
                 f"{tag}/{SEGMENTS}/{self._owner}.{next(self._numbers)}{SEGMENT_SUFFIX}"
             )
-            self._segments[tag] = segment
-            while len(self._segments) > _OPEN_SEGMENTS:
-                self._segments.popitem(last=False)[1].close()
-        self._segments.move_to_end(tag)
+        self._segments[tag] = segment  # the last one used
+        while len(self._segments) > _OPEN_SEGMENTS:
+            self._segments.popitem(last=False)[1].close()
         return segment
 
 

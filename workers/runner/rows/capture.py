@@ -8,10 +8,10 @@ attended to its keys and values.
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.requests.specs import StoredCapture
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
+from ..files.desk import Message, StreamDropped, StreamedRows
 from ..files.ended import EndedCapture
 from ..files.extents import Block, Extent, places_of
 from ..files.finished_rows import Columns
 from ..files.recorded import CaptureShape
+from ..files.streams import StreamOpened
 from ..hooks.sites import Site
 from .arena import BankRows, RecordedBlock
 
@@ -62,15 +64,39 @@ class Ports:
         }
 
 
-class RowSink(Protocol):
-    """Destination of rows that leave a recording before its request ends: see `delivery`."""
+class RowStream:
+    """Rows of a capture that leave before its request ends."""
 
-    part: int  # bytes of rows that leave together, at least
-    begun: int  # the stream's number, once rows have left; else 0
+    def __init__(
+        self,
+        send: Callable[[Message, Sequence[object], int], None],
+        opened: StreamOpened,
+        part: int,
+    ) -> None:
+        """`send`: that of the channel to what writes them, see `delivery`. `part`: bytes of rows
+        that leave together, at least.
+        """
+        self._send, self._opened, self.part = send, opened, part
+        self.begun = 0  # the stream's number, once rows have left
 
-    def push(self, blocks: list[RecordedBlock], landing: Landing) -> None: ...
+    def push(self, blocks: list[RecordedBlock], landing: Landing) -> None:
+        """Have these blocks written, whose rows are `landing`."""
+        nbytes, opened = sum(block.nbytes for block in blocks), self._opened
+        places = [block.place for block in blocks]
+        self._send(
+            StreamedRows(
+                opened.stream, places, nbytes, landing.number, None if self.begun else opened
+            ),
+            blocks,
+            nbytes,
+        )
+        self.begun = opened.stream
 
-    def drop(self) -> None: ...
+    def drop(self) -> None:
+        """Have nothing more written, because the capture has failed."""
+        if self.begun:
+            self._send(StreamDropped(self.begun), (), 0)
+            self.begun = 0
 
 
 @dataclass
@@ -90,7 +116,7 @@ class Recording:
     earlier: list[Extent] = field(default_factory=list)
     # positions that were not recorded when they were last computed, under overload
     dropped: set[int] = field(default_factory=set)
-    stream: RowSink | None = None  # destination of rows that leave before the request ends
+    stream: RowStream | None = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "Stack | None" = None
     prepared: Any = None  # see `FinishedCapture`

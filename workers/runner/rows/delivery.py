@@ -13,15 +13,14 @@ from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ....storage.calls import CALLS
 from ..base.backlog import Backlog
-from ..base.landings import Landing
 from ..files.commands import Status
-from ..files.desk import Delivered, Desk, Message, OriginSet, StreamDropped, StreamedRows
+from ..files.desk import Delivered, Desk, Message, OriginSet
 from ..files.ended import EndedRequest
 from ..files.finished_rows import Origin
 from ..files.streams import StreamOpened
 from ..files.writer import Diversion
-from .arena import Arena, RecordedBlock
-from .capture import Recording
+from .arena import Arena
+from .capture import Recording, RowStream
 from .edit_sizes import RequestSizes
 from .link import Link
 
@@ -83,34 +82,6 @@ class ForwardedReceipts:
         """Do nothing: the channel is closed later."""
 
 
-class RowStream:
-    """Rows of a capture that leave before its request ends."""
-
-    def __init__(self, channel: Channel, opened: StreamOpened, part: int) -> None:
-        """`part`: bytes of rows that leave together, at least."""
-        self._channel, self._opened, self.part = channel, opened, part
-        self.begun = 0  # the stream's number, once rows have left
-
-    def push(self, blocks: list[RecordedBlock], landing: Landing) -> None:
-        """Have these blocks written, whose rows are `landing`."""
-        nbytes, opened = sum(block.nbytes for block in blocks), self._opened
-        places = [block.place for block in blocks]
-        self._channel.send(
-            StreamedRows(
-                opened.stream, places, nbytes, landing.number, None if self.begun else opened
-            ),
-            blocks,
-            nbytes,
-        )
-        self.begun = opened.stream
-
-    def drop(self) -> None:
-        """Have nothing more written, because the capture has failed."""
-        if self.begun:
-            self._channel.send(StreamDropped(self.begun))
-            self.begun = 0
-
-
 class Delivery:
     """The channels of one rank."""
 
@@ -145,7 +116,8 @@ class Delivery:
         """Return the stream of a capture. `number`: in the request. `part`: see `RowStream`."""
         shape, stream = recording.shape(number), next(self._streams)
         opened = StreamOpened(stream, spec, shape, recording.end)
-        return RowStream(self._near if self._is_near(spec) else self._far, opened, part)
+        channel = self._near if self._is_near(spec) else self._far
+        return RowStream(channel.send, opened, part)
 
     def _is_near(self, spec: RankSpec) -> bool:
         return self._diverted or spec.work == "reading"
