@@ -39,9 +39,11 @@ def wait_until(true: Callable[[], object]) -> None:
 @pytest.mark.slow("a rank that closes waits for a relay")
 @pytest.mark.parametrize("options", [{}, {"capture_overload": "spill", "capture_window_mib": 0}])
 def test_another_process_writes_the_rows_where_they_are(
-    tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Those that are spilled, and those that leave while their request runs, too."""
+    # vLLM has torch's OpenMP loaded into the children of a process in which it was configured
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     rig, two = Rig(tmp_path, connect=connect.connected, **options), (capturing(1), capturing(2))
     rig.plane._delivery.backlog.send((2 << 20) * bool(options))
     for request in two:
