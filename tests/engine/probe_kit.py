@@ -5,13 +5,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from aggregate_kit import aggregate
 from host import Host, steer
 from reference import Edit, Reference
 
 from midstream.schemas.artifacts.probes import Action, ProbeContent, ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.requests.specs import StoredSteering
-from midstream.workers.runner.probes.aggregates import aggregate
 
 HIDDEN = 64
 #: Scores against numpy's on the same rows, float32: sums of 64 products.

@@ -23,7 +23,8 @@ from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.readings.readings import Readings
 from midstream.workers.runner.rows import connect, link
 from midstream.workers.runner.rows.arena import Arena
-from midstream.workers.runner.rows.delivery import Delivery, ForwardedReceipts, RowStream
+from midstream.workers.runner.rows.capture import RowStream
+from midstream.workers.runner.rows.delivery import Delivery, ForwardedReceipts
 
 #: Environment variable by which a test finds the processes that a rank has started.
 FOLDER = "MIDSTREAM_TEST_RANK"

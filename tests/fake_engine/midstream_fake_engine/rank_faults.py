@@ -143,7 +143,7 @@ def inject(plane: Any, faults: Faults) -> None:
     wrap_writer(plane._delivery._near.desk.writer, faults)
     wrap_runs(plane.runs, faults)
     wrap(plane.readings, "_read", functools.partial(_read, faults))
-    wrap(plane._probes, "_compute", functools.partial(_compute, faults))
+    wrap(plane._probes, "_put", functools.partial(_put, faults))
     wrap(banks.table.prepared, "get", functools.partial(_content, faults, banks.table))
     wrap(banks, "plan_capture", functools.partial(_plan, faults))
     wrap(banks, "commit", functools.partial(_commit, faults, banks))
@@ -208,18 +208,20 @@ def _read(faults: Faults, original: Callable[..., bytes], capture: Any) -> bytes
     return original(capture)
 
 
-def _compute(faults: Faults, original: Callable[..., None], items: Any) -> None:
+def _put(faults: Faults, original: Callable[..., None], due: list[int]) -> None:
     from midstream.workers.runner.plane import probe_scores
 
+    if not due:
+        return
     faults.check("lose_score")
     products = probe_scores._products
     wrong = np.float32(faults.once("alter_score"))
 
-    def shifted(rows: Any, stack: Any) -> Any:
-        return products(rows, stack) + wrong if wrong else products(rows, stack)
+    def shifted(*given: Any) -> Any:
+        return products(*given) + wrong if wrong else products(*given)
 
     with mock.patch.object(probe_scores, "_products", shifted):
-        original(items)
+        original(due)
 
 
 def _content(faults: Faults, tables: Any, original: Callable[..., Any], row: Any) -> Any:

@@ -44,7 +44,7 @@ BOUNDARIES: list[tuple[Any, str, bool]] = [
     (finite_check, "locked_like", False),
     (FiniteCheck, "take", True),
     (FiniteCheck, "settle", False),
-    (Places, "extents", False),
+    (Places, "drain", False),
     (Recording, "keep", False),
     (Recording, "leave", False),
     (Overload, "check", False),

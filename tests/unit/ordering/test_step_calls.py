@@ -19,7 +19,7 @@ from lora_kit import ADAPTER, holding_adapter
 from rank_kit import plane_config, view_of
 
 from midstream import __version__
-from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import (
     RankSpec,
@@ -38,21 +38,28 @@ DTYPE = torch.float32
 
 #: Kind of load → our calls in a step on the model's thread, as many with 64 requests as with 256.
 #: They may only fall: whoever saves calls writes down what is left.
-CALLS = {"idle": 17, "one": 54, "steer": 46, "both": 57, "gated": 126, "lora": 54}
+CALLS = {
+    **{"idle": 14, "one": 48, "steer": 41, "both": 52, "lora": 49},
+    # probes gate the steering of one request, of all requests, and may stop all requests
+    **{"gated": 60, "gated all": 60, "stopped all": 60},
+}
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
-QUEUED = {"idle": 0, "one": 2, "steer": 0, "both": 2, "gated": 2, "lora": 0}
-#: A probe that gates a request's steering, whose score is its bias.
+QUEUED = {**dict.fromkeys(CALLS, 2), "idle": 0, "steer": 0, "lora": 0}
+#: Of a probe, whose score is its bias.
 WEIGHTS = [from_numpy(np.zeros((1, HIDDEN), dtype=np.float32)), from_numpy(np.ones(1, np.float32))]
-CONTENT = ProbeContent(
-    hook="post_block",
-    layer=LAYERS // 2,
-    tensors=list(map(content_hash, WEIGHTS)),
-    labels=["x"],
-    thresholds=[0.5],
-)
-PROBE = StoredProbe(name="p", digest=CONTENT.digest, content=CONTENT, action="steer")
 #: Folders of the product whose functions are counted.
 OURS = tuple(f"/{folder}/" for folder in ("workers", "kernels", "schemas", "broker", "storage"))
+
+
+def probe(action: Action, threshold: float) -> StoredProbe:
+    content = ProbeContent(
+        hook="post_block",
+        layer=LAYERS // 2,
+        tensors=list(map(content_hash, WEIGHTS)),
+        labels=["x"],
+        thresholds=[threshold],
+    )
+    return StoredProbe(name="p", digest=content.digest, content=content, action=action)
 
 
 class Load:
@@ -105,7 +112,9 @@ class Load:
     def _new(self, number: int) -> NewRequest:
         """A request with a configuration of its own."""
         layers, captures, steering = list(range(LAYERS)), [], []
-        probes = [PROBE] if self._kind == "gated" and not number else []
+        probes = []
+        if self._kind.endswith(" all") or (self._kind == "gated" and not number):
+            probes = [probe("stop", 2.0) if self._kind == "stopped all" else probe("steer", 0.5)]
         if self._kind in ("one", "both"):
             at = [LAYERS // 2] if self._kind == "one" else layers
             captures = [StoredCapture(sites={"post_block": at}, positions="all", tag="t")]
@@ -119,7 +128,7 @@ class Load:
                     positions="all",
                     family="add",
                     tensors=[content_hash(vector)],
-                    gate=PROBE.gate if probes else "",
+                    gate="".join(one.gate for one in probes if one.action == "steer"),
                 )
             ]
         spec = RankSpec(

@@ -3,10 +3,12 @@ until a request comes, goes or changes.
 """
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 
 from ..base.engine_step import StepView
+from ..probes.gates import Gates, Together
 from ..rows.planner import Tracked
 from ..rows.slot_table import StepTokens
 
@@ -31,10 +33,24 @@ class Batch:
         self.steered = [item for item in every if item.rows]
         self.recording = [item for item in every if item.recordings]
         self.planned = [item for item in every if item.rows or item.recordings]
-        self.gated = [(number, item) for number, item in self.members if item.gates is not None]
+        self.gated = self._gated()
+        #: The kinds of watches whose scores decide gates of the step.
+        self.deciding = {gates.kind for gates in self.gated if gates.decides}
         #: Whether more may be decided in a step than gates.
         self.watched = any(
             item.spec.entry is not None
             or (item.spec.grade is not None and item.graded is None and not item.reported)
             for item in every
         )
+
+    def _gated(self) -> list[Together]:
+        groups: dict[Any, list[tuple[int, Gates]]] = {}
+        for number, item in self.members:
+            if (gates := item.gates) is not None:
+                key = not item.reported, gates.watch.kind, tuple(gates.numbers.values())
+                groups.setdefault(key, []).append((number, gates))
+        if groups:
+            columns = 1 + max(len(numbers) for _, _, numbers in groups)
+            self.tokens.closed = np.zeros((len(self.tokens.slots), columns), dtype=bool)
+        members = self.tokens.members
+        return [Together(each, members, decides=key[0]) for key, each in groups.items()]

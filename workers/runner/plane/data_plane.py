@@ -134,8 +134,8 @@ class DataPlane:
             every, num_layers, self._table, self.actions, lambda: requests.step
         )
         self._grading = Grading()
-        waits, whole = device.type == "cpu", place.stages == 1
-        self._probes = Scorer(self._table.vectors, self._hidden_size, waits=waits, streams=whole)
+        whole = place.stages == 1
+        self._probes = Scorer(self._table.vectors, self._hidden_size, streams=whole)
         self.probe_news = self._probes.news  # to be called after each step, like `found`
         self._view: StepView | None = None  # the planned step, until it has run
         self.entering = (
@@ -159,7 +159,7 @@ class DataPlane:
             # First, because nothing of a step with a wrong adapter may be used.
             Adapters(requests, loras, self.actions) if loras is not None else None,
             # Edits begin the step's plan; Rows complete and commit it.
-            Edits(requests, self._banks, self.rank_state, self.runs, self.actions),
+            Edits(requests, self._banks, self.rank_state, self.runs, self.actions, self._probes),
             self._rows,
             # After these, so that they skip requests that failed so far.
             self.entering,
@@ -314,7 +314,7 @@ class DataPlane:
         ended = dict[str, int]()
         if finished:
             ended = {key: end.rows for key, end in finished.items() if key in self._tracked}
-        for begin in self._begins:
+        for begin in self._begins if ended else ():
             begin(ended)
         if ended or new or resumed:
             requests.change()

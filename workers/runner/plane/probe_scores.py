@@ -8,72 +8,44 @@ into the action ledger, on which ranks must agree.
 
 import itertools
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from ....schemas.base.records import by_key
 from ....schemas.requests.specs import RankSpec
-from ..base.landings import Landing
+from ..base.landings import LANDED
 from ..edits.steering_tables import VectorStore
-from ..files.extents import Extent
+from ..probes.kinds import Kind
 from ..probes.probe_news import News
-from ..probes.watches import Watch, news_of_all
+from ..probes.watches import Watch
 from ..probes.weight_stacks import Side, Stack, Stacks
-from ..rows.arena import RecordedBlock
 from ..rows.capture import Recording
+from ..rows.scored_rows import ScoredRows
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
 _CHUNK = 2**19
 #: Rows without urgency are scored together once they come from this many steps, or have this many
 #: bytes.
 _STEPS, _BYTES = 16, 2**25
-#: Rows, and the watch and the stack by which probes score them.
-_Item = tuple[Watch, Stack, Extent]
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Rows of one step that are scored as soon as they have landed."""
-
-    items: list[_Item]
-    news: list[News] = field(default_factory=list)
-
-    @property
-    def landings(self) -> set[Landing]:
-        return {extent.landing for _, _, extent in self.items}
-
-    def computed(self, needed: Mapping[Watch, int]) -> bool:
-        """Return whether a row is among the first `needed` of its watch."""
-        return any(extent.first_position < needed.get(watch, 0) for watch, _, extent in self.items)
+_Pending = tuple[ScoredRows, list[News]]  # rows, and the news of their step
 
 
 class Scorer:
     """Computes the probe scores of one rank."""
 
-    def __init__(
-        self,
-        vectors: VectorStore,
-        hidden_size: int,
-        *,
-        waits: bool,
-        streams: bool = True,
-    ) -> None:
-        """`waits`: rows have landed when a step is over (CPU); otherwise they are scored once they
-        have landed, at the latest when the request ends. `streams`: this rank's stage holds all
-        layers, so that scores can be streamed with the tokens.
+    def __init__(self, vectors: VectorStore, hidden_size: int, *, streams: bool = True) -> None:
+        """`streams`: this rank's stage holds all layers, so that scores can be streamed with the
+        tokens.
         """
-        self._waits, self._streams = waits, streams
+        self._streams = streams
         self._stacks = Stacks(vectors, hidden_size)
-        self._pending: deque[_Batch] = deque()
-        self._last: _Batch | None = None  # batch of the last step
-        self._kept: dict[Watch, list[_Item]] = {}  # rows without urgency
-        # steps and bytes since rows were last scored together, some perhaps scored early since
-        self._kept_steps = self._kept_bytes = 0
+        #: Rows without scores, by number, in the order of the steps.
+        self.pending: dict[int, _Pending] = {}
+        self._numbers = itertools.count()
+        self._last: list[News] | None = None  # of the last step
+        self._steps = self._bytes = 0  # since all rows were scored
         self._lock = threading.Lock()  # the thread of an asynchronous output reads the news
         self._error: Exception | None = None
 
@@ -100,153 +72,117 @@ class Scorer:
             plan.kind,
             spec.prompt_tokens,
         )
-        watch.settle = self._catch_up
+        watch.settle = partial(self.settle, raises=False)
         for recording, stack in zip(scored, plan.stacks, strict=True):
             recording.watch, recording.stack = watch, stack
         return watch
 
-    def take(
-        self, recorded: Sequence[tuple[Recording, Extent]], recordings: Iterable[Recording]
+    def take(self, recorded: Sequence[ScoredRows]) -> None:
+        """Score the rows of a step: urgent ones as soon as they have landed, others together with
+        those of later steps, since scoring many takes about as long as scoring a few.
+        """
+        news, landed = list[News](), bool(self.pending) or self._error is not None
+        self._last = news if recorded else None
+        for rows in recorded:
+            self.pending[next(self._numbers)] = rows, news
+            landed |= rows.landing is LANDED
+            self._bytes += 0 if rows.readers.urgent else rows.nbytes
+        self._steps += bool(self.pending)
+        if full := self._steps >= _STEPS or self._bytes >= _BYTES:
+            self._steps = self._bytes = 0
+        if landed or full:
+            self.settle({}, full=full)
+
+    def settle(
+        self,
+        needed: Mapping[Watch, int],
+        kinds: Collection[Kind] = (),
+        news: list[News] | None = None,
+        *,
+        full: bool = False,
+        raises: bool = True,
     ) -> None:
-        """Score the `recorded` rows, and the reused rows of `recordings`, now or when they have
-        landed.
+        """Score the rows that are needed, for which it waits, and urgent ones that have landed; if
+        `full`, all that have landed. Earlier rows for the same probes are scored before them. Raise
+        the last error, or leave it to the next call.
 
-        Rows whose scores are not urgent are kept for a while, since scoring many takes about as
-        long as scoring a few.
+        `needed`: watch → number of its rows; `kinds`: of watches that need all rows; `news`: of a
+        step that needs its rows.
         """
-        for recording in recordings:
-            if recording.watch is not None and recording.reused:
-                recorded = [*recorded, *((recording, extent) for extent in recording.reused)]
-                recording.reused = []
-        items = [
-            (watch, stack, extent)
-            for recording, extent in recorded
-            if (watch := recording.watch) is not None and (stack := recording.stack) is not None
-        ]
-        if self._waits:
-            self._keep([item for item in items if not item[0].urgent])
-            items = [item for item in items if item[0].urgent]
-        self._last = _Batch(items) if items else None
-        if self._last is not None:
-            self._pending.append(self._last)
-        self.settle({})
-
-    def _keep(self, items: Sequence[_Item]) -> None:
-        for item in items:
-            self._kept.setdefault(item[0], []).append(item)
-        self._kept_steps += bool(items)
-        self._kept_bytes += sum(extent.nbytes for _, _, extent in items)
-        if self._kept_steps >= _STEPS or self._kept_bytes >= _BYTES:
-            self._score_kept(list(self._kept))
-            self._kept_steps = self._kept_bytes = 0
-
-    def _score_kept(self, watches: Iterable[Watch]) -> None:
-        """Score the kept rows of these watches. The next `settle` raises an error of this."""
-        items = [item for watch in watches for item in self._kept.pop(watch, [])]
-        try:
-            if items:
-                self._compute(items)
-        except Exception as error:
-            self._error = error
-
-    @property
-    def settled(self) -> bool:
-        """Return whether no rows wait for their scores."""
-        return not self._pending and not self._kept and self._error is None
-
-    def settle(self, needed: Mapping[Watch, int]) -> None:
-        """Score the rows that have landed, in the order of the steps; raise the last error.
-
-        `needed`: watch → number of its rows: waits for the steps that computed them.
-        """
-        self._catch_up(needed)
+        pending, last, due = list(self.pending.items()), dict[Stack, int](), list[int]()
+        for number, (rows, of_step) in pending:
+            readers, stack = rows.readers, rows.readers.stack
+            wanted = of_step is news or stack.kind in kinds or (needed and rows.has(needed))
+            if wanted or ((readers.urgent or full) and rows.landing.done()):
+                last[stack] = number
+        for number, (rows, _) in pending:
+            if number <= last.get(rows.readers.stack, -1):
+                rows.landing.wait()  # without the lock, which all other threads need
+                due.append(number)
         with self._lock:
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _catch_up(self, needed: Mapping[Watch, int], batch: _Batch | None = None) -> None:
-        """Do the same, also with `batch`, and leave an error to the next `settle`. No thread waits
-        for rows while it holds the lock, which all others need.
-        """
-        self._score_kept(needed)
-        with self._lock:
-            pending = list(self._pending)
-        last = max(
-            (
-                number
-                for number, item in enumerate(pending)
-                if item is batch or (needed and item.computed(needed))
-            ),
-            default=-1,
-        )
-        for landing in {each for item in pending[: last + 1] for each in item.landings}:
-            landing.wait()
-        with self._lock:
-            while self._pending and all(each.done() for each in self._pending[0].landings):
-                self._score(self._pending.popleft())
+            try:
+                self._put(due)
+            except Exception as error:
+                self._error = error
+            if raises and (found := self._error) is not None:
+                self._error = None
+                raise found
 
     def clear(self) -> None:
-        """Drop the kept rows."""
-        self._kept.clear()
-        self._kept_steps = self._kept_bytes = 0
+        """Drop the rows without scores."""
+        self.pending.clear()
+        self._steps = self._bytes = 0
 
     def news(self) -> Callable[[], list[News]] | None:
         """Return a function that returns the news of the last step; None if it scores nothing.
 
         The function may be called in any thread, and waits for the step.
         """
-        batch, self._last = self._last, None
-        if batch is None:
+        last, self._last = self._last, None
+        if last is None:
             return None
 
         def of_step() -> list[News]:
-            self._catch_up({}, batch)
-            return batch.news
+            self.settle({}, news=last, raises=False)
+            return last
 
         return of_step
 
-    def _score(self, batch: "_Batch") -> None:
-        """Score a batch. The next `settle` raises an error of this, and so fails the requests."""
-        try:
-            self._compute(batch.items)
-            batch.news += news_of_all(dict.fromkeys([watch for watch, _, _ in batch.items]))
-        except Exception as error:
-            self._error = error
-
-    def _compute(self, items: Sequence[_Item]) -> None:
-        groups = by_key([(stack, (watch, extent)) for watch, stack, extent in items])
-        for stack, extents in groups.items():
-            _put(
-                _products(_rows([extent for _, extent in extents], stack.ports), stack),
-                stack,
-                extents,
-            )
-
-
-def _put(scores: np.ndarray, stack: Stack, extents: Sequence[tuple[Watch, Extent]]) -> None:
-    """Put `scores` `[rows, columns]`, whose rows follow the extents, into their watches;
-    consecutive extents of one watch are joined.
-    """
-    at = 0
-    for watch, of_watch in itertools.groupby(extents, key=lambda item: item[0]):
-        runs: list[range] = []
-        for _, extent in of_watch:
-            if runs and runs[-1].stop == extent.first_position:
-                runs[-1] = range(runs[-1].start, extent.positions.stop)
-            else:
-                runs.append(extent.positions)
-        for run in runs:
-            watch.put(run.start, stack.columns, scores[at : at + len(run)])
-            at += len(run)
+    def _put(self, due: Iterable[int]) -> None:
+        """Score the rows with these numbers that have no scores yet, and put their scores into the
+        watches, in this order; add to the news.
+        """
+        items, stacks = list[_Pending](), dict[Stack, list[ScoredRows]]()
+        scores = dict[int, np.ndarray]()
+        for number in due:
+            if (item := self.pending.pop(number, None)) is not None:
+                items.append(item)
+                stacks.setdefault(item[0].readers.stack, []).append(item[0])
+        for stack, parts in stacks.items():
+            numbers, at = parts[0].numbers, 0
+            if parts[1:]:
+                numbers = np.concatenate([part.numbers for part in parts], axis=1)
+            found = _products(parts[0].memory, numbers, stack)
+            for part in parts:
+                scores[id(part)] = found[at : at + len(part.positions)]
+                at += len(part.positions)
+        for rows, news in items:
+            readers, positions, stack = rows.readers, rows.positions, rows.readers.stack
+            slots, table, found = readers.slots, readers.table, scores[id(rows)]
+            table.put(stack.columns, slots, positions, found, last=stack.last)
+            if readers.tells:
+                news += table.news(readers.watches, slots, positions, readers.streams_from)
 
 
-def _products(rows: torch.Tensor, stack: Stack) -> np.ndarray:
-    """Return scores, float32 `[rows, columns]`, of rows `[ports, rows, hidden_size]`.
+def _products(memory: torch.Tensor, numbers: np.ndarray, stack: Stack) -> np.ndarray:
+    """Return scores, float32 `[rows, columns]`, of the rows of `memory` `[rows, hidden_size]` with
+    these numbers, `[ports, rows]`.
 
     Many rows are computed in chunks that stay in the cache.
     """
-    ports, count, hidden_size = rows.shape
+    ports, count = numbers.shape
+    rows = memory.index_select(0, torch.from_numpy(numbers.reshape(-1))).view(ports, count, -1)
+    hidden_size = rows.shape[2]
     if rows.numel() <= _CHUNK:
         products = torch.baddbmm(stack.bias, rows.float(), stack.weight)
     else:
@@ -263,21 +199,3 @@ def _products(rows: torch.Tensor, stack: Stack) -> np.ndarray:
                 )
     scores: np.ndarray = products.transpose(0, 1).reshape(count, -1).numpy()[:, stack.flat]
     return scores
-
-
-def _rows(extents: Sequence[Extent], ports: np.ndarray) -> torch.Tensor:
-    """Return the rows of extents, in their order, `[ports, rows, hidden_size]`."""
-    blocks = [cast(RecordedBlock, extent.block) for extent in extents]
-    if len(extents) == 1 and len(ports) == len(blocks[0].ports):
-        rows = blocks[0].rows[:, extents[0].at : extents[0].at + extents[0].count]
-        return torch.from_numpy(rows).view(blocks[0].all.dtype)
-    counts = [extent.count for extent in extents]
-    ordinals = {b.place.ports: np.searchsorted(b.ports, ports) for b in blocks}
-    # [ports, extents]: the first row of each among all of the bank
-    first = np.array([b.row + e.at for b, e in zip(blocks, extents, strict=True)]) + np.stack(
-        [ordinals[b.place.ports] * b.place.count for b in blocks], axis=1
-    )
-    within = np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
-    numbers = torch.from_numpy(np.repeat(first, counts, axis=1) + within)
-    found = blocks[0].all.index_select(0, numbers.view(-1))
-    return found.view(*numbers.shape, -1)

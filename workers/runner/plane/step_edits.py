@@ -12,6 +12,7 @@ from ..edits.source_runs import RunStore
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
 from .batch import Batch
+from .probe_scores import Scorer
 from .requests import TAINTED, Requests
 from .step_parts import StepPart
 
@@ -28,8 +29,9 @@ class Edits(StepPart):
         state: RankState,
         runs: RunStore,
         actions: ActionLedger,
+        scorer: Scorer,
     ) -> None:
-        self._requests, self._banks = requests, banks
+        self._requests, self._banks, self._scorer = requests, banks, scorer
         self._state, self._runs, self._actions = state, runs, actions
         self._rows = banks.table
 
@@ -66,10 +68,20 @@ class Edits(StepPart):
 
     def plan(self, batch: Batch, view: StepView) -> None:
         """Decide the gates of the step's positions, then plan its edits."""
-        requests = self._requests
-        for number, tracked in batch.gated:
-            if why := tracked.decide(batch.tokens.window(number)[1]):
-                requests.fail(tracked, f"{why} (rank {requests.rank})", "probe_failed")
+        requests, tokens = self._requests, batch.tokens
+        if tokens.closed is not None:
+            try:
+                self._scorer.settle({}, batch.deciding)
+            except Exception as error:
+                requests.blame(error, requests.kinds.watched, "probe_failed")
+            try:
+                for gates in batch.gated:
+                    for request, why in gates.decide(tokens.stops, tokens.positions, tokens.closed):
+                        tracked = requests.tracked[tokens.ids[request]]
+                        requests.fail(tracked, f"{why} (rank {requests.rank})", "probe_failed")
+            except Exception as error:
+                requests.blame(error, requests.kinds.watched, "probe_failed")
+                tokens.closed[:, 1:] = True
         try:
             self._banks.plan_steering(batch.tokens, requests.slots)
         except Exception as error:

@@ -7,9 +7,8 @@ import torch
 
 from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping
-from ..files.extents import Extent
-from ..rows.capture import Recording
 from ..rows.planner import Tracked
+from ..rows.scored_rows import ScoredRows
 from .batch import Batch
 
 
@@ -21,7 +20,7 @@ class RanStep:
     # output of the last layer, `[tokens, hidden_size]`; None on other stages
     hidden: torch.Tensor | None
     # the recorded rows that probes read; None: no site had anything to do
-    recorded: list[tuple[Recording, Extent]] | None = None
+    recorded: list[ScoredRows] | None = None
 
 
 class StepPart:
@@ -33,7 +32,7 @@ class StepPart:
     """
 
     def begin(self, ended: Mapping[str, int]) -> None:
-        """Begin a step. `ended`: request that ended before the step → its `Finish.rows`."""
+        """Begin a step before which requests ended. `ended`: request → its `Finish.rows`."""
 
     def release(self, tracked: Tracked) -> None:
         """Take back from an ended request what `acquire` gave it."""

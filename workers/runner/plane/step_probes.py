@@ -1,11 +1,12 @@
 """Probes in a rank's step: attaches them to recordings, and scores the recorded rows."""
 
-import sys
 from collections.abc import Mapping
 
 from ..base.engine_step import NewRequest
+from ..base.row_index import Keeping
 from ..probes.gates import gates_of
 from ..rows.planner import Tracked
+from ..rows.scored_rows import reused_rows
 from .probe_scores import Scorer
 from .requests import Requests
 from .step_parts import RanStep, StepPart
@@ -16,17 +17,16 @@ class Probes(StepPart):
 
     def __init__(self, requests: Requests, scorer: Scorer) -> None:
         self._requests, self._scorer = requests, scorer
+        self._serves = False  # stored rows were served since the last scores
 
     def begin(self, ended: Mapping[str, int]) -> None:
-        """Score the rows that ended requests and gates need."""
-        tracked, watched = self._requests.tracked, self._requests.kinds.watched
-        if not watched and self._scorer.settled:
-            return
-        with self._requests.guard(watched, "probe_failed"):
+        """Score the rows that ended requests need."""
+        tracked = self._requests.tracked
+        with self._requests.guard(self._requests.kinds.watched, "probe_failed"):
             needed = {
-                item.watch: ended.get(request, sys.maxsize)
-                for request, item in (tracked.items() if watched else ())
-                if item.watch is not None and (request in ended or item.gates is not None)
+                watch: rows
+                for request, rows in ended.items()
+                if (watch := tracked[request].watch) is not None
             }
             self._scorer.settle(needed)
 
@@ -39,16 +39,22 @@ class Probes(StepPart):
             )
             tracked.gates = gates_of(tracked.spec, tracked.watch)
 
+    def prepare(self, keeping: Keeping | None) -> None:
+        self._serves |= keeping is not None and bool(keeping.serve)
+
     def drain(self, step: RanStep) -> None:
         """Score the step's rows that probes read, and stored rows served for cached tokens."""
-        if step.recorded is None:
+        recorded, watched = step.recorded, self._requests.kinds.watched
+        if recorded is None or not (watched or self._scorer.pending):
             return
-        if watched := self._requests.kinds.watched:
-            with self._requests.guard(watched, "probe_failed"):
-                self._scorer.take(
-                    step.recorded,
-                    [recording for tracked in watched for recording in tracked.recordings.values()],
-                )
+        try:
+            if self._serves:
+                self._serves = False
+                for recording in (each for item in watched for each in item.recordings.values()):
+                    recorded += reused_rows(recording) if recording.watch is not None else ()
+            self._scorer.take(recorded)
+        except Exception as error:
+            self._requests.blame(error, watched, "probe_failed")
 
     def forget(self) -> None:
         self._scorer.clear()

@@ -65,8 +65,7 @@ class Rows(StepPart):
         self.unkept = 0
 
     def begin(self, ended: Mapping[str, int]) -> None:
-        if ended:
-            self._settle(ended)
+        self._settle(ended)
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
         """Set up a request's recordings. A request that cannot be captured is still steered, since

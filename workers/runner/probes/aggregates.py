@@ -8,27 +8,6 @@ import numpy as np
 _BLOCK = 64
 
 
-def aggregate(
-    kind: str,
-    scores: np.ndarray,
-    decay: float = 0.0,
-    before: np.ndarray | None = None,
-    first: int | np.ndarray = 0,
-) -> np.ndarray:
-    """Return `[positions, …]`: each row aggregates the scores of all positions up to its own.
-
-    `kind`: see `schemas.artifacts.probes.Aggregation`; `scores`: `[positions, …]` of the positions
-    from `first` on; `before`: the aggregates at position `first` − 1.
-    """
-    return KINDS[kind](scores.astype(np.float64), decay, before, first)
-
-
-def _last(
-    scores: np.ndarray, decay: float, before: np.ndarray | None, first: int | np.ndarray
-) -> np.ndarray:
-    return scores
-
-
 def _max(
     scores: np.ndarray, decay: float, before: np.ndarray | None, first: int | np.ndarray
 ) -> np.ndarray:
@@ -63,8 +42,10 @@ def _exponential(
     return averages.reshape(scores.shape)
 
 
+#: Aggregation, if it is not the last score → function of scores `[positions, …]` of the positions
+#: from `first` on, `decay`, the aggregates at position `first` − 1, and `first`: returns each
+#: position's aggregate of the scores of all positions up to its own.
 KINDS: Mapping[str, Callable[..., np.ndarray]] = {
-    "last": _last,
     "max": _max,
     "mean": _mean,
     "exponential": _exponential,

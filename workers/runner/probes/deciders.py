@@ -41,7 +41,6 @@ class Rules:
     """
 
     def __init__(self, probes: Sequence[StoredProbe], columns: Sequence[range]) -> None:
-        self.width = columns[-1].stop
         self.conditions = [probe.policy.condition if probe.policy else _NEVER for probe in probes]
         self.columns = [
             each.start + (probe.policy.column if probe.policy else 0)
@@ -50,13 +49,13 @@ class Rules:
         table = np.array([_numbers(condition) for condition in self.conditions])
         self.generated, self.start, self.stop, self.every, self.windows = table.T[:5]
         self.at_least, self.below, self.decay, self.largest = table.T[5:]
-        # the scores of all windows, one after the other: of which probe, how old, and where
+        # the scores of all windows, one after the other: of which probe, how old, in which column
         counts = self.windows.astype(int)
         self.begins = np.cumsum(counts) - counts
         self.owners = np.repeat(np.arange(len(counts)), counts)
         ages = np.arange(len(self.owners)) - self.begins[self.owners]
         self.ages = ages * self.every.astype(int)[self.owners]
-        self.places = np.array(self.columns)[self.owners] - self.ages * self.width
+        self.places = np.array(self.columns)[self.owners]
 
 
 def _numbers(condition: Condition) -> tuple[float, ...]:
@@ -210,9 +209,9 @@ def keep_quiet(many: Sequence[tuple[Deciders, np.ndarray, int]]) -> list[bool]:
     ).T[:, :, None]
     since = read - tokens * rules.generated - rules.start
     scheduled = (since >= 0) & (since < rules.stop - rules.start) & (since % rules.every == 0)
-    places = rules.places + read * rules.width
+    places = np.maximum(read - rules.ages, 0)
     values = np.array(
-        [scores.take(row, mode="clip") for (_, scores, _), row in zip(many, places, strict=True)],
+        [scores[row, rules.places] for (_, scores, _), row in zip(many, places, strict=True)],
         dtype=np.float64,
     )
     latest = values[:, rules.begins]

@@ -1,86 +1,164 @@
-"""Watches: the probe scores of a request on a rank, their aggregates, news and results."""
+"""Watches: the probe scores of a request on a rank, their aggregates, news and results. Those of
+many requests are in one table, to which a step adds all its scores at once.
+"""
 
 import sys
+import threading
+import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ....schemas.artifacts.probes import ProbeScore, StoredProbe
-from .aggregates import aggregate
-from .deciders import Deciders, Rules, keep_quiet
+from .deciders import Deciders, keep_quiet
+from .kinds import Kind
 from .probe_news import News, Scored
-
-#: Positions for which a watch has room at first; it grows by doubling.
-_ROOM = 256
 
 
 class ProbeError(RuntimeError):
     """A token could not be scored."""
 
 
-class Kind:
-    """Facts that watches of the same probes share. A column is a label of a probe."""
+#: Positions for which a watch has room at first; it grows by doubling. Slots are added in such
+#: numbers.
+_ROOM, _SLOTS = 256, 64
 
-    def __init__(self, probes: Sequence[StoredProbe]) -> None:
-        contents = [probe.content for probe in probes]
-        ends = np.cumsum([len(content.labels) for content in contents]).tolist()
-        # the columns of each probe
-        self.columns = [
-            range(end - len(content.labels), end)
-            for content, end in zip(contents, ends, strict=True)
-        ]
-        self.width: int = ends[-1]
-        thresholds = [
-            np.inf if threshold is None or probe.policy is not None else threshold
-            for probe in probes
-            for threshold in probe.content.thresholds
-        ]
-        # a policy has a threshold of its own
-        stops = [
-            probe.action == "stop" and probe.policy is None
-            for probe in probes
-            for _ in probe.content.labels
-        ]
-        self.thresholds = np.array(thresholds)
-        # infinite for columns that do not end a request
-        self.stop_thresholds = np.where(stops, self.thresholds, np.inf)
-        self.acts = any(stops)
-        # scores decide how the request continues: whether it ends, or which edits are applied
-        self.decides = any(probe.action in ("stop", "steer") for probe in probes)
-        self.names = [probe.name for probe in probes for _ in probe.content.labels]
-        kinds = [
-            (content.aggregation, content.decay if content.aggregation == "exponential" else 0.0)
-            for content in contents
-        ]
-        of_column = [
-            kind for kind, content in zip(kinds, contents, strict=True) for _ in content.labels
-        ]
-        #: Aggregation and decay → columns.
-        self.aggregations = {
-            kind: np.array([number for number, item in enumerate(of_column) if item == kind])
-            for kind in dict.fromkeys(kinds)
-        }
-        self.rules = Rules(probes, self.columns) if any(probe.policy for probe in probes) else None
 
-    def aggregated(
-        self, scores: np.ndarray, before: np.ndarray | None, first: int | np.ndarray
-    ) -> np.ndarray:
-        """Return the aggregates at positions from `first` on: `[positions, …, columns]`, like the
-        scores. `before`: those at the previous position.
+class ScoreTable:
+    """Scores of the live watches of one kind: a slot for each watch, and a range of rows, one for
+    each position. Whoever writes to it holds the lock.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.lock = kind, threading.RLock()
+        _TABLES[kind] = self
+        columns = (kind.width,)
+        #: NaN: not computed. `open`: whether each probe opens its gate at this position.
+        self.rows = np.zeros(
+            0,
+            np.dtype(
+                [
+                    *(("aggregates", np.float64, columns), ("scores", np.float32, columns)),
+                    ("open", bool, (len(kind.columns),)),
+                ],
+                align=True,
+            ),
+        )
+        #: By slot: its rows; the first position that was never scored; positions below have their
+        #: aggregates; positions below have gates that are decided.
+        self.of = np.zeros(
+            0, [(name, np.int64) for name in ("first", "room", "reached", "filled", "decided")]
+        )
+        #: Slots of watches that are gone, in whichever thread.
+        self.returned: deque[int] = deque()
+        self._end = 0  # of all ranges
+        self._nothing = np.array((np.nan, np.nan, False), self.rows.dtype)
+
+    def take(self) -> int:
+        """Return a slot for a watch. It has the range of the one before."""
+        with self.lock:
+            if not self.returned:
+                self.returned.extend(range(len(self.of), len(self.of) + _SLOTS))
+                self.of = np.append(self.of, np.zeros(_SLOTS, self.of.dtype))
+            slot = self.returned.pop()
+            first, room = self.of[slot].item()[:2]
+            self.rows[first : first + room] = self._nothing
+            self.of[slot] = first, room, 0, 0, 0
+            self.reserve(slot, _ROOM)
+            return slot
+
+    def reserve(self, slot: int, rows: int) -> None:
+        """Have room for this many rows of a watch. Its earlier range, at most half as long, is used
+        no more.
         """
-        result = np.empty(scores.shape)
-        for (kind, decay), columns in self.aggregations.items():
-            earlier = None if before is None else before[..., columns]
-            result[..., columns] = aggregate(kind, scores[..., columns], decay, earlier, first)
+        with self.lock:
+            first, had = self.of[slot].item()[:2]
+            if rows > had:
+                to, room = self._end, max(_ROOM, 1 << (rows - 1).bit_length())
+                self._end += room
+                if self._end > len(self.rows):
+                    self.rows = np.append(self.rows, np.zeros(self._end, self.rows.dtype))
+                self.rows[to : to + room] = self._nothing
+                self.rows[to : to + had] = self.rows[first : first + had]
+                self.of["first"][slot], self.of["room"][slot] = to, room
+
+    def put(
+        self,
+        columns: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        scores: np.ndarray,
+        *,
+        last: bool = True,
+    ) -> None:
+        """Store `scores` `[rows, columns]` of the watches at `slots`, each at its position. `last`:
+        these positions have no other columns to come.
+
+        Scores that are computed again replace the earlier ones. With policies, which have decided
+        from the earlier ones, those stay: no draft, which would be replaced, has policies.
+        """
+        with self.lock:
+            for row in np.flatnonzero(positions + 2 >= self.of["room"][slots]).tolist():
+                self.reserve(int(slots[row]), int(positions[row]) + 3)  # also for its gates
+            rows, of = self.of["first"][slots] + positions, self.of
+            if self.kind.rules is not None:
+                earlier = self.rows["scores"][rows[:, None], columns]
+                scores = np.where(np.isnan(earlier), scores, earlier)
+            self.rows["scores"][rows[:, None], columns] = scores
+            np.maximum.at(of["reached"], slots, positions + 1)
+            np.minimum.at(of["filled"], slots, positions)
+            # those that follow positions with aggregates, and are the only ones of their watches
+            ahead = (of["filled"][slots] == positions) & (of["reached"][slots] == positions + 1)
+            if last and self.kind.decides and (ahead := ahead & (positions > 0)).any():
+                rows, slots, positions = rows[ahead], slots[ahead], positions[ahead]
+                new, before = self.rows["scores"][rows][None], self.rows["aggregates"][rows - 1]
+                (after,) = self.kind.aggregated(new, before, positions[:, None])
+                self.rows["aggregates"][rows], of["filled"][slots] = after, positions + 1
+
+    def news(
+        self,
+        watches: Sequence["Watch"],
+        slots: np.ndarray,
+        positions: np.ndarray,
+        streams_from: np.ndarray,
+    ) -> list[News]:
+        """Return the news from scores at these positions, which ascend for each watch; of each also
+        its slot, and `Watch.streams_from`.
+        """
+        for item in np.flatnonzero(self.of["filled"][slots] <= positions).tolist():
+            watches[item].aggregate(int(positions[item]) + 1)
+        rows, found = self.rows[self.of["first"][slots] + positions], dict[str, News]()
+        above = rows["aggregates"] >= self.kind.stop_thresholds
+        streamed = (streams_from >= 0) & (streams_from <= positions)
+        for item in np.flatnonzero(above.any(axis=1) | streamed).tolist():
+            request, position = watches[item].request_id, int(positions[item])
+            news = found.setdefault(request, News(request, -1, "", []))
+            if streamed[item]:
+                scored = (rows[name][item].tolist() for name in ("scores", "aggregates"))
+                news.scored.append(Scored(position, *scored))
+            if news.stop_at < 0 and above[item].any():
+                name = self.kind.names[int(above[item].argmax())]
+                found[request] = news._replace(stop_at=position, stopped_by=name)
+        result = list(found.values())
+        if self.kind.rules is not None:
+            every = list(dict.fromkeys(watches))
+            quiet = keep_quiet(
+                [(one.deciders, one.scores, one.reached) for one in every if one.deciders]
+            )
+            for watch, is_quiet in zip(every, quiet, strict=True):
+                result += watch.stopped() if not is_quiet else ()
         return result
 
 
+#: Of the kinds that have watches.
+_TABLES = weakref.WeakValueDictionary[Kind, ScoreTable]()
+
+
 class Watch:
-    """The scores of one request on this rank: `scores[position, column]`, a column for each label
-    of each probe. NaN: not computed.
-    """
+    """The scores of one request on this rank, a column for each label of each probe."""
 
     def __init__(
         self,
@@ -93,13 +171,11 @@ class Watch:
         """`request_id`: the engine's id. `streams_from`: the first position whose scores are
         streamed; -1: none are. `kind`: the kind of these probes, if it exists already.
         """
-        self.request_id, self.probes, self._streams_from = request_id, list(probes), streams_from
+        self.request_id, self.probes, self.streams_from = request_id, list(probes), streams_from
         self.kind = kind or Kind(probes)
-        self.scores = np.full((_ROOM, self.kind.width), np.nan, dtype=np.float32)
-        self.aggregates = np.full((_ROOM, self.kind.width), np.nan)  # filled up to `_aggregated`
-        self._aggregated = 0
-        self.reached = 0  # the first position that was never scored
-        self._lowest = 0  # lowest position scored since the last news
+        self.table = _TABLES.get(self.kind) or ScoreTable(self.kind)
+        self.slot = self.table.take()
+        weakref.finalize(self, self.table.returned.append, self.slot).atexit = False
         rules = self.kind.rules
         self.deciders = None if rules is None else Deciders(rules, self.probes, prompt_tokens)
         self._told = False  # the news has been sent that a policy ends the request
@@ -107,45 +183,48 @@ class Watch:
         self.settle: Callable[[Mapping[Watch, int]], None] = lambda _: None
 
     @property
-    def urgent(self) -> bool:
-        """Return whether the scores are needed as soon as a step is over."""
-        return self.kind.decides or self._streams_from >= 0
+    def reached(self) -> int:
+        """Return the first position that was never scored."""
+        return int(self.table.of["reached"][self.slot])
+
+    @property
+    def _rows(self) -> slice:
+        first, room = self.table.of[self.slot].item()[:2]
+        return slice(first, first + room)
+
+    @property
+    def scores(self) -> np.ndarray:
+        """Return `[positions, columns]`; NaN: not computed."""
+        return self.table.rows["scores"][self._rows]
+
+    @property
+    def aggregates(self) -> np.ndarray:
+        """Return `[positions, columns]`; computed on demand, see `aggregate`."""
+        return self.table.rows["aggregates"][self._rows]
 
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
-        """Store `scores` `[positions, len(columns)]`, from position `first` on.
+        """Store `scores` `[positions, columns]`, from position `first` on, see `ScoreTable.put`."""
+        positions, columns = first + np.arange(len(scores)), np.arange(self.kind.width)[columns]
+        self.table.put(columns, np.full(len(scores), self.slot), positions, scores)
 
-        Scores that are computed again replace the earlier ones. With policies, which have decided
-        from the earlier ones, those stay: no draft, which would be replaced, has policies.
-        """
-        stop = first + len(scores)
-        if stop > len(self.scores):
-            more = max(stop, 2 * len(self.scores)) - len(self.scores)
-            self.scores = np.pad(self.scores, ((0, more), (0, 0)), constant_values=np.nan)
-            self.aggregates = np.pad(self.aggregates, ((0, more), (0, 0)), constant_values=np.nan)
-        if self.deciders is not None and first < self.reached:
-            earlier = self.scores[first:stop, columns]
-            scores = np.where(np.isnan(earlier), scores, earlier)
-        self.scores[first:stop, columns] = scores
-        self.reached = max(self.reached, stop)
-        self._aggregated, self._lowest = min(self._aggregated, first), min(self._lowest, first)
-
-    def _aggregate(self, stop: int) -> None:
+    def aggregate(self, stop: int) -> None:
         """Compute the missing aggregates of the positions below `stop`."""
-        first = self._aggregated
-        if first < stop:
-            self.aggregates[first:stop] = self.kind.aggregated(
-                self.scores[first:stop], self.aggregates[first - 1] if first else None, first
-            )
-            self._aggregated = stop
+        with self.table.lock:
+            first, aggregates = int(self.table.of["filled"][self.slot]), self.aggregates
+            if first < stop:
+                aggregates[first:stop] = self.kind.aggregated(
+                    self.scores[first:stop], aggregates[first - 1] if first else None, first
+                )
+                self.table.of["filled"][self.slot] = stop
 
-    def stopped(self) -> News | None:
+    def stopped(self) -> list[News]:
         """Return the news that a policy ends the request, once."""
         if self.deciders is None or self._told:
-            return None
+            return []
         self.deciders.decide(self.scores, self.reached)
         stop = self.deciders.stop()
         self._told = stop is not None
-        return None if stop is None else News(self.request_id, *stop, [])
+        return [] if stop is None else [News(self.request_id, *stop, [])]
 
     def decided(self, most: int) -> int:
         """Return how many tokens the policies have decided about, up to the one at which one ends
@@ -157,69 +236,6 @@ class Watch:
         deciders.decide(self.scores, self.reached)
         return min(most, (deciders.stop() or (deciders.read - 1, ""))[0] + 1)
 
-    @property
-    def follows(self) -> bool:
-        """Return whether `follow` can process this watch in a batch: it only has to
-        compute the aggregates of one new position, and compare them with thresholds.
-        """
-        return (
-            self.kind.acts
-            and self._streams_from < 0
-            and 0 < self._aggregated == self._lowest == self.reached - 1
-        )
-
-    def follow(self, watches: Sequence["Watch"]) -> list[News]:
-        """Return the news of `watches`, which have this watch's kind and all satisfy `follows`."""
-        positions = [watch.reached - 1 for watch in watches]
-        before = np.array(
-            [
-                watch.aggregates[position - 1]
-                for watch, position in zip(watches, positions, strict=True)
-            ]
-        )
-        scores = np.array(
-            [watch.scores[position] for watch, position in zip(watches, positions, strict=True)]
-        )
-        (after,) = self.kind.aggregated(scores[None], before, np.array(positions)[:, None])
-        for watch, position, aggregates in zip(watches, positions, after, strict=True):
-            watch.aggregates[position] = aggregates
-            watch._aggregated = watch._lowest = position + 1
-        above = after >= self.kind.stop_thresholds
-        crossed = np.flatnonzero(above.any(axis=1)).tolist() if above.any() else []
-        return [
-            News(
-                watches[item].request_id,
-                positions[item],
-                self.kind.names[int(above[item].argmax())],
-                [],
-            )
-            for item in crossed
-        ]
-
-    def news(self, stop: int) -> News | None:
-        """Return the news from scores of positions below `stop` since the last news; None if the
-        request neither stops nor streams scores.
-        """
-        first, self._lowest = self._lowest, stop
-        if not self.kind.acts and self._streams_from < 0:
-            return None
-        self._aggregate(stop)
-        stop_at, name = -1, ""
-        if (
-            self.kind.acts
-            and (above := self.aggregates[first:stop] >= self.kind.stop_thresholds).any()
-        ):
-            row = int(above.any(axis=1).argmax())
-            stop_at, name = first + row, self.kind.names[int(above[row].argmax())]
-        streamed = (
-            range(max(first, self._streams_from), stop) if self._streams_from >= 0 else range(0)
-        )
-        scored = [
-            Scored(position, self.scores[position].tolist(), self.aggregates[position].tolist())
-            for position in streamed
-        ]
-        return News(self.request_id, stop_at, name, scored) if scored or stop_at >= 0 else None
-
     def above(self, probe: int, position: int) -> bool:
         """Return whether an aggregate of probe number `probe`, up to this position, is at or above
         its threshold. Raises ProbeError.
@@ -229,13 +245,8 @@ class Watch:
             if position < self.deciders.read:
                 return bool(self.deciders.rows[(position + 1) * len(self.probes) + probe])
         column = self.kind.columns[probe]
-        if position < self.reached:
-            self._aggregate(position + 1)
-        aggregates = (
-            self.aggregates[position, column.start : column.stop]
-            if position < self.reached
-            else np.full(1, np.nan)
-        )
+        self.aggregate(min(position + 1, self.reached))
+        aggregates = self.aggregates[position, column.start : column.stop]  # NaN: not computed
         if not np.isfinite(aggregates).all():
             why = "its score is not finite" if position < self.reached else "it was not scored"
             raise ProbeError(
@@ -270,7 +281,7 @@ class Watch:
             where, column = bad[0] if bad else (len(scores), 0)
             why = "its score is not finite" if where < self.reached else "it was not scored"
             raise ProbeError(f"probe {self.kind.names[column]!r}: {why} at position {where}")
-        self._aggregate(positions)
+        self.aggregate(positions)
         aggregates = self.aggregates[:positions]
         above = np.asarray(aggregates >= self.kind.thresholds)
         firsts = np.where(above.any(axis=0), above.argmax(axis=0), -1).tolist()
@@ -307,22 +318,3 @@ class Watch:
             )
         ]
         return results, checksum
-
-
-def news_of_all(watches: Iterable[Watch]) -> list[News]:
-    """Return the news of these watches; those that scored one more token, as most do in most steps,
-    are processed in batches.
-    """
-    result: list[News] = []
-    kinds: dict[int, list[Watch]] = {}
-    for watch in watches:
-        kinds.setdefault(id(watch.kind), []).append(watch)
-    for kind in kinds.values():
-        follow = [watch for watch in kind if watch.follows]
-        found = [watch.news(watch.reached) for watch in kind if not watch.follows]
-        deciding = [(each.deciders, each.scores, each.reached) for each in kind if each.deciders]
-        quiet = keep_quiet(deciding) if deciding else [True] * len(kind)
-        found += [watch.stopped() for watch, kept in zip(kind, quiet, strict=True) if not kept]
-        result += [news for news in found if news is not None]
-        result += follow[0].follow(follow) if follow else []
-    return result

@@ -12,7 +12,7 @@ from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.records import by_key
 from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
-from .watches import Kind
+from .kinds import Kind
 
 #: Plans that are kept at most; traffic uses few sets of probes at a time.
 _KEPT = 64
@@ -27,7 +27,9 @@ class Stack:
     bias: torch.Tensor  # `[ports, 1, width]`
     # indices of the scores among the `ports × width` results, in the order of `columns`
     flat: np.ndarray
-    columns: slice | np.ndarray  # columns of the watch, ascending
+    columns: np.ndarray  # of the watch, ascending
+    kind: Kind  # of the watches
+    last: bool = False  # of those of a plan
 
 
 class Side(NamedTuple):
@@ -96,11 +98,16 @@ class Stacks:
                 for place in places
                 for column in kind.columns[place]
             ]
-            stacks.append(self._stack(list(ports), parts, columns))
+            stacks.append(self._stack(list(ports), parts, columns, kind))
+        stacks[-1].last = True
         return Plan(numbers, kind, stacks)
 
     def _stack(
-        self, ports: Sequence[int], probes: Sequence[Sequence[StoredProbe]], columns: Sequence[int]
+        self,
+        ports: Sequence[int],
+        probes: Sequence[Sequence[StoredProbe]],
+        columns: Sequence[int],
+        kind: Kind,
     ) -> Stack:
         """Stack the weights of `probes`, given for each port. `columns`: the watch's column for
         each score, ordered by port, then probe, then label.
@@ -117,13 +124,13 @@ class Stacks:
         )
         order = np.argsort(columns)
         of_watch = np.array(columns)[order]
-        first, count = int(of_watch[0]), len(of_watch)
-        # assignment to a slice is much quicker than to an index array
-        ascending = (
-            slice(first, first + count) if int(of_watch[-1]) == first + count - 1 else of_watch
-        )
         return Stack(
-            np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], ascending
+            np.array(ports),
+            weight.transpose(1, 2).contiguous(),
+            bias,
+            flat[order],
+            of_watch,
+            kind,
         )
 
     def _weights(self, probe: StoredProbe) -> tuple[torch.Tensor, torch.Tensor]:

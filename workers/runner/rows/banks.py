@@ -16,7 +16,6 @@ from ....schemas.requests.specs import StoredCapture
 from ..base.engine_step import StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, Tables
-from ..files.extents import Extent
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site
 from .arena import Arena, BankRows
@@ -26,6 +25,7 @@ from .execution_check import Miscount
 from .finite_check import FiniteCheck, NonFinite
 from .overload import Overload
 from .planner import Planner, Tracked
+from .scored_rows import ScoredRows
 from .slot_table import Slots, StepTokens
 
 
@@ -190,8 +190,8 @@ class Banks:
             self.busy = False
             raise
 
-    def drain(self) -> list[tuple[Recording, Extent]]:
-        recorded, errors = list[tuple[Recording, Extent]](), list[Exception]()
+    def drain(self) -> list[ScoredRows]:
+        recorded, errors = list[ScoredRows](), list[Exception]()
         self.busy = False
         for bank in self._banks:
             try:

@@ -17,19 +17,18 @@ import torch
 from ....kernels import WHOLE, plan as columns
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
-from ....schemas.prompts.selectors import select
 from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
 from ..edits.steering_tables import RowTable
-from ..files.extents import Extent
 from ..hooks.sites import Buffers, Site
 from ..probes.gates import Gates
-from ..probes.watches import ProbeError, Watch
+from ..probes.watches import Watch
 from .arena import BankRows
 from .buffers import Staging
 from .capture import Recording
 from .edit_sizes import RequestSizes
 from .execution_check import Due
 from .overload import Overload
+from .scored_rows import ScoredRows
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
 from .step_places import FEW, Layout, Places, Run, layout_of, runs_at_most
 
@@ -86,18 +85,10 @@ class Tracked:
         for sizes in self.sizes.values():
             sizes.close(0)
 
-    def decide(self, stop: int) -> str:
-        """Decide the gates of positions below `stop`; return why that failed, or an empty text."""
-        try:
-            if self.gates is not None and not self.reported:
-                self.gates.decide(stop)
-        except ProbeError as error:
-            return str(error)
-        return ""
-
-    def open_in(self, row: SteeringRow, first: int, stop: int) -> Sequence[int]:
-        """Return the positions in `[first, stop)` that a row names and whose gates are open."""
-        return self.open_of(row, select(row.positions, first, stop, self.spec.prompt_tokens))
+    def gate_of(self, row: SteeringRow) -> int | None:
+        """Return the column of a row's gate in `StepTokens.closed`; None if it never opens."""
+        gates = ["", *(self.gates.numbers if self.gates is not None else ())]
+        return gates.index(row.gate) if row.gate in gates else None
 
     def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
         """Return the positions, out of those that a row names, at which its gate is open; all of
@@ -174,15 +165,9 @@ class Planner:
         self._steering.write(
             slot,
             [
-                entry_of(
-                    column,
-                    row,
-                    spec.positions,
-                    prompt,
-                    partial(tracked.open_in, spec) if spec.gate else None,
-                )
+                entry_of(column, row, spec.positions, prompt, gate=gate)
                 for column, (row, spec) in zip(tracked.columns, tracked.rows, strict=True)
-                if spec.bank == self._bank
+                if spec.bank == self._bank and (gate := tracked.gate_of(spec)) is not None
             ],
         )
         captures = list(tracked.recordings.values()) if not tracked.reported else []
@@ -414,16 +399,14 @@ class Planner:
             site.busy = False
         self.loaded = False
 
-    def drain(self) -> list[tuple[Recording, Extent]]:
+    def drain(self) -> list[ScoredRows]:
         """Take the captured rows of the last forward, and return those that probes read."""
         due, places = self.due, self._places
         self.due = None
         if due is None or places is None:
             return []
         try:
-            landing = self._staging.take(places)
-            places.count()
-            return places.extents(landing) if places.watched else []
+            return places.drain(self._staging.take(places))
         except Exception:
             self.abandon()
             raise

@@ -22,6 +22,7 @@ from ..base.engine_step import StepView
 
 #: Slots at first; the tables grow by doubling.
 _SLOTS = 64
+_NONE = np.zeros(0, dtype=bool)
 
 
 class Entry(NamedTuple):
@@ -33,6 +34,7 @@ class Entry(NamedTuple):
     stop: int
     #: (first, stop) → the positions in this range, ascending; None: all between `first` and `stop`.
     chosen: Callable[[int, int], Sequence[int]] | None = None
+    gate: int = 0  # column of `StepTokens.closed`
 
 
 def entry_of(
@@ -41,12 +43,13 @@ def entry_of(
     positions: PositionSelector,
     prompt_tokens: int,
     chosen: Callable[[int, int], Sequence[int]] | None = None,
+    gate: int = 0,
 ) -> Entry:
     """Return the entry of a selector's positions, of which `chosen` may leave some out."""
     first, stop = lowest_position(positions, prompt_tokens), end_position(positions, prompt_tokens)
     if chosen is None and (isinstance(positions, list) or getattr(positions, "step", 1) > 1):
         chosen = partial(_selected, positions, prompt_tokens)
-    return Entry(column, value, first, stop, chosen)
+    return Entry(column, value, first, stop, chosen, gate)
 
 
 def _selected(
@@ -59,7 +62,9 @@ class SlotTable:
     """Values of one bank by slot and column: at most one of a column at a position."""
 
     def __init__(self) -> None:
-        self._first, self._stop, self._values = np.zeros((3, _SLOTS, 1), dtype=np.int64)
+        self._first, self._stop, self._values, self._gates = np.zeros(
+            (4, _SLOTS, 1), dtype=np.int64
+        )
         self._chosen: dict[int, list[Entry]] = {}  # slot → entries that choose their positions
         self._used: set[int] = set()
 
@@ -70,11 +75,12 @@ class SlotTable:
         grow = max(slot + 1 - len(self._first), 0), max(columns - self._first.shape[1], 0)
         if any(grow):
             more = [(0, max(grow[0], len(self._first)) if grow[0] else 0), (0, grow[1])]
-            self._first, self._stop, self._values = (
-                np.pad(part, more) for part in (self._first, self._stop, self._values)
+            self._first, self._stop, self._values, self._gates = (
+                np.pad(part, more) for part in (self._first, self._stop, self._values, self._gates)
             )
-        self._stop[slot] = 0
+        self._stop[slot] = self._gates[slot] = 0
         for entry in entries:
+            self._gates[slot, entry.column] = entry.gate
             if entry.chosen is None:
                 self._first[slot, entry.column], self._stop[slot, entry.column] = entry[2:4]
                 self._values[slot, entry.column] = entry.value
@@ -90,13 +96,17 @@ class SlotTable:
         slots, positions = tokens.slots, tokens.positions[:, None]
         inside = (positions >= self._first[slots]) & (positions < self._stop[slots])
         values: np.ndarray = np.where(inside, self._values[slots], 0)
-        for number in tokens.members_in(self._chosen) if self._chosen else ():
+        chosen = np.isin(tokens.of_requests, list(self._chosen)) if self._chosen else _NONE
+        for number in np.flatnonzero(chosen).tolist():
             first, stop = tokens.window(number)
             row = int(tokens.first_rows[number]) - first
             for entry in self._chosen[int(tokens.of_requests[number])]:
                 if entry.first < stop and first < entry.stop and entry.chosen is not None:
                     at = np.array(entry.chosen(first, stop), dtype=np.int64)
                     values[at + row, entry.column] = entry.value
+        if tokens.closed is not None:
+            gates = self._gates[slots]
+            values[tokens.closed[np.arange(len(slots))[:, None], gates]] = 0
         return values
 
 
@@ -152,6 +162,9 @@ class StepTokens:
         self.firsts, self.stops = view.positions, view.positions + view.counts
         self.positions = self.firsts[self.members] + self._within
         self.again = False  # the last step had the same requests and counts
+        #: Whether each gate of the token's request is closed: `[tokens, 1 + gates]`, of which the
+        #: first is none; None: no request has any.
+        self.closed: np.ndarray | None = None
 
     def move_to(self, view: StepView) -> bool:
         """Have the tokens of another step; return False if that has other requests or counts."""
@@ -165,8 +178,3 @@ class StepTokens:
         """Return the positions `[first, stop)` of a request."""
         first = int(self.firsts[number])
         return first, first + int(self._counts[number])
-
-    def members_in(self, slots: Iterable[int]) -> list[int]:
-        """Return the numbers of the requests that have one of these slots."""
-        numbers: list[int] = np.flatnonzero(np.isin(self.of_requests, list(slots))).tolist()
-        return numbers

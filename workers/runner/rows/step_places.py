@@ -4,17 +4,20 @@ Steps that repeat one another have the same layout, and their places advance wit
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from itertools import compress
+from operator import itemgetter
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from ..base.landings import Landing
-from ..files.extents import Extent
+from ..probes.watches import Watch
 from .arena import BankRows, RecordedBlock
 from .capture import Recording
+from .scored_rows import Readers, ScoredRows
 
 #: Tokens of a request in a step, at most, that may go to two blocks: with drafts. Longer runs are
 #: cut where a block ends.
@@ -169,10 +172,9 @@ class Places:
         )
         self._known = np.full(len(runs), -1)  # positions below this one have blocks
         self._ends = np.array([recording.end for recording in recordings])
-        #: Whether probes read any of the rows.
-        self.watched = any(item.watch is not None for item in recordings)
         self._dropped = [number for number, item in enumerate(recordings) if item.dropped]
         self.positions = np.zeros(len(runs), dtype=np.int64)  # of the runs' first tokens
+        self._positions = self._needed = np.zeros(0, dtype=np.int64)  # [positions]
         self.rows = np.zeros(0, dtype=np.int64)  # [entries]: number of the row in the bank's rows
         self.marks = np.zeros(0, dtype=np.int64)  # [positions]: place of the mark in the arena
 
@@ -191,6 +193,7 @@ class Places:
         rows = np.where(needed, self._rows[block, run] + position, 0)
         self.marks = np.where(needed, self._marks[block, run] + position, 0)
         strides = np.where(needed, self._strides[block, run], 0)
+        self._positions, self._needed = position, needed
         self.rows = rows[entries.position] + entries.ordinal * strides[entries.position]
 
     def _find(self, run: int, first: int, stop: int) -> None:
@@ -225,26 +228,42 @@ class Places:
             np.maximum.at(places, self.layout.entries.row, self.rows)
         return places
 
-    def count(self) -> None:
-        """Count the rows of this step as recorded."""
+    @cached_property
+    def _read(self) -> Sequence[tuple[Readers, np.ndarray, np.ndarray, Callable[..., object]]]:
+        """What probes read: of each set of them the readers, their positions among those of the
+        step, the entries `[ports, positions]`, and what takes their blocks from `_blocks`.
+        """
+        entries, found = self.layout.entries, []
+        stacks = [recording.stack for recording in self._recordings]
+        for stack in dict.fromkeys(stack for stack in stacks if stack is not None):
+            # [positions, ports of a recording]: index of the row among the entries
+            rows = np.zeros((len(entries.run), int(entries.ordinal.max()) + 1), dtype=np.int64)
+            rows[entries.position, entries.ordinal] = np.arange(len(entries.row))
+            runs = [run for run, of_run in enumerate(stacks) if of_run is stack]
+            places = np.flatnonzero(np.isin(entries.run, runs))
+            watches = [self._recordings[run].watch for run in entries.run[places].tolist()]
+            ports = np.flatnonzero(self._recordings[runs[0]].mask)
+            of_ports = rows[places][:, np.searchsorted(ports, stack.ports)].T
+            readers = Readers(stack, cast(list[Watch], watches))
+            found.append((readers, places, of_ports, itemgetter(*runs)))
+        return found
+
+    def drain(self, landing: Landing) -> list[ScoredRows]:
+        """Count the rows of this step as recorded; return those that probes read."""
+        found, memory = list[ScoredRows](), self._memory.all
         self._memory.arena.bytes[self.marks] = 1
         for run in self._dropped:
             first = int(self.positions[run])
             self._recordings[run].dropped.difference_update(
                 range(first, first + int(self._counts[run]))
             )
-
-    def extents(self, landing: Landing) -> list[tuple[Recording, Extent]]:
-        """Return the rows of this step that probes read."""
-        found = list[tuple[Recording, Extent]]()
-        for run, recording in enumerate(self._recordings):
-            if recording.watch is None:
-                continue
-            first = int(self.positions[run])
-            stop = min(first + int(self._counts[run]), int(self._ends[run]))
-            for block in self._blocks[run] if first < stop else ():
-                if first < (last := min(stop, block.span.stop)):
-                    at, count = block.slot(first), last - first
-                    found.append((recording, Extent(block, at, first, count, landing)))
-                    first = last
+        for readers, places, entries, blocks in self._read:
+            positions, numbers = self._positions[places], self.rows[entries]
+            if not (needed := self._needed[places]).all():
+                positions, numbers = positions[needed], numbers[:, needed]
+                if not len(positions):
+                    continue
+                readers = Readers(readers.stack, [*compress(readers.watches, needed.tolist())])
+            held = blocks(self._blocks)
+            found.append(ScoredRows(readers, positions, numbers, memory, landing, held))
         return found

@@ -65,7 +65,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(Scorer, "settled", False)  # else it is asked only if something waits
     for actor, names in ACTORS.items():
         for name in names:
             monkeypatch.setattr(
@@ -115,7 +114,6 @@ def without_gate(calls: list[str]) -> list[str]:
     return [call for call in calls if call != "ReentryGate.close"]
 
 
-BEGIN = ["Scorer.settle"]
 ADMIT = ["Banks.recording", "Banks.recording", "Scorer.watch", "Tables.acquire"]
 PLAN = [
     "Banks.plan_steering",
@@ -138,13 +136,13 @@ def test_the_parts_of_a_step_act_in_this_order(tmp_path: Path, log: list[str]) -
     request = everything(rig)
     kept = Keeping(serve=[], keep=[KeptBlock("1", 1, 0, 4, 1)], drop=[])
     assert without_gate(step(rig, log, (request, 0, 6), new=[request], keeping=kept)) == [
-        *BEGIN, *ADMIT, "Overload.check",
+        *ADMIT, "Overload.check",
         *PLAN, "Rank.forward", "Grading.take",
         *DRAIN, "Banks.settle", "RowStore.keep", "RowStore.drop", "Banks.leave",
     ]  # fmt: skip
     served = Keeping(serve=[KeptBlock("1", 1, 0, 4, 1)], keep=[], drop=[])
     assert without_gate(step(rig, log, (request, 6, 1), keeping=served)) == [
-        *BEGIN, "RowStore.serve", "Overload.check",
+        "RowStore.serve", "Overload.check",
         *PLAN, "Rank.forward",
         *DRAIN, "Banks.settle", "RowStore.drop", "Banks.leave",
     ]  # fmt: skip
@@ -156,7 +154,8 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
     rig.step((first, 0, 6), new=[first])
     second = everything(rig, 2)
     assert without_gate(step(rig, log, (second, 0, 6), new=[second], finished=[first])) == [
-        "Banks.settle", *BEGIN, "Tables.release", "Reports.over", *ADMIT, "Overload.check",
+        "Banks.settle", "Scorer.settle", "Tables.release", "Reports.over", *ADMIT,
+        "Overload.check",
         *PLAN, "Rank.forward", "Grading.take",
         *DRAIN, "Banks.settle", "Banks.leave",
     ]  # fmt: skip
@@ -165,7 +164,7 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
 def test_a_step_without_requests_plans_nothing(tmp_path: Path, log: list[str]) -> None:
     rig = Whole(tmp_path)
     assert step(rig, log) == [
-        *BEGIN, "Adapters.account", "Banks.settle"
+        "Adapters.account", "Banks.settle"
     ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from aggregate_kit import aggregate
 from refusal_kit import refuses
 
 import midstream
@@ -22,8 +23,8 @@ from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule
 from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.limits import MAX_DECISIONS
 from midstream.workers.runner.probes import deciders, watches as watches_module
-from midstream.workers.runner.probes.aggregates import aggregate
 from midstream.workers.runner.probes.gates import Gates
+from midstream.workers.runner.probes.kinds import Kind
 from midstream.workers.runner.probes.probe_news import (
     SCORES,
     STOPPED_BY,
@@ -31,7 +32,7 @@ from midstream.workers.runner.probes.probe_news import (
     ProbeNews,
     Scored,
 )
-from midstream.workers.runner.probes.watches import Kind, ProbeError, Watch, news_of_all
+from midstream.workers.runner.probes.watches import ProbeError, Watch
 from midstream.workers.runner.probes.weight_stacks import Side, Stacks
 
 
@@ -81,12 +82,10 @@ def test_aggregates_in_pieces_equal_those_at_once(kind: str) -> None:
 def test_what_is_computed_again_replaces_what_was_there() -> None:
     """A rejected draft, and a preempted request."""
     watch = Watch("r", [probe(5.0, aggregation="max")])
-    put(watch, 0, 1, 2)
-    assert watch.news(watch.reached) is None
-    put(watch, 2, 3, 9)  # the last is of a draft
-    assert watch.news(watch.reached) == News("r", 3, "p", [])
-    put(watch, 3, 4)
-    assert watch.news(watch.reached) is None
+    assert told((watch, put(watch, 0, 1, 2))) == []
+    # the last is of a draft
+    assert told((watch, put(watch, 2, 3, 9))) == [News("r", 3, "p", [])]
+    assert told((watch, put(watch, 3, 4))) == []
     (score,), checksum = watch.results(4)
     assert (score.score, score.crossed, score.positions) == ([4.0], [None], 4)
     again = Watch("r", [probe(5.0, aggregation="max")])
@@ -102,16 +101,21 @@ def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
     probes = [[probe(limit, name=kind, aggregation=kind) for kind in kinds] for limit in (0.6, 1.0)]
     rng, together, alone = np.random.default_rng(5), [], []
     for into in (together, alone):
-        into += [Watch(str(number), probes[number % 2]) for number in range(9)]
+        shared = [Kind(each) for each in probes]
+        into += [
+            Watch(str(number), probes[number % 2], kind=shared[number % 2]) for number in range(9)
+        ]
     crossed = 0
     for step in range(30):
+        new = []
         for number in range(9):
             count = 5 if (step + number) % 11 == 0 else 1
             values = rng.normal(scale=0.4, size=(count, 4)).astype(np.float32)
+            new.append(range(together[number].reached, together[number].reached + count))
             for mine in (together, alone):
-                mine[number].put(mine[number].reached, slice(0, 4), values)
-        wanted = [news for watch in alone if (news := watch.news(watch.reached)) is not None]
-        assert sorted(news_of_all(together)) == sorted(wanted)
+                mine[number].put(new[-1].start, slice(0, 4), values)
+        wanted = [news for item in zip(alone, new, strict=True) for news in told(item)]
+        assert sorted(told(*zip(together, new, strict=True))) == sorted(wanted)
         crossed += len(wanted)
     assert crossed > 20
     for first, second in zip(together, alone, strict=True):
@@ -139,6 +143,32 @@ def test_more_positions_than_there_is_room_for_at_first() -> None:
     for first in range(0, 3000, 100):
         put(watch, first, *range(first, first + 100))
     assert watch.results(3000)[0][0].score == [2999.0]
+
+
+def test_watches_keep_their_scores_while_others_come_grow_and_go() -> None:
+    """All scores of a kind are in one table, which goes with the last watch."""
+    rng, made = random.Random(6), [probe(1e9, aggregation="max")]
+    kind = Kind(made)
+    live: list[tuple[Watch, list[float]]] = []
+    for step in range(200):
+        if len(live) < 70 and rng.random() < 0.6:
+            live.append((Watch(str(step), made, kind=kind), []))
+        for watch, scores in rng.sample(live, len(live) // 2):
+            new = [rng.random() for _ in range(rng.choice([1, 1, 1, 70]))]
+            assert told((watch, put(watch, len(scores), *new))) == []
+            scores += new
+        if live and rng.random() < 0.2:
+            watch, scores = live.pop(rng.randrange(len(live)))
+            if scores:
+                assert watch.results(len(scores))[0][0].score == [np.float32(max(scores))]
+    for watch, scores in live:
+        assert watch.reached == len(scores)
+        assert watch.scores[: len(scores), 0].tolist() == np.float32(scores).tolist()
+        assert np.isnan(watch.scores[len(scores) :]).all()
+    assert len(watch.table.rows) > 20_000
+    del watch
+    live.clear()
+    assert kind not in watches_module._TABLES
 
 
 def request(tokens: int) -> SimpleNamespace:
@@ -302,10 +332,25 @@ def watch_of(*policies: StoredPolicy, prompt_tokens: int = 0) -> Watch:
     return Watch("r", probes_of(*policies), prompt_tokens=prompt_tokens)
 
 
-def put(watch: Watch, first: int, *scores: float) -> None:
+def put(watch: Watch, first: int, *scores: float) -> range:
+    """Returns the positions."""
     columns = np.arange(watch.kind.width)
     table = np.repeat(np.array(scores, dtype=np.float32)[:, None], len(columns), axis=1)
     watch.put(first, columns, table)
+    return range(first, first + len(scores))
+
+
+def told(*scored: tuple[Watch, range]) -> list[News]:
+    """The news from the scores at these positions."""
+    kinds: dict[Any, list[tuple[Watch, int]]] = {}
+    for watch, positions in scored:
+        kinds.setdefault(watch.table, []).extend((watch, position) for position in positions)
+    news: list[News] = []
+    for table, items in kinds.items():
+        watches, positions = zip(*items, strict=True)
+        slots = np.array([watch.slot for watch in watches])
+        news += table.news(watches, slots, np.array(positions), np.full(len(slots), -1))
+    return news
 
 
 def states_of(watch: Watch, number: int = 0) -> bytes:
@@ -460,7 +505,7 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
             for width in (1, 8, 16)
         ]
         shared = [Kind(probes) for probes in kinds]
-        watches, tables, prompts, told = [], [], [], []
+        watches, tables, prompts, heard = [], [], [], []
         for number in range(9):
             probes = [inheriting(probe, rng.choice(["", "", "j"])) for probe in kinds[number % 3]]
             prompts.append(rng.choice([1, 20]))
@@ -480,10 +525,11 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
                     known = table[again:first] + 1.0 if watch.deciders else table[again:first]
                     whole = np.concatenate([known, table[first:stop]])
                     watch.put(again, slice(0, watch.kind.width), whole)
+                    first = again
                 else:
                     watch.put(first, slice(0, watch.kind.width), table[first:stop])
-                moved.append(watch)
-            told += news_of_all(moved)
+                moved.append((watch, range(first, stop)))
+            heard += told(*moved)
         stops = {}
         for number, (watch, table, end, prompt) in enumerate(
             zip(watches, tables, ends, prompts, strict=True)
@@ -504,8 +550,8 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
                     stop = reference.states.index(True), probe.name
                     stops[str(number)] = min(stops.get(str(number), stop), stop)
             assert checksum == wanted
-        assert {news.request_id: (news.stop_at, news.stopped_by) for news in told} == stops
-        assert len(told) == len(stops)
+        assert {news.request_id: (news.stop_at, news.stopped_by) for news in heard} == stops
+        assert len(heard) == len(stops)
     assert turns > 2000
     assert sum(quiet) > 2000
 
@@ -537,13 +583,10 @@ def test_a_long_step_is_decided_in_a_few_calls_for_each_token(condition: dict[st
 
 def test_the_stop_is_news_once() -> None:
     watch = watch_of(policy("stop"), policy("stop", acts=False, at_least=0.0))
-    assert watch.urgent
-    put(watch, 0, 1, 2)
-    assert news_of_all([watch]) == []
-    put(watch, 2, 3)
-    assert news_of_all([watch]) == [News("r", 2, "policy:0", [])]
-    put(watch, 3, 9)
-    assert news_of_all([watch]) == []
+    assert watch.kind.decides
+    assert told((watch, put(watch, 0, 1, 2))) == []
+    assert told((watch, put(watch, 2, 3))) == [News("r", 2, "policy:0", [])]
+    assert told((watch, put(watch, 3, 9))) == []
     scores, _ = watch.results(3, "policy:0")
     assert [score.stopped for score in scores] == [True, False]
     assert scores[0].crossed == [2]
@@ -552,15 +595,14 @@ def test_the_stop_is_news_once() -> None:
 
 def test_a_latch_of_the_conversation_is_on_from_the_start() -> None:
     watch = watch_of(policy("stop", "flag", latch="conversation", inherited="job_1"))
-    put(watch, 0, 0)  # a prompt of one token
-    assert news_of_all([watch]) == [News("r", 0, "policy:0", [])]
+    # a prompt of one token
+    assert told((watch, put(watch, 0, 0))) == [News("r", 0, "policy:0", [])]
     (score,), _ = watch.results(1)
     assert score.flagged
     assert score.triggers == 0
     # without an effect in a request in which the policy only records
     watch = watch_of(policy("stop", acts=False, inherited="job_1"))
-    put(watch, 0, 0, 0)
-    assert news_of_all([watch]) == []
+    assert told((watch, put(watch, 0, 0, 0))) == []
 
 
 def test_gates_follow_the_policy() -> None:
@@ -585,8 +627,7 @@ def test_decisions_are_bounded_and_counted() -> None:
 
 def test_a_score_that_is_not_finite_is_not_read() -> None:
     watch = watch_of(policy())
-    put(watch, 0, 0, float("nan"), 9)
-    news_of_all([watch])
+    told((watch, put(watch, 0, 0, float("nan"), 9)))
     assert len(states_of(watch)) == 1
     with pytest.raises(ProbeError, match="not finite at position 1"):
         watch.results(3)

@@ -160,7 +160,7 @@ def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     request = rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit]))
     rank.plan((request, 0, 3))
     assert rank.buffers.plan.any()
-    rank.planner._places.count = None  # type: ignore[method-assign]
+    rank.planner._places.drain = None  # type: ignore[method-assign]
     with pytest.raises(TypeError):
         rank.planner.drain()
     assert not rank.buffers.plan.any()

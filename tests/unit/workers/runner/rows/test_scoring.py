@@ -20,6 +20,7 @@ from midstream.workers.runner.plane import probe_scores
 from midstream.workers.runner.plane.probe_scores import _CHUNK, Scorer
 from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
 from midstream.workers.runner.rows.capture import Ports, Recording
+from midstream.workers.runner.rows.scored_rows import reused_rows
 
 HIDDEN, LAYERS = 16, 3
 PORTS = Ports([Site("post_block", layer, "single") for layer in range(LAYERS)], HIDDEN, "float32")
@@ -57,7 +58,7 @@ def rows_at(extent: Extent, port: int) -> np.ndarray:
 
 def recorded(
     recording: Recording, first: int, count: int, memory: BankRows, landing: Landing = LANDED
-) -> Iterator[tuple[Recording, Extent]]:
+) -> Iterator[Extent]:
     """Random rows of these positions, in the recording's blocks."""
     while count:
         block = recording.block_of(first, memory)
@@ -66,7 +67,7 @@ def recorded(
         block.rows[:, extent.at : extent.at + part] = rng.normal(
             size=(len(block.ports), part, HIDDEN)
         )
-        yield recording, extent
+        yield extent
         first, count = first + part, count - part
 
 
@@ -81,7 +82,7 @@ def test_scores_of_a_step_equal_numpy() -> None:
         for number, (layer, k) in enumerate(((2, 1), (0, 3), (2, 2), (1, 1)))
     ]
     sets = [first, first[1:2]]
-    scorer = Scorer(vectors, HIDDEN, waits=True)
+    scorer = Scorer(vectors, HIDDEN)
     memory = BankRows(Arena(0), HIDDEN, torch.float32)
     kept = RecordedBlock(memory, np.arange(2 * LAYERS).tobytes(), range(5), range(5))
     kept.rows[:] = rng.normal(size=kept.rows.shape)
@@ -95,10 +96,11 @@ def test_scores_of_a_step_equal_numpy() -> None:
             version="", job=str(number), request=0, attempt=1, prompt_tokens=1, probes=probes
         )
         watches.append(scorer.watch(str(number), spec, recordings[-1:]))
-        items += (
-            taken := [*recorded(recordings[-1], 2 * len(served), count - 2 * len(served), memory)]
+        recordings[-1].reused += recorded(
+            recordings[-1], 2 * len(served), count - 2 * len(served), memory
         )
-        runs = [*served, *(extent for _, extent in taken)]
+        runs = recordings[-1].reused
+        items += reused_rows(recordings[-1])
         scores = [
             np.concatenate(
                 [run.rows(run.block.ports.tolist().index(2 * each.layer)) for run in runs]
@@ -108,7 +110,7 @@ def test_scores_of_a_step_equal_numpy() -> None:
             for each in sets[number % 2]
         ]
         wanted.append(np.concatenate(scores, axis=1))
-    scorer.take(items, recordings)
+    scorer.take(items)
     for watch, count, scores in zip(watches, counts, wanted, strict=True):
         np.testing.assert_allclose(watch.scores[:count], scores, atol=1e-5)
         assert (watch.reached, np.isnan(watch.scores[count:]).all()) == (count, True)
@@ -117,11 +119,9 @@ def test_scores_of_a_step_equal_numpy() -> None:
 class Steps:
     """Requests with a probe each, at layer 0, and steps that compute rows of them."""
 
-    def __init__(
-        self, *actions: Action, streams: bool = False, waits: bool = True, span: int = 16
-    ) -> None:
+    def __init__(self, *actions: Action, streams: bool = False, span: int = 16) -> None:
         vectors, self._memory = VectorStore(), BankRows(Arena(0), HIDDEN, torch.float32)
-        self.scorer = Scorer(vectors, HIDDEN, waits=waits)
+        self.scorer = Scorer(vectors, HIDDEN)
         self.weights = [
             Weights(vectors, 0, 2, str(number), action) for number, action in enumerate(actions)
         ]
@@ -147,10 +147,11 @@ class Steps:
         items = []
         for request, first, count in windows:
             recording = self.recordings[request]
-            items += (taken := [*recorded(recording, first, count, self._memory, landing)])
-            rows = np.concatenate([extent.rows(0) for _, extent in taken])
+            recording.reused += recorded(recording, first, count, self._memory, landing)
+            rows = np.concatenate([extent.rows(0) for extent in recording.reused])
             self.rows[request] |= zip(range(first, first + count), rows, strict=True)
-        self.scorer.take(items, [])
+            items += reused_rows(recording)
+        self.scorer.take(items)
         for request, first, count in windows:
             self.recordings[request].leave(first + count, landing)
 
@@ -248,7 +249,7 @@ class Copying:
 
 def test_the_model_does_not_wait_while_another_thread_waits_for_rows() -> None:
     """The thread of an asynchronous output waits for the news of its step."""
-    steps, landing = Steps("stop", waits=False), Copying()
+    steps, landing = Steps("stop"), Copying()
     steps.take((0, 0, 2), landing=landing)
     reader = threading.Thread(target=steps.scorer.news())
     reader.start()
@@ -266,7 +267,7 @@ def test_the_model_does_not_wait_while_another_thread_waits_for_rows() -> None:
 
 def test_an_ended_request_waits_for_its_own_rows_alone() -> None:
     """Not for another request's, nor for the row of its last token, which does not count."""
-    steps = Steps("stop", "flag", waits=False)
+    steps = Steps("stop", "flag")
     own, surplus, other = Copying(), Copying(), Copying()
     steps.take((0, 0, 2), landing=own)
     steps.take((0, 2, 1), landing=surplus)
