@@ -39,9 +39,9 @@ DTYPE = torch.float32
 #: Kind of load → our calls in a step on the model's thread, as many with 64 requests as with 256.
 #: They may only fall: whoever saves calls writes down what is left.
 CALLS = {
-    **{"idle": 14, "one": 48, "steer": 41, "both": 52, "lora": 49},
+    **{"idle": 13, "one": 47, "steer": 38, "both": 49, "lora": 45},
     # probes gate the steering of one request, of all requests, and may stop all requests
-    **{"gated": 60, "gated all": 60, "stopped all": 60},
+    **{"gated": 57, "gated all": 57, "stopped all": 57},
 }
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
 QUEUED = {**dict.fromkeys(CALLS, 2), "idle": 0, "steer": 0, "lora": 0}
