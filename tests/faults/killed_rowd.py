@@ -91,10 +91,10 @@ POINTS = {
         outbox_store.Store, "commit", most=1, counts=lambda _, rows, acked, prune: prune > 0
     ),
     "memory not given back": Point(
-        rowd, "_answer", follows=False, most=16, counts=lambda _, answer: isinstance(answer, Freed)
+        rowd, "_answer", follows=False, most=16, counts=lambda *told: isinstance(told[-1], Freed)
     ),
     "memory given back": Point(
-        rowd, "_answer", most=16, counts=lambda _, answer: isinstance(answer, Freed)
+        rowd, "_answer", most=16, counts=lambda *told: isinstance(told[-1], Freed)
     ),
 }
 
