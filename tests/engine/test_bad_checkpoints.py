@@ -62,11 +62,17 @@ def test_a_config_that_lies_about_its_layers_is_refused(llama: Path, tmp_path: P
     assert f"the config says {LAYERS - 1} layers, and the weights have {LAYERS}" in error.detail
 
 
-def test_an_override_that_lies_about_the_layers_is_refused_too(llama: Path, tmp_path: Path) -> None:
-    assert (
-        "the config says 2 layers"
-        in refusal(llama, tmp_path, hf_overrides={"num_hidden_layers": 2}).detail
-    )
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"hf_overrides": {"num_hidden_layers": 2}}, "the config says 2 layers"),
+        ({"trust_remote_cod": True}, "did you mean 'trust_remote_code'?"),
+    ],
+)
+def test_an_option_that_lies_about_the_layers_or_does_not_exist_is_refused(
+    llama: Path, tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    assert said in refusal(llama, tmp_path, **options).detail
 
 
 def test_weights_that_cannot_be_read_are_named(llama: Path, tmp_path: Path) -> None:
@@ -90,13 +96,6 @@ def test_an_index_of_weights_is_read_in_place_of_the_files(llama: Path, tmp_path
     names = {f"model.layers.{layer}.mlp.up_proj.weight": "a.safetensors" for layer in range(7)}
     (made / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     assert "the weights have 7 (model.layers.0 to model.layers.6)" in refusal(made, tmp_path).detail
-
-
-def test_an_option_that_does_not_exist_is_refused(llama: Path, tmp_path: Path) -> None:
-    assert (
-        "did you mean 'trust_remote_code'?"
-        in refusal(llama, tmp_path, trust_remote_cod=True).detail
-    )
 
 
 def test_an_error_of_vllm_is_reported_in_one_line_without_its_validators_text(

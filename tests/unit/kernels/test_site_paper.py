@@ -79,9 +79,8 @@ def test_the_machine_code_spills_no_more_than_it_did(hopper: list[dict[str, Any]
         assert each["spilled"] <= SPILLED[bytes_of(each)], each
 
 
-def test_a_launch_that_begins_early_reads_only_the_plan(tmp_path: Path) -> None:
-    assert {each["early_loads"] for each in paper(tmp_path, 90, "--dependent")} == {1}
-
-
-def test_older_gpus_get_no_early_launches(tmp_path: Path) -> None:
-    assert {each["early_loads"] for each in paper(tmp_path, 80, "--dependent")} == {-1}
+@pytest.mark.parametrize(("architecture", "loads"), [(90, 1), (80, -1)])
+def test_a_launch_that_begins_early_reads_only_the_plan_and_older_gpus_get_none(
+    tmp_path: Path, architecture: int, loads: int
+) -> None:
+    assert {each["early_loads"] for each in paper(tmp_path, architecture, "--dependent")} == {loads}

@@ -4,6 +4,7 @@ alone?
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,13 +58,6 @@ def test_sites_that_share_a_launch_give_the_bits_of_one_launch_each() -> None:
     check_groups(pair_site, single_site, rounds=12, widths=(1, 37, 576))
 
 
-def test_the_sites_of_a_launch_edit_the_same_tokens() -> None:
-    with pytest.raises(ValueError, match="edit the same tokens with the same rows"):
-        build_group(
-            [SitePlan(WIDTH, [{}], {1: [1]}), SitePlan(WIDTH, [{}], {2: [1]})], 4, torch.float32
-        )
-
-
 def test_every_family_has_one_formula_and_a_place() -> None:
     assert [PLACE[family.name] for family in FAMILIES] == list(range(len(FAMILIES)))
     assert set(reference.REWRITES) == {
@@ -88,8 +82,10 @@ def test_the_entries_of_an_application_hold_what_the_table_says() -> None:
     assert len(vectors) == family.entries(3) == 6
     assert torch.equal(vectors[::2], rotation)
     assert torch.equal(vectors[1::2], weight)
-    assert scalars[0].tolist() == [0.5, 3.0, 7.0, *[0.0] * (SCALARS - 3)]
-    assert scalars[::2, family.column("bias")].tolist() == [7.0, 8.0, 9.0]
+    assert (scalars[0].tolist(), scalars[::2, family.column("bias")].tolist()) == (
+        [0.5, 3.0, 7.0, *[0.0] * (SCALARS - 3)],
+        [7.0, 8.0, 9.0],
+    )
     assert laid_out("replace", Does(vectors[:1], (0.25,)))[1].tolist() == [
         [0.25, *[0.0] * (SCALARS - 1)]
     ]
@@ -104,38 +100,61 @@ def test_directions_are_given_length_one(name: str) -> None:
         torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8]]))
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0], [math.inf, 1.0], [math.nan, 1.0]])
-def test_a_direction_without_a_length_is_refused(values: list[float]) -> None:
-    with pytest.raises(ValueError, match="must have a finite norm"):
-        unit(torch.tensor([values]))
-
-
 @pytest.mark.parametrize(
-    ("name", "vectors", "scalars", "message"),
+    ("make", "message"),
     [
-        ("add", 2, (), "add takes 1 vectors for each of 1 to 1 terms, not 2"),
+        # the sites of a launch edit the same tokens
         (
-            "replace_masked",
-            1,
-            (1.0,),
-            "replace_masked takes 2 vectors for each of 1 to 1 terms, not 1",
+            lambda: build_group(
+                [SitePlan(WIDTH, [{}], {1: [1]}), SitePlan(WIDTH, [{}], {2: [1]})], 4, torch.float32
+            ),
+            "edit the same tokens with the same rows",
         ),
         (
-            "lowrank",
-            3,
-            (1.0, 1.0, 0.0),
-            f"lowrank takes 2 vectors for each of 1 to {MAX_RANK} terms, not 3",
+            lambda: SitePlan(WIDTH, [{}], {2: [1] * 9}).build(4, torch.float32),
+            "token 2 has 9 configuration rows; at most 8 fit",
         ),
-        ("lowrank", 2 * MAX_RANK + 2, (1.0, 1.0, 0.0), f"not {2 * MAX_RANK + 2}"),
-        ("lowrank", 0, (1.0, 0.0, 0.0), "not 0"),
-        ("clamp", 1, (1.0, 2.0), r"clamp takes 3 scalars \(strength, low, high\), not \[1, 2\]"),
+        *(
+            (lambda values=values: unit(torch.tensor([values])), "must have a finite norm")
+            for values in ([0.0, 0.0], [math.inf, 1.0], [math.nan, 1.0])
+        ),
+        # an application that its family does not have
+        *(
+            (
+                lambda name=name, vectors=vectors, scalars=scalars: laid_out(
+                    name, Does(torch.ones(vectors, WIDTH), scalars)
+                ),
+                message,
+            )
+            for name, vectors, scalars, message in (
+                ("add", 2, (), "add takes 1 vectors for each of 1 to 1 terms, not 2"),
+                (
+                    "replace_masked",
+                    1,
+                    (1.0,),
+                    "replace_masked takes 2 vectors for each of 1 to 1 terms, not 1",
+                ),
+                (
+                    "lowrank",
+                    3,
+                    (1.0, 1.0, 0.0),
+                    f"lowrank takes 2 vectors for each of 1 to {MAX_RANK} terms, not 3",
+                ),
+                ("lowrank", 2 * MAX_RANK + 2, (1.0, 1.0, 0.0), f"not {2 * MAX_RANK + 2}"),
+                ("lowrank", 0, (1.0, 0.0, 0.0), "not 0"),
+                (
+                    "clamp",
+                    1,
+                    (1.0, 2.0),
+                    r"clamp takes 3 scalars \(strength, low, high\), not \[1, 2\]",
+                ),
+            )
+        ),
     ],
 )
-def test_an_application_that_its_family_does_not_have_is_refused(
-    name: str, vectors: int, scalars: tuple[float, ...], message: str
-) -> None:
+def test_what_cannot_be_laid_out_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        laid_out(name, Does(torch.ones(vectors, WIDTH), scalars))
+        make()
 
 
 def test_request_families_equal_kernel_families() -> None:
@@ -148,11 +167,6 @@ def test_the_columns_of_the_plan_are_distinct() -> None:
     columns = [EDITS, EDITS_AT, DEPTH, *BEFORE, *AFTER]
     assert len(set(columns)) == len(columns)
     assert max(columns) < COLUMNS
-
-
-def test_more_rows_on_a_token_than_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="token 2 has 9 configuration rows; at most 8 fit"):
-        SitePlan(WIDTH, [{}], {2: [1] * 9}).build(4, torch.float32)
 
 
 # -- what compilers see ----------------------------------------------------------------------------

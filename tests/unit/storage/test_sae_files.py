@@ -5,6 +5,7 @@ refused by name.
 import json
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,78 +85,92 @@ def test_gemma_scope_needs_hook_and_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("made", "change", "says"),
     [
-        (
-            {"architecture": "transcoder"},
-            "architecture is 'transcoder'; valid: standard, jumprelu, gated, topk",
+        *(
+            (changed, change, says)
+            for change, says in (
+                (
+                    {"architecture": "transcoder"},
+                    "architecture is 'transcoder'; valid: standard, jumprelu, gated, topk",
+                ),
+                (
+                    {"architecture": "jumprelu"},
+                    "has no tensor threshold; jumprelu has W_enc, W_dec, b_dec, b_enc, threshold",
+                ),
+                (
+                    {"form": "jumprelu", "architecture": "standard"},
+                    "the tensor 'threshold' is not served",
+                ),
+                ({"d_in": 16}, "W_enc has the shape [8, 32]; d_in 16 and d_sae 32 need [16, 32]"),
+                ({"d_sae": 0}, "d_sae is 0; valid: a positive integer"),
+                ({"d_sae": 1 << 22}, "the limit is 2097152"),
+                ({"form": "topk", "k": 33}, "k is 33; valid: a whole number, 1 to 32"),
+                ({"form": "topk", "k": "16"}, "k is '16'; valid: a whole number, 1 to 32"),
+                ({"form": "topk", "k": None}, "k is None"),
+                (
+                    {"normalize_activations": "expected_average_only_in"},
+                    "others need statistics of the data",
+                ),
+                ({"normalize_activations": True}, "others need statistics of the data"),
+                (
+                    {"apply_b_dec_to_input": "yes"},
+                    "apply_b_dec_to_input is 'yes'; valid: true or false",
+                ),
+                ({"rescale_acts_by_decoder_norm": True}, "valid: false for standard"),
+                ({"reshape_activations": "hook_z"}, "reshape_activations is 'hook_z'; valid: none"),
+                ({"finetuning_scaling_factor": True}, "valid: false"),
+                (
+                    {"activation_fn_str": "tanh-relu"},
+                    "activation_fn is 'tanh-relu'; valid: relu, topk",
+                ),
+                ({"of_a_later_sae_lens": 1}, "of_a_later_sae_lens is '1', which is not served"),
+                (
+                    {"metadata": {"hook_name": "blocks.1.attn.hook_z"}},
+                    "hook_name is 'blocks.1.attn.hook_z'; valid: blocks.<layer>.hook_resid_pre",
+                ),
+                ({"metadata": {"hook_layer": 2}}, "hook_layer is 2; valid: 1, as hook_name says"),
+                ({"metadata": {"hook_head_index": 0}}, "an SAE of all heads"),
+                (
+                    {
+                        "metadata": {
+                            "model_from_pretrained_kwargs": {"center_writing_weights": True}
+                        }
+                    },
+                    "no centred or folded weights",
+                ),
+            )
         ),
-        (
-            {"architecture": "jumprelu"},
-            "has no tensor threshold; jumprelu has W_enc, W_dec, b_dec, b_enc, threshold",
-        ),
-        ({"form": "jumprelu", "architecture": "standard"}, "the tensor 'threshold' is not served"),
-        ({"d_in": 16}, "W_enc has the shape [8, 32]; d_in 16 and d_sae 32 need [16, 32]"),
-        ({"d_sae": 0}, "d_sae is 0; valid: a positive integer"),
-        ({"d_sae": 1 << 22}, "the limit is 2097152"),
-        ({"form": "topk", "k": 33}, "k is 33; valid: a whole number, 1 to 32"),
-        ({"form": "topk", "k": "16"}, "k is '16'; valid: a whole number, 1 to 32"),
-        ({"form": "topk", "k": None}, "k is None"),
-        (
-            {"normalize_activations": "expected_average_only_in"},
-            "others need statistics of the data",
-        ),
-        ({"normalize_activations": True}, "others need statistics of the data"),
-        ({"apply_b_dec_to_input": "yes"}, "apply_b_dec_to_input is 'yes'; valid: true or false"),
-        ({"rescale_acts_by_decoder_norm": True}, "valid: false for standard"),
-        ({"reshape_activations": "hook_z"}, "reshape_activations is 'hook_z'; valid: none"),
-        ({"finetuning_scaling_factor": True}, "valid: false"),
-        ({"activation_fn_str": "tanh-relu"}, "activation_fn is 'tanh-relu'; valid: relu, topk"),
-        ({"of_a_later_sae_lens": 1}, "of_a_later_sae_lens is '1', which is not served"),
-        (
-            {"metadata": {"hook_name": "blocks.1.attn.hook_z"}},
-            "hook_name is 'blocks.1.attn.hook_z'; valid: blocks.<layer>.hook_resid_pre",
-        ),
-        ({"metadata": {"hook_layer": 2}}, "hook_layer is 2; valid: 1, as hook_name says"),
-        ({"metadata": {"hook_head_index": 0}}, "an SAE of all heads"),
-        (
-            {"metadata": {"model_from_pretrained_kwargs": {"center_writing_weights": True}}},
-            "no centred or folded weights",
+        *(
+            (with_tensors, change, says)
+            for change, says in (
+                ({"drop": "b_enc"}, "has no tensor b_enc"),
+                (
+                    {"W_dec": np.ones((D_IN, D_SAE), np.float32)},
+                    "W_dec has the shape [8, 32]; d_in 8 and d_sae 32 need [32, 8]",
+                ),
+                (
+                    {"b_enc": np.full(D_SAE, np.nan, np.float32)},
+                    "b_enc has 32 numbers that are not finite, of 32",
+                ),
+                (
+                    {"W_enc": np.ones((D_IN, D_SAE), np.float64)},
+                    "W_enc is F64; valid: F32, F16, BF16",
+                ),
+                (
+                    {"scaling_factor": np.full(D_SAE, 2, np.float32)},
+                    "the tensor 'scaling_factor' is not served",
+                ),
+                ({"b_gate": np.ones(D_SAE, np.float32)}, "the tensor 'b_gate' is not served"),
+            )
         ),
     ],
 )
-def test_a_config_that_is_not_served_is_refused_by_member(
-    tmp_path: Path, change: dict[str, Any], says: str
+def test_a_config_or_tensors_that_are_not_served_are_refused_by_name(
+    tmp_path: Path, made: Callable[..., Path], change: dict[str, Any], says: str
 ) -> None:
     with refuses(says, field="path"):
-        check_on(changed(tmp_path / "a", **change), None, None, **MODEL)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"drop": "b_enc"}, "has no tensor b_enc"),
-        (
-            {"W_dec": np.ones((D_IN, D_SAE), np.float32)},
-            "W_dec has the shape [8, 32]; d_in 8 and d_sae 32 need [32, 8]",
-        ),
-        (
-            {"b_enc": np.full(D_SAE, np.nan, np.float32)},
-            "b_enc has 32 numbers that are not finite, of 32",
-        ),
-        ({"W_enc": np.ones((D_IN, D_SAE), np.float64)}, "W_enc is F64; valid: F32, F16, BF16"),
-        (
-            {"scaling_factor": np.full(D_SAE, 2, np.float32)},
-            "the tensor 'scaling_factor' is not served",
-        ),
-        ({"b_gate": np.ones(D_SAE, np.float32)}, "the tensor 'b_gate' is not served"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, change: dict[str, Any], says: str
-) -> None:
-    with refuses(says, field="path"):
-        check_on(with_tensors(tmp_path / "a", **change), None, None, **MODEL)
+        check_on(made(tmp_path / "a", **change), None, None, **MODEL)
 
 
 def test_a_scaling_factor_of_ones_changes_nothing(tmp_path: Path) -> None:

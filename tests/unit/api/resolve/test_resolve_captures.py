@@ -67,71 +67,6 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "field", "words"),
-    [
-        (
-            {"hook": "resid_mid"},
-            "capture.hook",
-            ("unknown hook 'resid_mid': the model has pre_attn, attn_out, mlp_out, post_block"),
-        ),
-        ({"hook": "mlp_in", "layers": 99}, "capture.hook", "unknown hook 'mlp_in'"),
-        ({"layers": "0-9"}, "capture.layers", "layer 9"),
-        ({"hooks": {"mlp_in": 0}}, "capture.hooks.mlp_in", "unknown hook 'mlp_in'"),
-        ({"hooks": {"pre_attn": "4"}}, "capture.hooks.pre_attn", "layer 4"),
-        ({"hooks": {"pre_attn": 0, "resid_pre": 1}}, "capture.hooks.resid_pre", "given twice"),
-        (
-            {"positions": [0, 9]},
-            "capture.positions[1]",
-            "position 9 is out of range: the prompt has",
-        ),
-        (
-            {"positions": [0, Span(start=3, stop=9)]},
-            "capture.positions[1].stop",
-            "the range stops at 9, but the prompt has length 6",
-        ),
-        ({"positions": [Span(start=3)]}, "capture.positions[0]", "needs a `stop`"),
-        (
-            {"positions": Span(start=-7)},
-            "capture.positions.start",
-            "position -7 is out of range: the prompt has",
-        ),
-        (
-            {"positions": Span(start=10)},
-            "capture.positions.start",
-            (
-                "position 10 is out of range: the prompt and the generated tokens have at most "
-                "10 positions"
-            ),
-        ),
-        (
-            {"consumers": ["filesystem", "kafka"]},
-            "capture.consumers[1]",
-            "unknown consumer 'kafka': the worker has filesystem, memory",
-        ),
-        ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "listed twice"),
-        ({"positions": [0, Span(last=2)]}, "capture.positions[1]", "stand alone"),
-        (
-            {"positions": Span(when=When(probe="q", at_least=0.5))},
-            "capture.positions.when.probe",
-            "'q' does not score this request: it has p",
-        ),
-        (
-            {"positions": Span(around=Around(token_ids=[[1], [2, 9]]))},
-            "capture.positions.around.token_ids[1][1]",
-            "token id 9 is outside the vocabulary",
-        ),
-        ({"positions": Span(last=2), "run": "r"}, "capture.run", "positions that are known"),
-    ],
-)
-# field case 27
-def test_captures_the_model_or_worker_lacks_are_refused_by_field(
-    wish: dict[str, Any], field: str, words: str
-) -> None:
-    with refuses(match=words, status=400, field=field):
-        captured(wish)
-
-
-@pytest.mark.parametrize(
     "window",
     [
         {"last": 3},
@@ -169,6 +104,71 @@ OF_PROBE = {"positions": Span(when=When(probe="p", at_least=0.5))}
 @pytest.mark.parametrize(
     ("resolve", "field", "words"),
     [
+        # what the model or the worker lacks; field case 27
+        *(
+            (lambda wish=wish: captured(wish), field, words)
+            for wish, field, words in (
+                (
+                    {"hook": "resid_mid"},
+                    "capture.hook",
+                    "unknown hook 'resid_mid': the model has pre_attn, attn_out, mlp_out, "
+                    "post_block",
+                ),
+                ({"hook": "mlp_in", "layers": 99}, "capture.hook", "unknown hook 'mlp_in'"),
+                ({"layers": "0-9"}, "capture.layers", "layer 9"),
+                ({"hooks": {"mlp_in": 0}}, "capture.hooks.mlp_in", "unknown hook 'mlp_in'"),
+                ({"hooks": {"pre_attn": "4"}}, "capture.hooks.pre_attn", "layer 4"),
+                (
+                    {"hooks": {"pre_attn": 0, "resid_pre": 1}},
+                    "capture.hooks.resid_pre",
+                    "given twice",
+                ),
+                (
+                    {"positions": [0, 9]},
+                    "capture.positions[1]",
+                    "position 9 is out of range: the prompt has",
+                ),
+                (
+                    {"positions": [0, Span(start=3, stop=9)]},
+                    "capture.positions[1].stop",
+                    "the range stops at 9, but the prompt has length 6",
+                ),
+                ({"positions": [Span(start=3)]}, "capture.positions[0]", "needs a `stop`"),
+                (
+                    {"positions": Span(start=-7)},
+                    "capture.positions.start",
+                    "position -7 is out of range: the prompt has",
+                ),
+                (
+                    {"positions": Span(start=10)},
+                    "capture.positions.start",
+                    "position 10 is out of range: the prompt and the generated tokens have at "
+                    "most 10 positions",
+                ),
+                (
+                    {"consumers": ["filesystem", "kafka"]},
+                    "capture.consumers[1]",
+                    "unknown consumer 'kafka': the worker has filesystem, memory",
+                ),
+                ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "listed twice"),
+                ({"positions": [0, Span(last=2)]}, "capture.positions[1]", "stand alone"),
+                (
+                    {"positions": Span(when=When(probe="q", at_least=0.5))},
+                    "capture.positions.when.probe",
+                    "'q' does not score this request: it has p",
+                ),
+                (
+                    {"positions": Span(around=Around(token_ids=[[1], [2, 9]]))},
+                    "capture.positions.around.token_ids[1][1]",
+                    "token id 9 is outside the vocabulary",
+                ),
+                (
+                    {"positions": Span(last=2), "run": "r"},
+                    "capture.run",
+                    "positions that are known",
+                ),
+            )
+        ),
         (lambda: captured(OF_PROBE, pp=2), "capture.positions.when", "pipeline stages"),
         # a bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id
         (
@@ -210,7 +210,7 @@ OF_PROBE = {"positions": Span(when=When(probe="p", at_least=0.5))}
         ),
     ],
 )
-def test_captures_that_do_not_fit_are_refused_by_field(
+def test_captures_that_cannot_be_or_do_not_fit_are_refused_by_field(
     resolve: Any, field: str, words: str
 ) -> None:
     with refuses(words, field=field, status=400):
@@ -290,8 +290,10 @@ def test_a_global_capture_goes_as_far_as_each_prompt(positions: Any, stored: Any
 def test_a_global_capture_is_added_to_every_prompt() -> None:
     specs = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[5], tag="global")]
     both = captured({"tag": "mine"}, 6, 7, global_captures=specs)
-    assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
-    assert both[0][1].sites == {"pre_attn": [0, 1]}
+    assert ([[capture.tag for capture in captures] for captures in both], both[0][1].sites) == (
+        [["mine", "global"]] * 2,
+        {"pre_attn": [0, 1]},
+    )
     assert resolve_captures(None, bounds(3, global_captures=specs)) == [], "it is too short"
 
 

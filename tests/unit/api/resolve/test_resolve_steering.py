@@ -132,30 +132,6 @@ def test_a_module_of_one_phase_stays_one_in_each_prompt(positions: Any) -> None:
     ]
 
 
-# field case 27
-@pytest.mark.parametrize(
-    ("wish", "field", "words"),
-    [
-        ({"module": "sad"}, "module", "unknown module 'sad'"),
-        ({"module": "joy", "layers": 1}, "layers", "not valid together with module"),
-        ({"module": "joy", "vector": VECTOR}, "vector", "not valid together with module"),
-        ({"module": "joy", "op": "ablate"}, "op", "not valid together with module"),
-        ({"module": "joy", "hook": "pre_attn"}, "hook", "not valid together with module"),
-        ({"module": "joy", "norm_match": True}, "norm_match", "not valid together with module"),
-        ({"module": "joy", "strength": 1.0}, "strength", "not valid together with module"),
-        ({"module": "joy", "scale": 1e6}, "scale", "float16 allows at most"),
-        ({"module": "joy", "scale": 1e300}, "scale", "out of range for op"),
-        ({"module": "joy", "positions": [6]}, "positions[0]", "out of range: the prompt has"),
-        ({"module": "joy", "positions": Span(text="nowhere")}, "positions", "not there"),
-    ],
-)
-def test_invalid_module_use_in_a_request_names_the_field(
-    wish: dict[str, Any], field: str, words: str
-) -> None:
-    with refuses(words, field=f"steering[1].{field}", status=400):
-        resolved([spec(), SteeringSpec(**wish)], module(spec()))
-
-
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(
     ("fields", "most", "words"),
@@ -175,22 +151,6 @@ def test_a_doses_scales_keep_entries_within_the_limits_of_requests(
     resolve_edits([], used, limits, known, scales=[most, -most])
     with refuses(words, "steering[0]'s", field="scales[1]", status=400):
         resolve_edits([], used, limits, known, scales=[most, -1.01 * most])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"hidden_size": 4}, "hidden size 8, but the model has 4"),
-        ({"num_layers": 1}, "layer 3"),
-        ({"hooks": ["pre_attn"]}, "hook post_block"),
-    ],
-)
-def test_a_module_for_a_former_model_of_that_name_is_refused(
-    changes: dict[str, Any], words: str
-) -> None:
-    # field case 27
-    with refuses(words, field="steering[0].module", status=400):
-        resolved([SteeringSpec(module="joy")], module(spec(layers="0-3")), **changes)
 
 
 ONCE = [Span(start=0)]
@@ -227,6 +187,50 @@ AT_EACH = [spec(layers=layer) for layer in range(LAYERS)]
 @pytest.mark.parametrize(
     ("resolve", "field", "words"),
     [
+        # a module that a request names; field case 27
+        *(
+            (
+                lambda wish=wish: resolved([spec(), SteeringSpec(**wish)], module(spec())),
+                f"steering[1].{field}",
+                words,
+            )
+            for wish, field, words in (
+                ({"module": "sad"}, "module", "unknown module 'sad'"),
+                ({"module": "joy", "layers": 1}, "layers", "not valid together with module"),
+                ({"module": "joy", "vector": VECTOR}, "vector", "not valid together with module"),
+                ({"module": "joy", "op": "ablate"}, "op", "not valid together with module"),
+                ({"module": "joy", "hook": "pre_attn"}, "hook", "not valid together with module"),
+                (
+                    {"module": "joy", "norm_match": True},
+                    "norm_match",
+                    "not valid together with module",
+                ),
+                ({"module": "joy", "strength": 1.0}, "strength", "not valid together with module"),
+                ({"module": "joy", "scale": 1e6}, "scale", "float16 allows at most"),
+                ({"module": "joy", "scale": 1e300}, "scale", "out of range for op"),
+                (
+                    {"module": "joy", "positions": [6]},
+                    "positions[0]",
+                    "out of range: the prompt has",
+                ),
+                ({"module": "joy", "positions": Span(text="nowhere")}, "positions", "not there"),
+            )
+        ),
+        # a module for a former model of that name; field case 27
+        *(
+            (
+                lambda changes=changes: resolved(
+                    uses("joy"), module(spec(layers="0-3")), **changes
+                ),
+                "steering[0].module",
+                words,
+            )
+            for changes, words in (
+                ({"hidden_size": 4}, "hidden size 8, but the model has 4"),
+                ({"num_layers": 1}, "layer 3"),
+                ({"hooks": ["pre_attn"]}, "hook post_block"),
+            )
+        ),
         # a request
         (
             lambda: resolved(uses("joy"), module(spec(positions=[Span(text="gone")]))),
@@ -279,7 +283,7 @@ AT_EACH = [spec(layers=layer) for layer in range(LAYERS)]
         (lambda: everywhere(*AT_EACH, steering_entries=7), "steering", ""),
     ],
 )
-def test_what_does_not_fit_is_refused(resolve: Any, field: str, words: str) -> None:
+def test_what_is_not_valid_or_does_not_fit_is_refused(resolve: Any, field: str, words: str) -> None:
     with refuses(words, field=field, status=400):
         resolve()
 
@@ -340,8 +344,7 @@ def test_modules_are_resolved_to_content_at_admission() -> None:
         one.digest,
         module(spec(), spec()).digest,
     }
-    assert len(digests) == len(variants) + 2
-    assert module(spec(), name="other").digest == one.digest
+    assert (len(digests), module(spec(), name="other").digest) == (len(variants) + 2, one.digest)
     assert one.bytes == module(spec(), spec(layers=1)).bytes == 4 * HIDDEN, (
         "equal tensors are held once"
     )
@@ -454,12 +457,13 @@ def test_the_stricter_limit_of_request_module_and_entry_counts() -> None:
     for asked, wanted in ((None, 0.9), (hard, -0.5), (EditLimit(relative=2), 0.9)):
         ((found,), _) = resolved([SteeringSpec(module="joy", limit=asked)], one)
         assert [entry.limit for entry in found] == [wanted]
-    assert strictest(0.7, -0.7, 0.0) == -0.7
-    assert strictest(0.0) == 0.0
+    assert (strictest(0.7, -0.7, 0.0), strictest(0.0)) == (-0.7, 0.0)
     ((found,), _) = resolved([spec(limit=hard), spec(), spec(limit=gentle)])
     rows = steering_rows(found)
-    assert [[entry.limit for entry in row.entries] for row in rows] == [[-0.5], [0.0], [0.9]]
-    assert len({row.key for row in rows}) == 3
+    assert (
+        [[entry.limit for entry in row.entries] for row in rows],
+        len({row.key for row in rows}),
+    ) == ([[-0.5], [0.0], [0.9]], 3)
     assert len({steering_digest([entry]) for entry in found}) == 3
 
 

@@ -121,8 +121,10 @@ def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() 
     # field case 34
     sweep, blobs = plan()
     (stored,) = sweep.pairs
-    assert stored.base_tokens == ["<bos>", "The", " Colosseum", " is", " in"]
-    assert stored.source_tokens == ["<bos>", "The", " Eiffel", " Tower", " is", " in"]
+    assert (stored.base_tokens, stored.source_tokens) == (
+        ["<bos>", "The", " Colosseum", " is", " in"],
+        ["<bos>", "The", " Eiffel", " Tower", " is", " in"],
+    )
     assert [(column.label, column.places) for column in stored.columns] == [
         ("<bos>", [(0, 0)]),
         ("The", [(1, 1)]),
@@ -156,8 +158,12 @@ def test_ablations_and_noise_patch_the_clean_prompt() -> None:
 def test_answers_are_tokenised_after_the_prompt() -> None:
     # field case 33
     stored = plan(pair(answer=" Paris of France", foil=[10, 11])).sweep.pairs[0]
-    assert (stored.answer, stored.answer_text) == ([9, 8, 11], " Paris of France")
-    assert (stored.foil, stored.foil_text) == ([10, 11], " Rome France")
+    assert (stored.answer, stored.answer_text, stored.foil, stored.foil_text) == (
+        [9, 8, 11],
+        " Paris of France",
+        [10, 11],
+        " Rome France",
+    )
     assert Units(plan(pair(answer=" Paris", foil=" Rome")).sweep).nodes[0][0].token_ids == (9, 10)
 
 
@@ -446,6 +452,51 @@ SPAN = {"name": "s", "clean": [1]}
             "neurons.each",
             "only one",
         ),
+        # a field that the axis does not take
+        *(
+            ([pair()], fields, field, words)
+            for fields, field, words in (
+                ({"axis": "neuron"}, "neurons", "is required"),
+                ({"neurons": {"each": 1}}, "neurons", "not valid with axis 'position'"),
+                ({"heads": 0}, "heads", "not valid with axis 'position'"),
+                (
+                    {"axis": "neuron", "neurons": {"sets": [[HIDDEN]]}},
+                    "neurons.sets[0]",
+                    "out of range",
+                ),
+                (
+                    {"axis": "neuron", "neurons": {"sets": [[]]}},
+                    "neurons.sets[0]",
+                    "no neuron given",
+                ),
+                (
+                    {"axis": "neuron", "neurons": {"top": [1, HIDDEN + 1]}},
+                    "neurons.top[1]",
+                    "exceeds the dimensions",
+                ),
+                (
+                    {"axis": "neuron", "neurons": {"each": HIDDEN + 1}},
+                    "neurons.each",
+                    "exceeds the dimensions",
+                ),
+                (
+                    {"axis": "neuron", "neurons": {"each": 1}, "mask": "0-1"},
+                    "mask",
+                    "not valid with axis",
+                ),
+                (
+                    {"axis": "neuron", "neurons": {"each": 1}, "window": {"layers": 2}},
+                    "window.layers",
+                    "not valid with axis",
+                ),
+                (
+                    {"axis": "together", "window": {"positions": 2}},
+                    "window.positions",
+                    "not valid with axis",
+                ),
+                ({"axis": "head"}, "hooks[0]", "has no heads"),
+            )
+        ),
     ],
 )
 def test_invalid_sweeps_are_refused_by_field(
@@ -536,9 +587,11 @@ def test_text_longer_than_the_model_is_refused_by_its_field(
         return found
 
     monkeypatch.setattr(Codec, "_encodings", strict)
-    assert refusal(pair(), pair(corrupt="The" + " old" * 8)).field == "pairs[1].corrupt"
-    assert refusal(pair(), pair(foil=" Rome" * 8)).field == "pairs[1].foil"
-    assert refusal(pair(clean=[2] * 33)).field == "pairs[0].clean"
+    assert (
+        refusal(pair(), pair(corrupt="The" + " old" * 8)).field,
+        refusal(pair(), pair(foil=" Rome" * 8)).field,
+        refusal(pair(clean=[2] * 33)).field,
+    ) == ("pairs[1].corrupt", "pairs[1].foil", "pairs[0].clean")
 
 
 def test_columns_beyond_the_cell_limit_are_not_built() -> None:
@@ -664,45 +717,6 @@ def test_heads_are_columns_with_their_dimensions_and_at_each_token() -> None:
         "hooks[1]",
         True,
     )
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "words"),
-    [
-        ({"axis": "neuron"}, "neurons", "is required"),
-        ({"neurons": {"each": 1}}, "neurons", "not valid with axis 'position'"),
-        ({"heads": 0}, "heads", "not valid with axis 'position'"),
-        ({"axis": "neuron", "neurons": {"sets": [[HIDDEN]]}}, "neurons.sets[0]", "out of range"),
-        ({"axis": "neuron", "neurons": {"sets": [[]]}}, "neurons.sets[0]", "no neuron given"),
-        (
-            {"axis": "neuron", "neurons": {"top": [1, HIDDEN + 1]}},
-            "neurons.top[1]",
-            "exceeds the dimensions",
-        ),
-        (
-            {"axis": "neuron", "neurons": {"each": HIDDEN + 1}},
-            "neurons.each",
-            "exceeds the dimensions",
-        ),
-        ({"axis": "neuron", "neurons": {"each": 1}, "mask": "0-1"}, "mask", "not valid with axis"),
-        (
-            {"axis": "neuron", "neurons": {"each": 1}, "window": {"layers": 2}},
-            "window.layers",
-            "not valid with axis",
-        ),
-        (
-            {"axis": "together", "window": {"positions": 2}},
-            "window.positions",
-            "not valid with axis",
-        ),
-        ({"axis": "head"}, "hooks[0]", "has no heads"),
-    ],
-)
-def test_a_field_that_the_axis_does_not_take_is_refused(
-    fields: dict[str, Any], field: str, words: str
-) -> None:
-    with refuses(words, field=field, status=400):
-        plan(pair(), **fields)
 
 
 def test_the_name_of_a_mask_lists_its_dimensions() -> None:

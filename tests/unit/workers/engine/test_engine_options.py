@@ -2,6 +2,7 @@
 stamped where they are unproven.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -137,16 +138,6 @@ def test_what_is_refused_is_named_with_what_is_valid(name: str, value: Any, said
     assert str(caught.value).startswith(f"[engine] {name}: ")
 
 
-def test_all_that_is_wrong_is_named_at_once() -> None:
-    with pytest.raises(SettingsError, match=r"\[engine\] sead: .*; \[engine\] enable_dbo: "):
-        accepted(options(sead=1, enable_dbo=True))
-
-
-def test_refused_options_stay_refused_with_engine_unproven() -> None:
-    with pytest.raises(SettingsError, match="enable_dbo"):
-        accepted(Settings(engine_options={"enable_dbo": True}, engine_unproven=True))
-
-
 def test_an_unproven_option_passes_with_a_caveat_that_names_it() -> None:
     found = accepted(
         Settings(engine_options={"moe_backend": "triton", "seed": 3}, engine_unproven=True)
@@ -158,8 +149,7 @@ def test_an_unproven_option_passes_with_a_caveat_that_names_it() -> None:
 
 def test_values_reach_vllm_with_its_own_types() -> None:
     found = accepted(options(attention_backend="cpu_attn", gpu_memory_utilization=1))
-    assert found.caveats == []
-    assert found.options["attention_backend"].name == "CPU_ATTN"
+    assert (found.caveats, found.options["attention_backend"].name) == ([], "CPU_ATTN")
     assert isinstance(found.options["gpu_memory_utilization"], float)
 
 
@@ -169,25 +159,45 @@ def test_the_fake_engine_takes_no_options_of_vllm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("use", "said"),
     [
-        ({"hooks": "post_blok"}, "hooks: 'post_blok' is not a hook point"),
-        ({"extensions": "nothing-of-it"}, "nothing-of-it"),
-        ({"tool_parser": "hermes2"}, "tool_parser='hermes2': vLLM has no such parser"),
+        (
+            lambda: accepted(options(sead=1, enable_dbo=True)),
+            r"\[engine\] sead: .*; \[engine\] enable_dbo: ",
+        ),
+        # unproven options are taken, refused ones are not
+        (
+            lambda: accepted(Settings(engine_options={"enable_dbo": True}, engine_unproven=True)),
+            "enable_dbo",
+        ),
+        *(
+            (lambda settings=settings: check_options(Settings(**settings)), said)
+            for settings, said in (
+                ({"hooks": "post_blok"}, "hooks: 'post_blok' is not a hook point"),
+                ({"extensions": "nothing-of-it"}, "nothing-of-it"),
+                ({"tool_parser": "hermes2"}, "tool_parser='hermes2': vLLM has no such parser"),
+                ({"engine": "fak"}, "engine='fak': unknown engine; valid: vllm, gradients, fake"),
+            )
+        ),
+        *(
+            (
+                lambda text=text: load_settings({"MIDSTREAM_ENGINE_OPTIONS": text}),
+                "MIDSTREAM_ENGINE_OPTIONS",
+            )
+            for text in ("{", "[1]", "7", '"seed"')
+        ),
+        (
+            lambda: load_settings({}, engine_options={"hf_overrides": {"x": "y" * 70_000}}),
+            "64 KiB",
+        ),
+        *((lambda text=text: engine_options([text]), "NAME=VALUE") for text in ("seed", "=1", "")),
     ],
 )
-def test_settings_of_the_engine_are_checked_before_it_starts(
-    settings: dict[str, str], says: str
+def test_wrong_options_and_settings_are_refused_before_the_engine_starts(
+    use: Callable[[], object], said: str
 ) -> None:
-    with pytest.raises(SettingsError, match=says):
-        check_options(Settings(**settings))
-
-
-def test_an_engine_that_no_package_offers_is_refused() -> None:
-    with pytest.raises(
-        SettingsError, match=r"engine='fak': unknown engine; valid: vllm, gradients, fake"
-    ):
-        check_options(Settings(engine="fak"))
+    with pytest.raises(SettingsError, match=said):
+        use()
 
 
 def test_an_engine_that_two_packages_offer_is_refused(
@@ -227,17 +237,6 @@ def test_text_under_engine_still_names_the_engine(tmp_path: Path) -> None:
     assert load_settings({FILE_VARIABLE: str(file)}).engine == "fake"
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "7", '"seed"'])
-def test_options_in_the_environment_are_one_json_object(text: str) -> None:
-    with pytest.raises(SettingsError, match="MIDSTREAM_ENGINE_OPTIONS"):
-        load_settings({"MIDSTREAM_ENGINE_OPTIONS": text})
-
-
-def test_options_have_a_bound() -> None:
-    with pytest.raises(SettingsError, match="64 KiB"):
-        load_settings({}, engine_options={"hf_overrides": {"x": "y" * 70_000}})
-
-
 def test_the_command_line_reads_json_where_it_is_json() -> None:
     given = [
         "seed=7",
@@ -255,12 +254,6 @@ def test_the_command_line_reads_json_where_it_is_json() -> None:
         "download_dir": "",
         "tokenizer": "a=b",
     }
-
-
-@pytest.mark.parametrize("text", ["seed", "=1", ""])
-def test_an_option_without_name_or_value_is_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match="NAME=VALUE"):
-        engine_options([text])
 
 
 def test_no_option_is_refused_for_two_reasons() -> None:

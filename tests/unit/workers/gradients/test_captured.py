@@ -26,10 +26,6 @@ def points() -> Points:
     return Points(small_llama())
 
 
-def request_of(*captures: StoredCapture) -> EngineRequest:
-    return EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures))
-
-
 INFO = model_info(hidden_size=16)
 
 
@@ -39,7 +35,15 @@ def rows(
     check: Callable[[], None] = lambda: None,
     **tensors: torch.Tensor,
 ) -> list[FinishedCapture]:
-    return finished(points, request_of(*captures), INFO, "w1", tensors, no_sae, check)
+    return finished(
+        points,
+        EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures)),
+        INFO,
+        "w1",
+        tensors,
+        no_sae,
+        check,
+    )
 
 
 def array(part: FinishedCapture, hook: str, layer: int) -> np.ndarray:

@@ -24,8 +24,6 @@ from midstream.schemas.jobs.jobs import (
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.workers.engine.doses import measure, repetition
 
-SCALES = (-0.5, 0.5, 1.0, 2.0)
-
 
 def output(
     text: str = "",
@@ -46,7 +44,7 @@ def output(
 
 def dose(effect: DoseEffect, targets: list[int] | None = None) -> StoredDose:
     return StoredDose(
-        cells=[(None, 0.0), *((3, scale) for scale in SCALES)],
+        cells=[(None, 0.0), *((3, scale) for scale in ((-0.5, 0.5, 1.0, 2.0)))],
         effect=effect,
         prompts=2,
         requests=3 + len(targets or []),
@@ -74,9 +72,12 @@ def test_words_loss_and_repetition_of_each_cell_and_the_largest_safe_scales() ->
         )
     ]
     result = measure(dose(DoseEffect(words=["great"])), outputs)
-    assert (result.unsteered.effect, result.unsteered.loss) == (0.0, 2.0)
-    assert [cell.effect for cell in result.cells] == [0.5] * 4
-    assert [round(cell.loss, 6) for cell in result.cells] == [0.1, 0.2, 0.9, 0.0]
+    assert (
+        result.unsteered.effect,
+        result.unsteered.loss,
+        [cell.effect for cell in result.cells],
+        [round(cell.loss, 6) for cell in result.cells],
+    ) == (0.0, 2.0, [0.5] * 4, [0.1, 0.2, 0.9, 0.0])
     assert result.cells[0].repetition == pytest.approx((1 - 1 / 9) / 2)
     assert [cell.safe for cell in result.cells] == [False, True, False, True]
     sizes = [
@@ -106,8 +107,10 @@ def test_a_cell_whose_text_a_policy_ended_is_not_safe(cut: int, safe: list[float
     ]
     result = with_receipts(measure(dose(DoseEffect(words=["a"])), outputs), [])
     cells = [result.unsteered, *result.cells]
-    assert [cell.stopped for cell in cells] == [int(number == cut) for number in range(5)]
-    assert [cell.safe for cell in cells] == [0 < cut != n for n in range(5)]
+    assert ([cell.stopped for cell in cells], [cell.safe for cell in cells]) == (
+        [int(number == cut) for number in range(5)],
+        [0 < cut != n for n in range(5)],
+    )
     assert [cell.scale for cell in result.safe] == safe
     assert "of 1 of 5 cells, which cannot be compared" in "".join(map(str, drawn(result)))
 
@@ -143,18 +146,9 @@ def test_a_probes_effect_is_the_mean_over_the_continued_prompts() -> None:
 
 
 def test_repetition_is_the_share_of_four_grams_that_came_before() -> None:
-    assert repetition([1, 2, 3]) == 0.0
-    assert repetition([1, 2, 3, 4, 5]) == 0.0
+    assert (repetition([1, 2, 3]), repetition([1, 2, 3, 4, 5])) == (0.0, 0.0)
     assert repetition([7] * 8) == pytest.approx(4 / 5)
     assert math.isclose(repetition([1, 2, 3, 4] * 2), 1 / 5)
-
-
-@pytest.mark.parametrize(
-    "effect", [{}, {"words": ["a"], "target": " b"}, {"target": " b", "probe": "p"}]
-)
-def test_an_effect_is_exactly_one_measure(effect: dict[str, object]) -> None:
-    with pytest.raises(msgspec.ValidationError, match="exactly one"):
-        msgspec.convert(effect, DoseEffect)
 
 
 BODY = {
@@ -167,10 +161,21 @@ BODY = {
 }
 
 
-@pytest.mark.parametrize("scales", [[0.0, 1.0], [1.0, 1.0], []])
-def test_scales_differ_and_leave_out_zero(scales: list[float]) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(BODY | {"scales": scales}, DoseRequest)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        *(
+            ({"effect": effect}, "exactly one")
+            for effect in ({}, {"words": ["a"], "target": " b"}, {"target": " b", "probe": "p"})
+        ),
+        *(({"scales": scales}, r"scales") for scales in ([0.0, 1.0], [1.0, 1.0], [])),
+    ],
+)
+def test_an_effect_is_one_measure_and_scales_differ_and_leave_out_zero(
+    wrong: dict[str, object], said: str
+) -> None:
+    with pytest.raises(msgspec.ValidationError, match=said):
+        msgspec.convert(BODY | wrong, DoseRequest)
 
 
 @pytest.mark.parametrize(("tokens", "at"), [([1], 0), ([2, 1], 1), ([2, 1, 2], 1)])

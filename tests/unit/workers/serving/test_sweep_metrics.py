@@ -55,8 +55,10 @@ def told(**changes: object) -> list[list[Receipt]]:
 
 
 def test_an_answer_of_several_tokens_has_the_sum_of_its_log_probabilities() -> None:
-    assert nodes_of(PAIR) == [((), (10, 12)), ((10,), (11,))]
-    assert grades(PAIR, nodes_of(PAIR), GRADED) == Grades(-1.5, -3.0)
+    assert (nodes_of(PAIR), grades(PAIR, nodes_of(PAIR), GRADED)) == (
+        [((), (10, 12)), ((10,), (11,))],
+        Grades(-1.5, -3.0),
+    )
 
 
 def test_the_divergence_follows_the_token_ids_of_the_first_node() -> None:
@@ -97,14 +99,12 @@ def test_the_share_that_was_recovered_is_0_without_and_1_with_all() -> None:
 def test_the_noise_floor_is_the_largest_change_in_the_metrics_units() -> None:
     assert noise_floor("logit_diff", [1.0, 1.5, 0.25], 1.0) == 0.75
     assert noise_floor("recovered", [0.01, -0.02], 5.0) == 0.02
-    assert noise_floor("kl", [], 0.0) is None
-    assert noise_floor("kl", [0.1], None) is None
+    assert (noise_floor("kl", [], 0.0), noise_floor("kl", [0.1], None)) == (None, None)
 
 
 # field case 35
 def test_a_baseline_is_useless_below_a_tenth_of_a_nat_or_ten_times_the_noise() -> None:
-    assert useless_baseline(1.0, 1.2, []) == ""
-    assert useless_baseline(1.0, 1.2, [1.01, 0.99]) == ""
+    assert (useless_baseline(1.0, 1.2, []), useless_baseline(1.0, 1.2, [1.01, 0.99])) == ("", "")
     assert (
         "1.0000 nats for the prompt to patch and 1.0500 for the other, a difference of 0.0500"
     ) in useless_baseline(1.0, 1.05, [])
@@ -118,23 +118,20 @@ def test_a_unit_counts_when_all_ranks_confirm_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("receipts", "why"),
     [
-        ({"status": "error", "message": "no such row"}, r"rank 3 \(stage 1\): no such row"),
-        ({"status": "partial"}, "no reason given"),
-        ({"checksum": "other"}, "stage 1 do not report the same"),
-        ({"applied": 7}, "stage 1 do not report the same"),
-        ({"epoch": 2}, "stage 1 do not report the same"),
+        (told(status="error", message="no such row"), r"rank 3 \(stage 1\): no such row"),
+        (told(status="partial"), "no reason given"),
+        *(
+            (told(**changes), "stage 1 do not report the same")
+            for changes in ({"checksum": "other"}, {"applied": 7}, {"epoch": 2})
+        ),
+        ([of_node[:3] for of_node in told()], "3 of 4 ranks reported"),
     ],
 )
 # field case 31
-def test_a_unit_one_rank_does_not_confirm_has_no_value(
-    changes: dict[str, object], why: str
+def test_a_unit_that_one_rank_does_not_confirm_has_no_value(
+    receipts: list[list[Receipt]], why: str
 ) -> None:
     with pytest.raises(UnverifiedUnit, match=why):
-        verdict(PAIR, nodes_of(PAIR), told(**changes), 4, compared=False)
-
-
-def test_a_unit_missing_a_ranks_receipt_has_no_value() -> None:
-    with pytest.raises(UnverifiedUnit, match="3 of 4 ranks reported"):
-        verdict(PAIR, nodes_of(PAIR), [of_node[:3] for of_node in told()], 4, compared=False)
+        verdict(PAIR, nodes_of(PAIR), receipts, 4, compared=False)
