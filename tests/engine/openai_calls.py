@@ -97,7 +97,6 @@ ONE_CALL = (
     r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": '
     r'"(Paris|Rome)"\}\}\n</tool_call>'
 )
-TEXT_AND_CALL = "Let me look\\." + ONE_CALL
 BROKEN_CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": </tool_call>'
 PERSON = {
     "type": "object",
@@ -228,7 +227,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     },
     "auto, text and a call": {
         "tools": [WEATHER],
-        "structured_outputs": {"regex": TEXT_AND_CALL},
+        "structured_outputs": {"regex": ("Let me look\\." + ONE_CALL)},
         "max_tokens": 60,
     },
     "auto, two calls": {

@@ -79,8 +79,10 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
     for request, number in enumerate(numbers):
         for layer in LAYERS:
             keys, rows = whole.document(number, layer)
-            assert keys.positions.tolist() == captured.positions(request=request)
-            assert keys.token_ids.tolist() == captured.token_ids(request=request)
+            assert (keys.positions.tolist(), keys.token_ids.tolist()) == (
+                captured.positions(request=request),
+                captured.token_ids(request=request),
+            )
             assert relative_error(rows, captured.array(layer, request=request)) <= BF16_BATCH
     assert set(whole.keys(slice(None)).documents.tolist()) == set(range(len(DOCUMENTS)))
 

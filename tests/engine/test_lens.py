@@ -46,8 +46,7 @@ def test_lens_equals_transformers_in_chunks_and_beside_others(v1: Host, truth: T
     for job in (long, short):
         (reading,) = lenses(v1, job)
         tokens = job.prompts[0].token_ids + outputs[job.id][0].token_ids
-        assert reading.positions == list(range(len(tokens) - 1))
-        assert reading.token_ids == tokens[:-1]
+        assert (reading.positions, reading.token_ids) == (list(range(len(tokens) - 1)), tokens[:-1])
         check(reading, truth.logprobs(tokens[:-1]))
         first = len(job.prompts[0].token_ids) - 1
         assert [row[0] for row in reading.top_tokens[-1][first:]] == outputs[job.id][0].token_ids

@@ -304,8 +304,10 @@ def test_an_adapter_is_in_the_ranks_account(llama_loras: Adapted) -> None:
         for name in ("one", "")
     ]
     host.run(*jobs)
-    assert host.call("midstream_status")[0]["actions"] == before + 2
-    assert [receipt.status for receipt in host.receipts(jobs[0])] == ["ok", "ok"]
+    assert (
+        host.call("midstream_status")[0]["actions"],
+        [receipt.status for receipt in host.receipts(jobs[0])],
+    ) == (before + 2, ["ok", "ok"])
 
 
 @pytest.mark.long

@@ -27,7 +27,6 @@ PROMPT, OTHER = prompt_of(12, seed=5), prompt_of(12, seed=6)
 SITE = {"layers": 1, "hook": "post_block"}
 #: The operator's edit of each row, and a request's that undoes it.
 PUSH = np.full(HIDDEN, 2.0, dtype=np.float32)
-AWAY = {**SITE, "vector": -PUSH}
 LATE = {"layers": 2, "vector": PUSH, "positions": "all_generated"}
 ROWS = {**SITE, "positions": "all_prompt", "at": "after"}
 #: What a request may wish, as fields of its body.
@@ -53,7 +52,7 @@ class Operated:
         weight = np.random.default_rng(4).normal(size=(1, HIDDEN))
         self.client.probes.register("watch", weight=weight, layer=0, thresholds=[1e9])
         calm = {"layers": 3, "vector": PUSH, "positions": "all_generated"}
-        for name, entry in (("undo", AWAY), ("late", LATE), ("calm", calm)):
+        for name, entry in (("undo", {**SITE, "vector": -PUSH}), ("late", LATE), ("calm", calm)):
             self.client.modules.register(name, [entry])
         self.plain = {lora: self.rows(self.run({"lora": lora})) for lora in (None, "owners")}
         self.client.global_steering.set([{**SITE, "vector": PUSH}])

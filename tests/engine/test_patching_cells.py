@@ -108,8 +108,10 @@ def test_a_run_lost_mid_request_fails_only_that_request(cached: Host) -> None:
     cached.run_together(*jobs)
     in_one_step(cached, jobs[1:])
     receipts = [cached.receipts(job)[0] for job in jobs]
-    assert [receipt.status for receipt in receipts] == ["error", "ok", "ok"]
-    assert receipts[0].kind == "intervention_failed"
+    assert ([receipt.status for receipt in receipts], receipts[0].kind) == (
+        ["error", "ok", "ok"],
+        "intervention_failed",
+    )
     assert f"source run {gone} is not on this rank" in receipts[0].message
     assert receipts[0].applied == 0
     assert np.array_equal(cached.capture(jobs[1]).array(1)[3], rows["post_block", 1][3])

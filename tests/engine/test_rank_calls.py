@@ -90,8 +90,11 @@ def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, k
     ]
     assert not anew.call("same_content")
     anew.call("midstream_fault", "")
-    assert anew.call(f"midstream_{rollback}", *of) == [[True, ""], [True, ""]]
-    assert (rank_state(anew), anew.call("midstream_fingerprint")) == (before, content)
+    assert (
+        anew.call(f"midstream_{rollback}", *of),
+        rank_state(anew),
+        anew.call("midstream_fingerprint"),
+    ) == ([[True, ""], [True, ""]], before, content)
     assert not agree(anew), "the histories differ for good, until both begin anew"
 
 

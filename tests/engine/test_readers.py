@@ -62,8 +62,12 @@ def test_reader_gets_the_rows_of_a_capture_on_every_runner_rank_and_stage(
     )
     host.run(job, failing)
     stored, (reading,) = host.capture(job), read(host, job)
-    assert len(reading.parts) == stages
-    assert (reading.package, reading.version, reading.options["k"]) == ("row-geometry", "1.0", 4)
+    assert (len(reading.parts), reading.package, reading.version, reading.options["k"]) == (
+        stages,
+        "row-geometry",
+        "1.0",
+        4,
+    )
     seen = []
     for part in reading.parts:
         sites = [(hook, layer) for hook, layers in part.sites.items() for layer in layers]

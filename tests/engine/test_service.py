@@ -19,8 +19,6 @@ from tolerances import BF16_BATCH, LOGPROB_MOVED
 from midstream.client import Client, returned_rows
 from midstream.schemas.jobs.jobs import CaptureResults
 
-CHAT = [{"role": "user", "content": "Name a colour."}]
-
 
 @pytest.fixture(scope="module")
 def service(demo_stack: Stack) -> Stack:
@@ -83,7 +81,7 @@ def test_every_endpoint_is_steered_on_the_real_engine(service: Stack, vector: np
         ["The sky is", "My favourite food is"],
     )
     for path, asked in (
-        ("chat/completions", [{"messages": CHAT}]),
+        ("chat/completions", [{"messages": [{"role": "user", "content": "Name a colour."}]}]),
         ("completions", [{"prompt": prompt} for prompt in prompts]),
     ):
         top: dict[str, Any] = (

@@ -173,8 +173,10 @@ def test_cached_rows_are_those_behind_the_edits(model: HookedModel, golden: Gold
 def test_prompts_of_one_length_are_a_batch(model: HookedModel, golden: Golden) -> None:
     logits, cache = model.run_with_cache([golden.prompt, golden.other], [("pattern", 5), ("z", 5)])
     length = len(golden.ids[0])
-    assert cache["pattern", 5].shape == (2, 9, length, length)
-    assert cache["z", 5].shape == (2, length, 9, 64)
+    assert (cache["pattern", 5].shape, cache["z", 5].shape) == (
+        (2, 9, length, length),
+        (2, length, 9, 64),
+    )
     assert logits[:, -1, golden.tokens].shape == (2, len(golden.tokens))
     alone = model(golden.other)
     assert np.abs(logits[1, -1, golden.tokens] - alone[0, -1, golden.tokens]).max() < NATS
@@ -182,11 +184,12 @@ def test_prompts_of_one_length_are_a_batch(model: HookedModel, golden: Golden) -
 
 def test_tokens_and_texts_are_those_of_the_tokenizer(model: HookedModel, golden: Golden) -> None:
     ids = model.to_tokens(golden.prompt)
-    assert ids.tolist() == [golden.ids[0]]
-    assert model.to_string(ids) == [golden.prompt]
+    assert (ids.tolist(), model.to_string(ids)) == ([golden.ids[0]], [golden.prompt])
     assert "".join(model.to_str_tokens(golden.prompt)) == golden.prompt
-    assert model.to_single_token(" Paris") == golden.tokens[0]
-    assert model.to_single_str_token(golden.tokens[0]) == " Paris"
+    assert (model.to_single_token(" Paris"), model.to_single_str_token(golden.tokens[0])) == (
+        golden.tokens[0],
+        " Paris",
+    )
     with pytest.raises(MidstreamError, match=r"string: .* has 4 tokens"):
         model.to_single_token("The Eiffel Tower")
 

@@ -29,10 +29,8 @@ from midstream.schemas.jobs.receipts import Consumed
 from midstream.schemas.requests.specs import CaptureSpec
 from midstream.workers.runner.files.layouts import blob_of
 
-HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block"]
 CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-WIDE = {"enum": ["x" * 70_000]}
 DEEP: dict[str, Any] = {}
 for _ in range(64):
     DEEP = {"items": DEEP}
@@ -155,7 +153,7 @@ def test_the_models_are_listed_with_what_a_user_needs(client: openai.OpenAI, han
         facts["hidden_size"],
         facts["hooks"],
         facts["workers"],
-    ) == (MODEL, 4, 8, HOOKS, 1)
+    ) == (MODEL, 4, 8, ["pre_attn", "attn_out", "mlp_out", "post_block"], 1)
 
 
 def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: Hand) -> None:
@@ -209,7 +207,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "a", "schema": WIDE},
+                "json_schema": {"name": "a", "schema": {"enum": ["x" * 70_000]}},
             }
         },
         "response_format.json_schema.schema",
@@ -469,8 +467,10 @@ def test_a_steered_response_waits_for_receipts_of_all_ranks(
     assert not asked.done()
     hand.receipt(claim, applied=4)
     answer = asked.result().json()
-    assert answer["determinism"]["stages"][0]["ranks"][0]["applied"] == 4
-    assert answer["capture_results"]["status"] == "not_requested"
+    assert (
+        answer["determinism"]["stages"][0]["ranks"][0]["applied"],
+        answer["capture_results"]["status"],
+    ) == (4, "not_requested")
 
 
 # field case 39
@@ -582,8 +582,10 @@ def test_a_chat_stream_opens_with_the_role_and_counts_when_asked(
     assert [
         choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason
     ] == ["stop"]
-    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
-    assert chunks[-1].choices == []
+    assert ([chunk.usage is None for chunk in chunks], chunks[-1].choices) == (
+        [True] * (len(chunks) - 1) + [False],
+        [],
+    )
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2
 
@@ -678,8 +680,11 @@ def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stre
     hand.store(claim)
     hand.receipts(claim)
     result = api.http.get(f"/v1/jobs/{claim.job.id}/result").json()
-    assert (result["state"], result["capture_results"]["status"]) == ("succeeded", "ok")
-    assert result["outputs"][0]["text"] == "hello world"
+    assert (result["state"], result["capture_results"]["status"], result["outputs"][0]["text"]) == (
+        "succeeded",
+        "ok",
+        "hello world",
+    )
     again = api.http.post(url, json=body | {"stream": stream}, headers=key)
     assert "hello world" in again.text, "the key returns the job whose answer was lost"
     assert hand.count_jobs() == 1

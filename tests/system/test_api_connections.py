@@ -114,8 +114,11 @@ def test_a_response_held_past_the_limit_becomes_202_with_a_job(hasty: Api) -> No
     with Hand(hasty.settings):
         answer = hasty.http.post("/v1/completions", json=body)
         streamed = hasty.http.post("/v1/completions", json={**body, "stream": True})
-    assert (answer.status_code, answer.json()["state"]) == (202, "queued")
-    assert answer.headers["location"] == f"/v1/jobs/{answer.json()['id']}"
+    assert (answer.status_code, answer.json()["state"], answer.headers["location"]) == (
+        202,
+        "queued",
+        f"/v1/jobs/{answer.json()['id']}",
+    )
     assert '"error"' in streamed.text
     assert "[DONE]" not in streamed.text
 

@@ -22,8 +22,10 @@ def test_the_events_of_a_job_come_in_order_and_end_after_done(api: Api, hand: Ha
     answer = api.http.get(f"/v1/jobs/{job_id}/events")
     told = parse(answer.text)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    assert [event["event"] for event in told] == KINDS_OF_A_CAPTURE
-    assert told[-1]["data"] == {"state": "succeeded", "attempt": 1}
+    assert ([event["event"] for event in told], told[-1]["data"]) == (
+        KINDS_OF_A_CAPTURE,
+        {"state": "succeeded", "attempt": 1},
+    )
     assert [event["data"]["state"] for event in told if event["event"] == "state"] == [
         "queued",
         "running",

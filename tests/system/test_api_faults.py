@@ -340,8 +340,10 @@ def test_without_a_healthy_worker_jobs_are_accepted_and_the_service_is_not_ready
     assert answer.status_code == 503
     assert "ranks disagree" in answer.json()["missing"][0]
     hand.do(hand.ledger.redis.delete(f"ms:alive:{hand.worker}"))
-    assert api.http.get("/readyz").status_code == 503
-    assert api.http.post("/v1/jobs", json=BODY).status_code == 202
+    assert (
+        api.http.get("/readyz").status_code,
+        api.http.post("/v1/jobs", json=BODY).status_code,
+    ) == (503, 202)
 
 
 def test_a_model_record_of_an_incompatible_version_is_reported_as_not_ready(

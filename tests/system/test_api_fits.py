@@ -63,8 +63,7 @@ def test_fit_is_a_job_of_the_gradient_queue(api: Api, hand: Hand) -> None:
     view = answer.json()
     assert (view["kind"], view["queue"]) == ("fit", GRADIENTS)
     job = hand.job(view["id"])
-    assert (job.fit.layers, len(job.fit.examples)) == ([1, 2], 8)
-    assert job.fit.template.family == "add"
+    assert (job.fit.layers, len(job.fit.examples), job.fit.template.family) == ([1, 2], 8, "add")
 
 
 def test_result_of_a_fit_is_read_by_the_client(api: Api, hand: Hand) -> None:
@@ -76,8 +75,7 @@ def test_result_of_a_fit_is_read_by_the_client(api: Api, hand: Hand) -> None:
     result = FitResult(name="polite", training=training(job_id), digest="d" * 64)
     assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, result)) == "succeeded"
     with Client(str(api.http.base_url)) as client:
-        assert client.fits.result(job_id) == result
-        assert client.result(job_id).outputs == []
+        assert (client.fits.result(job_id), client.result(job_id).outputs) == (result, [])
 
 
 def test_other_jobs_are_no_fits(api: Api, hand: Hand) -> None:
@@ -130,14 +128,18 @@ def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: 
     job = hand.job(job_id)
     assert (answer.json()["kind"], len(job.prompts), job.sampling.max_tokens) == ("dose", 25, 4)
     assert job.dose is not None
-    assert job.dose.cells == [(None, 0.0), (1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0)]
-    assert job.dose.target_tokens == [1, 1]
+    assert (job.dose.cells, job.dose.target_tokens) == (
+        [(None, 0.0), (1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0)],
+        [1, 1],
+    )
     assert [[(e.layers, e.scale) for e in entries] for entries in job.steering] == [
         [([layer], scale)] if scale else [] for layer, scale in job.dose.cells for _ in range(5)
     ]
     asked = [prompt_request(job, number, 1) for number in range(5)]
-    assert [ask.sampling.prompt_logprobs for ask in asked] == [None, None, 0, 0, 0]
-    assert [ask.sampling.max_tokens for ask in asked] == [4, 4, 1, 1, 1]
+    assert (
+        [ask.sampling.prompt_logprobs for ask in asked],
+        [ask.sampling.max_tokens for ask in asked],
+    ) == ([None, None, 0, 0, 0], [4, 4, 1, 1, 1])
     cells = [
         DoseCell(
             layer=layer, scale=scale, effect=0.5, loss=1.0, repetition=0.0, safe=True, text="x"
@@ -199,8 +201,10 @@ def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(
     for number, (layer, scale) in enumerate(job.dose.cells):
         wanted = [([n], scale) for n in (1, 2) if scale and layer in (None, n)]
         for entries in job.steering[number * job.dose.requests :][: job.dose.requests]:
-            assert [entry for entry in entries if entry.gate] == theirs
-            assert [(e.layers, e.scale) for e in entries if not e.gate] == wanted
+            assert (
+                [entry for entry in entries if entry.gate],
+                [(e.layers, e.scale) for e in entries if not e.gate],
+            ) == (theirs, wanted)
     made = [(each.digest == each.content.digest, each.content.aggregation) for each in job.probes]
     assert made == [(True, "mean"), (True, "last")]
 

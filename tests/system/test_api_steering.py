@@ -251,8 +251,10 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(http: httpx2
             http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT} | steering),
         ):
             assert refused(answer)["field"] == field
-    assert http.get("/v1/steering/global").json()["version"] == before
-    assert http.get("/v1/steering/modules").json()["modules"] == []
+    assert (
+        http.get("/v1/steering/global").json()["version"],
+        http.get("/v1/steering/modules").json()["modules"],
+    ) == (before, [])
 
 
 #: A second entry → the field that is named; what else is wrong with an entry is in

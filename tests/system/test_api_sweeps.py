@@ -73,9 +73,12 @@ def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -
         with pytest.raises(MidstreamError, match="'policy-x', which another capture has"):
             client.submit(prompts=["a"], policies=["x"], model=MODEL)
     job = hand.job(swept(api))
-    assert (job.hooks["guard"].url, job.hooks["guard"].tenant) == (hook["url"], "default")
-    assert [(probe.name, probe.action) for probe in job.probes] == [("policy:guard", "stop")]
-    assert [spec.tag for spec in job.global_captures] == ["policy-x"]
+    assert (
+        job.hooks["guard"].url,
+        job.hooks["guard"].tenant,
+        [(probe.name, probe.action) for probe in job.probes],
+        [spec.tag for spec in job.global_captures],
+    ) == (hook["url"], "default", [("policy:guard", "stop")], ["policy-x"])
     for name in job.probes[0].content.tensors:
         assert hand.do(hand.ledger.get_tensor(name)).shape in ([1, HIDDEN], [1])
 
@@ -174,8 +177,10 @@ def test_a_plan_aligns_both_prompts_and_accepts_nothing(api: Api, hand: Hand) ->
         CELLS,
         4,
     )
-    assert plan.pairs[0].clean_tokens == ["<bos>", "hello", "user", "world", "a"]
-    assert plan.pairs[0].corrupt_tokens == ["<bos>", "hello", "there", "a"]
+    assert (plan.pairs[0].clean_tokens, plan.pairs[0].corrupt_tokens) == (
+        ["<bos>", "hello", "user", "world", "a"],
+        ["<bos>", "hello", "there", "a"],
+    )
     assert [(column.positions, column.sources) for column in plan.pairs[0].columns] == [
         ([0], [0]),
         ([1], [1]),
@@ -249,8 +254,10 @@ def test_a_running_sweep_shows_its_request_and_its_cells_so_far(api: Api, hand: 
 
 
 def test_only_a_sweep_is_seen_as_one(api: Api, hand: Hand) -> None:
-    assert api.http.get(f"/v1/sweeps/{api.submit()}").status_code == 404
-    assert api.http.get("/v1/sweeps/job_none").status_code == 404
+    assert (
+        api.http.get(f"/v1/sweeps/{api.submit()}").status_code,
+        api.http.get("/v1/sweeps/job_none").status_code,
+    ) == (404, 404)
 
 
 def seen(api: Api, job_id: str) -> SweepView:

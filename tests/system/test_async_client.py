@@ -36,8 +36,10 @@ async def refused(call: Awaitable[Any], kind: str) -> None:
 
 async def jobs(client: AsyncClient) -> None:
     assert await client.ready()
-    assert await client.models() == ["fake-model"]
-    assert (await client.model("fake-model"))["num_layers"] == NUM_LAYERS
+    assert (await client.models(), (await client.model("fake-model"))["num_layers"]) == (
+        ["fake-model"],
+        NUM_LAYERS,
+    )
     job = await client.submit(prompts=["hello", "you"], capture=CAPTURE, max_tokens=3)
     assert [event.event async for event in client.jobs.events(job)][-1] == "done"
     assert (await client.wait(job, timeout=120)).state is State.SUCCEEDED

@@ -32,7 +32,6 @@ from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import open_store
 
-LAYOUTS = ["packed", "segment"]
 AGAIN = captures_module.SWEEP_AGAIN_S
 
 
@@ -83,7 +82,7 @@ def files_in(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["packed", "segment"])
 @pytest.mark.parametrize("end", ["error", "cancel"])
 async def test_files_written_after_an_early_deletion_are_removed(
     ledger: Ledger, captures: Captures, root: Path, redis_url: str, layout: str, end: str
@@ -122,8 +121,7 @@ async def test_a_deletion_continues_while_receipts_arrive(
     await captures.sweep(now() + 3600)
     monkeypatch.undo()
     await captures.sweep(now() + 3600 + AGAIN)
-    assert files_in(root) == []
-    assert await ledger.redis.zcard("ms:deleting") == 0
+    assert (files_in(root), await ledger.redis.zcard("ms:deleting")) == ([], 0)
 
 
 async def test_a_deletion_recorded_only_on_disk_is_completed(
@@ -154,8 +152,7 @@ async def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(
             await Captures(elsewhere).sweep(now() + 3600)
         assert files_in(tmp_path / "captures") != []
         await Captures(here).sweep(now() + 3600)
-        assert files_in(tmp_path / "captures") == []
-        assert await here.redis.zcard("ms:deleting") == 0
+        assert (files_in(tmp_path / "captures"), await here.redis.zcard("ms:deleting")) == ([], 0)
 
 
 async def test_undeletable_captures_do_not_block_other_deletions(
@@ -192,9 +189,11 @@ async def test_the_age_of_captures_counts_from_the_end_of_their_job(
         else:
             job = await queued_job(ledger, capture=True, created=accepted)
             await ledger.request_cancel(job.id)
-        assert await captures.sweep(before + 99) == []
-        assert await captures.sweep(now() + 101) == [job.id]
-        assert (await captures.list()).captures == []
+        assert (
+            await captures.sweep(before + 99),
+            await captures.sweep(now() + 101),
+            (await captures.list()).captures,
+        ) == ([], [job.id], [])
 
 
 async def test_only_captures_in_files_are_kept_for_expiry(redis_url: str, tmp_path: Path) -> None:

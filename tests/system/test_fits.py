@@ -55,8 +55,12 @@ def test_fitted_module_is_registered_with_its_record(client: Client) -> None:
     view = client.fits.submit(msgspec.convert(FIT, FitRequest))
     result = client.fits.result(view.id)
     training = result.training
-    assert (training.job, training.effect.better) == (view.id, True)
-    assert (training.examples, training.effect.examples) == (8, 2)
+    assert (training.job, training.effect.better, training.examples, training.effect.examples) == (
+        view.id,
+        True,
+        8,
+        2,
+    )
     module = client.modules.get("even")
     assert (module.digest, module.training) == (result.digest, training)
     steered = client.run(
@@ -66,9 +70,12 @@ def test_fitted_module_is_registered_with_its_record(client: Client) -> None:
     points = [event.data for event in client.jobs.events(view.id) if event.event == "fit"]
     assert [point["step"] for point in points] == [p.step for p in training.losses[1:]]
     again = client.fit_module(**FIT | {"register": "never"})
-    assert (again.digest, again.reason) == ("", "register is 'never'")
-    assert again.training.losses == training.losses
-    assert again.training.examples_digest == training.examples_digest
+    assert (again.digest, again.reason, again.training.losses, again.training.examples_digest) == (
+        "",
+        "register is 'never'",
+        training.losses,
+        training.examples_digest,
+    )
     assert client.modules.get("even") == module
 
 
@@ -118,8 +125,7 @@ def test_fitted_lens_is_registered_with_its_error_and_read(stack: Stack, client:
 def test_fit_of_a_name_that_exists_keeps_the_former_file(stack: Stack, client: Client) -> None:
     first = client.fit_lens(**LENS)
     second = client.fit_lens(**LENS | {"rank": None})
-    assert second.fit.method == "exact"
-    assert client.jacobians.get("said") == second
+    assert (second.fit.method, client.jacobians.get("said")) == ("exact", second)
     files = [
         Path(stack.settings.lens_root, lens.path, "lens.safetensors").read_bytes()
         for lens in (first, second)

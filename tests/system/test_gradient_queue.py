@@ -114,15 +114,19 @@ async def test_a_stale_attempt_and_a_cancelled_job_are_not_handed_on(queues: Que
     assert await claimed(queues.gradients, job) is not None
     assert await queues.gradients.hand_on(job.id, 1, "", 4) == "stale"
     await queues.vllm.request_cancel(other.id)
-    assert await queues.gradients.hand_on(other.id, 1, "", 4) == "cancelling"
-    assert (await queues.vllm.view(other.id)).queue == GRADIENTS
+    assert (
+        await queues.gradients.hand_on(other.id, 1, "", 4),
+        (await queues.vllm.view(other.id)).queue,
+    ) == ("cancelling", GRADIENTS)
 
 
 async def test_a_job_that_was_handed_on_is_cancelled_while_it_waits(queues: Queues) -> None:
     job = await queues.estimated()
     assert (await queues.vllm.request_cancel(job.id)).state is State.ABORTED
-    assert await claimed(queues.vllm, job) is None
-    assert (await queues.vllm.tenants.usage("default")).sweep_cells == 0
+    assert (
+        await claimed(queues.vllm, job),
+        (await queues.vllm.tenants.usage("default")).sweep_cells,
+    ) == (None, 0)
 
 
 async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(

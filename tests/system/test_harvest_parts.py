@@ -100,12 +100,13 @@ async def test_a_repeated_submission_waits_until_the_first_is_durable(
     first, again, third = (stored(rig, ["one"], SITES) for _ in range(3))
     harvests = Harvests(rig.ledger)
     assert await harvests.submit(first, ("key", "body")) == first.id
-    assert await harvests.submit(again, ("key", "body")) == first.id
-    assert len(waits) == 2
+    assert (await harvests.submit(again, ("key", "body")), len(waits)) == (first.id, 2)
     # as if the first had ended before its record was made
     await rig.ledger.redis.delete(f"ms:harvest:{first.id}")
-    assert await harvests.submit(again, ("key", "body")) == again.id
-    assert await harvests.submit(third, ("key", "body")) == again.id
+    assert (
+        await harvests.submit(again, ("key", "body")),
+        await harvests.submit(third, ("key", "body")),
+    ) == (again.id, again.id)
 
 
 @having(global_capture="post_block:1", global_capture_tag="ops")
@@ -272,8 +273,10 @@ async def test_a_paused_harvest_goes_on_with_what_is_missing(rig: Rig) -> None:
         harvest = await submitted(rig)
         await work(rig, runs, harvest.id, parts=2)
         view = await harvests.ask(harvest.id, "pause")
-        assert view.state == "paused"
-        assert {(await rig.ledger.view(job)).state for job in view.jobs} == {"aborted"}
+        assert (view.state, {(await rig.ledger.view(job)).state for job in view.jobs}) == (
+            "paused",
+            {"aborted"},
+        )
         done = view.units_done
         await harvests.advance(harvest.id)
         assert (await harvests.view(harvest.id)).units_done == done

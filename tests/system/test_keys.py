@@ -69,8 +69,10 @@ def status(api: Api, header: str | None, path: str = "/v1/jobs") -> int:
 
 def test_without_a_key_every_call_is_refused_and_told_how_to_get_one(api: Api, hand: Hand) -> None:
     answer = api.http.get("/v1/jobs")
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == 'Bearer realm="midstream"'
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (
+        401,
+        'Bearer realm="midstream"',
+    )
     problem = answer.json()
     assert (problem["type"], problem["field"]) == ("urn:midstream:unauthorized", "Authorization")
     assert "midstream keys create" in problem["hint"]
@@ -279,8 +281,10 @@ def test_unauthenticated_readyz_gives_no_reasons(api: Api, hand: Hand) -> None:
         told, stranger = api.http.get("/readyz", headers=bearer(ADMIN)), api.http.get("/readyz")
     finally:
         hand.serve()
-    assert stranger.status_code == told.status_code
-    assert stranger.json()["missing"] == ["relay", "worker"]
+    assert (stranger.status_code, stranger.json()["missing"]) == (
+        told.status_code,
+        ["relay", "worker"],
+    )
     for reason in (hand.worker, MODEL):
         assert reason in told.text
         assert reason not in stranger.text
@@ -298,8 +302,7 @@ def test_a_key_is_created_listed_and_revoked_over_http(api: Api, hand: Hand) -> 
             (key.name, key.tenant, key.scopes) for key in admin.keys.list() if key.id == made.id
         ] == [("ci", "acme", ["read"])]
         with Client(api.url, made.key) as reader:
-            assert reader.jobs.list().jobs == []
-            assert reader.tenants.get().name == "acme"
+            assert (reader.jobs.list().jobs, reader.tenants.get().name) == ([], "acme")
         admin.keys.revoke(made.id)
         assert made.id not in [key.id for key in admin.keys.list()]
         with refuses(match="unknown key", kind="not_found"):

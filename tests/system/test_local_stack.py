@@ -30,8 +30,7 @@ def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(
 ) -> None:
     monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(up.data))
     with Client() as client:
-        assert client.url == up.ready()
-        assert client.models() == ["fake"]
+        assert (client.url, client.models()) == (up.ready(), ["fake"])
     stack = discovery.running(up.data)
     assert stack is not None
     assert httpx2.get(f"{client.url}/healthz").json()["instance"] == stack.instance

@@ -304,8 +304,7 @@ def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
     )
     (told,) = json.loads(done).values()
     assert (told["model"], told["tp"], told["pp"], told["worker"]) == ("fake-model", 2, 1, "w1")
-    assert told["stats"]["rows"] == 256
-    assert told["versions"]["midstream"] == "0.1.0"
+    assert (told["stats"]["rows"], told["versions"]["midstream"]) == (256, "0.1.0")
 
 
 def test_top_prints_the_service_once_on_80_columns(stack: Seen, held: httpx2.Response) -> None:
@@ -439,8 +438,7 @@ def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(
 ) -> None:
     done = CliRunner().invoke(cli.app, ["doctor", "--data-dir", str(lonely.directory), "--json"])
     failed = [each["about"] for each in json.loads(done.stdout) if each["level"] == "fail"]
-    assert sorted(failed) == ["queue", "ready", "relay", "workers"]
-    assert done.exit_code == 1
+    assert (sorted(failed), done.exit_code) == (["queue", "ready", "relay", "workers"], 1)
     assert "python -m midstream.broker.relay" in done.stdout
 
 

@@ -60,9 +60,11 @@ async def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -
             _, former = await rulers.put(MODEL, artifact.name, lambda _: artifact, {})
             return former
 
-        assert await put(ruler("one")) is None
-        assert await put(ruler("one", "e")) == ruler("one")
-        assert ruler("one", "e").replacing(ruler("one")).replaced == "d"
+        assert (
+            await put(ruler("one")),
+            await put(ruler("one", "e")),
+            ruler("one", "e").replacing(ruler("one")).replaced,
+        ) == (None, ruler("one"), "d")
         assert await rulers.known(MODEL, "one") == ruler("one", "e")
         await put(ruler("two"))
         with pytest.raises(MidstreamError, match="has 2 rulers"):

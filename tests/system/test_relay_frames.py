@@ -131,5 +131,4 @@ def test_a_rank_reports_both_protocol_versions_and_keeps_its_receipts(
         context.term()
         relay.start()  # the upgrade
         assert outbox.flush(LONG_S)
-    assert len(errors) == 1
-    assert jobs.arrived(job) == once_each(1)
+    assert (len(errors), jobs.arrived(job)) == (1, once_each(1))

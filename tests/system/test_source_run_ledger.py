@@ -128,8 +128,7 @@ async def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(
     # The same submission once more, its answer was lost: no new job, and the name is not
     # turned back.
     assert await ledger.submit(run_job(), {}, ("key", "body")) == (first.id, False)
-    assert (await named(runs)).job == second.id
-    assert await runs.names(MODEL) == ["clean"]
+    assert ((await named(runs)).job, await runs.names(MODEL)) == (second.id, ["clean"])
     assert (await runs.names("another"), await runs.lookup("another", "clean")) == (
         [],
         None,
@@ -208,9 +207,12 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
     )
     key = run_key(job.id, 1, TAG)
     by_receipts = await runs.files(key)
-    assert by_receipts.sites == SITES
-    assert (by_receipts.positions, by_receipts.hidden_size) == ([0, 1, 2], HIDDEN)
-    assert by_receipts.bytes == 6 * 3 * HIDDEN * 2
+    assert (
+        by_receipts.sites,
+        by_receipts.positions,
+        by_receipts.hidden_size,
+        by_receipts.bytes,
+    ) == (SITES, [0, 1, 2], HIDDEN, 6 * 3 * HIDDEN * 2)
     prompts = (await runs.view(MODEL, "clean")).prompts
     assert [(each.request, each.tokens, each.token_ids, each.dtype) for each in prompts] == [
         (0, 3, [100, 101, 102], "bfloat16"),
@@ -218,11 +220,15 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
     ]
     assert await runs.prompts(await named(runs), [1]) == prompts[1:]
     await ledger.redis.delete(f"ms:ticket:{job.id}")
-    assert told(await runs.files(key)) == told(by_receipts)
-    assert (await runs.view(MODEL, "clean")).prompts == prompts
+    assert (told(await runs.files(key)), (await runs.view(MODEL, "clean")).prompts) == (
+        told(by_receipts),
+        prompts,
+    )
     await ledger.redis.delete(f"ms:job:{job.id}")
-    assert told(await runs.files(key)) == told(by_receipts)
-    assert (await runs.view(MODEL, job.id)).state == "ready"
+    assert (told(await runs.files(key)), (await runs.view(MODEL, job.id)).state) == (
+        told(by_receipts),
+        "ready",
+    )
     await ledger.redis.flushall()
     assert told(await runs.files(key)) == told(by_receipts)
     kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))

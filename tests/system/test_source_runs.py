@@ -127,8 +127,7 @@ def test_source_runs_are_loaded_on_every_rank_of_any_worker(stack: Stack) -> Non
         jobs = [patched(stack, "eiffel", job) for _ in range(12)]
         texts |= {text(stack, job) for job in jobs}
         views += [stack.view(job) for job in jobs]
-    assert len(texts) == 1
-    assert views[0].runs == {"eiffel": job}
+    assert (len(texts), views[0].runs) == (1, {"eiffel": job})
     until(stack, "eiffel", lambda found: found.held_by == ["w1", "w1-2"] and found.in_use == 0)
 
 

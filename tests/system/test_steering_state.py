@@ -294,8 +294,10 @@ async def test_only_current_reports_of_live_workers_count(
         ("w2", False),
         ("w3", False),
     ]
-    assert [told.worker for told in await steering.reports(MODEL)] == ["w1"]
-    assert len(await steering.accounts()) == 4
+    assert (
+        [told.worker for told in await steering.reports(MODEL)],
+        len(await steering.accounts()),
+    ) == (["w1"], 4)
 
 
 async def test_a_report_answers_the_questions_up_to_the_one_it_names(
@@ -333,8 +335,10 @@ async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
     version = (await steering.look(MODEL, WORKER)).version
     assert await steering.put_module(msgspec.structs.replace(joy, created=9.0), blobs(A, B)) == joy
     described = module(A, B, description="glad", created=9.0)
-    assert await steering.put_module(described, {}) == joy
-    assert (await steering.look(MODEL, WORKER)).version == version
+    assert (
+        await steering.put_module(described, {}),
+        (await steering.look(MODEL, WORKER)).version,
+    ) == (joy, version)
     stored = await steering.module(MODEL, "joy")
     assert stored == msgspec.structs.replace(described, created=joy.created)
     assert await steering.put_module(module(B, C), blobs(C)) == stored, (
@@ -349,8 +353,7 @@ async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
     )
     assert set((await steering.desired(MODEL)).modules) == {"joy"}
     assert (await steering.delete_module(MODEL, "joy")).digest == module(B, C).digest  # type: ignore[union-attr]
-    assert await steering.delete_module(MODEL, "joy") is None
-    assert await pinned(ledger) == {}
+    assert (await steering.delete_module(MODEL, "joy"), await pinned(ledger)) == (None, {})
     assert await steering.module(MODEL, "joy") is None
 
 
@@ -377,8 +380,7 @@ async def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(
     await ledger.submit(job, {}, pinned=[A])
     await steering.put_module(module(B), blobs(B))  # field case 15
     await steering.delete_module(MODEL, "joy")
-    assert await pinned(ledger) == {}
-    assert content_hash(await ledger.get_tensor(A)) == A
+    assert (await pinned(ledger), content_hash(await ledger.get_tensor(A))) == ({}, A)
     assert await steering.get_tensor(A) == await ledger.get_tensor(A)
     assert await ledger.redis.ttl(f"ms:blob:{A}") > 0
     assert (await ledger.view(job.id)).modules == {"joy": joy.digest}

@@ -115,8 +115,10 @@ async def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(
 ) -> None:
     job = await queued_job(ledger, capture=True, expires=now() + 3)
     await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
-    assert (await reaper.sweep(now() + 1)).late == []
-    assert (await reaper.sweep(now() + 4)).late == [job.id]
+    assert ((await reaper.sweep(now() + 1)).late, (await reaper.sweep(now() + 4)).late) == (
+        [],
+        [job.id],
+    )
 
 
 async def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> None:

@@ -82,8 +82,10 @@ async def test_kept_cells_outlive_the_attempt_and_stale_attempts_add_none(redis_
         job, sweeps = await begun(ledger)
         await sweeps.keep(job, 1, [cell(job, 0)], 2, 1)
         await ledger.release(job.id, 1)
-        assert len(await sweeps.records(job.id)) == 1
-        assert await sweeps.keep(job, 1, [cell(job, 1)], 2, 1) == "stale"
+        assert (
+            len(await sweeps.records(job.id)),
+            await sweeps.keep(job, 1, [cell(job, 1)], 2, 1),
+        ) == (1, "stale")
         assert await ledger.claim(job.id, WORKER, BOOT, 2, job.identity) is not None
         assert await sweeps.keep(job, 1, [cell(job, 1)], 2, 1) == "stale"
         await ledger.request_cancel(job.id)

@@ -266,5 +266,4 @@ def test_a_part_that_is_put_back_is_rejected_without_a_warning(
     with caplog.at_level("INFO"):
         assert trace_task(part, "id", ("job",), {}, request={"id": "id"}, app=app).info is not None
     request.on_failure(SimpleNamespace(exception=task_states.PutBack("put back"), traceback=""))
-    assert rejected == [True]
-    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert (rejected, [record.levelname for record in caplog.records]) == ([True], ["INFO"])

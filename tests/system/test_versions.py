@@ -113,8 +113,11 @@ def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stac
     stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{job.id}", mapping=fields))
     enqueue(stack.app, job.id, job.kind, job.model)
     view = stack.wait(job.id)
-    assert (view.state, view.attempt) == (State.FAILED, 1)
-    assert view.error.type == "urn:midstream:version_mismatch"
+    assert (view.state, view.attempt, view.error.type) == (
+        State.FAILED,
+        1,
+        "urn:midstream:version_mismatch",
+    )
     assert (
         f"accepted by midstream 9.0.0; midstream {__version__} cannot read it" in view.error.detail
     )

@@ -189,8 +189,10 @@ def test_a_job_that_this_version_cannot_read_fails_with_both_versions_named(stac
     enqueue(stack.app, job_id, "generate", stack.settings.served_model)
     view = stack.wait(job_id)
     assert view.state is State.FAILED
-    assert view.error.title == "Version mismatch"
-    assert view.error.detail.count(f"midstream {__version__}") == 2
+    assert (view.error.title, view.error.detail.count(f"midstream {__version__}")) == (
+        "Version mismatch",
+        2,
+    )
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
@@ -230,8 +232,12 @@ def test_inspect_shows_the_engine_and_its_jobs(stack: Stack) -> None:
     stack.wait_running(job_id)
     node = f"w1@{socket.gethostname()}"
     reply = stack.app.control.inspect([node], timeout=30)._request("midstream_engine")[node]
-    assert (reply["model"], reply["tp"], reply["pp"]) == ("fake-model", 2, 2)
-    assert reply["running"][job_id] == 1
+    assert (reply["model"], reply["tp"], reply["pp"], reply["running"][job_id]) == (
+        "fake-model",
+        2,
+        2,
+        1,
+    )
     stack.do(lambda ledger: ledger.request_cancel(job_id))
     stack.app.control.broadcast("midstream_cancel", arguments={"job_id": job_id})
     stack.wait(job_id)
@@ -262,8 +268,12 @@ def test_a_capture_of_each_layout_is_durable_when_every_rank_has_reported(
         ["one", "three"], capture=capture(layout.replace("_", "-"), layout=layout)
     )
     view = stack.wait(job_id)
-    assert (view.state, view.capture_status) == (State.SUCCEEDED, "ok")
-    assert (view.receipts, view.receipts_expected) == (8, 8)
+    assert (view.state, view.capture_status, view.receipts, view.receipts_expected) == (
+        State.SUCCEEDED,
+        "ok",
+        8,
+        8,
+    )
     files = stack.result(job_id).capture_results.files
     assert {(file.request, file.pp, file.positions) for file in files} == {
         (0, 0, 3),

@@ -155,8 +155,7 @@ async def test_one_failing_prompt_fails_the_job_and_stops_the_others(at: Harness
         await at.runs.run_job(job_id)
     view = await at.view(job_id)
     assert view.state is State.FAILED
-    assert view.error.type == "urn:midstream:capture_failed"
-    assert sorted(stopped) == [0, 2]
+    assert (view.error.type, sorted(stopped)) == ("urn:midstream:capture_failed", [0, 2])
     assert at.runs.held == {}
 
 
@@ -285,8 +284,7 @@ async def test_when_ranks_disagree_only_the_affected_requests_run_again(at: Harn
     at.standing.stop_runs("rank 1 differs")
     assert await tasks[0] is AttemptOutcome.OUT_OF_STEP
     assert (await at.view(captured)).state is State.QUEUED
-    assert await at.sent_again() == [(captured, 1)]
-    assert at.aborted == [(captured, 1)]
+    assert (await at.sent_again(), at.aborted) == ([(captured, 1)], [(captured, 1)])
     assert (await at.ledger.desync_release(captured, 1, "again")) is None, "its attempt is over"
     assert await tasks[1] is AttemptOutcome.SUCCEEDED
 

@@ -18,8 +18,7 @@ REFUSED = invalid("axis", "'heads' is unknown", allowed="head, token", hint="did
     ],
 )
 def test_the_line_has_the_advice_before_the_valid_values(error: MidstreamError, line: str) -> None:
-    assert str(error) == line
-    assert openai_error(error.problem()).message == line
+    assert (str(error), openai_error(error.problem()).message) == (line, line)
 
 
 def test_an_error_survives_the_wire() -> None:

@@ -45,8 +45,10 @@ def read(name: str, raw: bytes) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_bytes_decode_to_the_samples(name: str) -> None:
     kind, _ = encoders()[name]
-    assert read(name, bytes.fromhex(KEPT[name]["now"]["small"])) == small(kind)
-    assert read(name, bytes.fromhex(KEPT[name]["now"]["full"])) == full(kind)
+    assert (
+        read(name, bytes.fromhex(KEPT[name]["now"]["small"])),
+        read(name, bytes.fromhex(KEPT[name]["now"]["full"])),
+    ) == (small(kind), full(kind))
 
 
 #: (struct, field) of former versions that readers may drop.

@@ -53,8 +53,12 @@ def test_the_fields_files_are_imported(layout: str, tmp_path: Path) -> None:
     )
     assert convert(tmp_path / "lens.pt", tmp_path / "made", tmp_path / "model") == [0, 2]
     content = check_on(tmp_path / "made", 4, WIDTH)
-    assert (content.layers, content.vocabulary) == ([0, 2], VOCABULARY)
-    assert (content.fit.method, content.fit.prompts) == ("imported", stated[0])
+    assert (content.layers, content.vocabulary, content.fit.method, content.fit.prompts) == (
+        [0, 2],
+        VOCABULARY,
+        "imported",
+        stated[0],
+    )
     assert (content.fit.skip_first, content.fit.max_tokens) == stated[1:]
     with reading(tmp_path / "made") as file:
         for layer in (0, 2):

@@ -75,9 +75,11 @@ def test_a_canary_acts_in_its_share_of_requests() -> None:
     scores = [scores_of(canary, f"job_{number}") for number in range(2000)]
     acts = [score.policy.acts for score in scores]
     assert 400 < sum(acts) < 600
-    assert [score.action == "stop" for score in scores] == acts
-    assert scores[0].name == "policy:guard"
-    assert scores[0].policy.column == 1
+    assert (
+        [score.action == "stop" for score in scores],
+        scores[0].name,
+        scores[0].policy.column,
+    ) == (acts, "policy:guard", 1)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,7 @@ def test_tags_of_policies_are_distinct() -> None:
     names = ["a.b", "a-b", "a..b", "a.-b", long, f"{long}n", f"{long}m", "x" * 128]
     names += [_tag_of(name)[len("policy-") :] for name in ("a.b", f"{long}n")]
     tags = msgspec.convert([_tag_of(name) for name in names], list[Tag])
-    assert len({*tags}) == len(names)
-    assert (tags[1], tags[4]) == ("policy-a-b", f"policy-{long}")
+    assert (len({*tags}), tags[1], tags[4]) == (len(names), "policy-a-b", f"policy-{long}")
 
 
 def test_changes_make_versions() -> None:

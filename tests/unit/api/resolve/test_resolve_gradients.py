@@ -90,8 +90,12 @@ def scalars(job: Job) -> list[StoredScalar | None]:
 
 def test_only_a_capture_of_gradients_waits_in_the_gradient_queue() -> None:
     job = job_of({"layers": [1], "positions": "all_prompt", "tag": "g"})
-    assert (job.queue, job.sampling.max_tokens, job.wants_receipts) == (GRADIENTS, 1, True)
-    assert scalars(job) == [StoredScalar(kind="logit", token=5)] * 2
+    assert (job.queue, job.sampling.max_tokens, job.wants_receipts, scalars(job)) == (
+        GRADIENTS,
+        1,
+        True,
+        [StoredScalar(kind="logit", token=5)] * 2,
+    )
     assert [capture.tag for (capture,) in job.captures] == ["g", "g"]
     assert job_of({"of": "activation", "scalar": None}).queue == ""
     model = msgspec.structs.replace(MODEL, global_captures=[CaptureSpec(layers=[0], tag="all")])

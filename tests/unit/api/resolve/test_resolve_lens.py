@@ -28,13 +28,11 @@ from midstream.schemas.readings.lens import LensSpec, StoredLens
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 
-SERVED = {"readings": {"lens": ""}}
-
 
 def resolved(
     lens: dict[str, Any], *lengths: int, capture: CaptureSpec | None = None, **changes: Any
 ) -> list[list[StoredCapture]]:
-    limits = bounds(*lengths, **(SERVED | changes))
+    limits = bounds(*lengths, **({"readings": {"lens": ""}} | changes))
     parsed: Any = SimpleNamespace(readings={"lens": msgspec.convert(lens, LensSpec)})
     return resolve_captures(capture, limits, resolve_readings(parsed, limits))
 

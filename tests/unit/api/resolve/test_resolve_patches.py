@@ -26,7 +26,6 @@ from midstream.schemas.requests.specs import (
     StoredSteering,
 )
 
-SERVED = [hook for hook in HOOKS if hook != "mlp_in"]
 VECTOR = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
 OTHER = from_numpy(np.ones(HIDDEN, np.float32))
 RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
@@ -82,7 +81,7 @@ def resolved(
     **changes: Any,
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     bounds = Bounds(
-        model(hooks=SERVED, **changes),
+        model(hooks=[hook for hook in HOOKS if hook != "mlp_in"], **changes),
         [PromptFacts(length, _find) for length in lengths],
         max_tokens,
     )

@@ -102,8 +102,7 @@ def test_a_path_to_the_logits_is_one_pass_with_the_branches_held() -> None:
         ("mlp_out", 3, "base"),
     }
     assert ask.entry is not None
-    assert ask.entry.layer == 2
-    assert made.units.width == 1
+    assert (ask.entry.layer, made.units.width) == (2, 1)
 
 
 def test_a_path_to_receivers_has_a_first_pass_whose_rows_they_have_in_the_second() -> None:

@@ -46,10 +46,18 @@ def test_serve_starts_the_stack_with_these_settings(
     own = ["--set", "kv_cache_gib=2", "--data-dir", "d", "--no-enable-prefix-caching"]
     assert cli("serve", *flags.split(), *own).code == 0
     ((made, _),) = started
-    assert made.model == "/models/x"
-    assert (made.api_port, made.tensor_parallel_size, made.enforce_eager) == (8000, 2, True)
-    assert made.engine_options == {"seed": 7}
-    assert (made.kv_cache_gib, made.data_dir, made.enable_prefix_caching) == (2, "d", False)
+    assert (made.model, made.api_port, made.tensor_parallel_size, made.enforce_eager) == (
+        "/models/x",
+        8000,
+        2,
+        True,
+    )
+    assert (made.engine_options, made.kv_cache_gib, made.data_dir, made.enable_prefix_caching) == (
+        {"seed": 7},
+        2,
+        "d",
+        False,
+    )
 
 
 def test_ports_that_are_chosen_anywhere_are_fixed(
@@ -167,8 +175,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
 def test_the_exit_code_says_whether_every_promise_holds(
     cli: Cli, verified: list[Settings], typed: str, code: int
 ) -> None:
-    assert cli("verify", *typed.split()).code == code
-    assert len(verified) == (code != 2)
+    assert (cli("verify", *typed.split()).code, len(verified)) == (code, code != 2)
 
 
 def test_verify_takes_settings_and_writes_json(

@@ -160,8 +160,7 @@ def test_ranks_that_disagree_are_shown_and_an_exit_code(cli: Cli, options: tuple
 
 def test_ranks_that_agree_are_one_line_with_checksum_and_actions(cli: Cli) -> None:
     ended, seen = cli.served("dynamic", by=[reply(AGREED)])
-    assert seen == ["GET /v1/steering/dynamic"]
-    assert (ended.code, ended.err) == (0, "")
+    assert (seen, ended.code, ended.err) == (["GET /v1/steering/dynamic"], 0, "")
     assert (
         f"determinism: consistent, 2 ranks in 1 stage of 1 worker, checksum {'f' * 16} "
         "over 7 actions"

@@ -106,8 +106,11 @@ def test_figure_and_study_are_written(cli: Cli, tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert str(drawn) in ended.out
     study = PatchStudy.load(kept)
-    assert (study.job, study.result) == ("job_1", result())
-    assert study.request == msgspec.convert(asked, SweepRequest)
+    assert (study.job, study.result, study.request) == (
+        "job_1",
+        result(),
+        msgspec.convert(asked, SweepRequest),
+    )
     assert "job: job_1" in ended.out
 
 
@@ -167,8 +170,10 @@ def test_a_mistake_is_one_line_that_names_the_option_or_field(
 
 def test_a_path_ends_at_a_head_or_at_the_logits() -> None:
     sender = {"layer": 20, "hook": "z", "head": 0}
-    assert sweeps.parse_path("20.z.0", None, None) == {"sender": sender}
-    assert sweeps.parse_path(None, "logits", None) == {"receivers": "logits"}
+    assert (sweeps.parse_path("20.z.0", None, None), sweeps.parse_path(None, "logits", None)) == (
+        {"sender": sender},
+        {"receivers": "logits"},
+    )
 
 
 # --- midstream attribute

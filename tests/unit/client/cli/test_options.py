@@ -320,8 +320,10 @@ def test_a_patch_may_bring_its_vector(folder: Path) -> None:
 def test_prompts_come_from_lines_or_a_json_list(folder: Path) -> None:
     Path("lines.txt").write_text("one\n\ntwo\n")
     Path("list.json").write_text('["one\\nwith a break", "two"]')
-    assert options.read_prompts(Path("lines.txt")) == ["one", "two"]
-    assert options.read_prompts(Path("list.json")) == ["one\nwith a break", "two"]
+    assert (options.read_prompts(Path("lines.txt")), options.read_prompts(Path("list.json"))) == (
+        ["one", "two"],
+        ["one\nwith a break", "two"],
+    )
 
 
 @pytest.mark.parametrize(

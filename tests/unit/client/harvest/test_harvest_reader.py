@@ -282,8 +282,7 @@ def test_documents_are_written_as_vllms_connector_does(tmp_path: Path, dtype: st
     assert len(paths) == UNITS * DOCUMENTS
     with safe_open(paths[7], framework="pt") as file:
         states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")
-        assert tuple(states.shape) == (TOKENS, 2, WIDTH)
-        assert str(states.dtype) == f"torch.{dtype}"
+        assert (tuple(states.shape), str(states.dtype)) == ((TOKENS, 2, WIDTH), f"torch.{dtype}")
         assert states[:, 1, 0].float().tolist() == pytest.approx(
             value(7, np.arange(TOKENS), 5).tolist(), rel=2**-8
         )

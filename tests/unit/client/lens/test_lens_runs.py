@@ -183,16 +183,22 @@ def test_generation_samples_as_it_was_told_to(
     options: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     model, client = served()
-    assert model.generate("ab", **options) == "abz"
-    assert client.asked[-1]["sampling"] == sampling
+    assert (model.generate("ab", **options), client.asked[-1]["sampling"]) == ("abz", sampling)
 
 
 def test_what_is_generated_has_the_form_of_the_prompt() -> None:
     model, _ = served()
-    assert model.generate(["a", "abc"]) == ["az", "abczz"]
-    assert model.generate([7, 8]).tolist() == [[7, 8, ord("z")]]
-    assert model.generate([[7, 8], [9, 7]]) == [[7, 8, ord("z")], [9, 7, ord("z"), ord("z")]]
-    assert model.generate("a", return_type="tokens").tolist() == [[BOS, ord("a"), ord("z")]]
+    assert (
+        model.generate(["a", "abc"]),
+        model.generate([7, 8]).tolist(),
+        model.generate([[7, 8], [9, 7]]),
+        model.generate("a", return_type="tokens").tolist(),
+    ) == (
+        ["az", "abczz"],
+        [[7, 8, ord("z")]],
+        [[7, 8, ord("z")], [9, 7, ord("z"), ord("z")]],
+        [[BOS, ord("a"), ord("z")]],
+    )
     assert model.generate([ord("a")], return_type="str") == ["az"]
     with refuses("return_type"):
         model.generate("a", return_type="text")
@@ -410,8 +416,10 @@ def test_a_cache_holds_what_was_captured_with_or_without_a_batch_axis() -> None:
     assert "blocks.1.no_such" not in found
     assert len(cache()) == DEPTH * sum(WIDE_CARD.has(name) for name in BLOCK)
     alone = cache(prompts=1).remove_batch_dim()
-    assert alone["resid_post", 0].shape == (TOKENS, WIDTH)
-    assert alone.accumulated_resid(pos_slice=-1).shape == (DEPTH + 1, WIDTH)
+    assert (alone["resid_post", 0].shape, alone.accumulated_resid(pos_slice=-1).shape) == (
+        (TOKENS, WIDTH),
+        (DEPTH + 1, WIDTH),
+    )
 
 
 def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:

@@ -67,8 +67,10 @@ def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
     sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
     axes = figures.heatmap(sweep).axes
     meshes = [panel.collections[0] for panel in axes[:2]]
-    assert [mesh.get_clim() for mesh in meshes] == [limits, limits]
-    assert {mesh.get_cmap().name for mesh in meshes} == {"RdBu_r"}
+    assert ([mesh.get_clim() for mesh in meshes], {mesh.get_cmap().name for mesh in meshes}) == (
+        [limits, limits],
+        {"RdBu_r"},
+    )
     assert axes[-1].get_ylabel().endswith(f"; white: unpatched ({middle})")
     beyond = "min" if peak < limits[0] else "neither"
     assert axes[-1]._colorbar.extend == beyond, "values beyond the scale are marked"

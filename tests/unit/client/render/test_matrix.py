@@ -188,8 +188,10 @@ def test_a_result_of_arrays_is_printed_in_one_line(kind: str, shown: str) -> Non
 def test_captured_rows_are_drawn_as_norms_of_layers_by_tokens(tmp_path: Path) -> None:
     rows = reader(tmp_path)
     axes = rows.plot().get_axes()[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [*map(str, rows.layers())]
-    assert axes.collections[0].get_array().size == 2 * len(rows.layers())
+    assert (
+        [label.get_text() for label in axes.get_yticklabels()],
+        axes.collections[0].get_array().size,
+    ) == ([*map(str, rows.layers())], 2 * len(rows.layers()))
 
 
 def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
@@ -209,8 +211,12 @@ def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
 
 def test_rows_of_a_matrix_know_their_site_and_a_fit_keeps_it(tmp_path: Path) -> None:
     rows = matrix(reader(tmp_path), 2)
-    assert (rows.layer, rows.hook) == (2, "post_block")
-    assert (rows[:1].layer, rows[:1].hook) == (2, "post_block")
+    assert (rows.layer, rows.hook, rows[:1].layer, rows[:1].hook) == (
+        2,
+        "post_block",
+        2,
+        "post_block",
+    )
     fit = fitted(layer=15, hook="mlp_out")
     assert {**fit.fields(), "weight": 0, "bias": 0, "thresholds": 0} == {
         "weight": 0, "bias": 0, "thresholds": 0, "labels": ["1"], "layer": 15, "hook": "mlp_out",

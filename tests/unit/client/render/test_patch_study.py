@@ -100,8 +100,7 @@ def test_sweep_arguments_send_only_what_was_given() -> None:
         [1, 2],
         3,
     )
-    assert asked.metric == "recovered"
-    assert study.result == result()
+    assert (asked.metric, study.result) == ("recovered", result())
 
 
 def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() -> None:
@@ -111,9 +110,11 @@ def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() 
     asked = asked_by(
         study, "sweep", spans=[{"name": "first", "clean": [0]}], ablation="zeros", metric="logprob"
     )
-    assert [each.spans for each in asked.pairs] == [[PairSpan(name="first", clean=[0])]] * 2
-    assert asked.pairs[1].corrupt is None
-    assert asked.ablation == "zeros"
+    assert ([each.spans for each in asked.pairs], asked.pairs[1].corrupt, asked.ablation) == (
+        [[PairSpan(name="first", clean=[0])]] * 2,
+        None,
+        "zeros",
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,8 +182,10 @@ def test_records_have_every_cell_and_the_reason_of_those_without_a_value() -> No
     failed = by_place["mlp_out", *FAILED]
     assert (failed["value"], failed["effect"], failed["reason"]) == (None, None, "the run is gone")
     assert all((each["value"] is None) == bool(each["reason"]) for each in records)
-    assert list(frame.columns) == list(records[0])
-    assert frame["value"].isna().sum() == sum(each["value"] is None for each in records)
+    assert (list(frame.columns), frame["value"].isna().sum()) == (
+        list(records[0]),
+        sum(each["value"] is None for each in records),
+    )
 
 
 def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:
@@ -296,8 +299,12 @@ def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     study = swept()
     study.save(tmp_path / "study.json")
     loaded = PatchStudy.load(tmp_path / "study.json")
-    assert (loaded.request, loaded.result) == (study.request, study.result)
-    assert (loaded.job, loaded.top(1)) == (study.job, study.top(1))
+    assert (loaded.request, loaded.result, loaded.job, loaded.top(1)) == (
+        study.request,
+        study.result,
+        study.job,
+        study.top(1),
+    )
     assert (
         repr(loaded)
         == repr(study)

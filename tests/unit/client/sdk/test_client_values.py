@@ -63,8 +63,10 @@ def sweep(**fields: Any) -> SweepRequest:
     ],
 )
 def test_layers_may_be_numpy_ranges_and_sets(given: dict[str, Any], found: Any) -> None:
-    assert job(capture=given).capture == CaptureSpec(layers=found)
-    assert job(steering={**given, "vector": VECTOR}).steering[0].layers == found
+    assert (
+        job(capture=given).capture,
+        job(steering={**given, "vector": VECTOR}).steering[0].layers,
+    ) == (CaptureSpec(layers=found), found)
     assert job(patch={**given, "positions": 0, "source": {"zeros": True}}).patch[0].layers == found
     assert sweep(**given).layers == found
 
@@ -147,8 +149,10 @@ def test_entries_sites_and_a_file_are_equivalent(tmp_path: Path) -> None:
 
 def test_one_entry_stands_for_a_list_of_one() -> None:
     entry = {"layers": 3, "vector": VECTOR}
-    assert job(steering=entry).steering == job(steering=[entry]).steering
-    assert job(steering=SteeringSpec(module="joy")).steering == [SteeringSpec(module="joy")]
+    assert (job(steering=entry).steering, job(steering=SteeringSpec(module="joy")).steering) == (
+        job(steering=[entry]).steering,
+        [SteeringSpec(module="joy")],
+    )
     assert job(patch={"layers": 3, "positions": "all", "source": "run1"}).patch == [
         msgspec.convert({"layers": 3, "positions": "all", "source": {"run": "run1"}}, PatchSpec)
     ]

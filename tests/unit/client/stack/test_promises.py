@@ -67,8 +67,10 @@ def test_settings_that_differ_from_the_defaults_are_listed_without_secrets() -> 
 
 def test_each_engine_gets_half_of_a_gpu_unless_its_share_is_given() -> None:
     share = "gpu_memory_utilization"
-    assert verify.for_both(Settings(), False).engine_options == {}
-    assert verify.for_both(Settings(), True).engine_options == {share: verify.GPU_SHARE}
+    assert (
+        verify.for_both(Settings(), False).engine_options,
+        verify.for_both(Settings(), True).engine_options,
+    ) == ({}, {share: verify.GPU_SHARE})
     given = Settings(engine_options={share: 0.3})
     assert verify.for_both(given, True).engine_options == {share: 0.3}
 
@@ -79,9 +81,12 @@ def test_a_check_that_raises_fails_and_does_not_end_the_others() -> None:
 
     checks = [Check("a, b", broken, "wait"), Check("c", lambda rig: facts.listed({"c": "fine"}))]
     found = list(findings_of(checks, None))
-    assert [finding.about for finding in found] == ["a", "b", "c"]
-    assert [finding.level for finding in found] == ["fail", "fail", "info"]
-    assert (found[0].found, found[0].advice) == ("no answer", "wait")
+    assert (
+        [finding.about for finding in found],
+        [finding.level for finding in found],
+        found[0].found,
+        found[0].advice,
+    ) == (["a", "b", "c"], ["fail", "fail", "info"], "no answer", "wait")
 
 
 # --- Measurements ---

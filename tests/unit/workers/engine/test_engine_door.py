@@ -52,8 +52,7 @@ def test_engine_requests_are_made_in_one_module_and_submitted_by_one_function() 
         if where.startswith("workers/") and (found := re.findall(r"([\w.]+)\.generate\(", text)):
             submitters[where] = set(found)
     makers.discard("workers/engine/protocol.py")  # which declares it
-    assert makers == {"workers/engine/requests.py"}
-    assert submitters == SUBMITTERS
+    assert (makers, submitters) == ({"workers/engine/requests.py"}, SUBMITTERS)
 
 
 def job_of(kind: Any, **fields: Any) -> Job:

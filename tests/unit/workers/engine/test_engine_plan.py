@@ -150,9 +150,7 @@ def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
 @pytest.mark.parametrize("eager", [None, False])
 def test_a_cpu_has_no_ring_and_no_launches(eager: bool | None) -> None:
     found = plan(model_of(TINY), Settings(enforce_eager=eager), gpu=False)
-    assert found.ring is None
-    assert found.work == []
-    assert {part.where for part in found.memory} == {"host"}
+    assert (found.ring, found.work, {part.where for part in found.memory}) == (None, [], {"host"})
 
 
 RING = Ring(rows=65536, size=1 << 30)
@@ -210,9 +208,11 @@ def test_an_8b_makes_256_kib_of_rows_per_token() -> None:
         stream.captured: stream
         for stream in plan(model_of(LLAMA_8B), Settings(), tokens_per_second=1000).streams
     }
-    assert found["every layer at one hook"].token_bytes == 256 << 10
-    assert found["every layer at one hook"].bytes_per_s == 256e3 * 1024
-    assert found["every layer at 6 hooks"].token_bytes == 6 * (256 << 10)
+    assert (
+        found["every layer at one hook"].token_bytes,
+        found["every layer at one hook"].bytes_per_s,
+        found["every layer at 6 hooks"].token_bytes,
+    ) == (256 << 10, 256e3 * 1024, 6 * (256 << 10))
 
 
 @pytest.mark.parametrize(
@@ -224,16 +224,13 @@ def test_parameters_are_counted_from_the_shape(config: dict[str, Any], billions:
     assert model_of(config).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-_INT4 = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
-
-
 @pytest.mark.parametrize(
     ("quantisation", "gib"),
     [
         ({}, 0),
         ({"quant_method": "fp8"}, 8.46),
         ({"quant_method": "awq", "bits": 4}, 5.21),
-        (_INT4, 5.21),
+        ({"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 5.21),
         ({"quant_method": "new"}, 0),
     ],
 )
@@ -269,8 +266,10 @@ def test_adapters_are_divided_on_one_side_and_experts_take_none() -> None:
         for ranks in (1, 2)
     }
     weight = 32 * 64 * 2  # layers, largest rank, bytes
-    assert found[1]["adapters"] == 4 * weight * (28672 + 53248)
-    assert found[2]["adapters"] == 4 * weight * (28672 + 53248 // 2)
+    assert (found[1]["adapters"], found[2]["adapters"]) == (
+        4 * weight * (28672 + 53248),
+        4 * weight * (28672 + 53248 // 2),
+    )
     assert (
         found[1]["loaded adapters"] == found[2]["loaded adapters"] == 16 * weight * (28672 + 53248)
     )

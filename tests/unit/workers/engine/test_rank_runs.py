@@ -88,8 +88,10 @@ async def settle() -> None:
 async def test_concurrent_holders_load_a_run_once_and_one_rpc_carries_it() -> None:
     rig = Rig(10 * SIZE)
     await asyncio.gather(*(rig.hold(A) for _ in range(5)), rig.hold(B, A))
-    assert rig.calls == [("midstream_put_run", A), ("midstream_put_run", B)]
-    assert rig.on_ranks() == [{A, B}, {A, B}]
+    assert (rig.calls, rig.on_ranks()) == (
+        [("midstream_put_run", A), ("midstream_put_run", B)],
+        [{A, B}, {A, B}],
+    )
 
 
 async def test_the_least_recently_used_run_is_evicted_whole_and_reloaded_on_demand() -> None:
@@ -97,8 +99,11 @@ async def test_the_least_recently_used_run_is_evicted_whole_and_reloaded_on_dema
     for key in (A, B, C, A, D):
         async with rig.held(key):
             pass
-    assert rig.calls[-2:] == [("midstream_drop_runs", [B]), ("midstream_put_run", D)]
-    assert (rig.runs.names, rig.on_ranks()[1]) == ([C, A, D], {A, C, D})
+    assert (rig.calls[-2:], rig.runs.names, rig.on_ranks()[1]) == (
+        [("midstream_drop_runs", [B]), ("midstream_put_run", D)],
+        [C, A, D],
+        {A, C, D},
+    )
     async with rig.held(B):
         assert rig.on_ranks() == [{A, B, D}] * 2
     assert rig.loads(B) == 2
@@ -164,8 +169,7 @@ async def test_a_run_that_one_rank_cannot_load_is_dropped_by_all_with_the_reason
     with refuses(f"source run {B} failed on rank 1: injected fault", kind="intervention_failed"):
         await rig.hold(A, B)
     assert ("midstream_drop_runs", [B]) in rig.calls
-    assert rig.on_ranks() == [{A}, {A}]
-    assert rig.quarantined == []
+    assert (rig.on_ranks(), rig.quarantined) == ([{A}, {A}], [])
     await rig.hold(B)  # the ranks go on, and it is sent anew
     assert rig.on_ranks() == [{A, B}, {A, B}]
 
@@ -227,6 +231,8 @@ async def test_holders_in_any_order_keep_their_runs_within_the_budget() -> None:
 
     await asyncio.gather(*(one() for _ in range(300)))
     assert done > 200
-    assert sorted(rig.runs.names) == sorted(rig.on_ranks()[0])
-    assert rig.on_ranks()[0] == rig.on_ranks()[1]
-    assert rig.quarantined == []
+    assert (sorted(rig.runs.names), rig.on_ranks()[0], rig.quarantined) == (
+        sorted(rig.on_ranks()[0]),
+        rig.on_ranks()[1],
+        [],
+    )

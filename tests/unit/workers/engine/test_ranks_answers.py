@@ -252,8 +252,7 @@ async def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None
     with pytest.raises(ZeroDivisionError):
         async with admission.replacing_pinned(rows("b"), 60):
             raise ZeroDivisionError
-    assert admission._pinned == rows("a")
-    assert (admission.waiting, admission.used) == (0, 1)
+    assert (admission._pinned, admission.waiting, admission.used) == (rows("a"), 0, 1)
     with pytest.raises(MidstreamError, match="clear the current one first"):
         await replace(admission, "b", "c")
 

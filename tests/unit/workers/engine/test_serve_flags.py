@@ -96,8 +96,12 @@ def test_flags_become_settings_and_engine_options() -> None:
     }
     made = load_settings({}, **translated(given))
     assert (made.api_host, made.api_port, made.model_name) == ("0.0.0.0", 8000, "m")
-    assert (made.max_model_len, made.max_num_batched_tokens) == (16_000, 8_192)
-    assert (made.enforce_eager, made.enable_prefix_caching) == (True, False)
+    assert (
+        made.max_model_len,
+        made.max_num_batched_tokens,
+        made.enforce_eager,
+        made.enable_prefix_caching,
+    ) == (16_000, 8_192, True, False)
     assert made.tool_parser == "hermes"
     assert made.engine_options == {
         "seed": 7,

@@ -142,8 +142,7 @@ def test_an_ablation_needs_no_other_prompt() -> None:
     assert parse_row(name) == ("job_1.0.base", "post_block", 1, None, ())
     made = asks(sweep(ablation="mean"))
     (capture,) = made.control(made.units.base(0))[0].captures
-    assert capture.positions == "all_prompt"
-    assert capture.sites["attn_out"] == [0, 1, 3]
+    assert (capture.positions, capture.sites["attn_out"]) == ("all_prompt", [0, 1, 3])
     assert made.runs(0) == ["job_1.0.base"]
 
 
@@ -181,9 +180,11 @@ def test_a_forward_begins_at_the_lowest_layer_that_is_patched() -> None:
             assert ask.entry is None or (ask.entry.run, ask.entry.layer) == ("job_1.0.base", layer)
             assert ask.sampling.max_tokens == 1
     (base,) = made.control(made.units.base(0))
-    assert base.captures[0].positions == "all_prompt"
-    assert base.captures[0].sites["pre_attn"] == [1, 3]
-    assert base.keep_blocks == "job_1.0.base"
+    assert (base.captures[0].positions, base.captures[0].sites["pre_attn"], base.keep_blocks) == (
+        "all_prompt",
+        [1, 3],
+        "job_1.0.base",
+    )
 
 
 def test_cells_reuse_the_bases_blocks_at_every_layer_with_or_without_entry() -> None:

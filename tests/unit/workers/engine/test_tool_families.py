@@ -31,7 +31,6 @@ LLAMA_3 = (
 LLAMA_4 = LLAMA_3.replace("start_header_id", "header_start").replace("eot_id", "eot")
 MISTRAL = '{{- "[AVAILABLE_TOOLS] [" }}{{- "[TOOL_CALLS] [" }}'
 MISTRAL_1 = "{{- '[INST] ' + message['content'] + ' [/INST]' }}"
-TWO = QWEN + MISTRAL
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ TWO = QWEN + MISTRAL
         (LLAMA_4, "", ["llama3_json", "llama4_pythonic", "llama4_json"]),
         (MISTRAL, "mistral", ["mistral"]),
         (MISTRAL_1, "", []),
-        (TWO, "", ["hermes", "mistral"]),
+        (QWEN + MISTRAL, "", ["hermes", "mistral"]),
         ("", "", []),
         (None, "", []),
     ],
@@ -53,8 +52,7 @@ TWO = QWEN + MISTRAL
 def test_an_unmistakable_template_chooses_its_parser(
     template: str | None, parser: str, others: list[str]
 ) -> None:
-    assert parser_for(template) == parser
-    assert candidates(template) == others
+    assert (parser_for(template), candidates(template)) == (parser, others)
 
 
 def test_the_names_are_those_of_vllm() -> None:

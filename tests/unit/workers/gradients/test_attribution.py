@@ -110,8 +110,10 @@ def test_ranked_columns_take_the_dimensions_that_differ_most(points_of: PointsOf
     distance = (rows[0] - rows[1]).abs().sum(0)
     pair = Pair(points, stored, 0)
     first = pair.columns.parts(pair.replaced(("post_block", 2), pair.run(grad=False))[1])[0]
-    assert first.columns == [0]
-    assert first.dims.tolist() == distance.argsort(descending=True)[:3].tolist()
+    assert (first.columns, first.dims.tolist()) == (
+        [0],
+        distance.argsort(descending=True)[:3].tolist(),
+    )
 
 
 def test_recovered_is_a_share_of_the_difference(points_of: PointsOf) -> None:

@@ -28,8 +28,7 @@ def test_edges_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
     edges = {f"{label(edge.sender)}>{label(edge.receiver)}": edge.score for edge in top}
     assert edges.keys() == wanted.keys()
     sizes = [abs(edge.score) for edge in top]
-    assert sizes == sorted(sizes, reverse=True)
-    assert found.top(5) == top[:5]
+    assert (sizes, found.top(5)) == (sorted(sizes, reverse=True), top[:5])
     distance = max(abs(edges[name] - wanted[name]) for name in wanted)
     assert distance <= LENS * max(map(abs, wanted.values()))
 
@@ -122,8 +121,7 @@ def test_scores_equal_a_reference_with_grouped_queries(points_of: PointsOf) -> N
         for receiver in receivers:
             score = found.scores[found.senders.index(sender), found.receivers.index(receiver)]
             if np.isnan(score):
-                assert sender == senders[3]
-                assert receiver == EdgeEnd("q", 2, 3)
+                assert (sender, receiver) == (senders[3], EdgeEnd("q", 2, 3))
                 continue
             assert score == pytest.approx(reference(points, sender, receiver), abs=LENS * largest)
             compared += 1

@@ -173,8 +173,7 @@ def test_direction_is_the_difference_of_the_models_rows(points: Points) -> None:
         means.append(torch.stack(states).mean(0))
     vector = fitted.tensors[1]["vector"]
     torch.testing.assert_close(vector, means[0] - means[1], rtol=1e-4, atol=1e-5)
-    assert (fitted.examples, fitted.effect.examples) == (60, 20)
-    assert fitted.effect.measure == "auroc"
+    assert (fitted.examples, fitted.effect.examples, fitted.effect.measure) == (60, 20, "auroc")
     assert fitted.effect.after == pytest.approx(sum(site.auroc or 0 for site in fitted.sites) / 2)
     assert fitted.effect.better
 
@@ -201,8 +200,7 @@ def test_training_raises_the_targets_probability(points: Points, method: str) ->
     fitted = learn.fit(points, wanted, seen.append)
     assert fitted.effect.better
     assert fitted.effect.after - fitted.effect.before > 2.0
-    assert fitted.losses[0].step == 0
-    assert seen == list(fitted.losses[1:])
+    assert (fitted.losses[0].step, seen) == (0, list(fitted.losses[1:]))
     assert 0 < fitted.steps <= 40
     assert min(fitted.losses, key=lambda point: point.validation_loss).step == fitted.steps
 

@@ -63,6 +63,5 @@ async def test_a_lens_is_synced_before_it_is_registered(
     await fit_attempt.fit(ledger, Engine(), attempt, None)  # type: ignore[arg-type]
     assert [step for step, _ in steps] == ["sync", "rename", "sync", "sync", "sync", "register"]
     (_, draft), (_, file), *directories, (_, folder) = steps
-    assert draft == file.with_name(f"{file.name}.draft")
-    assert file.parent == folder
+    assert (draft, file.parent) == (file.with_name(f"{file.name}.draft"), folder)
     assert [path for _, path in directories] == [folder, folder.parent, tmp_path]

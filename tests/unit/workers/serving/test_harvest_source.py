@@ -225,8 +225,10 @@ def test_a_limit_of_tokens_ends_the_plan_exactly_there(tmp_path: Path) -> None:
     made = reader(tmp_path, HarvestSource(path="texts.jsonl"), max_tokens=1234)
     plan = made.plan()
     documents = [document for unit in plan.units for document in read(made, plan, unit)]
-    assert sum(len(document.token_ids) for document in documents) == 1234
-    assert [document.number for document in documents] == list(range(len(documents)))
+    assert (
+        sum(len(document.token_ids) for document in documents),
+        [document.number for document in documents],
+    ) == (1234, list(range(len(documents))))
 
 
 def test_files_behind_the_limit_of_tokens_are_not_read(tmp_path: Path) -> None:
@@ -295,8 +297,10 @@ def test_a_path_that_is_not_a_corpus_is_refused_by_its_field(
 
 def test_a_store_must_be_one_that_the_operator_allows(tmp_path: Path) -> None:
     settings = Settings(data_dir=str(tmp_path), harvest_stores=f"{tmp_path}/a, s3://bucket/rows")
-    assert store_of(settings, None) == f"{tmp_path}/a"
-    assert store_of(settings, "s3://bucket/rows/") == "s3://bucket/rows"
+    assert (store_of(settings, None), store_of(settings, "s3://bucket/rows/")) == (
+        f"{tmp_path}/a",
+        "s3://bucket/rows",
+    )
     with refuses(field="store"):
         store_of(settings, "s3://other")
     assert store_of(Settings(data_dir=str(tmp_path)), None) == f"{tmp_path}/harvests"

@@ -287,8 +287,7 @@ async def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zer
             (rank.epoch, rank.global_version, rank.actions, len(rank.modules))
             for rank in report.ranks
         } == {(2, 1, 2, 1)}
-        assert len({rank.checksum for rank in report.ranks}) == 1
-        assert len(at.stopped) == 1
+        assert (len({rank.checksum for rank in report.ranks}), len(at.stopped)) == (1, 1)
         assert at.board.cleared[-2:] == [1, 2]
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1, "once per interval, however often it happens"
@@ -366,15 +365,17 @@ async def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(at: W
     await asyncio.sleep(0.05)
     assert not at.standing.serving
     at.board.away = False
-    assert (await at.begin()).steering.version == 1
-    assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
+    assert ((await at.begin()).steering.version, at.standing.desyncs, at.standing.resyncs) == (
+        1,
+        1,
+        1,
+    )
 
 
 async def test_a_resync_waits_until_the_desired_state_is_readable(at: Worker) -> None:
     at.board.unreadable, at.board.desync = True, "a disagreement"
     await holding(lambda: at.standing.detail == "stored by another version")
-    assert at.standing.state == "resyncing"
-    assert await at.standing.lease(0.1) is None
+    assert (at.standing.state, await at.standing.lease(0.1)) == ("resyncing", None)
     at.board.unreadable = False
     assert await at.standing.lease(60) is not None
     assert (at.standing.desyncs, at.standing.resyncs) == (1, 1)
@@ -404,8 +405,11 @@ async def test_a_worker_that_cannot_apply_the_state_at_start_waits_until_it_is_c
     worker.board.want(current=steering(1, NAMES[0]))
     async with worker.live() as at:
         report = at.board.reports[-1]
-        assert (report.state, report.global_version) == ("quarantined", 0)
-        assert report.detail == "global steering version 1: rank 1: injected fault"
+        assert (report.state, report.global_version, report.detail) == (
+            "quarantined",
+            0,
+            "global steering version 1: rank 1: injected fault",
+        )
         assert await at.standing.lease(0.05) is None
         at.board.want(current=steering(2))
         assert (await at.begin()).steering.version == 2
@@ -452,8 +456,10 @@ async def test_a_module_whose_tensor_is_gone_is_tried_again(at: Worker) -> None:
 async def test_modules_follow_changes_and_release_tensors(at: Worker) -> None:
     for vector in NAMES[:2]:
         await at.want(modules={"joy": module(vector)})
-        assert at.board.reports[-1].ranks[1].modules == {"joy": module(vector).digest}
-        assert set(at.engine._vectors._pinned) == {vector}
+        assert (at.board.reports[-1].ranks[1].modules, set(at.engine._vectors._pinned)) == (
+            {"joy": module(vector).digest},
+            {vector},
+        )
     await at.want(modules={})
     assert at.board.reports[-1].ranks[1].modules == {}
     assert not at.engine._vectors._pinned
