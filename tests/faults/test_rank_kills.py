@@ -108,7 +108,8 @@ class Ranks:
         driver.send(None)
         left = driver.recv()
         (rowd,) = self._started()
-        files = [str(each.resolve()) for each in Path(f"/proc/{rowd}/fd").iterdir()]
+        files = {str(each.resolve()) for each in Path(f"/proc/{rowd}/fd").iterdir()}
+        files -= {os.readlink(f"/proc/self/fd/{number}") for number in (1, 2)}  # where it prints
         unnamed = [name for name in files if "(deleted)" in name and "/memfd:" not in name]
         unnamed += map(str, (self.folder / "spill").glob("*"))
         driver.send(None)

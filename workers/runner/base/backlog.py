@@ -62,6 +62,7 @@ class Backlog:
         return sent - freed
 
     def send(self, size: int) -> None:
+        """Count what was sent, in the one process and thread that does."""
         self.shared[self._writer + 1] += size
 
     def free(self, size: int) -> None:

@@ -230,15 +230,19 @@ class Writer:
             return
         with self._lock:
             self._pending += 1
-            self.backlog.send(job.size * self._sends)
+            self._sent(job.size)
         self._queues.get(job.work, self._first).put(job)
 
     def stream(self, write: Callable[[], None], size: int) -> None:
         """Have a writer thread call `write`, which releases `size` bytes of rows."""
         with self._lock:
             self._pending += 1
-            self.backlog.send(size * self._sends)
+            self._sent(size)
         self._first.put(_Part(write, size))
+
+    def _sent(self, size: int) -> None:
+        if self._sends:  # else another process adds to this counter, which may lose what it adds
+            self.backlog.send(size)
 
     def busy(self) -> bool:
         """Return whether anything remains to be written."""

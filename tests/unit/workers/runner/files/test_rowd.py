@@ -122,13 +122,14 @@ def test_a_stream_that_cannot_take_its_rows_fails_its_capture_alone(
 def test_only_the_models_thread_counts_what_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads that add to one counter may lose what one of them adds."""
+    """Two threads or processes that add to one counter may lose what one of them adds."""
     first, sizes = Rig(tmp_path / "first"), list[int]()
     run(first, capturing(1))
     rig = Rig(tmp_path, connect=connect.connected)
     far = rig.plane._delivery._far  # type: ignore[attr-defined]
     monkeypatch.setattr(Backlog, "send", lambda _, size: sizes.append(size))
     ForwardedReceipts("w", 0, far).append(first.receipts()[0])
+    rig.plane._delivery._near.desk.writer.stream(lambda: None, 8)
     assert not sizes
     far._closing = True
     process_of(rig).kill()
