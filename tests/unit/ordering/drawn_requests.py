@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from midstream import __version__
-from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.model.banks import BANK, RESIDUAL, RowShape
 from midstream.schemas.prompts.selectors import lowest_position, select
@@ -77,6 +77,7 @@ class Asked:
     captures: list[StoredCapture] = field(default_factory=list)
     steering: list[StoredSteering] = field(default_factory=list)
     probed: bool = False
+    gate: float | None = None  # the probe's threshold; None: it gates no steering
     max_tokens: int = 0
     ending: str = "length"  # length | stop: a stop string, found late | cancel
     kept: int = 0  # tokens up to the stop string
@@ -95,12 +96,17 @@ class Asked:
                 layer=PROBED_SITE[1],
                 tensors=[content_hash(tensor) for tensor in probe_tensors()],
                 labels=["x"],
-                thresholds=[1e9],
+                thresholds=[1e9 if self.gate is None else self.gate],
             )
+            action: Action = "flag" if self.gate is None else "steer"
             probes = [
                 StoredProbe(
-                    name="p", digest=content.digest, content=content, action="flag", tokens=True
+                    name="p", digest=content.digest, content=content, action=action, tokens=True
                 )
+            ]
+            self.steering = [
+                msgspec.structs.replace(entry, gate=entry.gate and probes[0].gate)
+                for entry in self.steering
             ]
         self.spec = RankSpec(
             version=__version__,
@@ -158,7 +164,7 @@ class Asked:
             for entry in self.steering
             if entry.hook == site[0]
             and site[1] in entry.layers
-            and position in select(entry.positions, 0, self.total, self.prompt)
+            and position in self.edited(entry, self.total)
         ]
         for entry in edits:
             if entry.family == "replace":
@@ -189,7 +195,7 @@ class Asked:
         """Return each edited site, with the number of its edited rows → the largest edit's size."""
         found: dict[tuple[str, int], dict[int, float]] = {}
         for entry in self.steering:
-            for position in select(entry.positions, 0, self.stop, self.prompt):
+            for position in self.edited(entry, self.stop):
                 for layer in entry.layers:
                     site = entry.hook, layer
                     before, after = (self.row(site, position, at) for at in ("before", "after"))
@@ -200,10 +206,31 @@ class Asked:
     def positions(self, capture: StoredCapture) -> list[int]:
         return list(capture.select(0, self.stop, self.prompt))
 
-    def scores(self) -> np.ndarray:
-        """Return the probe's score of each token with a row."""
-        rows = [self.row(PROBED_SITE, position, "before") for position in range(self.stop)]
+    def edited(self, entry: StoredSteering, stop: int) -> list[int]:
+        """Return the positions below `stop` that an entry edits."""
+        named = select(entry.positions, 0, stop, self.prompt)
+        return [position for position in named if not entry.gate or position in self.open(stop)]
+
+    def open(self, stop: int) -> list[int]:
+        """Return the generated positions below `stop` at which the gate is open."""
+        above = self.scores(stop) >= (np.inf if self.gate is None else self.gate)
+        return [position for position in range(self.prompt, stop) if above[position - 1]]
+
+    def scores(self, stop: int) -> np.ndarray:
+        """Return the probe's score of each token below `stop`."""
+        rows = [self.row(PROBED_SITE, position, "before") for position in range(stop)]
         return np.array(rows) @ WEIGHT[0] + np.float32(0.5)
+
+    def gated(self, draws: random.Random) -> None:
+        """Let a probe decide at which tokens its steering, or a part of it, is applied."""
+        self.probed, scores = True, self.scores(self.total - 1)
+        self.gate = float(draws.choice(scores[self.prompt - 1 :]))
+        self.steering = [
+            entry
+            if number and draws.random() < 0.3
+            else msgspec.structs.replace(entry, positions="all_generated", gate="p")
+            for number, entry in enumerate(self.steering)
+        ]
 
 
 def source_content(position: int) -> int:
@@ -220,9 +247,9 @@ def probe_tensors() -> list[Tensor]:
     return [from_numpy(WEIGHT), from_numpy(np.full(1, 0.5, dtype=np.float32))]
 
 
-def draw(draws: random.Random, count: int, *, shares: bool, calm: bool) -> list[Asked]:
+def draw(draws: random.Random, count: int, *, shares: bool, calm: bool, gates: bool) -> list[Asked]:
     """Draw `count` requests, in the order of their arrival. `shares`: some share prompt blocks.
-    `calm`: they generate many tokens.
+    `calm`: they generate many tokens. `gates`: probes gate some steering.
     """
     asked = [_source(draws)]
     for number in range(1, count):
@@ -250,6 +277,8 @@ def draw(draws: random.Random, count: int, *, shares: bool, calm: bool) -> list[
         if request.ending == "stop":
             request.kept = draws.randint(request.prompt + 1, request.total)
         request.cancelled_after = draws.randint(1, request.total - 1)
+        if gates and request.steering and draws.random() < 0.7:
+            request.gated(draws)
         request.complete()
         if request.steering and request.ending == "length" and draws.random() < 0.2:
             first = request.spec.first_affected

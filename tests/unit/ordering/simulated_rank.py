@@ -134,7 +134,7 @@ class Delivered:
 class Simulation:
     """One seed: a rank, its device, its scheduler and its requests."""
 
-    def __init__(self, seed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, folder: Path, patch: pytest.MonkeyPatch, *, gates: bool) -> None:
         self.seed, self.folder, self._draws = seed, folder, random.Random(seed)
         draws = self._draws
         self.policy = ("block", "spill", "block", "drop")[seed % 4]
@@ -153,7 +153,7 @@ class Simulation:
         self._note_receipts(patch)
         self._traced = draws.random() < 0.7
         self._shares = self.policy != "drop" and draws.random() < 0.8
-        self.asked = draw(draws, REQUESTS, shares=self._shares, calm=self._calm)
+        self.asked = draw(draws, REQUESTS, shares=self._shares, calm=self._calm, gates=gates)
         self.step = 0
         self.findings: list[str] = []
         #: The step in which an injected failure happened; 0: none did.
@@ -410,6 +410,7 @@ class Simulation:
                 life.computed = start + count
             else:
                 drafts = 0 if self._calm else draws.choice([0, 0, 1, 2])
+                drafts = 0 if asked.gate is not None else drafts  # an engine with drafts has none
                 accepted = 0 if life.surplus else draws.randint(0, drafts)
                 accepted = max(0, min(accepted, asked.total - 2 - start))
                 count = 1 + drafts
@@ -487,8 +488,11 @@ class Simulation:
             yield f"sizes {sizes} instead of {wanted}"
         if asked.probed:
             scores = np.frombuffer(receipt.scores[0].tokens, dtype="<f4")
-            if scores.shape != (asked.stop,) or not np.allclose(scores, asked.scores(), rtol=1e-5):
-                yield f"scores {scores} instead of {asked.scores()}"
+            wanted = asked.scores(asked.stop)
+            if scores.shape != (asked.stop,) or not np.allclose(scores, wanted, rtol=1e-5):
+                yield f"scores {scores} instead of {wanted}"
+            if receipt.scores[0].gated != (is_open := len(asked.open(asked.stop))):
+                yield f"{receipt.scores[0].gated} gated positions instead of {is_open}"
 
     def _wrong_failure(self, asked: Asked, receipt: Receipt) -> Iterator[str]:
         if receipt.kind not in KINDS or not receipt.message:
@@ -560,10 +564,14 @@ def simulate(
     seed: int,
     folder: Path,
     fault: Callable[[pytest.MonkeyPatch, Simulation], None] = lambda patch, simulation: None,
+    *,
+    gates: bool = False,
 ) -> Simulation:
-    """Run one seed; its findings are in the result. `fault` changes the code before."""
+    """Run one seed; its findings are in the result. `fault` changes the code before. `gates`:
+    probes gate steering.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        simulation = Simulation(seed, folder, patch)
+        simulation = Simulation(seed, folder, patch, gates=gates)
         fault(patch, simulation)
         simulation.run()
     return simulation

@@ -40,6 +40,24 @@ def test_one_failure_anywhere_fails_only_requests_that_ran(seed: int, tmp_path: 
     assert simulate(seed, tmp_path, inject(seed)).findings == []
 
 
+gated = pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=[] if seed < FEW else [pytest.mark.long]) for seed in range(60)],
+)
+
+
+@pytest.mark.timeout(120)
+@gated
+def test_gates_open_at_the_right_tokens_in_every_order(seed: int, tmp_path: Path) -> None:
+    assert simulate(seed, tmp_path, gates=True).findings == []
+
+
+@pytest.mark.timeout(120)
+@gated
+def test_one_failure_anywhere_leaves_the_gates_of_others(seed: int, tmp_path: Path) -> None:
+    assert simulate(seed, tmp_path, inject(seed), gates=True).findings == []
+
+
 @pytest.mark.parametrize("seed", [29, 78])
 def test_no_bank_edits_as_before_when_planning_fails(seed: int, tmp_path: Path) -> None:
     planning = BOUNDARIES.index((Planner, "plan_steering", False))
