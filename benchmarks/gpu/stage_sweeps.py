@@ -57,7 +57,7 @@ class Ours:
         from midstream.schemas.jobs.jobs import Job, Sampling
         from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
         from midstream.schemas.requests.source_runs import RunFiles
-        from midstream.workers.serving.sweep_requests import SweepRequests
+        from midstream.workers.serving.sweeps.requests import SweepRequests
 
         self._number += 1
         columns = [Column(str(place), [(place, place)]) for place in range(len(base))]

@@ -38,9 +38,9 @@ from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.prompts.windows import HeadAndTail
 from midstream.schemas.requests.policies import Steer, Webhook
 from midstream.storage.store import open_store
-from midstream.workers.serving import harvests as serving
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
+from midstream.workers.serving.harvests import attempt as serving
 
 SITES = {"post_block": [1, 3]}
 HEAD = Span(head_and_tail=HeadAndTail(head=2, tail=0))

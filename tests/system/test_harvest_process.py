@@ -28,8 +28,8 @@ from midstream.schemas.jobs.harvests import (
     SurveyTask,
 )
 from midstream.schemas.requests.harvest_work import Survey
-from midstream.workers.serving.harvest_cut import Document
-from midstream.workers.serving.harvest_process import EXIT_MEMORY, SourceProcess, SourceReader
+from midstream.workers.serving.harvests.cut import Document
+from midstream.workers.serving.harvests.process import EXIT_MEMORY, SourceProcess, SourceReader
 
 MIB = 1 << 20
 #: Of the process in these tests: an idle one has some 150 MiB.

@@ -22,8 +22,8 @@ from midstream.schemas.jobs.sweeps import Column, PatchWindow, SweepResult
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
 from midstream.workers.engine.protocol import EngineRequest, Progress
-from midstream.workers.serving import sweeps
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
+from midstream.workers.serving.sweeps import attempt as sweeps
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ...schemas.jobs.sweeps import UnitRecord
 from ..engine.protocol import Engine, EstimateRequest, Fetch, GradientEngine
 from ..serving.attempt import Attempt
 from ..serving.redis_retry import patiently
-from ..serving.sweep_verdict import UnverifiedUnit, verified
+from ..serving.sweeps.verdict import UnverifiedUnit, verified
 
 
 async def estimate_cells(

@@ -33,13 +33,13 @@ from ..engine.protocol import Engine, Fetch, NotYet, Progress, StoredArtifact, c
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
-from .harvests import HarvestAttempt
+from .harvests.attempt import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
 from .source_run_leases import SourceRunLeases
 from .steering import SteeringReconciler
 from .steering_leases import SteeringLease
-from .sweeps import SweepAttempt
+from .sweeps.attempt import SweepAttempt
 
 logger = logging.getLogger(__name__)
 

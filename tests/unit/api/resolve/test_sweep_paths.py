@@ -16,7 +16,7 @@ from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.source_runs import parse_row
 from midstream.schemas.requests.sweep_paths import StoredPath, reaches
 from midstream.workers.engine.protocol import EngineRequest
-from midstream.workers.serving.sweep_requests import SweepRequests
+from midstream.workers.serving.sweeps.requests import SweepRequests
 
 INFO = model(hooks=["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"])
 TO_LOGITS = {"receivers": "logits"}

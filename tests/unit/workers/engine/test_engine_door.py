@@ -26,7 +26,7 @@ from midstream.workers.engine.requests import (
     tensors_of,
     trial_request,
 )
-from midstream.workers.serving.sweep_requests import SweepRequests
+from midstream.workers.serving.sweeps.requests import SweepRequests
 
 #: file → what it calls `generate` on. The first is the one way of jobs' requests; then the engine's
 #: own, and vLLM below the engine.

@@ -14,7 +14,7 @@ from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import ZEROS, parse_row
 from midstream.schemas.requests.specs import columns_of, steering_rows
 from midstream.workers.engine.protocol import check_lengths
-from midstream.workers.serving.sweep_requests import SweepRequests
+from midstream.workers.serving.sweeps.requests import SweepRequests
 
 BASE, SOURCE = [10, 11, 12, 13], [20, 21, 22, 23, 24]
 COLUMNS = [

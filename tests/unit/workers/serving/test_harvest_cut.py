@@ -16,7 +16,7 @@ from midstream.schemas.jobs.harvests import (
     StoredHarvest,
 )
 from midstream.schemas.jobs.jobs import SamplingRequest
-from midstream.workers.serving.harvest_cut import (
+from midstream.workers.serving.harvests.cut import (
     CutSequence,
     Document,
     cut,

@@ -18,9 +18,9 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
 from midstream.storage.store import open_store
-from midstream.workers.serving import harvest_source, harvest_tables
-from midstream.workers.serving.harvest_cut import Document
-from midstream.workers.serving.harvest_source import HarvestSource as Reader
+from midstream.workers.serving.harvests import source as source_files, tables
+from midstream.workers.serving.harvests.cut import Document
+from midstream.workers.serving.harvests.source import HarvestSource as Reader
 
 #: Tokens of the fake model.
 VOCABULARY = make_tokenizer().get_vocab_size()
@@ -29,8 +29,8 @@ TEXTS = [f"document number {number} " + "x" * (number % 37) for number in range(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harvest_source, "LEAST_WEIGHT", 1)
-    monkeypatch.setattr(harvest_source, "PIECE", 1000)
+    monkeypatch.setattr(source_files, "LEAST_WEIGHT", 1)
+    monkeypatch.setattr(source_files, "PIECE", 1000)
 
 
 def reader(folder: Path, source: HarvestSource, **changes: Any) -> Reader:
@@ -185,7 +185,7 @@ def test_texts_of_a_dictionary_are_planned_by_what_they_hold(tmp_path: Path) -> 
 def test_a_document_that_is_too_large_is_named(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (harvest_source, harvest_tables):
+    for module in (source_files, tables):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1 << 20)
     write_texts(tmp_path / f"texts.{ending}", [*TEXTS[:100], "z" * (2 << 20), "after"])
     with refuses(f"texts.{ending}", match=r"line 101 is longer|row 100 has 2,097,152 bytes"):

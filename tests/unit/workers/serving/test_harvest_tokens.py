@@ -18,8 +18,8 @@ from tokenizers import (
 
 from midstream.schemas.jobs.harvests import HarvestCut, HarvestSource, StoredHarvest
 from midstream.schemas.jobs.models import TokenizerBundle
-from midstream.workers.serving import harvest_tokens
-from midstream.workers.serving.harvest_tokens import Tokens
+from midstream.workers.serving.harvests import tokens as harvest_tokens
+from midstream.workers.serving.harvests.tokens import Tokens
 
 WORDS = [
     "the",

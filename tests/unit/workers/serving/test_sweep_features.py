@@ -20,8 +20,8 @@ from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, Unit
 from midstream.schemas.requests.attributions import StoredAttribution, Verify
 from midstream.storage.formats.sae_files import reading
 from midstream.workers.gradients.engine import TransformersEngine
-from midstream.workers.serving import sweep_features
-from midstream.workers.serving.sweep_features import FeatureRows
+from midstream.workers.serving.sweeps import features as sweep_features
+from midstream.workers.serving.sweeps.features import FeatureRows
 
 #: Sums of 8 or 32 numbers of size 1, in another order.
 TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}

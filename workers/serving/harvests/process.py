@@ -21,11 +21,11 @@ from typing import IO, TypeVar
 import msgspec
 import numpy as np
 
-from ...broker.ops.orphans import die_with_parent
-from ...schemas.base.errors import MidstreamError, Problem, Translated, error_of
-from ...schemas.base.records import from_msgpack, to_msgpack
-from ...schemas.base.settings import Settings
-from ...schemas.jobs.harvests import (
+from ....broker.ops.orphans import die_with_parent
+from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
+from ....schemas.base.records import from_msgpack, to_msgpack
+from ....schemas.base.settings import Settings
+from ....schemas.jobs.harvests import (
     HarvestPlan,
     PlannedUnit,
     SourceFile,
@@ -33,9 +33,9 @@ from ...schemas.jobs.harvests import (
     SurveyEntry,
     SurveyTask,
 )
-from ...schemas.jobs.models import TokenizerBundle
-from .harvest_cut import Document
-from .harvest_source import HarvestSource
+from ....schemas.jobs.models import TokenizerBundle
+from .cut import Document
+from .source import HarvestSource
 
 #: The process's RLIMIT_DATA, which does not count mapped files. Sources that need more are refused.
 LIMIT_MIB = 2048

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from ...broker.artifacts.chat_templates import in_parts, template_environment
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64
-from ...schemas.jobs.harvests import StoredHarvest
-from ...schemas.jobs.models import TokenizerBundle
-from .harvest_cut import Document, fed, within
+from ....broker.artifacts.chat_templates import in_parts, template_environment
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64
+from ....schemas.jobs.harvests import StoredHarvest
+from ....schemas.jobs.models import TokenizerBundle
+from .cut import Document, fed, within
 
 #: Characters, of one or several texts, that are tokenised in one call: the tokenizer needs about
 #: 200 bytes of memory per character.

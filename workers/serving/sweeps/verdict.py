@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from ...broker.ledger.results.sweep_metrics import Grades, grades
-from ...schemas.jobs.receipts import Receipt
-from ...schemas.jobs.sweep_units import Node
-from ...schemas.jobs.sweeps import StoredPair
+from ....broker.ledger.results.sweep_metrics import Grades, grades
+from ....schemas.jobs.receipts import Receipt
+from ....schemas.jobs.sweep_units import Node
+from ....schemas.jobs.sweeps import StoredPair
 
 
 class UnverifiedUnit(Exception):

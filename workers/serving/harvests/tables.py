@@ -6,8 +6,8 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...schemas.base.limits import MAX_DOCUMENT_BYTES
-from ...storage.store import Handle
+from ....schemas.base.limits import MAX_DOCUMENT_BYTES
+from ....storage.store import Handle
 
 #: Rows of a Parquet file that are decoded together at most, and about how many bytes.
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20

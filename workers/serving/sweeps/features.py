@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ...schemas.artifacts.saes import StoredSae
-from ...schemas.base.settings import Settings
-from ...schemas.base.tensors import Tensor, from_numpy
-from ...schemas.jobs.sweeps import StoredSweep, Unit
-from ...schemas.requests.source_runs import RunFiles
-from ...storage.store import open_store
-from .sweep_neurons import read_rows
+from ....schemas.artifacts.saes import StoredSae
+from ....schemas.base.settings import Settings
+from ....schemas.base.tensors import Tensor, from_numpy
+from ....schemas.jobs.sweeps import StoredSweep, Unit
+from ....schemas.requests.source_runs import RunFiles
+from ....storage.store import open_store
+from .neurons import read_rows
 
 if TYPE_CHECKING:
     from ..runner.readings.sae import Autoencoder

@@ -12,17 +12,17 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ...broker.artifacts.corpora import find, missing, roots_of
-from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.limits import MAX_DOCUMENT_BYTES
-from ...schemas.base.records import to_msgpack
-from ...schemas.base.settings import Settings
-from ...schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
-from ...schemas.jobs.models import TokenizerBundle
-from ...storage.store import ArtifactStore, Distant, Handle, open_store
-from .harvest_cut import Document, fed
-from .harvest_tables import READERS
-from .harvest_tokens import Tokens, Value
+from ....broker.artifacts.corpora import find, missing, roots_of
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.limits import MAX_DOCUMENT_BYTES
+from ....schemas.base.records import to_msgpack
+from ....schemas.base.settings import Settings
+from ....schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
+from ....schemas.jobs.models import TokenizerBundle
+from ....storage.store import ArtifactStore, Distant, Handle, open_store
+from .cut import Document, fed
+from .tables import READERS
+from .tokens import Tokens, Value
 
 #: Approximate bytes of text per token.
 TOKEN_BYTES = 4

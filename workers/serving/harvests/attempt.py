@@ -12,17 +12,17 @@ from contextlib import aclosing
 
 import msgspec
 
-from ...broker.artifacts.retention import Usage
-from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.recovery.harvests import Harvests, Kept
-from ...broker.ops import metrics
-from ...broker.ops.global_capture import QUOTA_SPARE, count_skipped
-from ...schemas.base.dtypes import RowDType
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.faults import crash_point
-from ...schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
-from ...schemas.base.version import __version__
-from ...schemas.jobs.harvests import (  # fmt: skip
+from ....broker.artifacts.retention import Usage
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.recovery.harvests import Harvests, Kept
+from ....broker.ops import metrics
+from ....broker.ops.global_capture import QUOTA_SPARE, count_skipped
+from ....schemas.base.dtypes import RowDType
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.faults import crash_point
+from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.version import __version__
+from ....schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
     MANIFEST,
     CheckedFile,
@@ -36,20 +36,20 @@ from ...schemas.jobs.harvests import (  # fmt: skip
     SurveyTask,
     UnitEntry,
 )
-from ...schemas.jobs.jobs import Job, Sampling
-from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
-from ...schemas.prompts.selectors import Window
-from ...schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
-from ...schemas.requests.specs import StoredCapture
-from ...storage.shards import checked, checksum, put
-from ...storage.store import ArtifactStore, open_store
-from ..engine.admission import CellSlots
-from ..engine.protocol import Engine, EngineRequest, Fetch
-from ..engine.requests import format_request, sequence_request, tensors_of
-from .attempt import Attempt
-from .harvest_cut import CutSequence, cut, shards_of
-from .harvest_process import SURVEY_MIB, SourceProcess, SourceReader
-from .redis_retry import patiently
+from ....schemas.jobs.jobs import Job, Sampling
+from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
+from ....schemas.prompts.selectors import Window
+from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
+from ....schemas.requests.specs import StoredCapture
+from ....storage.shards import checked, checksum, put
+from ....storage.store import ArtifactStore, open_store
+from ...engine.admission import CellSlots
+from ...engine.protocol import Engine, EngineRequest, Fetch
+from ...engine.requests import format_request, sequence_request, tensors_of
+from ..attempt import Attempt
+from ..redis_retry import patiently
+from .cut import CutSequence, cut, shards_of
+from .process import SURVEY_MIB, SourceProcess, SourceReader
 
 logger = logging.getLogger(__name__)
 

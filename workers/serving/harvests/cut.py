@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...schemas.jobs.harvest_order import sampled
-from ...schemas.jobs.harvests import HarvestPositions, StoredHarvest
+from ....schemas.jobs.harvest_order import sampled
+from ....schemas.jobs.harvests import HarvestPositions, StoredHarvest
 
 #: (document, position in it, first token in the sequence, tokens)
 Span = tuple[int, int, int, int]

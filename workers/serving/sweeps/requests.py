@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from ...schemas.jobs.jobs import Job
-from ...schemas.jobs.models import ModelInfo
-from ...schemas.jobs.receipts import Receipt
-from ...schemas.jobs.sweep_units import Units
-from ...schemas.jobs.sweeps import Unit
-from ...schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
-from ...schemas.requests.source_runs import (
+from ....schemas.jobs.jobs import Job
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.receipts import Receipt
+from ....schemas.jobs.sweep_units import Units
+from ....schemas.jobs.sweeps import Unit
+from ....schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
+from ....schemas.requests.source_runs import (
     ZEROS,
     RunFile,
     RunFiles,
@@ -17,10 +17,10 @@ from ...schemas.requests.source_runs import (
     row_name,
     run_key,
 )
-from ...schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteering, dims_name
-from ...schemas.requests.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
-from ..engine.protocol import EngineRequest
-from ..engine.requests import unit_request
+from ....schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteering, dims_name
+from ....schemas.requests.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
+from ...engine.protocol import EngineRequest
+from ...engine.requests import unit_request
 
 # tags of captures; FIRST: what the receivers of a path compute in its first pass
 BASE, SOURCE, FIRST = "base", "source", "first"

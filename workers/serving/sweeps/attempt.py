@@ -14,35 +14,35 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
-from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.jobs.status import relay_alive_for
-from ...broker.ledger.jobs.sweeps import Kept, Sweeps
-from ...broker.ledger.results.attribution_cells import cells_to_compute, exact_units
-from ...broker.ledger.results.sweep_metrics import in_nats, recovered, useless_baseline
-from ...broker.ledger.results.sweep_result import sweep_cell, sweep_start, sweep_summary
-from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.faults import crash_point
-from ...schemas.base.tensors import Tensor, content_hash
-from ...schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
-from ...schemas.jobs.sweeps import (
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.jobs.status import relay_alive_for
+from ....broker.ledger.jobs.sweeps import Kept, Sweeps
+from ....broker.ledger.results.attribution_cells import cells_to_compute, exact_units
+from ....broker.ledger.results.sweep_metrics import in_nats, recovered, useless_baseline
+from ....broker.ledger.results.sweep_result import sweep_cell, sweep_start, sweep_summary
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.faults import crash_point
+from ....schemas.base.tensors import Tensor, content_hash
+from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
+from ....schemas.jobs.sweeps import (
     SHOWN_NEURONS,
     SweepCell,
     Unit,
     UnitRecord,
 )
-from ...schemas.requests.source_runs import RunFiles, parse_key
-from ...storage.store import open_store
-from ..engine.admission import CellSlots, CrowdedOut
-from ..engine.protocol import Engine, EngineRequest, Fetch
-from ..engine.ranks.collective import Quarantined
-from ..engine.requests import tensors_of
-from .attempt import Attempt, StoreUnavailable
-from .redis_retry import end_tasks, patiently
-from .source_run_leases import SourceRunLeases
-from .sweep_features import FeatureRows
-from .sweep_neurons import order_by_difference
-from .sweep_requests import SweepRequests
-from .sweep_verdict import UnverifiedUnit, refusal, verdict, verified
+from ....schemas.requests.source_runs import RunFiles, parse_key
+from ....storage.store import open_store
+from ...engine.admission import CellSlots, CrowdedOut
+from ...engine.protocol import Engine, EngineRequest, Fetch
+from ...engine.ranks.collective import Quarantined
+from ...engine.requests import tensors_of
+from ..attempt import Attempt, StoreUnavailable
+from ..redis_retry import end_tasks, patiently
+from ..source_run_leases import SourceRunLeases
+from .features import FeatureRows
+from .neurons import order_by_difference
+from .requests import SweepRequests
+from .verdict import UnverifiedUnit, refusal, verdict, verified
 
 logger = logging.getLogger(__name__)
 
