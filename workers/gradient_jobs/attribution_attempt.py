@@ -90,8 +90,8 @@ class _AttributionAttempt:
             return replace(record, reason=error.detail)
         finally:
             self._attempt.check()
-        found = await self._attempt.receipts(
-            self._ledger, [ask.request], self._engine.world, self._ledger.settings.capture_timeout_s
+        found = await self._attempt.receipts_of(
+            [ask.request], self._ledger.settings.capture_timeout_s
         )
         receipts = found.get(ask.request, [])
         try:

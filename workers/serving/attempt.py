@@ -1,27 +1,21 @@
 """One attempt at one job on this worker: its lease, its progress, and why it is being stopped."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.jobs.status import relay_alive_for
-from ...broker.ledger.jobs.sweeps import Sweeps
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Record, from_json, to_json
 from ...schemas.jobs.jobs import Event, EventKind, Job
 from ...schemas.jobs.receipts import Receipt
 from ..engine.protocol import Engine, EngineRequest, Progress
 from .progress import AttemptProgress
+from .receipts import ReceiptReader
 from .redis_retry import patiently
 from .steering_leases import SteeringLease
-
-#: How often receipts are looked for while some are awaited, and how many are read per call.
-POLL_S, POLL_REQUESTS = 0.05, 256
 
 
 class AttemptOutcome(StrEnum):
@@ -65,6 +59,7 @@ class Attempt:
     task: "asyncio.Task[object]"
     lease: SteeringLease  # on the global steering that it runs under
     progress: AttemptProgress
+    receipts: ReceiptReader
     ending: AttemptOutcome | None = None  # why it is being stopped
     detail: str = ""  # the reason for `ending`, as text
     closed: bool = False  # too late to stop it
@@ -121,27 +116,15 @@ class Attempt:
         """
         return engine.generate(ask, self.lease.steering)
 
-    async def receipts(
-        self, ledger: Ledger, requests: Iterable[int], world: int, patience_s: float
+    async def receipts_of(
+        self, requests: Iterable[int], patience_s: float
     ) -> dict[int, list[Receipt]]:
-        """Wait for the receipts of all `requests` from `world` ranks; return those that have
-        arrived once that takes longer than `patience_s`, while the relay runs.
+        """Return the receipts of `requests`, as `ReceiptReader.of` does, unless the attempt is
+        being stopped.
         """
-        remaining, since, what = set(requests), time.monotonic(), f"receipts of {self.job.id}"
-        found: dict[int, list[Receipt]] = {}
-        while remaining:
-            batch, sweeps = sorted(remaining)[:POLL_REQUESTS], Sweeps(ledger)
-            report = await patiently(partial(sweeps.receipts, self.job.id, batch, world), what)
-            found |= report
-            remaining -= report.keys()
-            self.check()
-            if remaining and not report:
-                if time.monotonic() - since > patience_s and await patiently(
-                    lambda: relay_alive_for(ledger, patience_s), what
-                ):
-                    break
-                await asyncio.sleep(POLL_S)
-        return found
+        arrived = await self.receipts.of(requests, patience_s)
+        self.check()
+        return arrived
 
     def check(self) -> None:
         """Raise CancelledError when the attempt is being stopped: asyncio's own cancellation may be

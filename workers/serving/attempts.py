@@ -35,6 +35,7 @@ from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreUnavailable
 from .harvests.attempt import HarvestAttempt
 from .progress import AttemptProgress, Totals
+from .receipts import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
 from .source_run_leases import SourceRunLeases
 from .steering import SteeringReconciler
@@ -215,7 +216,12 @@ class Attempts:
         task = asyncio.current_task()
         assert task is not None, "run_job runs as a task"
         attempt = Attempt(
-            claim.job, claim.attempt, task, lease, AttemptProgress(claim, self._worker, self.totals)
+            claim.job,
+            claim.attempt,
+            task,
+            lease,
+            AttemptProgress(claim, self._worker, self.totals),
+            ReceiptReader(self._ledger, claim.job.id, self._engine.world),
         )
         if not attempt.reported:
             lease.end()  # a resync need not wait for this attempt

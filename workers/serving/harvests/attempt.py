@@ -601,7 +601,7 @@ class HarvestAttempt:
         Raises ShardNotStored, and MidstreamError for what a rank could not do.
         """
         patience = WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
-        report = await self._attempt.receipts(self._ledger, requests, self._engine.world, patience)
+        report = await self._attempt.receipts_of(requests, patience)
         if missing := len(set(requests) - report.keys()):
             raise MidstreamError(
                 "receipts_timed_out", f"the receipts of {missing} sequences did not arrive in time"

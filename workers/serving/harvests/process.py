@@ -271,7 +271,7 @@ class Server:
         """Return the reply to a request. Raises MemoryError, which ends the process."""
         try:
             if request.survey is not None:
-                from ..surveys.survey import run_survey
+                from ...surveys.survey import run_survey
 
                 return Reply(answer=to_msgpack(run_survey(request.survey)))
             if (opening := request.opening) is not None:

@@ -19,7 +19,7 @@ from ....storage.store import open_store
 from .neurons import read_rows
 
 if TYPE_CHECKING:
-    from ..runner.readings.sae import Autoencoder
+    from ...runner.readings.sae import Autoencoder
 
 #: Patched rows that the ranks hold at a time: those of one batch of units.
 ROWS = 1024
@@ -37,7 +37,7 @@ class _Loaded:
 
     def get(self, settings: Settings, named: StoredSae) -> "Autoencoder":
         """Return it, loaded in place of another. Raises MidstreamError. Call it with `turn`."""
-        from ..runner.readings.sae import load_registered
+        from ...runner.readings.sae import load_registered
 
         if self._sae is None or self._digest != named.digest:
             self._sae = None

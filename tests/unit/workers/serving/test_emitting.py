@@ -35,7 +35,7 @@ async def test_concurrent_prompt_events_are_published_once_each() -> None:
     ledger: Any = Uneven()
     nothing: Any = None
     job: Any = SimpleNamespace(id="job_a")
-    run = Attempt(job, 1, nothing, nothing, nothing)
+    run = Attempt(job, 1, nothing, nothing, nothing, nothing)
     await asyncio.gather(
         *(
             run.emit(ledger, Event(event="output", data={"index": index}, attempt=1))
