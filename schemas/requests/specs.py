@@ -456,7 +456,7 @@ class RankSpec(Record):
     request: int  # index of the prompt in its job
     attempt: int  # fencing token
     prompt_tokens: int
-    steering: list[StoredSteering] = []
+    steering: list[StoredSteering] = []  # entries of global steering first, then the request's own
     captures: list[StoredCapture] = []  # the user's captures and global capture
     digest: str = ""  # content hash of the interventions; empty if there are none
     first_affected: int = -1  # lowest absolute position that an intervention edits; -1: none
@@ -468,8 +468,6 @@ class RankSpec(Record):
     # the worker reports where the output ends, because it detects stop strings after the ranks have
     # computed the tokens; encoded under the name that it had in earlier versions
     worker_reports_end: bool = msgspec.field(default=False, name="told_when_over")
-    # applied before `steering`; included in `digest` and in everything derived from it
-    global_steering: list[StoredSteering] = []
     global_version: int = 0  # of the global steering with which the request began
     entry: Entry | None = None  # only in requests for one token; their `digest` is unique
     grade: Grade | None = None
@@ -516,17 +514,15 @@ def touched(spec: RankSpec) -> tuple[int, int]:
     """Return the window `[first, stop)` of positions that the request's steering and captures
     select; `(0, 0)` if they select none.
     """
-    selectors = [entry.positions for entry in (*spec.global_steering, *spec.steering)] + [
-        capture.positions for capture in spec.captures
-    ]
+    selectors = [item.positions for item in (*spec.steering, *spec.captures)]
     first = min((lowest_position(item, spec.prompt_tokens) for item in selectors), default=0)
     return first, max((end_position(item, spec.prompt_tokens) for item in selectors), default=0)
 
 
 def touched_hooks(spec: RankSpec) -> set[Hook]:
     """Return the hooks of the request's steering and captures."""
-    entries = (*spec.global_steering, *spec.steering)
-    return {entry.hook for entry in entries}.union(*(capture.sites for capture in spec.captures))
+    hooks = {entry.hook for entry in spec.steering}
+    return hooks.union(*(capture.sites for capture in spec.captures))
 
 
 #: The most rows of the ranks' steering table that may edit *one token* for its own request; global

@@ -190,13 +190,13 @@ class Rig:
 
 def spec_of(request: Request) -> RankSpec:
     spec = request.tracked.spec
-    entries = spec.global_steering + spec.steering
     return msgspec.structs.replace(
         spec,
         version=__version__,
-        digest=steering_digest(entries),
+        digest=steering_digest(spec.steering),
         first_affected=min(
-            (lowest_position(entry.positions, spec.prompt_tokens) for entry in entries), default=-1
+            (lowest_position(entry.positions, spec.prompt_tokens) for entry in spec.steering),
+            default=-1,
         ),
         global_version=request.everyone.version,
     )

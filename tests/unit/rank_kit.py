@@ -135,10 +135,9 @@ class Request:
             prompt_tokens=self.prompt_tokens,
         )
         spec.captures.extend(self.captures)
-        spec.steering.extend(self.steering)
-        spec.global_steering.extend(self.everyone.at(self.prompt_tokens))
+        spec.steering.extend([*self.everyone.at(self.prompt_tokens), *self.steering])
         self.tracked = Tracked(spec)
-        self.asks = bool(spec.captures or spec.steering or spec.global_steering)
+        self.asks = bool(spec.captures or spec.steering)
 
 
 class Rank:
@@ -199,8 +198,7 @@ class Rank:
         return request
 
     def rows(self, request: Request) -> list[SteeringRow]:
-        spec = request.tracked.spec
-        return steering_rows(spec.global_steering) + steering_rows(spec.steering)
+        return steering_rows(request.tracked.spec.steering)
 
     def plan(self, *windows: tuple[Request, int, int], again: bool = True) -> bool:
         """(request, first position, how many) in batch order. Of a request that asks for nothing

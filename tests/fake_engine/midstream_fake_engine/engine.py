@@ -126,7 +126,7 @@ class FakeEngine(RankControl):
     async def _generate(
         self, ask: EngineRequest, spec: RankSpec | None
     ) -> AsyncGenerator[Progress, None]:
-        steering = [*spec.global_steering, *spec.steering] if spec is not None else []
+        steering = spec.steering if spec is not None else []
         async with self._rows.admitted(row_demand(spec)), self._slots, self._stepping():
             if (faults := self.faults.get("generate")) is not None and int(
                 faults["request"]

@@ -89,11 +89,7 @@ class FakeGrades:
         grade = spec.grade
         if grade is None:
             return []
-        edits = [
-            edit
-            for entry in (*spec.global_steering, *spec.steering)
-            for edit in self._edits(entry, token_ids)
-        ]
+        edits = [edit for entry in spec.steering for edit in self._edits(entry, token_ids)]
         if spec.entry is not None:
             self._check_entry(spec.entry.run, spec.entry.layer, token_ids, edits)
         if grade.keep:

@@ -247,13 +247,10 @@ class FakeRank:
 
     def begin(self, spec: RankSpec) -> Answer:
         """A request that is steered begins: its rows, then itself, are accounted for."""
-        steering = [*spec.global_steering, *spec.steering]
-        fits, why = self._fits(steering)
+        fits, why = self._fits(spec.steering)
         if not fits:
             return fits, why
-        self._live[spec.key] = [
-            row.key for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering))
-        ]
+        self._live[spec.key] = [row.key for row in steering_rows(spec.steering)]
         for row in self._live[spec.key]:
             self._rows[row] += 1
             if self._rows[row] == 1:
@@ -262,7 +259,7 @@ class FakeRank:
             if spec.lora.digest not in self.loras.values():
                 return False, f"adapter {spec.lora.digest[:12]} is not loaded"
             self._fold("lora", spec.job, spec.request, spec.attempt, spec.lora.digest)
-        if steering:
+        if spec.steering:
             self._fold("steer", spec.job, spec.request, spec.attempt, spec.digest)
         return _FINE
 

@@ -260,7 +260,7 @@ class FakeRanks:
     def _applied(self, finished: _Finished, pp: int) -> int:
         """Token rows that steering would have changed on a stage, over its layers."""
         rows, gates = 0, self._gates(finished, pp)
-        for entry in (*finished.spec.global_steering, *finished.spec.steering):
+        for entry in finished.spec.steering:
             layers = len(set(entry.layers) & set(self._stages[pp].tolist()))
             named = select(entry.positions, 0, len(finished.fed), len(finished.prompt))
             rows += layers * len(

@@ -153,13 +153,9 @@ def rank_steering(status: dict[str, Any]) -> RankSteering:
 
 
 def row_demand(spec: RankSpec | None) -> frozenset[RowDemand]:
-    """Returns the rows of the steering table that a request needs, its own and global ones."""
-    if spec is None:
-        return frozenset()
-    return frozenset(
-        RowDemand(row.key, row.num_vectors)
-        for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering))
-    )
+    """Returns the rows of the steering table that a request needs."""
+    rows = steering_rows(spec.steering) if spec is not None else []
+    return frozenset(RowDemand(row.key, row.num_vectors) for row in rows)
 
 
 def _pinned_rows(steering: GlobalSteering) -> frozenset[RowDemand]:

@@ -1,14 +1,9 @@
 """Which edits of a request could have reached a row."""
 
 from ....schemas.prompts.selectors import FORWARD
-from ....schemas.requests.specs import RankSpec, StoredSteering
+from ....schemas.requests.specs import RankSpec
 
 _ORDER: dict[str, int] = {hook: place for place, hook in enumerate(FORWARD)}
-
-
-def entries_of(spec: RankSpec) -> list[StoredSteering]:
-    """Return all steering entries of a request, global ones first."""
-    return [*spec.global_steering, *spec.steering]
 
 
 def precedes_edits(
@@ -20,7 +15,7 @@ def precedes_edits(
     `place`: (hook, layer), whose row is taken before its edits or `after` them; None: after the
     last layer.
     """
-    entries = entries_of(spec)
+    entries = spec.steering
     if not entries or spec.first_affected < 0 or position < spec.first_affected:
         return True
     if position > spec.first_affected or place is None:

@@ -132,5 +132,4 @@ class PreparedRows:
 
 def rows_of(packed: bytes) -> list[SteeringRow]:
     """Return the rows that a request's packed `RankSpec` needs; none if it is unreadable."""
-    spec = unpack(packed).spec
-    return [*steering_rows(spec.global_steering), *steering_rows(spec.steering)]
+    return steering_rows(unpack(packed).spec.steering)

@@ -146,11 +146,7 @@ def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
     # Cache blocks that end before the first edited position may serve other requests.
     if rows.first_position < max(spec.first_affected, 0) // block_size * block_size:
         return False
-    return all(
-        layer >= spec.entry.layer
-        for entry in (*spec.global_steering, *spec.steering)
-        for layer in entry.layers
-    )
+    return all(layer >= spec.entry.layer for entry in spec.steering for layer in entry.layers)
 
 
 class Reentry(StepPart):

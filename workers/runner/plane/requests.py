@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.prompts.selectors import select
-from ..base.attribution import entries_of
 from ..base.engine_step import Finish
 from ..edits.taints import Taints
 from ..rows.planner import Tracked
@@ -93,7 +92,7 @@ class Requests:
                 if not all(each.capture.scored for each in item.recordings.values())
             ],
             [item for item in every if item.watch is not None and not item.reported],
-            any(entries_of(item.spec) for item in every),
+            any(item.spec.steering for item in every),
         )
 
     def blame(self, error: Exception, concerned: Collection[Tracked], kind: str) -> None:

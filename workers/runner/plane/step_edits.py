@@ -38,7 +38,7 @@ class Edits(StepPart):
     def acquire(self, tracked: Tracked) -> None:
         """Acquire the table rows of a request's steering, or fail the request with the reason."""
         spec, step = tracked.spec, self._requests.step
-        needed = steering_rows(spec.global_steering) + steering_rows(spec.steering)
+        needed = steering_rows(spec.steering)
         try:
             if self._requests.taints.affects(spec, tracked.cached_tokens):
                 raise RuntimeError(TAINTED)
@@ -47,7 +47,7 @@ class Edits(StepPart):
                     f"its steering takes {most} rows of the table at one token; at most "
                     f"{ROWS_PER_TOKEN} are allowed"
                 )
-            for entry in (*spec.global_steering, *spec.steering):
+            for entry in spec.steering:
                 self._state.check_sites(entry.hook, entry.layers)
                 check_here([entry])
             tracked.set_rows(self._rows.acquire(step, needed))

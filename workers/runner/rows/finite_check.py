@@ -22,7 +22,6 @@ from ....kernels.plan import LARGEST_SIZE
 from ....schemas.prompts.selectors import select
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import RankSpec
-from ..base.attribution import entries_of
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_like
 from ..hooks.sites import Buffers, Site
@@ -266,7 +265,7 @@ def reason(spec: RankSpec, result: NonFinite) -> str:
         return f"the stream is not finite at {where}, after earlier edits of this request"
     ops = [
         FAMILY[entry.family].written
-        for entry in entries_of(spec)
+        for entry in spec.steering
         if entry.hook == result.site.hook and result.site.layer in entry.layers
         if select(entry.positions, result.position, result.position + 1, spec.prompt_tokens)
     ]

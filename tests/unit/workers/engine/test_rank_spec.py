@@ -59,19 +59,14 @@ def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> No
         template("e", Span(start=5, stop=8)),
     ]
     spec = told(4, global_steering(*entries))
-    placed = {entry.tensors[0]: entry.positions for entry in spec.global_steering}
+    placed = {entry.tensors[0]: entry.positions for entry in spec.steering}
     assert placed == {"a": "all", "b": [0, 2], "d": Window(start=2), "e": Window(start=5, stop=8)}
-    assert spec.steering == []
+    assert {entry.owner for entry in spec.steering} == {"operator"}
 
 
 def test_requests_untouched_by_global_steering_are_reported() -> None:
     spec = told(4, global_steering(template("a", [9])))
-    assert (spec.global_steering, spec.digest, spec.first_affected, spec.global_version) == (
-        [],
-        "",
-        -1,
-        7,
-    )
+    assert (spec.steering, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
 
 
 def test_first_touched_position_covers_global_and_own_entries() -> None:

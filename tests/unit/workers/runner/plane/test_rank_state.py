@@ -15,6 +15,7 @@ from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steere
 from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.requests.specs import ONES
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
 from midstream.workers.runner.base.engine_step import NewRequest
 from midstream.workers.runner.plane.data_plane import answer
@@ -94,11 +95,16 @@ def test_a_request_keeps_the_global_steering_that_it_began_under(rig: Rig) -> No
     ]
 
 
-def test_global_entries_precede_request_entries(rig: Rig) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_global_entries_precede_request_entries(rig: Rig, masked: bool) -> None:
+    """Also a masked replacement, which the ranks would apply after a full one."""
     theirs, mine = (
         msgspec.structs.replace(template(rig.vector(n)), family="replace", numbers=[1.0])
         for n in (7.0, 8.0)
     )
+    if masked:
+        tensors = [*theirs.tensors, ONES]
+        theirs = msgspec.structs.replace(theirs, family="replace_masked", tensors=tensors)
     request = Request(1, 6, 8, (), [mine.stored([2])], for_everyone(1, theirs))
     rig.step((request, 0, 6), new=[request])
     assert rig.left("pre_attn", 0)[:, 0].tolist() == [7, 7, 8, 7, 7, 7]

@@ -86,7 +86,6 @@ def test_a_step_of_cells_begins_at_the_lowest_layer_that_one_of_them_patches() -
         (cell(), *WHOLE),
         (cell(captures=[CAPTURE]), *FROM_BLOCK),
         (cell(at=[2, 1]), *FROM_BLOCK),
-        (cell(global_steering=[patch([0])]), *FROM_BLOCK),
         (cell(0), *FROM_BLOCK),
     ],
     ids=[
@@ -96,7 +95,6 @@ def test_a_step_of_cells_begins_at_the_lowest_layer_that_one_of_them_patches() -
         "shared blocks",
         "a capture",
         "patched below",
-        "everyone's below",
         "layer 0",
     ],
 )

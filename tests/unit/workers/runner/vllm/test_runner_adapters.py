@@ -390,7 +390,7 @@ def test_without_families_all_steps_are_whole(
         (Window(start=3, stop=9), (3, 9)),
     ],
 )
-@pytest.mark.parametrize("how", ["steering", "captures", "global_steering"])
+@pytest.mark.parametrize("how", ["steering", "captures"])
 def test_a_step_is_busy_only_in_the_window_that_the_request_names(
     tmp_path: Path, how: str, positions: PositionSelector, window: tuple[int, int | None]
 ) -> None:
