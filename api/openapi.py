@@ -241,9 +241,7 @@ def config(records: Records) -> OpenAPIConfig:
 
 
 def document(app: Litestar) -> bytes:
-    """Return the document in the form of `docs/openapi.json`: indented, keys sorted, so that
-    reviews show changes.
-    """
+    """Return the document, indented and with sorted keys."""
     complete = app.plugins.get(Records).complete(app.openapi_schema.to_schema(), app)
     return (
         msgspec.json.format(msgspec.json.encode(complete, order="deterministic"), indent=2) + b"\n"

@@ -28,7 +28,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "Reference": {
         "reference/python.md": reference.python,
         "reference/cli.md": reference.cli,
-        "reference/http.md": lambda: reference.http(ROOT / "docs" / "openapi.json"),
+        "reference/http.md": reference.http,
     }
 }
 #: Files whose text has links that are followed.
@@ -145,7 +145,8 @@ def main() -> None:
     source, site = WORK / "source", WORK / "site"
     shutil.rmtree(source, ignore_errors=True)
     ignored = shutil.ignore_patterns("site", "*.md")
-    shutil.copytree(ROOT / "docs", source, ignore=ignored)  # pictures, openapi.json
+    shutil.copytree(ROOT / "docs", source, ignore=ignored)  # pictures, routes.txt
+    (source / "openapi.json").write_bytes(reference.openapi())
     for page, text in pages().items():
         (source / page).parent.mkdir(parents=True, exist_ok=True)
         (source / page).write_text(text)

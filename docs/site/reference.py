@@ -5,7 +5,6 @@ HTTP from its description.
 import json
 import re
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -57,11 +56,16 @@ def cli() -> str:
     return re.sub(r"(?<!`)\[(?=[^\]`]*\])", r"\\[", written)  # `HOOK[:LAYERS]` is no link
 
 
-def http(description: Path) -> str:
-    """Every endpoint of the OpenAPI document `description`, then the shapes that they take and
-    give.
-    """
-    document = json.loads(description.read_text())
+def openapi() -> bytes:
+    """The OpenAPI document, as `python -m midstream.api --openapi` prints it."""
+    settings = import_module("midstream.schemas.base.settings").Settings()
+    app = import_module("midstream.api.app").make_app(settings)
+    return bytes(import_module("midstream.api.openapi").document(app))
+
+
+def http() -> str:
+    """Every endpoint of the OpenAPI document, then the shapes that they take and give."""
+    document = json.loads(openapi())
     parts = [
         "# HTTP endpoints",
         (
