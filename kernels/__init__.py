@@ -1,9 +1,8 @@
-"""Ops that run at a hook site inside the model's forward pass: `midstream::pair_site` and
-`midstream::single_site`.
+"""Ops that run at a hook site inside the forward pass, in PyTorch and in Triton.
 
-If the repository's root is on the path, this folder can also be imported as `kernels`, the name of
-a Hugging Face package that transformers looks for. Then the module defines nothing, so that the ops
-are not registered twice.
+They are `midstream::pair_site` and `midstream::single_site`. If the repository's root is on the
+path, this folder can also be imported as `kernels`, the name of a Hugging Face package that
+transformers looks for. Then the module defines nothing, so that the ops are not registered twice.
 """
 
 if __name__ == "midstream.kernels":

@@ -1,1 +1,1 @@
-"""The types sent over HTTP, Redis, Celery and ZeroMQ. Imports no other package of Midstream."""
+"""The types sent over HTTP, Redis, Celery and ZeroMQ; imports no other package of ours."""

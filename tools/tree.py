@@ -1,10 +1,12 @@
 """The files that the project consists of, and what each imports: for tests that hold the shape of
-the tree. Run as a program, it prints a line for each product file (`make files`).
+the tree. Run as a program, it prints a line for each product file (`make files`), or with `rooms`
+for each folder (`make rooms`).
 """
 
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -93,17 +95,29 @@ def summary(path: Path) -> str:
     return " ".join(document.partition("\n\n")[0].split())
 
 
-def rooms() -> dict[str, list[Path]]:
-    """Folder of product code → its files."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(tracked()):
-        if path.parts[0] in PACKAGES and path.suffix in (".py", ".lua"):
-            files = found.setdefault(f"{path.parent}/", [])
-            files += [] if path.name == "__init__.py" else [path]
-    return found
+def files() -> list[Path]:
+    """Product files, Lua included, without the `__init__` of rooms."""
+    return [
+        path
+        for path in sorted(tracked())
+        if path.parts[0] in PACKAGES
+        and path.suffix in (".py", ".lua")
+        and path.name != "__init__.py"
+    ]
+
+
+def rooms() -> str:
+    """A line for each folder of product code, from the docstring of its `__init__`."""
+    folders = sorted(path.parent for path in sources(*PACKAGES) if path.name == "__init__.py")
+    relative = [folder.relative_to(ROOT) for folder in folders]
+    return "".join(
+        f"{'  ' * (len(room.parts) - 1) + room.name:16} {summary(room / '__init__.py')}\n"
+        for room in relative
+    )
 
 
 if __name__ == "__main__":
-    for files in rooms().values():
-        for file in files:
-            print(f"{file}: {summary(file)}")
+    if sys.argv[1:] == ["rooms"]:
+        print(rooms(), end="")
+    else:
+        print(*(f"{file}: {summary(file)}" for file in files()), sep="\n")

@@ -1,0 +1,1 @@
+"""Resolves a request against a model."""

@@ -1,0 +1,1 @@
+"""Bodies that take time: results, event streams, OpenAI-style streams, packed captures."""

@@ -1,0 +1,1 @@
+"""What every call passes: deadlines, keys, limits per tenant, bodies, problem details."""

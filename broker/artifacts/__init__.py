@@ -1,0 +1,1 @@
+"""Finds, describes and removes a job's capture files; which files a harvest reads."""

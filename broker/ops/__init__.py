@@ -1,0 +1,1 @@
+"""Logs, metrics, traces, the Redis server and its ACLs, private files, liveness of processes."""

@@ -1,0 +1,1 @@
+"""Celery: application, messages, consumer, visibility timeout, task events for Flower."""

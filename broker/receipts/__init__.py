@@ -1,0 +1,1 @@
+"""Receipts from a rank to the ledger: outbox on the rank's disk, sender, relay, CURVE keys."""

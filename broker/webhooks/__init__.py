@@ -1,0 +1,1 @@
+"""Webhooks: outbox in Redis (scripts in `lua/`), sender, SSRF protection, signing secrets."""

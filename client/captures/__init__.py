@@ -1,0 +1,1 @@
+"""Readers and exports of captured rows."""

@@ -1,4 +1,4 @@
-"""Reads harvests: `midstream.harvest.open(uri)`, datasets for training, exports, verification."""
+"""Reads harvests: `midstream.harvest.open(uri)`, datasets, exports, verification."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

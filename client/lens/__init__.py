@@ -1,0 +1,1 @@
+"""The TransformerLens-style facade, which `midstream.lens` exports."""

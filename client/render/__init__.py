@@ -1,0 +1,1 @@
+"""Terminal output: columns and facts of each type, figures, notebooks."""

@@ -1,0 +1,1 @@
+"""`midstream up`: processes on this machine; `verify`; `doctor --plan`."""

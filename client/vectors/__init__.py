@@ -1,4 +1,4 @@
-"""Reads files of steering vectors from other tools as steering entries, and writes entries to them.
+"""Files of steering vectors in other tools' formats, read as steering entries and written.
 
 A file's format is recognised by its content. `docs/vectors.md` lists the formats, and the layers at
 which their vectors are applied.

@@ -1,0 +1,1 @@
+"""Keys, sessions, webhooks, handling."""

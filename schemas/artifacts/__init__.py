@@ -1,0 +1,1 @@
+"""Registered artifacts: what every kind has; LoRA adapters, SAEs, lenses, probes."""

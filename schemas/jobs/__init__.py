@@ -1,0 +1,1 @@
+"""Jobs, sweeps, harvests, receipts, models, the OpenAI-style bodies."""

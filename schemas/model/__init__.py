@@ -1,0 +1,1 @@
+"""Facts about a loaded model: layer kinds, attention, routing, banks."""

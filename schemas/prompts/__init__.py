@@ -1,0 +1,1 @@
+"""Prompts: conversations, images, tokens, selectors of positions."""

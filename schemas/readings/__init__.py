@@ -1,0 +1,1 @@
+"""Readings of captured rows, a file for each kind with its four forms."""

@@ -1,0 +1,1 @@
+"""The service's reports on itself: health, status, feed, compatibility."""

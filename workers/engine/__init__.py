@@ -1,0 +1,1 @@
+"""The engine protocol, and stock vLLM behind it; `requests` makes every engine request."""

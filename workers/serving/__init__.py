@@ -1,0 +1,1 @@
+"""Celery tasks to stored outputs: attempts, sweeps, harvests, steering, heartbeat."""

@@ -1,0 +1,1 @@
+"""Turns a parsed request into a job, or a 400."""

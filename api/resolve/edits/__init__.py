@@ -1,0 +1,1 @@
+"""Resolves steering, patches, features, installed ops and adapters."""

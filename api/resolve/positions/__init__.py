@@ -1,0 +1,1 @@
+"""Resolves captures (hooks, layers, positions of one prompt), windows, gates and heads."""

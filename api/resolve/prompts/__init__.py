@@ -1,0 +1,1 @@
+"""Reads prompts: the three body shapes, tokenizer, text spans, tools, formats, images."""

@@ -1,0 +1,1 @@
+"""Resolves readings of captured rows, probes and installed readers."""

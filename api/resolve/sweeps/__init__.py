@@ -1,0 +1,1 @@
+"""Plans sweeps: prompts, columns, paths, limits."""

@@ -1,0 +1,1 @@
+"""Lua scripts' arguments, the job's record, durability, tenants, the order of dispatch."""

@@ -1,0 +1,1 @@
+"""Jobs from acceptance to completion: captures, sweeps, settlement, watching; workers."""

@@ -1,0 +1,1 @@
+"""What is stored under a name: modules, source runs, probes, every kind from a folder."""

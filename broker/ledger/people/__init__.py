@@ -1,0 +1,1 @@
+"""API keys, sessions of the page, its feed."""

@@ -1,0 +1,1 @@
+"""The reaper, harvests and their streams, reconciliation of usage."""

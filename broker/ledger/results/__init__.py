@@ -1,0 +1,1 @@
+"""Views of a stored record: results, readings, sweep grids."""

@@ -1,0 +1,1 @@
+"""Answers of calls: grids, downloads, progress."""

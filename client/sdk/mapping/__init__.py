@@ -1,0 +1,1 @@
+"""`map`: a request over any number of prompts, with its retries and its cache."""

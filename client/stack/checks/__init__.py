@@ -1,0 +1,1 @@
+"""The checks that `midstream doctor`, `verify` and `demo` run."""

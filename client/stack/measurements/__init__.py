@@ -1,0 +1,1 @@
+"""The measurements of `midstream verify`: costs, rows, files, and the facts of its page."""

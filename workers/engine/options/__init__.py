@@ -1,0 +1,1 @@
+"""vLLM's options that users pass, and which are proven; settings as engine arguments."""

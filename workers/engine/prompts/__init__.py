@@ -1,0 +1,1 @@
+"""Tokenizer, images, tool calls, constraints."""

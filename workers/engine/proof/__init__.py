@@ -1,0 +1,1 @@
+"""The certificate's requests, and the comparison with transformers."""

@@ -1,0 +1,1 @@
+"""Calls to all ranks, and what they hold for requests."""

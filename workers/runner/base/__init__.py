@@ -1,0 +1,1 @@
+"""Configuration, the step as the rank sees it, memory, threads."""

@@ -1,0 +1,1 @@
+"""The certificate: proves each hook on the loaded model before traffic."""

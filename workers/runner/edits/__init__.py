@@ -1,0 +1,1 @@
+"""Edits: steering tables, source runs, installed ops."""

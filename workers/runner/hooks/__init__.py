@@ -1,0 +1,1 @@
+"""Where hook points are: architectures, discovery, installation at sites."""

@@ -1,0 +1,1 @@
+"""Weights of probes, watches, aggregates over positions, gates, decisions of policies."""

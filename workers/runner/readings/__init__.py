@@ -1,0 +1,1 @@
+"""Readings of captured rows: lens, tuned lens, features, installed readers."""

@@ -1,0 +1,1 @@
+"""What a loaded engine may be: vLLM's settings, drafters, quantisation, names inside vLLM."""

@@ -1,0 +1,1 @@
+"""What touches vLLM's step: worker class, runners, scheduler, CUDA graphs, KV blocks."""
