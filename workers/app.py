@@ -139,16 +139,8 @@ def _arguments(arguments: Sequence[str]) -> dict[str, Any]:
         metavar="NAME=VALUE",
         help="an option of vLLM; repeatable",
     )
-    parser.add_argument(
-        "--engine-unproven",
-        action="store_true",
-        help="also accept options that are not proven; results record them",
-    )
     given = parser.parse_args(arguments)
-    return {
-        "engine_options": engine_options(given.engine) or None,
-        "engine_unproven": given.engine_unproven or None,
-    }
+    return {"engine_options": engine_options(given.engine) or None}
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -43,7 +43,7 @@ def run(settings: Settings) -> None:
         use_all_cores,
     )
     from .engine.vllm import configured
-    from .runner.support.allowlist import check
+    from .runner.support.denylist import check
 
     settings = for_platform(settings)
     prepare_environment(settings)

@@ -19,13 +19,6 @@ _GIVEN = "midstream.vllm_flags"
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder for Redis data, captures and logs.")]
-Unproven = Annotated[
-    bool,
-    typer.Option(
-        "--engine-unproven",
-        help="Also pass options that are not proven; /v1/models and manifests name them.",
-    ),
-]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
@@ -82,7 +75,7 @@ def _flags() -> list[Any]:
 
     def command(**_: Any) -> None: ...
 
-    names = (*table.COMMON, *(name for name in table.ARGUMENTS if name not in table.COMMON))
+    names = (*table.COMMON, *(name for name in table.arguments() if name not in table.COMMON))
     vars(command)["__signature__"] = inspect.Signature(list(map(parameter, names)))
     app = typer.Typer(add_completion=False)
     app.command()(command)
@@ -117,7 +110,6 @@ def up(
             "--engine", metavar="NAME=VALUE", help="An option of vLLM, such as seed=1; repeatable."
         ),
     ] = None,
-    engine_unproven: Unproven = False,
     set_: Set = None,
 ) -> None:
     """Run the whole stack on this machine until Ctrl-C.
@@ -132,7 +124,6 @@ def up(
         "flower_port": flower_port,
         "global_capture": global_capture,
         "engine_options": engine_options(engine or []) or None,
-        "engine_unproven": engine_unproven or None,
     }
     _run("up", set_, options)
 
@@ -141,7 +132,6 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name.")],
     data_dir: DataDir = None,
-    engine_unproven: Unproven = False,
     set_: Set = None,
 ) -> None:
     """Run the whole stack with this model until Ctrl-C, with the flags of `vllm serve`.
@@ -154,7 +144,6 @@ def serve(
     options = {
         "model": model,
         "data_dir": str(data_dir) if data_dir else None,
-        "engine_unproven": engine_unproven or None,
     }
     _run("serve", set_, options | translated(context.meta[_GIVEN]))
 

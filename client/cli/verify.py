@@ -16,7 +16,7 @@ from ..render.findings import Report
 from ..stack.processes import sigterm_as_interrupt
 from .jobs import err, out
 from .options import overrides
-from .start import DataDir, Unproven
+from .start import DataDir
 
 #: Seconds of the timed pairs, with which the whole command takes about three minutes.
 PAIRS_S = 60.0
@@ -45,7 +45,6 @@ def verify(
         list[str] | None,
         typer.Option("--engine", metavar="NAME=VALUE", help="An option of vLLM; repeatable."),
     ] = None,
-    engine_unproven: Unproven = False,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
@@ -69,7 +68,6 @@ def verify(
             given=overrides(set_ or []),
             model=model,
             engine_options=engine_options(engine or []) or None,
-            engine_unproven=engine_unproven or None,
             data_dir=str(folder),
             **OWN,
         )

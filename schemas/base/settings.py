@@ -138,7 +138,6 @@ class Settings(Record):
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
     # vLLM's own options: the table [engine] of the file, see `workers.engine.option_check`
     engine_options: dict[str, Any] = {}
-    engine_unproven: bool = False  # also accept options whose rows were not compared
 
     # LoRA adapters
     # folder below which adapters may be registered, at the same path on API and worker machines;
@@ -169,7 +168,8 @@ class Settings(Record):
     # installed packages whose readers and ops are loaded, separated by commas; other packages are
     # not loaded
     extensions: str = ""
-    # compare rows with transformers' at start; `require`: reject a model that cannot be compared
+    # compare rows with transformers' at start; `require`: reject a model that cannot be compared,
+    # and options, versions and quantisations that are unproven
     compare: Literal["auto", "require", "off"] = "auto"
     # memory of the worker that transformers' model may use for that comparison; at most half of it
     compare_memory_gib: Positive = 16.0

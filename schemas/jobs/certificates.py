@@ -5,6 +5,9 @@ laws, and their figures.
 from ..base.records import Published
 from ..extensions import Extension
 
+#: Begins a caveat that names what no test ran with: an option, a version, a quantisation.
+UNPROVEN = "unproven: "
+
 
 class LawFigure(Published):
     """The worst figure of one law over all checked layers, rows and requests."""

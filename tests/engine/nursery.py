@@ -296,7 +296,7 @@ def main() -> None:
 
     for name in ("vllm.v1.worker.cpu_worker", "midstream.workers.runner.vllm.worker_class"):
         importlib.import_module(name)
-    seams.verify(unproven=True)
+    seams.verify()
     stand_in()
     know_models((*ARCHITECTURES, BACKEND_CLASS))
     gc.collect()

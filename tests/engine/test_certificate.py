@@ -79,22 +79,18 @@ def test_what_is_unproven_is_in_the_certificate_and_every_manifest(
     """A hook whose neighbours are not installed, and an option with which rows were not
     compared.
     """
-    host = start(
-        "llama", hooks="attn_out", engine_options={"max_logprobs": 7}, engine_unproven=True
-    )
+    host = start("llama", hooks="attn_out", engine_options={"max_logprobs": 7})
     made = certificate_of(host)
     assert (made.proven, list(made.unproven), host.info["hooks"]) == (
         [],
         ["attn_out"],
         ["attn_out"],
     )
-    assert ["max_logprobs=7" in caveat for caveat in made.caveats] == [True, False, True]
+    assert ["max_logprobs=7" in caveat for caveat in made.caveats] == [True, False, False]
     assert (
         made.caveats[1] == "attn_out is unproven: the setting hooks leaves out what would prove it"
     )
-    assert made.caveats[2].startswith(
-        "not compared with transformers: options of vLLM that are not proven"
-    )
+    assert made.caveats[2].startswith("not compared with transformers: the setting hooks")
     host.run(
         job := host.job(
             prompt_of(9), max_tokens=1, capture=capture_of([0], "all_prompt", hook="attn_out")

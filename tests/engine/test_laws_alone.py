@@ -20,7 +20,6 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "kv_cache_gib": 0.125,
     "engine_options": {"load_format": "dummy"},
-    "engine_unproven": True,
 }
 DRAWN = {"DRAW_WEIGHTS": "1"}
 pytestmark = pytest.mark.matrix

@@ -70,7 +70,6 @@ class Engine:
             self.path,
             env,
             **(options_of(Way("v1", "eager", "float32")) | settings),
-            engine_unproven=True,  # also a version with which no test ran yet
         )
 
 
@@ -125,7 +124,6 @@ def test_an_engine_does_not_start_where_a_seam_is_missing(
                     model=str(path),
                     data_dir=str(tmp_path / "data"),
                     dtype="float32",
-                    engine_unproven=True,
                 )
             ).start()
         )

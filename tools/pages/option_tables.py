@@ -9,15 +9,15 @@ import json
 import sys
 from collections.abc import Iterator
 
-from midstream.workers.engine.options.option_lists import OURS, PROVEN, UNKNOWN, WRONG
+from midstream.workers.engine.options.option_lists import OURS, PROVEN, WRONG
 from midstream.workers.engine.options.serve_flags import (
     ALSO,
-    ARGUMENTS,
     COMMON,
     NO_EFFECT,
     REFUSED,
     SETTINGS,
     SPELLINGS,
+    arguments,
     flag,
 )
 
@@ -26,18 +26,11 @@ def lists() -> Iterator[str]:
     """Yield the lists as lines of Markdown, for `docs/engine-options.md`."""
     yield "## Proven"
     yield ""
-    yield "| option | values | what it changes |"
-    yield "|---|---|---|"
-    for name, entry in sorted(PROVEN.items()):
-        values = (
-            ", ".join(f"`{json.dumps(value)}`" for value in entry.values)
-            or ", ".join(f"`{part}`" for part in entry.parts)
-            or "any"
-        )
-        yield (
-            f"| `{name}` | {values} | "
-            f"{entry.why}{f'; on a CPU nothing: {entry.on_cpu}' if entry.on_cpu else ''} |"
-        )
+    yield ", ".join(
+        f"`{name}`"
+        + (f" ({', '.join(f'`{json.dumps(value)}`' for value in values)})" if values else "")
+        for name, values in PROVEN.items()
+    )
     yield ""
     yield "## Refused: a setting of Midstream"
     yield ""
@@ -54,10 +47,6 @@ def lists() -> Iterator[str]:
             f"| {', '.join(f'`{name}`' for name in sorted(WRONG) if WRONG[name] == reason)} "
             f"| {reason} |"
         )
-    yield ""
-    yield "## Unknown"
-    yield ""
-    yield ", ".join(f"`{name}`" for name in sorted(UNKNOWN))
 
 
 def _named(setting: str) -> str:
@@ -74,7 +63,7 @@ def becomes(name: str) -> str:
         return f"nothing: {NO_EFFECT[name]}"
     if name in REFUSED:
         return f"refused: {REFUSED[name]}"
-    return f"the engine option `{name}`" + ("" if name in PROVEN else ", not proven")
+    return f"the engine option `{name}`" + ("" if name in PROVEN else ", unproven")
 
 
 def flags() -> Iterator[str]:
@@ -88,7 +77,7 @@ def flags() -> Iterator[str]:
     yield ""
     yield "| refused | why |"
     yield "|---|---|"
-    refused = [name for name in ARGUMENTS if name in REFUSED and name not in WRONG]
+    refused = [name for name in arguments() if name in REFUSED and name not in WRONG]
     for reason in dict.fromkeys(map(REFUSED.__getitem__, refused)):
         names = (f"`{flag(name)}`" for name in refused if REFUSED[name] == reason)
         yield f"| {', '.join(names)} | {reason} |"

@@ -48,7 +48,7 @@ BF16_ONLY = re.compile(r"requires BF16|expect weight to be bfloat16")
 #: are right in bf16 only.
 HELD_IN_BF16 = frozenset({"ApertusForCausalLM"})
 #: Of a class that transformers does not have: weights are drawn when the engine loads it.
-DUMMY: Mapping[str, Any] = {"engine_options": {"load_format": "dummy"}, "engine_unproven": True}
+DUMMY: Mapping[str, Any] = {"engine_options": {"load_format": "dummy"}}
 DRAWN = {"DRAW_WEIGHTS": "1"}
 
 

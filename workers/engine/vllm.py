@@ -28,6 +28,7 @@ from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.ring import Ring, plan_queue, plan_ring, plan_writers
 from ...schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ...schemas.base.version import __version__
+from ...schemas.jobs.certificates import UNPROVEN
 from ...schemas.jobs.jobs import Prompted
 from ...schemas.jobs.models import NO_TOOL_PARSER, ModelInfo, TokenizerBundle
 from ...schemas.model.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_widths
@@ -44,7 +45,7 @@ from ..runner.base.extensions import agreed, check_installed, named
 from ..runner.files.consumers import available
 from ..runner.hooks.architectures import UnsupportedArchitectureError, describe
 from ..runner.support import build_errors, seams
-from ..runner.support.allowlist import check
+from ..runner.support.denylist import check
 from ..runner.support.kernel_check import check_kernels
 from ..runner.support.quantisation import quantisation_of, refuse_gguf
 from ..runner.vllm.ring_budget import CapturedRows
@@ -80,7 +81,9 @@ from .vllm_output import OutputJoiner, refusal, sampling_params
 logger = logging.getLogger(__name__)
 
 #: Caveat of an engine that did not certify its hook points.
-UNCERTIFIED = "its hook points were not certified on the loaded model (setting certify=false)"
+UNCERTIFIED = (
+    f"{UNPROVEN}its hook points were not certified on the loaded model (setting certify=false)"
+)
 #: How often `failed` checks whether the engine is alive.
 _HEALTH_INTERVAL_S = 0.25
 
@@ -160,7 +163,7 @@ class VllmEngine(RankControl):
             check_folder(settings)
             vllm_config, images = await asyncio.to_thread(configured, settings)
             vllm_config.scheduler_config.scheduler_cls = scheduler_class(vllm_config)
-            check(vllm_config)
+            caveats += check(vllm_config)
             check_drafts(vllm_config, settings)
             quantisation = quantisation_of(vllm_config)
             if quantisation.name:
@@ -179,9 +182,10 @@ class VllmEngine(RankControl):
                 plane,
                 step_rows=ring.rows if ring else 0,
                 capture_queue_mib=_queue_mib(settings, ring),
-                caveats=[*adapter.caveats, *quantisation.caveats, *caveats],
+                caveats=[*dict.fromkeys((*adapter.caveats, *quantisation.caveats, *caveats))],
                 identity=identity,
             )
+            require_proven(settings, plane.caveats)
             if settings.tool_parser not in ("", NO_TOOLS):
                 self._tools = await asyncio.to_thread(ToolParsers, settings.tool_parser, config)
             self._formats = FormatChecker(
@@ -622,10 +626,21 @@ def _caveats(settings: Settings) -> list[str]:
     ):
         options = accepted(settings).caveats
         return [
-            *seams.verify(unproven=settings.engine_unproven),
+            *seams.verify(),
             *options,
             *([] if settings.certify else [UNCERTIFIED]),
         ]
+
+
+def require_proven(settings: Settings, caveats: Sequence[str]) -> None:
+    """Raises MidstreamError if something is unproven and the setting compare=require."""
+    unproven = [caveat for caveat in caveats if caveat.startswith(UNPROVEN)]
+    if unproven and settings.compare == "require":
+        raise MidstreamError(
+            "engine_failed",
+            "the engine did not start: the setting compare=require refuses what is "
+            + "; ".join(unproven),
+        )
 
 
 def configured(settings: Settings) -> tuple[Any, Images]:

@@ -42,13 +42,14 @@ def vllm(service: Service) -> Iterator[Finding]:
     if trouble := companions_trouble():
         yield Finding("fail", "vllm", trouble, COMPANIONS_ADVICE)
         return
-    caveats = verify(source, unproven=service.settings.engine_unproven)
+    caveats = verify(source)
+    required = service.settings.compare == "require"  # then the engine refuses what is unproven
     found = "; ".join(caveats) or f"version {source.version}"
-    yield graded("vllm", bool(caveats), found, fail=math.inf)
+    yield graded("vllm", bool(caveats), found, fail=1 if required else math.inf)
     try:
         for caveat in check_options(service.settings):
             advice = "remove it from the table [engine], or compare rows with a reference yourself"
-            yield Finding("warn", "vllm options", caveat, advice)
+            yield Finding("fail" if required else "warn", "vllm options", caveat, advice)
     except SettingsError as error:
         advice = "docs/engine-options.md lists what is accepted"
         yield Finding("fail", "vllm options", str(error), advice)

@@ -1,8 +1,8 @@
 """Checks the options that the settings pass to vLLM: names and types against vLLM's own dataclass,
-and names and values against the lists of `option_lists`.
+and against the options that are refused or proven.
 
 The check runs before weights are loaded and before any process of the engine starts.
-`workers/runner/support/allowlist.py` checks the configuration that vLLM makes of the options.
+`workers/runner/support/denylist.py` checks the configuration that vLLM makes of the options.
 """
 
 import json
@@ -23,8 +23,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from ....schemas.base.errors import Translated, suggestion
 from ....schemas.base.settings import Settings, SettingsError
+from ....schemas.jobs.certificates import UNPROVEN
 from ...runner.support.rules import is_one_of
-from .option_lists import OURS, PROVEN, UNKNOWN, WRONG
+from .option_lists import OURS, PROVEN, WRONG
 
 #: Most characters of one value in an error or a caveat.
 _SHOWN_CHARS = 120
@@ -32,7 +33,7 @@ _SHOWN_CHARS = 120
 
 @dataclass(frozen=True)
 class Accepted:
-    """Options for `AsyncEngineArgs`, and caveats that say why rows may be wrong with them."""
+    """Options for `AsyncEngineArgs`, and caveats that name the unproven ones."""
 
     options: dict[str, Any]
     caveats: list[str]
@@ -49,20 +50,13 @@ def accepted(settings: Settings) -> Accepted:
         try:
             _require_allowed(name, types)
             options[name] = _converted(name, value, types[name])
-            named = (
-                options[name].name
-                if isinstance(value, str) and isinstance(options[name], Enum)
-                else value
-            )
-            if doubt := unproven(name, named):
-                if not settings.engine_unproven:
-                    raise SettingsError(
-                        f"{doubt}: it is accepted only with `engine_unproven` "
-                        "(--engine-unproven), and results then carry a caveat"
-                    )
-                caveats.append(f"{doubt}: rows may differ from transformers'")
         except SettingsError as error:
             wrong.append(f"[engine] {name}: {error}")
+            continue
+        # an enum's member is proven by its name, which is what users write
+        named = options[name].name if isinstance(options[name], Enum) else value
+        if doubt := unproven(name, named):
+            caveats.append(UNPROVEN + doubt)
     if wrong:
         raise SettingsError("; ".join(wrong))
     return Accepted(options, caveats)
@@ -74,31 +68,20 @@ def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
     if name in WRONG:
         raise SettingsError(f"refused: {WRONG[name]}")
     if name not in types:
-        known = [item for item in types if item in PROVEN or item in UNKNOWN]
+        known = [item for item in types if item not in WRONG]
         suggested = suggestion(name, [*known, *OURS]) or "docs/engine-options.md lists all"
         raise SettingsError(f"not an option of vLLM {vllm.__version__}; {suggested}")
 
 
 def unproven(name: str, value: Any) -> str:
-    """Return why rows with this value are unproven; empty if they are proven."""
-    entry = PROVEN.get(name)
-    if entry is None:
-        return f"the engine option {name}={_shown(value)} is not proven with Midstream"
-    if entry.values and not is_one_of(value, entry.values):
-        return (
-            f"the engine option {name}={_shown(value)} is not proven with Midstream, only "
-            f"{', '.join(map(_shown, entry.values))}"
-        )
-    if (
-        entry.parts
-        and isinstance(value, dict)
-        and (rest := sorted(value.keys() - set(entry.parts)))
-    ):
-        return (
-            f"the engine option {name} with {', '.join(rest)} is not proven with "
-            f"Midstream, only with {', '.join(entry.parts)}"
-        )
-    return ""
+    """Return what of an option is unproven; empty if it is proven with this value."""
+    proven = PROVEN.get(name)
+    if proven is None:
+        return f"the engine option {name}={_shown(value)}"
+    keys = value if isinstance(value, dict) else [value]
+    if not proven or all(is_one_of(key, proven) for key in keys):
+        return ""
+    return f"the engine option {name}={_shown(value)}, proven: {', '.join(map(_shown, proven))}"
 
 
 def _converted(name: str, value: Any, kind: Any) -> Any:

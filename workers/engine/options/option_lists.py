@@ -1,27 +1,10 @@
-"""Lists of vLLM's engine options: proven with Midstream, refused, unknown.
+"""vLLM's engine options that are refused, with the reason, and those that are proven.
 
-Data only; `option_check` reads it. Every field of vLLM's `AsyncEngineArgs` is in exactly one list.
-`python -m midstream.workers.engine.options.option_lists` prints the tables between the two comments
-in `docs/engine-options.md`.
+Data only; `option_check` reads it. An option on no list is passed to vLLM, and a caveat calls it
+unproven: the certificate and the comparison with transformers decide whether the engine starts.
 """
 
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Proven:
-    """An accepted option: an engine with it gave transformers' rows at every hook, plain and
-    edited, and the same tokens.
-    """
-
-    why: str  # what the option changes
-    # the proven values (empty: all of its type); other values count as unknown
-    values: tuple[Any, ...] = ()
-    # the proven keys of an option that is a table (empty: all); other keys count as unknown
-    parts: tuple[str, ...] = ()
-    on_cpu: str = ""  # why the option changes nothing on a CPU, where the proof then says little
-
 
 #: Options that are settings of Midstream under the same name.
 _SAME = (
@@ -121,15 +104,6 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "replayssm_buffer_len",
         "use_replayssm",
     ),
-    "vLLM and Midstream would wrap the same modules, which is untested": (
-        "cpu_offload_gb",
-        "cpu_offload_params",
-        "offload_backend",
-        "offload_group_size",
-        "offload_num_in_group",
-        "offload_params",
-        "offload_prefetch_step",
-    ),
     "start one worker for each engine instead": (
         "data_parallel_address",
         "data_parallel_backend",
@@ -184,7 +158,6 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "sleep_preserve_parameter_names",
     ),
     "positions that are given as embeddings have no tokens": ("enable_prompt_embeds",),
-    "rows depend on tables next to the model, which is untested": ("engram_config",),
     "sampling parameters come with each job": ("generation_config", "override_generation_config"),
     ("settings are passed through environments and logs: set HF_TOKEN, which vLLM reads itself"): (
         "hf_token",
@@ -205,159 +178,62 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "the weights are those of the setting `model`": ("model_weights",),
     "Midstream's own class is needed": ("scheduler_cls", "worker_cls"),
     "the API tokenises with the engine's own tokenizer": ("skip_tokenizer_init", "tokens_only"),
-    "it changes which tokens are sampled, which is untested": ("watermark_config",),
+    "it changes which tokens are sampled, and no receipt would show it": ("watermark_config",),
     "the weights would change under kept rows and cached prompts": ("weight_transfer_config",),
     "it adds calls to the ranks that no receipt covers": ("worker_extension_cls",),
 }
 #: Option → why it is refused.
 WRONG: dict[str, str] = {name: reason for reason, names in _REFUSED.items() for name in names}
 
-_MEMORY = "how much memory is used, not what is computed"
-_STEPS = "which tokens a step has, not what is computed for them"
-_LOADING = "how weights are read, not which"
-_TIMEOUTS = "how long ranks wait for each other"
-_KERNELS = "which kernels compute"
-_LOGS = "what is logged"
-
-#: Option → what it changes.
-PROVEN: dict[str, Proven] = {
-    "async_scheduling": Proven(
-        "whether steps overlap", values=(False,), on_cpu="steps never overlap there"
-    ),
-    "attention_backend": Proven(
-        _KERNELS, values=("CPU_ATTN",), on_cpu="ordinary attention has one backend there"
-    ),
-    "attention_config": Proven(
-        _KERNELS, parts=("backend",), on_cpu="ordinary attention has one backend there"
-    ),
-    "code_revision": Proven("the revision of remote code on the hub"),
-    "compilation_config": Proven(_KERNELS, parts=("backend", "custom_ops", "mode")),
-    "config_format": Proven("the config's format", values=("auto", "hf")),
-    "cpu_distributed_timeout_seconds": Proven(_TIMEOUTS),
-    "disable_custom_all_reduce": Proven(_KERNELS, on_cpu="such kernels are off there"),
-    "disable_hybrid_kv_cache_manager": Proven(
-        "how layers with a window share blocks of the KV cache"
-    ),
-    "disable_sliding_window": Proven("the longest request: at most as long as the window"),
-    "distributed_timeout_seconds": Proven(_TIMEOUTS),
-    "enable_chunked_prefill": Proven(_STEPS),
-    "enable_logging_iteration_details": Proven(_LOGS),
-    "enable_shm_tensor_arena": Proven("how tensors reach other processes"),
-    "fail_on_environ_validation": Proven("whether vLLM accepts unknown VLLM_* variables"),
-    "gpu_memory_utilization": Proven(_MEMORY, on_cpu="`kv_cache_gib` decides"),
-    "hf_config_path": Proven("where the config is"),
-    "hf_overrides": Proven("the config, which is checked as if the checkpoint had it"),
-    "ir_op_priority": Proven(
-        _KERNELS, parts=("rms_norm",), on_cpu="there is no other implementation"
-    ),
-    "jit_monitor_mode": Proven(_LOGS, values=("warn",), on_cpu="only a GPU's worker reads it"),
-    "load_format": Proven("the weights' format", values=("auto", "hf", "safetensors")),
-    "long_prefill_token_threshold": Proven(_STEPS),
-    "long_prefill_token_threshold_adaptive": Proven(_STEPS),
-    "max_num_active_seqs": Proven(_STEPS),
-    "max_num_scheduled_tokens": Proven(_STEPS),
-    "model_impl": Proven("whose model code runs", values=("auto", "vllm")),
-    "model_loader_extra_config": Proven(_LOADING, parts=("enable_multithread_load", "num_threads")),
-    "optimization_level": Proven("how much is compiled", values=(0, 1, 2, 3)),
-    "performance_mode": Proven(
-        _STEPS,
-        values=("balanced", "interactivity", "throughput"),
-        on_cpu="it sizes graphs of a GPU",
-    ),
-    "prefill_schedule_interval": Proven(
-        "nothing here: only data parallel engines read it, which are refused"
-    ),
-    "prefix_caching_hash_algo": Proven("how blocks are named", values=("sha256", "sha256_cbor")),
-    "revision": Proven("the revision on the hub"),
-    "safetensors_load_strategy": Proven(_LOADING, values=("lazy", "eager", "prefetch")),
-    "safetensors_prefetch_block_size": Proven(_LOADING),
-    "safetensors_prefetch_num_threads": Proven(_LOADING),
-    "scheduler_reserve_full_isl": Proven(_STEPS),
-    "seed": Proven("what is sampled without a seed of the request's own"),
-    "stream_interval": Proven("how many tokens are returned at a time"),
-    "swa_bounded_replay": Proven(
-        "how much of a window is computed again after the prefix cache",
-        on_cpu="only DeepSeek V4.1's code for GPUs reads it",
-    ),
-    "kv_cache_dtype": Proven("how the KV cache rounds", values=("auto", "bfloat16")),
-    "tokenizer": Proven("where the tokenizer is"),
-    "tokenizer_mode": Proven("which tokenizer code runs", values=("auto", "hf")),
-    "tokenizer_revision": Proven("the tokenizer's revision on the hub"),
-    "trust_remote_code": Proven("whether code shipped with the checkpoint runs"),
-    "use_fp64_gumbel": Proven("the precision of sampling"),
-    "use_tqdm_on_load": Proven(_LOGS),
-    "watermark": Proven("how many blocks of the KV cache stay free"),
+#: Option → the values (of a table: the keys) with which an engine gave transformers' rows at every
+#: hook, plain and edited, and the same tokens; empty: all values of its type. Kept so that ordinary
+#: options have no caveat; `tests/engine/option_cases.py` has a case for each.
+PROVEN: dict[str, tuple[Any, ...]] = {
+    "async_scheduling": (False,),
+    "attention_backend": ("CPU_ATTN",),
+    "attention_config": ("backend",),
+    "code_revision": (),
+    "compilation_config": ("backend", "custom_ops", "mode"),
+    "config_format": ("auto", "hf"),
+    "cpu_distributed_timeout_seconds": (),
+    "disable_custom_all_reduce": (),
+    "disable_hybrid_kv_cache_manager": (),
+    "disable_sliding_window": (),
+    "distributed_timeout_seconds": (),
+    "enable_chunked_prefill": (),
+    "enable_logging_iteration_details": (),
+    "enable_shm_tensor_arena": (),
+    "fail_on_environ_validation": (),
+    "gpu_memory_utilization": (),
+    "hf_config_path": (),
+    "hf_overrides": (),
+    "ir_op_priority": ("rms_norm",),
+    "jit_monitor_mode": ("warn",),
+    "kv_cache_dtype": ("auto", "bfloat16"),
+    "load_format": ("auto", "hf", "safetensors"),
+    "long_prefill_token_threshold": (),
+    "long_prefill_token_threshold_adaptive": (),
+    "max_num_active_seqs": (),
+    "max_num_scheduled_tokens": (),
+    "model_impl": ("auto", "vllm"),
+    "model_loader_extra_config": ("enable_multithread_load", "num_threads"),
+    "optimization_level": (0, 1, 2, 3),
+    "performance_mode": ("balanced", "interactivity", "throughput"),
+    "prefill_schedule_interval": (),
+    "prefix_caching_hash_algo": ("sha256", "sha256_cbor"),
+    "revision": (),
+    "safetensors_load_strategy": ("lazy", "eager", "prefetch"),
+    "safetensors_prefetch_block_size": (),
+    "safetensors_prefetch_num_threads": (),
+    "scheduler_reserve_full_isl": (),
+    "seed": (),
+    "stream_interval": (),
+    "swa_bounded_replay": (),
+    "tokenizer": (),
+    "tokenizer_mode": ("auto", "hf"),
+    "tokenizer_revision": (),
+    "trust_remote_code": (),
+    "use_fp64_gumbel": (),
+    "use_tqdm_on_load": (),
+    "watermark": (),
 }
-
-#: Options whose effect on rows was not compared: accepted with `engine_unproven` only.
-UNKNOWN: frozenset[str] = frozenset(
-    (
-        "all2all_backend",
-        "allow_deprecated_quantization",
-        "cudagraph_capture_sizes",
-        "device_ids",
-        "download_dir",
-        "disable_chunked_mm_input",
-        "enable_cumem_allocator",
-        "enable_ep_weight_filter",
-        "enable_expert_parallel",
-        "expert_placement_strategy",
-        "enable_flashinfer_autotune",
-        "enable_layerwise_nvtx_tracing",
-        "enable_mamba_cache_stochastic_rounding",
-        "enable_mm_embeds",
-        "enable_trace_replay",
-        "gdn_prefill_backend",
-        "ignore_patterns",
-        "interleave_mm_strings",
-        "jit_monitor_verbose",
-        "kda_decode_backend",
-        "kda_prefill_backend",
-        "kernel_config",
-        "kv_cache_dtype_skip_layers",
-        "linear_backend",
-        "mamba_backend",
-        "mamba_block_size",
-        "mamba_cache_dtype",
-        "mamba_cache_philox_rounds",
-        "mamba_config",
-        "mamba_ssm_cache_dtype",
-        "mamba_ssu_algorithm",
-        "max_cudagraph_capture_size",
-        "max_logprobs",
-        "max_parallel_loading_workers",
-        "media_io_kwargs",
-        "mm_device_do_normalize",
-        "mm_encoder_attn_backend",
-        "mm_encoder_attn_dtype",
-        "mm_encoder_fp8_scale_path",
-        "mm_encoder_fp8_scale_save_margin",
-        "mm_encoder_fp8_scale_save_path",
-        "mm_encoder_only",
-        "mm_encoder_tp_mode",
-        "mm_hasher_algorithm",
-        "mm_ipc_gpu_memory_gb",
-        "mm_processor_cache_type",
-        "mm_processor_device",
-        "mm_processor_kwargs",
-        "mm_shm_cache_max_object_size_mb",
-        "mm_tensor_ipc",
-        "moe_backend",
-        "numa_bind",
-        "numa_bind_cpus",
-        "numa_bind_nodes",
-        "prefix_cache_retention_interval",
-        "prefix_match_unit",
-        "profiler_config",
-        "pt_load_map_location",
-        "quantization",
-        "quantization_config",
-        "renderer_num_workers",
-        "scheduling_policy",
-        "skip_mm_profiling",
-        "sparse_indexer_topk_backend",
-        "structured_outputs_config",
-        "video_pruning_method",
-        "video_pruning_rate",
-    )
-)

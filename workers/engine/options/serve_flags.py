@@ -1,19 +1,21 @@
 """Flags of `vllm serve`: what each becomes in Midstream. `midstream serve` reads these tables.
 
-A flag has the name of vLLM's argument, with dashes. One that is an engine option passes
-`option_check` like those of `--engine`. Imports no vLLM: a test compares names, spellings and
-switches with vLLM's own parser. `python -m midstream.workers.engine.options.serve_flags` prints the
-tables of `docs/coming-from-vllm-serve.md`.
+A flag has the name of vLLM's argument, with dashes. One that is in no table is an option of the
+engine if the installed vLLM's source has it, and passes `option_check` like those of `--engine`.
+Imports no vLLM, which would take seconds.
 """
 
+import ast
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from ....schemas.base.settings import Settings, SettingsError, engine_options
-from .option_lists import OURS, PROVEN, UNKNOWN, WRONG
+from ...runner.support.vllm_source import installed
+from .option_lists import OURS, WRONG
 
 #: Argument → the setting that takes its value.
 SETTINGS: dict[str, str] = {
@@ -120,14 +122,6 @@ REFUSED: dict[str, str] = (
     }
     | {name: reason for reason, names in _REFUSED.items() for name in names}
 )
-#: Every argument of `vllm serve`, in the order of their names.
-ARGUMENTS: tuple[str, ...] = tuple(
-    sorted(
-        name
-        for name in {*SETTINGS, *NO_EFFECT, *REFUSED, *PROVEN, *UNKNOWN}
-        if not name.startswith("_")
-    )
-)
 #: The flags that `midstream serve --help` lists.
 COMMON: tuple[str, ...] = (
     "host",
@@ -183,51 +177,20 @@ SPELLINGS: dict[str, str] = {
     "tensor_parallel_size": "-tp",
 }
 #: Switches whose names do not begin with `enable_` or `disable_`: `--NAME` or `--no-NAME`, without
-#: a value.
+#: a value. Those of vLLM's own server, and two that `--help` lists also without vLLM.
 _SWITCHES = frozenset(
     (
-        "aggregate_engine_logging",
         "allow_credentials",
-        "allow_deprecated_quantization",
-        "async_scheduling",
         "cohere_is_reasoning_model",
-        "cudagraph_metrics",
-        "data_parallel_external_lb",
-        "data_parallel_hybrid_lb",
-        "data_parallel_multi_port_external_lb",
-        "dcp_q_replicate",
         "enforce_eager",
         "exclude_tools_when_tool_choice_none",
-        "fail_on_environ_validation",
-        "fully_sharded_loras",
         "grpc",
         "headless",
-        "interleave_mm_strings",
-        "jit_monitor_verbose",
-        "kv_cache_metrics",
-        "kv_sharing_fast_prefill",
-        "language_model_only",
         "log_error_stack",
-        "long_prefill_token_threshold_adaptive",
-        "mm_device_do_normalize",
-        "mm_encoder_only",
-        "numa_bind",
-        "ray_workers_use_nsight",
-        "return_sampling_mask",
         "return_tokens_as_token_ids",
-        "scheduler_reserve_full_isl",
-        "skip_mm_profiling",
-        "skip_tokenizer_init",
-        "sleep_mode_offload_cudagraph",
-        "specialize_active_lora",
-        "swa_bounded_replay",
-        "tokens_only",
         "trust_remote_code",
         "trust_request_chat_template",
         "trust_request_mm_kwargs",
-        "use_fp64_gumbel",
-        "use_replayssm",
-        "use_tqdm_on_load",
     )
 )
 #: Arguments with `able_` that take a value.
@@ -244,10 +207,35 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+@cache
+def options_of_vllm() -> dict[str, bool]:
+    """Return the installed vLLM's engine options, and whether each takes no value; empty without
+    vLLM.
+    """
+    try:
+        arguments = installed().find("vllm.engine.arg_utils", "EngineArgs")
+    except ModuleNotFoundError:
+        return {}
+    assert arguments is not None
+    assert isinstance(arguments[1], ast.ClassDef)
+    return {
+        field.target.id: ast.unparse(field.annotation) in ("bool", "bool | None")
+        for field in arguments[1].body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+@cache
+def arguments() -> list[str]:
+    """Return every known argument of `vllm serve`, in the order of their names."""
+    names = {*SETTINGS, *NO_EFFECT, *REFUSED, *options_of_vllm()}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
 def is_switch(name: str) -> bool:
     """Return whether an argument takes no value."""
     named = name.startswith(("enable_", "disable_")) and name not in _NO_SWITCHES
-    return named or name in _SWITCHES
+    return named or name in _SWITCHES or options_of_vllm().get(name, False)
 
 
 def translated(given: Mapping[str, str | bool]) -> dict[str, Any]:
@@ -268,7 +256,7 @@ def translated(given: Mapping[str, str | bool]) -> dict[str, Any]:
             except msgspec.ValidationError as error:
                 wrong.append(f"{flag(name)} {value!r}: {error}")
             settings |= ALSO.get(name, {})
-        elif name in PROVEN or name in UNKNOWN:
+        elif name not in REFUSED and name not in NO_EFFECT:
             options |= (
                 {name: value} if isinstance(value, bool) else engine_options([f"{name}={value}"])
             )

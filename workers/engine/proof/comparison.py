@@ -18,7 +18,6 @@ from ....schemas.base.settings import Settings
 from ....schemas.jobs.certificates import LawFigure
 from ....schemas.prompts.selectors import HOOKS, INSIDE, Hook
 from ...runner.hooks.config_rules import as_served
-from ..options.option_check import accepted
 from .reference import NotComparableError, Reference, Tensors
 
 #: Tolerance, in multiples of the error that transformers' own model has in that dtype against
@@ -173,14 +172,13 @@ def source_of(settings: Settings, config: Any, quantization: str) -> Source:
     """Return the source that transformers reads. `config`: vLLM's `ModelConfig`; `quantization` of
     its weights, or "".
     """
-    unproven, load_format = accepted(settings).caveats, settings.engine_options.get("load_format")
+    load_format = settings.engine_options.get("load_format")
     reasons = {
         "the setting compare=off": settings.compare == "off",
         f"load_format={load_format}": load_format == "dummy",
         "the model's code is remote": config.trust_remote_code
         and hasattr(config.hf_config, "auto_map"),
         f"its weights are quantised ({quantization})": bool(quantization),
-        f"options of vLLM that are not proven ({'; '.join(unproven)})": bool(unproven),
     }
     overrides = dict(settings.engine_options.get("hf_overrides") or {})
     return Source(

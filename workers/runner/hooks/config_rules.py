@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ....schemas.jobs.certificates import UNPROVEN
+
 
 class DifferentNumbersError(ValueError):
     """vLLM would compute different numbers from transformers for this configuration; the message
@@ -65,8 +67,13 @@ EVERYWHERE: tuple[Rule, ...] = (
     ),
     Rule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
 )
-#: Architecture whose config was compared field by field → its rules.
-COMPARED: Mapping[str, tuple[Rule, ...]] = {
+_SEPARATE_HEADS = (
+    "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a "
+    "dimension of their own"
+)
+#: Architecture → its rules. Other values and other architectures are served: the comparison with
+#: transformers decides.
+RULES: Mapping[str, tuple[Rule, ...]] = {
     "GPT2LMHeadModel": (
         Rule(
             "scale_attn_weights",
@@ -83,8 +90,6 @@ COMPARED: Mapping[str, tuple[Rule, ...]] = {
         _NO_WINDOW,
     ),
     "GPTNeoXForCausalLM": (*_BACKEND, _NO_WINDOW),
-    "Gemma2ForCausalLM": (),
-    "Gemma3ForCausalLM": (),
     "GemmaForCausalLM": (
         Rule("attention_bias", (None, False), "vLLM drops the biases of attention"),
         Rule("hidden_act", ("gelu_pytorch_tanh",), "vLLM computes the tanh approximation of gelu"),
@@ -122,15 +127,6 @@ COMPARED: Mapping[str, tuple[Rule, ...]] = {
     ),
     "SmolLM3ForCausalLM": _BACKEND,
     "Starcoder2ForCausalLM": _BACKEND,
-}
-
-_SEPARATE_HEADS = (
-    "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a "
-    "dimension of their own"
-)
-#: Architectures whose configs were not compared field by field → rules for the known differences,
-#: which the survey of models in `docs/models.md` found.
-KNOWN_DIFFERENCES: Mapping[str, tuple[Rule, ...]] = {
     "BloomForCausalLM": (
         Rule(
             "model_type",
@@ -192,7 +188,24 @@ LEAST_STEP_MATTERS, LEAST_STEP_SERVED = 1e-6, 1e-3
 #: Architectures whose window has one token more in vLLM.
 WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
 
-#: The `rope_type`s and the keys of `rope_parameters` that both libraries compute alike.
+#: Architectures whose transformers model rotates whole heads; vLLM rotates a part of each if
+#: `partial_rotary_factor` is set.
+WHOLE_HEADS = frozenset(
+    {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+
+#: The `rope_type`s and the keys of `rope_parameters` that both libraries compute alike, also beyond
+#: the lengths that the comparison at start covers: others have a caveat.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = frozenset(
     (
@@ -220,10 +233,6 @@ _SECTIONS = frozenset(("mrope_section", "mrope_interleaved"))
 _ROPE_REST = frozenset(("type",))
 
 
-#: Architectures whose transformers model, like vLLM's, rotates only a part of each head if
-#: `partial_rotary_factor` is set. In the others only vLLM does.
-_PARTLY_ROTATED = frozenset({"Phi3ForCausalLM"})
-
 #: Architectures for which vLLM reorders the dimensions of each head as it loads the weights of
 #: queries and keys. Attention patterns, values and all later rows are the same.
 REORDERED = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalGeneration"})
@@ -244,8 +253,7 @@ def caveats(
     the config, interleaves the dimensions of a token's three positions; None: tokens have one
     position. Raises DifferentNumbersError for a config that is not served.
     """
-    rules = (*COMPARED.get(architecture, ()), *KNOWN_DIFFERENCES.get(architecture, ()))
-    for rule in (*EVERYWHERE, *rules):
+    for rule in (*EVERYWHERE, *RULES.get(architecture, ())):
         value = getattr(config, rule.field, None)
         if value not in rule.served and (not rule.on_cpu or _on_cpu()):
             served = " or ".join("null" if item is None else repr(item) for item in rule.served)
@@ -281,7 +289,6 @@ def caveats(
     for rope in list(_ropes(config)) or [{}]:
         if interleaved is not None:
             _require_sections(rope, interleaved)
-        compared = architecture in COMPARED
         if (
             architecture in SEPARATE_HEADS
             and rope.get("rope_type", "default") == "default"
@@ -292,9 +299,8 @@ def caveats(
                 f"{_SEPARATE_HEADS}"
             )
         if (
-            compared
+            architecture in WHOLE_HEADS
             and not backend
-            and architecture not in _PARTLY_ROTATED
             and rope.get("partial_rotary_factor") not in (None, 1.0)
         ):
             raise DifferentNumbersError(
@@ -302,7 +308,7 @@ def caveats(
                 "rotates whole heads"
             )
         keys = ROPE_KEYS if interleaved is None else ROPE_KEYS | _SECTIONS
-        reasons += _of_rope(rope, config, max_model_len, backend, keys if compared else None)
+        reasons += _of_rope(rope, config, max_model_len, backend, keys)
     return tuple(dict.fromkeys(reasons))
 
 
@@ -368,18 +374,13 @@ def _of_rope(
     config: Any,
     max_model_len: int,
     backend: bool,
-    keys: frozenset[str] | None,
+    keys: frozenset[str],
 ) -> Iterator[str]:
     kind = rope.get("rope_type", "default")
-    if keys is not None and kind not in ROPE_TYPES:
-        raise DifferentNumbersError(
-            f"rope_parameters: the rope_type {kind!r} is not served; served: "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    if keys is not None and (unknown := sorted(rope.keys() - keys - _ROPE_REST)):
-        raise DifferentNumbersError(
-            f"rope_parameters: {unknown[0]} is not served; served: {', '.join(sorted(keys))}"
-        )
+    if kind not in ROPE_TYPES:
+        yield f"{UNPROVEN}rope_parameters: the rope_type {kind!r}"
+    if unknown := sorted(rope.keys() - keys - _ROPE_REST):
+        yield f"{UNPROVEN}rope_parameters: {', '.join(unknown)}"
     if kind == "dynamic" and max_model_len > config.max_position_embeddings:
         raise DifferentNumbersError(
             "rope_parameters: with rope_type 'dynamic' vLLM computes only prompts of up to "

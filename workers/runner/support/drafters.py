@@ -1,13 +1,12 @@
-"""vLLM's methods of speculative decoding: which are served, under which conditions, and why the
-others are refused.
+"""vLLM's methods of speculative decoding: which are proven, under which conditions, and why others
+are refused.
 
-For a served method, tests on the real engine show that a request's tokens are the same as without
+For a proven method, tests on the real engine show that a request's tokens are the same as without
 drafts, that rows of accepted drafts are captured once and rows of rejected drafts never, and that
 edits reach the model but not its drafter.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,24 +16,39 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 
 from ..hooks.architectures import Adapter
 from ..hooks.sites import has_sites
-from .rules import Rule
+from .rules import Rule, Verdict, judge
 
 
 class UnsupportedDrafterError(ValueError):
     """The drafter does not fit the model."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method of speculative decoding."""
-
-    refused: str = ""  # why the method is refused; empty: it is served
-    conditions: tuple[Rule, ...] = ()
-    # served architectures of the drafting model; empty: the method has no drafting model
-    drafters: frozenset[str] = frozenset()
-
-
-_UNTESTED = "its rows and tokens have not been compared with those without drafts"
+#: Proven method → the proven architectures of its drafting model; empty: it has none.
+PROVEN: Mapping[str, frozenset[str]] = {
+    "ngram": frozenset(),
+    "eagle3": frozenset(  # names of one class
+        {
+            "Eagle3LlamaForCausalLM",
+            "LlamaForCausalLMEagle3",
+            "Eagle3MiniMaxM2ForCausalLM",
+            "Eagle3Qwen2_5vlForCausalLM",
+            "Eagle3Qwen3vlForCausalLM",
+        }
+    ),
+    "mtp": frozenset({"Glm4MoeMTPModel", "MiMoMTPModel"}),
+}
+#: Method → why it is refused.
+REFUSED: Mapping[str, str] = {
+    "ngram_gpu": "`ngram` finds the same drafts; with this name, vLLM would overlap steps",
+    "suffix": (
+        "drafts would come from the texts of other requests, so the speed of one would "
+        "reveal another's text"
+    ),
+    "custom_class": "the drafter would be code that Midstream does not know",
+    "extract_hidden_states": "it drafts nothing: use a capture",
+    "dflash": "it drafts a block at once, in rows that the scheduler does not count",
+    "dspark": "the GPU decides how many drafts a request has",
+}
 #: Conditions of every method.
 CONDITIONS = (
     Rule(
@@ -46,44 +60,27 @@ CONDITIONS = (
     Rule(
         "parallel_config.pipeline_parallel_size with speculative_config",
         (1,),
-        "untested",
-        lambda config: config.parallel_config.pipeline_parallel_size,
+        read=lambda config: config.parallel_config.pipeline_parallel_size,
     ),
     Rule(
         "speculative_config.rejection_sample_method",
         ("standard",),
-        "`synthetic` accepts tokens that the model would not choose, `block` is untested",
+        "other methods may accept tokens that the model would not choose",
     ),
-    Rule(
-        "speculative_config.draft_sample_method",
-        ("greedy",),
-        "sampled drafts are untested",
-    ),
-    Rule(
-        "speculative_config.parallel_drafting",
-        (False,),
-        "parallel drafting is untested",
-    ),
+    Rule("speculative_config.draft_sample_method", ("greedy",)),
+    Rule("speculative_config.parallel_drafting", (False,)),
     Rule(
         "speculative_config.enable_adaptive_verification",
         (False,),
         "the GPU decides how many drafts a request has",
     ),
-    Rule(
-        "speculative_config.num_speculative_tokens_per_batch_size",
-        (None,),
-        "a number of drafts that changes from step to step is untested",
-    ),
-    Rule(
-        "speculative_config.use_heterogeneous_vocab",
-        (False,),
-        "a drafter with another vocabulary is untested",
-    ),
+    Rule("speculative_config.num_speculative_tokens_per_batch_size", (None,)),
+    Rule("speculative_config.use_heterogeneous_vocab", (False,)),
 )
 #: Conditions of methods whose drafting model reads what the target computed.
-_OF_HEADS = (
-    Rule("speculative_config.use_local_argmax_reduction", (False,), "it is untested"),
-    Rule("speculative_config.disable_padded_drafter_batch", (False,), "it is untested"),
+OF_HEADS = (
+    Rule("speculative_config.use_local_argmax_reduction", (False,)),
+    Rule("speculative_config.disable_padded_drafter_batch", (False,)),
     Rule(
         "speculative_config.disable_eagle_block_drop",
         (False,),
@@ -94,114 +91,50 @@ _OF_HEADS = (
         (None, False),
         "the drafter would write to what the target reads",
     ),
-)
-_LLAMA_HEAD = (
-    "Eagle3LlamaForCausalLM",
-    "LlamaForCausalLMEagle3",
-    "Eagle3MiniMaxM2ForCausalLM",
-    "Eagle3Qwen2_5vlForCausalLM",
-    "Eagle3Qwen3vlForCausalLM",
-)  # names of one class
-_OLD_NAME = Method("vLLM calls it `mtp` now")
-METHODS: Mapping[str, Method] = {
-    "ngram": Method(),
-    "eagle3": Method(conditions=_OF_HEADS, drafters=frozenset(_LLAMA_HEAD)),
-    "mtp": Method(conditions=_OF_HEADS, drafters=frozenset({"Glm4MoeMTPModel", "MiMoMTPModel"})),
-    "ngram_gpu": Method("`ngram` finds the same drafts; with this name, vLLM would overlap steps"),
-    "eagle": Method(f"heads before EAGLE-3: {_UNTESTED}"),
-    "medusa": Method(f"the v2 runner has no Medusa heads; on the v1 runner, {_UNTESTED}"),
-    "mlp_speculator": Method("vLLM's runners no longer have it"),
-    "draft_model": Method(f"a draft model has positions and KV blocks of its own: {_UNTESTED}"),
-    "suffix": Method(
-        "drafts would come from the texts of other requests, so the speed of one would "
-        "reveal another's text"
+    Rule(
+        "speculative_config.draft_tensor_parallel_size other than tensor_parallel_size",
+        (False,),
+        read=lambda config: (
+            config.speculative_config.draft_tensor_parallel_size
+            != config.parallel_config.tensor_parallel_size
+        ),
     ),
-    "custom_class": Method("the drafter would be code that Midstream does not know"),
-    "extract_hidden_states": Method("it drafts nothing: use a capture"),
-    "dflash": Method(
-        f"it drafts a block at once, in rows that the scheduler does not count: {_UNTESTED}"
+    Rule(
+        "speculative_config with layers that have recurrent state",
+        (False,),
+        "rejected drafts would change the state",
+        lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free,
     ),
-    "dspark": Method("the GPU decides how many drafts a request has"),
-} | dict.fromkeys(
-    (
-        "bailing_hybrid_mtp",
-        "bailing_hybrid_v3_mtp",
-        "deepseek_mtp",
-        "dots3_note_mtp",
-        "ernie_mtp",
-        "exaone4_5_mtp",
-        "exaone_moe_mtp",
-        "gemma4_mtp",
-        "glm4_moe_lite_mtp",
-        "glm4_moe_mtp",
-        "glm5_next_mtp",
-        "glm_ocr_mtp",
-        "hy_v3_mtp",
-        "hy_v4_mtp",
-        "inkling_mtp",
-        "kimi_k3_mtp",
-        "longcat_flash_mtp",
-        "mimo_mtp",
-        "mimo_v2_mtp",
-        "minimax_m3_mtp",
-        "nemotron_h_mtp",
-        "pangu_ultra_moe_mtp",
-        "qwen3_5_mtp",
-        "qwen3_next_mtp",
-        "qwen4_exp_mtp",
-        "step3p5_mtp",
-    ),
-    _OLD_NAME,
 )
 
 
-def served() -> list[str]:
-    """Return the names of the served methods."""
-    return [name for name, method in METHODS.items() if not method.refused]
-
-
-def refusals(config: VllmConfig) -> list[str]:
-    """Return clauses that each name a setting of speculative decoding that is refused.
-
-    Empty without drafts.
-    """
+def verdict(config: VllmConfig) -> Verdict:
+    """Return which settings of drafts are refused or unproven; none without drafts."""
     drafting = config.speculative_config
     if drafting is None:
-        return []
-    method = METHODS.get(drafting.method or "", Method("Midstream does not know it"))
-    if method.refused:
-        return [
-            (
-                f"speculative_config.method is {drafting.method!r}, valid: "
-                f"{', '.join(served())} ({method.refused})"
-            )
-        ]
-    lines = [line for rule in (*CONDITIONS, *method.conditions) if (line := rule.refusal(config))]
-    return lines + (_of_model(config, method) if method.drafters else [])
+        return Verdict([], [])
+    method = drafting.method or ""
+    if why := REFUSED.get(method):
+        proven = ", ".join(PROVEN)
+        return Verdict([f"speculative_config.method is {method!r}, valid: {proven} ({why})"], [])
+    heads = PROVEN.get(method, frozenset())
+    found = judge((*CONDITIONS, *(OF_HEADS if heads else ())), config)
+    if method not in PROVEN:
+        found.unproven.append(
+            f"speculative_config.method is {method!r}, valid: {', '.join(PROVEN)}"
+        )
+    if heads:
+        (architecture, *_) = drafting.draft_model_config.architectures
+        found.refused.extend(_misfits(config))
+        if architecture not in heads:
+            valid = ", ".join(sorted(heads))
+            found.unproven.append(f"the drafter is a {architecture}, valid: {valid}")
+    return found
 
 
-def _of_model(config: VllmConfig, method: Method) -> list[str]:
-    """Return why a drafting model is refused, judged before its weights are read."""
+def _misfits(config: VllmConfig) -> Iterator[str]:
+    """Yield why a drafting model does not fit, judged before its weights are read."""
     drafting, target = config.speculative_config, config.model_config
-    lines = []
-    (architecture, *_) = drafting.draft_model_config.architectures
-    if architecture not in method.drafters:
-        valid = ", ".join(sorted(method.drafters))
-        lines.append(
-            f"the drafter {drafting.model} is a {architecture}, valid: {valid} (of others, "
-            "rows and tokens are untested)"
-        )
-    ranks = config.parallel_config.tensor_parallel_size
-    if drafting.draft_tensor_parallel_size != ranks:
-        lines.append(
-            "speculative_config.draft_tensor_parallel_size is "
-            f"{drafting.draft_tensor_parallel_size}, valid: {ranks} (untested)"
-        )
-    if target.is_hybrid or target.is_attention_free:
-        lines.append(
-            "the model has layers with recurrent state, which rejected drafts would change, "
-            f"valid: no drafter of method {drafting.method}"
-        )
     head = drafting.draft_model_config.hf_config
     for name, needed in (
         ("hidden_size", target.get_hidden_size()),
@@ -209,15 +142,14 @@ def _of_model(config: VllmConfig, method: Method) -> list[str]:
     ):
         trained = getattr(head, f"target_{name}", None) or getattr(head, name, needed)
         if trained != needed:
-            lines.append(
+            yield (
                 f"the drafter {drafting.model} is of a model with {name} {trained}, valid: {needed}"
             )
     if drafting.method == "eagle3" and not supports_eagle3(get_model_cls(target)):
-        lines.append(
+        yield (
             f"vLLM's {target.architectures[0]} does not provide the rows that an EAGLE-3 head "
             "reads, valid: no drafter of method eagle3"
         )
-    return lines
 
 
 def check_loaded(drafter: nn.Module | None, read: Sequence[int], adapter: Adapter) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 
@@ -14,9 +14,8 @@ class Rule:
 
     name: str
     valid: tuple[Any, ...]
-    why: str  # why other values are refused
+    why: str = ""  # why other values are refused; empty: they are unproven, which is a caveat
     read: Callable[[VllmConfig], Any] | None = None
-    since: str = ""  # first vLLM version with the setting; empty: all versions in `seams.WINDOW`
 
     def value(self, config: VllmConfig) -> Any:
         """Return the setting's value; a valid value if its section of the config is None.
@@ -32,19 +31,32 @@ class Rule:
             value = getattr(value, name)
         return value
 
-    def refusal(self, config: VllmConfig, vllm: str = "this vLLM") -> str:
-        """Return a clause that names the setting and its valid values; empty if its value is valid.
 
-        `vllm`: how the clause refers to this vLLM, if it does not have the setting.
-        """
+class Verdict(NamedTuple):
+    """Clauses that each name a setting of vLLM."""
+
+    refused: list[str]
+    unproven: list[str]
+
+
+def judge(rules: Iterable[Rule], config: VllmConfig) -> Verdict:
+    """Return which settings have refused or unproven values, with the valid ones."""
+    verdict = Verdict([], [])
+    for rule in rules:
         try:
-            value = self.value(config)
+            value = rule.value(config)
         except AttributeError:
-            return f"{self.name} is not a setting of {vllm}"
-        if is_one_of(value, self.valid):
-            return ""
-        valid = ", ".join(map(_shown, self.valid))
-        return f"{self.name} is {_shown(value)}, valid: {valid} ({self.why})"
+            # what the rule forbids may have another name in this vLLM
+            verdict.unproven.append(f"{rule.name} is not a setting of this vLLM")
+            continue
+        if is_one_of(value, rule.valid):
+            continue
+        clause = f"{rule.name} is {_shown(value)}, valid: {', '.join(map(_shown, rule.valid))}"
+        if rule.why:
+            verdict.refused.append(f"{clause} ({rule.why})")
+        else:
+            verdict.unproven.append(clause)
+    return verdict
 
 
 def is_one_of(value: Any, valid: Iterable[Any]) -> bool:

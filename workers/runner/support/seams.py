@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from ....schemas.jobs.certificates import UNPROVEN
 from .replacements import refusals, replacements
 from .seam_table import SEAMS, Seam
 from .vllm_source import Source, installed
 
-#: Versions whose runners the adapters were tested with, newest first. Other versions are refused,
-#: see `allowlist`.
-WINDOW: tuple[str, ...] = ("0.32.0",)
-#: Later versions whose source has every seam, but with whose builds no test ran: accepted with the
-#: setting `engine_unproven`, and with a caveat in manifests.
-READ: tuple[str, ...] = ("0.33.0",)
+#: Versions with which all tests ran. Others are served with a caveat if they have every seam.
+PROVEN: tuple[str, ...] = ("0.32.0",)
 
 
 class SeamError(RuntimeError):
@@ -55,36 +52,24 @@ def _missing(seams: tuple[Seam, ...]) -> tuple[str, ...]:
     return tuple(mismatches(installed()))
 
 
-def verify(source: Source | None = None, *, unproven: bool = False) -> list[str]:
-    """Return caveats for the installed vLLM; raises SeamError for an unsupported version, or one
-    that lacks seams, with all of their names.
+def of_version(version: str) -> list[str]:
+    """Return the caveat of a version of vLLM; none of a proven one."""
+    name = version.partition("+")[0]
+    proven = ", ".join(PROVEN)
+    return [] if name in PROVEN else [f"{UNPROVEN}vLLM {name}: all tests ran with {proven} only"]
 
-    `unproven`: also accept a version in `READ`.
+
+def verify(source: Source | None = None) -> list[str]:
+    """Return caveats for the installed vLLM; raises SeamError for one that lacks seams, with all of
+    their names.
     """
-    version = (source or installed()).version.partition("+")[0]
-    if version not in (*WINDOW, *READ) or (version in READ and not unproven):
-        more = (
-            (
-                ", or this one with `engine_unproven`: its source has every seam, but no test "
-                "ran with its builds"
-            )
-            if version in READ
-            else ""
-        )
-        raise SeamError(
-            f"vLLM {version} is not supported; install one of {', '.join(WINDOW)}{more} "
-            "(docs/vllm-versions.md)"
-        )
+    version = (source or installed()).version
     if result := _missing(SEAMS) if source is None else tuple(mismatches(source)):
         raise SeamError(
-            f"vLLM {version} is not built as Midstream expects (docs/vllm-versions.md): "
-            f"{'; '.join(result)}"
+            f"vLLM {version.partition('+')[0]} is not built as Midstream expects "
+            f"(docs/vllm-versions.md): {'; '.join(result)}"
         )
-    return (
-        [f"vLLM {version} has every seam, but no test ran with its builds: rows may be wrong"]
-        if version in READ
-        else []
-    )
+    return of_version(version)
 
 
 def table() -> Iterator[str]:

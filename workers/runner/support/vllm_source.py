@@ -195,11 +195,6 @@ def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
     }
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Return a version's release as numbers: `0.32.0+cpu` → (0, 32, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
 def installed() -> Source:
     """Find the vLLM of this environment without importing it. Raises ModuleNotFoundError."""
     spec = importlib.util.find_spec("vllm")

@@ -49,7 +49,7 @@ from ..readings.features import Features
 from ..readings.installed_readers import LoadedReader, load_readers
 from ..readings.readers import readers_of
 from ..support import build_errors, cpu_fp8
-from ..support.allowlist import check
+from ..support.denylist import UnsupportedConfigurationError, check
 from ..support.drafters import UnsupportedDrafterError, check_loaded
 from ..support.kernel_check import check_kernels
 from ..support.quantisation import (
@@ -102,8 +102,13 @@ class MidstreamWorker(PlatformWorker):
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        check(self.vllm_config)
+        caveats = check(self.vllm_config)
         config, model = plane_config(), self.vllm_config.model_config
+        # the ranks of another machine may have another vLLM or other variables
+        if unknown := [caveat for caveat in caveats if caveat not in config.caveats]:
+            raise UnsupportedConfigurationError(
+                f"this rank's vLLM is not configured like the worker's: {'; '.join(unknown)}"
+            )
         # both refuse models before the weights are read
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)
         quantisation = quantisation_of(self.vllm_config)

@@ -86,7 +86,7 @@ def test_ports_that_are_chosen_anywhere_are_fixed(
         (["--chat-template", "f"], 1, "--chat-template: chats are rendered with"),
         (["--port", "http"], 1, "--port 'http': Expected `int`, got `str`"),
         (["--api-key", "secret"], 1, "is not a key: ms_<12"),
-        (["--quantization", "awq"], 1, "(--engine-unproven)"),
+        (["--seed", "seven"], 1, "[engine] seed: "),
     ],
 )
 def test_serve_refuses_a_flag_before_anything_starts(

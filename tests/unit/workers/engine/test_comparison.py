@@ -200,11 +200,8 @@ def test_suspects_are_fields_that_are_not_defaults_but_no_sizes() -> None:
     [
         ({}, "", ""),
         ({"compare": "off"}, "", "the setting compare=off"),
-        (
-            {"engine_options": {"load_format": "dummy"}, "engine_unproven": True},
-            "",
-            "load_format=dummy",
-        ),
+        ({"engine_options": {"load_format": "dummy"}}, "", "load_format=dummy"),
+        ({"engine_options": {"moe_backend": "triton"}}, "", ""),
         ({}, "fp8: float8 weights", "its weights are quantised (fp8: float8 weights)"),
     ],
 )

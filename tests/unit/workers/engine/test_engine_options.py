@@ -1,5 +1,5 @@
-"""vLLM's options: found by name and type, sorted into three lists, merged from all sources, and
-stamped where they are unproven.
+"""vLLM's options: found by name and type, refused with a reason or passed, merged from all sources,
+and stamped where they are unproven.
 """
 
 from collections.abc import Callable
@@ -31,27 +31,23 @@ from midstream.workers.engine.options.option_check import accepted
 from midstream.workers.engine.options.option_lists import (
     OURS,
     PROVEN,
-    UNKNOWN,
     WRONG,
 )
+from midstream.workers.engine.vllm import require_proven
 from midstream.workers.engines import check_options, make_engine
-from midstream.workers.runner.support.allowlist import check
+from midstream.workers.runner.support.denylist import check
 
 PAGE = ROOT / "docs" / "engine-options.md"
-LISTS: dict[str, Any] = {"OURS": OURS, "WRONG": WRONG, "PROVEN": PROVEN, "UNKNOWN": UNKNOWN}
 
 
 def options(**given: Any) -> Settings:
     return Settings(model="/models/x", engine_options=given)
 
 
-def test_every_option_of_vllm_is_in_exactly_one_list() -> None:
-    sorted_in = {
-        field.name: [name for name, each in LISTS.items() if field.name in each]
-        for field in fields(AsyncEngineArgs)
-    }
-    assert {name: found for name, found in sorted_in.items() if len(found) != 1} == {}
-    assert {name for each in LISTS.values() for name in each} - set(sorted_in) == set()
+def test_every_listed_option_is_one_of_vllm_and_in_one_list() -> None:
+    listed = [*OURS, *WRONG, *PROVEN]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) - {field.name for field in fields(AsyncEngineArgs)} == set()
 
 
 def test_every_proven_option_and_value_has_a_case_on_the_engine() -> None:
@@ -59,10 +55,9 @@ def test_every_proven_option_and_value_has_a_case_on_the_engine() -> None:
     for case in CASES:
         tried.setdefault(case.option, []).append(case.value)
     assert set(tried) == set(PROVEN)
-    for name, entry in PROVEN.items():
-        assert [value for value in entry.values if value not in tried[name]] == [], name
-        parts = {part for value in tried[name] if isinstance(value, dict) for part in value}
-        assert set(entry.parts) <= parts, name
+    for name, values in PROVEN.items():
+        parts = [part for value in tried[name] if isinstance(value, dict) for part in value]
+        assert [value for value in values if value not in [*tried[name], *parts]] == [], name
 
 
 def test_our_setting_for_an_option_exists() -> None:
@@ -127,9 +122,6 @@ def test_no_proven_option_leads_to_a_refused_configuration(
         ("distributed_executor_backend", "ray", "use the setting executor"),
         ("enable_dbo", True, "divides a batch's rows"),
         ("scheduler_cls", "a.B", "Midstream's own class"),
-        ("moe_backend", "triton", "not proven.*engine_unproven"),
-        ("load_format", "dummy", 'not proven with Midstream, only "auto"'),
-        ("compilation_config", {"pass_config": {}}, "with pass_config is not proven"),
     ],
 )
 def test_what_is_refused_is_named_with_what_is_valid(name: str, value: Any, said: str) -> None:
@@ -138,13 +130,32 @@ def test_what_is_refused_is_named_with_what_is_valid(name: str, value: Any, said
     assert str(caught.value).startswith(f"[engine] {name}: ")
 
 
-def test_an_unproven_option_passes_with_a_caveat_that_names_it() -> None:
-    found = accepted(
-        Settings(engine_options={"moe_backend": "triton", "seed": 3}, engine_unproven=True)
-    )
-    assert found.options == {"moe_backend": "triton", "seed": 3}
-    (caveat,) = found.caveats
-    assert 'the engine option moe_backend="triton" is not proven' in caveat
+@pytest.mark.parametrize(
+    ("name", "value", "caveat"),
+    [
+        ("moe_backend", "triton", 'moe_backend="triton"'),
+        ("load_format", "dummy", 'load_format="dummy", proven: "auto", "hf", "safetensors"'),
+        ("compilation_config", {"pass_config": {}}, 'compilation_config={"pass_config": {}}, prov'),
+        ("compilation_config", {"backend": "eager"}, ""),
+    ],
+)
+def test_an_unproven_option_passes_with_a_caveat_that_names_it(
+    name: str, value: Any, caveat: str
+) -> None:
+    found = accepted(options(**{"seed": 3, name: value}))
+    assert found.options["seed"] == 3
+    assert set(found.options) == {"seed", name}
+    assert len(found.caveats) == bool(caveat)
+    for text in found.caveats:
+        assert text.startswith(f"unproven: the engine option {caveat}")
+
+
+def test_what_is_unproven_is_refused_if_the_settings_require_proof() -> None:
+    caveats = ["unproven: vLLM 9", "the quantised layers round their input"]
+    require_proven(Settings(), caveats)
+    require_proven(Settings(compare="require"), caveats[1:])
+    with refuses("compare=require refuses what is unproven: vLLM 9", kind="engine_failed"):
+        require_proven(Settings(compare="require"), caveats)
 
 
 def test_values_reach_vllm_with_its_own_types() -> None:
@@ -164,11 +175,6 @@ def test_the_fake_engine_takes_no_options_of_vllm() -> None:
         (
             lambda: accepted(options(sead=1, enable_dbo=True)),
             r"\[engine\] sead: .*; \[engine\] enable_dbo: ",
-        ),
-        # unproven options are taken, refused ones are not
-        (
-            lambda: accepted(Settings(engine_options={"enable_dbo": True}, engine_unproven=True)),
-            "enable_dbo",
         ),
         *(
             (lambda settings=settings: check_options(Settings(**settings)), said)

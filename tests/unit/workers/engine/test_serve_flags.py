@@ -12,17 +12,17 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from midstream.schemas.base.settings import Settings, SettingsError, load_settings
-from midstream.workers.engine.options.option_lists import PROVEN, UNKNOWN
 from midstream.workers.engine.options.serve_flags import (
     ALSO,
-    ARGUMENTS,
     COMMON,
     NO_EFFECT,
     REFUSED,
     SETTINGS,
     SPELLINGS,
+    arguments,
     flag,
     is_switch,
+    options_of_vllm,
     translated,
 )
 
@@ -38,7 +38,7 @@ def of_vllm() -> dict[str, argparse.Action]:
 
 
 def test_every_flag_of_vllm_serve_is_known(of_vllm: dict[str, argparse.Action]) -> None:
-    assert set(ARGUMENTS) - NO_FLAGS == set(of_vllm)
+    assert set(arguments()) - NO_FLAGS == set(of_vllm)
 
 
 def test_every_spelling_of_vllm_serve_is_taken(of_vllm: dict[str, argparse.Action]) -> None:
@@ -57,7 +57,7 @@ def _own(name: str) -> tuple[str, str]:
 
 def test_switches_are_those_of_vllm_serve(of_vllm: dict[str, argparse.Action]) -> None:
     known = {name for name, action in of_vllm.items() if action.nargs == 0}
-    assert {name for name in ARGUMENTS if is_switch(name)} - NO_FLAGS == known
+    assert {name for name in arguments() if is_switch(name)} - NO_FLAGS == known
 
 
 def test_every_flag_has_one_meaning() -> None:
@@ -65,13 +65,13 @@ def test_every_flag_has_one_meaning() -> None:
         "setting": SETTINGS,
         "no effect": NO_EFFECT,
         "refused": REFUSED,
-        "engine": {*PROVEN, *UNKNOWN},
     }
     found = {
-        name: [kind for kind, names in meanings.items() if name in names] for name in ARGUMENTS
+        name: [kind for kind, names in meanings.items() if name in names] for name in arguments()
     }
-    assert {name: kinds for name, kinds in found.items() if len(kinds) != 1} == {}
-    assert set(COMMON) <= set(ARGUMENTS) - set(REFUSED)
+    assert {name: kinds for name, kinds in found.items() if len(kinds) > 1} == {}
+    assert {name for name, kinds in found.items() if not kinds} <= set(options_of_vllm())
+    assert set(COMMON) <= set(arguments()) - set(REFUSED)
     known = {field.name for field in msgspec.structs.fields(Settings)}
     assert {*SETTINGS.values(), *(name for more in ALSO.values() for name in more)} <= known
     told = {name for text in REFUSED.values() for name in re.findall(r"--set (\w+)=", text)}

@@ -15,7 +15,7 @@ from tiny import CHECKPOINTS, Checkpoint
 
 from midstream.workers.runner.hooks import config_rules as fidelity
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError, describe
-from midstream.workers.runner.hooks.config_rules import COMPARED, EVERYWHERE, ROPE_KEYS
+from midstream.workers.runner.hooks.config_rules import EVERYWHERE, ROPE_KEYS, RULES
 
 
 def package(name: str) -> Path:
@@ -71,12 +71,17 @@ OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("architecture", "field"),
-    [(name, rule.field) for name, rules in COMPARED.items() for rule in (*EVERYWHERE, *rules)],
+    [
+        (name, rule.field)
+        for name, rules in RULES.items()
+        if name in OF
+        for rule in (*EVERYWHERE, *rules)
+    ],
 )
 def test_another_value_of_the_field_is_refused_by_name_with_the_served_ones(
     architecture: str, field: str
 ) -> None:
-    (rule,) = [rule for rule in (*EVERYWHERE, *COMPARED[architecture]) if rule.field == field]
+    (rule,) = [rule for rule in (*EVERYWHERE, *RULES[architecture]) if rule.field == field]
     flags = [not value for value in rule.served if isinstance(value, bool)]
     config = CHECKPOINTS[OF[architecture]].hf_config()
     setattr(config, field, flags[0] if flags else OTHER.get(field, 7))
@@ -116,29 +121,35 @@ def test_longrope_beyond_the_original_length_is_served_with_a_caveat() -> None:
         ("llama", {"rope_type": "dynamic", "factor": 2.0}, "set max_model_len to 4096"),
         (
             "llama",
-            {"rope_type": "default", "mrope_section": [8, 4, 4]},
-            "mrope_section is not served",
-        ),
-        (
-            "llama",
             {"rope_type": "default", "partial_rotary_factor": 0.5},
             "partial_rotary_factor is not served",
         ),
-        (
-            "gemma3",
-            {"full_attention": {"rope_type": "default", "use_fope": True}},
-            "use_fope is not served",
-        ),
-        ("llama", {"rope_type": "ntk", "factor": 2.0}, "rope_type 'ntk' is not served"),
     ],
 )
 def test_a_rotary_embedding_that_is_computed_otherwise_is_refused(
     name: str, rope: dict[str, Any], match: str
 ) -> None:
     config = CHECKPOINTS[name].hf_config()
-    config.rope_parameters = {"rope_theta": 10000.0, **rope} if name != "gemma3" else rope
+    config.rope_parameters = {"rope_theta": 10000.0, **rope}
     with pytest.raises(UnsupportedArchitectureError, match=match):
         describe(CHECKPOINTS[name].architecture, config, 5000)
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "caveat"),
+    [
+        ("llama", {"rope_type": "default", "mrope_section": [8, 4, 4]}, "mrope_section"),
+        ("gemma3", {"full_attention": {"rope_type": "default", "use_fope": True}}, "use_fope"),
+        ("llama", {"rope_type": "ntk", "factor": 2.0}, "the rope_type 'ntk'"),
+    ],
+)
+def test_a_rotary_embedding_that_no_test_ran_with_has_a_caveat(
+    name: str, rope: dict[str, Any], caveat: str
+) -> None:
+    config = CHECKPOINTS[name].hf_config()
+    config.rope_parameters = rope
+    found = describe(CHECKPOINTS[name].architecture, config, 5000).caveats
+    assert found == (f"unproven: rope_parameters: {caveat}",)
 
 
 @pytest.mark.parametrize(

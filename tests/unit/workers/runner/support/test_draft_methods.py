@@ -23,43 +23,15 @@ from midstream.workers.engine.options.engine_arguments import engine_options
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support.drafters import (
     CONDITIONS,
-    METHODS,
+    OF_HEADS,
+    PROVEN,
+    REFUSED,
     UnsupportedDrafterError,
     check_loaded,
-    refusals,
-    served,
+    verdict,
 )
 from midstream.workers.runner.support.rules import Rule
 
-#: Fields of vLLM's `SpeculativeConfig` that say how much or how fast, or that belong to a method
-#: that is refused.
-HARMLESS = {
-    "enforce_eager",
-    "num_speculative_tokens",
-    "model",
-    "tensor_parallel_size",
-    "quantization",
-    "moe_backend",
-    "attention_backend",
-    "kv_cache_dtype",
-    "max_model_len",
-    "revision",
-    "code_revision",
-    "prompt_lookup_max",
-    "prompt_lookup_min",
-    "target_model_config",
-    "target_parallel_config",
-    "draft_model_config",
-    "draft_parallel_config",
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-    "draft_load_config",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-    "dspark_draft_topk",
-}
 #: Of a served method another value of each field that has a condition.
 OTHER_VALUES: dict[str, Any] = {
     "rejection_sample_method": "block",
@@ -77,7 +49,7 @@ ARCHITECTURE = {"eagle3": "LlamaForCausalLMEagle3", "mtp": "MiMoMTPModel"}
 
 
 def drafting(method: str, **options: Any) -> Any:
-    """vLLM's config with drafts, as far as `refusals` reads it; whole ones ask for checkpoints."""
+    """vLLM's config with drafts, as far as `verdict` reads it; whole ones ask for checkpoints."""
     head = SimpleNamespace(hidden_size=16, vocab_size=32, **options.pop("head", {}))
     model = SimpleNamespace(
         architectures=[options.pop("architecture", ARCHITECTURE.get(method))], hf_config=head
@@ -108,30 +80,18 @@ def _target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafters, "get_model_cls", lambda _: LlamaForCausalLM)
 
 
-def test_every_method_of_vllm_is_served_or_refused_with_a_reason() -> None:
-    assert set(METHODS) == set(get_args(SpeculativeMethod))
-    assert served() == ["ngram", "eagle3", "mtp"]
-    for name, method in METHODS.items():
-        found = refusals(drafting(name))
-        assert bool(found) == bool(method.refused)
-        if method.refused:
-            assert (
-                f"speculative_config.method is '{name}', valid: ngram, eagle3, mtp "
-                f"({method.refused})"
-            ) in found
-
-
-def test_a_method_of_a_later_vllm_is_refused() -> None:
-    assert refusals(drafting("of a later version")) == [
-        (
-            "speculative_config.method is 'of a later version', valid: ngram, eagle3, mtp "
-            "(Midstream does not know it)"
-        )
-    ]
+@pytest.mark.parametrize("method", [*PROVEN, *REFUSED, "draft_model", "of a later version"])
+def test_a_method_is_proven_refused_with_a_reason_or_unproven(method: str) -> None:
+    found = verdict(drafting(method))
+    clause = f"speculative_config.method is '{method}', valid: ngram, eagle3, mtp"
+    why = REFUSED.get(method)
+    assert found.refused == ([f"{clause} ({why})"] if why else [])
+    assert found.unproven == ([] if why or method in PROVEN else [clause])
+    assert {*PROVEN, *REFUSED} <= set(get_args(SpeculativeMethod))
 
 
 def test_without_drafts_nothing_is_refused() -> None:
-    assert refusals(SimpleNamespace(speculative_config=None)) == []  # type: ignore[arg-type]
+    assert verdict(SimpleNamespace(speculative_config=None)) == ([], [])  # type: ignore[arg-type]
 
 
 def option_of(rule: Rule) -> str:
@@ -140,42 +100,41 @@ def option_of(rule: Rule) -> str:
     return name if section == "speculative_config" else ""
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3", "mtp"])
-def test_another_value_of_each_option_is_refused_by_name(method: str) -> None:
-    conditions = {option_of(rule): rule for rule in (*CONDITIONS, *METHODS[method].conditions)}
-    del conditions[""]
-    assert conditions.keys() <= set(OTHER_VALUES)
+@pytest.mark.parametrize("method", PROVEN)
+def test_another_value_of_each_option_is_refused_or_unproven_by_name(method: str) -> None:
+    rules = (*CONDITIONS, *(OF_HEADS if PROVEN[method] else ()))
+    conditions = {name: rule for rule in rules if (name := option_of(rule)) in OTHER_VALUES}
+    assert conditions.keys() == set(OTHER_VALUES) - (
+        set() if PROVEN[method] else {option_of(rule) for rule in OF_HEADS}
+    )
     for name, condition in conditions.items():
-        (found,) = refusals(drafting(method, **{name: OTHER_VALUES[name]}))
-        assert found.startswith(f"speculative_config.{name} is {OTHER_VALUES[name]!r}, valid: ")
-        assert condition.why in found
+        found = verdict(drafting(method, **{name: OTHER_VALUES[name]}))
+        (clause,) = found.refused if condition.why else found.unproven
+        assert [*found.refused, *found.unproven] == [clause]
+        assert clause.startswith(f"speculative_config.{name} is {OTHER_VALUES[name]!r}, valid: ")
+        assert condition.why in clause
 
 
-def test_every_option_of_vllm_has_a_condition_or_is_harmless() -> None:
-    ruled = {
-        option_of(condition)
-        for method in METHODS.values()
-        for condition in (*CONDITIONS, *method.conditions)
-    } - {""}
-    ruled |= {"method", "draft_tensor_parallel_size"}
-    assert ruled == {"method", "draft_tensor_parallel_size", *OTHER_VALUES}
-    assert {field.name for field in fields(SpeculativeConfig)} == ruled | HARMLESS  # type: ignore[arg-type]
-    assert not ruled & HARMLESS
-
-
-def test_an_option_that_vllm_no_longer_has_is_refused() -> None:
+def test_an_option_that_vllm_no_longer_has_is_unproven() -> None:
     config = drafting("eagle3")
     del config.speculative_config.disable_eagle_block_drop
-    assert refusals(config) == [
-        "speculative_config.disable_eagle_block_drop is not a setting of this vLLM"
-    ]
+    assert verdict(config) == (
+        [],
+        ["speculative_config.disable_eagle_block_drop is not a setting of this vLLM"],
+    )
+
+
+def clauses(config: Any) -> list[str]:
+    """What is refused or unproven."""
+    found = verdict(config)
+    return [*found.refused, *found.unproven]
 
 
 def test_steps_that_overlap_are_refused_with_every_drafter() -> None:
-    for method in served():
+    for method in PROVEN:
         config = drafting(method)
         config.scheduler_config.async_scheduling = True
-        (found,) = refusals(config)
+        (found,) = clauses(config)
         assert (
             "async_scheduling is True, valid: False (positions are known only on the GPU" in found
         )
@@ -188,20 +147,23 @@ def test_steps_that_overlap_are_refused_with_every_drafter() -> None:
             {"architecture": "Eagle3DeepseekV2ForCausalLM"},
             "is a Eagle3DeepseekV2ForCausalLM, valid: Eagle3LlamaForCausalLM, ",
         ),
-        ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2, valid: 1"),
+        (
+            {"draft_tensor_parallel_size": 2},
+            "other than tensor_parallel_size is True, valid: False",
+        ),
         ({"head": {"target_hidden_size": 64}}, "is of a model with hidden_size 64, valid: 16"),
         ({"head": {"target_vocab_size": 64}}, "is of a model with vocab_size 64, valid: 32"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(alter: dict[str, Any], message: str) -> None:
-    (found,) = refusals(drafting("eagle3", **alter))
+    (found,) = clauses(drafting("eagle3", **alter))
     assert message in found
 
 
 @pytest.mark.parametrize(
     ("section", "value", "message"),
     [
-        ("model_config.is_hybrid", True, "layers with recurrent state"),
+        ("model_config.is_hybrid", True, "layers that have recurrent state"),
         (
             "parallel_config.pipeline_parallel_size",
             2,
@@ -215,7 +177,7 @@ def test_a_model_that_a_head_cannot_serve_is_refused(
     config = drafting("eagle3")
     part, name = section.split(".")
     setattr(getattr(config, part), name, value)
-    (found,) = refusals(config)
+    (found,) = clauses(config)
     assert message in found
 
 
@@ -225,7 +187,7 @@ def test_a_model_that_keeps_no_streams_for_a_head_is_refused(
     from midstream.workers.runner.support import drafters
 
     monkeypatch.setattr(drafters, "get_model_cls", lambda _: nn.Module)
-    (found,) = refusals(drafting("eagle3"))
+    (found,) = verdict(drafting("eagle3")).refused
     assert "LlamaForCausalLM does not provide the rows that an EAGLE-3 head reads" in found
 
 

@@ -1,24 +1,24 @@
-"""vLLM settings that Midstream's rows depend on, with the values that are known to be right; all
-other values are refused.
+"""Settings of vLLM with which Midstream's rows would be wrong: they are refused by name.
 
-A setting is listed because other values split, reorder, pad or skip rows of a batch, compute rows
-that the scheduler did not count, or replace code that the adapters wrap. No setting of Midstream
-leads to a refused value; a vLLM plug-in, an environment variable or the default of a later version
-may.
+A setting is listed because its other values split, reorder, pad or skip rows of a batch, compute
+rows that the scheduler did not count, or replace code that the adapters wrap; or because the
+certificate could not show that rows are wrong. No setting of Midstream leads to a refused value; a
+vLLM plug-in, an environment variable or the default of a later version may.
 """
 
 import vllm
-from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 
-from .drafters import refusals
-from .rules import Rule
-from .seams import READ, WINDOW
-from .vllm_source import release
+from ....schemas.jobs.certificates import UNPROVEN
+from . import drafters, seams
+from .rules import Rule, judge
 
 _SPLIT = "it divides a batch's rows between passes or ranks"
 _STATE = "it changes what a block of the KV cache holds, or where it is"
 _SEVERAL = "start one worker for each engine instead"
 _OURS = "Midstream's own class is needed"
+#: The certificate runs without adapters, so it says nothing about rows with them.
+_ADAPTERS = "untested, and the certificate runs without adapters"
 
 
 class UnsupportedConfigurationError(ValueError):
@@ -26,12 +26,6 @@ class UnsupportedConfigurationError(ValueError):
 
 
 RULES = (
-    Rule(
-        "vllm.__version__",
-        (*WINDOW, *READ),
-        "the adapters were tested with these versions: docs/vllm-versions.md",
-        lambda _: vllm.__version__.partition("+")[0],
-    ),
     # Rows of a batch
     Rule("parallel_config.enable_dbo", (False,), _SPLIT),
     Rule("parallel_config.ubatch_size", (0, 1), _SPLIT),
@@ -39,7 +33,7 @@ RULES = (
     Rule("parallel_config.decode_context_parallel_size", (1,), _STATE),
     Rule("parallel_config.data_parallel_size", (1,), _SEVERAL),
     Rule("parallel_config.use_sequence_parallel_moe", (False,), _SPLIT),
-    Rule("parallel_config.enable_hc_sp", (False,), _SPLIT, since="0.32.0"),
+    Rule("parallel_config.enable_hc_sp", (False,), _SPLIT),
     Rule("parallel_config.enable_eplb", (False,), "experts move between ranks"),
     Rule("parallel_config.enable_elastic_ep", (False,), "ranks come and go"),
     Rule("parallel_config.enable_fault_tolerance", (False,), "ranks come and go"),
@@ -48,7 +42,7 @@ RULES = (
         (False, None),
         "no rank has all logits of a step to grade",
     ),
-    Rule("parallel_config.distributed_executor_backend", ("mp", "uni", "ray", None), "untested"),
+    Rule("parallel_config.distributed_executor_backend", ("mp", "uni", "ray", None)),
     Rule(
         "parallel_config.worker_cls",
         ("midstream.workers.runner.vllm.worker_class.MidstreamWorker",),
@@ -73,17 +67,17 @@ RULES = (
         "the upper layers compute only the last row of a prompt",
     ),
     # LoRA
-    Rule("lora_config.fully_sharded_loras", (False,), "untested"),
+    Rule("lora_config.fully_sharded_loras", (False,), _ADAPTERS),
     Rule("lora_config.target_modules", (None,), "adapters would be applied in part"),
     Rule(
         "lora_config.default_mm_loras",
         (None,),
         "requests would get an adapter that they did not name",
     ),
-    Rule("lora_config.enable_tower_connector_lora", (False,), "untested"),
-    Rule("lora_config.specialize_active_lora", (False,), "untested"),
-    Rule("lora_config.enable_mixed_moe_lora_format", (False,), "adapters of experts are untested"),
-    Rule("lora_config.enable_moe_shared_loras", (False,), "adapters of experts are untested"),
+    Rule("lora_config.enable_tower_connector_lora", (False,), _ADAPTERS),
+    Rule("lora_config.specialize_active_lora", (False,), _ADAPTERS),
+    Rule("lora_config.enable_mixed_moe_lora_format", (False,), _ADAPTERS),
+    Rule("lora_config.enable_moe_shared_loras", (False,), _ADAPTERS),
     Rule(
         "lora_config.max_lora_cls_labels",
         (None,),
@@ -101,7 +95,7 @@ RULES = (
     Rule(
         "lora_config with compilation or graphs",
         (False,),
-        "adapters are tested in eager forwards only: set enforce_eager",
+        f"with compilation, adapters are {_ADAPTERS}: set enforce_eager",
         lambda config: config.lora_config is not None and not config.model_config.enforce_eager,
     ),
     Rule(
@@ -113,7 +107,7 @@ RULES = (
     Rule(
         "lora_config with a quantised model",
         (False,),
-        "adapters on quantised weights are untested",
+        _ADAPTERS,
         lambda config: (
             config.lora_config is not None and config.model_config.quantization is not None
         ),
@@ -121,7 +115,7 @@ RULES = (
     Rule(
         "lora_config with speculative_config",
         (False,),
-        "adapters together with drafts are untested",
+        _ADAPTERS,
         lambda config: config.lora_config is not None and config.speculative_config is not None,
     ),
     Rule(
@@ -162,7 +156,6 @@ RULES = (
     ),
     Rule("model_config.enable_sleep_mode", (False,), "the hook sites' buffers leave the device"),
     Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
-    Rule("engram_config", (None,), "untested"),
     # State outside the batch
     Rule(
         "kv_transfer_config",
@@ -184,36 +177,13 @@ RULES = (
     Rule(
         "weight_transfer_config", (None,), "the weights change under kept rows and cached prompts"
     ),
-    Rule(
-        "offload_config.uva.cpu_offload_gb",
-        (0,),
-        "vLLM and Midstream would wrap the same modules, which is untested",
-    ),
-    Rule(
-        "offload_config.prefetch.offload_group_size",
-        (0,),
-        "vLLM and Midstream would wrap the same modules, which is untested",
-    ),
-    Rule("watermark_config", (None,), "untested"),
-    Rule("aux_output_config.enabled", (False,), "untested"),
+    Rule("watermark_config", (None,), "tokens would be sampled otherwise, and no receipt shows it"),
+    Rule("aux_output_config.enabled", (False,), "no receipt covers such outputs"),
     # Compilation
     Rule(
         "compilation_config.mode",
         (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.VLLM_COMPILE),
-        "it compiles the model again as shapes change, which is untested",
     ),
-    Rule(
-        "compilation_config.cudagraph_mode",
-        (
-            CUDAGraphMode.NONE,
-            CUDAGraphMode.PIECEWISE,
-            CUDAGraphMode.FULL,
-            CUDAGraphMode.FULL_DECODE_ONLY,
-            CUDAGraphMode.FULL_AND_PIECEWISE,
-        ),
-        "untested",
-    ),
-    Rule("compilation_config.cudagraph_copy_inputs", (False,), "untested"),
     Rule(
         "compilation_config.inductor_passes", ({},), "a pass may drop or move the hook sites' ops"
     ),
@@ -228,15 +198,16 @@ def _takes(config: VllmConfig, *modalities: str) -> bool:
     )
 
 
-def check(config: VllmConfig) -> None:
-    """Raises UnsupportedConfigurationError that names every setting whose value is refused."""
-    known, name = release(vllm.__version__), f"this vLLM ({vllm.__version__})"
-    wrong = [
-        line
-        for rule in RULES
-        if known >= release(rule.since) and (line := rule.refusal(config, name))
-    ] + refusals(config)
-    if wrong:
+def check(config: VllmConfig) -> list[str]:
+    """Return caveats that name what is unproven: vLLM's version, and values of settings.
+
+    Raises UnsupportedConfigurationError that names every setting whose value is refused.
+    """
+    verdicts = [judge(RULES, config), drafters.verdict(config)]
+    if refused := [clause for verdict in verdicts for clause in verdict.refused]:
         raise UnsupportedConfigurationError(
-            "this configuration of vLLM is not supported: " + "; ".join(wrong)
+            "this configuration of vLLM is not supported: " + "; ".join(refused)
         )
+    return seams.of_version(vllm.__version__) + [
+        UNPROVEN + clause for verdict in verdicts for clause in verdict.unproven
+    ]
