@@ -95,7 +95,7 @@ def main() -> None:
     with Client() as client:
         name = client.models()[0]
         found = direction(client, name, asked.layer, WORDS["pairs"])
-        client.modules.register(MODULE, [{"layers": asked.layer, "vector": found}])
+        client.modules.put(MODULE, [{"layers": asked.layer, "vector": found}])
         try:
             for label, arguments in (
                 ("without", {}),

@@ -201,7 +201,7 @@ def main() -> None:
         model = client.models()[0]
         corpus = harvested(client, model, known, asked)
         sae = trained(corpus.store.uri, model, asked)
-        registered = client.saes.register(asked.name, asked.out.name)
+        registered = client.saes.put(asked.name, asked.out.name)
         print(
             f"registered as {registered.name}: {registered.form.d_sae} features of "
             f"{registered.hook} at layer {registered.layer}"

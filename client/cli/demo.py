@@ -300,7 +300,7 @@ def _steer(stage: Stage) -> Iterator[Finding]:
     typical = float(np.linalg.norm(means, axis=1).mean())
     sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
     _line(console, f"{sets}: norm {norm:.1f}, mean norm of the activations {typical:.1f}")
-    module = client.modules.register(MODULE, {f"post_block.{LAYER}": direction}, MODEL_NAME, sets)
+    module = client.modules.put(MODULE, {f"post_block.{LAYER}": direction}, MODEL_NAME, sets)
     push = [{"module": MODULE, "scale": SCALE}]
     use = f"a request uses {escape(to_json(push).decode())}"
     _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; {use}")

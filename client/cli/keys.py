@@ -166,7 +166,7 @@ def keys_revoke(
     ],
 ) -> None:
     """Revoke keys: they are rejected everywhere within five seconds."""
-    delete(ids, client.keys.revoke, "revoked")
+    delete(ids, client.keys.delete, "revoked")
 
 
 # --- Tenants
@@ -227,7 +227,7 @@ def tenants_set(
         ),
     }
     with connect(url) as client:
-        _show([client.tenants.set(name, wire.checked(limits, Limits))], json_)
+        _show([client.tenants.put(name, wire.checked(limits, Limits))], json_)
 
 
 @tenants_app.command("show")

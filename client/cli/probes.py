@@ -98,7 +98,7 @@ def probe_train(
             "decay": decay,
             "description": description,
         }
-        print_record(client.probes.register(name, probe, model=served, **fields), False)
+        print_record(client.probes.put(name, probe, model=served, **fields), False)
 
 
 @probe_app.command("register")
@@ -159,7 +159,7 @@ def probe_register(
         "model": model,
     }
     with connect(url) as client:
-        print_record(client.probes.register(name, **fields), json_)
+        print_record(client.probes.put(name, **fields), json_)
 
 
 @policy_app.command("register")
@@ -172,7 +172,7 @@ def policy_register(
     """Register a policy, or a new version of it; running requests keep the previous one."""
     fields = msgspec.structs.asdict(options.read_json(file, PolicyRequest, "body"))
     with connect(url) as client:
-        print_record(client.policies.register(name, **fields), json_)
+        print_record(client.policies.put(name, **fields), json_)
 
 
 @policy_app.command("change")

@@ -139,7 +139,7 @@ def _register_sae(client: Client, name: str, path: str, fields: dict[str, Any]) 
             f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
         )
     fields |= {"hook": hook or None, "layer": int(layer) if layer else None}
-    return client.saes.register(name, path, **fields)
+    return client.saes.put(name, path, **fields)
 
 
 def _fit_module(client: Client, name: str, file: str, fields: dict[str, Any]) -> FitResult:
@@ -179,7 +179,7 @@ makes(
         list[str],
         typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}."),
     ],
-    lambda client, name, files, fields: client.modules.register(
+    lambda client, name, files, fields: client.modules.put(
         name, options.parse_steering(files, "FILE"), **fields
     ),
 )
@@ -216,7 +216,7 @@ makes(
     "add",
     "an adapter",
     _path("PEFT folder, relative to the server's lora_dir."),
-    lambda client, name, path, fields: client.loras.register(name, path, **fields),
+    lambda client, name, path, fields: client.loras.put(name, path, **fields),
 )
 sae_app = Registry("a sparse autoencoder", "sparse autoencoders", Sae, attrgetter("saes")).commands(
     "Manage sparse autoencoders, whose features requests read and steer."
@@ -238,7 +238,7 @@ makes(
     "register",
     "a tuned lens",
     _LENS_FOLDER,
-    lambda client, name, path, fields: client.lenses.register(
+    lambda client, name, path, fields: client.lenses.put(
         name, path, fields.pop("reads") or "post_block", bool(fields.pop("residual")), **fields
     ),
     {
@@ -256,7 +256,7 @@ makes(
     "register",
     "a Jacobian lens",
     _LENS_FOLDER,
-    lambda client, name, path, fields: client.jacobians.register(name, path, **fields),
+    lambda client, name, path, fields: client.jacobians.put(name, path, **fields),
 )
 makes(
     jacobian_app,
@@ -379,14 +379,14 @@ def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Ur
     """
     entries = options.parse_steering(steer)
     with connect(url) as client:
-        _print_global(client.global_steering.set(entries, model), json_)
+        _print_global(client.global_steering.put(entries, model), json_)
 
 
 @global_app.command("clear")
 @with_client
 def global_clear(client: Client, model: Model = None, json_: AsJson = False) -> None:
     """Clear global steering for new requests."""
-    _print_global(client.global_steering.clear(model), json_)
+    _print_global(client.global_steering.delete(model), json_)
 
 
 @with_client

@@ -51,9 +51,9 @@ def webhooks_list(
 ) -> None:
     """List the newest webhooks and their outcome."""
     if disabled:
-        _print_disabled(client.webhooks.disabled(tenant=tenant), json_)
+        _print_disabled(client.disabled.list(tenant=tenant), json_)
         return
-    page = client.webhooks.deliveries(
+    page = client.webhooks.list(
         job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit
     )
     print_list(page, page.deliveries, Delivery, "webhooks", json_)
@@ -69,7 +69,7 @@ def webhooks_show(
     json_: AsJson = False,
 ) -> None:
     """Show a webhook and all its attempts."""
-    delivery = client.webhooks.delivery(delivery_id)
+    delivery = client.webhooks.get(delivery_id)
     if print_json(delivery, json_):
         return
     out.print(
@@ -100,7 +100,7 @@ def webhooks_secret(client: Client, json_: AsJson = False) -> None:
     """Show the secret that signs webhooks about this key's jobs, and the previous secret while it
     also signs.
     """
-    _print_secrets(client.webhooks.secrets(), json_)
+    _print_secrets(client.secrets.list(), json_)
 
 
 @webhooks_app.command("rotate")
@@ -121,7 +121,7 @@ def webhooks_rotate(
 ) -> None:
     """Create a new signing secret."""
     _print_secrets(
-        client.webhooks.rotate_secret(keep_former_s=seconds(keep_former, "--keep-former"), own=own),
+        client.secrets.create(keep_former_s=seconds(keep_former, "--keep-former"), own=own),
         json_,
     )
 
@@ -163,5 +163,5 @@ def webhooks_enable(
 
     Use `redeliver` for webhooks that were disabled in the meantime.
     """
-    client.webhooks.enable(receiver, tenant=tenant)
+    client.disabled.delete(receiver, tenant=tenant)
     out.print(f"{receiver} is enabled", markup=False)

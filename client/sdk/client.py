@@ -27,10 +27,19 @@ from .registered import (
     SourceRuns,
 )
 from .server import Server
-from .service import Keys, Tenants, Webhooks
+from .service import Disabled, Keys, Secrets, Tenants, Webhooks
 from .sweeps import Attributions, Sweeps
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
+#: First guess at what is done to a named thing → its verb, which HTTP, this client and the command
+#: line share.
+VERBS = {
+    **dict.fromkeys(("register", "set", "add", "store", "save", "upload"), "put"),
+    **dict.fromkeys(("rm", "remove", "revoke", "clear", "unregister", "enable"), "delete"),
+    **dict.fromkeys(("show", "describe", "inspect", "status"), "get"),
+    **dict.fromkeys(("ls", "deliveries"), "list"),
+    **dict.fromkeys(("new", "make", "generate", "rotate"), "create"),
+}
 #: First guess at a call → advice.
 _MEANT = {
     "generate": "did you mean 'run'?",
@@ -86,12 +95,14 @@ class Verbs(Calls[M]):
         self.keys: Keys[M] = Keys(io, blocking)
         self.tenants: Tenants[M] = Tenants(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
+        self.secrets: Secrets[M] = Secrets(io, blocking)
+        self.disabled: Disabled[M] = Disabled(io, blocking)
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
             """Name the call of a group that a name such as `register_sae` means."""
-            words = name.split("_")
+            words = [VERBS.get(word, word) for word in name.split("_")]
             meant = [
                 f"{group}.{call}"
                 for group, calls in vars(self).items()

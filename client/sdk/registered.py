@@ -98,7 +98,7 @@ class Named(Calls[M], Generic[M, R]):
     _request: type  # the body that registers one
     _page: Any  # the body of a list, whose field has the records
     _timeout = 60.0
-    _register_timeout = 60.0  # the server reads, hashes and checks files meanwhile
+    _put_timeout = 60.0  # the server reads, hashes and checks files meanwhile
 
     def _call(
         self, method: str, name: str, model: str | None = None, more: str = "", body: Any = None
@@ -109,10 +109,10 @@ class Named(Calls[M], Generic[M, R]):
         path = f"{self._path}/{wire.checked(name, PathName, 'name')}{more}"
         return Call(method, path, body, of_model(model), timeout=self._timeout)
 
-    async def _register(self, **fields: Any) -> R:
+    async def _put(self, **fields: Any) -> R:
         """Register an object whose files are on the server."""
         body: Any = wire.checked(fields, self._request, "")
-        call = Call("POST", self._path, body, timeout=self._register_timeout)
+        call = Call("POST", self._path, body, timeout=self._put_timeout)
         return await self._ask(call, self._record)
 
     @call
@@ -141,7 +141,7 @@ class Modules(Named[M, ModuleView]):
     _path, _record, _page, _timeout = "/v1/steering/modules", ModuleView, ModulePage, CHANGE_S
 
     @call
-    async def register(
+    async def put(
         self,
         name: str,
         steering: SteeringInput,
@@ -188,7 +188,7 @@ class GlobalSteering(Calls[M]):
         return await self._ask(Call(method, path, None, of_model(model), timeout=CHANGE_S), kind)
 
     @call
-    async def set(self, steering: SteeringInput, model: str | None = None) -> GlobalView:
+    async def put(self, steering: SteeringInput, model: str | None = None) -> GlobalView:
         """Steer every request to the model that begins from now on; replaces earlier global
         steering.
 
@@ -199,8 +199,8 @@ class GlobalSteering(Calls[M]):
         return await self._ask(Call("PUT", _GLOBAL, body, timeout=CHANGE_S), GlobalView)
 
     @call
-    async def clear(self, model: str | None = None) -> GlobalView:
-        """End global steering for requests that begin from now on. Raises as `set` does."""
+    async def delete(self, model: str | None = None) -> GlobalView:
+        """End global steering for requests that begin from now on. Raises as `put` does."""
         return await self._about("DELETE", _GLOBAL, GlobalView, model)
 
     @call
@@ -218,10 +218,10 @@ class Loras(Named[M, Lora]):
     """Calls on LoRA adapters."""
 
     _path, _record, _request, _page = "/v1/loras", Lora, LoraRequest, LoraPage
-    _register_timeout = 300.0
+    _put_timeout = 300.0
 
     @call
-    async def register(
+    async def put(
         self, name: str, path: str, model: str | None = None, description: str = ""
     ) -> Lora:
         """Register the adapter in the folder `path` below the server's `lora_dir`; requests use it
@@ -229,17 +229,17 @@ class Loras(Named[M, Lora]):
 
         An existing adapter of that name is replaced (`replaced` in the record).
         """
-        return await self._register(name=name, path=path, model=model, description=description)
+        return await self._put(name=name, path=path, model=model, description=description)
 
 
 class Saes(Named[M, Sae]):
     """Calls on sparse autoencoders."""
 
     _path, _record, _request, _page = "/v1/saes", Sae, SaeRequest, SaePage
-    _register_timeout = 600.0
+    _put_timeout = 600.0
 
     @call
-    async def register(
+    async def put(
         self,
         name: str,
         path: str,
@@ -254,7 +254,7 @@ class Saes(Named[M, Sae]):
         `hook` and `layer`: only for files that do not name them (Gemma Scope's). An existing SAE of
         that name is replaced (`replaced` in the record).
         """
-        return await self._register(
+        return await self._put(
             name=name, path=path, model=model, description=description, hook=hook, layer=layer
         )
 
@@ -263,10 +263,10 @@ class Lenses(Named[M, TunedLens]):
     """Calls on tuned lenses."""
 
     _path, _record, _request = "/v1/lenses", TunedLens, TunedLensRequest
-    _page, _register_timeout = TunedLensPage, 600.0
+    _page, _put_timeout = TunedLensPage, 600.0
 
     @call
-    async def register(
+    async def put(
         self,
         name: str,
         path: str,
@@ -281,7 +281,7 @@ class Lenses(Named[M, TunedLens]):
         `hook`: the hook point whose rows h the lens maps. `residual`: the map is h + W h + b
         instead of W h + b. An existing lens of that name is replaced (`replaced` in the record).
         """
-        return await self._register(
+        return await self._put(
             name=name, path=path, model=model, description=description, hook=hook, residual=residual
         )
 
@@ -290,10 +290,10 @@ class Jacobians(Named[M, JacobianLens]):
     """Calls on Jacobian lenses."""
 
     _path, _record, _request = "/v1/jacobians", JacobianLens, JacobianLensRequest
-    _page, _register_timeout = JacobianLensPage, 600.0
+    _page, _put_timeout = JacobianLensPage, 600.0
 
     @call
-    async def register(
+    async def put(
         self, name: str, path: str, model: str | None = None, description: str = ""
     ) -> JacobianLens:
         """Register the Jacobian lens in the folder `path` below the server's `lens_dir`; lenses use
@@ -302,7 +302,7 @@ class Jacobians(Named[M, JacobianLens]):
         `midstream jacobian convert` makes such a folder from other tools' files. An existing lens
         of that name is replaced (`replaced` in the record).
         """
-        return await self._register(name=name, path=path, model=model, description=description)
+        return await self._put(name=name, path=path, model=model, description=description)
 
 
 class Probes(Named[M, Probe]):
@@ -311,7 +311,7 @@ class Probes(Named[M, Probe]):
     _path, _record, _page = "/v1/probes", Probe, ProbePage
 
     @call
-    async def register(
+    async def put(
         self, /, name: str, fit: Fit | None = None, **fields: Unpack[ProbeFields]
     ) -> Probe:
         """Store a probe under a name; requests use it as `probes=[name]`.
@@ -337,7 +337,7 @@ class Policies(Named[M, Policy]):
     _path, _record, _page = "/v1/policies", Policy, PolicyPage
 
     @call
-    async def register(self, /, name: str, **fields: Any) -> Policy:
+    async def put(self, /, name: str, **fields: Any) -> Policy:
         """Store a policy under a name; requests use it as `policies=[name]`.
 
         An existing policy of that name gets a new version, which applies from then on. `fields`:

@@ -82,7 +82,7 @@ class Keys(Calls[M]):
         return Listing((await self._ask(Call("GET", _KEYS), KeyList)).keys)
 
     @call
-    async def revoke(self, key_id: str) -> None:
+    async def delete(self, key_id: str) -> None:
         """Revoke a key: every process rejects it within five seconds. Raises `not_found`."""
         await self._do(Call("DELETE", f"{_KEYS}/{wire.checked(key_id, KeyId, 'id')}"))
 
@@ -103,18 +103,18 @@ class Tenants(Calls[M]):
         )
 
     @call
-    async def set(self, name: str, limits: Limits) -> TenantView:
+    async def put(self, name: str, limits: Limits) -> TenantView:
         """Set a tenant's limits. A limit of None: the service's setting; 0: no limit."""
         return await self._ask(_tenant("PUT", name, limits), TenantView)
 
 
 class Webhooks(Calls[M]):
-    """Calls on webhooks. An admin may name a `tenant`; without it, an admin sees those of all
-    tenants.
+    """Calls on webhooks that were sent. An admin may name a `tenant`; without it, an admin sees
+    those of all tenants.
     """
 
     @call
-    async def deliveries(
+    async def list(
         self,
         *,
         job: str | None = None,
@@ -130,7 +130,7 @@ class Webhooks(Calls[M]):
         return await self._ask(Call("GET", _DELIVERIES, params=params), DeliveryPage)
 
     @call
-    async def delivery(self, delivery_id: str) -> Delivery:
+    async def get(self, delivery_id: str) -> Delivery:
         """Return one webhook and its attempts. `delivery_id`: its `webhook-id`.
 
         Raises `not_found`, also if the record has expired.
@@ -146,17 +146,19 @@ class Webhooks(Calls[M]):
         """
         return await self._ask(Call("POST", f"{_delivery(delivery_id)}/redeliver"), Delivery)
 
+
+class Secrets(Calls[M]):
+    """Calls on the secrets that sign webhooks."""
+
     @call
-    async def secrets(self) -> SecretList:
+    async def list(self) -> SecretList:
         """Return the secrets that sign webhooks about jobs of this key, newest first; create one if
         there is none.
         """
         return await self._ask(Call("GET", _SECRETS), SecretList)
 
     @call
-    async def rotate_secret(
-        self, *, keep_former_s: float | str = _DAY_S, own: bool = False
-    ) -> SecretList:
+    async def create(self, *, keep_former_s: float | str = _DAY_S, own: bool = False) -> SecretList:
         """Create a secret. The previous one also signs for `keep_former_s` more: seconds, or a text
         such as `12h`.
 
@@ -165,14 +167,17 @@ class Webhooks(Calls[M]):
         body = wire.checked({"keep_former_s": keep_former_s, "own": own}, RotateRequest)
         return await self._ask(Call("POST", _SECRETS, body=body), SecretList)
 
-    @call
-    async def disabled(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:
-        """Return the receivers that are disabled because they responded with 410."""
-        return (
-            await self._ask(Call("GET", _DISABLED, params=wire.given(tenant=tenant)), DisabledList)
-        ).endpoints
+
+class Disabled(Calls[M]):
+    """Calls on the receivers that are disabled because they responded with 410."""
 
     @call
-    async def enable(self, url: str, *, tenant: str | None = None) -> None:
+    async def list(self, *, tenant: str | None = None) -> Listing[DisabledEndpoint]:
+        """Return them, by default those of all tenants that the key may see."""
+        call = Call("GET", _DISABLED, params=wire.given(tenant=tenant))
+        return Listing((await self._ask(call, DisabledList)).endpoints)
+
+    @call
+    async def delete(self, url: str, *, tenant: str | None = None) -> None:
         """Resume webhooks to this receiver. Raises `not_found` when it is not disabled."""
         await self._do(Call("DELETE", _DISABLED, params=wire.given(url=url, tenant=tenant)))

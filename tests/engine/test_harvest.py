@@ -118,10 +118,10 @@ def test_a_policy_that_stops_all_traffic_ends_what_a_harvest_generates(
         return made.manifest.generated
 
     assert generated() == 4 * len(DOCUMENTS)
-    client.probes.register("guard", weight=np.zeros(576), bias=[1.0], layer=3, thresholds=[0.5])
+    client.probes.put("guard", weight=np.zeros(576), bias=[1.0], layer=3, thresholds=[0.5])
     condition = {"at_least": 0.5, "schedule": {"tokens": "all"}}
     fields = {"probe": "guard", "condition": condition, "mode": "active", "all_traffic": True}
-    client.policies.register("guard", **fields, actions=["stop"])
+    client.policies.put("guard", **fields, actions=["stop"])
     try:
         assert generated() == 0
     finally:
@@ -152,8 +152,8 @@ def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
     move most; the features' figures are those of both harvests' rows.
     """
     vector = np.random.default_rng(5).standard_normal(576).astype(np.float32) * 4
-    client.modules.register("shift", [{"layers": [10], "vector": vector}])
-    client.saes.register("words", "smollm2-15")
+    client.modules.put("shift", [{"layers": [10], "vector": vector}])
+    client.saes.put("words", "smollm2-15")
     fields: dict[str, Any] = {"positions": {"skip_bos": False}, "at": "after"}
     fields |= {"source": {"lines": DOCUMENTS[:12]}, "shards": {"mib": 1}, "layers": [15, 29]}
     views = [

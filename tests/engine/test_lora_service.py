@@ -45,8 +45,8 @@ def served(tiny_stack: Stack, llama: Path) -> Iterator[Served]:
     for name, path in (("one", "first"), ("two", "deep/second")):
         truth[name] = Reference(merged(base, root / path, root.parent / name))
     with Client(tiny_stack.url) as client:
-        client.loras.register("one", "first")
-        client.loras.register("two", "deep/second", description="attention only")
+        client.loras.put("one", "first")
+        client.loras.put("two", "deep/second", description="attention only")
         yield Served(tiny_stack, client, root, base, truth)
 
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_served_is_refused_when_it_is_registered(served: Served) 
                 served.root, path, checkpoint("qwen2", served.root.parent / "qwen2"), LLAMA
             )
         with refuses(kind="invalid_request", field="path") as refused:
-            served.client.loras.register("bad", path)
+            served.client.loras.put("bad", path)
         assert says in refused.value.detail
     assert [lora.name for lora in served.client.loras.list()] == ["one", "two"]
 

@@ -48,15 +48,15 @@ class Operated:
         self.client = Client(stack.url)
         self.http = httpx2.Client(base_url=stack.url, timeout=120)
         make_adapter(Path(stack.settings.lora_dir), "owners", Path(stack.settings.model), LLAMA)
-        self.client.loras.register("owners", "owners")
+        self.client.loras.put("owners", "owners")
         weight = np.random.default_rng(4).normal(size=(1, HIDDEN))
-        self.client.probes.register("watch", weight=weight, layer=0, thresholds=[1e9])
+        self.client.probes.put("watch", weight=weight, layer=0, thresholds=[1e9])
         calm = {"layers": 3, "vector": PUSH, "positions": "all_generated"}
         for name, entry in (("undo", {**SITE, "vector": -PUSH}), ("late", LATE), ("calm", calm)):
-            self.client.modules.register(name, [entry])
+            self.client.modules.put(name, [entry])
         self.plain = {lora: self.rows(self.run({"lora": lora})) for lora in (None, "owners")}
-        self.client.global_steering.set([{**SITE, "vector": PUSH}])
-        self.client.policies.register(
+        self.client.global_steering.put([{**SITE, "vector": PUSH}])
+        self.client.policies.put(
             "guard",
             probe="watch",
             condition={"at_least": 0.0, "schedule": {"tokens": "all"}},
@@ -68,7 +68,7 @@ class Operated:
 
     def close(self) -> None:
         self.client.policies.delete("guard")
-        self.client.global_steering.clear()
+        self.client.global_steering.delete()
         self.client.close()
         self.http.close()
 
@@ -186,6 +186,6 @@ def test_no_wish_of_a_request_changes_what_the_operator_does(
 ) -> None:
     fields = merged(*wishes)
     limits = EditLimit(relative=1e-6) if "tenant's limit" in wishes else None
-    operated.client.tenants.set("default", Limits(edit_limit=limits))
+    operated.client.tenants.put("default", Limits(edit_limit=limits))
     for found in kind(operated, fields):
         assert found == operated.alone[fields.get("lora")]

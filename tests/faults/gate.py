@@ -248,12 +248,12 @@ def register(cluster: Cluster, url: str, everyone: bool = False) -> None:
     """`POLICIES`, with webhooks to `url`; with `everyone`, `EVERYONE`."""
     with Client(next(iter(cluster.urls.values()))) as client:
         weight = [1.0] * HIDDEN_SIZE
-        client.probes.register("token", weight=weight, layer=0, model=MODEL, labels=["token"])
+        client.probes.put("token", weight=weight, layer=0, model=MODEL, labels=["token"])
         for name, fields in POLICIES.items():
             content = fields | {"actions": [*fields["actions"], {"action": "webhook", "url": url}]}
-            client.policies.register(name, model=MODEL, probe="token", **content)
+            client.policies.put(name, model=MODEL, probe="token", **content)
         if everyone:
-            client.policies.register("everyone", model=MODEL, probe="token", **EVERYONE)
+            client.policies.put("everyone", model=MODEL, probe="token", **EVERYONE)
 
 
 def undisturbed(cluster: Cluster, observed: list[Observed], verdict: Verdict) -> None:

@@ -99,7 +99,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
         try:
             wrong = page.run()
         finally:
-            client.global_steering.clear()
+            client.global_steering.delete()
             for registered in REGISTERED:
                 part = getattr(client, registered)
                 for each in part.list():

@@ -62,7 +62,7 @@ def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("calls")
     vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32) * 8
     with Client(service.url) as client:
-        client.modules.register("shift", [{"layers": 15, "vector": vector}])
+        client.modules.put("shift", [{"layers": 15, "vector": vector}])
     printed = program(
         python,
         service,

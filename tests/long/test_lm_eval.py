@@ -33,7 +33,7 @@ def service(serve) -> Stack:
     stack = serve()
     vector = np.random.default_rng(0).standard_normal(576).astype(np.float32)
     with Client(stack.url) as client:
-        client.modules.register("shift", [{"layers": 15, "vector": vector}])
+        client.modules.put("shift", [{"layers": 15, "vector": vector}])
     return stack
 
 

@@ -71,7 +71,7 @@ def forget(client: Client) -> None:
     for run in client.source_runs.list().runs:
         client.source_runs.delete(run.name)
     if client.global_steering.get().entries:
-        client.global_steering.clear()
+        client.global_steering.delete()
 
 
 @pytest.fixture

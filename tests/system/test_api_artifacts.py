@@ -90,11 +90,11 @@ def installed(folders: dict[str, Path]) -> dict[str, Path]:
 @pytest.fixture
 def named(client: Client) -> Client:
     """The client of a service with an artifact of each kind."""
-    client.saes.register("read", "topk")
-    client.loras.register("calm", "calm")
-    client.lenses.register("two", "some")
-    client.jacobians.register("said", "jacobian")
-    client.jacobians.register("bare", "bare")
+    client.saes.put("read", "topk")
+    client.loras.put("calm", "calm")
+    client.lenses.put("two", "some")
+    client.jacobians.put("said", "jacobian")
+    client.jacobians.put("bare", "bare")
     return client
 
 
@@ -117,9 +117,9 @@ def test_an_artifact_is_registered_replaced_listed_and_removed(
     client: Client, kind: str, path: str, another: str
 ) -> None:
     registry = getattr(client, kind)
-    made = registry.register("mine", path, description="of nothing")
+    made = registry.put("mine", path, description="of nothing")
     assert (registry.get("mine"), registry.list()) == (made, [made])
-    changed = registry.register("mine", another)
+    changed = registry.put("mine", another)
     assert changed.replaced == made.digest != changed.digest
     registry.delete("mine")
     assert registry.list() == []
@@ -128,9 +128,9 @@ def test_an_artifact_is_registered_replaced_listed_and_removed(
 
 
 def test_what_the_files_say_is_in_the_record(named: Client) -> None:
-    scope = named.saes.register("scope", "gemma_scope", hook="resid_pre", layer=0)
+    scope = named.saes.put("scope", "gemma_scope", hook="resid_pre", layer=0)
     assert (scope.hook, scope.layer, scope.form.architecture) == ("pre_attn", 0, "jumprelu")
-    tuned = named.lenses.register("mine", "some", hook="resid_pre", residual=True)
+    tuned = named.lenses.put("mine", "some", hook="resid_pre", residual=True)
     assert (tuned.layers, tuned.hook, tuned.residual) == ([1, 2], "pre_attn", True)
     jacobian = named.jacobians.get("said")
     assert (jacobian.layers, jacobian.vocabulary) == ([1], 1000)
@@ -141,12 +141,12 @@ def test_what_the_files_say_is_in_the_record(named: Client) -> None:
 def test_only_an_operator_registers_and_everybody_looks(
     client: Client, kind: str, path: str, another: str
 ) -> None:
-    getattr(client, kind).register("calm", path)
+    getattr(client, kind).put("calm", path)
     key = client.keys.create("a user", tenant="theirs", scopes=["submit", "read"]).key
     with Client(client.url, api_key=key) as user:
         registry = getattr(user, kind)
         assert [artifact.name for artifact in registry.list()] == ["calm"]
-        for change in (lambda: registry.register("mine", another), lambda: registry.delete("calm")):
+        for change in (lambda: registry.put("mine", another), lambda: registry.delete("calm")):
             with refuses(status=403):
                 change()
 
@@ -345,7 +345,7 @@ def test_a_request_that_does_not_fit_what_it_names_is_refused(
 def test_one_request_is_read_by_several_autoencoders(
     client: Client, midstream: Callable[..., str]
 ) -> None:
-    digests = {name: client.saes.register(name, name).digest for name in ("gated", "jumprelu")}
+    digests = {name: client.saes.put(name, name).digest for name in ("gated", "jumprelu")}
     wanted = [{"sae": "gated", "top_k": 6}, {"sae": "jumprelu", "top_k": 2, "positions": [1]}]
     result = client.run(prompts=["hello", "there"], max_tokens=1, features=wanted)
     found = [
@@ -396,9 +396,9 @@ def test_a_lens_gives_arrays_and_tables(
 
 
 def test_a_tuned_lens_reads_the_layers_and_hook_that_it_has(client: Client) -> None:
-    client.lenses.register("mine", "some")
+    client.lenses.put("mine", "some")
     assert client.lens("hello", tuned="mine").layers == [1, 2], "`all`: those that it has"
-    changed = client.lenses.register("mine", "all", hook="resid_pre")
+    changed = client.lenses.put("mine", "all", hook="resid_pre")
     assert client.lens("hello", tuned="mine").hook == "pre_attn"
     job = client.submit(prompts=["a"], lens={"tuned": "mine"}, max_tokens=1)
     assert job.contents == {"tuned/mine": changed.digest}
@@ -406,15 +406,13 @@ def test_a_tuned_lens_reads_the_layers_and_hook_that_it_has(client: Client) -> N
 
 
 def test_a_jacobian_lens_reads_and_steers(client: Client) -> None:
-    made = client.jacobians.register("said", "jacobian")
+    made = client.jacobians.put("said", "jacobian")
     assert client.lens("hello", jacobian="said").layers == [1]
     swap = {"jacobian": "said", "token": 3, "swap": 4, "layers": "all"}
     job = client.submit(prompts=["a"], steering=swap, max_tokens=1)
     assert job.contents == {"jacobian/said": made.digest}
     assert client.wait(job).steered
-    (entry,) = client.modules.register(
-        "module", {"jacobian": "said", "token": "a", "layers": 1}
-    ).entries
+    (entry,) = client.modules.put("module", {"jacobian": "said", "token": "a", "layers": 1}).entries
     assert (entry.op, entry.layers) == ("add", [1])
     assert len(list(client.map(["a"], steering=swap, max_tokens=1, progress=False))) == 1
 
@@ -425,7 +423,7 @@ def test_a_jacobian_lens_reads_and_steers(client: Client) -> None:
 
 def test_an_adapter_of_changed_files_fails_the_job(client: Client, folders: Any) -> None:
     adapter(folders["lora"] / "turning", lora_alpha=3)
-    client.loras.register("turning", "turning")
+    client.loras.put("turning", "turning")
     adapter(folders["lora"] / "turning", lora_alpha=5)
     job = client.wait(client.submit(prompts=["a"], lora="turning"))
     assert (job.state, job.error.field) == ("failed", "lora")
@@ -435,7 +433,7 @@ def test_an_adapter_of_changed_files_fails_the_job(client: Client, folders: Any)
 def test_steering_by_a_feature_of_changed_files_is_refused(client: Client, folders: Any) -> None:
     folder = folders["sae"] / "turning"
     shutil.copytree(FORMS / "standard", folder)
-    client.saes.register("turning", "turning")
+    client.saes.put("turning", "turning")
     steering = {"sae": "turning", "feature": 3, "op": "clamp", "value": 2}
     assert client.run(prompts=["hello"], steering=steering).state == "succeeded"
     shutil.copy(FORMS / "bare" / "cfg.json", folder / "cfg.json")

@@ -39,10 +39,10 @@ def calm(client: Client) -> str:
         "labels": ["calm", "angry"],
         "thresholds": [None, 5.0],
     }
-    assert client.probes.register("calm", **fields).replaced == ""
+    assert client.probes.put("calm", **fields).replaced == ""
     first = client.probes.get("calm")
     assert (first.content.layer, first.content.labels) == (3, ["calm", "angry"])
-    assert client.probes.register("calm", **fields | {"bias": [1, 2]}).replaced == first.digest
+    assert client.probes.put("calm", **fields | {"bias": [1, 2]}).replaced == first.digest
     assert [probe.name for probe in client.probes.list()] == ["calm"]
     return "calm"
 
@@ -84,7 +84,7 @@ def test_a_flagged_job_is_reported_once_to_whoever_asked(client: Client, calm: s
             callback_events=["job.flagged", "job.succeeded"],
         )
         events[action] = sorted(
-            delivery.event for delivery in client.webhooks.deliveries(job=result.id).deliveries
+            delivery.event for delivery in client.webhooks.list(job=result.id).deliveries
         )
     assert events == {"none": ["job.succeeded"], "flag": ["job.flagged", "job.succeeded"]}
 
@@ -110,7 +110,7 @@ def test_completions_carry_the_scores(client: Client, calm: str) -> None:
 
 
 def test_a_policy_of_all_traffic_reads_every_request(client: Client, calm: str) -> None:
-    client.policies.register("watcher", **of_all(calm, "flag"))
+    client.policies.put("watcher", **of_all(calm, "flag"))
     mapped = client.map(["hello there"], model="fake-model", max_tokens=2, progress=False)
     assert list(client.jobs.get(next(iter(mapped)).result.id).contents) == ["policy/watcher"]
     result = client.run(prompts=["hello there"], max_tokens=2, model="fake-model")
@@ -157,7 +157,7 @@ def test_a_probe_that_does_not_fit_is_refused_by_field(
     client: Client, change: dict[str, Any], field: str, words: str
 ) -> None:
     with refuses(words, field=field):
-        client.probes.register("wrong", **{"weight": WEIGHT, "layer": 0} | change)
+        client.probes.put("wrong", **{"weight": WEIGHT, "layer": 0} | change)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_probe_that_does_not_fit_is_refused_by_field(
 def test_a_request_that_names_a_probe_wrongly_is_refused(
     client: Client, calm: str, probes: list[Any], field: str, words: str
 ) -> None:
-    client.probes.register("plain", weight=np.ones(HIDDEN), layer=0)
+    client.probes.put("plain", weight=np.ones(HIDDEN), layer=0)
     with refuses(words, field=field):
         client.submit(model="fake-model", prompts=["hello"], probes=probes)
 
@@ -198,8 +198,8 @@ def test_a_module_steers_while_the_score_is_above_the_threshold(
     client: Client, midstream: Callable[..., str], calm: str
 ) -> None:
     """The fake's score is the position: above 12 it stays above."""
-    client.modules.register("joy", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
-    client.probes.register("late", weight=np.ones(HIDDEN), layer=0, labels=["x"], thresholds=12)
+    client.modules.put("joy", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
+    client.probes.put("late", weight=np.ones(HIDDEN), layer=0, labels=["x"], thresholds=12)
     asked = {"probe": "late", "action": "steer", "module": "joy", "scale": 2.0}
     result = client.run(
         model="fake-model", prompts=["hello", "there"], probes=[asked, calm], max_tokens=12
@@ -240,7 +240,7 @@ def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> No
     """In the chunks of a completion, and as events of its job; those of policies are not among
     them.
     """
-    client.policies.register("watching", **of_all(calm, "flag"))
+    client.policies.put("watching", **of_all(calm, "flag"))
     body = {
         "model": "fake-model",
         "prompt": "hello there",
@@ -283,7 +283,7 @@ def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: st
     """A version in shadow mode records, one that acts stops, and both can be restored; all in the
     job's result.
     """
-    first = client.policies.register("guard", **of_all(calm, "stop", mode="shadow"))
+    first = client.policies.put("guard", **of_all(calm, "stop", mode="shadow"))
     digest, tokens = first.digest, run(client).outputs[0].token_ids
     assert run(client).outputs[0].finish_reason == "length"
     active = client.policies.change("guard", mode="active")
@@ -303,8 +303,8 @@ def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: st
     guard = decided(run(client))["guard"]
     assert (guard.policy.acts, guard.policy.version, guard.decisions[0].position) == (False, 3, 4)
     # the probe's name may change: the policy keeps what it was registered with
-    client.probes.register("other", weight=np.ones((2, HIDDEN)), layer=0, labels=["calm", "angry"])
-    client.policies.register("guard", **of_all("other", "stop"))
+    client.probes.put("other", weight=np.ones((2, HIDDEN)), layer=0, labels=["calm", "angry"])
+    client.policies.put("guard", **of_all("other", "stop"))
     client.probes.delete("other")
     assert run(client).outputs[0].finish_reason == "policy:guard"
     job = client.submit(prompts=["hello"], model="fake-model", sampling={"max_tokens": 3})
@@ -315,7 +315,7 @@ def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: st
 
 def test_a_dose_runs_under_what_the_operator_has_set(client: Client, calm: str) -> None:
     """Under global steering, and cells whose texts a policy has cut are not called safe."""
-    version = client.global_steering.set([{"layers": 0, "vector": [1.0] * HIDDEN}]).version
+    version = client.global_steering.put([{"layers": 0, "vector": [1.0] * HIDDEN}]).version
     dose: dict[str, Any] = {
         "model": "fake-model",
         "prompts": ["hello there", "you"],
@@ -331,10 +331,10 @@ def test_a_dose_runs_under_what_the_operator_has_set(client: Client, calm: str) 
         free.determinism.consistent,
         free.determinism.global_version,
     ) == ([(-1.0, 0), (1.0, 0)], True, version)
-    client.policies.register("guard", **of_all(calm, "stop", edits="allow"))
+    client.policies.put("guard", **of_all(calm, "stop", edits="allow"))
     cut = client.dose(**dose)
     client.policies.delete("guard")
-    client.global_steering.clear()
+    client.global_steering.delete()
     stopped = [cell.stopped for cell in (cut.dose.unsteered, *cut.dose.cells)]
     assert (stopped, cut.dose.safe) == ([2, 2, 2], [])
     assert [cell.loss for cell in cut.dose.cells] == [cell.loss for cell in free.dose.cells]
@@ -344,8 +344,8 @@ def test_a_latch_turns_the_next_requests_of_a_conversation_on(client: Client, ca
     """Of this conversation and this tenant alone, and only where the policy acts."""
     condition = {"at_least": 5.0, "label": "angry", "latch": "conversation"}
     fields = of_all(calm, "flag", condition=condition, all_traffic=False)
-    client.policies.register("latch", **fields)
-    client.policies.register("shadow", **fields | {"mode": "shadow"})
+    client.policies.put("latch", **fields)
+    client.policies.put("shadow", **fields | {"mode": "shadow"})
     first = run(client, "latch", "shadow", conversation="c1")
     assert decided(first)["latch"].policy.inherited == ""
     later = decided(run(client, "latch", "shadow", conversation="c1"))
@@ -363,15 +363,15 @@ def test_a_latch_turns_the_next_requests_of_a_conversation_on(client: Client, ca
 def test_a_decision_is_sent_to_the_policys_webhook(client: Client, calm: str) -> None:
     """Once, with the decision; also to the job's own, if it lists the event."""
     hook = {"action": "webhook", "url": "http://127.0.0.1:9/policy"}
-    client.policies.register("hook", **of_all(calm, hook, all_traffic=False))
+    client.policies.put("hook", **of_all(calm, hook, all_traffic=False))
     own = {"callback_url": "http://127.0.0.1:9/job", "callback_events": ["job.decided"]}
-    sent = client.webhooks.deliveries(job=run(client, "hook", **own).id).deliveries
+    sent = client.webhooks.list(job=run(client, "hook", **own).id).deliveries
     assert sorted((each.event, each.url) for each in sent) == [
         ("job.decided", "http://127.0.0.1:9/job"),
         ("job.decided", "http://127.0.0.1:9/policy"),
     ]
     client.policies.change("hook", mode="shadow")
-    assert client.webhooks.deliveries(job=run(client, "hook", **own).id).deliveries == []
+    assert client.webhooks.list(job=run(client, "hook", **own).id).deliveries == []
 
 
 @pytest.mark.parametrize(
@@ -393,12 +393,12 @@ def test_policies_that_are_refused(
     client: Client, calm: str, fields: dict[str, Any], field: str | None
 ) -> None:
     with refuses(kind="invalid_request") as refused:
-        client.policies.register("bad", **of_all(calm, "flag") | fields)
+        client.policies.put("bad", **of_all(calm, "flag") | fields)
     assert refused.value.field == field or field in (None, "condition")
 
 
 def test_requests_and_changes_that_are_refused(client: Client, calm: str) -> None:
-    client.policies.register("real", **of_all(calm, "flag", all_traffic=False))
+    client.policies.put("real", **of_all(calm, "flag", all_traffic=False))
     for policies, field in ((["none"], "policies[0]"), (["real", "real"], "policies[1]")):
         with refuses(kind="invalid_request", field=field):
             run(client, *policies)
@@ -410,7 +410,7 @@ def test_requests_and_changes_that_are_refused(client: Client, calm: str) -> Non
 
 def test_a_policy_captures_the_window_around_its_trigger(client: Client, calm: str) -> None:
     window = {"action": "capture", "layers": 0, "before": 1}
-    client.policies.register("window", **of_all(calm, window, all_traffic=False))
+    client.policies.put("window", **of_all(calm, window, all_traffic=False))
     result = run(client, "window")
     assert (result.capture_results.status, [file.tag for file in result.capture_results.files]) == (
         "ok",

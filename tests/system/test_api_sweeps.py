@@ -63,13 +63,13 @@ def test_a_sweep_is_accepted_as_a_job_and_located(api: Api, hand: Hand) -> None:
 def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -> None:
     hand.serve(grades=True, global_captures=[CaptureSpec(layers=[0], tag="policy-x")])
     with Client(api.url) as client:
-        client.probes.register("guard", weight=np.ones(HIDDEN), layer=0, thresholds=[1.0])
+        client.probes.put("guard", weight=np.ones(HIDDEN), layer=0, thresholds=[1.0])
         condition = {"at_least": 1.0, "schedule": {"tokens": "all"}}
         fields = {"probe": "guard", "condition": condition, "mode": "active", "all_traffic": True}
         hook = {"action": "webhook", "url": "http://93.184.216.34/"}
-        client.policies.register("guard", **fields, actions=["stop", hook])
+        client.policies.put("guard", **fields, actions=["stop", hook])
         fields |= {"actions": [{"action": "capture", "layers": 0}], "all_traffic": False}
-        client.policies.register("x", **fields)
+        client.policies.put("x", **fields)
         with pytest.raises(MidstreamError, match="'policy-x', which another capture has"):
             client.submit(prompts=["a"], policies=["x"], model=MODEL)
     job = hand.job(swept(api))

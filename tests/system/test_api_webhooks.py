@@ -90,7 +90,7 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
     hand.finish(job)
     hand.finish(other)
     with Client(api.url) as client:
-        [delivery] = client.webhooks.deliveries(job=job).deliveries
+        [delivery] = client.webhooks.list(job=job).deliveries
         assert (delivery.event, delivery.state, delivery.url, delivery.attempts) == (
             "job.succeeded",
             "pending",
@@ -98,18 +98,18 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
             [],
         )
         assert (
-            client.webhooks.deliveries(state="delivered").deliveries,
-            client.webhooks.delivery(delivery.id),
+            client.webhooks.list(state="delivered").deliveries,
+            client.webhooks.get(delivery.id),
         ) == ([], delivery)
         again = client.webhooks.redeliver(delivery.id)
         assert (again.id, again.state) == (delivery.id, "pending")
         with pytest.raises(MidstreamError, match="unknown delivery"):
-            client.webhooks.delivery("msg_nothing")
-        rotated = client.webhooks.rotate_secret(keep_former_s=0)
-        assert rotated.secrets == client.webhooks.secrets().secrets
-        assert client.webhooks.disabled() == []
+            client.webhooks.get("msg_nothing")
+        rotated = client.secrets.create(keep_former_s=0)
+        assert rotated.secrets == client.secrets.list().secrets
+        assert client.disabled.list() == []
         with refuses(kind="not_found"):
-            client.webhooks.enable(HOOK)
+            client.disabled.delete(HOOK)
 
 
 # field case 40

@@ -103,7 +103,7 @@ async def registries(client: AsyncClient) -> None:
         client.lenses.delete,
     ):
         await refused(call("none"), "not_found")
-    for register in (client.loras.register, client.saes.register, client.lenses.register):
+    for register in (client.loras.put, client.saes.put, client.lenses.put):
         await refused(register("none", "nowhere"), "invalid_request")
     for features in (client.features("hi", "none"), client.readings.features_of("hi", ["none"])):
         await refused(features, "invalid_request")

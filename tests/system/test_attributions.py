@@ -199,8 +199,8 @@ def test_a_pair_that_a_policy_stops_has_no_estimates(stack: Stack, verify: Any) 
     fields = {"mode": "active", "all_traffic": True, "actions": ["stop"]}
     fields["condition"] = {"at_least": at_least, "schedule": {"tokens": "all"}}
     with Client(stack.url) as client:
-        client.probes.register("p", weight=np.ones(HIDDEN_SIZE), layer=1, thresholds=[at_least])
-        client.policies.register("guard", probe="p", **fields)
+        client.probes.put("p", weight=np.ones(HIDDEN_SIZE), layer=1, thresholds=[at_least])
+        client.policies.put("guard", probe="p", **fields)
         job_id = asked(stack, pairs=pairs, verify=verify)
         client.policies.delete("guard")
     succeeded(stack, job_id)

@@ -28,7 +28,7 @@ def text(client: Client, *steering: Any) -> str:
 
 
 def test_a_module_steers_like_its_scaled_entries(client: Client) -> None:
-    view = client.modules.register(
+    view = client.modules.put(
         "joy", {"post_block.2": JOY, "mlp_out.1": CALM}, description="to smile"
     )
     assert [(entry.hook, entry.layers) for entry in view.entries] == [
@@ -84,8 +84,8 @@ def test_the_command_line_sets_global_steering_and_shows_ranks(
 def test_steering_of_another_width_is_refused_and_changes_nothing(client: Client) -> None:
     before = client.global_steering.get()
     for ask in (
-        client.global_steering.set,
-        lambda entries: client.modules.register("wide", entries),
+        client.global_steering.put,
+        lambda entries: client.modules.put("wide", entries),
         lambda entries: text(client, *entries),
     ):
         with refuses(kind="invalid_request", field="steering[0].vector.shape"):
@@ -127,15 +127,13 @@ MATRICES = {
 def test_an_exported_module_is_the_same_when_registered_again(
     client: Client, tmp_path: Path, entry: dict[str, Any]
 ) -> None:
-    view = client.modules.register(
-        "mood", [entry, {"layers": 1, "hook": "attn_out", "vector": JOY}]
-    )
+    view = client.modules.put("mood", [entry, {"layers": 1, "hook": "attn_out", "vector": JOY}])
     assert client.modules.export("mood", tmp_path / "mood.safetensors") == "safetensors"
-    assert client.modules.register("again", tmp_path / "mood.safetensors").digest == view.digest
+    assert client.modules.put("again", tmp_path / "mood.safetensors").digest == view.digest
 
 
 def test_an_export_that_cannot_be_made_is_refused(client: Client, tmp_path: Path) -> None:
-    client.modules.register("joy", {"mlp_out.2": JOY})
+    client.modules.put("joy", {"mlp_out.2": JOY})
     for name, path, says in (
         ("joy", "joy.gguf", "cannot hold mlp_out"),
         ("joy", "joy.bin", "implies no format"),

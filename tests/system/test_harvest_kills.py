@@ -60,7 +60,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterat
     access["sae_dir"] = str(directory / "saes")
     with Stack(directory, api=True, max_attempts=20, harvest_stores=stores, **access) as running:
         with Client(running.url) as client:
-            client.saes.register("tiny", "standard")
+            client.saes.put("tiny", "standard")
         yield running
 
 

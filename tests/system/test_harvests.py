@@ -61,7 +61,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         sae_dir=str(saes / "saes"),
     ) as running:
         with Client(running.url) as client:
-            client.saes.register("tiny", "standard")
+            client.saes.put("tiny", "standard")
         yield running
 
 
@@ -215,7 +215,7 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client) -> None:
     assert (len(survey), survey.survey.survey.sae) == (len(rows), registered.stored())
     assert now.bytes == view.bytes + survey.survey.bytes
     assert verify(view.uri).ok
-    client.modules.register("moved", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE)}])
+    client.modules.put("moved", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE)}])
     other = client.harvests.submit(**fields, steering=[{"module": "moved"}], at="after")
     with pytest.raises(MidstreamError, match="this engine has no checkpoint"):
         client.harvests.survey(view, against=client.harvests.wait(other, timeout=WAIT_S).id)
@@ -224,8 +224,8 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client) -> None:
 
 
 def test_surveys_that_cannot_be_right_are_refused_by_name(stack: Stack, client: Client) -> None:
-    client.modules.register("shift", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE)}])
-    client.modules.register(
+    client.modules.put("shift", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE)}])
+    client.modules.put(
         "late", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE), "positions": {"start": 1}}]
     )
     plain: dict[str, Any] = {"model": "fake-model", "layers": [1, 3], "source": {"lines": ["a b"]}}

@@ -303,10 +303,10 @@ def test_a_key_is_created_listed_and_revoked_over_http(api: Api, hand: Hand) -> 
         ] == [("ci", "acme", ["read"])]
         with Client(api.url, made.key) as reader:
             assert (reader.jobs.list().jobs, reader.tenants.get().name) == ([], "acme")
-        admin.keys.revoke(made.id)
+        admin.keys.delete(made.id)
         assert made.id not in [key.id for key in admin.keys.list()]
         with refuses(match="unknown key", kind="not_found"):
-            admin.keys.revoke(made.id)
+            admin.keys.delete(made.id)
 
 
 def test_the_client_takes_its_key_from_the_environment(

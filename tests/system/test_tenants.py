@@ -425,7 +425,7 @@ def test_completion_jobs_belong_to_the_callers_tenant(
 
 def test_admins_set_limits_and_tenants_see_them(api: Api, ours: Caller, theirs: Caller) -> None:
     with Client(api.url, ADMIN) as admin:
-        admin.tenants.set("theirs", Limits(jobs_in_flight=1000, weight=4))
+        admin.tenants.put("theirs", Limits(jobs_in_flight=1000, weight=4))
         assert {"ours", "theirs"} <= {tenant.name for tenant in admin.tenants.list()}
     own = theirs.http.get("/v1/tenant").json()
     assert (own["name"], own["limits"]["jobs_in_flight"], own["limits"]["weight"]) == (

@@ -70,10 +70,10 @@ def test_each_model_is_listed_with_its_workers_and_gets_its_own_jobs(
 
 
 def test_the_latch_of_a_conversation_crosses_workers(stack: Stack, client: Client) -> None:
-    client.probes.register("p", weight=np.ones(HIDDEN_SIZE), layer=0, model=MODEL, labels=["x"])
+    client.probes.put("p", weight=np.ones(HIDDEN_SIZE), layer=0, model=MODEL, labels=["x"])
     condition = {"at_least": 0.0, "latch": "conversation"}  # scores of the fake engine: positions
     fields = {"probe": "p", "condition": condition, "actions": ["flag"], "mode": "active"}
-    client.policies.register("latch", model=MODEL, **fields)
+    client.policies.put("latch", model=MODEL, **fields)
     common = {"model": MODEL, "prompts": ["a"], "policies": ["latch"], "conversation": "c"}
     first = client.run(**common, max_tokens=3, progress=False)
     jobs = [client.submit(**common, sampling={"max_tokens": 20}).id for _ in range(16)]
@@ -91,7 +91,7 @@ def test_a_running_job_keeps_the_global_steering_that_it_began_under(
     plain = client.result(client.wait(client.submit(model=MODEL, prompts=["a"], max_tokens=4)).id)
     job_id = client.submit(model=MODEL, prompts=["a"], max_tokens=500).id
     stack.wait_running(job_id)
-    view = client.global_steering.set(SHIFT, MODEL)
+    view = client.global_steering.put(SHIFT, MODEL)
     assert view.applied
     assert {worker.worker for worker in view.workers} == {"w1", "w1-2"}
     assert client.global_steering.get(OTHER).version == 0
@@ -100,12 +100,12 @@ def test_a_running_job_keeps_the_global_steering_that_it_began_under(
     result = client.result(job_id)
     assert result.outputs[0].text.startswith(plain.outputs[0].text)
     assert result.determinism is None
-    client.global_steering.clear(MODEL)
+    client.global_steering.delete(MODEL)
 
 
 @pytest.mark.long
 def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack, client: Client) -> None:
-    client.global_steering.set(SHIFT, MODEL)
+    client.global_steering.put(SHIFT, MODEL)
     stack.replace("worker-2", fault="prepare:rank=1")
     assert until(stack, lambda found: len(found) == 2)["w1-2"].state == "quarantined"
     began = time.monotonic()
@@ -115,18 +115,18 @@ def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack, client: Clie
         "the longest that such a worker keeps a job's message while nobody else serves"
     )
     stack.replace("worker-2")
-    client.global_steering.clear(MODEL)
+    client.global_steering.delete(MODEL)
 
 
 def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resync(
     stack: Stack, client: Client
 ) -> None:
-    client.global_steering.clear(MODEL)
+    client.global_steering.delete(MODEL)
     stack.replace("worker-2", fault="commit:rank=1,times=1")
     # The start itself commits what is desired: the fault strikes there, and the worker begins jobs
     # with equal ranks all the same.
     until(stack, lambda found: len(found) == 2)
-    version = client.global_steering.set(SHIFT, MODEL).version
+    version = client.global_steering.put(SHIFT, MODEL).version
     report = reports(stack)["w1-2"]
     assert (
         report.state,
@@ -135,7 +135,7 @@ def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resyn
         {(rank.global_version, rank.epoch) for rank in report.ranks},
     ) == ("serving", 1, 1, {(version, 1)})
     assert len({rank.checksum for rank in report.ranks}) == 1
-    client.global_steering.clear(MODEL)
+    client.global_steering.delete(MODEL)
 
 
 @pytest.mark.slow("a worker starts")

@@ -22,11 +22,11 @@ VIEWS = ("lens", "attention", "features", "probes", "modules", "harvests", "play
 def _registered(site: Site) -> None:
     """An SAE, a probe of two labels and a module."""
     with Client(site.url, api_key=site.operator.key) as client:
-        client.saes.register("tiny", "standard")
+        client.saes.put("tiny", "standard")
         fields = {"labels": ["calm", "angry"], "thresholds": [None, 5.0]}
-        client.probes.register("calm", weight=np.ones((2, HIDDEN)), layer=-1, **fields)
+        client.probes.put("calm", weight=np.ones((2, HIDDEN)), layer=-1, **fields)
     with Client(site.url, api_key=site.alice.key) as client:
-        client.modules.register("sea", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
+        client.modules.put("sea", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
 
 
 def result_of(site: Site, visit: Visit) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def test_the_page_computes_the_patterns_of_the_client(
 def test_modules_lists_every_kind_and_deletes(site: Site, visit: Visit) -> None:
     with Client(site.url, api_key=site.alice.key) as client:
         entry = {"layers": [0], "vector": np.ones(HIDDEN), "positions": {"start": 1}}
-        client.modules.register("short-lived", [entry])
+        client.modules.put("short-lived", [entry])
     page = visit.log_in(site.alice, "modules")
     expect(page.get_by_role("article", name="short-lived")).to_contain_text("· tokens from 1 ·")
     for name in ("sea", "calm", "tiny", "short-lived"):

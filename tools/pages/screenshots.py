@@ -44,13 +44,13 @@ def prepare(client: Client) -> None:
     )
     rows = client.capture(job.id)
     means = [rows.array(layer, request=number)[1:].mean(0) for number in range(4)]
-    client.modules.register(
+    client.modules.put(
         "sea", [{"layers": layer, "vector": (means[0] + means[1] - means[2] - means[3]) / 2}]
     )
     texts = [row for number in range(4) for row in rows.array(layer, request=number)[1:]]
     labels = [int(number < 2) for number in range(4) for _ in rows.array(layer, request=number)[1:]]
-    client.saes.register("words", "smollm2-15", description="20,226 tokens")
-    client.probes.register("water", fit(texts, labels), layer=layer, labels=["water"])
+    client.saes.put("words", "smollm2-15", description="20,226 tokens")
+    client.probes.put("water", fit(texts, labels), layer=layer, labels=["water"])
 
 
 def start(page: Page) -> None:

@@ -159,11 +159,11 @@ def keys() -> list[str | None]:
     with Client(URL) as client:
         width = client.model("demo")["hidden_size"]
         for size in (1.0, 1.0, 2.0):
-            client.modules.register("keyed", [{"layers": 1, "vector": [size] * width}])
+            client.modules.put("keyed", [{"layers": 1, "vector": [size] * width}])
             found.append(model.api.base_url)
-        client.global_steering.set([{"layers": 1, "vector": [1e-6] * width}], "demo")
+        client.global_steering.put([{"layers": 1, "vector": [1e-6] * width}], "demo")
         found.append(model.api.base_url)
-        client.global_steering.clear("demo")
+        client.global_steering.delete("demo")
         found.append(model.api.base_url)
     away = get_model("midstream/demo", base_url="http://127.0.0.1:9", memoize=False)
     return [*found, away.api.base_url, away.api.base_url]

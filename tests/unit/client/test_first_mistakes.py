@@ -84,9 +84,12 @@ def test_a_traceback_ends_one_frame_below_the_callers_line() -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("register_sae", "saes.register"),
+        ("register_sae", "saes.put"),
         ("list_jobs", "jobs.list"),
         ("create_key", "keys.create"),
+        ("register_module", "modules.put"),
+        ("revoke_key", "keys.delete"),
+        ("clear_global_steering", "global_steering.delete"),
         ("generate", "run"),
         ("completions", "completion"),
         ("adapters", "loras"),

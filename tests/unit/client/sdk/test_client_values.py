@@ -373,21 +373,21 @@ def test_structs_take_arrays_as_vectors_too() -> None:
             "unknown field",
         ),
         (
-            lambda: CLOSED.modules.register("joy", {"post_blok.3": VECTOR}),
+            lambda: CLOSED.modules.put("joy", {"post_blok.3": VECTOR}),
             "steering",
             "'post_blok.3' is not a site",
         ),
         (
-            lambda: CLOSED.modules.register("joy", {"post_block.3": ["x"]}),
+            lambda: CLOSED.modules.put("joy", {"post_block.3": ["x"]}),
             "steering.post_block.3",
             "must be numeric, not an array of <U1; convert it with .astype('float32')",
         ),
         (
-            lambda: CLOSED.modules.register("joy", [{"layers": 3, "vector": VECTOR, "sclae": 2}]),
+            lambda: CLOSED.modules.put("joy", [{"layers": 3, "vector": VECTOR, "sclae": 2}]),
             "steering[0].sclae",
             "unknown field",
         ),
-        (lambda: CLOSED.probes.register("p", [1.0]), "fit", "a vector is passed as weight=…"),
+        (lambda: CLOSED.probes.put("p", [1.0]), "fit", "a vector is passed as weight=…"),
         (lambda: CLOSED.capture([]), "job", "list does not identify a job"),  # type: ignore[arg-type]
     ],
 )

@@ -53,7 +53,7 @@ PAGE = RunPage(runs=[RUN], next="more")
     ("call", "answer", "returned", "asked"),
     [
         (
-            lambda c: c.modules.register("joy", {"post_block.3": [1.0]}),
+            lambda c: c.modules.put("joy", {"post_block.3": [1.0]}),
             MODULE,
             MODULE,
             "PUT /v1/steering/modules/joy",
@@ -72,14 +72,14 @@ PAGE = RunPage(runs=[RUN], next="more")
         ),
         (lambda c: c.modules.delete("joy"), {}, None, "DELETE /v1/steering/modules/joy"),
         (
-            lambda c: c.global_steering.set([{"module": "joy", "scale": 2}]),
+            lambda c: c.global_steering.put([{"module": "joy", "scale": 2}]),
             GLOBAL,
             GLOBAL,
             "PUT /v1/steering/global",
         ),
         (lambda c: c.global_steering.get(), GLOBAL, GLOBAL, "GET /v1/steering/global"),
         (
-            lambda c: c.global_steering.clear(model="m"),
+            lambda c: c.global_steering.delete(model="m"),
             GLOBAL,
             GLOBAL,
             "DELETE /v1/steering/global?model=m",
@@ -109,7 +109,7 @@ def test_invalid_names_cannot_change_the_request_path(name: str) -> None:
     for ask in (
         client.modules.get,
         client.modules.delete,
-        lambda name: client.modules.register(name, {"post_block.3": [1.0]}),
+        lambda name: client.modules.put(name, {"post_block.3": [1.0]}),
     ):
         with refuses(field="name", kind="invalid_request"):
             ask(name)
