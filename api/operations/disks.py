@@ -1,4 +1,6 @@
-"""Checks that this machine's disks for captures and for unsent receipts are writable."""
+"""Room for what jobs write: whether this machine's disks for captures and for unsent receipts are
+writable, and the quota of captures.
+"""
 
 import threading
 import time
@@ -7,10 +9,13 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from ...broker.artifacts.retention import Usage
 from ...broker.ledger.core.scripts import stored_tags
+from ...broker.ops import global_capture
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.jobs import Job
+from ...schemas.jobs.models import ModelInfo
 from ...storage.disk import probe
 from ...storage.store import ArtifactStore
 
@@ -55,3 +60,30 @@ class Disks:
                 }
                 self._due = time.monotonic() + CACHE_S
             return dict(self._troubles)
+
+
+class CaptureQuota:
+    """The quota for files of captures. `quota`: bytes; 0: no limit."""
+
+    def __init__(self, store: ArtifactStore, quota: int) -> None:
+        self._quota = quota
+        self.usage = Usage(store, quota)
+
+    async def within(self, job: Job, info: ModelInfo) -> Job:
+        """Return the job, without global capture if the quota has no room for it.
+
+        Raises `quota_exceeded` if there is no room for the captures that its user requested.
+        """
+        tags, operator_tags = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
+        if tags - operator_tags:
+            await anyio.to_thread.run_sync(self.usage.take, [1])
+        if tags & operator_tags:
+            try:
+                await anyio.to_thread.run_sync(
+                    self.usage.take,
+                    [1],
+                    self._quota // global_capture.QUOTA_SPARE,
+                )
+            except MidstreamError as error:
+                return global_capture.without(job, info, "quota", error.detail)
+        return job

@@ -60,28 +60,32 @@ async def follow(
     over = False
     while True:
         held_key.check()
-        batch = await context.patiently(
+        batch = await context.waiting.patiently(
             lambda after=after: context.watcher.events(job_id, after)  # type: ignore[misc]
         )
         if batch:
             done = any(event.event == "done" for event in batch)
             if done:
-                await context.patiently(context.ledger.written)
+                await context.waiting.patiently(context.ledger.written)
             yield batch
             if done:
                 return
             after, last_sign = batch[-1].id, time.monotonic()
             continue
-        if over or context.closing or time.monotonic() >= deadline:
+        if over or context.waiting.closing or time.monotonic() >= deadline:
             return
         remaining = min(last_sign + PING_S, deadline) - time.monotonic()
         if remaining <= 0:
             yield EventBatch()
             last_sign = time.monotonic()
             # Read the state before the events, so that no event between the two reads is lost.
-            over = (await context.patiently(lambda: context.ledger.view(job_id))).state in TERMINAL
+            over = (
+                await context.waiting.patiently(lambda: context.ledger.view(job_id))
+            ).state in TERMINAL
         else:
-            await context.or_closing(context.watcher.has_events(job_id, after, remaining), held_key)
+            await context.waiting.or_closing(
+                context.watcher.has_events(job_id, after, remaining), held_key
+            )
 
 
 def encode(event: Event) -> bytes:

@@ -97,7 +97,7 @@ def accepted(
 
 async def result_of(context: AppContext, job_id: str) -> JobResult:
     """Return the outputs and receipts so far. Raises `gone`, `not_found`."""
-    return await context.patiently(lambda: context.ledger.result(job_id))
+    return await context.waiting.patiently(lambda: context.ledger.result(job_id))
 
 
 async def finished(

@@ -61,7 +61,7 @@ class Streamed:
                 while not self.until(view := await self._look(deadline, held_key)):
                     yield events.PING
             if is_over(view):
-                await self.context.patiently(self.context.ledger.written)
+                await self.context.waiting.patiently(self.context.ledger.written)
             problem = failure_of(view) if is_over(view) else None
             if problem is not None:
                 yield error_event(problem)
@@ -124,7 +124,7 @@ class Streamed:
     async def _look(self, deadline: float, held_key: HeldKey) -> JobView:
         """Return the job once `until` holds, or as it is when a keep-alive is due."""
         self._check(deadline)
-        return await self.context.wait(
+        return await self.context.waiting.wait(
             self.job_id,
             self.until,
             min(events.PING_S, deadline - time.monotonic()),
@@ -133,7 +133,7 @@ class Streamed:
 
     def _check(self, deadline: float) -> None:
         """Raises when the stream cannot be held any longer; the job continues."""
-        if self.context.closing:
+        if self.context.waiting.closing:
             raise MidstreamError(
                 "unavailable",
                 (

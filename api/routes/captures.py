@@ -54,9 +54,9 @@ async def captured(context: AppContext, caller: Caller, job_id: str) -> tuple[st
     Raises `not_found` if no capture was requested, `gone` if it was deleted.
     """
     captures = Captures(context.ledger)
-    if not _sees(caller, await context.patiently(lambda: captures.owner(job_id))):
+    if not _sees(caller, await context.waiting.patiently(lambda: captures.owner(job_id))):
         raise not_found(job_id)
-    await context.patiently(lambda: captures.check(job_id))
+    await context.waiting.patiently(lambda: captures.check(job_id))
     result = await result_of(context, job_id)
     if result.capture_results.status == "not_requested":
         raise MidstreamError("not_found", f"job {job_id} has no capture")
@@ -94,7 +94,7 @@ async def reading(
         return await anyio.to_thread.run_sync(read, context, job_id, entries, limiter=limiter)
     except MidstreamError as error:
         if error.kind == "capture_damaged":  # blobs that were deleted from a segment read as zeros
-            await context.patiently(lambda: Captures(context.ledger).check(job_id))
+            await context.waiting.patiently(lambda: Captures(context.ledger).check(job_id))
         raise
 
 

@@ -140,7 +140,7 @@ async def _answer(
     try:
         known, quiet = ACCEPTED, LIVE if hold or parsed.steering else UNDER_WAY
         while True:
-            held = context.outcome(
+            held = context.waiting.outcome(
                 job_id, until, context.settings.max_wait_s, quiet=quiet, known=known
             )
             outcome, known = await unless_client_leaves(request, held), 0

@@ -67,12 +67,12 @@ async def _events(
         yield events.RETRY
         service_due = 0.0
         try:
-            while not context.closing:
+            while not context.waiting.closing:
                 held_key.check()
-                for event in await context.patiently(lambda: subscriber.take(count)):
+                for event in await context.waiting.patiently(lambda: subscriber.take(count)):
                     yield event
                 if (at := time.monotonic()) >= service_due:
-                    yield await context.patiently(lambda: context.figures.rendered(caller))
+                    yield await context.waiting.patiently(lambda: context.figures.rendered(caller))
                     service_due = at + max(SERVICE_S, context.feed.open / SENDS_PER_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(TICK_S, service_due - time.monotonic())):

@@ -56,13 +56,13 @@ async def _submit(
 ) -> Response[JobView]:
     """Accept a fit as a job, and answer as any submission."""
     context = submission.context
-    info, job_id = await context.model(data.model), await submission.known()
+    info, job_id = await context.served.model(data.model), await submission.known()
     if job_id is None:
-        fit = await resolve(data, info, await context.codec(info))
-        state = await context.model_state(info.name, [], submission.caller)
+        fit = await resolve(data, info, await context.served.codec(info))
+        _, steering = await context.steering.standing(info.name, [])
         hooks = {"hook": fit.hook} if isinstance(fit, StoredModuleFit) else {}
         gradients = await context.ledger.gradients(info)
-        check_gradients(hooks, info, gradients, bool(state.global_steering.entries))
+        check_gradients(hooks, info, gradients, bool(steering.entries))
         job = submission.job("fit", info, data, fit=fit, queue=GRADIENTS)
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)

@@ -13,6 +13,8 @@ from litestar.response import Stream
 
 from ...broker.ledger.recovery.harvests import Wanted
 from ...schemas.access.keys import Caller
+from ...schemas.artifacts.loras import LORAS
+from ...schemas.artifacts.saes import SAES
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_INT64, MAX_NAME, MAX_SAE_WIDTH
 from ...schemas.base.records import to_json
@@ -77,9 +79,10 @@ async def post_harvest(
     key: Key = None,
 ) -> Response[HarvestView]:
     idempotency = request.idempotency(key)
-    info = await context.model(data.model)
-    state = await context.model_state(info.name, modules_named(data.steering), caller)
-    lora = await named_lora(data.lora, info, context.ledger)
+    info = await context.served.model(data.model)
+    state = await context.names.state(info, modules_named(data.steering), caller)
+    found = await context.names.look_up(info, [(LORAS, data.lora)])
+    lora = named_lora(data.lora, info, found)
     limits = (await context.ledger.tenants.get(caller.tenant)).limits
     harvest = await plan_harvest(data, info, context.settings, state, lora, caller, limits)
     harvest_id = await context.harvests.submit(harvest, idempotency)
@@ -133,10 +136,10 @@ async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> Asy
 
     with context.key_watch.of(caller) as held_key:
         yield events.RETRY
-        while not context.closing:
+        while not context.waiting.closing:
             try:
                 held_key.check()
-                view, sent = await context.patiently(
+                view, sent = await context.waiting.patiently(
                     lambda: context.harvest_looks.of(harvest_id, look)
                 )
             except MidstreamError as error:
@@ -152,7 +155,7 @@ async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> Asy
             if view.state in OVER:
                 yield b"event: done\ndata: %b\n\n" % to_json({"state": view.state})
                 return
-            await context.or_closing(asyncio.sleep(LOOK_S), held_key)
+            await context.waiting.or_closing(asyncio.sleep(LOOK_S), held_key)
 
 
 @post(
@@ -245,9 +248,9 @@ async def _next_units(
 ) -> StreamPage:
     while True:
         page = await context.harvests.stream_page(harvest, consumer, after)
-        if page.units or page.ended or context.closing or time.monotonic() >= until:
+        if page.units or page.ended or context.waiting.closing or time.monotonic() >= until:
             return page
-        await context.or_closing(asyncio.sleep(LOOK_S))
+        await context.waiting.or_closing(asyncio.sleep(LOOK_S))
 
 
 @post(
@@ -287,14 +290,18 @@ async def post_survey(
     context = submission.context
     view, job_id = await _seen(context, submission.caller, harvest_id), await submission.known()
     if job_id is None:
-        info, harvest = await context.model(view.model), await context.harvests.stored(view.id)
+        info, harvest = (
+            await context.served.model(view.model),
+            await context.harvests.stored(view.id),
+        )
         uris = [view.uri]
         if data.against is not None:
             state = (await _seen(context, submission.caller, data.against)).state
             other = await context.harvests.stored(data.against)
             await check_comparable(harvest, other, state, context.harvests)
             uris.append(other.uri)
-        part = await plan_survey(data, view, harvest, uris, info, context.ledger)
+        found = await context.names.look_up(info, [(SAES, data.sae)])
+        part = plan_survey(data, view, harvest, uris, info, found)
         job = submission.job("harvest", info, data, harvest=part)
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)

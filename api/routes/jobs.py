@@ -182,7 +182,9 @@ class Submission(NamedTuple):
         seconds = preferred_wait(self.prefer)
         headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
         try:
-            held = context.outcome(job_id, is_over, seconds or 0.0, quiet=LIVE, known=ACCEPTED)
+            held = context.waiting.outcome(
+                job_id, is_over, seconds or 0.0, quiet=LIVE, known=ACCEPTED
+            )
             outcome = await unless_client_leaves(request, held)
             if not (seconds and is_over(outcome.view)):
                 return accepted(context, outcome.view, headers)
@@ -269,7 +271,7 @@ async def get_job(
             else is_over(view) or not matches(known, etag(view.version))
         )
 
-    view = await unless_client_leaves(request, context.wait(job_id, news, wait or 0.0))
+    view = await unless_client_leaves(request, context.waiting.wait(job_id, news, wait or 0.0))
     if is_over(view):
         await context.ledger.written()
     headers = {"ETag": etag(view.version), "Cache-Control": "no-cache"}

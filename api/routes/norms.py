@@ -298,12 +298,12 @@ def _tensors(module: Module, hook: str) -> dict[int, str]:
 
 async def _read_tokens(context: AppContext, model: str, ids: Sequence[int]) -> list[str] | None:
     try:
-        info = await context.model(model)
+        info = await context.served.model(model)
     except MidstreamError as error:
         if error.kind == "not_found":
             return None
         raise
-    return (await (await context.codec(info)).decode(ids))[1]
+    return (await (await context.served.codec(info)).decode(ids))[1]
 
 
 ROUTES = [get_norms]

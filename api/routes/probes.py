@@ -40,7 +40,7 @@ PolicyName = Annotated[str, name_parameter("policy")]
 async def put_probe(
     name: Name, data: JSONBody[ProbeRequest], context: AppContext
 ) -> Response[Probe]:
-    info = await context.the_model(data.model)
+    info = await context.served.the_model(data.model)
     made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info)
     made, former = await context.probes.put(info.name, name, lambda _: made, blobs)
     return put_response(context, PROBES, made, former)
@@ -58,10 +58,11 @@ async def put_probe(
 async def put_policy(
     name: PolicyName, data: JSONBody[PolicyRequest], context: AppContext, caller: Caller
 ) -> Response[Policy]:
-    info = await context.the_model(data.model)
-    probe = await context.probes.known(info.name, data.probe, "probe", "invalid_request")
+    info = await context.served.the_model(data.model)
+    found = await context.names.look_up(info, [(PROBES, data.probe)])
+    probe = found.known(PROBES, data.probe, "probe")
     named = [action.module for action in data.actions if isinstance(action, Steer)]
-    state = await context.model_state(info.name, named, caller)
+    state = await context.names.state(info, named, caller)
     made = resolve_policy(data, info, probe, state, caller, context.settings)
     policy, former = await context.policies.put(
         info.name, name, lambda former: _with(former, made, info.name, name), {}
@@ -84,7 +85,7 @@ async def change_policy(
     caller: Caller,
     model: Model = None,
 ) -> Policy:
-    info = await context.the_model(model)
+    info = await context.served.the_model(model)
     missing = await context.policies.unknown(info.name, name)
 
     def make(now: Policy | None) -> Policy:

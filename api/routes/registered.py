@@ -131,7 +131,7 @@ def folder_route(row: FromFolder) -> Any:
         data: JSONBody[kind.request],  # type: ignore[name-defined]
         context: AppContext,
     ) -> Response[kind.record]:  # type: ignore[name-defined]
-        info = await context.the_model(data.model)
+        info = await context.served.the_model(data.model)
         folder = row.folder(context.settings)
         artifact = await anyio.to_thread.run_sync(row.resolve, data, info, folder)
         registry = Registry(context.ledger, kind)
@@ -159,7 +159,7 @@ def name_routes(row: Named) -> list[Any]:
         caller: Caller,
         model: Model = None,
     ) -> kind.page:  # type: ignore[name-defined]
-        info = await context.the_model(model)
+        info = await context.served.the_model(model)
         found = await Registry(context.ledger, kind).of_model(info.name)
         return kind.page(**{kind.plural: [each.shown_to(caller) for each in found]})
 
@@ -169,11 +169,11 @@ def name_routes(row: Named) -> list[Any]:
         caller: Caller,
         model: Model = None,
     ) -> kind.record:  # type: ignore[name-defined]
-        info = await context.the_model(model)
+        info = await context.served.the_model(model)
         return (await Registry(context.ledger, kind).known(info.name, name)).shown_to(caller)
 
     async def forget(name: Name, context: AppContext, model: Model = None) -> None:
-        info = await context.the_model(model)
+        info = await context.served.the_model(model)
         if not await Registry(context.ledger, kind).delete(info.name, name):
             raise await Registry(context.ledger, kind).unknown(info.name, name)
 

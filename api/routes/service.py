@@ -79,7 +79,7 @@ ModelName = Annotated[
     responses=ERRORS,
 )
 async def get_model(name: ModelName, context: AppContext) -> ModelCard:
-    info = await context.the_model(name)
+    info = await context.served.the_model(name)
     return msgspec.structs.replace(
         _card(info, sum(worker.model == info.name for worker in await context.ledger.workers())),
         certificate=info.certificate,

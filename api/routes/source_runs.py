@@ -36,13 +36,13 @@ async def list_runs(
     cursor: Cursor = None,
 ) -> RunPage:
     return await SourceRuns(context.ledger, caller).list(
-        (await context.the_model(model)).name, limit, cursor
+        (await context.served.the_model(model)).name, limit, cursor
     )
 
 
 @get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
 async def get_run(name: Name, context: AppContext, caller: Caller, model: Model = None) -> RunView:
-    info = await context.the_model(model)
+    info = await context.served.the_model(model)
     return await SourceRuns(context.ledger, caller).view(info.name, name)
 
 
@@ -57,7 +57,7 @@ async def get_run(name: Name, context: AppContext, caller: Caller, model: Model 
     responses={**ERRORS, 409: PROBLEM},
 )
 async def delete_run(name: Name, context: AppContext, caller: Caller, model: Model = None) -> None:
-    info = await context.the_model(model)
+    info = await context.served.the_model(model)
     await SourceRuns(context.ledger, caller).delete(info.name, name)
 
 

@@ -101,8 +101,8 @@ async def put_module(
         str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file")
     ] = None,
 ) -> Response[ModuleView]:
-    info = await context.the_model(data.model or model)
-    features = await context.features(info, data.steering)
+    info = await context.served.the_model(data.model or model)
+    features = await context.names.features(info, data.steering)
     content = await anyio.to_thread.run_sync(
         steering.resolve_module, data.steering, info, features, data.limit
     )
@@ -130,7 +130,7 @@ async def put_module(
 
 @get("/v1/steering/modules", opt=needs("read"), summary="List named modules", responses=ERRORS)
 async def list_modules(context: AppContext, caller: Caller, model: Model = None) -> ModulePage:
-    modules = await context.steering.modules((await context.the_model(model)).name)
+    modules = await context.steering.modules((await context.served.the_model(model)).name)
     return ModulePage(
         modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller.tenant]
     )
@@ -145,7 +145,9 @@ async def list_modules(context: AppContext, caller: Caller, model: Model = None)
 async def get_module(
     name: Name, context: AppContext, caller: Caller, model: Model = None
 ) -> ModuleView:
-    return _view(await named_module(context, caller, (await context.the_model(model)).name, name))
+    return _view(
+        await named_module(context, caller, (await context.served.the_model(model)).name, name)
+    )
 
 
 @get(
@@ -168,7 +170,7 @@ async def get_module(
 async def get_module_file(
     name: Name, context: AppContext, caller: Caller, model: Model = None
 ) -> Response[bytes]:
-    info = await context.the_model(model)
+    info = await context.served.the_model(model)
     module = await named_module(context, caller, info.name, name)
     entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
     headers = {
@@ -191,7 +193,7 @@ async def get_module_file(
 async def delete_module(
     name: Name, context: AppContext, caller: Caller, model: Model = None
 ) -> None:
-    info = await context.the_model(model)
+    info = await context.served.the_model(model)
     if await context.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
         raise await _no_module(context, info.name, name, caller)
 
@@ -285,11 +287,9 @@ def _entry(entry: SteeringTemplate) -> EntryView:
 async def put_global(
     data: JSONBody[GlobalRequest], context: AppContext, caller: Caller, model: Model = None
 ) -> GlobalView:
-    info = await context.the_model(data.model or model)
-    model_state = await context.model_state(
-        info.name, steering.modules_named(data.steering), caller
-    )
-    model_state = replace(model_state, features=await context.features(info, data.steering))
+    info = await context.served.the_model(data.model or model)
+    model_state = await context.names.state(info, steering.modules_named(data.steering), caller)
+    model_state = replace(model_state, features=await context.names.features(info, data.steering))
     content = await anyio.to_thread.run_sync(
         steering.resolve_global, data.steering, info, model_state
     )
@@ -308,7 +308,7 @@ async def put_global(
     responses=CHANGE_ERRORS,
 )
 async def delete_global(context: AppContext, caller: Caller, model: Model = None) -> GlobalView:
-    info = await context.the_model(model)
+    info = await context.served.the_model(model)
     return await _global(
         context,
         info.name,
@@ -324,7 +324,7 @@ async def delete_global(context: AppContext, caller: Caller, model: Model = None
     responses=ERRORS,
 )
 async def get_global(context: AppContext, caller: Caller, model: Model = None) -> GlobalView:
-    info = await context.the_model(model)
+    info = await context.served.the_model(model)
     _, desired = await context.steering.standing(info.name, [])
     return await _global(context, info.name, desired, caller)
 
@@ -388,7 +388,7 @@ def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering
 )
 async def get_dynamic(context: AppContext, caller: Caller, model: Model = None) -> Dynamic:
     if model is not None:
-        await context.model(model)
+        await context.served.model(model)
     asks, accounts = await answers_of_ranks(context, model, ANSWER_S)
     agreed = agreement(accounts, asks)
     if "admin" not in caller.scopes and agreed.detail:  # it may name modules of other tenants

@@ -9,7 +9,10 @@ from litestar.params import JSONBody
 from msgspec.structs import replace
 
 from ...broker.ledger.jobs.sweeps import Sweeps
+from ...broker.ledger.named.probes import all_fitting, watched_model, with_policies
 from ...schemas.access.keys import Caller
+from ...schemas.artifacts.loras import LORAS, StoredLora
+from ...schemas.artifacts.saes import SAES
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
@@ -41,11 +44,10 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
     `too_many_cells`.
     """
     context = submission.context
-    info = await context.model(body.model)
+    info = await context.served.model(body.model)
     if known := await submission.known():
         return known  # its cells are counted already
-    lora = await named_lora(body.lora, info, context.ledger)
-    sweep, blobs = await _planned(context, body, info, submission.caller)
+    (sweep, blobs), lora = await _planned(context, body, info)
     job = submission.job(
         "sweep" if sweep.attributed is None else "attribution",
         info,
@@ -55,7 +57,8 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
         global_captures=info.global_captures,
         queue="" if sweep.attributed is None else GRADIENTS,
     )
-    job = await context.watched(job, info)
+    _, policies = await watched_model(context.ledger, info.name)
+    job = with_policies(job, all_fitting(policies, info), job.id)
     if sweep.attributed is not None:
         stops = any(probe.action == "stop" for probe in job.probes)
         job = replace(
@@ -66,31 +69,34 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
 
 
 async def _planned(
-    context: AppContext, body: SweepRequest, info: ModelInfo, caller: Caller
-) -> Planned:
-    global_steering = (await context.model_state(info.name, [], caller)).global_steering
+    context: AppContext, body: SweepRequest, info: ModelInfo
+) -> tuple[Planned, StoredLora | None]:
+    """Return the plan, and the adapter that the body names."""
+    sae_name = body.sae if isinstance(body, AttributionRequest) else None
+    found = await context.names.look_up(info, [(LORAS, body.lora), (SAES, sae_name)])
+    lora = named_lora(body.lora, info, found)
+    _, global_steering = await context.steering.standing(info.name, [])
     sae = None
     if isinstance(body, AttributionRequest):
         check_method(body)
         if body.sae is not None:
-            sae = (await named_sae(body.sae, "sae", info, context.ledger)).stored()
+            sae = named_sae(body.sae, "sae", info, found).stored()
             body = on_its_site(body, sae)
         hooks = {f"hooks[{index}]": hook for index, hook in enumerate(body.hooks)}
         gradients = await context.ledger.gradients(info)
         check_gradients(hooks, info, gradients, bool(global_steering.entries))
-    codec = await context.codec(info)
+    codec = await context.served.codec(info)
     planned = await plan_sweep(body, info, codec, context.settings, global_steering)
     if isinstance(body, AttributionRequest):
         planned = planned._replace(sweep=attributed(planned.sweep, body, sae))
         check_exact(planned.sweep, context.settings.sweep_cells)
-    return planned
+    return planned, lora
 
 
-async def plan_of(data: SweepRequest, context: AppContext, caller: Caller) -> SweepPlan:
+async def plan_of(data: SweepRequest, context: AppContext) -> SweepPlan:
     """Return what a sweep or an attribution with this body would run."""
-    info = await context.model(data.model)
-    await named_lora(data.lora, info, context.ledger)
-    sweep, _ = await _planned(context, data, info, caller)
+    info = await context.served.model(data.model)
+    (sweep, _), _ = await _planned(context, data, info)
     clean_is_patched = data.ablation is not None or data.direction == "noise"
     per_column = len(sweep.hooks) * len(sweep.layers)
     return SweepPlan(
@@ -191,9 +197,8 @@ def grid_routes(row: Grids) -> list[Any]:
     async def plan(
         data: JSONBody[row.body],  # type: ignore[name-defined]
         context: AppContext,
-        caller: Caller,
     ) -> SweepPlan:
-        return await plan_of(data, context, caller)
+        return await plan_of(data, context)
 
     async def standing(
         job_id: JobId,

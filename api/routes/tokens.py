@@ -27,8 +27,8 @@ from .jobs import SUBMIT_ERRORS
 async def tokenize(data: JSONBody[TokenizeRequest], context: AppContext) -> Response[Tokenized]:
     if (data.prompt is None) == (data.messages is None):
         raise invalid("prompt", "give either prompt or messages", allowed="prompt, or messages")
-    info = await context.model(data.model)
-    codec = await context.codec(info)
+    info = await context.served.model(data.model)
+    codec = await context.served.codec(info)
     special_tokens = data.messages is None and data.add_special_tokens
     with Translated(
         TooLong,
@@ -66,9 +66,9 @@ async def tokenize(data: JSONBody[TokenizeRequest], context: AppContext) -> Resp
 async def detokenize(
     data: JSONBody[DetokenizeRequest], context: AppContext
 ) -> Response[Detokenized]:
-    info = await context.model(data.model)
+    info = await context.served.model(data.model)
     check_vocabulary(data.tokens, "tokens", info)
-    text, words = await (await context.codec(info)).decode(data.tokens)
+    text, words = await (await context.served.codec(info)).decode(data.tokens)
     return Response(Detokenized(prompt=text, token_strs=words))
 
 

@@ -7,13 +7,15 @@ import itertools
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from ledger_kit import MODEL, open_ledger
 
 from midstream.api import app
 from midstream.api.openapi import document
 from midstream.api.routes.registered import FromFolder, folder_routes
-from midstream.broker.ledger.named.registry import PUT_TRIES, Registry
+from midstream.broker.ledger.named.registry import PUT_TRIES, Registry, look_up
+from midstream.schemas.artifacts.probes import PROBES
 from midstream.schemas.artifacts.registered import FolderRequest, Kind, Registered
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import Record
@@ -74,6 +76,22 @@ async def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -
         with pytest.raises(MidstreamError, match=r"unknown ruler 'two' .*\(allowed: one\)"):
             await rulers.known(MODEL, "two")
         assert await rulers.delete(MODEL, "one")
+
+
+async def test_what_a_request_names_is_looked_up_together(redis_url: str, tmp_path: Path) -> None:
+    """In one round trip; the names that exist take another where one does not."""
+    other = msgspec.structs.replace(ruler("one", "e"), model="other")
+    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+        for each in (ruler("one"), ruler("two"), other):
+            await Registry(ledger, RULERS).put(each.model, each.name, lambda _, it=each: it, {})
+        asked = [(RULERS, "two"), (RULERS, "one"), (RULERS, "two"), (PROBES, "none")]
+        found = await look_up(ledger, MODEL, asked)
+        assert found.present(RULERS, ["two", "three", "one"]) == [ruler("two"), ruler("one")]
+        assert (found.known(RULERS, "one", "f"), found.names) == (ruler("one"), {"probes": []})
+        with pytest.raises(MidstreamError, match=r"unknown probe .none.*no probe exists yet"):
+            found.known(PROBES, "none", "f")
+        for each in (ruler("one"), ruler("two"), other):
+            await Registry(ledger, RULERS).delete(each.model, each.name)
 
 
 async def test_changes_at_once_each_build_on_the_one_before(redis_url: str, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, having, pair, sweep, sweep_job
 
 from midstream.broker.ledger.core.scripts import SHELVED_S
-from midstream.broker.ledger.named.probes import of_all_traffic, with_policies
-from midstream.broker.ledger.named.registry import Registry
+from midstream.broker.ledger.named.probes import watched_model, with_policies
 from midstream.broker.ledger.named.source_runs import SourceRuns
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.webhooks.outbox import WebhookOutbox
@@ -23,7 +22,7 @@ from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import StoredSweep
-from midstream.schemas.requests.policies import POLICIES, Steer, Webhook
+from midstream.schemas.requests.policies import Steer, Webhook
 from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
 
@@ -65,8 +64,7 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
     async with rig.worker() as runs:
         threshold = max(len(pair().base), len(pair().source)) + 2.0
         await rig.watch(threshold, "flag", "stop", Steer(module="m"), HOOK)
-        info, watching = await rig.ledger.watched_model("fake-model")
-        policies = await of_all_traffic(Registry(rig.ledger, POLICIES), info, watching)
+        info, policies = await watched_model(rig.ledger, "fake-model")
         job = msgspec.structs.replace(sweep_job(asked), global_captures=info.global_captures)
         job = with_policies(job, policies, job.id)
         await rig.ledger.submit(

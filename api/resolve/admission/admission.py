@@ -21,7 +21,7 @@ from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.edit_sizes import EditLimit
-from ....schemas.base.errors import MidstreamError, Translated, invalid, suggestion
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ....schemas.base.records import now
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
@@ -40,7 +40,7 @@ from ....schemas.requests.attributions import GRADIENTS
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
-from ..edits.steering import check_number, limited, modules_named, resolve_edits
+from ..edits.steering import check_number, limited, resolve_edits
 from ..positions.captures import (
     Bounds,
     PromptFacts,
@@ -55,6 +55,7 @@ from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_message
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
 from ..readings.probes import NO_POLICIES, Applied, check_step, check_tokens
 from ..readings.readings import positions_asked, resolve_readings, with_token_ids_of
+from .names import NO_NAMES, Referents, modules_of
 
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
 #: unit is the time for one listed position.
@@ -497,16 +498,14 @@ async def admit(
     model: ModelInfo,
     codec: Codec,
     job_id: str,
-    model_state: ModelState = NOTHING,
+    named: Referents = NO_NAMES,
     caller: Caller = EVERYBODY,
-    lora: StoredLora | None = None,
-    probes: Sequence[StoredProbe] = (),
-    policies: Applied = NO_POLICIES,
 ) -> Admitted:
-    """Return the parsed request as a job of `caller` with this id, adapter, probes and policies.
+    """Return the parsed request as a job of `caller` with this id.
 
     Raises a 400 with the path of the field at fault.
     """
+    model_state, probes, policies = named.state, named.probes, named.policies
     if "capture" in parsed.readings:
         check_alone(parsed)
         parsed, probes = replace(parsed, sampling=Sampling(max_tokens=1)), ()
@@ -547,20 +546,20 @@ async def admit(
         run=scoped(caller.tenant, parsed.capture.run)
         if parsed.capture and parsed.capture.run
         else "",
-        lora=lora,
+        lora=named.lora,
         probes=probes,
         conversation=parsed.conversation or "",
         hooks=policies.hooks,
         identity=model.identity,
         queue=GRADIENTS if "capture" in parsed.readings else "",
-        contents=_contents(parsed, model, model_state, lora, probes),
+        contents=_contents(parsed, model, model_state, named.lora, probes),
         **handled(parsed.handling, caller),
     )
-    named = {name for module in model_state.modules.values() for name in module.tensors}
-    named |= {name for probe in probes for name in probe.content.tensors}
-    named |= {name for of_prompt in captures for capture in of_prompt for name in capture.tensors}
+    pinned = {name for module in model_state.modules.values() for name in module.tensors}
+    pinned |= {name for probe in probes for name in probe.content.tensors}
+    pinned |= {name for of_prompt in captures for capture in of_prompt for name in capture.tensors}
     blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
-    return Admitted(job, blobs, sorted(named - blobs.keys()))
+    return Admitted(job, blobs, sorted(pinned - blobs.keys()))
 
 
 def _contents(
@@ -580,13 +579,6 @@ def _contents(
     return contents | {
         f"{extension.kind}/{extension.name}": extension.digest for extension in model.extensions
     }
-
-
-def modules_of(parsed: ParsedRequest) -> list[str]:
-    """Return the modules that a request names, each once."""
-    return modules_named(
-        [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], parsed.patch
-    )
 
 
 def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
@@ -621,18 +613,3 @@ def under_limit(job: Job, limit: EditLimit | None) -> Job:
         for each in job.steering
     ]
     return msgspec.structs.replace(job, steering=steering)
-
-
-def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:
-    """Return the error for a model that no worker has ever served; it lists those `served`."""
-    if not served:
-        return MidstreamError(
-            "unavailable", "no model is served: no worker has started yet", field="model"
-        )
-    return MidstreamError(
-        "not_found",
-        f"unknown model {name!r}",
-        field="model",
-        allowed=", ".join(sorted(served)),
-        hint=suggestion(name, served),
-    )

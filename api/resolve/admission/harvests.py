@@ -7,7 +7,7 @@ import anyio.to_thread
 import msgspec
 
 from ....broker.artifacts.corpora import find, roots_of, store_of
-from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.registry import Lookup
 from ....broker.ledger.recovery.harvests import SURVEYS, Harvests, new_harvest_id
 from ....schemas.access.keys import Caller, Limits
 from ....schemas.artifacts.loras import StoredLora
@@ -132,15 +132,16 @@ async def plan_harvest(
     )
 
 
-async def plan_survey(
+def plan_survey(
     body: SurveyRequest,
     view: HarvestView,
     harvest: StoredHarvest,
     uris: list[str],
     info: ModelInfo,
-    ledger: Ledger,
+    found: Lookup,
 ) -> HarvestPart:
-    """Return the work of a survey's job. `uris`: of the stores that it reads.
+    """Return the work of a survey's job. `uris`: of the stores that it reads. `found`: what it
+    names.
 
     Raises a 400 naming the field and what is valid, and `conflict` for a harvest that cannot be
     surveyed.
@@ -150,7 +151,7 @@ async def plan_survey(
         raise MidstreamError("conflict", detail, allowed="succeeded")
     if body.sae is None and body.against is None:
         raise invalid("sae", "is required without `against`", allowed="a registered autoencoder")
-    sae = None if body.sae is None else await named_sae(body.sae, "sae", info, ledger)
+    sae = None if body.sae is None else named_sae(body.sae, "sae", info, found)
     if sae is not None and sae.layer not in harvest.sites.get(sae.hook, []):
         kept = "; ".join(f"{hook} {layers}" for hook, layers in harvest.sites.items())
         detail = f"reads {sae.hook} of layer {sae.layer}, which {harvest.id} does not have"

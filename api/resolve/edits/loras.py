@@ -2,8 +2,7 @@
 adapter that a request names.
 """
 
-from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.named.registry import Registry
+from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.loras import LORAS, Lora, LoraRequest, LoraSupport, StoredLora
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
@@ -31,14 +30,14 @@ def resolve_lora(lora_request: LoraRequest, model: ModelInfo, root: str) -> Lora
     )
 
 
-async def named_lora(name: str | None, model: ModelInfo, ledger: Ledger) -> StoredLora | None:
+def named_lora(name: str | None, model: ModelInfo, found: Lookup) -> StoredLora | None:
     """Return the adapter that a request names. Raises a 400 naming `lora` and the registered
     ones.
     """
     if name is None:
         return None
     support = _support(model)
-    lora = await Registry(ledger, LORAS).known(model.name, name, "lora", "invalid_request")
+    lora = found.known(LORAS, name, "lora")
     # The model may have been restarted since, with other settings or another checkpoint. (The
     # worker compares the adapter's shapes with the model's before it loads the adapter.)
     if lora.rank > support.max_rank:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.saes import Sae
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import SelectorError
@@ -22,14 +22,14 @@ class FeaturesOfSae(FeatureSpec, kw_only=True):
     found: Sae
 
 
-async def with_sae(
-    spec: FeatureSpec, field: str, model: ModelInfo, ledger: Ledger
+def with_sae(
+    spec: FeatureSpec, field: str, model: ModelInfo, found: Lookup
 ) -> tuple[FeatureSpec, str]:
     """Return the features with the autoencoder that they name, and its digest.
 
     Raises a 400 naming `sae` below `field`.
     """
-    sae = await named_sae(spec.sae, f"{field}.sae", model, ledger)
+    sae = named_sae(spec.sae, f"{field}.sae", model, found)
     return FeaturesOfSae(**msgspec.structs.asdict(spec), found=sae), sae.digest
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.probes import misfit
-from ....broker.ledger.named.registry import Registry
+from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.probes import PROBES, Probe
 from ....schemas.artifacts.saes import Sae
 from ....schemas.base.errors import MidstreamError, Translated, invalid
@@ -58,14 +57,14 @@ def check_gradients(
     return gradients
 
 
-async def with_artifact(
-    spec: CaptureSpec, field: str, model: ModelInfo, ledger: Ledger
+def with_artifact(
+    spec: CaptureSpec, field: str, model: ModelInfo, found: Lookup
 ) -> tuple[CaptureSpec, str]:
     """Return the capture with the artifact that its scalar names, and the artifact's digest.
 
     Raises a 400 naming the field below `field`, also for a scalar with fields of another kind.
     """
-    facts = check_gradients({}, model, await ledger.gradients(model), field=f"{field}.of")
+    facts = check_gradients({}, model, found.gradients, field=f"{field}.of")
     scalar, at = spec.scalar, f"{field}.scalar"
     if scalar is None:
         raise invalid(at, "is required with of = 'gradient'", allowed=", ".join(SCALAR_FIELDS))
@@ -78,14 +77,12 @@ async def with_artifact(
             raise invalid(f"{at}.{name}", f"is not valid for {scalar.kind!r}", allowed=valid)
     artifact: Probe | Sae | None = None
     if scalar.probe is not None:
-        artifact = await Registry(ledger, PROBES).known(
-            model.name, scalar.probe, f"{at}.probe", "invalid_request"
-        )
+        artifact = found.known(PROBES, scalar.probe, f"{at}.probe")
         if (why := misfit(artifact, model)) is not None:
             raise invalid(f"{at}.probe", f"{scalar.probe!r} {why}", hint="register it again")
         _check_below(f"{at}.label", scalar.label, len(artifact.content.labels))
     if scalar.sae is not None:
-        artifact = await named_sae(scalar.sae, f"{at}.sae", model, ledger)
+        artifact = named_sae(scalar.sae, f"{at}.sae", model, found)
         _check_below(f"{at}.feature", scalar.feature, artifact.form.d_sae)
     digest = "" if artifact is None else artifact.digest
     fields = msgspec.structs.asdict(spec)

@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.named.registry import Registry
+from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
 from ....schemas.artifacts.registered import Kind
 from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TUNED_LENSES, TunedLens
@@ -32,9 +31,7 @@ class FittedLens(LensSpec, kw_only=True):
 # --- What a request names -------------------------------------------------------------------------
 
 
-async def with_maps(
-    spec: LensSpec, field: str, model: ModelInfo, ledger: Ledger
-) -> tuple[LensSpec, str]:
+def with_maps(spec: LensSpec, field: str, model: ModelInfo, found: Lookup) -> tuple[LensSpec, str]:
     """Return the lens with the tuned or Jacobian lens that it names, and the digest of that lens.
 
     Raises a 400 naming a field below `field`, with the names that exist.
@@ -46,11 +43,9 @@ async def with_maps(
         raise invalid(f"{field}.jacobian", "is not valid together with tuned", hint="omit one")
     ((kind, name),) = named
     at = f"{field}.{kind}"
-    found: TunedLens = await Registry(ledger, _MAPS[kind]).known(
-        model.name, name, at, "invalid_request"
-    )
-    check_shape(found, model, at)
-    return FittedLens(**msgspec.structs.asdict(spec), found=found), found.digest
+    lens: TunedLens = found.known(_MAPS[kind], name, at)
+    check_shape(lens, model, at)
+    return FittedLens(**msgspec.structs.asdict(spec), found=lens), lens.digest
 
 
 def check_shape(lens: TunedLens, model: ModelInfo, at: str) -> None:
@@ -65,13 +60,12 @@ def check_shape(lens: TunedLens, model: ModelInfo, at: str) -> None:
         )
 
 
-async def named_jacobian(name: str, field: str, model: ModelInfo, ledger: Ledger) -> JacobianLens:
+def named_jacobian(name: str, field: str, model: ModelInfo, found: Lookup) -> JacobianLens:
     """Return the lens whose directions a request's `field` names; it must have an output matrix.
 
     Raises a 400 with the registered names.
     """
-    registry = Registry(ledger, JACOBIAN_LENSES)
-    lens: JacobianLens = await registry.known(model.name, name, field, "invalid_request")
+    lens = found.known(JACOBIAN_LENSES, name, field)
     check_shape(lens, model, field)
     if not lens.vocabulary:
         raise invalid(

@@ -7,12 +7,19 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from ....broker.ledger.named.probes import hooks_of, misfit, of_all_traffic, scores_of, unfit
-from ....broker.ledger.named.registry import Registry
+from ....broker.ledger.named.probes import all_fitting, hooks_of, misfit, scores_of, unfit
+from ....broker.ledger.named.registry import Lookup
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
-from ....schemas.artifacts.probes import Probe, ProbeContent, ProbeRequest, ProbeUse, StoredProbe
+from ....schemas.artifacts.probes import (
+    PROBES,
+    Probe,
+    ProbeContent,
+    ProbeRequest,
+    ProbeUse,
+    StoredProbe,
+)
 from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import (
     MAX_PROBE_LABELS,
@@ -27,6 +34,7 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, resolve_layers
 from ....schemas.prompts.windows import When
 from ....schemas.requests.policies import (
+    POLICIES,
     Policy,
     PolicyChange,
     PolicyRequest,
@@ -151,8 +159,8 @@ def _of_labels(probe_request: ProbeRequest, number: int) -> tuple[list[str], lis
 # --------------------------------------------------------------------------------------------------
 
 
-async def probes_of(
-    request: Sequence[str | ProbeUse], model: ModelInfo, probes: Registry[Probe]
+def probes_of(
+    request: Sequence[str | ProbeUse], model: ModelInfo, found: Lookup
 ) -> list[StoredProbe]:
     """Return those that a request names. Raises a 400 naming the field."""
     uses = [ProbeUse(probe=use) if isinstance(use, str) else use for use in request]
@@ -163,7 +171,7 @@ async def probes_of(
         at = f"probes[{index}]"
         if use.probe in (earlier.probe for earlier in uses[:index]):
             raise invalid(at, f"{use.probe!r} is listed twice")
-        probe = await probes.known(model.name, use.probe, at, "invalid_request")
+        probe = found.known(PROBES, use.probe, at)
         if (why := misfit(probe, model)) is not None:
             raise invalid(at, f"{use.probe!r} {why}", hint="register it again")
         check_action(probe, use.action, f"{at}.action", model)
@@ -333,17 +341,17 @@ class Applied:
 NO_POLICIES = Applied()
 
 
-async def policies_of(
+def policies_of(
     parsed: ParsedRequest,
     model: ModelInfo,
-    policies: Registry[Policy],
-    watching: Sequence[bytes],
+    found: Lookup,
+    watching: Sequence[Policy],
     job_id: str,
 ) -> Applied:
-    """Return the policies that a request names, then those named `watching`, which apply to all
-    traffic. Gradient rows have none: nothing is generated.
+    """Return the policies that a request names, then those `watching`, which apply to all traffic.
+    Gradient rows have none: nothing is generated.
 
-    Raises a 400 naming the field, and `unavailable` as `of_all_traffic`.
+    Raises a 400 naming the field, and `unavailable` as `all_fitting`.
     """
     result, named, request = Applied(), parsed.policies, parsed.conversation or job_id
     if "capture" in parsed.readings:
@@ -352,11 +360,11 @@ async def policies_of(
         at = f"policies[{index}]"
         if name in named[:index]:
             raise invalid(at, f"{name!r} is listed twice")
-        policy = await policies.known(model.name, name, at, "invalid_request")
+        policy = found.known(POLICIES, name, at)
         if (why := unfit(policy.current, model)) is not None:
             raise invalid(at, f"{name!r} {why}")
         _apply(policy, at, scores_of(policy, request), result)
-    for policy in await of_all_traffic(policies, model, watching):
+    for policy in all_fitting(watching, model):
         if policy.name not in named:
             _apply(policy, "policies", scores_of(policy, request), result)
     others = [*model.global_captures, *([parsed.capture] if parsed.capture is not None else [])]

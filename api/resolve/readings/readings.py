@@ -5,11 +5,16 @@ A kind of reading is a row in `READINGS`. How much may come back is limited toge
 consumer `memory` returns.
 """
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.registry import Lookup
+from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
+from ....schemas.artifacts.probes import PROBES
+from ....schemas.artifacts.registered import Kind
+from ....schemas.artifacts.saes import SAES
+from ....schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import RequestedPositions
@@ -33,7 +38,7 @@ class ReadingKind:
     captures: Callable[[Any, Bounds, str], list[StoredCapture]]  # one per prompt
     #: Returns a spec with the registered artifact that it names, and the artifact's digest. Raises
     #: a 400 naming the field.
-    find: Callable[[Any, str, ModelInfo, Ledger], Awaitable[tuple[Any, str]]] | None = None
+    find: Callable[[Any, str, ModelInfo, Lookup], tuple[Any, str]] | None = None
     #: Returns a spec with token ids in place of texts.
     encode: Callable[[Any, Codec], Awaitable[Any]] | None = None
 
@@ -48,6 +53,15 @@ READINGS: dict[str, ReadingKind] = {
 }
 
 
+#: Kind in `references` of a reading's spec → kind of registered artifact.
+ARTIFACTS: dict[str, Kind[Any]] = {
+    "sae": SAES,
+    "tuned": TUNED_LENSES,
+    "jacobian": JACOBIAN_LENSES,
+    "probe": PROBES,
+}
+
+
 def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
     """Yield (field, place in the body, spec) of each reading."""
     for field, spec in parsed.readings.items():
@@ -57,35 +71,36 @@ def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
             yield field, field, spec
 
 
-async def _changed(
-    parsed: "ParsedRequest", change: Callable[[ReadingKind, str, Any], Awaitable[Any]]
-) -> "ParsedRequest":
-    """Return the request with `change(kind, place in the body, spec)` in place of each spec."""
-    readings = dict(parsed.readings)
-    for field, at, spec in _each(parsed):
-        changed = await change(READINGS[field], at, spec)
-        if field == at:
-            readings[field] = changed
-        else:
-            before = [] if readings[field] is parsed.readings[field] else readings[field]
-            readings[field] = [*before, changed]
+def artifacts_named(parsed: "ParsedRequest") -> list[tuple[Kind[Any], str]]:
+    """Return kind and name of the registered artifacts that readings name."""
+    return [
+        (ARTIFACTS[kind], name)
+        for _, _, spec in _each(parsed)
+        for kind, name in spec.references
+        if kind in ARTIFACTS
+    ]
+
+
+def _with_specs(parsed: "ParsedRequest", specs: Iterable[Any]) -> "ParsedRequest":
+    """Return the request with `specs` in place of those that `_each` yields."""
+    given = iter(specs)
+    readings = {
+        field: [next(given) for _ in spec] if isinstance(spec, list) else next(given)
+        for field, spec in parsed.readings.items()
+    }
     return replace(parsed, readings=readings)
 
 
-async def with_artifacts(
-    parsed: "ParsedRequest", model: ModelInfo, ledger: Ledger
-) -> "ParsedRequest":
+def with_artifacts(parsed: "ParsedRequest", model: ModelInfo, found: Lookup) -> "ParsedRequest":
     """Return the request with the artifacts that its readings name. Raises a 400 naming one."""
     contents: dict[str, str] = {}
-
-    async def find(reading: ReadingKind, at: str, spec: Any) -> Any:
-        if reading.find is None:
-            return spec
-        named, digest = await reading.find(spec, at, model, ledger)
-        contents.update({f"{kind}/{name}": digest for kind, name in spec.references})
-        return named
-
-    return replace(await _changed(parsed, find), contents=contents)
+    specs = []
+    for field, at, spec in _each(parsed):
+        if (find := READINGS[field].find) is not None:
+            spec, digest = find(spec, at, model, found)
+            contents.update({f"{kind}/{name}": digest for kind, name in spec.references})
+        specs.append(spec)
+    return replace(_with_specs(parsed, specs), contents=contents)
 
 
 async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedRequest":
@@ -93,11 +108,11 @@ async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedReq
 
     Raises a 400 naming the text that is not one token.
     """
-
-    async def encode(reading: ReadingKind, _: str, spec: Any) -> Any:
-        return spec if reading.encode is None else await reading.encode(spec, codec)
-
-    return await _changed(parsed, encode)
+    specs = [
+        spec if (encode := READINGS[field].encode) is None else await encode(spec, codec)
+        for field, _, spec in _each(parsed)
+    ]
+    return _with_specs(parsed, specs)
 
 
 def resolve_readings(

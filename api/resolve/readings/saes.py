@@ -2,8 +2,7 @@
 name against what is registered.
 """
 
-from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.named.registry import Registry
+from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.saes import SAES, Sae, SaeRequest
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
@@ -41,9 +40,9 @@ def resolve_sae(sae_request: SaeRequest, model: ModelInfo, root: str) -> Sae:
     )
 
 
-async def named_sae(name: str, field: str, model: ModelInfo, ledger: Ledger) -> Sae:
+def named_sae(name: str, field: str, model: ModelInfo, found: Lookup) -> Sae:
     """Return the SAE that a request names in `field`. Raises a 400 with the registered names."""
-    sae = await Registry(ledger, SAES).known(model.name, name, field, "invalid_request")
+    sae = found.known(SAES, name, field)
     # The model may have been restarted since, with other settings or another checkpoint.
     if (
         sae.hook not in model.hooks

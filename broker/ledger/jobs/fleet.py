@@ -71,7 +71,7 @@ class Fleet(Connection):
         return self._read_model(name, await self.redis.hget("ms:models", name))
 
     @reachable
-    async def watched_model(self, name: str) -> tuple[ModelInfo | None, list[bytes]]:
+    async def watched_model(self, name: str) -> tuple[ModelInfo | None, list[str]]:
         """Return the model, and the names of the policies that apply to all its traffic, ascending;
         in one round trip, because every submission needs both.
         """
@@ -79,7 +79,7 @@ class Fleet(Connection):
             pipe.hget("ms:models", name)
             pipe.smembers(f"ms:policies-watching:{name}")
             raw, watching = await pipe.execute()
-        return self._read_model(name, raw), sorted(watching)
+        return self._read_model(name, raw), sorted(policy.decode() for policy in watching)
 
     def _read_model(self, name: str, raw: bytes | None) -> ModelInfo | None:
         if raw is None:

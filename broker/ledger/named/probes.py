@@ -11,8 +11,9 @@ from ....schemas.artifacts.probes import Probe, StoredProbe
 from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.requests.policies import Policy, PolicyVersion, Webhook
-from .registry import Registry
+from ....schemas.requests.policies import POLICIES, Policy, PolicyVersion, Webhook
+from ..jobs.ledger import Ledger
+from .registry import look_up
 
 
 def misfit(probe: Probe, model: ModelInfo) -> str | None:
@@ -49,21 +50,24 @@ def unfit(version: PolicyVersion, model: ModelInfo) -> str | None:
     return next((why for why, applies in reasons.items() if applies), None)
 
 
-async def of_all_traffic(
-    policies: Registry[Policy], model: ModelInfo, names: Sequence[bytes]
-) -> list[Policy]:
-    """Return the policies that apply to all traffic of the model. `names`: those that
-    `Ledger.watched_model` returns.
+async def watched_model(ledger: Ledger, name: str) -> tuple[ModelInfo | None, list[Policy]]:
+    """Return the model and the policies that apply to all its traffic."""
+    model, names = await ledger.watched_model(name)
+    found = await look_up(ledger, name, ((POLICIES, policy) for policy in names))
+    return model, found.present(POLICIES, names)
+
+
+def all_fitting(policies: Sequence[Policy], model: ModelInfo) -> Sequence[Policy]:
+    """Return `policies`, which apply to all traffic of the model.
 
     Raises MidstreamError("unavailable") for one that cannot apply to the model that is served now:
     no traffic may pass without it.
     """
-    result = await policies.named(model.name, names)
-    for policy in result:
+    for policy in policies:
         if (why := unfit(policy.current, model)) is not None:
             detail = f"the policy {policy.name!r}, which applies to all traffic, {why}"
             raise MidstreamError("unavailable", detail)
-    return result
+    return policies
 
 
 def with_policies(job: Job, policies: Sequence[Policy], request: str) -> Job:

@@ -1,7 +1,7 @@
 """Artifacts that operators register by name, per model and shared by all tenants."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -10,12 +10,60 @@ from ....schemas.base.errors import MidstreamError, invalid, unknown
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import from_msgpack
 from ....schemas.base.version import __version__
+from ....schemas.jobs.models import GradientInfo
 from ..core import scripts
-from ..jobs.ledger import Ledger, reachable
+from ..jobs.ledger import Ledger, of_each, reachable
 
 T = TypeVar("T", bound=Registered)
 #: How often `put` tries, if others change the name meanwhile.
 PUT_TRIES = 8
+
+
+class Lookup(NamedTuple):
+    """Artifacts of one model that a request names, read together."""
+
+    model: str = ""
+    records: Mapping[tuple[str, str], Any] = {}  # (`Kind.plural`, name) → those that exist
+    # `Kind.plural` → all names, of kinds of which a named one does not exist
+    names: Mapping[str, Sequence[str]] = {}
+    gradients: GradientInfo | None = None  # of the model's gradient workers, if asked for
+
+    def known(self, kind: Kind[T], name: str, field: str) -> T:
+        """Return the artifact of this name. Raises a 400 naming `field` and the names that
+        exist.
+        """
+        record: T | None = self.records.get((kind.plural, name))
+        if record is None:
+            names = self.names.get(kind.plural, ())
+            raise unknown(kind.noun, name, self.model, names, field=field, kind="invalid_request")
+        return record
+
+    def present(self, kind: Kind[T], names: Iterable[str]) -> list[T]:
+        """Return those of these names that exist, in this order."""
+        given = ((kind.plural, name) for name in names)
+        return [self.records[of] for of in given if of in self.records]
+
+
+@reachable
+async def look_up(ledger: Ledger, model: str, named: Iterable[tuple[Kind[Any], str]]) -> Lookup:
+    """Return the named artifacts, read in one round trip; the names of a kind take a second one, if
+    one does not exist.
+    """
+    distinct = {(kind.plural, name): kind for kind, name in named}
+    if not distinct:
+        return Lookup(model)
+    found = await of_each(
+        ledger.redis, distinct, lambda pipe, of: pipe.hget(distinct[of].key + model, of[1])
+    )
+    packed = dict(zip(distinct, found, strict=True))
+    lacking = {kind.plural: kind for of, kind in distinct.items() if packed[of] is None}
+    names = {plural: await Registry(ledger, kind).names(model) for plural, kind in lacking.items()}
+    records = {
+        of: Registry(ledger, kind).read(raw, of[1])
+        for of, kind in distinct.items()
+        if (raw := packed[of]) is not None
+    }
+    return Lookup(model, records, names)
 
 
 class Registry(Generic[T]):
@@ -32,32 +80,24 @@ class Registry(Generic[T]):
     @reachable
     async def get(self, model: str, name: str) -> T | None:
         packed = await self._redis.hget(self._key(model), name)
-        return None if packed is None else self._read(packed, name)
+        return None if packed is None else self.read(packed, name)
 
-    async def known(
-        self, model: str, name: str, field: str = "name", error: str = "not_found"
-    ) -> T:
-        """Return the artifact of this name.
-
-        Raises MidstreamError(`error`) naming `field` and the names that exist.
-        """
+    async def known(self, model: str, name: str) -> T:
+        """Return the artifact of this name. Raises `not_found` with the names that exist."""
         artifact = await self.get(model, name)
         if artifact is None:
-            raise await self.unknown(model, name, field, error)
+            raise await self.unknown(model, name)
         return artifact
 
-    async def unknown(
-        self, model: str, name: str, field: str = "name", error: str = "not_found"
-    ) -> MidstreamError:
+    async def unknown(self, model: str, name: str) -> MidstreamError:
         """Return the error for a name that does not exist."""
-        names = await self.names(model)
-        return unknown(self._kind.noun, name, model, names, field=field, kind=error)
+        return unknown(self._kind.noun, name, model, await self.names(model))
 
     @reachable
     async def of_model(self, model: str) -> list[T]:
         """Return all artifacts of the model, by name."""
         return [
-            self._read(packed, name.decode())
+            self.read(packed, name.decode())
             for name, packed in sorted((await self._redis.hgetall(self._key(model))).items())
         ]
 
@@ -82,7 +122,7 @@ class Registry(Generic[T]):
         await self._ledger.check_room(sum(map(len, blobs.values())))
         for _ in range(PUT_TRIES):
             packed = await self._redis.hget(self._key(model), name)
-            former = None if packed is None else self._read(packed, name)
+            former = None if packed is None else self.read(packed, name)
             record = make(former)
             arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, blobs)
             outcome, *count = scripts.text(
@@ -109,16 +149,6 @@ class Registry(Generic[T]):
         raise MidstreamError("conflict", detail)
 
     @reachable
-    async def named(self, model: str, names: Sequence[bytes]) -> list[T]:
-        """Return those with these names, in this order, without those that do not exist."""
-        result = await self._redis.hmget(self._key(model), names) if names else []
-        return [
-            self._read(packed, name.decode())
-            for name, packed in zip(names, result, strict=True)
-            if packed is not None
-        ]
-
-    @reachable
     async def delete(self, model: str, name: str) -> bool:
         """Delete the name; return whether it existed. Accepted jobs keep the artifact."""
         arguments = scripts.pack(
@@ -129,7 +159,8 @@ class Registry(Generic[T]):
     def _key(self, model: str) -> str:
         return self._kind.key + model
 
-    def _read(self, packed: bytes, name: str) -> T:
+    def read(self, packed: bytes, name: str) -> T:
+        """Decode a stored artifact. Raises MidstreamError("version_mismatch")."""
         try:
             return from_msgpack(packed, self._kind.record)
         except msgspec.DecodeError as error:

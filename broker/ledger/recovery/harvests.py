@@ -28,12 +28,11 @@ from ....schemas.jobs.harvests import (
 from ....schemas.jobs.jobs import Job, Sampling, State
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.harvest_work import HarvestPart
-from ....schemas.requests.policies import POLICIES, Policy
+from ....schemas.requests.policies import Policy
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
 from ..jobs.ledger import ALPHABET, new_job_id, of_each, reachable
-from ..named.probes import of_all_traffic, with_policies
-from ..named.registry import Registry
+from ..named.probes import all_fitting, watched_model, with_policies
 from .streams import HarvestStreams
 
 log = logging.getLogger(__name__)
@@ -498,10 +497,10 @@ class Harvests(HarvestStreams):
 
     async def _watched(self, name: str) -> tuple[ModelInfo, Sequence[Policy]]:
         """Return the model, and the policies of all its traffic now."""
-        model, watching = await self._ledger.watched_model(name)
+        model, policies = await watched_model(self._ledger, name)
         if model is None:
             raise MidstreamError("unavailable", f"the model {name!r} is not served")
-        return model, await of_all_traffic(Registry(self._ledger, POLICIES), model, watching)
+        return model, all_fitting(policies, model)
 
     def _next(
         self,

@@ -12,8 +12,8 @@ from test_resolve_captures import bounds
 from midstream.api.resolve.admission.admission import admit
 from midstream.api.resolve.prompts.request_parsing import parse_completion, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
-from midstream.api.resolve.readings import gradients
 from midstream.api.resolve.readings.readings import with_artifacts
+from midstream.broker.ledger.named.registry import Lookup
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
 from midstream.schemas.artifacts.saes import Sae, SaeForm
 from midstream.schemas.jobs.jobs import Job, JobRequest
@@ -56,14 +56,7 @@ SAE = Sae(
 )
 
 
-class Known:
-    """A ledger that knows what a gradient worker has published."""
-
-    def __init__(self, facts: GradientInfo | None = FACTS) -> None:
-        self._facts = facts
-
-    async def gradients(self, model: ModelInfo) -> GradientInfo | None:
-        return self._facts
+FOUND = {("probes", "mine"): PROBE, ("saes", "tiny"): SAE}
 
 
 def job_of(
@@ -77,8 +70,8 @@ def job_of(
         request = msgspec.convert(
             body | {"capture": {"of": "gradient", "scalar": LOGIT} | capture}, JobRequest
         )
-        ledger: Any = Known(facts)
-        parsed = await with_artifacts(parse_job(request), model, ledger)
+        found = Lookup("m", FOUND, gradients=facts)
+        parsed = with_artifacts(parse_job(request), model, found)
         return (await admit(parsed, model, CODEC, "job_x")).job
 
     return asyncio.run(admitted())
@@ -122,24 +115,7 @@ def test_tokens_of_a_scalar_may_be_texts() -> None:
     assert first == StoredScalar(kind="logit", token=make_tokenizer().token_to_id("a"), foil=7)
 
 
-@pytest.fixture
-def artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe with two labels and an autoencoder with `D_SAE` features are registered."""
-
-    class Probes:
-        def __init__(self, *_: Any) -> None: ...
-
-        async def known(self, *_: Any) -> Probe:
-            return PROBE
-
-    async def sae(*_: Any) -> Sae:
-        return SAE
-
-    monkeypatch.setattr(gradients, "Registry", Probes)
-    monkeypatch.setattr(gradients, "named_sae", sae)
-
-
-def test_a_probe_and_a_feature_are_stored_with_their_weights(artifacts: None) -> None:
+def test_a_probe_and_a_feature_are_stored_with_their_weights() -> None:
     job = job_of({"scalar": {"kind": "probe", "probe": "mine", "label": 1}})
     stored = StoredScalar(kind="probe", label=1, probe=PROBE.stored("none"), positions=[3])
     assert scalars(job) == [stored, msgspec.structs.replace(stored, positions=[1])]
@@ -242,8 +218,6 @@ def without(**facts: Any) -> GradientInfo:
         ),
     ],
 )
-def test_what_has_no_gradients_is_refused_by_its_field(
-    artifacts: None, ask: Any, field: str, words: str
-) -> None:
+def test_what_has_no_gradients_is_refused_by_its_field(ask: Any, field: str, words: str) -> None:
     with refuses(words, field=field, kind="invalid_request"):
         ask()

@@ -1,0 +1,208 @@
+"""What the names in a request refer to: its model, modules, source runs and registered artifacts.
+
+Each store is asked once for everything that a request names; what is found is checked without
+further questions.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.probes import watched_model
+from ....broker.ledger.named.registry import Lookup, look_up
+from ....broker.ledger.named.source_runs import SourceRuns
+from ....broker.ledger.named.steering import Steering
+from ....schemas.access.keys import Caller, own, scoped, shown
+from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
+from ....schemas.artifacts.loras import LORAS, StoredLora
+from ....schemas.artifacts.probes import PROBES, ProbeUse, StoredProbe
+from ....schemas.artifacts.registered import Kind
+from ....schemas.artifacts.saes import SAES
+from ....schemas.base.settings import Settings
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.requests.policies import POLICIES, Policy
+from ....schemas.requests.specs import PatchSpec, SteeringSpec
+from ..edits.directions import DirectionFiles, check_directed
+from ..edits.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
+from ..edits.loras import named_lora
+from ..edits.model_state import NOTHING, ModelState, find_runs
+from ..edits.patches import runs_of
+from ..edits.steering import modules_named
+from ..positions.gates import gated_by
+from ..prompts.request_parsing import ParsedRequest
+from ..readings.lens import named_jacobian, single_tokens
+from ..readings.probes import NO_POLICIES, Applied, policies_of, probes_of
+from ..readings.readings import artifacts_named, with_artifacts
+from ..readings.saes import named_sae
+from .served import Served
+
+
+@dataclass(frozen=True)
+class Referents:
+    """What a request names, as found and checked."""
+
+    state: ModelState = NOTHING
+    lora: StoredLora | None = None
+    probes: Sequence[StoredProbe] = ()
+    policies: Applied = NO_POLICIES  # also those of all traffic
+
+
+NO_NAMES = Referents()
+
+
+class Names:
+    """Finds what requests to a model name. Belongs to one event loop."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, steering: Steering, served: Served):
+        self._ledger, self._steering, self._served = ledger, steering, served
+        self._features = FeatureFiles(settings.sae_root)
+        self._directions = DirectionFiles(settings.lens_root)
+        self._reading_files = anyio.CapacityLimiter(1)
+
+    async def resolve(
+        self,
+        parsed: ParsedRequest,
+        info: ModelInfo,
+        watching: Sequence[str],
+        caller: Caller,
+        job_id: str,
+    ) -> tuple[ParsedRequest, Referents]:
+        """Return the request with the artifacts that its readings name, and what else it names.
+
+        `watching`: the policies of all traffic. Raises MidstreamError: a 400 naming the field, or
+        `unavailable` for a policy of all traffic that does not fit the model.
+        """
+        steering, patch = parsed.steering, parsed.patch
+        guards = ((POLICIES, name) for name in watching)
+        found = await self.look_up(info, [*_artifacts_of(parsed), *guards])
+        if "capture" in parsed.readings:
+            found = found._replace(gradients=await self._ledger.gradients(info))
+        lora = named_lora(parsed.lora, info, found)
+        parsed = with_artifacts(parsed, info, found)
+        probes = probes_of(parsed.probes, info, found)
+        of_all_traffic = found.present(POLICIES, watching)
+        policies = policies_of(parsed, info, found, of_all_traffic, job_id)
+        state, modules = NOTHING, modules_of(parsed)
+        if modules or steering or patch or policies.gated:
+            state = await self.state(info, modules, caller, patch, of_all_traffic)
+        features = await self.features(info, steering, found)
+        modules_found = {**state.modules, **policies.modules}
+        state = replace(state, modules=modules_found, features=features)
+        return parsed, Referents(state, lora, probes, policies)
+
+    async def look_up(
+        self, info: ModelInfo, named: Iterable[tuple[Kind[Any], str | None]]
+    ) -> Lookup:
+        """Return the named artifacts of the model; a name that is None stands for none."""
+        given = [(kind, name) for kind, name in named if name is not None]
+        return await look_up(self._ledger, info.name, given)
+
+    async def state(
+        self,
+        info: ModelInfo,
+        names: Sequence[str],
+        caller: Caller,
+        patch: Sequence[PatchSpec] = (),
+        watching: Sequence[Policy] | None = None,
+    ) -> ModelState:
+        """Return a consistent snapshot of the caller's modules with these names and of global
+        steering, and the source runs that patches name.
+
+        `watching`: the policies of all traffic, if they are known.
+        """
+        needed = runs_of(patch)
+        kept, current = await self._steering.standing(
+            info.name, [scoped(caller.tenant, name) for name in names]
+        )
+        modules = {
+            shown(name): msgspec.structs.replace(module, name=shown(name))
+            for name, module in kept.items()
+        }
+        known = (
+            own(caller.tenant, await self._steering.module_names(info.name))
+            if len(modules) < len(names)
+            else []
+        )
+        runs = await find_runs(self._ledger, info.name, patch, caller)
+        every_run = (
+            await SourceRuns(self._ledger, caller).names(info.name)
+            if len(runs) < len(needed)
+            else []
+        )
+        if watching is None:
+            _, watching = await watched_model(self._ledger, info.name)
+        guards = [
+            policy
+            for policy in watching
+            if policy.current.content.mode != "shadow" and policy.current.content.edits == "refuse"
+        ]
+        return ModelState(modules, current, known, runs, every_run, guards=guards)
+
+    async def features(
+        self, info: ModelInfo, specs: Sequence[SteeringSpec], found: Lookup | None = None
+    ) -> Named:
+        """Return the features and directions that steering names. Raises a 400 naming the field.
+
+        `found`: the artifacts that it names, if they are known.
+        """
+        if found is None:
+            found = await self.look_up(info, _artifacts_of_steering(specs))
+        saes, lenses = {}, {}
+        for index, spec in enumerate(specs):
+            at = f"steering[{index}]"
+            if spec.jacobian is not None and spec.jacobian not in lenses:
+                lenses[spec.jacobian] = named_jacobian(spec.jacobian, f"{at}.jacobian", info, found)
+            if spec.sae is not None and spec.sae not in saes:
+                saes[spec.sae] = named_sae(spec.sae, f"{at}.sae", info, found)
+        rows: dict[tuple[str, int], Rows] = {}
+        for name, features in check_specs(specs, saes).items():
+            result = await anyio.to_thread.run_sync(
+                self._features.read, saes[name], features, limiter=self._reading_files
+            )
+            check_range(saes[name], info, result)
+            rows |= {(name, feature): value for feature, value in result.items()}
+        plain = {}
+        for directed in check_directed(specs, lenses, info):
+            ids = await single_tokens(directed.tokens, await self._served.codec(info))
+            plain[directed.at] = await anyio.to_thread.run_sync(
+                self._directions.plain_specs,
+                directed,
+                list(ids.values()),
+                limiter=self._reading_files,
+            )
+        return Named(saes, rows, lenses, plain) if saes or lenses else NONE
+
+
+def modules_of(parsed: ParsedRequest) -> list[str]:
+    """Return the modules that a request names, each once."""
+    return modules_named(
+        [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], parsed.patch
+    )
+
+
+def names_something(parsed: ParsedRequest) -> bool:
+    """Return whether the request names what may change or be deleted after it is accepted."""
+    artifacts = any(name is not None for _, name in _artifacts_of(parsed))
+    return bool(artifacts or parsed.readings or modules_of(parsed) or runs_of(parsed.patch))
+
+
+def _artifacts_of(parsed: ParsedRequest) -> list[tuple[Kind[Any], str | None]]:
+    probes = (use.probe if isinstance(use, ProbeUse) else use for use in parsed.probes)
+    return [
+        (LORAS, parsed.lora),
+        *artifacts_named(parsed),
+        *((PROBES, name) for name in probes),
+        *((POLICIES, name) for name in parsed.policies),
+        *_artifacts_of_steering(parsed.steering),
+    ]
+
+
+def _artifacts_of_steering(
+    specs: Sequence[SteeringSpec],
+) -> list[tuple[Kind[Any], str | None]]:
+    jacobians = ((JACOBIAN_LENSES, spec.jacobian) for spec in specs)
+    return [*jacobians, *((SAES, spec.sae) for spec in specs)]
