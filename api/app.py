@@ -120,6 +120,9 @@ def make_app(settings: Settings) -> App:
         dependencies={
             "context": Provide(context_of, sync_to_thread=False),
             "caller": Provide(caller_of, sync_to_thread=False),
+            "info": Provide(jobs.info_of),
+            "view": Provide(jobs.view_of),
+            "harvest": Provide(harvests.harvest_of),
             "submission": Provide(jobs.submission_of, sync_to_thread=False),
         },
         lifespan=[context],

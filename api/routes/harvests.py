@@ -61,6 +61,17 @@ Feature = Annotated[
 ]
 
 
+async def harvest_of(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
+    """The dependency `harvest` of handlers: the one in the path.
+
+    Raises `not_found` if it does not exist or belongs to another tenant.
+    """
+    view = await context.harvests.view(harvest_id)
+    if not caller.sees(view.tenant):
+        raise MidstreamError("not_found", f"unknown harvest {harvest_id}")
+    return view
+
+
 @post(
     "/v1/harvests",
     opt=needs("submit"),
@@ -102,8 +113,8 @@ async def list_harvests(
 
 
 @get("/v1/harvests/{harvest_id:str}", opt=needs("read"), summary="Get a harvest", responses=ERRORS)
-async def get_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
-    return await _seen(context, caller, harvest_id)
+async def get_harvest(harvest: HarvestView) -> HarvestView:
+    return harvest
 
 
 @get(
@@ -117,11 +128,10 @@ async def get_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller
     responses=ERRORS,
 )
 async def harvest_events(
-    harvest_id: HarvestId, context: AppContext, caller: Caller
+    harvest: HarvestView, context: AppContext, caller: Caller
 ) -> Response[Any]:
-    await _seen(context, caller, harvest_id)
     return Stream(
-        _progress(context, harvest_id, caller),
+        _progress(context, harvest.id, caller),
         media_type=events.MEDIA_TYPE,
         headers=events.HEADERS,
     )
@@ -169,8 +179,8 @@ async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> Asy
     ),
     responses={409: PROBLEM, **ERRORS},
 )
-async def pause_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
-    return await _ask(context, caller, harvest_id, "pause")
+async def pause_harvest(harvest: HarvestView, context: AppContext) -> HarvestView:
+    return await _ask(context, harvest, "pause")
 
 
 @post(
@@ -180,8 +190,8 @@ async def pause_harvest(harvest_id: HarvestId, context: AppContext, caller: Call
     summary="Resume a harvest",
     responses={409: PROBLEM, **ERRORS},
 )
-async def resume_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
-    return await _ask(context, caller, harvest_id, "run")
+async def resume_harvest(harvest: HarvestView, context: AppContext) -> HarvestView:
+    return await _ask(context, harvest, "run")
 
 
 @post(
@@ -192,8 +202,8 @@ async def resume_harvest(harvest_id: HarvestId, context: AppContext, caller: Cal
     description="What was written stays until it is deleted, without a manifest.",
     responses={409: PROBLEM, **ERRORS},
 )
-async def cancel_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
-    return await _ask(context, caller, harvest_id, "cancel")
+async def cancel_harvest(harvest: HarvestView, context: AppContext) -> HarvestView:
+    return await _ask(context, harvest, "cancel")
 
 
 @delete(
@@ -204,13 +214,12 @@ async def cancel_harvest(harvest_id: HarvestId, context: AppContext, caller: Cal
     description="Its record and all its files. Only one that has ended.",
     responses={409: PROBLEM, **ERRORS},
 )
-async def delete_harvest(harvest_id: HarvestId, context: AppContext, caller: Caller) -> None:
-    view = await _seen(context, caller, harvest_id)
-    if view.state not in OVER:
-        raise MidstreamError("conflict", f"harvest {harvest_id} has not ended: cancel it first")
-    base, name = around(view.uri)
+async def delete_harvest(harvest: HarvestView, context: AppContext) -> None:
+    if harvest.state not in OVER:
+        raise MidstreamError("conflict", f"harvest {harvest.id} has not ended: cancel it first")
+    base, name = around(harvest.uri)
     await anyio.to_thread.run_sync(lambda: open_store(base).delete(f"{name}/"))
-    await context.harvests.forget(harvest_id)
+    await context.harvests.forget(harvest.id)
 
 
 @get(
@@ -223,10 +232,9 @@ async def delete_harvest(harvest_id: HarvestId, context: AppContext, caller: Cal
     responses={409: PROBLEM, 410: PROBLEM, **ERRORS},
 )
 async def stream_harvest(
-    harvest_id: HarvestId,
+    harvest: HarvestView,
     request: JsonRequest,
     context: AppContext,
-    caller: Caller,
     consumer: Annotated[
         str, QueryParameter(max_length=MAX_NAME, description="One of the stream's consumers")
     ],
@@ -235,11 +243,11 @@ async def stream_harvest(
     ] = None,
     wait: Wait = None,
 ) -> StreamPage:
-    harvest = await _stored(context, caller, harvest_id)
+    stored = await context.harvests.stored(harvest.id)
     # what a process that was killed after an acknowledgement has left
-    await context.harvests.drop_shards(harvest)
+    await context.harvests.drop_shards(stored)
     return await unless_client_leaves(
-        request, _next_units(context, harvest, consumer, after, time.monotonic() + (wait or 0.0))
+        request, _next_units(context, stored, consumer, after, time.monotonic() + (wait or 0.0))
     )
 
 
@@ -263,18 +271,12 @@ async def _next_units(
     responses={409: PROBLEM, **ERRORS},
 )
 async def acknowledge_harvest(
-    harvest_id: HarvestId, data: JSONBody[StreamCursor], context: AppContext, caller: Caller
+    harvest: HarvestView, data: JSONBody[StreamCursor], context: AppContext
 ) -> StreamCursor:
-    harvest = await _stored(context, caller, harvest_id)
-    await context.harvests.acknowledge(harvest, data.consumer, data.cursor)
-    await context.harvests.advance(harvest_id)
+    stored = await context.harvests.stored(harvest.id)
+    await context.harvests.acknowledge(stored, data.consumer, data.cursor)
+    await context.harvests.advance(harvest.id)
     return data
-
-
-async def _stored(context: AppContext, caller: Caller, harvest_id: str) -> StoredHarvest:
-    """Return the harvest as accepted. Raises what `_seen` raises."""
-    await _seen(context, caller, harvest_id)
-    return await context.harvests.stored(harvest_id)
 
 
 @submits(
@@ -285,23 +287,20 @@ async def _stored(context: AppContext, caller: Caller, harvest_id: str) -> Store
     "like any job; the harvest lists the survey under the job's id.",
 )
 async def post_survey(
-    harvest_id: HarvestId, data: JSONBody[SurveyRequest], submission: Submission
+    harvest: HarvestView, data: JSONBody[SurveyRequest], submission: Submission
 ) -> Response[JobView]:
-    context = submission.context
-    view, job_id = await _seen(context, submission.caller, harvest_id), await submission.known()
+    context, job_id = submission.context, await submission.known()
     if job_id is None:
-        info, harvest = (
-            await context.served.model(view.model),
-            await context.harvests.stored(view.id),
-        )
-        uris = [view.uri]
+        info = await context.served.model(harvest.model)
+        stored = await context.harvests.stored(harvest.id)
+        uris = [harvest.uri]
         if data.against is not None:
-            state = (await _seen(context, submission.caller, data.against)).state
+            state = (await harvest_of(data.against, context, submission.caller)).state
             other = await context.harvests.stored(data.against)
-            await check_comparable(harvest, other, state, context.harvests)
+            await check_comparable(stored, other, state, context.harvests)
             uris.append(other.uri)
         found = await context.names.look_up(info, [(SAES, data.sae)])
-        part = plan_survey(data, view, harvest, uris, info, found)
+        part = plan_survey(data, harvest, stored, uris, info, found)
         job = submission.job("harvest", info, data, harvest=part)
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)
@@ -315,37 +314,24 @@ async def post_survey(
     responses=ERRORS,
 )
 async def get_survey(
-    harvest_id: HarvestId,
+    harvest: HarvestView,
     job_id: JobId,
-    context: AppContext,
-    caller: Caller,
     order: Literal["density", "mean"] = "density",
     limit: PageSize = 50,
     feature: Feature = None,
 ) -> SurveyView:
-    view = await _seen(context, caller, harvest_id)
-
     def read() -> SurveyView:
-        with closing(Surveyed.of(view, job_id)) as found:
+        with closing(Surveyed.of(harvest, job_id)) as found:
             return found.view(order, limit, feature)
 
     return await anyio.to_thread.run_sync(read)
 
 
-async def _ask(context: AppContext, caller: Caller, harvest_id: str, needed: Wanted) -> HarvestView:
-    await _seen(context, caller, harvest_id)
-    view = await context.harvests.ask(harvest_id, needed)
+async def _ask(context: AppContext, harvest: HarvestView, needed: Wanted) -> HarvestView:
+    view = await context.harvests.ask(harvest.id, needed)
     if needed != "run":
         for job in view.jobs:
             await context.notify_worker(await context.ledger.view(job))
-    return view
-
-
-async def _seen(context: AppContext, caller: Caller, harvest_id: str) -> HarvestView:
-    """Return the harvest. Raises `not_found` if it does not exist or belongs to another tenant."""
-    view = await context.harvests.view(harvest_id)
-    if not caller.sees(view.tenant):
-        raise MidstreamError("not_found", f"unknown harvest {harvest_id}")
     return view
 
 

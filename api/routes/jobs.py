@@ -119,6 +119,16 @@ Model = Annotated[
 ]
 
 
+async def info_of(context: AppContext, model: Model = None) -> ModelInfo:
+    """The dependency `info` of handlers: the model that the query names, or the only served one."""
+    return await context.served.the_model(model)
+
+
+async def view_of(job_id: JobId, context: AppContext, caller: Caller) -> JobView:
+    """The dependency `view` of handlers: the job in the path, if the caller may see it."""
+    return seen(caller, await context.ledger.view(job_id))
+
+
 def preferred_wait(header: str | None) -> float | None:
     """Return the seconds of `Prefer: wait=N`; an unreadable preference is ignored (RFC 7240)."""
     for preference in (header or "").split(","):
@@ -296,15 +306,14 @@ async def get_job(
     },
 )
 async def job_events(
-    job_id: JobId, context: AppContext, caller: Caller, last: Last = None
+    view: JobView, context: AppContext, caller: Caller, last: Last = None
 ) -> Response[Any]:
-    view = seen(caller, await context.ledger.view(job_id))
     after = events.resume_point(last)
-    if is_over(view) and not await context.ledger.events(job_id, after, 1):
+    if is_over(view) and not await context.ledger.events(view.id, after, 1):
         await context.ledger.written()
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this
     return Stream(
-        events.server_sent(context, job_id, after, caller),
+        events.server_sent(context, view.id, after, caller),
         media_type=events.MEDIA_TYPE,
         headers=events.HEADERS,
     )
@@ -317,9 +326,8 @@ async def job_events(
     responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
 )
 async def job_result(
-    job_id: JobId, request: JsonRequest, context: AppContext, caller: Caller
+    view: JobView, request: JsonRequest, context: AppContext
 ) -> Response[JobResult]:
-    view = seen(caller, await context.ledger.view(job_id))
     if not is_over(view):
         raise not_ready(view)
     await context.ledger.written()
@@ -343,12 +351,10 @@ PATHS = {
     description="The body as it was sent, up to 16 KiB, and the beginning of the prompts.",
     responses=ERRORS,
 )
-async def job_request(job_id: JobId, context: AppContext, caller: Caller) -> JobRequestView:
-    ledger = context.ledger
-    view = seen(caller, await ledger.view(job_id))
-    job, body = await ledger.request(job_id)
+async def job_request(view: JobView, context: AppContext) -> JobRequestView:
+    job, body = await context.ledger.request(view.id)
     return JobRequestView(
-        id=job_id,
+        id=view.id,
         path=PATHS.get(view.kind),
         body=body,
         prompts=[
@@ -369,13 +375,12 @@ async def job_request(job_id: JobId, context: AppContext, caller: Caller) -> Job
     summary="Cancel a job",
     responses={409: PROBLEM, **ERRORS},
 )
-async def cancel_job(job_id: JobId, context: AppContext, caller: Caller) -> Response[JobView]:
-    seen(caller, await context.ledger.view(job_id))
-    view = await context.cancel(job_id)
+async def cancel_job(view: JobView, context: AppContext) -> Response[JobView]:
+    cancelled = await context.cancel(view.id)
     return Response(
-        view,
+        cancelled,
         status_code=202,
-        headers={"Location": job_url(context, job_id), "ETag": etag(view.version)},
+        headers={"Location": job_url(context, view.id), "ETag": etag(cancelled.version)},
     )
 
 

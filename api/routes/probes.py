@@ -10,6 +10,7 @@ from litestar.params import JSONBody
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.probes import PROBES, Probe, ProbeRequest
 from ...schemas.base.limits import MAX_POLICY_VERSIONS
+from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.policies import (
     POLICIES,
     Policy,
@@ -21,7 +22,7 @@ from ...schemas.requests.policies import (
 from ..context import AppContext
 from ..resolve.readings.probes import changed, check_fit, digest_of, resolve_policy, resolve_probe
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM, Model
+from .jobs import ERRORS, PROBLEM
 from .registered import Named, name_parameter, name_routes, put_response, put_responses
 
 Name = Annotated[str, name_parameter("probe")]
@@ -83,9 +84,8 @@ async def change_policy(
     data: JSONBody[PolicyChange],
     context: AppContext,
     caller: Caller,
-    model: Model = None,
+    info: ModelInfo,
 ) -> Policy:
-    info = await context.served.the_model(model)
     missing = await context.policies.unknown(info.name, name)
 
     def make(now: Policy | None) -> Policy:

@@ -25,7 +25,7 @@ from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM, Model
+from .jobs import ERRORS, PROBLEM
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,8 @@ def name_routes(row: Named) -> list[Any]:
     async def every(
         context: AppContext,
         caller: Caller,
-        model: Model = None,
+        info: ModelInfo,
     ) -> kind.page:  # type: ignore[name-defined]
-        info = await context.served.the_model(model)
         found = await Registry(context.ledger, kind).of_model(info.name)
         return kind.page(**{kind.plural: [each.shown_to(caller) for each in found]})
 
@@ -167,13 +166,11 @@ def name_routes(row: Named) -> list[Any]:
         name: Name,
         context: AppContext,
         caller: Caller,
-        model: Model = None,
+        info: ModelInfo,
     ) -> kind.record:  # type: ignore[name-defined]
-        info = await context.served.the_model(model)
         return (await Registry(context.ledger, kind).known(info.name, name)).shown_to(caller)
 
-    async def forget(name: Name, context: AppContext, model: Model = None) -> None:
-        info = await context.served.the_model(model)
+    async def forget(name: Name, context: AppContext, info: ModelInfo) -> None:
         if not await Registry(context.ledger, kind).delete(info.name, name):
             raise await Registry(context.ledger, kind).unknown(info.name, name)
 

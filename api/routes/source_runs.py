@@ -8,10 +8,11 @@ from litestar.params import PathParameter
 from ...broker.ledger.named.source_runs import SourceRuns
 from ...schemas.access.keys import Caller
 from ...schemas.base.limits import MAX_NAME
+from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.source_runs import RunPage, RunView
 from ..context import AppContext
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
+from .jobs import ERRORS, PROBLEM, Cursor, PageSize
 
 Name = Annotated[
     str,
@@ -31,18 +32,15 @@ Name = Annotated[
 async def list_runs(
     context: AppContext,
     caller: Caller,
-    model: Model = None,
+    info: ModelInfo,
     limit: PageSize = 50,
     cursor: Cursor = None,
 ) -> RunPage:
-    return await SourceRuns(context.ledger, caller).list(
-        (await context.served.the_model(model)).name, limit, cursor
-    )
+    return await SourceRuns(context.ledger, caller).list(info.name, limit, cursor)
 
 
 @get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
-async def get_run(name: Name, context: AppContext, caller: Caller, model: Model = None) -> RunView:
-    info = await context.served.the_model(model)
+async def get_run(name: Name, context: AppContext, caller: Caller, info: ModelInfo) -> RunView:
     return await SourceRuns(context.ledger, caller).view(info.name, name)
 
 
@@ -56,8 +54,7 @@ async def get_run(name: Name, context: AppContext, caller: Caller, model: Model 
     "later jobs fail.",
     responses={**ERRORS, 409: PROBLEM},
 )
-async def delete_run(name: Name, context: AppContext, caller: Caller, model: Model = None) -> None:
-    info = await context.served.the_model(model)
+async def delete_run(name: Name, context: AppContext, caller: Caller, info: ModelInfo) -> None:
     await SourceRuns(context.ledger, caller).delete(info.name, name)
 
 

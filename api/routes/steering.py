@@ -21,6 +21,7 @@ from ...schemas.base.errors import MidstreamError, Translated, unknown
 from ...schemas.base.limits import MAX_DESCRIPTION
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor
+from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import (
     MODEL_HEADER,
@@ -129,8 +130,8 @@ async def put_module(
 
 
 @get("/v1/steering/modules", opt=needs("read"), summary="List named modules", responses=ERRORS)
-async def list_modules(context: AppContext, caller: Caller, model: Model = None) -> ModulePage:
-    modules = await context.steering.modules((await context.served.the_model(model)).name)
+async def list_modules(context: AppContext, caller: Caller, info: ModelInfo) -> ModulePage:
+    modules = await context.steering.modules(info.name)
     return ModulePage(
         modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller.tenant]
     )
@@ -143,11 +144,9 @@ async def list_modules(context: AppContext, caller: Caller, model: Model = None)
     responses=ERRORS,
 )
 async def get_module(
-    name: Name, context: AppContext, caller: Caller, model: Model = None
+    name: Name, context: AppContext, caller: Caller, info: ModelInfo
 ) -> ModuleView:
-    return _view(
-        await named_module(context, caller, (await context.served.the_model(model)).name, name)
-    )
+    return _view(await named_module(context, caller, info.name, name))
 
 
 @get(
@@ -168,9 +167,8 @@ async def get_module(
     },
 )
 async def get_module_file(
-    name: Name, context: AppContext, caller: Caller, model: Model = None
+    name: Name, context: AppContext, caller: Caller, info: ModelInfo
 ) -> Response[bytes]:
-    info = await context.served.the_model(model)
     module = await named_module(context, caller, info.name, name)
     entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
     headers = {
@@ -190,10 +188,7 @@ async def get_module_file(
     description="Requests accepted earlier keep its content.",
     responses=ERRORS,
 )
-async def delete_module(
-    name: Name, context: AppContext, caller: Caller, model: Model = None
-) -> None:
-    info = await context.served.the_model(model)
+async def delete_module(name: Name, context: AppContext, caller: Caller, info: ModelInfo) -> None:
     if await context.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
         raise await _no_module(context, info.name, name, caller)
 

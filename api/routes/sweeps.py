@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...broker.ledger.named.probes import all_fitting, watched_model, with_policies
-from ...schemas.access.keys import Caller
 from ...schemas.artifacts.loras import LORAS, StoredLora
 from ...schemas.artifacts.saes import SAES
 from ...schemas.base.errors import MidstreamError
@@ -35,8 +34,8 @@ from ..resolve.readings.saes import named_sae
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
 from ..resolve.sweeps.attribution import attributed, check_exact, check_method, on_its_site
 from ..resolve.sweeps.plan import Planned, plan_sweep
-from ..web.auth import needs, seen
-from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Submission, submits
+from ..web.auth import needs
+from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Submission, submits
 
 
 async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
@@ -201,14 +200,12 @@ def grid_routes(row: Grids) -> list[Any]:
         return await plan_of(data, context)
 
     async def standing(
-        job_id: JobId,
+        view: JobView,
         context: AppContext,
-        caller: Caller,
     ) -> row.view:  # type: ignore[name-defined]
-        view = seen(caller, await context.ledger.view(job_id))
         if view.kind != kind:
-            raise MidstreamError("not_found", f"job {job_id} is not of kind {kind!r}")
-        raw, result, last_event = await Sweeps(context.ledger).standing(job_id)
+            raise MidstreamError("not_found", f"job {view.id} is not of kind {kind!r}")
+        raw, result, last_event = await Sweeps(context.ledger).standing(view.id)
         await context.ledger.written()
         request = from_json(raw, row.body) if raw else None
         return row.view(job=view, request=request, result=result, last_event=last_event)
