@@ -2,7 +2,7 @@
 # Redis configured for Midstream: every change on disk within a second, no eviction, a password.
 # The password is passed in a file, because every user can read command lines. `check` tests whether it accepts writes.
 set -eu
-password=$(cat /run/secrets/redis_password)
+password=$(sed 's,.*:\([^@]*\)@.*,\1,' /run/secrets/redis_url)
 
 if [ "${1:-}" = check ]; then
     [ "$(REDISCLI_AUTH=$password redis-cli set ms:health 1 EX 60)" = OK ]

@@ -28,7 +28,7 @@ secret() { # NAME VALUE
     echo "made $folder/$1"
 }
 
-secret redis_password "$(random 'A-Za-z0-9' 40)"
+secret redis_url "redis://:$(random 'A-Za-z0-9' 40)@redis:6379/0"
 secret admin_key "ms_$(random 'a-z0-9' 12)_$(random 'A-Za-z0-9' 43)"
 secret observe_key "ms_$(random 'a-z0-9' 12)_$(random 'A-Za-z0-9' 43)" # for Prometheus
 secret flower_auth "flower:$(random 'A-Za-z0-9' 24)"

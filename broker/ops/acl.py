@@ -116,12 +116,17 @@ def user_line(role: str, password: str, database: int = 0) -> str:
     )
 
 
-def write_users(folder: Path, database: int = 0) -> list[Path]:
-    """Write `users.acl` and one `<role>.password` per user, which only their owner can read; return
-    their paths. The default user is switched off.
+#: Stands for host and port in a URL that its reader completes.
+HOST = "HOST:6379"
 
-    `database`: the number of the database that Midstream uses. Raises MidstreamError("conflict") if
-    a file exists already.
+
+def write_users(folder: Path, database: int = 0, host: str = HOST) -> list[Path]:
+    """Write `users.acl`, one `<role>.password` per user, and one `<role>.url` per process of
+    Midstream, which only their owner can read; return their paths. The default user is switched
+    off.
+
+    `database`: the number of the database that Midstream uses. `host`: host and port in the URLs.
+    Raises MidstreamError("conflict") if a file exists already.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines, written = [DEFAULT_USER], []
@@ -129,6 +134,9 @@ def write_users(folder: Path, database: int = 0) -> list[Path]:
         password = secrets.token_hex(PASSWORD_BYTES)
         written.append(_write(folder / f"{role}.password", password))
         lines.append(user_line(role, password, database))
+        if role in ROLES:
+            url = f"rediss://{role}:{password}@{host}/{database}"
+            written.append(_write(folder / f"{role}.url", url))
         if role == FLOWER:
             lines.append(user_line(FLOWER_JOBS, password))
     return [_write(folder / USERS_FILE, "\n".join(lines)), *written]

@@ -10,7 +10,6 @@ import stat
 from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
@@ -18,7 +17,8 @@ from ...schemas.base.settings import Settings, SettingsError, asks_for_keys, is_
 from .private_files import OWNER_ALONE, kept_secret, private_folder
 
 SECRETS = "secrets"  # folder in the data directory
-REDIS_PASSWORD, FLOWER_AUTH, CURVE = "redis.password", "flower.auth", "curve"
+REDIS_PASSWORD, REDIS_URL = "redis.password", "redis.url"
+FLOWER_AUTH, CURVE = "flower.auth", "curve"
 FLOWER_USER = "flower"
 PASSWORD_BYTES = 24
 
@@ -83,14 +83,16 @@ def redis_password(data: Path) -> str:
     return kept_secret(data / SECRETS / REDIS_PASSWORD, lambda: secrets.token_hex(PASSWORD_BYTES))
 
 
-def with_redis_password(url: str, data: Path) -> str:
-    """Return `url`, of the Redis whose data directory is `data`, with its password; unchanged if
-    this account cannot read the password.
+def keep_redis_url(url: str, data: Path) -> None:
+    """Keep the URL, with its password, of the Redis that has been started on `data`: other
+    processes of this account read it as `MIDSTREAM_REDIS_URL_FILE`. Raises OSError.
     """
-    file = data / SECRETS / REDIS_PASSWORD
-    if not url or not os.access(file, os.R_OK):
-        return url
-    parts = urlsplit(url)
-    return urlunsplit(
-        parts._replace(netloc=f":{file.read_text().strip()}@{parts.netloc.rpartition('@')[2]}")
-    )
+    file = data / SECRETS / REDIS_URL
+    file.unlink(missing_ok=True)
+    kept_secret(file, lambda: url)
+
+
+def kept_redis_url(data: Path) -> str:
+    """Return that URL; empty if this account cannot read it."""
+    file = data / SECRETS / REDIS_URL
+    return file.read_text().strip() if os.access(file, os.R_OK) else ""

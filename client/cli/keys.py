@@ -349,16 +349,16 @@ def acl(
         int,
         typer.Option(min=0, max=MAX_DATABASE, help="Number of the database that Midstream uses."),
     ] = 0,
+    host: Annotated[str, typer.Option(help="Redis' host and port, for the URLs.")] = "HOST:6379",
 ) -> None:
-    """Write an ACL file for Redis with one least-privilege user per part of Midstream, and their
-    passwords.
+    """Write an ACL file for Redis with one least-privilege user per part of Midstream, their
+    passwords, and the URLs with which they open it.
     """
     from ...broker.ops.acl import ROLES, SERVERS, USERS_FILE, write_users
 
-    write_users(folder, database)
+    write_users(folder, database, host)
     print(f"redis: aclfile {(folder / USERS_FILE).resolve()}")
     for role in ROLES:
-        url, password = f"rediss://{role}@HOST:6379/{database}", folder / f"{role}.password"
-        print(f"{role}: MIDSTREAM_REDIS_URL={url} MIDSTREAM_REDIS_PASSWORD_FILE={password}")
+        print(f"{role}: MIDSTREAM_REDIS_URL_FILE={folder / f'{role}.url'}")
     for role in SERVERS:
         print(f"{role}: {SERVER_SETTINGS[role]} {folder / f'{role}.password'}")

@@ -471,6 +471,7 @@ class Supervisor:
             self.data / "redis", port, *limits, password, say=self._say, waiting=waiting
         )
         self.settings = msgspec.structs.replace(self.settings, redis_url=self._redis.url)
+        install.keep_redis_url(self._redis.url, self.data)
         self._write_state()
 
     def _make_children(self) -> Iterator[Child]:
@@ -644,9 +645,10 @@ def own_redis_url(data: Path) -> str:
     """Return the URL, with password, of the Redis that a `midstream up` runs on `data`; empty if
     none runs there.
     """
-    from ...broker.ops.install import with_redis_password
+    from ...broker.ops.install import kept_redis_url
 
-    return with_redis_password(str(read_state(data).get("redis_url", "")), data)
+    shown = str(read_state(data).get("redis_url", ""))
+    return (kept_redis_url(data) or shown) if shown else ""
 
 
 def _without_password(url: str) -> str:

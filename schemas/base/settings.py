@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
@@ -41,8 +41,6 @@ _ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
 
 #: Settings that are secrets. They are read from a file only if other accounts cannot read it.
 SECRETS = (
-    "redis_password",
-    "redis_sentinel_password",
     "flower_auth",
     "artifact_secret_key",
     "admin_key",
@@ -50,6 +48,9 @@ SECRETS = (
     "api_key",
 )
 
+#: Parameters of a `redis_url` that name files: the authorities that sign Redis' certificate, and
+#: the client certificate with its key, if Redis requires one.
+TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 #: Schemes of a `redis_url` that names sentinels, without and with TLS: see `broker.ops.redis_open`.
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 
@@ -67,20 +68,16 @@ class Settings(Record):
     # Addresses and folders
     data_dir: str = ".midstream"  # Redis AOF, outboxes, captures, logs
     cache_dir: str = "~/.cache/midstream"  # demo model; shared by all data directories
-    redis_password: str = ""  # inserted into `redis_url`, so that a secret file can hold it
-    # file of the authorities that sign Redis' certificate; requires a `redis_url` of rediss://…
-    redis_tls_ca: str = ""
-    redis_tls_cert: str = ""  # the client certificate, if Redis requires one
-    redis_tls_key: str = ""
     # of the Redis that `midstream up` starts; `always` syncs before each response: slower, but
     # nothing is lost
     redis_appendfsync: Literal["everysec", "always"] = "everysec"
     # of the Redis that `midstream up` starts; 0: no limit
     redis_maxmemory_mib: Natural = 0
-    redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
+    # with user, password and TLS files: see `broker.ops.redis_open`; empty: `midstream up` starts
+    # its own on a free loopback port
+    redis_url: str = ""
     # accept a Redis without AOF, or one that evicts keys: accepted jobs may be lost
     redis_allow_lossy: bool = False
-    redis_sentinel_password: str = ""  # inserted into a `redis_url` of Sentinel
     # the least number of replicas that must have a write before it is acknowledged
     redis_replicas: Natural = 0
     # tcp://host:port of the relay's ROUTER socket, for ranks also several, separated by commas;
@@ -414,7 +411,10 @@ def load_settings(
     Raises SettingsError naming the setting and its source.
     """
     values = chosen(environ, given, **overrides)
-    return _with_tls(_with_sentinel_password(_with_password(_with_store(Settings(**values)))))
+    settings = Settings(**values)
+    _check_store(settings)
+    _check_tls(settings.redis_url)
+    return settings
 
 
 def chosen(
@@ -437,11 +437,7 @@ def chosen(
                     _with_engine_table(tomllib.loads(Path(file).read_text())), known, f"file {file}"
                 )
             )
-            secrets = [
-                name
-                for name in values
-                if name in SECRETS or (name == "redis_url" and "@" in values[name])
-            ]
+            secrets = [name for name, value in values.items() if _is_secret(name, value)]
             if secrets:
                 refuse_exposed(
                     f"{FILE_VARIABLE}={file}", file, f"contains {', '.join(secrets)}, and "
@@ -480,8 +476,8 @@ def refuse_exposed(label: str, path: str, reason: str = "") -> None:
         )
 
 
-def _with_store(settings: Settings) -> Settings:
-    """Return the settings. Raises SettingsError for an invalid store or Grafana URL."""
+def _check_store(settings: Settings) -> None:
+    """Raise SettingsError for an invalid store or Grafana URL."""
     store = settings.artifact_store
     if "://" in store and not _STORE.fullmatch(store):
         raise SettingsError(f"artifact_store={store!r}: valid: s3://bucket/prefix, or a folder")
@@ -494,7 +490,6 @@ def _with_store(settings: Settings) -> Settings:
         raise SettingsError(
             "artifact_access_key and artifact_secret_key belong together: set both, or none"
         )
-    return settings
 
 
 def _with_engine_table(table: dict[str, Any]) -> dict[str, Any]:
@@ -541,7 +536,7 @@ def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, st
             )
         try:
             values[setting] = Path(path).read_text().strip()
-            if setting in SECRETS:
+            if _is_secret(setting, values[setting]):
                 refuse_exposed(f"{PREFIX}{name.upper()}={path}", path)
         except OSError as error:
             raise SettingsError(f"{PREFIX}{name.upper()}={path}: {error.strerror}") from error
@@ -549,69 +544,24 @@ def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, st
     return values
 
 
-def _with_password(settings: Settings) -> Settings:
-    """Return the settings with the password inserted into the URL, where every client reads it."""
-    if not settings.redis_password or not settings.redis_url:
-        return settings
-    parts = urlsplit(settings.redis_url)
-    user, _, known = parts.netloc.rpartition("@")[0].partition(":")
-    if known:
-        raise SettingsError("redis_url contains a password and redis_password is set: use one")
-    netloc = f"{user}:{quote(settings.redis_password, safe='')}@{parts.netloc.rpartition('@')[2]}"
-    return msgspec.structs.replace(
-        settings, redis_url=urlunsplit(parts._replace(netloc=netloc)), redis_password=""
-    )
-
-
-def _with_sentinel_password(settings: Settings) -> Settings:
-    """Return the settings with the sentinels' password inserted into the URL."""
-    if not settings.redis_sentinel_password or not settings.redis_url:
-        return settings
-    parts = urlsplit(settings.redis_url)
-    query = dict(parse_qsl(parts.query))
-    if parts.scheme not in SENTINEL_SCHEMES:
-        raise SettingsError(
-            "redis_sentinel_password: redis_url names no sentinels; valid schemes: "
-            f"{', '.join(SENTINEL_SCHEMES)}"
-        )
-    if "sentinel_password" in query:
-        raise SettingsError(
-            "redis_url has sentinel_password and redis_sentinel_password is set: use one"
-        )
-    query["sentinel_password"] = settings.redis_sentinel_password
-    url = urlunsplit(parts._replace(query=urlencode(query)))
-    return msgspec.structs.replace(settings, redis_url=url, redis_sentinel_password="")
-
-
-#: Setting → URL parameter that redis-py and kombu both read.
-_TLS = {
-    "redis_tls_ca": "ssl_ca_certs",
-    "redis_tls_cert": "ssl_certfile",
-    "redis_tls_key": "ssl_keyfile",
-}
-
-
-def _with_tls(settings: Settings) -> Settings:
-    """Return the settings with the TLS files inserted into the URL, where every client of Redis
-    reads them.
+def _check_tls(redis_url: str) -> None:
+    """Raise SettingsError for TLS files in a URL without TLS, or files that do not exist: redis-py
+    reads them only when it connects.
     """
-    files = {name: path for name in _TLS if (path := getattr(settings, name))}
-    if not files or not settings.redis_url:
-        return settings
-    parts = urlsplit(settings.redis_url)
-    if not parts.scheme.startswith("rediss"):
-        raise SettingsError(
-            f"{' and '.join(files)}: redis_url is not rediss://…, so nothing would be encrypted"
-        )
-    query = dict(parse_qsl(parts.query))
-    for name, path in files.items():
-        if _TLS[name] in query:
-            raise SettingsError(f"redis_url has {_TLS[name]} and {name} is set: use one")
+    parts = urlsplit(redis_url)
+    for name, path in parse_qsl(parts.query):
+        if name not in TLS_FILES:
+            continue
+        if not parts.scheme.startswith("rediss"):
+            raise SettingsError(
+                f"redis_url has {name} and is not rediss://…, so nothing would be encrypted"
+            )
         if not Path(path).is_file():
-            raise SettingsError(f"{name}={path!r}: no such file")
-        query[_TLS[name]] = path
-    url = urlunsplit(parts._replace(query=urlencode(query)))
-    return msgspec.structs.replace(settings, redis_url=url, **dict.fromkeys(_TLS, ""))
+            raise SettingsError(f"redis_url: {name}={path!r}: no such file")
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    return name in SECRETS or (name == "redis_url" and "@" in value)
 
 
 def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:

@@ -114,9 +114,7 @@ class Fleet(Machines):
 
     def judges_settings(self) -> Settings:
         """Redis as the operator, and the folder of captures."""
-        return self.settings(
-            "api", redis_url=self.redis_url(OPERATOR), redis_password="", redis_tls_ca=""
-        )
+        return self.settings("api", redis_url=self.redis_url(OPERATOR))
 
     # What happens to processes
 
@@ -242,9 +240,7 @@ class SentinelFleet(Fleet):
         self.group.__enter__()
 
     def settings(self, name: str, **changed: Any) -> Settings:
-        found = super().settings(
-            name, **{"redis_url": "", "redis_password": "", "redis_tls_ca": ""} | changed
-        )
+        found = super().settings(name, **{"redis_url": ""} | changed)
         role = name.partition("-")[0]
         return (
             found

@@ -89,11 +89,7 @@ class Machines(Processes):
 
     def settings(self, name: str, **changed: Any) -> Settings:
         role, _, number = name.partition("-")
-        values = self._chosen | {
-            "redis_tls_ca": str(self.ca),
-            "redis_password": self.password(role),
-        }
-        values["redis_url"] = f"rediss://{role}@{self.host}:{self.tls_port}/0"
+        values = self._chosen | {"redis_url": self.redis_url(role)}
         if role == "worker":
             values["worker_id"] += f"-{number}" if number else ""
             if not (self.curve / f"{values['worker_id']}.key").exists():

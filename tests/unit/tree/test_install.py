@@ -9,8 +9,9 @@ import pytest
 
 from midstream.broker.ops.install import (
     close_folder,
+    keep_redis_url,
+    kept_redis_url,
     redis_password,
-    with_redis_password,
     with_secrets,
 )
 from midstream.broker.receipts.curve import client_keys, server_keys, with_kept_keys
@@ -52,10 +53,11 @@ def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:
         0o700,
         0o600,
     )
-    assert (
-        with_redis_password("redis://127.0.0.1:7/0", tmp_path) == f"redis://:{first}@127.0.0.1:7/0"
-    )
-    assert with_redis_password("", tmp_path) == ""
+    assert kept_redis_url(tmp_path) == ""
+    for port in (7, 8):
+        keep_redis_url(f"redis://:{first}@127.0.0.1:{port}/0", tmp_path)
+        assert kept_redis_url(tmp_path) == f"redis://:{first}@127.0.0.1:{port}/0"
+    assert mode(tmp_path / "secrets" / "redis.url") == 0o600
     # a crash of the file system left it empty
     (tmp_path / "secrets" / "redis.password").write_text("")
     assert redis_password(tmp_path) != ""

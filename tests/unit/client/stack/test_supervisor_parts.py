@@ -39,8 +39,8 @@ def test_a_secret_goes_to_the_child_alone_that_needs_it_and_is_not_shown(tmp_pat
     }
     for secret, needs in (("ADMIN_KEY", "api"), ("FLOWER_AUTH", "flower")):
         assert [name for name in found if f"MIDSTREAM_{secret}" in found[name]] == [needs]
-    redis = {"redis_url": "redis://10.0.0.7:6379/0", "redis_password": "hunter2"}
-    line = Supervisor(load_settings({}, data_dir=str(tmp_path), **redis)).ready_line()
+    redis = "redis://:hunter2@10.0.0.7:6379/0"
+    line = Supervisor(load_settings({}, data_dir=str(tmp_path), redis_url=redis)).ready_line()
     assert "redis redis://:***@10.0.0.7:6379/0" in line
     assert "hunter2" not in line
 
