@@ -127,7 +127,7 @@ def make_app(settings: Settings) -> App:
         },
         lifespan=[context],
         request_class=JsonRequest,
-        request_max_body_size=settings.max_body_mib * 1024 * 1024,
+        request_max_body_size=settings.tuning.max_body_mib * 1024 * 1024,
         exception_handlers=problems.HANDLERS,
         after_request=keep,
         before_send=[_name_version, _allow],

@@ -146,7 +146,7 @@ class AppContext:
         parsed, named = await self.names.resolve(parsed, info, watching, caller, job_id)
         codec = await self.served.codec(info)
         admitted = await admission.admit(parsed, info, codec, job_id, named, caller)
-        check_answer(parsed, admitted.job, info, self.settings.vllm_lens_mib)
+        check_answer(parsed, admitted.job, info, self.settings.tuning.vllm_lens_mib)
         call = request_context.CURRENT.get()
         body = call.body if call is not None else b""
         job = change(admitted.job, info)

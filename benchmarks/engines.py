@@ -421,7 +421,7 @@ def settings_for(directory: Path, model: Path, **options: Any) -> Settings:
         "worker_id": "bench",
         "max_model_len": 2048,
     } | options
-    return msgspec.structs.replace(Settings(), model=str(model), data_dir=str(directory), **chosen)
+    return load_settings({}, model=str(model), data_dir=str(directory), **chosen)
 
 
 if __name__ == "__mp_main__":

@@ -42,7 +42,7 @@ ENGINE = {
     "max_model_len": 2048,
     "kv_cache_gib": 1.0,
 }
-SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
+SLOW = {"lease_s": 15.0, "tuning.visibility_timeout_s": 30}
 
 
 def sequences(count: int, seed: int) -> list[list[int]]:
@@ -195,8 +195,8 @@ def scale(arguments: argparse.Namespace) -> dict[str, Any]:
                 "engine": "fake",
                 "engine_options": {"token_s": 0.08},
                 "max_num_seqs": 4,
-                "harvest_requests_in_flight": 8,
-                "worker_concurrency": 8,
+                "tuning.harvest_requests_in_flight": 8,
+                "tuning.worker_concurrency": 8,
             }
             with (
                 Stack(Path(folder), api=True, workers=workers, **options, **SLOW) as stack,

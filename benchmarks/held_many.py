@@ -29,6 +29,7 @@ from fake_engine import install
 
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tuning import Tuning
 
 MODEL = "fake-model"
 PLAIN = {"model": MODEL, "prompt": "a prompt", "max_tokens": 1}
@@ -52,9 +53,8 @@ def service(engine_s: float, concurrency: int) -> Iterator[Supervisor]:
             flower_port=0,
             log_level="WARNING",
             engine_options={"token_s": engine_s},
-            worker_concurrency=concurrency,
+            tuning=Tuning(worker_concurrency=concurrency, dispatch_window=concurrency),
             max_num_seqs=concurrency,
-            dispatch_window=concurrency,
             max_wait_s=600.0,
         )
         with Supervisor(prepare(wanted, data, print), say=lambda line: None) as stack:

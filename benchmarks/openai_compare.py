@@ -45,7 +45,7 @@ def compared(only: str, folder: Path) -> list[tuple[Call, list[str]]]:
         api=True,
         start_timeout_s=400,
         lease_s=60.0,
-        visibility_timeout_s=120,
+        **{"tuning.visibility_timeout_s": 120},
         **options,
         **ENGINE,
     )

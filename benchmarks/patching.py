@@ -38,6 +38,7 @@ from engines import DEMO_MODEL, bench_prompts, tokenised
 
 from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tuning import Tuning
 
 #: The environment that `make lens` makes; `--lens` or this variable names another.
 LENS_VARIABLE = "MIDSTREAM_LENS"
@@ -127,7 +128,7 @@ def stack(
             flower_port=0,
             max_model_len=2048,
             dtype=dtype,  # type: ignore[arg-type]
-            sweep_entry=entry,
+            tuning=Tuning(sweep_entry=entry),
             enforce_eager=not compiled,
             **changes,
         )

@@ -174,7 +174,7 @@ def engine_figures(options: Any) -> list[dict[str, Any]]:
                 "relay_url": relay_url,
                 "enable_prefix_caching": False,
                 "enforce_eager": not options.compiled,
-                "steering_rows": options.steering_rows,
+                "tuning.steering_rows": options.steering_rows,
                 "dtype": options.dtype,
             }
             engines = {

@@ -86,7 +86,7 @@ async def keep_sweeping(settings: Settings) -> None:
     """
     ledger = Ledger.connect(settings)
     reaper = Reaper(ledger, settings)
-    alive_s = math.ceil(SWEEPS_MISSED * settings.sweep_interval_s + STOP_TIMEOUT_S)
+    alive_s = math.ceil(SWEEPS_MISSED * settings.tuning.sweep_interval_s + STOP_TIMEOUT_S)
     unreachable = False
     try:
         while True:
@@ -105,7 +105,8 @@ async def keep_sweeping(settings: Settings) -> None:
             except (MidstreamError, redis.RedisError) as error:
                 if not is_unavailable(error):
                     log.exception(
-                        "a pass of the reaper failed; next one in %s s", settings.sweep_interval_s
+                        "a pass of the reaper failed; next one in %s s",
+                        settings.tuning.sweep_interval_s,
                     )
                 elif not unreachable:
                     log.warning("the reaper is suspended, Redis unreachable: %s", error)
@@ -113,9 +114,10 @@ async def keep_sweeping(settings: Settings) -> None:
             except Exception:
                 # The other jobs still need the next sweep.
                 log.exception(
-                    "a pass of the reaper failed; next one in %s s", settings.sweep_interval_s
+                    "a pass of the reaper failed; next one in %s s",
+                    settings.tuning.sweep_interval_s,
                 )
-            await asyncio.sleep(settings.sweep_interval_s)
+            await asyncio.sleep(settings.tuning.sweep_interval_s)
     finally:
         await ledger.close()
 

@@ -181,9 +181,9 @@ def main(arguments: Sequence[str] = ()) -> int:
         hostname=host_format(default_nodename(f"{settings.worker_id}@%h")),
         pool="threads",
         concurrency=(
-            min(settings.worker_concurrency, GRADIENT_JOBS)
+            min(settings.tuning.worker_concurrency, GRADIENT_JOBS)
             if settings.queue == GRADIENTS
-            else settings.worker_concurrency
+            else settings.tuning.worker_concurrency
         ),
         queues=[queue_of(settings.served_model, settings.queue)],
         task_events=True,

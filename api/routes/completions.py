@@ -93,7 +93,7 @@ async def _answer(
     parsed = with_modules(parsed, entries)
     if body.vllm_xargs is not None or body.extra_args is not None:
         parsed = await anyio.to_thread.run_sync(
-            with_lens_args, parsed, body, context.settings.vllm_lens_mib
+            with_lens_args, parsed, body, context.settings.tuning.vllm_lens_mib
         )
     created, needed = now(), openai_shapes.wanted_of(body)
     choices = len(parsed.prompts) * parsed.n

@@ -100,7 +100,7 @@ class JsonRequest(Request[Any, Any, Any]):
             return await super().body()
         except RequestEntityTooLarge as error:
             self.receive = noting
-            narrowed = limit < self.app.state.context.settings.max_body_mib << 20
+            narrowed = limit < self.app.state.context.settings.tuning.max_body_mib << 20
             raise await self._too_large(limit, "" if narrowed else "max_body_mib") from error
         except TooManyValues as error:
             self.receive = noting
@@ -150,7 +150,7 @@ class JsonRequest(Request[Any, Any, Any]):
         settings: Settings = self.app.state.context.settings
         try:
             with await anyio.to_thread.run_sync(_temporary, Path(settings.data_dir)) as file:
-                await self._save(file, settings.max_file_mib << 20)
+                await self._save(file, settings.tuning.max_file_mib << 20)
                 return await anyio.to_thread.run_sync(lambda: read(_content(file)))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -35,9 +35,9 @@ class Connections:
     """State that the connections of one server share."""
 
     def __init__(self, settings: Settings):
-        self.head_s = settings.head_timeout_s
-        self.body_s = settings.body_timeout_s
-        self.limit = _within_files(settings.max_connections)
+        self.head_s = settings.tuning.head_timeout_s
+        self.body_s = settings.tuning.body_timeout_s
+        self.limit = _within_files(settings.tuning.max_connections)
         self.waiting: dict[Connection, None] = {}  # without a request, longest wait first
 
     def __call__(self, **uvicorn: Any) -> "Connection":

@@ -17,9 +17,9 @@ class OpenCalls:
     """All open calls of a process. Belongs to one event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        most = settings.tenant_streams
+        most = settings.tuning.tenant_streams
         self._calls = Shares(
-            settings.tenant_connections,
+            settings.tuning.tenant_connections,
             "requests",
             "too_many_connections",
             "tenant_connections",
@@ -27,7 +27,7 @@ class OpenCalls:
         )
         self._streams = Shares(most, "event streams", "too_many_streams", "tenant_streams", AGAIN_S)
         self._openings = Rate(
-            settings.tenant_streams_per_minute,
+            settings.tuning.tenant_streams_per_minute,
             most,
             "new event streams",
             "too_many_streams",

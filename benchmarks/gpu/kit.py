@@ -53,7 +53,6 @@ def _settle() -> Path:
 
 sys.path[:0] = [str(_settle()), *map(str, SHARED)]
 
-import msgspec
 
 import midstream
 
@@ -68,7 +67,7 @@ if (
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Kind
 from midstream.schemas.base.records import from_msgpack, to_msgpack
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.jobs.receipts import Receipt
 
 # -- arguments and results -------------------------------------------------------------------------
@@ -382,7 +381,7 @@ def serving_settings(asked: Options, folder: Path, model: Path, **more: Any) -> 
         | sizes
         | more
     )
-    return msgspec.structs.replace(Settings(), model=str(model), data_dir=str(folder), **given)
+    return load_settings({}, model=str(model), data_dir=str(folder), **given)
 
 
 def memory_folder(out: Path) -> Path:

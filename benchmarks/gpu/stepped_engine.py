@@ -131,7 +131,7 @@ class Engine:
                 "kv_cache_gib": 1.5,
                 "dtype": "bfloat16",
                 "runner": "v2",
-                "capture_queue_mib": 1506,
+                "tuning.capture_queue_mib": 1506,
             }
         elif setup.device == "cuda":
             shape, more = kit.shape("8b"), {"max_num_seqs": setup.most}

@@ -106,7 +106,7 @@ def make_app(settings: Settings) -> Celery:
             "interval_max": 0.5,
         },
         broker_transport_options={
-            "visibility_timeout": settings.visibility_timeout_s,
+            "visibility_timeout": settings.tuning.visibility_timeout_s,
             "unacked_restore_interval": RESTORE_INTERVAL_S,
             "unacked_restore_throttle": 1,
             "unacked_mutex_expire": RESTORE_LOCK_S,

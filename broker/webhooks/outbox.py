@@ -293,7 +293,7 @@ class WebhookOutbox:
         Raises not_found, conflict while its receiver is disabled, and too_many_webhooks at its
         tenant's, or its policy's, limit of pending ones. `viewer`: see `delivery`.
         """
-        limit = self._settings.webhook_pending_limit
+        limit = self._settings.tuning.webhook_pending_limit
         outcome = await self._scripts["hooks_redeliver"](
             args=pack(self.clock(), id=delivery_id, pending_limit=limit)
         )

@@ -85,8 +85,8 @@ class Sender:
         self._outbox = outbox
         self._secrets = secrets
         self._poster = poster
-        self._lease_s = settings.webhook_timeout_s + LEASE_SPARE_S
-        self._ttl_s = settings.webhook_log_ttl_s
+        self._lease_s = settings.tuning.webhook_timeout_s + LEASE_SPARE_S
+        self._ttl_s = settings.tuning.webhook_log_ttl_s
         self._chance = chance or random.Random()
         self._under_way: dict[asyncio.Task[None], str] = {}
         # seconds by which the outbox's clock was ahead of the monotonic one; infinite before the
@@ -100,7 +100,7 @@ class Sender:
         return cls(
             WebhookOutbox(ledger, clock or clock_of(settings)),
             WebhookSecrets(ledger),
-            Poster(settings.webhook_allow_private, settings.webhook_timeout_s),
+            Poster(settings.webhook_allow_private, settings.tuning.webhook_timeout_s),
             settings,
         )
 

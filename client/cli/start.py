@@ -122,7 +122,7 @@ def up(
         "data_dir": str(data_dir) if data_dir else None,
         "api_port": port,
         "flower_port": flower_port,
-        "global_capture": global_capture,
+        "global_capture.sites": global_capture,
         "engine_options": engine_options(engine or []) or None,
     }
     _run("up", set_, options)

@@ -17,10 +17,8 @@ from .errors import Translated, suggestion
 from .limits import MAX_IMAGE
 from .records import Record, to_json
 from .secret_files import is_burnt, is_exposed
+from .tuning import Count, Natural, Positive, Tuning
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 #: The value of `tool_parser` with which chats take no tools.
@@ -57,6 +55,29 @@ SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 
 class SettingsError(ValueError):
     """A setting is invalid; the message names the setting and its source."""
+
+
+class DefaultLimits(Record):
+    """The table `[limits]`: those of tenants that have none of their own; 0: no limit. See
+    `schemas.access.keys.Limits`.
+    """
+
+    requests_per_minute: Natural = 0
+    tokens_per_minute: Natural = 0
+    jobs_in_flight: Natural = 0
+    capture_mib: Natural = 0
+    sweep_cells: Natural = 0
+    modules: Natural = 0
+    module_mib: Natural = 0
+    harvests: Natural = 100
+
+
+class GlobalCapture(Record):
+    """The table `[global_capture]`: what is captured of every request."""
+
+    sites: str = ""  # `post_block:all;pre_attn:0-17`; empty: nothing
+    positions: str = "last_prompt"  # a name, positions separated by commas, or a range: 5:9, 5:
+    tag: str = "global"
 
 
 class Settings(Record):
@@ -154,11 +175,7 @@ class Settings(Record):
     # folder below which sparse autoencoders may be registered, at the same path on API and worker
     # machines; empty: `saes` in `data_dir`
     sae_dir: str = ""
-    # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait
-    sae_cache_mib: Count = 4096
 
-    # processor seconds to compile an output format; a format that takes longer is rejected (400)
-    format_compile_s: Positive = 10.0
     # vLLM's parser of the model's tool calls, such as `hermes`; empty: by the model's chat
     # template, where that is unambiguous; `none`: chats take no tools
     tool_parser: str = ""
@@ -168,8 +185,6 @@ class Settings(Record):
     # compare rows with transformers' at start; `require`: reject a model that cannot be compared,
     # and options, versions and quantisations that are unproven
     compare: Literal["auto", "require", "off"] = "auto"
-    # memory of the worker that transformers' model may use for that comparison; at most half of it
-    compare_memory_gib: Positive = 16.0
     # prove the hook points on the loaded model before its first request; false: they are served
     # with the caveat that they are unproven
     certify: bool = True
@@ -180,22 +195,10 @@ class Settings(Record):
     # device of the gradient worker's model: cpu, cuda:N, or `auto`: the GPU with the most free
     # memory, several GPUs if one is too small, the CPU where there is none
     gradients_device: str = "auto"
-    # seconds without a job after which the gradient worker drops its model from memory
-    gradients_idle_s: Positive = 600.0
 
     # The data plane
     # hook points to install, separated by commas: fewer cost less in compiled forward passes
     hooks: str = "all"
-    # more CUDA graphs for each batch shape, with fewer launches of sites, for steps that need no
-    # others; false: to find out whether a fault comes from them
-    graph_families: bool = True
-    # distinct steering configurations in the engine; more than `max_num_seqs`: waiting requests
-    # prepare theirs
-    steering_rows: Count = 256
-    # vectors of all these configurations; sites with the same entries share vectors
-    steering_entries: Count = 8192
-    # vectors cached on the ranks, in addition to named modules and global steering
-    vector_cache_mib: Count = 256
     # jobs whose ranks disagreed: retried in a new attempt, or failed immediately
     on_desync: Literal["retry", "fail"] = "retry"
     desync_log_s: Positive = 60.0  # minimum interval between ERROR log lines on rank disagreements
@@ -204,21 +207,8 @@ class Settings(Record):
     # timeout of each of the two phases of a change to global steering; a lost worker counts for
     # `lease_s`
     steering_wait_s: Positive = 20.0
-    # accelerators: buffer for the rows captured in one step; 0: by the model's shape, see
-    # `schemas.base.ring`
-    capture_buffer_mib: Natural = 0
-    # captured rows waiting for the writers, per rank; 0: by the model's shape, see
-    # `schemas.base.ring`
-    capture_queue_mib: Natural = 0
-    # if that queue is full: captures wait, rows are spilled to disk, or rows are dropped
+    # if `tuning.capture_queue_mib` is full: captures wait, rows are spilled to disk, or dropped
     capture_overload: Literal["block", "spill", "drop"] = "block"
-    # captured rows of the requests in the engine, per rank; beyond it, requests wait
-    capture_memory_mib: Count = 4096
-    # rows of one capture in memory; longer captures are written while their request runs
-    capture_window_mib: Count = 64
-    # rows kept for captures of prompts that the prefix cache serves; 0: recomputed instead
-    row_store_mib: Natural = 256
-    writer_threads: Natural = 0  # per rank; 0: sized from its cores
 
     # Where captures are kept
     artifact_store: str = ""  # s3://bucket/prefix, or a folder; empty: `captures` in `data_dir`
@@ -236,31 +226,14 @@ class Settings(Record):
     artifact_public_endpoint: str = ""
 
     # Captures
-    segment_limit_kib: Natural = 64  # layout `auto`: captures up to this size share segment files
-    segment_mib: Count = 256  # a segment file is closed at this size
-    # consumer `memory`: the most that a response returns, per prompt
-    memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = 256
-    # rows in a response to vllm-lens' clients; 0: reject their fields
-    vllm_lens_mib: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 32
     # quota of the artifact store; beyond it, captures are rejected; 0: no quota
     capture_quota_mib: Natural = 0
     capture_ttl_s: Natural = 0  # captures are deleted this long after the end of their job; 0: kept
-    global_capture: str = ""  # sites captured of every request: `post_block:all;pre_attn:0-17`
-    # a name, positions separated by commas, or a range: 5:9, 5:
-    global_capture_positions: str = "last_prompt"
-    global_capture_tag: str = "global"
 
     # Source runs and sweeps
-    # rows of source runs in memory, per rank; unused ones are evicted and read from disk when
-    # needed
-    run_cache_mib: Count = 1024
     sweep_cells: Count = 20_000  # cells of one sweep
     # cells of all sweeps that have not ended; beyond it, new sweeps are rejected
     sweep_cells_waiting: Count = 200_000
-    # cells of all sweeps in the engine at a time: those of one step and of the next
-    sweep_cells_in_flight: Count = 64
-    # start a cell's forward pass at the patched layer, where the engine can
-    sweep_entry: bool = True
 
     # Harvests
     # folders or bucket URIs in which harvests may be stored, separated by commas; empty: a folder
@@ -269,22 +242,17 @@ class Settings(Record):
     # folders or bucket URIs from which corpora may be read, separated by commas; empty: only lines
     # in the request
     harvest_sources: str = ""
-    # sequences of all harvests in a worker's engine at a time; a sixteenth of it next to other jobs
-    harvest_requests_in_flight: Count = 64
 
     # The worker
     # `vllm`, `gradients`, or an entry point of the group `midstream.engines`; an engine named
     # `gradients` or `gradients-…` serves the model's queue of gradient jobs
     engine: str = "vllm"
     worker_id: str = ""  # stable over restarts; empty: host name and model
-    worker_concurrency: Count = 128  # concurrent jobs of one worker
     capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
     lease_s: Positive = 15.0  # a running job's lease; renewed every third of it
     max_attempts: Count = 5
     # jobs that were accepted for another model identity than the served one
     on_model_change: Literal["fail", "wait"] = "fail"
-    visibility_timeout_s: Count = 30
-    sweep_interval_s: Positive = 2.0
 
     # Access
     # `auto`: keys are required beyond loopback; `open`: no authentication
@@ -300,30 +268,13 @@ class Settings(Record):
     # empty: none
     trusted_proxies: str = ""
     api_key: str = ""  # sent by the Python client and the command line
-    limit_requests_per_minute: Natural = 0  # default for tenants without limits; 0: no limit
-    limit_tokens_per_minute: Natural = 0
-    limit_jobs_in_flight: Natural = 0
-    limit_capture_mib: Natural = 0
-    limit_sweep_cells: Natural = 0
-    limit_modules: Natural = 0
-    limit_module_mib: Natural = 0
-    limit_harvests: Natural = 100
 
     # Scheduling
-    # messages in the queue per model and priority; further jobs wait in the ledger, fair between
-    # tenants
-    dispatch_window: Count = 64
     # waiting jobs over all models; beyond it submissions get 503; 0: no limit
     queue_limit: Natural = 100_000
-    # share of Redis' maxmemory beyond which submissions get 503
-    redis_fill_limit: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
 
     # Webhooks
     webhook_allow_private: bool = False  # also call loopback, private and link-local addresses
-    # pending deliveries of a tenant; beyond it, jobs with a callback get 429; 0: no limit
-    webhook_pending_limit: Natural = 10_000
-    webhook_timeout_s: Positive = 20.0
-    webhook_log_ttl_s: Count = 7 * 24 * 3600  # how long the record of a delivery is kept
 
     # Observability
     log_format: Literal["text", "json"] = "text"
@@ -334,28 +285,16 @@ class Settings(Record):
     otel_endpoint: str = ""  # OTLP over HTTP, such as http://127.0.0.1:4318; empty: no traces
 
     # HTTP
-    max_body_mib: Count = 8  # of a JSON body
-    max_file_mib: Count = 64  # of a file in place of a JSON body: modules
-    # connections of clients; fewer if the process may not open that many files
-    max_connections: Count = 10_000
-    # open requests of one tenant in one process, including held responses and streams
-    tenant_connections: Count = 5_000
-    # open event streams of one tenant in one process, including those of the page
-    tenant_streams: Count = 250
-    # event streams that one tenant may open, after a burst of `tenant_streams`
-    tenant_streams_per_minute: Count = 1_200
-    # time for a new connection, or for one that has begun a request, to send its headers
-    head_timeout_s: Positive = 15.0
-    # time for a body to arrive; larger bodies get another second per 16 KiB
-    body_timeout_s: Positive = 30.0
-    tokenizer_processes: Count = 2  # processes that tokenise long texts for the API
-    tokenizer_timeout_s: Positive = 20.0  # per long prompt or conversation
     max_wait_s: Positive = 600.0  # the longest a response is held
     # after this time, a finished job's result is deleted, and its state reads `expired`
     result_ttl_s: Count = 7 * 24 * 3600
-    event_limit: Count = 10_000  # events kept per job
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     fault: str = ""  # tests only: a named fault, such as `apply:rank=1`
+
+    # Tables of the file: see their records
+    limits: DefaultLimits = DefaultLimits()
+    global_capture: GlobalCapture = GlobalCapture()
+    tuning: Tuning = Tuning()
 
     @property
     def served_model(self) -> str:
@@ -402,6 +341,14 @@ class Settings(Record):
         return self.lens_dir or str(Path(self.data_dir).resolve() / "lenses")
 
 
+#: Tables of the file, and their records.
+TABLES: dict[str, type[Record]] = {
+    "limits": DefaultLimits,
+    "global_capture": GlobalCapture,
+    "tuning": Tuning,
+}
+
+
 def load_settings(
     environ: dict[str, str] | None = None, given: Mapping[str, str] | None = None, **overrides: Any
 ) -> Settings:
@@ -411,7 +358,11 @@ def load_settings(
     Raises SettingsError naming the setting and its source.
     """
     values = chosen(environ, given, **overrides)
-    settings = Settings(**values)
+    nested: dict[str, Any] = {table: {} for table in TABLES}
+    for name, value in values.items():
+        table, _, field = name.partition(".")
+        (nested[table] if field else nested)[field or name] = value
+    settings = Settings(**nested | {table: of(**nested[table]) for table, of in TABLES.items()})
     _check_store(settings)
     _check_tls(settings.redis_url)
     return settings
@@ -421,10 +372,11 @@ def chosen(
     environ: dict[str, str] | None = None, given: Mapping[str, str] | None = None, **overrides: Any
 ) -> dict[str, Any]:
     """Return the settings that a source names, also with the default as the value; all others are
-    left at their defaults. Arguments and errors are those of `load_settings`.
+    left at their defaults. Those of a table are named `table.name`. Arguments and errors are those
+    of `load_settings`.
     """
     env = dict(os.environ) if environ is None else environ
-    known = {field.name: field for field in msgspec.structs.fields(Settings)}
+    known = known_settings()
     values: dict[str, Any] = {}
     file = env.get(FILE_VARIABLE)
     if file:
@@ -434,7 +386,9 @@ def chosen(
         ):
             values.update(
                 _checked(
-                    _with_engine_table(tomllib.loads(Path(file).read_text())), known, f"file {file}"
+                    _flat(_with_engine_table(tomllib.loads(Path(file).read_text()))),
+                    known,
+                    f"file {file}",
                 )
             )
             secrets = [name for name, value in values.items() if _is_secret(name, value)]
@@ -442,8 +396,9 @@ def chosen(
                 refuse_exposed(
                     f"{FILE_VARIABLE}={file}", file, f"contains {', '.join(secrets)}, and "
                 )
+    variables = {variable(name): name for name in known}
     from_env = {
-        name[len(PREFIX) :].lower(): text
+        variables.get(name, name[len(PREFIX) :].lower()): text
         for name, text in env.items()
         if name.startswith(PREFIX) and name != FILE_VARIABLE
     }
@@ -465,6 +420,35 @@ def chosen(
     if len(to_json(values.get("engine_options", {}))) > ENGINE_OPTIONS_BYTES:
         raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
     return values
+
+
+def known_settings() -> dict[str, Any]:
+    """Return the name of every setting, `table.name` for those of a table, → its type."""
+    known: dict[str, Any] = {}
+    for field in msgspec.structs.fields(Settings):
+        table = TABLES.get(field.name)
+        known |= (
+            {field.name: field.type}
+            if table is None
+            else {f"{field.name}.{of.name}": of.type for of in msgspec.structs.fields(table)}
+        )
+    return known
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return PREFIX + name.replace(".", "_").upper()
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a file's contents with the entries of its tables beside the others."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in TABLES and isinstance(value, dict):
+            flat |= {f"{name}.{field}": of for field, of in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def refuse_exposed(label: str, path: str, reason: str = "") -> None:
@@ -531,15 +515,13 @@ def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, st
         if name in known or setting == name or setting not in known:
             continue
         if setting in from_env:
-            raise SettingsError(
-                f"{PREFIX}{setting.upper()} and {PREFIX}{name.upper()} are both set: use one"
-            )
+            raise SettingsError(f"{variable(setting)} and {variable(name)} are both set: use one")
         try:
             values[setting] = Path(path).read_text().strip()
             if _is_secret(setting, values[setting]):
-                refuse_exposed(f"{PREFIX}{name.upper()}={path}", path)
+                refuse_exposed(f"{variable(name)}={path}", path)
         except OSError as error:
-            raise SettingsError(f"{PREFIX}{name.upper()}={path}: {error.strerror}") from error
+            raise SettingsError(f"{variable(name)}={path}: {error.strerror}") from error
         del values[name]
     return values
 
@@ -569,7 +551,7 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
     texts, where = source in ("environment", SET), "" if source == SET else f" ({source})"
 
     def label(name: str) -> str:
-        written = f"{PREFIX}{name.upper()}" if source == "environment" else name
+        written = variable(name) if source == "environment" else name
         return f"{SET} {name}" if source == SET else written
 
     checked = {}
@@ -582,7 +564,7 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
         try:
             if texts and name == "engine_options":
                 value = json.loads(value)
-            checked[name] = msgspec.convert(value, known[name].type, strict=not texts)
+            checked[name] = msgspec.convert(value, known[name], strict=not texts)
         except (msgspec.ValidationError, json.JSONDecodeError) as error:
             raise SettingsError(f"{label(name)}={value!r}{where}: {error}") from error
     return checked
@@ -628,13 +610,16 @@ def to_environment(settings: Settings) -> dict[str, str]:
     """Return the settings as `MIDSTREAM_*` variables for a child process, from which
     `load_settings` returns equal settings.
     """
-    env = {}
-    for name, value in msgspec.structs.asdict(settings).items():
-        if isinstance(value, dict):
-            if value:
-                env[PREFIX + name.upper()] = to_json(value).decode()
-        elif value is not None and value != "":
-            env[PREFIX + name.upper()] = (
-                str(value).lower() if isinstance(value, bool) else str(value)
-            )
-    return env
+    values = msgspec.structs.asdict(settings)
+    for table in TABLES:
+        of = msgspec.structs.asdict(values.pop(table))
+        values |= {f"{table}.{field}": value for field, value in of.items()}
+    return {
+        variable(name): to_json(value).decode()
+        if isinstance(value, dict)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+        for name, value in values.items()
+        if value is not None and value != "" and value != {}
+    }

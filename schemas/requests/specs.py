@@ -514,7 +514,9 @@ def touched(spec: RankSpec) -> tuple[int, int]:
     """Return the window `[first, stop)` of positions that the request's steering and captures
     select; `(0, 0)` if they select none.
     """
-    selectors = [item.positions for item in (*spec.steering, *spec.captures)]
+    selectors = [entry.positions for entry in spec.steering] + [
+        capture.positions for capture in spec.captures
+    ]
     first = min((lowest_position(item, spec.prompt_tokens) for item in selectors), default=0)
     return first, max((end_position(item, spec.prompt_tokens) for item in selectors), default=0)
 

@@ -55,7 +55,9 @@ def from_settings(
     """
     with Translated(ValueError, lambda error: SettingsError(f"global_capture: {error}")):
         specs = parse(
-            settings.global_capture, settings.global_capture_positions, settings.global_capture_tag
+            settings.global_capture.sites,
+            settings.global_capture.positions,
+            settings.global_capture.tag,
         )
         if num_layers is not None:
             for spec in specs:
@@ -63,7 +65,7 @@ def from_settings(
                 if row_limit and sites > row_limit:
                     raise ValueError(
                         f"it has {sites} sites, but one step has room for {row_limit} rows "
-                        "(setting capture_buffer_mib)"
+                        "(setting tuning.capture_buffer_mib)"
                     )
     return specs
 

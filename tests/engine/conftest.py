@@ -180,7 +180,11 @@ def engine(model: str, env: Mapping[str, str] | None = None, **options: Any) -> 
 
 #: Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks.
 v1 = engine(
-    "llama", max_num_batched_tokens=64, enable_prefix_caching=False, steering_rows=4, fault="rpc"
+    "llama",
+    max_num_batched_tokens=64,
+    enable_prefix_caching=False,
+    **{"tuning.steering_rows": 4},
+    fault="rpc",
 )
 #: Prefix cache on, and so few KV blocks that concurrent requests preempt one another.
 cached = engine("llama", num_gpu_blocks=8, max_model_len=512, fault="rpc")
@@ -216,7 +220,11 @@ def two_ranks() -> None:
 
 
 #: Of a service with a real engine, which may stall the process for seconds.
-PATIENT: dict[str, Any] = {"start_timeout_s": 400, "lease_s": 15.0, "visibility_timeout_s": 30}
+PATIENT: dict[str, Any] = {
+    "start_timeout_s": 400,
+    "lease_s": 15.0,
+    "tuning.visibility_timeout_s": 30,
+}
 
 
 def running(stack: Stack) -> Iterator[Stack]:
@@ -262,7 +270,9 @@ def tiny_stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     }
     loras = {"lora_dir": str(folder / "adapters"), "max_loras": 2, "max_lora_rank": 16}
     (folder / "adapters").mkdir()
-    stack = Stack(folder / "data", api=True, gradients_idle_s=3.0, **engine, **loras, **PATIENT)
+    stack = Stack(
+        folder / "data", api=True, **{"tuning.gradients_idle_s": 3.0}, **engine, **loras, **PATIENT
+    )
     for each in running(stack):
         each.spawn("worker-gradients", engine="gradients")
         each.wait_log("worker-gradients", "worker ready")

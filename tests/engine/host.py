@@ -25,7 +25,7 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.artifacts.loras import StoredLora
 from midstream.schemas.artifacts.probes import StoredProbe
 from midstream.schemas.base.records import from_json, from_msgpack, to_json
-from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.settings import load_settings, to_environment
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
@@ -120,7 +120,8 @@ class Host:
         **settings: Any,
     ):
         options: dict[str, Any] = {**DEFAULTS, **settings}
-        self.settings = Settings(
+        self.settings = load_settings(
+            {},
             model=str(model),
             data_dir=str(directory),
             relay_url=NO_RELAY,

@@ -182,7 +182,7 @@ def test_every_wrong_adapter_of_every_family_is_refused(
     dtype = "bfloat16" if name in BF16_ONLY else "float32"
     options = SMALL | {
         "certify": False,
-        "sweep_entry": False,
+        "tuning.sweep_entry": False,
         "enable_prefix_caching": False,
         "dtype": dtype,
     }
@@ -307,7 +307,7 @@ def test_a_worker_compares_vllms_transformers_backend(folder: Path) -> None:
 
 @pytest.mark.long
 def test_what_cannot_be_compared_is_a_caveat_or_a_refusal(start: Callable[..., Host]) -> None:
-    small = {"compare_memory_gib": 1e-6}
+    small = {"tuning.compare_memory_gib": 1e-6}
     host = start("llama", **small)
     assert [
         caveat

@@ -90,7 +90,9 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
 def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
     service: Stack, client: Client
 ) -> None:
-    service.replace("worker", global_capture="post_block:15", global_capture_tag="ops")
+    service.replace(
+        "worker", **{"global_capture.sites": "post_block:15", "global_capture.tag": "ops"}
+    )
     try:
         made = harvested(service, client)
     finally:

@@ -32,7 +32,7 @@ def long(
         tmp_path_factory.mktemp(runner) / "engine",
         llama,
         runner=runner,
-        capture_window_mib=1,
+        **{"tuning.capture_window_mib": 1},
         max_num_batched_tokens=96,
         block_size=32,
         fault="rpc",

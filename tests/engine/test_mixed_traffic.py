@@ -40,10 +40,12 @@ def crowded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
         llama,
         num_gpu_blocks=8,
         max_num_batched_tokens=256,
-        steering_rows=5,
+        **{
+            "tuning.steering_rows": 5,
+            "tuning.steering_entries": 24,
+            "tuning.capture_queue_mib": 64,
+        },
         # two of rank 4 in one request take 16: what is free is scattered, and runs must move
-        steering_entries=24,
-        capture_queue_mib=64,
         fault="rpc",
     )
     yield host

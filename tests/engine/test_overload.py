@@ -36,7 +36,7 @@ def flooded(
         tmp_path_factory.mktemp(request.param) / "engine",
         llama,
         capture_overload=request.param,
-        capture_queue_mib=1,
+        **{"tuning.capture_queue_mib": 1},
         max_num_batched_tokens=64,
         enable_prefix_caching=False,
         fault="slow_write,rpc",
@@ -105,7 +105,7 @@ def held(
         nurseries("v2") if v2 else None,
         runner=request.param,
         speculative_tokens=0 if v2 else 3,
-        capture_queue_mib=1,
+        **{"tuning.capture_queue_mib": 1},
         max_num_seqs=3,
         fault="hold_write",
     )

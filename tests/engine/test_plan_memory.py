@@ -10,6 +10,7 @@ import pytest
 from tree import ROOT
 
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tuning import Tuning
 from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.engine.dtype import choose
 from midstream.workers.engine.plan import model_of, plan
@@ -43,7 +44,7 @@ def test_the_ranks_buffers_are_as_large_as_planned(name: str, llama: Path, tmp_p
         kv_cache_gib=0.1,
         max_num_seqs=8,
         max_num_batched_tokens=128,
-        steering_rows=9,
+        tuning=Tuning(steering_rows=9),
         relay_url="tcp://127.0.0.1:9",
         worker_id="test",
     )

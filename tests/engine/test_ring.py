@@ -32,7 +32,7 @@ def engine(
     def start(name: str, **settings) -> Host:
         options = {
             "enforce_eager": False,
-            "capture_buffer_mib": 1,
+            "tuning.capture_buffer_mib": 1,
             "max_num_batched_tokens": STEP_TOKENS,
             "max_model_len": STEP_TOKENS,
         }

@@ -120,7 +120,7 @@ def service(
         certify=False,
         **options,
         lease_s=15.0,
-        visibility_timeout_s=30,
+        **{"tuning.visibility_timeout_s": 30},
         steering_wait_s=60.0,
         start_timeout_s=400,
     ) as stack:

@@ -36,7 +36,7 @@ def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "max_model_len": 128,
         "kv_cache_gib": 0.125,
     }
-    slow = {"lease_s": 15.0, "visibility_timeout_s": 30}
+    slow = {"lease_s": 15.0, "tuning.visibility_timeout_s": 30}
     with Stack(
         tmp_path_factory.mktemp("service"), api=True, start_timeout_s=400, **options, **slow
     ) as stack:

@@ -30,10 +30,10 @@ MODELS = [MODEL, f"{MODEL}@other"]
 SETTINGS: dict[str, Any] = {
     "engine_options": {"token_s": 0.02},
     "lease_s": 5.0,
-    "visibility_timeout_s": 6,
-    "sweep_interval_s": 0.5,
+    "tuning.visibility_timeout_s": 6,
+    "tuning.sweep_interval_s": 0.5,
     "max_wait_s": 15.0,
-    "worker_concurrency": 48,
+    "tuning.worker_concurrency": 48,
     "max_num_seqs": 64,
     "webhook_allow_private": True,
     "log_level": "WARNING",

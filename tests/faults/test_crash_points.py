@@ -66,7 +66,7 @@ SETTINGS = {
     "engine_options": {"token_s": 0.01},
     "max_attempts": 50,
     "lease_s": 3.0,
-    "dispatch_window": 1,
+    "tuning.dispatch_window": 1,
 }
 DEATH_S = 40.0
 

@@ -29,7 +29,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., St
                 "kv_cache_gib": 0.25,
                 "certify": False,
                 "lease_s": 60.0,
-                "visibility_timeout_s": 120,
+                "tuning.visibility_timeout_s": 120,
             }
             folder = tmp_path_factory.mktemp("stack")
             stack = Stack(folder, api=True, start_timeout_s=400, **(usual | settings))

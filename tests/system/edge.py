@@ -31,7 +31,7 @@ from midstream.broker.ledger.jobs.ledger import Claim, Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.settings import Settings, load_settings, to_environment
 from midstream.schemas.jobs.jobs import Event, Job, JobView, Output, TokenLogprob
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, WorkerInfo, encode_bundle
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
@@ -121,7 +121,7 @@ def model_info(**changes: Any) -> ModelInfo:
         # as a model whose attention and MLP run side by side
         "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"],
         "consumers": ["filesystem", "memory"],
-        "memory_limit_kib": 1,
+        "tuning.memory_limit_kib": 1,
         "step_tokens": 16,
         "capture_row_limit": 15,
         "tokenizer": encode_bundle(bundle())[0],
@@ -211,7 +211,7 @@ def running(directory: Path, redis_url: str, api_port: int = 0, **settings: Any)
     # nobody renews the sign of life of a worker by hand
     given: dict[str, Any] = {"lease_s": 300.0, **settings}
     api = Api(
-        Settings(data_dir=str(directory), redis_url=redis_url, api_port=api_port, **given),
+        load_settings({}, data_dir=str(directory), redis_url=redis_url, api_port=api_port, **given),
         directory / "api.log",
     )
     try:

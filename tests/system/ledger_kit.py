@@ -20,7 +20,7 @@ from midstream.broker.queue.celery_app import (
 from midstream.broker.queue.messages import job_of_task, task_id_of
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.models import WorkerInfo
 from midstream.schemas.jobs.receipts import Receipt
@@ -30,7 +30,7 @@ MODEL, WORKER, BOOT, EPOCH, IDENTITY = "tiny", "w1", "boot1", "epoch1", "a" * 64
 
 
 def settings_for(url: str, **changes: Any) -> Settings:
-    return Settings(redis_url=url, model_name=MODEL, **changes)
+    return load_settings({}, redis_url=url, model_name=MODEL, **changes)
 
 
 @asynccontextmanager

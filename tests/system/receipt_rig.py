@@ -21,7 +21,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.settings import Settings, load_settings, to_environment
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.jobs.receipts import Receipt
 
@@ -49,7 +49,7 @@ class RelayProcess:
             name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
         }
         self._environment |= to_environment(
-            Settings(redis_url=redis_url, relay_url=self.url, **settings)
+            load_settings({}, redis_url=redis_url, relay_url=self.url, **settings)
         )
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None

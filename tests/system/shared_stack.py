@@ -40,7 +40,7 @@ def running_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         # no message comes a second time while its worker is stalled; a third of the lease lies
         # between two heartbeats
         lease_s=9.0,
-        visibility_timeout_s=60,
+        **{"tuning.visibility_timeout_s": 60},
         steering_poll_s=0.05,
         steering_wait_s=90.0,
         **settings,

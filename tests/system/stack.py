@@ -36,7 +36,7 @@ from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.settings import load_settings, to_environment
 from midstream.schemas.jobs.jobs import (
     TERMINAL,
     Job,
@@ -110,9 +110,9 @@ class Stack(Processes):
             "model": "fake-model",
             "worker_id": "w1",
             "lease_s": 3.0,
-            "visibility_timeout_s": 4,
-            "sweep_interval_s": 0.5,
-            "worker_concurrency": 32,
+            "tuning.visibility_timeout_s": 4,
+            "tuning.sweep_interval_s": 0.5,
+            "tuning.worker_concurrency": 32,
         }
         self._chosen = chosen | settings
         midstream_fake_engine.install()
@@ -131,7 +131,7 @@ class Stack(Processes):
         ]
         self._loop = asyncio.new_event_loop()
         self._ledger: Ledger | None = None
-        self.settings = Settings(**self._chosen)
+        self.settings = load_settings({}, **self._chosen)
         self.app = make_app(self.settings)
 
     # Processes
@@ -271,7 +271,7 @@ class Stack(Processes):
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")
         }
-        environment |= to_environment(Settings(**values)) | {"PYTHONUNBUFFERED": "1"}
+        environment |= to_environment(load_settings({}, **values)) | {"PYTHONUNBUFFERED": "1"}
         log = self.directory / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists():

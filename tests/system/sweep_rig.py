@@ -35,7 +35,7 @@ from midstream.broker.receipts.relay import Relay
 from midstream.schemas.artifacts.conditions import Condition, Schedule
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
 from midstream.schemas.base.records import now, to_msgpack
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.sweep_units import Units
@@ -241,8 +241,10 @@ class Rig:
             "worker_id": "w1",
             "engine": "fake",
         } | settings
-        self._relay = Relay(Settler(client, Settings(**chosen)), "tcp://127.0.0.1:0", client)
-        self.settings = Settings(**chosen, relay_url=self._relay.endpoint)
+        self._relay = Relay(
+            Settler(client, load_settings({}, **chosen)), "tcp://127.0.0.1:0", client
+        )
+        self.settings = load_settings({}, **chosen, relay_url=self._relay.endpoint)
         self._serving = threading.Thread(target=self._relay.serve)
 
     async def __aenter__(self) -> "Rig":

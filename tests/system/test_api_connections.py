@@ -27,11 +27,13 @@ def hasty(redis_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
         folder,
         redis_session.url,
         max_wait_s=1.5,
-        head_timeout_s=1,
-        body_timeout_s=1,
-        max_connections=6,
-        max_body_mib=1,
-        max_file_mib=2,
+        **{
+            "tuning.head_timeout_s": 1,
+            "tuning.body_timeout_s": 1,
+            "tuning.max_connections": 6,
+            "tuning.max_body_mib": 1,
+            "tuning.max_file_mib": 2,
+        },
     ) as api:
         yield api
 
@@ -138,7 +140,7 @@ def test_long_headers_are_refused(hasty: Api, head: bytes) -> None:
 @pytest.fixture
 def crowded(redis_session: Any, tmp_path: Path) -> Iterator[Api]:
     """Six connections, and no time limit that a busy machine could reach."""
-    with running(tmp_path, redis_session.url, max_connections=6) as api:
+    with running(tmp_path, redis_session.url, **{"tuning.max_connections": 6}) as api:
         yield api
 
 

@@ -46,9 +46,9 @@ def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
     flushed(redis_session.url)
     limits = {
         "max_wait_s": LONG_S,
-        "tenant_streams": STREAMS,
-        "tenant_streams_per_minute": 120,
-        "tenant_connections": CONNECTIONS,
+        "tuning.tenant_streams": STREAMS,
+        "tuning.tenant_streams_per_minute": 120,
+        "tuning.tenant_connections": CONNECTIONS,
     }
     with asking(tmp_path_factory.mktemp("session"), redis_session.url, **limits) as api:
         yield api

@@ -41,7 +41,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         callbacks=False,
         pipeline_parallel_size=2,
         lease_s=60.0,
-        vllm_lens_mib=1,
+        **{"tuning.vllm_lens_mib": 1},
     ) as running:
         joy = {
             "steering": [
@@ -236,7 +236,7 @@ def test_rows_are_for_one_whole_answer(http: httpx2.Client, body: dict[str, Any]
 
 def test_the_fields_are_refused_where_they_are_turned_off(stack: Stack) -> None:
     port = free_port()
-    stack.add("api-2", api_port=port, vllm_lens_mib=0)
+    stack.add("api-2", api_port=port, **{"tuning.vllm_lens_mib": 0})
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         refused(
             client.post("/v1/completions", json=BODY | {"vllm_xargs": {ROWS: True}}),

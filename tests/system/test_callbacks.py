@@ -15,6 +15,7 @@ from wait_kit import wait_until
 
 from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.tuning import Tuning
 
 
 def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) 
             await ledger.redis.zadd("ms:live", {job.id: 0})  # long queued
 
     with mortal(tmp_path / "redis") as server:
-        settings = Settings(redis_url=server.url, sweep_interval_s=0.2)
+        settings = Settings(redis_url=server.url, tuning=Tuning(sweep_interval_s=0.2))
         process = subprocess.Popen(
             [sys.executable, "-m", "midstream.broker.callbacks"],
             env={**os.environ, **to_environment(settings)},

@@ -25,12 +25,14 @@ TRIES = 2
 stack = stack_with(
     api=True,
     callbacks=False,
-    dispatch_window=1,
-    worker_concurrency=1,
+    **{
+        "tuning.dispatch_window": 1,
+        "tuning.worker_concurrency": 1,
+        "tuning.sweep_cells_in_flight": 1,
+        "tuning.visibility_timeout_s": 60,
+    },
     engine_options={"token_s": 0.02},
-    sweep_cells_in_flight=1,
     lease_s=LEASE_S,
-    visibility_timeout_s=60,
     capture_timeout_s=300.0,
 )
 

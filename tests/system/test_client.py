@@ -71,8 +71,8 @@ def test_an_answer_without_rows_says_how_to_ask_for_them(client: Client) -> None
 @pytest.mark.long
 def test_global_captures_are_taken_of_every_request(stack: Stack, client: Client) -> None:
     stack.end("worker")
-    captured = {"global_capture": "post_block:all;pre_attn:0-1", "global_capture_tag": "ops"}
-    stack.restart("worker", global_capture_positions="0,-1", **captured)
+    captured = {"global_capture.sites": "post_block:all;pre_attn:0-1", "global_capture.tag": "ops"}
+    stack.restart("worker", **{"global_capture.positions": "0,-1"}, **captured)
     plain = client.completion(MODEL, "hello", max_tokens=2)
     assert plain.capture_results is None
     assert client.wait(plain.job, timeout=120).capture_status == "ok"

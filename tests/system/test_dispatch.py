@@ -73,7 +73,7 @@ async def opened(url: str, **changes: Any) -> AsyncIterator[Line]:
 
 
 async def test_weights_one_and_three_share_tokens_one_to_three(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=4) as line:
+    async with opened(redis_url, **{"tuning.dispatch_window": 4}) as line:
         await line.ledger.tenants.put(Tenant(name="paying", limits=Limits(weight=3)))
         await line.submit(4, tenant="first")  # they fill the window
         long, short = (Sampling(max_tokens=most - 3) for most in (200, 100))
@@ -96,7 +96,7 @@ async def test_a_tenant_that_asks_for_one_after_the_other_is_charged_for_each(
     each time.
     """
 
-    async with opened(redis_url, dispatch_window=1) as line:
+    async with opened(redis_url, **{"tuning.dispatch_window": 1}) as line:
         await line.submit(60, tenant="batch")
         served: list[str] = []
         await line.submit(
@@ -112,7 +112,7 @@ async def test_a_tenant_that_asks_for_one_after_the_other_is_charged_for_each(
 async def test_jobs_of_a_tenant_keep_their_order_and_priorities_have_windows_of_their_own(
     redis_url: str,
 ) -> None:
-    async with opened(redis_url, dispatch_window=2) as line:
+    async with opened(redis_url, **{"tuning.dispatch_window": 2}) as line:
         normal = await line.submit(5)
         urgent = await line.submit(3, priority="high")
         idle = await line.submit(1, priority="low")
@@ -141,7 +141,7 @@ async def test_priority_is_capped_by_the_tenant(redis_url: str) -> None:
 async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
     redis_url: str,
 ) -> None:
-    async with opened(redis_url, dispatch_window=2) as line:
+    async with opened(redis_url, **{"tuning.dispatch_window": 2}) as line:
         jobs = await line.submit(8)
         await line.lose_messages()
         assert (await line.reaper.sweep(now() + 60)).resent == [job.id for job in jobs[:2]], (
@@ -152,7 +152,7 @@ async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have
             "one that waits is not sent before its turn, though it was to be looked at"
         )
         assert len(await line.sent()) == 2
-    async with opened(redis_url, dispatch_window=5) as line:
+    async with opened(redis_url, **{"tuning.dispatch_window": 5}) as line:
         assert (await line.reaper.sweep()).picked == [job.id for job in jobs[2:5]], (
             "the window was made larger"
         )
@@ -165,7 +165,7 @@ async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have
 
 
 async def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as line:
+    async with opened(redis_url, **{"tuning.dispatch_window": 1}) as line:
         _, stray = await line.submit(2)
         await line.ledger.redis.zrem(f"ms:wait:{MODEL}:6:default", stray.id)
         await line.reaper.sweep()
@@ -173,7 +173,7 @@ async def test_a_queued_job_without_message_or_place_is_resent(redis_url: str) -
 
 
 async def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as line:
+    async with opened(redis_url, **{"tuning.dispatch_window": 1}) as line:
         redis = line.ledger.redis
         former = await line.submit(3)
         for job in former:  # as an older version left it
@@ -238,7 +238,7 @@ async def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper
 
 
 async def test_a_sweep_is_scheduled_by_its_token_count(redis_url: str) -> None:
-    async with opened(redis_url, dispatch_window=1) as line:
+    async with opened(redis_url, **{"tuning.dispatch_window": 1}) as line:
         await line.submit(1, tenant="first")  # it fills the window
         for _ in range(8):
             await line.ledger.submit(

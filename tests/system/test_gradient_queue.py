@@ -153,7 +153,7 @@ async def test_an_expired_lease_requeues_the_job_in_its_queue(
     assert [await queues.messages(), await queues.messages(GRADIENTS)] == [0, 1]
 
 
-@pytest.mark.parametrize("queues", [{"dispatch_window": 1}], indirect=True)
+@pytest.mark.parametrize("queues", [{"tuning.dispatch_window": 1}], indirect=True)
 async def test_windows_of_the_queues_are_apart_and_the_status_names_them(
     queues: Queues, redis_url: str
 ) -> None:
@@ -168,11 +168,11 @@ async def test_windows_of_the_queues_are_apart_and_the_status_names_them(
     await queues.lose_messages()
     for line in ("6", "6.gradients"):
         await queues.vllm.redis.delete(f"ms:sent:{MODEL}:{line}")
-    await Reaper(queues.vllm, settings_for(redis_url, dispatch_window=1)).sweep()
+    await Reaper(queues.vllm, settings_for(redis_url, **{"tuning.dispatch_window": 1})).sweep()
     assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
 
 
-@pytest.mark.parametrize("queues", [{"dispatch_window": 1}], indirect=True)
+@pytest.mark.parametrize("queues", [{"tuning.dispatch_window": 1}], indirect=True)
 async def test_a_job_that_was_handed_on_waits_its_turn_among_tenants(queues: Queues) -> None:
     """A tenant with many attributions does not get ahead of the others by their first phase."""
     await queues.vllm.submit(make_job(), {})

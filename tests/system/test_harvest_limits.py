@@ -42,7 +42,7 @@ async def counted_anew(rig: Rig) -> list[str]:
     return differed
 
 
-@having(limit_harvests=7)
+@having(**{"limits.harvests": 7})
 async def test_no_more_harvests_are_open_than_a_tenant_may_have(rig: Rig) -> None:
     harvests = Harvests(rig.ledger)
     many = [stored(rig, ["one"], SITES) for _ in range(60)]
@@ -156,7 +156,7 @@ async def test_accepted_surveys_count_towards_the_limit(
         await rig.ledger.submit(survey_of("hrv_deleted"), {})
 
 
-@having(limit_capture_mib=1)
+@having(**{"limits.capture_mib": 1})
 async def test_a_tenant_at_its_quota_gets_no_survey(rig: Rig) -> None:
     harvest_id = await Harvests(rig.ledger).submit(stored(rig, ["one"], SITES))
     await rig.ledger.redis.hset("ms:usage", "default/bytes", 1 << 20)
@@ -210,7 +210,7 @@ async def test_listings_do_not_read_the_lines_of_harvests(rig: Rig) -> None:
     assert [view.id for view in (await harvests.list("default", 10)).harvests] == [ours]
 
 
-@having(limit_capture_mib=1)
+@having(**{"limits.capture_mib": 1})
 async def test_what_a_harvest_writes_is_charged_until_it_is_deleted(rig: Rig) -> None:
     async def used() -> int:
         return (await rig.ledger.tenants.usage("default")).capture_bytes

@@ -109,7 +109,7 @@ async def test_a_repeated_submission_waits_until_the_first_is_durable(
     ) == (again.id, again.id)
 
 
-@having(global_capture="post_block:1", global_capture_tag="ops")
+@having(**{"global_capture.sites": "post_block:1", "global_capture.tag": "ops"})
 async def test_probes_that_watch_all_traffic_and_global_capture_apply_to_harvests(rig: Rig) -> None:
     """The operator's `stop` ends what a sequence generates; the operator's captures are charged to
     nobody.

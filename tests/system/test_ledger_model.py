@@ -580,7 +580,9 @@ class LedgerModel:
 
 @pytest.fixture
 def broker(redis_url: str) -> Iterator[Broker]:
-    config = settings_for(redis_url, max_attempts=MAX_ATTEMPTS, dispatch_window=WINDOW)
+    config = settings_for(
+        redis_url, max_attempts=MAX_ATTEMPTS, **{"tuning.dispatch_window": WINDOW}
+    )
     loop = asyncio.new_event_loop()
     ledger = Ledger.connect(config)
     few = "zset-max-ziplist-entries"  # sets of so few are looked at in one go

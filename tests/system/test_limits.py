@@ -270,7 +270,7 @@ async def no_module(steering: Steering, *asked: Any, **changes: Any) -> Midstrea
 
 
 async def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis_url: str) -> None:
-    async with open_ledger(redis_url, limit_modules=2) as ledger:
+    async with open_ledger(redis_url, **{"limits.modules": 2}) as ledger:
         steering = Steering(ledger)
         await steering.put_module(*a_module("one"))
         await steering.put_module(*a_module("two", model="another"))
@@ -299,7 +299,7 @@ async def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis
 async def test_a_module_that_replaces_another_needs_room_for_the_difference_only(
     redis_url: str,
 ) -> None:
-    async with open_ledger(redis_url, limit_module_mib=2) as ledger:
+    async with open_ledger(redis_url, **{"limits.module_mib": 2}) as ledger:
         steering = Steering(ledger)
         large, small = a_module("one", 6), a_module("one", 1)
         await steering.put_module(*large)  # of eight vectors, less what entries take
@@ -323,7 +323,7 @@ async def test_a_module_that_replaces_another_needs_room_for_the_difference_only
 async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_version(
     redis_url: str,
 ) -> None:
-    async with open_ledger(redis_url, limit_modules=3) as ledger:
+    async with open_ledger(redis_url, **{"limits.modules": 3}) as ledger:
         await ledger.publish_model(model_info(), worker_info())
         steering = Steering(ledger)
         for module in (
@@ -354,7 +354,7 @@ async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_versio
 
 
 def test_a_full_queue_and_a_rate_limit_give_retry_after(redis_url: str, tmp_path: Path) -> None:
-    limits = {"queue_limit": 1, "limit_requests_per_minute": 2}
+    limits = {"queue_limit": 1, "limits.requests_per_minute": 2}
     with running(tmp_path, redis_url, **limits) as api, Hand(api.settings) as hand:
         api.submit()
         overloaded = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"]})

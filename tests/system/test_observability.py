@@ -94,10 +94,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Ite
         "otel_endpoint": collector.url,
         "admin_key": ADMIN_KEY,
         "tensor_parallel_size": 2,
-        "dispatch_window": 1,
+        "tuning.dispatch_window": 1,
         # a worker that stands still for some seconds is not dead, and its jobs are not run again
         "lease_s": 15.0,
-        "visibility_timeout_s": 20,
+        "tuning.visibility_timeout_s": 20,
     }
     with Seen(tmp_path_factory.mktemp("seen"), api=True, **settings) as started:
         assert isinstance(started, Seen)

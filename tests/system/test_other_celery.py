@@ -41,7 +41,7 @@ def test_another_celery_apps_long_task_runs_once_and_only_it_is_controlled(
 ) -> None:
     other, ours = (
         Celery("other", broker=redis_url),
-        make_app(settings_for(redis_url, visibility_timeout_s=1)),
+        make_app(settings_for(redis_url, **{"tuning.visibility_timeout_s": 1})),
     )
     output = tmp_path / "output"
     with output.open("w") as file:

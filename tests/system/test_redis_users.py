@@ -28,7 +28,11 @@ FLOWERS_AUTH = "somebody:a password"
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     # Leases longer than a busy machine stands still: what is shown of a worker that is lost does
     # not wait for their end.
-    times = {"engine_options": {"token_s": 0.02}, "lease_s": 15.0, "visibility_timeout_s": 20}
+    times = {
+        "engine_options": {"token_s": 0.02},
+        "lease_s": 15.0,
+        "tuning.visibility_timeout_s": 20,
+    }
     with Machines(
         tmp_path_factory.mktemp("users"), names=ALL, flower_auth=FLOWERS_AUTH, **times
     ) as started:

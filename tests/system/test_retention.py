@@ -47,7 +47,9 @@ async def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
     (tmp_path / "captures").mkdir()
     times = {"capture_ttl_s": 1, "capture_timeout_s": 0.1, "lease_s": 0.1}
     times["result_ttl_s"] = RESULT_TTL_S
-    async with open_ledger(redis_url, data_dir=str(tmp_path), dispatch_window=1, **times) as ledger:
+    async with open_ledger(
+        redis_url, data_dir=str(tmp_path), **{"tuning.dispatch_window": 1}, **times
+    ) as ledger:
         settle = settler(redis_url, **times)
         name, vector = "0" * 64, Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
         plain, late, unwanted = (

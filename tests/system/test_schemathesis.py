@@ -45,7 +45,7 @@ stack = stack_with(
     max_wait_s=1.0,
     # a worker that stands still is not a dead one
     lease_s=60.0,
-    visibility_timeout_s=90,
+    **{"tuning.visibility_timeout_s": 90},
 )
 
 

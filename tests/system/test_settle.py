@@ -371,7 +371,7 @@ async def test_a_policys_webhooks_are_bounded_and_charged_to_nobody(redis_url: s
     """Beyond the bound, one of them says how many more there were. Its owner gets no ids of other
     tenants' jobs, and may submit as before.
     """
-    async with open_ledger(redis_url, webhook_pending_limit=30) as ledger:
+    async with open_ledger(redis_url, **{"tuning.webhook_pending_limit": 30}) as ledger:
         outbox, job = WebhookOutbox(ledger), policed(prompts=300, tenant="users")
         await claimed(ledger, job)
         found = [decided(job, number, f"job_{number}") for number in range(300)]

@@ -22,10 +22,10 @@ TOKEN_S, VISIBILITY_S = 0.02, 4
 #: lost its lease: see `reap.lua`.
 SETTINGS = {
     "engine_options": {"token_s": TOKEN_S},
-    "visibility_timeout_s": VISIBILITY_S,
+    "tuning.visibility_timeout_s": VISIBILITY_S,
     "lease_s": 5,
     "capture_timeout_s": 8,
-    "sweep_interval_s": 0.3,
+    "tuning.sweep_interval_s": 0.3,
 }
 
 

@@ -53,7 +53,7 @@ async def test_only_cells_that_engine_or_ranks_fail_have_no_value(rig: Rig) -> N
     assert result.summary.skipped == len(LAYERS) + 2
 
 
-@having(global_capture="post_block:1", global_capture_tag="ops")
+@having(**{"global_capture.sites": "post_block:1", "global_capture.tag": "ops"})
 async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig: Rig) -> None:
     """A pair whose prompt the operator's probe stops has no values, and the cells say why; the
     decisions are in the result, and sent.
@@ -120,7 +120,7 @@ async def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_val
 
 
 # field case 31
-@having(sweep_cells_in_flight=4)
+@having(**{"tuning.sweep_cells_in_flight": 4})
 async def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(
     rig: Rig,
 ) -> None:
@@ -161,7 +161,7 @@ async def test_cells_of_which_a_rank_never_reports_have_no_value(rig: Rig) -> No
     check_grid(asked, await rig.result(job_id), missing)
 
 
-@having(tensor_parallel_size=2, sweep_cells_in_flight=4)
+@having(tensor_parallel_size=2, **{"tuning.sweep_cells_in_flight": 4})
 async def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(rig: Rig) -> None:
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
 
@@ -194,7 +194,7 @@ async def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(rig: Rig)
     assert "rank 1 reports checksum" in determinism.retried[0]
 
 
-@having(sweep_cells_in_flight=2)
+@having(**{"tuning.sweep_cells_in_flight": 2})
 async def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(rig: Rig) -> None:
     asked = sweep(pair(CLEAN * 6, CORRUPT * 6))
 
@@ -214,7 +214,7 @@ async def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(rig: Rig) -
 
 
 @pytest.mark.parametrize("entered", [True, False])
-@having(sweep_cells_in_flight=2)
+@having(**{"tuning.sweep_cells_in_flight": 2})
 async def test_a_sweep_resumes_on_an_engine_with_other_reentry(rig: Rig, entered: bool) -> None:
     """A compiled engine after an eager one, or the other way round: base runs that are known keep
     other rows than it would ask for.
@@ -229,7 +229,7 @@ async def test_a_sweep_resumes_on_an_engine_with_other_reentry(rig: Rig, entered
     assert {record.attempt for record in (await rig.records(job_id)).values()} == {1, 2}
 
 
-@having(sweep_cells_in_flight=2)
+@having(**{"tuning.sweep_cells_in_flight": 2})
 async def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cells(
     rig: Rig,
 ) -> None:
@@ -249,7 +249,7 @@ async def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_i
 
 
 # field case 36
-@having(sweep_cells_in_flight=2)
+@having(**{"tuning.sweep_cells_in_flight": 2})
 async def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(rig: Rig) -> None:
     asked = sweep()
 
@@ -287,7 +287,7 @@ async def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
         assert running.result() is ending
 
 
-@having(sweep_cells_in_flight=2)
+@having(**{"tuning.sweep_cells_in_flight": 2})
 async def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
     rig: Rig,
 ) -> None:

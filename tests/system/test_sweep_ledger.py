@@ -123,7 +123,7 @@ async def test_an_error_of_one_cell_does_not_fail_a_sweep_and_a_disagreement_put
 
 
 async def test_sweep_events_are_exempt_from_the_event_limit(redis_url: str) -> None:
-    async with open_ledger(redis_url, event_limit=10) as ledger:
+    async with open_ledger(redis_url, **{"tuning.event_limit": 10}) as ledger:
         job, sweeps = await begun(ledger, hooks=["pre_attn", "post_attn", "post_block", "attn_out"])
         assert job.sweep is not None
         await sweeps.keep(

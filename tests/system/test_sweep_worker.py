@@ -203,7 +203,7 @@ async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(
 
 
 # field case 36
-@having(sweep_cells_in_flight=4)
+@having(**{"tuning.sweep_cells_in_flight": 4})
 async def test_the_cells_of_an_attempt_that_ended_are_not_asked_again(rig: Rig) -> None:
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2), metric="kl")
     job_id = await rig.interrupted(asked, 50)
@@ -259,7 +259,7 @@ def check(result: SweepResult, cells: int, path: StoredPath) -> None:
 
 
 @pytest.mark.parametrize("ends", ["receivers", "sender"])
-@having(sweep_cells_in_flight=2)
+@having(**{"tuning.sweep_cells_in_flight": 2})
 async def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
     rig: Rig, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

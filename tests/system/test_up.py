@@ -100,7 +100,7 @@ def test_jobs_survive_a_stop_and_start_of_up(start: Callable[..., Up]) -> None:
 def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
     start: Callable[..., Up], name: str
 ) -> None:
-    times = {"lease_s": 6, "visibility_timeout_s": 4, "sweep_interval_s": 0.5}
+    times = {"lease_s": 6, "tuning.visibility_timeout_s": 4, "tuning.sweep_interval_s": 0.5}
     up = start(engine_options={"token_s": 0.1}, **times)
     with Client(up.ready()) as client:
         capture = {"layers": "all", "positions": "all_prompt"}
@@ -305,7 +305,7 @@ def missing_of(url: str) -> str:
 
 @pytest.mark.matrix
 def test_up_outlives_a_full_disk_and_a_read_only_one(start: Callable[..., Up], disk: Path) -> None:
-    up = start(disk, lease_s=6, sweep_interval_s=0.5)
+    up = start(disk, lease_s=6, **{"tuning.sweep_interval_s": 0.5})
     url = up.ready()
     fill(disk / "filler")
     up.until(lambda: "disk full" in up.output())

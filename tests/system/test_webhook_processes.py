@@ -21,6 +21,7 @@ from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import Delivery
 from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.tuning import Tuning
 
 
 class Senders:
@@ -34,7 +35,7 @@ class Senders:
             data_dir=str(directory),
             webhook_allow_private=True,
             fault=f"webhooks:clock={self.clock}",
-            webhook_timeout_s=20.0,
+            tuning=Tuning(webhook_timeout_s=20.0),
         )
         self._environment = {
             name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")

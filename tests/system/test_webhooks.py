@@ -56,7 +56,7 @@ class Service:
         self.secrets = WebhookSecrets(ledger)
         self.poster = Poster(
             ledger.settings.webhook_allow_private,
-            ledger.settings.webhook_timeout_s,
+            ledger.settings.tuning.webhook_timeout_s,
             sender.get("resolve"),
         )
         self.sender = Sender(self.outbox, self.secrets, self.poster, ledger.settings)
@@ -311,10 +311,10 @@ async def test_the_pending_webhooks_of_a_tenant_are_limited(
 ) -> None:
     """Beyond, jobs that would send more are refused, and others are not."""
     receiver.replies["/hook"] = [(500, {}, b""), OK]
-    async with service(redis_url, webhook_pending_limit=2) as made:
+    async with service(redis_url, **{"tuning.webhook_pending_limit": 2}) as made:
         for _ in range(2):
             await made.job(receiver.url())
-        limit = "the limit is 2 (setting webhook_pending_limit)"
+        limit = "the limit is 2 (setting tuning.webhook_pending_limit)"
         with refuses(limit, kind="too_many_webhooks", status=429):
             await made.job(receiver.url())
         await made.job(receiver.url(), tenant="other")
@@ -339,7 +339,7 @@ async def test_a_receiver_that_does_not_answer_does_not_hold_up_another(
     stuck = threading.Event()
     receiver.on_call = lambda got: got.path != "/slow" or not stuck.wait(120)
 
-    async with service(redis_url, webhook_timeout_s=150) as made:
+    async with service(redis_url, **{"tuning.webhook_timeout_s": 150}) as made:
         for _ in range(30):
             await made.job(receiver.url("/slow"))
         for _ in range(10):
@@ -535,7 +535,7 @@ async def test_settled_webhooks_expire_and_pending_ones_do_not(
 ) -> None:
     receiver.replies["/later"] = [(503, {"retry-after": "86400"}, b"")]
 
-    async with service(redis_url, webhook_log_ttl_s=100) as made:
+    async with service(redis_url, **{"tuning.webhook_log_ttl_s": 100}) as made:
         gone = await made.job(receiver.url())
         kept = await made.told(receiver.url("/later"))
         made.ahead += 60

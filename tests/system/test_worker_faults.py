@@ -81,7 +81,12 @@ def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(
 ) -> None:
     """Without a sweeper: the messages themselves survive."""
     stack.kill("callbacks")
-    start(engine_options=SLOW, lease_s=300, worker_concurrency=3, fault="engine_dies:tokens=60")
+    start(
+        engine_options=SLOW,
+        lease_s=300,
+        **{"tuning.worker_concurrency": 3},
+        fault="engine_dies:tokens=60",
+    )
     stack.kill("worker", signal.SIGSTOP)
     jobs = [stack.submit(["a", "b"], max_tokens=40) for _ in range(5)]
     # as many as it may have at once are there when the first begins
@@ -103,7 +108,7 @@ def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(
 def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(
     stack: Stack, start: Callable[..., None]
 ) -> None:
-    start(engine_options=SLOW, worker_concurrency=2, lease_s=15)
+    start(engine_options=SLOW, **{"tuning.worker_concurrency": 2}, lease_s=15)
     jobs = [stack.submit(["a"], max_tokens=60, capture=CAPTURE) for _ in range(6)]
     for job_id in jobs[:2]:
         stack.wait(job_id, until=lambda view: view.state is not State.QUEUED)
@@ -125,7 +130,7 @@ def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(
     stack: Stack, start: Callable[..., None]
 ) -> None:
     """The attempt is run again: by another worker, or where there is none by itself."""
-    settings = {"engine_options": SLOW, "lease_s": 4, "visibility_timeout_s": 30}
+    settings = {"engine_options": SLOW, "lease_s": 4, "tuning.visibility_timeout_s": 30}
     start(**settings)
     alone = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
     stack.wait_running(alone)
@@ -159,7 +164,7 @@ def test_sigterm_stops_a_worker_whose_engine_is_starting(stack: Stack) -> None:
     [
         ({"fault": "start:reason=no such architecture"}, EXIT_NO_ENGINE, "no such architecture"),
         (
-            {"global_capture": "pre_mlp:0"},
+            {"global_capture.sites": "pre_mlp:0"},
             EXIT_BAD_SETTINGS,
             "global_capture: 'pre_mlp' is not a hook: write hook:layers",
         ),

@@ -32,7 +32,7 @@ stack = stack_with(
     workers=2,
     tensor_parallel_size=2,
     engine_options={"token_s": 0.01},
-    worker_concurrency=8,
+    **{"tuning.worker_concurrency": 8},
     lease_s=10,
     steering_wait_s=60.0,
 )

@@ -138,7 +138,7 @@ class Site:
             "admin_key": ADMIN,
             "fault": f"turnstile:file={self.turnstile}",
             "lease_s": LONG_S,
-            "visibility_timeout_s": int(
+            "tuning.visibility_timeout_s": int(
                 2 * LONG_S
             ),  # a machine that stalls for seconds repeats no job
         }

@@ -240,7 +240,7 @@ def options_of(way: Way) -> dict[str, object]:
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
         "kv_cache_gib": 0.125,
-        "capture_buffer_mib": 16,
+        "tuning.capture_buffer_mib": 16,
         "enable_prefix_caching": False,
     }
 

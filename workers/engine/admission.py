@@ -308,7 +308,7 @@ class StepRows(CaptureBudget):
                 "capture_failed",
                 (
                     f"the request captures {demand} rows for one token; one step has room for "
-                    f"{self._limit} (setting capture_buffer_mib)"
+                    f"{self._limit} (setting tuning.capture_buffer_mib)"
                 ),
             )
 

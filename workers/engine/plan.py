@@ -245,7 +245,7 @@ def plan(
             requests=settings.max_num_seqs,
             drafts=settings.speculative_tokens,
             memory_bytes=gpu_bytes,
-            size_mib=settings.capture_buffer_mib,
+            size_mib=settings.tuning.capture_buffer_mib,
         )
     shape = Shape(
         model.architecture,
@@ -261,7 +261,7 @@ def plan(
         ring,
         host_bytes=host_bytes,
         ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
-        size_mib=settings.capture_queue_mib,
+        size_mib=settings.tuning.capture_queue_mib,
     )
     return Plan(
         model,
@@ -283,14 +283,14 @@ def plan(
             ),
             Memory(
                 "row store",
-                settings.row_store_mib << 20,
+                settings.tuning.row_store_mib << 20,
                 "host",
                 "rows kept for prompts that the prefix cache serves",
                 "row_store_mib",
             ),
             Memory(
                 "vectors",
-                settings.vector_cache_mib << 20,
+                settings.tuning.vector_cache_mib << 20,
                 "host",
                 "steering vectors",
                 "vector_cache_mib",
@@ -303,7 +303,7 @@ def plan(
             ),
             Memory(
                 "source runs",
-                settings.run_cache_mib << 20,
+                settings.tuning.run_cache_mib << 20,
                 "host",
                 "rows that patches read",
                 "run_cache_mib",
@@ -337,8 +337,8 @@ def buffers(
 
     `width`: bytes of a row.
     """
-    capacity, rows = settings.max_num_batched_tokens, settings.steering_rows
-    entries = 1 + settings.steering_entries
+    capacity, rows = settings.max_num_batched_tokens, settings.tuning.steering_rows
+    entries = 1 + settings.tuning.steering_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
     sizes = {
         "ring": (
@@ -501,7 +501,7 @@ def _limits(
         whole = ring.rows // tokens
         if whole < layers:
             limits.append(
-                f"capture_buffer_mib: a step of {tokens} tokens captures at most {whole} of "
+                f"tuning.capture_buffer_mib: a step of {tokens} tokens captures at most {whole} of "
                 f"{layers} layers at one hook; a prompt captured "
                 f"at more of them is computed in steps of fewer tokens ({ring.rows // layers} "
                 f"with all {layers})"
@@ -509,27 +509,27 @@ def _limits(
         else:
             all_of = min(whole // layers, len(hooks))
             limits.append(
-                f"capture_buffer_mib: a step of {tokens} tokens captures every layer at "
+                f"tuning.capture_buffer_mib: a step of {tokens} tokens captures every layer at "
                 f"{all_of} of {len(hooks)} hooks"
             )
         together = ring.rows // (sites * (1 + settings.speculative_tokens))
         if together < 1:
             limits.append(
-                f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} "
+                f"tuning.capture_buffer_mib: a request captures at most {ring.rows} of the {sites} "
                 "sites; requests for more are rejected"
             )
         elif together < settings.max_num_seqs:
             limits.append(
-                f"capture_buffer_mib: requests that capture all {sites} sites: at most "
+                f"tuning.capture_buffer_mib: requests that capture all {sites} sites: at most "
                 f"{together} at a time; others wait "
                 f"(max_num_seqs {settings.max_num_seqs})"
             )
-    positions = (settings.capture_window_mib << 20) // (model.layers * model.row_bytes)
-    long = settings.capture_memory_mib // settings.capture_window_mib
+    positions = (settings.tuning.capture_window_mib << 20) // (model.layers * model.row_bytes)
+    long = settings.tuning.capture_memory_mib // settings.tuning.capture_window_mib
     limits.append(
-        "capture_memory_mib: requests that capture every layer at one hook at more "
+        "tuning.capture_memory_mib: requests that capture every layer at one hook at more "
         f"than {positions} positions "
-        f"(capture_window_mib): at most {long} at a time; others wait"
+        f"(tuning.capture_window_mib): at most {long} at a time; others wait"
     )
     seconds = queue / (model.layers * model.row_bytes * tokens_per_second)
     after = {
@@ -538,32 +538,33 @@ def _limits(
         "drop": "rows are dropped",
     }[settings.capture_overload]
     limits.append(
-        f"capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s "
+        f"tuning.capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s "
         f"if nothing is written; then {after}"
     )
-    if settings.steering_rows <= settings.max_num_seqs:
+    if settings.tuning.steering_rows <= settings.max_num_seqs:
         limits.append(
-            f"steering_rows: {settings.steering_rows} is not above max_num_seqs "
+            f"tuning.steering_rows: {settings.tuning.steering_rows} is not above max_num_seqs "
             f"({settings.max_num_seqs}): while running requests use all rows, none is free to "
             "prepare the next request's steering"
         )
     limits.append(
-        f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of "
-        f"rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
-        f"at most {settings.steering_entries // (2 * MAX_RANK)} such lowranks fit"
+        f"tuning.steering_entries: {settings.tuning.steering_entries} vectors at a time; a lowrank "
+        f"of rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
+        f"at most {settings.tuning.steering_entries // (2 * MAX_RANK)} such lowranks fit"
     )
     if asked_hooks(settings.hooks)[1]:
         limits.append(
             "hooks: hooks inside attention and MLP are counted in memory, and not in work "
             "per step or bytes to the disk"
         )
-    memory = settings.memory_limit_kib * 1024 // model.row_bytes
+    memory = settings.tuning.memory_limit_kib * 1024 // model.row_bytes
     limits.append(
-        f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)"
+        f"tuning.memory_limit_kib: a response holds at most {memory} rows of one prompt "
+        "(consumer memory)"
     )
     if memory < 1:
         limits[-1] = (
-            f"memory_limit_kib: a row has {model.row_bytes} bytes, more than a response may "
+            f"tuning.memory_limit_kib: a row has {model.row_bytes} bytes, more than a response may "
             "hold (consumer memory)"
         )
     return limits

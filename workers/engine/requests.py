@@ -161,7 +161,8 @@ def _with_global(
             count_skipped(
                 "buffer",
                 1,
-                "one token has more rows than the worker's buffer holds (capture_buffer_mib)",
+                "one token has more rows than the worker's buffer holds "
+                "(tuning.capture_buffer_mib)",
             )
     return joined
 

@@ -100,7 +100,7 @@ class VllmEngine(RankControl):
         super().__init__(settings)
         self._settings = for_platform(settings)
         self._dtype_reason = dtype_of(settings).why
-        self._captures = CaptureBudget(settings.capture_memory_mib << 20)
+        self._captures = CaptureBudget(settings.tuning.capture_memory_mib << 20)
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
         self._broken = ""  # why the ranks' answers are no longer reliable
@@ -123,29 +123,29 @@ class VllmEngine(RankControl):
             capture_root=settings.artifacts,
             hooks=residual,
             inside=inside,
-            steering_rows=settings.steering_rows,
-            steering_entries=settings.steering_entries,
+            steering_rows=settings.tuning.steering_rows,
+            steering_entries=settings.tuning.steering_entries,
             step_tokens=settings.max_num_batched_tokens,
             step_rows=0,  # set below: it depends on the model's shape
             capture_queue_mib=0,  # set below
-            capture_window_mib=settings.capture_window_mib,
+            capture_window_mib=settings.tuning.capture_window_mib,
             capture_overload=settings.capture_overload,
             spill_dir=_spill_dir(settings),
             # 0 if rows may be dropped: rows that a later request takes from the store must exist
-            row_store_mib=settings.row_store_mib
+            row_store_mib=settings.tuning.row_store_mib
             if settings.enable_prefix_caching and settings.capture_overload != "drop"
             else 0,
-            sweep_entry=settings.sweep_entry,
-            graph_families=settings.graph_families,
+            sweep_entry=settings.tuning.sweep_entry,
+            graph_families=settings.tuning.graph_families,
             writer_threads=plan_writers(
                 accelerator=not current_platform.is_cpu(),
                 cores=len(os.sched_getaffinity(0)),
                 ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
-                threads=settings.writer_threads,
+                threads=settings.tuning.writer_threads,
             ),
-            segment_limit_kib=settings.segment_limit_kib,
-            segment_mib=settings.segment_mib,
-            memory_limit_kib=settings.memory_limit_kib,
+            segment_limit_kib=settings.tuning.segment_limit_kib,
+            segment_mib=settings.tuning.segment_mib,
+            memory_limit_kib=settings.tuning.memory_limit_kib,
             capture_quota_mib=settings.capture_quota_mib,
             lens_dir=settings.lens_root,
             cores=sorted(os.sched_getaffinity(0)),
@@ -191,9 +191,9 @@ class VllmEngine(RankControl):
             self._formats = FormatChecker(
                 config.tokenizer,
                 config.get_vocab_size(),
-                settings.format_compile_s,
+                settings.tuning.format_compile_s,
                 config.trust_remote_code,
-                jobs=max(2, settings.worker_concurrency // 2),
+                jobs=max(2, settings.tuning.worker_concurrency // 2),
             )
             vllm_config.additional_config = layout(plane)
             plane.export()
@@ -252,12 +252,12 @@ class VllmEngine(RankControl):
             pp=settings.pipeline_parallel_size,
             runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
             consumers=available(),
-            memory_limit_kib=settings.memory_limit_kib,
+            memory_limit_kib=settings.tuning.memory_limit_kib,
             step_tokens=settings.max_num_batched_tokens,
             capture_row_limit=plane.step_rows,
             speculative_tokens=settings.speculative_tokens,
-            steering_rows=settings.steering_rows,
-            steering_entries=settings.steering_entries,
+            steering_rows=settings.tuning.steering_rows,
+            steering_entries=settings.tuning.steering_entries,
             global_captures=from_settings(
                 settings,
                 config.get_total_num_hidden_layers(),
@@ -308,7 +308,9 @@ class VllmEngine(RankControl):
             release=self.release_vectors,
             llm=self._llm,
             stages=self._stages,
-            steering_rows=min(self._settings.steering_rows, self._settings.steering_entries),
+            steering_rows=min(
+                self._settings.tuning.steering_rows, self._settings.tuning.steering_entries
+            ),
             chunked=bool(config.scheduler_config.enable_chunked_prefill),
             step_tokens=self._settings.max_num_batched_tokens,
         )
@@ -483,7 +485,7 @@ class VllmEngine(RankControl):
 
     def _captured_bytes(self, ask: EngineRequest) -> int:
         """Return how many bytes of the request's rows a rank may hold in memory."""
-        window = self._settings.capture_window_mib << 20
+        window = self._settings.tuning.capture_window_mib << 20
         # scored rows are dropped in their step
         kept = (capture for capture in ask.captures if not capture.scored)
         return sum(
@@ -717,12 +719,12 @@ def _ring(
         requests=settings.max_num_seqs,
         drafts=settings.speculative_tokens,
         memory_bytes=current_platform.get_device_total_memory(),
-        size_mib=settings.capture_buffer_mib,
+        size_mib=settings.tuning.capture_buffer_mib,
     )
 
 
 def _queue_mib(settings: Settings, ring: Ring | None) -> int:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
-    size_mib = settings.capture_queue_mib
+    size_mib = settings.tuning.capture_queue_mib
     return plan_queue(ring, host_bytes=host_bytes, ranks=ranks, size_mib=size_mib) >> 20

@@ -160,9 +160,11 @@ class TransformersEngine:
             on_fatal=fatal,
             curve=client_keys(settings.curve_secret_file, settings.curve_server_key),
         )
-        threads = plan_writers(accelerator=False, cores=1, threads=settings.writer_threads)
+        threads = plan_writers(accelerator=False, cores=1, threads=settings.tuning.writer_threads)
         store = open_store(settings.artifacts)
-        self._writer = make_writer(settings, store, BOOT, self._outbox, threads)
+        self._writer = make_writer(
+            settings.tuning, settings.capture_quota_mib, store, BOOT, self._outbox, threads
+        )
         self._ledger = Ledger.connect(settings)
         self._idle = asyncio.create_task(self._unload_when_idle(), name="idle")
 
@@ -244,7 +246,7 @@ class TransformersEngine:
             raise
 
     async def _unload_when_idle(self) -> None:
-        idle_s = self._settings.gradients_idle_s
+        idle_s = self._settings.tuning.gradients_idle_s
         while True:
             await asyncio.sleep(idle_s / _IDLE_LOOKS)
             async with self._turn:
@@ -322,7 +324,7 @@ class TransformersEngine:
 
     def _load_sae(self, sae: StoredSae) -> Autoencoder:
         settings = self._settings
-        return load_registered(sae, settings.sae_root, settings.sae_cache_mib << 20)
+        return load_registered(sae, settings.sae_root, settings.tuning.sae_cache_mib << 20)
 
     async def generate(
         self, ask: EngineRequest, global_steering: GlobalSteering

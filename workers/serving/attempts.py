@@ -109,7 +109,7 @@ class Attempts:
         """Returns how many cells may be in the engine: few while other jobs run, because a step
         with an ordinary request in it computes every cell from the first layer.
         """
-        limit = self._ledger.settings.sweep_cells_in_flight
+        limit = self._ledger.settings.tuning.sweep_cells_in_flight
         alone = all(attempt.job.sweep is not None for attempt in self._running.values())
         return limit if alone else max(1, limit // SHARED_DIVISOR)
 
@@ -117,7 +117,7 @@ class Attempts:
         """Returns how many sequences may be in the engine: few while other jobs run, which get
         most of each step.
         """
-        limit = self._ledger.settings.harvest_requests_in_flight
+        limit = self._ledger.settings.tuning.harvest_requests_in_flight
         alone = all(attempt.job.harvest is not None for attempt in self._running.values())
         return limit if alone else max(1, limit // SHARED_DIVISOR)
 

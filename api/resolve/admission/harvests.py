@@ -84,7 +84,7 @@ async def plan_harvest(
             "hooks",
             (
                 f"{capture.num_sites} rows of one token are more than the worker's buffer holds "
-                "(setting capture_buffer_mib)"
+                "(setting tuning.capture_buffer_mib)"
             ),
             allowed=f"at most {info.capture_row_limit} rows per step",
             hint="use fewer layers or hooks",

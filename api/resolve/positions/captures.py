@@ -304,7 +304,7 @@ def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: B
         global_capture.count_skipped(
             "buffer",
             crowded,
-            "one token has more rows than the worker's buffer holds (capture_buffer_mib)",
+            "one token has more rows than the worker's buffer holds (tuning.capture_buffer_mib)",
         )
 
 
@@ -324,7 +324,7 @@ def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bound
             f"prompt {index} produces {_unsplit_rows(captures, index, bounds)} rows in one "
             "engine step, for one token"
             + (f" and {drafts} drafts" if (drafts := bounds.model.speculative_tokens) else "")
-            + ": more than the worker's buffer holds (setting capture_buffer_mib)",
+            + ": more than the worker's buffer holds (setting tuning.capture_buffer_mib)",
             allowed=f"at most {bounds.model.capture_row_limit} rows per step",
             hint="use fewer layers or hooks",
         )
@@ -340,7 +340,9 @@ def _check_memory(
     """
     limit, total, work = bounds.model.memory_limit_kib << 10, 0, 0
     of_prompt = [0] * len(bounds.prompts)
-    most = f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting memory_limit_kib)"
+    most = (
+        f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting tuning.memory_limit_kib)"
+    )
     for field, captures in stored_captures:
         way = "use 'filesystem' alone" if field == "capture.consumers" else "fewer tokens of each"
         for index, capture in enumerate(captures):

@@ -76,8 +76,8 @@ class Helpers:
     """The helper processes of one API."""
 
     def __init__(self, settings: Settings):
-        self._seconds = settings.tokenizer_timeout_s
-        self._free = anyio.CapacityLimiter(settings.tokenizer_processes)
+        self._seconds = settings.tuning.tokenizer_timeout_s
+        self._free = anyio.CapacityLimiter(settings.tuning.tokenizer_processes)
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
 

@@ -54,7 +54,7 @@ def with_lens_args(parsed: ParsedRequest, body: OpenAIRequest, most_mib: int) ->
     if most_mib == 0:
         raise invalid(
             at,
-            "vllm-lens' fields are turned off here (setting vllm_lens_mib)",
+            "vllm-lens' fields are turned off here (setting tuning.vllm_lens_mib)",
             hint="use steering and capture",
         )
     for name, instead in REFUSED.items():

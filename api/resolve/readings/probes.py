@@ -231,7 +231,7 @@ def check_step(
             "probes",
             (
                 f"with the captures they take {rows} rows in one engine step: more than the "
-                "worker's buffer holds (setting capture_buffer_mib)"
+                "worker's buffer holds (setting tuning.capture_buffer_mib)"
             ),
             allowed=f"at most {model.capture_row_limit} rows per step",
             hint="use probes of fewer layers, or capture fewer layers",

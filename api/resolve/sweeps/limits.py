@@ -159,7 +159,7 @@ def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> 
     hooks = {*sweep.hooks}
     ranked = any(column.ranks is not None for column in sweep.pairs[0].columns)
     of_base = hooks if sweep.ablation == "mean" or ranked else {sweep.hooks[0]}
-    if settings.sweep_entry and "pre_attn" in model.hooks:
+    if settings.tuning.sweep_entry and "pre_attn" in model.hooks:
         # rows from which passes that begin at the patched layer continue
         of_base = of_base | {"pre_attn"}
     layers = len(sweep.layers)

@@ -203,10 +203,10 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
     return script_arguments.pack(
         now() if at is None else at,
         result_ttl=settings.result_ttl_s,
-        event_limit=settings.event_limit,
+        event_limit=settings.tuning.event_limit,
         max_attempts=settings.max_attempts,
         on_desync=settings.on_desync,
-        window=settings.dispatch_window,
+        window=settings.tuning.dispatch_window,
         store_wait=settings.artifact_wait_s,
         channels=channels_of(settings.redis_url),
         **own,

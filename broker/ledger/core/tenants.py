@@ -40,7 +40,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "overloaded",
         (
             "Redis memory would be {used} % full; the limit for new jobs is {allowed} % "
-            "(setting redis_fill_limit)"
+            "(setting tuning.redis_fill_limit)"
         ),
     ),
     "jobs_in_flight": (
@@ -74,7 +74,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "too_many_webhooks",
         (
             "webhooks of tenant {tenant} that are not delivered: {used}; the limit is "
-            "{allowed} (setting webhook_pending_limit)"
+            "{allowed} (setting tuning.webhook_pending_limit)"
         ),
     ),
     "capture_mib": (
@@ -130,13 +130,13 @@ MIB = 1 << 20
 
 def limits_of(settings: Settings) -> dict[str, int]:
     """Return the default limits of tenants, and limits over all tenants; 0 means no limit."""
-    defaults: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
+    defaults: dict[str, int] = {name: getattr(settings.limits, name) for name in DEFAULTED}
     return {
         **defaults,
         "queue_limit": settings.queue_limit,
-        "webhooks_pending": settings.webhook_pending_limit,
+        "webhooks_pending": settings.tuning.webhook_pending_limit,
         "sweep_cells_waiting": settings.sweep_cells_waiting,
-        "redis_fill": round(100 * settings.redis_fill_limit),
+        "redis_fill": round(100 * settings.tuning.redis_fill_limit),
         "harvests_kept": MAX_HARVESTS_KEPT,
         "surveys": MAX_SURVEYS,
     }

@@ -63,7 +63,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
     if removed := int(info["evicted_keys"]):
         text = f"keys evicted since Redis started: {removed}; jobs are lost"
         yield Finding("fail", "redis eviction", text, "resubmit the missing jobs")
-    share, most = used / limit if limit else 0.0, settings.redis_fill_limit
+    share, most = used / limit if limit else 0.0, settings.tuning.redis_fill_limit
     text = (
         f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB used ({share:.0%}); submissions are "
         f"answered with 503 from {most:.0%}"

@@ -93,10 +93,10 @@ def make_info(
         pp=settings.pipeline_parallel_size,
         runner="fake",
         consumers=available(),
-        memory_limit_kib=settings.memory_limit_kib,
+        memory_limit_kib=settings.tuning.memory_limit_kib,
         step_tokens=settings.max_num_batched_tokens,
-        steering_rows=settings.steering_rows,
-        steering_entries=settings.steering_entries,
+        steering_rows=settings.tuning.steering_rows,
+        steering_entries=settings.tuning.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
         grades=True,
         readings={

@@ -147,7 +147,8 @@ class FakeRanks:
         ]
         self._writers = [
             make_writer(
-                self._settings,
+                self._settings.tuning,
+                self._settings.capture_quota_mib,
                 open_store(self._settings.artifacts),
                 BOOT,
                 outbox,

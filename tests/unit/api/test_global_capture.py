@@ -11,7 +11,7 @@ import pytest
 from midstream.api.operations.global_change import change
 from midstream.broker.ledger.named.steering import Account
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings, SettingsError
+from midstream.schemas.base.settings import GlobalCapture, Settings, SettingsError
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.requests.specs import CaptureSpec
 from midstream.schemas.requests.steering import (
@@ -85,14 +85,14 @@ def test_invalid_global_captures_are_refused_with_valid_values(
 )
 def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, words: str) -> None:
     hooks = ["attn_out", "post_block"]
-    fits = Settings(global_capture="post_block:0-3;attn_out:-1", global_capture_tag="ops")
+    fits = Settings(global_capture=GlobalCapture("post_block:0-3;attn_out:-1", tag="ops"))
     assert from_settings(fits, 4, hooks) == parse("post_block:0-3;attn_out:-1", tag="ops")
     with pytest.raises(SettingsError, match=f"^global_capture: .*{words}"):
-        from_settings(Settings(global_capture=text), 4, hooks)
+        from_settings(Settings(global_capture=GlobalCapture(text)), 4, hooks)
 
 
 def test_settings_are_checked_again_when_the_model_is_known() -> None:
-    wide = Settings(global_capture="pre_attn;post_block")
+    wide = Settings(global_capture=GlobalCapture("pre_attn;post_block"))
     assert from_settings(wide, 4, row_limit=8)
     with pytest.raises(
         SettingsError,
@@ -103,9 +103,11 @@ def test_settings_are_checked_again_when_the_model_is_known() -> None:
     ):
         from_settings(wide, 4, row_limit=7)
     assert from_settings(Settings()) == []
-    assert from_settings(Settings(global_capture="post_block:99"))[0].hooks == {"post_block": "99"}
+    assert from_settings(Settings(global_capture=GlobalCapture("post_block:99")))[0].hooks == {
+        "post_block": "99"
+    }
     with pytest.raises(SettingsError, match="'pre_mlp' is not a hook"):
-        from_settings(Settings(global_capture="pre_mlp"))
+        from_settings(Settings(global_capture=GlobalCapture("pre_mlp")))
 
 
 # --- Global change ---

@@ -187,7 +187,7 @@ def source_of(settings: Settings, config: Any, quantization: str) -> Source:
         revision=getattr(config.hf_config, "_commit_hash", None) or config.revision,
         overrides=overrides
         | as_served(config.architectures[0], config.hf_text_config, config.max_model_len),
-        limit_gib=settings.compare_memory_gib,
+        limit_gib=settings.tuning.compare_memory_gib,
         refused=next((why for why, applies in reasons.items() if applies), ""),
     )
 

@@ -74,7 +74,7 @@ def truncation(
     raise NotComparableError(
         f"its first layer, embedding and output matrix take {needed / 2**30:.1f} GiB in "
         f"float32, and {limit / 2**30:.1f} GiB may be used "
-        "(setting compare_memory_gib, and half of the memory that is free)"
+        "(setting tuning.compare_memory_gib, and half of the memory that is free)"
     )
 
 

@@ -39,17 +39,19 @@ class RankControl(ABC):
         self.world = settings.tensor_parallel_size * settings.pipeline_parallel_size
         self.on_quarantine = lambda reason: logger.error("the ranks may differ: %s", reason)
         self._ranks = Ranks(self._call, self.world, lambda reason: self.on_quarantine(reason))
-        self._vectors = RankVectors(self._ranks, settings.vector_cache_mib << 20)
-        self._runs = RankRuns(self._ranks, settings.run_cache_mib << 20)
+        self._vectors = RankVectors(self._ranks, settings.tuning.vector_cache_mib << 20)
+        self._runs = RankRuns(self._ranks, settings.tuning.run_cache_mib << 20)
         self._loras = RankLoras(
             self._ranks, settings.lora_dir, settings.max_cpu_loras, lambda: self.info.lora
         )
         self._artifacts: dict[type[StoredArtifact], RankCache[Any]] = {
             StoredLora: self._loras,
-            StoredSae: RankSaes(self._ranks, settings.sae_root, settings.sae_cache_mib << 20),
+            StoredSae: RankSaes(
+                self._ranks, settings.sae_root, settings.tuning.sae_cache_mib << 20
+            ),
         }
         self._patience_s = settings.steering_wait_s
-        self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
+        self._rows = RowAdmission(settings.tuning.steering_rows, settings.tuning.steering_entries)
 
     @abstractmethod
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:

@@ -32,7 +32,7 @@ class RankSaes(RankCache[StoredSae]):
             names = ", ".join(repr(sae.name) for sae in items)
             detail = (
                 f"{size} bytes of weights ({names}) exceed the {self._budget >> 20} MiB that "
-                "the worker holds (setting sae_cache_mib)"
+                "the worker holds (setting tuning.sae_cache_mib)"
             )
             raise MidstreamError("invalid_request", detail, field="features")
         await super().hold(items)

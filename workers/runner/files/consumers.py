@@ -56,7 +56,7 @@ class Memory:
         return Outcome(
             error=(
                 f"{size} bytes of rows exceed the response limit of {self._limit} "
-                f"({self._limit >> 10} KiB, memory_limit_kib)"
+                f"({self._limit >> 10} KiB, tuning.memory_limit_kib)"
             )
         )
 

@@ -85,6 +85,7 @@ class Desk:
         self._origin: Origin | None = None
         self.writer = make_writer(
             config,
+            config.capture_quota_mib,
             store,
             config.boot,
             outbox,

@@ -25,7 +25,7 @@ from .harvest_shards import Harvest
 from .layouts import Filesystem, StoreConfig, each
 
 if TYPE_CHECKING:
-    from ....schemas.base.settings import Settings
+    from ....schemas.base.tuning import Tuning
     from ..base.config import PlaneConfig
 
 logger = logging.getLogger(__name__)
@@ -422,7 +422,8 @@ def _cut(message: str) -> str:
 
 
 def make_writer(
-    config: "PlaneConfig | Settings",
+    sizes: "PlaneConfig | Tuning",
+    quota_mib: int,
     captures: ArtifactStore,
     boot: str,
     outbox: Outbox,
@@ -437,15 +438,15 @@ def make_writer(
         store=captures,
         # a rank may have a second writer, of readings alone
         owner=f"{outbox.worker}.{boot[:BOOT_DIGITS]}.{outbox.rank}{'' if works[1:] else 'r'}",
-        segment_limit=config.segment_limit_kib << 10,
-        segment_bytes=config.segment_mib << 20,
-        quota=config.capture_quota_mib << 20,
+        segment_limit=sizes.segment_limit_kib << 10,
+        segment_bytes=sizes.segment_mib << 20,
+        quota=quota_mib << 20,
     )
     return Writer(
         store,
         outbox,
         threads,
-        config.memory_limit_kib << 10,
+        sizes.memory_limit_kib << 10,
         begin,
         readings,
         backlog,

@@ -105,7 +105,7 @@ class Readings:
         if size > self._limit:
             raise ReadingError(
                 f"{size} bytes exceed the response limit of {self._limit} ({self._limit >> 10} "
-                "KiB, memory_limit_kib)"
+                "KiB, tuning.memory_limit_kib)"
             )
         with torch.inference_mode():
             raw = to_msgpack(reader(capture, index_of(capture)))

@@ -230,7 +230,10 @@ def load_registered(sae: StoredSae, root: str, most: int) -> Autoencoder:
     its folder is missing, or its files have changed.
     """
     if sae.bytes > most:
-        detail = f"{sae.name!r} has {sae.bytes} bytes of weights, more than {most} (sae_cache_mib)"
+        detail = (
+            f"{sae.name!r} has {sae.bytes} bytes of weights, more than {most} "
+            "(tuning.sae_cache_mib)"
+        )
         raise MidstreamError("intervention_failed", detail)
     try:
         return load(folder_of(root, sae.path), sae.digest)

@@ -140,7 +140,7 @@ class _Halves:
         if rows > self._rows:
             raise RuntimeError(
                 f"{rows} captured rows in one step, but the buffer has room for {self._rows} "
-                "(setting capture_buffer_mib)"
+                "(setting tuning.capture_buffer_mib)"
             )
         self._current = 1 - self._current
         copied = self._copied[self._current]

@@ -67,7 +67,7 @@ class Overload:
             raise TimeoutError(
                 f"the writers did not catch up within {self._patience_s:g} s: "
                 f"{self._backlog.size >> 20} MiB of captured rows wait; "
-                f"the limit is {self._limit >> 20} MiB (capture_queue_mib)"
+                f"the limit is {self._limit >> 20} MiB (tuning.capture_queue_mib)"
             )
 
     def drops(self) -> bool:

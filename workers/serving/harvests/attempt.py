@@ -126,7 +126,7 @@ class HarvestAttempt:
             job=job.id,
             survey=survey,
             sae_root=settings.sae_root,
-            sae_bytes=settings.sae_cache_mib << 20,
+            sae_bytes=settings.tuning.sae_cache_mib << 20,
             data_dir=settings.data_dir,
         )
         entry = await source.survey(task)

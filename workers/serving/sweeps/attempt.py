@@ -86,9 +86,9 @@ class SweepAttempt:
         self._known = self._records.known
         self._everyone = attempt.lease.steering
         # Global steering may apply below the layer at which a forward pass would begin.
-        enters = settings.sweep_entry and engine.enters and not self._everyone.entries
+        enters = settings.tuning.sweep_entry and engine.enters and not self._everyone.entries
         self._requests = SweepRequests(
-            attempt.job, attempt.number, engine.info, enters, settings.sweep_entry
+            attempt.job, attempt.number, engine.info, enters, settings.tuning.sweep_entry
         )
         self._units = self._requests.units
         attributed = self._sweep.attributed
@@ -101,7 +101,7 @@ class SweepAttempt:
         # request → first pass of a cell, until its second pass has ended
         self._firsts: dict[int, tuple[Unit, list[Receipt]]] = {}
         self._slots = cells_in_flight
-        self._unread = asyncio.Semaphore(UNREAD * settings.sweep_cells_in_flight)
+        self._unread = asyncio.Semaphore(UNREAD * settings.tuning.sweep_cells_in_flight)
         self._patience_s = settings.capture_timeout_s
         self._pairs = [
             PairValues(self._sweep, self._requests, self._records, engine.world)
@@ -391,10 +391,8 @@ class SweepAttempt:
                     f"the {'source' if unit.kind == 'source' else 'patched'} prompt failed: "
                     f"{record.reason}"
                 )
-        known = [self._known[unit.number] for unit in units]
-        versions = {receipt.global_version for record in known for receipt in record.receipts} - {
-            self._everyone.version
-        }
+        receipts = [receipt for unit in units for receipt in self._known[unit.number].receipts]
+        versions = {receipt.global_version for receipt in receipts} - {self._everyone.version}
         if why := self._pairs[pair].take_in(units, self._units.noise(pair)):
             return why
         if needed and versions:

@@ -245,7 +245,7 @@ AT_EACH = [spec(layers=layer) for layer in range(LAYERS)]
         (
             lambda: resolved(THREE, steering_rows=4, global_steering=GLOBALLY),
             "steering",
-            "needs 3 steering rows for prompt 0; the worker has 4 (setting steering_rows), "
+            "needs 3 steering rows for prompt 0; the worker has 4 (setting tuning.steering_rows), "
             "of which global steering takes 2",
         ),
         (

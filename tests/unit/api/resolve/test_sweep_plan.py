@@ -18,7 +18,7 @@ from midstream.api.resolve.sweeps.limits import room_of_cell
 from midstream.api.resolve.sweeps.plan import Planned, plan_sweep
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
 from midstream.schemas.jobs.sweep_units import Units
@@ -101,7 +101,7 @@ def plan(
     request = msgspec.convert(
         {"model": "m", "pairs": list(pairs) or [pair()], **fields}, SweepRequest
     )
-    settings = Settings(**(limits or {}))
+    settings = load_settings({}, **(limits or {}))
     return asyncio.run(
         plan_sweep(request, info or model(), CODEC, settings, global_steering or GlobalSteering())
     )

@@ -27,7 +27,7 @@ from midstream.api.resolve.prompts.tokenizer import (
 from midstream.api.resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import load_settings
 from midstream.schemas.jobs.models import TokenizerBundle
 
 MESSAGES = [
@@ -184,7 +184,7 @@ async def served(
     async def fetch() -> bytes:
         return to_msgpack(bundle)
 
-    helpers = Helpers(Settings(**{"tokenizer_processes": 1, **settings}))
+    helpers = Helpers(load_settings({}, **{"tuning.tokenizer_processes": 1, **settings}))
     try:
         yield helpers, Codec(bundle, limit, BundleHelpers(helpers, "t", fetch))
     finally:
@@ -237,7 +237,7 @@ async def test_a_template_that_fails_or_never_ends_is_an_error_and_the_next_is_s
         "range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     )
     bundle = msgspec.structs.replace(BUNDLE, chat_template=template)
-    async with served(bundle=bundle, tokenizer_timeout_s=0.5) as (helpers, codec):
+    async with served(bundle=bundle, **{"tuning.tokenizer_timeout_s": 0.5}) as (helpers, codec):
         with refuses(kind="invalid_request", field="messages"):
             await codec.encode_chat([{"role": "user", "content": "x" * 5000}])
         with refuses("tokenizer_timeout_s"):

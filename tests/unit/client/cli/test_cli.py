@@ -173,7 +173,7 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ("up --port 70000", "api_port"),
         ("up --global-capture pre_mlp:0", "global_capture: 'pre_mlp' is not a hook"),
         (
-            "up --set global_capture=post_block --set global_capture_positions=first",
+            "up --set global_capture.sites=post_block --set global_capture.positions=first",
             "'first' is not a position selector",
         ),
         ("up --model ./nowhere", "model='./nowhere'"),

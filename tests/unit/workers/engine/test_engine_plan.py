@@ -14,7 +14,8 @@ from midstream.client.stack.plan import planned
 from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue, plan_writers
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import Settings, load_settings
+from midstream.schemas.base.tuning import Tuning
 from midstream.workers.engine import plan as module
 from midstream.workers.engine.dtype import choose
 from midstream.workers.engine.plan import model_of, plan
@@ -71,8 +72,8 @@ def sizes_on_a_gpu(found: module.Plan, settings: Settings) -> tuple[int, Sizes]:
         capacity=settings.max_num_batched_tokens,
         lists=1,
         patterns=2 * sites,
-        configurations=settings.steering_rows,
-        entries=settings.steering_entries,
+        configurations=settings.tuning.steering_rows,
+        entries=settings.tuning.steering_entries,
     )
 
 
@@ -86,7 +87,7 @@ def sizes_on_a_gpu(found: module.Plan, settings: Settings) -> tuple[int, Sizes]:
 def test_the_memory_of_buffers_is_that_of_the_buffers(
     config: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    settings, model = Settings(**given), model_of(config)
+    settings, model = load_settings({}, **given), model_of(config)
     found = plan(model, settings)
     sites, sizes = sizes_on_a_gpu(found, settings)
     real = buffers_of(
@@ -288,34 +289,39 @@ def test_adapters_are_divided_on_one_side_and_experts_take_none() -> None:
 def limits(config: dict[str, Any], **given: Any) -> dict[str, str]:
     return {
         text.partition(":")[0]: text
-        for text in plan(model_of(config), Settings(**given)).limits[::-1]
+        for text in plan(model_of(config), load_settings({}, **given)).limits[::-1]
     }
 
 
 def test_the_layers_that_one_step_captures_follow_from_the_ring() -> None:
-    given = {"max_num_batched_tokens": 8192, "capture_buffer_mib": 1024}
+    given = {"max_num_batched_tokens": 8192, "tuning.capture_buffer_mib": 1024}
     assert (
         "a step of 8192 tokens captures at most 8 of 32 layers"
-        in limits(LLAMA_8B, **given)["capture_buffer_mib"]
+        in limits(LLAMA_8B, **given)["tuning.capture_buffer_mib"]
     )
-    given["capture_buffer_mib"] = 16384
-    assert "captures every layer at 4 of 6 hooks" in limits(LLAMA_8B, **given)["capture_buffer_mib"]
+    given["tuning.capture_buffer_mib"] = 16384
+    assert (
+        "captures every layer at 4 of 6 hooks"
+        in limits(LLAMA_8B, **given)["tuning.capture_buffer_mib"]
+    )
 
 
 def test_a_ring_for_less_than_one_token_is_named() -> None:
-    found = plan(model_of(LLAMA_70B), Settings(capture_buffer_mib=4)).limits
+    found = plan(model_of(LLAMA_70B), Settings(tuning=Tuning(capture_buffer_mib=4))).limits
     assert any("captures at most 128 of the 480 sites" in text for text in found)
 
 
 def test_long_captures_take_a_window_of_memory_each() -> None:
-    found = limits(LLAMA_8B, capture_memory_mib=4096, capture_window_mib=64)["capture_memory_mib"]
+    found = limits(
+        LLAMA_8B, **{"tuning.capture_memory_mib": 4096, "tuning.capture_window_mib": 64}
+    )["tuning.capture_memory_mib"]
     assert "at most 64 at a time" in found
     assert "more than 256 positions" in found
 
 
 def test_too_few_steering_rows_are_named() -> None:
-    assert "steering_rows" in limits(LLAMA_8B, max_num_seqs=256)
-    assert "steering_rows" not in limits(LLAMA_8B, max_num_seqs=64)
+    assert "tuning.steering_rows" in limits(LLAMA_8B, max_num_seqs=256)
+    assert "tuning.steering_rows" not in limits(LLAMA_8B, max_num_seqs=64)
 
 
 # -- checkpoints and the command

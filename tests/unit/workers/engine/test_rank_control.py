@@ -13,7 +13,7 @@ import pytest
 from midstream_fake_engine.engine import FakeEngine
 from refusal_kit import refuses
 
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
 from midstream.workers.engine.ranks.collective import Quarantined, Refused, Undo
@@ -49,7 +49,9 @@ class Rig:
             "worker_id": "w",
             "relay_url": "tcp://127.0.0.1:9",
         }
-        self.engine = FakeEngine(Settings(**(values | {"tensor_parallel_size": 2} | changed)))  # type: ignore[arg-type]
+        self.engine = FakeEngine(
+            load_settings({}, **(values | {"tensor_parallel_size": 2} | changed))
+        )
         self.quarantined: list[str] = []
         self.engine.on_quarantine = self.quarantined.append
 

@@ -12,6 +12,7 @@ from midstream_fake_engine.gradients import small_model
 from msgspec.structs import replace
 
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tuning import Tuning
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
@@ -71,7 +72,7 @@ async def test_checksum_covers_what_was_asked_and_no_time() -> None:
 
 
 async def test_idle_model_leaves_memory() -> None:
-    engine = TransformersEngine(Settings(model="m", gradients_idle_s=1))
+    engine = TransformersEngine(Settings(model="m", tuning=Tuning(gradients_idle_s=1)))
     engine.gradients = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
     points = small_model(INFO)
     gone, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -14,8 +14,9 @@ from sae_rows import FORMS, ROOT
 from safetensors.numpy import load_file
 
 from midstream.schemas.artifacts.saes import StoredSae
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.base.tensors import to_numpy
+from midstream.schemas.base.tuning import Tuning
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, Unit
 from midstream.schemas.requests.attributions import StoredAttribution, Verify
 from midstream.storage.formats.sae_files import reading
@@ -59,7 +60,7 @@ def rows_of(
     site = "post_block", 1
     base = run(folder, "base", rows[:3], [2, 3, 4], site)
     source = run(folder, "source", rows[3:6], [6, 7, 8], site)
-    chosen = Settings(artifact_store=str(folder), sae_dir=str(ROOT), **settings)
+    chosen = load_settings({}, artifact_store=str(folder), sae_dir=str(ROOT), **settings)
     found = FeatureRows(chosen, asked).rows(base, None if asked.ablation else source, units)
     return {number: [to_numpy(row) for row in written] for number, written in found.items()}
 
@@ -136,8 +137,10 @@ def test_an_autoencoder_that_changed_or_is_too_large_is_refused(
 ) -> None:
     stored = sae("standard", **changes)
     with refuses(says):
-        rows_of(tmp_path, sweep(stored), units((0, 1)), sae_cache_mib=1)
-    engine = TransformersEngine(Settings(model="m", sae_dir=str(ROOT), sae_cache_mib=1))
+        rows_of(tmp_path, sweep(stored), units((0, 1)), **{"tuning.sae_cache_mib": 1})
+    engine = TransformersEngine(
+        Settings(model="m", sae_dir=str(ROOT), tuning=Tuning(sae_cache_mib=1))
+    )
     with refuses(says):
         engine._load_sae(stored)
 
