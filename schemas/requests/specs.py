@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -250,6 +250,16 @@ class CheckedSteering(Record, kw_only=True):
         """Return the shapes that its tensors must have."""
         return FAMILY[self.family].shapes(self.rank, hidden_size)
 
+    def scaled(self, factor: float) -> Self:
+        """Return the entry with its effect multiplied by `factor`: scale · factor if the family has
+        a scale, otherwise strength · factor.
+        """
+        if factor == 1.0:
+            return self
+        if FAMILY[self.family].scale is not None:
+            return msgspec.structs.replace(self, scale=self.scale * factor)
+        return msgspec.structs.replace(self, numbers=[self.numbers[0] * factor, *self.numbers[1:]])
+
 
 #: Whose an edit is; the operator is above the request.
 Owner = Literal["request", "operator"]
@@ -271,17 +281,6 @@ class StoredSteering(CheckedSteering, kw_only=True):
     def num_vectors(self) -> int:
         """The number of entries of the ranks' pool for each site."""
         return FAMILY[self.family].entries(self.rank or 1)
-
-
-def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
-    """Return the entry with its effect multiplied by `factor`: scale · factor if the family has a
-    scale, otherwise strength · factor.
-    """
-    if factor == 1.0:
-        return entry
-    if FAMILY[entry.family].scale is not None:
-        return msgspec.structs.replace(entry, scale=entry.scale * factor)
-    return msgspec.structs.replace(entry, numbers=[entry.numbers[0] * factor, *entry.numbers[1:]])
 
 
 class StoredCapture(Record, omit_defaults=True):

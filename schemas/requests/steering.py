@@ -26,7 +26,6 @@ from .specs import (
     SteeringRow,
     SteeringSpec,
     StoredSteering,
-    at_scale,
     content_key,
     steering_rows,
 )
@@ -42,26 +41,19 @@ class SteeringTemplate(CheckedSteering, kw_only=True):
 
     positions: RequestedPositions
 
-    def stored(
-        self, positions: PositionSelector, scale: float = 1.0, owner: Owner = "request"
-    ) -> StoredSteering:
-        """Return the entry for one prompt, at the resolved `positions`, multiplied by `scale` (see
-        `specs.at_scale`).
-        """
-        return at_scale(
-            StoredSteering(
-                layers=self.layers,
-                hook=self.hook,
-                positions=positions,
-                family=self.family,
-                tensors=self.tensors,
-                scale=self.scale,
-                numbers=self.numbers,
-                rank=self.rank,
-                limit=self.limit,
-                owner=owner,
-            ),
-            scale,
+    def stored(self, positions: PositionSelector, owner: Owner = "request") -> StoredSteering:
+        """Return the entry for one prompt, at the resolved `positions`."""
+        return StoredSteering(
+            layers=self.layers,
+            hook=self.hook,
+            positions=positions,
+            family=self.family,
+            tensors=self.tensors,
+            scale=self.scale,
+            numbers=self.numbers,
+            rank=self.rank,
+            limit=self.limit,
+            owner=owner,
         )
 
 
@@ -183,7 +175,7 @@ class GlobalSteering(Record):
         """
         cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
         return [
-            entry.stored(resolve_positions(request, prompt_tokens), owner="operator")
+            entry.stored(resolve_positions(request, prompt_tokens), "operator")
             for entry, request in cut
             if request != []
         ]
@@ -196,10 +188,7 @@ class GlobalSteering(Record):
         """
         same = [entry for entry in self.entries if not isinstance(entry.positions, list)]
         return steering_rows(
-            [
-                entry.stored(resolve_positions(entry.positions, 0), owner="operator")
-                for entry in same
-            ]
+            [entry.stored(resolve_positions(entry.positions, 0), "operator") for entry in same]
         )
 
 

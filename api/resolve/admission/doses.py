@@ -9,7 +9,7 @@ from ....schemas.base.limits import MAX_DOSE_WORK, MAX_JOB_EDITS, MAX_PROMPTS
 from ....schemas.jobs.doses import DoseRequest, StoredDose
 from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.prompts.selectors import SelectorError, resolve_layers
-from ....schemas.requests.specs import StoredSteering, at_scale
+from ....schemas.requests.specs import StoredSteering
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest
 
 
@@ -103,6 +103,6 @@ def _at(entries: Sequence[StoredSteering], layer: int | None, scale: float) -> l
     if scale and not own:
         raise invalid("layers", f"steering has no entry at layer {layer}")
     return [
-        msgspec.structs.replace(at_scale(e, scale), layers=e.layers if layer is None else [layer])
+        msgspec.structs.replace(e.scaled(scale), layers=e.layers if layer is None else [layer])
         for e in own
     ] + [entry for entry in entries if entry.owner == "operator"]

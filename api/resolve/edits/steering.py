@@ -67,12 +67,8 @@ class Room(NamedTuple):
 NO_ROOM = Room(0, 0)
 
 
-class Part(NamedTuple):
-    """An entry of the request, or one of a named module's entries."""
-
-    entry: SteeringTemplate
-    scale: float
-    positions: list[PositionSelector]  # one per prompt
+#: An entry of the request, or one of a named module's entries, with its positions in each prompt.
+Placed = tuple[SteeringTemplate, list[PositionSelector]]
 
 
 def modules_named(specs: Iterable[SteeringSpec], patch: Iterable[PatchSpec] = ()) -> list[str]:
@@ -135,9 +131,9 @@ REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] =
 )
 
 
-def _parts_of_module(
+def _placed_of_module(
     spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState
-) -> list[Part]:
+) -> list[Placed]:
     """Return the entries of the module that `spec` names. Raises a 400 naming the field below
     `at`.
     """
@@ -146,16 +142,13 @@ def _parts_of_module(
     if module is None:
         raise unknown_module(f"{at}.module", spec.module, bounds.model.name, model_state)
     scale = 1.0 if spec.scale is None else spec.scale
-    parts = []
+    placed = []
     for number, (entry, reach) in enumerate(zip(module.entries, module.reach, strict=True)):
         _check_fits(module, number, entry, bounds, at)
         _check_scale(entry, reach, scale, bounds, f"{at}.scale", "the module's")
-        parts.append(
-            Part(
-                entry, scale, made["positions"] or _own_positions(module, number, entry, bounds, at)
-            )
-        )
-    return parts
+        positions = made["positions"] or _own_positions(module, number, entry, bounds, at)
+        placed.append((entry.scaled(scale), positions))
+    return placed
 
 
 def _check_fits(
@@ -196,7 +189,7 @@ def _check_scale(
     """Raises a 400 naming `field` if the entry, multiplied by `scale`, would be refused as an entry
     of a request. `reach`: see `Module.reach`.
     """
-    made = entry.stored("all", scale)
+    made = entry.scaled(scale)
     family = FAMILY[made.family]
     number, value = (
         (family.numbers[0], made.numbers[0]) if family.scale is None else (family.scale, made.scale)
@@ -256,18 +249,18 @@ def resolve_edits(
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs or gated else []
     for index, spec in enumerate(specs):
-        parts = _parts(spec, bounds, f"steering[{index}]", model_state, blobs)
-        _check_scales(spec, parts, scales, bounds, f"steering[{index}]", model_state)
-        for part in parts:
+        placed = _placed(spec, bounds, f"steering[{index}]", model_state, blobs)
+        _check_scales(spec, placed, scales, bounds, f"steering[{index}]", model_state)
+        for entry, positions in placed:
             # shared by all prompts
-            named = {name: part.entry.stored(name, part.scale) for name in POSITION_NAMES}
-            for entries, positions in zip(per_prompt, part.positions, strict=True):
-                same = named.get(positions) if isinstance(positions, str) else None
-                entries.append(same or part.entry.stored(positions, part.scale))
+            named = {name: entry.stored(name) for name in POSITION_NAMES}
+            for entries, chosen in zip(per_prompt, positions, strict=True):
+                same = named.get(chosen) if isinstance(chosen, str) else None
+                entries.append(same or entry.stored(chosen))
     for module in gated:
         applied = [
-            (part.entry.stored("all", part.scale), part.positions)
-            for part in _parts(module.spec, bounds, module.at, model_state, blobs)
+            (entry.stored("all"), positions)
+            for entry, positions in _placed(module.spec, bounds, module.at, model_state, blobs)
         ]
         for entries, more in zip(per_prompt, gated_entries(module, applied, bounds), strict=True):
             entries += more
@@ -286,22 +279,24 @@ def resolve_edits(
 
 def _check_scales(
     spec: SteeringSpec,
-    parts: Sequence[Part],
+    placed: Sequence[Placed],
     scales: Sequence[float],
     bounds: Bounds,
     at: str,
     model_state: ModelState,
 ) -> None:
-    """Raises a 400 naming the first of `scales` at which one of the spec's `parts` is not valid."""
+    """Raises a 400 naming the first of `scales` at which one of the spec's entries is not valid."""
     if not scales:
         return
     module = model_state.modules.get(spec.module or "")
-    reaches = _reaches(spec, at, model_state.features) if module is None else module.reach
+    if module is None:
+        reaches = _reaches(spec, at, model_state.features)
+    else:
+        own = 1.0 if spec.scale is None else abs(spec.scale)
+        reaches = [reach * own for reach in module.reach]
     for number, scale in enumerate(scales):
-        for part, reach in zip(parts, reaches, strict=True):
-            _check_scale(
-                part.entry, reach, part.scale * scale, bounds, f"scales[{number}]", f"{at}'s"
-            )
+        for (entry, _), reach in zip(placed, reaches, strict=True):
+            _check_scale(entry, reach, scale, bounds, f"scales[{number}]", f"{at}'s")
 
 
 def _reaches(spec: SteeringSpec, at: str, features: Named) -> list[float]:
@@ -331,18 +326,18 @@ def _check_each(
             )
 
 
-def _parts(
+def _placed(
     spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[Part]:
+) -> list[Placed]:
     limit, spec = spec.limit, msgspec.structs.replace(spec, limit=None)
-    if spec.module is not None:
-        parts = _parts_of_module(spec, bounds, at, model_state)
-    else:
-        found = _entries_of(spec, bounds, at, blobs, model_state.features)
-        parts = [Part(entry, 1.0, positions) for entry, positions in found]
-    for part in () if at.startswith("policies") else parts:  # the operator's own
-        model_state.check_seen(at, part.entry.hook, part.entry.layers)
-    return [part._replace(entry=limited(part.entry, limit, at)) for part in parts]
+    placed = (
+        _entries_of(spec, bounds, at, blobs, model_state.features)
+        if spec.module is None
+        else _placed_of_module(spec, bounds, at, model_state)
+    )
+    for entry, _ in () if at.startswith("policies") else placed:  # the operator's own
+        model_state.check_seen(at, entry.hook, entry.layers)
+    return [(limited(entry, limit, at), positions) for entry, positions in placed]
 
 
 def limited(entry: Entry, limit: EditLimit | None, at: str) -> Entry:
@@ -368,7 +363,7 @@ def check_limited(entries: Iterable[SteeringTemplate | StoredSteering], field: s
 
 def _entries_of(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
-) -> list[tuple[SteeringTemplate, list[PositionSelector]]]:
+) -> list[Placed]:
     """Return the entries of a spec other than a module, with their positions in each prompt."""
     if at in features.directions:
         return [resolve_entry(plain, bounds, at, blobs) for plain in features.directions[at]]
@@ -377,7 +372,7 @@ def _entries_of(
 
 def _entry_of(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
-) -> tuple[SteeringTemplate, list[PositionSelector]]:
+) -> Placed:
     if spec.extension is not None:
         return resolve_installed(spec, bounds, at, blobs)
     check_without(spec, at, "extension", ("options",))
@@ -456,8 +451,9 @@ def resolve_global(
             if spec.module is None or spec.positions is not None
             else f"{at}.module"
         )
-        for part in _parts(spec, bounds, at, model_state, blobs):
-            entry = _at_scale(part.entry, part.scale, spec.positions)
+        for entry, _ in _placed(spec, bounds, at, model_state, blobs):
+            if spec.positions is not None:
+                entry = msgspec.structs.replace(entry, positions=spec.positions)
             _check_global_positions(entry.positions, place)
             listed += _listed(entry.positions, model)
             entries.append(entry)
@@ -469,18 +465,6 @@ def resolve_global(
             raise invalid(place, f"the lists have {listed} positions in total", allowed=allowed)
     _check_room([_unresolved(entry) for entry in entries], "", model, share=GLOBAL_SHARE)
     return Content(entries, [], blobs)
-
-
-def _at_scale(
-    entry: SteeringTemplate, scale: float, positions: RequestedPositions | None
-) -> SteeringTemplate:
-    made = entry.stored("all", scale)
-    return msgspec.structs.replace(
-        entry,
-        scale=made.scale,
-        numbers=made.numbers,
-        positions=entry.positions if positions is None else positions,
-    )
 
 
 def _unresolved(entry: SteeringTemplate) -> StoredSteering:
