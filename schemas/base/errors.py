@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -191,6 +191,23 @@ def invalid(
 ) -> MidstreamError:
     """Return the error for invalid input: status 400, with the field's name."""
     return MidstreamError("invalid_request", detail, field=field, allowed=allowed, hint=hint)
+
+
+class Excluded(NamedTuple):
+    """A value of a field that is not valid in a request: when, and why."""
+
+    field: str
+    when: object  # true or not empty: it is refused
+    why: str
+    allowed: str | None = None
+    hint: str | None = None
+
+
+def check_excluded(table: Iterable[Excluded]) -> None:
+    """Raises a 400 for the first of these that applies."""
+    for row in table:
+        if row.when:
+            raise invalid(row.field, row.why, row.allowed, row.hint)
 
 
 def suggestion(word: str, names: Iterable[str]) -> str | None:

@@ -21,7 +21,7 @@ from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.edit_sizes import EditLimit
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ....schemas.base.records import now
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
@@ -179,33 +179,51 @@ def check_sampling(
 
     `max_tokens`: the number that the request gives; None if it gives none.
     """
-    if sampling.top_k > model.vocab_size:
-        raise invalid(f"{at}top_k", "is too large", allowed=f"0 to {model.vocab_size}")
-    for index, text in enumerate(sampling.stop):
-        if not text:
-            raise invalid(
-                f"{at}stop[{index}]", "is empty: a stop string needs at least one character"
-            )
-    for index, text in enumerate(sampling.bad_words):
-        if not text:
-            raise invalid(f"{at}bad_words[{index}]", "is empty")
+    vocabulary = model.vocab_size
+    check_excluded(
+        [
+            Excluded(
+                f"{at}top_k",
+                sampling.top_k > vocabulary,
+                "is too large",
+                allowed=f"0 to {vocabulary}",
+            ),
+            *(
+                Excluded(
+                    f"{at}stop[{index}]",
+                    not text,
+                    "is empty: a stop string needs at least one character",
+                )
+                for index, text in enumerate(sampling.stop)
+            ),
+            *(
+                Excluded(f"{at}bad_words[{index}]", not text, "is empty")
+                for index, text in enumerate(sampling.bad_words)
+            ),
+            Excluded(
+                f"{at}allowed_token_ids",
+                sampling.allowed_token_ids == [],
+                "is empty: no token could be generated",
+            ),
+            *(
+                Excluded(
+                    f"{at}logit_bias",
+                    token >= vocabulary,
+                    f"token id {token} is outside the vocabulary",
+                    allowed=f"0 to {vocabulary - 1}",
+                )
+                for token in sampling.logit_bias or {}
+            ),
+            Excluded(
+                f"{at}min_tokens",
+                max_tokens is not None and sampling.min_tokens > max_tokens,
+                f"{sampling.min_tokens} exceeds max_tokens",
+                allowed=f"0 to {max_tokens}",
+            ),
+        ]
+    )
     check_vocabulary(sampling.stop_token_ids, f"{at}stop_token_ids", model)
-    if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
-        raise invalid(f"{at}allowed_token_ids", "is empty: no token could be generated")
     check_vocabulary(sampling.allowed_token_ids or [], f"{at}allowed_token_ids", model)
-    for token in sampling.logit_bias or {}:
-        if token >= model.vocab_size:
-            raise invalid(
-                f"{at}logit_bias",
-                f"token id {token} is outside the vocabulary",
-                allowed=f"0 to {model.vocab_size - 1}",
-            )
-    if max_tokens is not None and sampling.min_tokens > max_tokens:
-        raise invalid(
-            f"{at}min_tokens",
-            f"{sampling.min_tokens} exceeds max_tokens",
-            allowed=f"0 to {max_tokens}",
-        )
 
 
 def check_choices(parsed: ParsedRequest) -> None:
@@ -213,24 +231,28 @@ def check_choices(parsed: ParsedRequest) -> None:
     n, sampling, prompts = parsed.n, parsed.sampling, len(parsed.prompts)
     if n == 1:
         return
-    if sampling.temperature == 0:
-        raise invalid(
-            "n",
-            f"is {n} with temperature 0, where all choices would be the same",
-            allowed="1, or a temperature above 0",
-        )
-    if prompts * n > MAX_PROMPTS:
-        raise invalid(
-            "n",
-            f"is {n} for {prompts} prompts",
-            allowed=f"at most {MAX_PROMPTS} choices in one request",
-        )
-    if sampling.seed is not None and sampling.seed > MAX_INT64 - n:
-        raise invalid(
-            "seed",
-            "is too large: each choice adds 1 to it",
-            allowed=f"at most {MAX_INT64 - n} with n: {n}",
-        )
+    check_excluded(
+        [
+            Excluded(
+                "n",
+                sampling.temperature == 0,
+                f"is {n} with temperature 0, where all choices would be the same",
+                allowed="1, or a temperature above 0",
+            ),
+            Excluded(
+                "n",
+                prompts * n > MAX_PROMPTS,
+                f"is {n} for {prompts} prompts",
+                allowed=f"at most {MAX_PROMPTS} choices in one request",
+            ),
+            Excluded(
+                "seed",
+                sampling.seed is not None and sampling.seed > MAX_INT64 - n,
+                "is too large: each choice adds 1 to it",
+                allowed=f"at most {MAX_INT64 - n} with n: {n}",
+            ),
+        ]
+    )
 
 
 def with_choices(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from ....schemas.artifacts.saes import StoredSae
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Excluded, check_excluded, invalid
 from ....schemas.jobs.attributions import AttributionRequest
 from ....schemas.jobs.sweeps import StoredSweep, SweepPair
 from ....schemas.requests.attributions import Method, StoredAttribution, Verify
@@ -22,61 +22,95 @@ CELLS = ("hooks", "layers", "heads", "neurons", "window", "alpha", "mask")
 
 def on_its_site(body: AttributionRequest, sae: StoredSae) -> AttributionRequest:
     """Return the request at the hook and layer of the autoencoder that it names."""
-    _check_defaults(body, "sae, whose hook and layer are used", CELLS)
+    check_excluded(_defaults(body, "sae, whose hook and layer are used", CELLS))
     return replace(body, hooks=[sae.hook], layers=[sae.layer])
 
 
 def check_method(body: AttributionRequest) -> None:
     """Check fields that exclude or require each other. Raises a 400."""
-    method, verify = body.method, body.verify
-    _check_defaults(body, "estimates: they are of cells without a path", ("path",))
-    _check_defaults(body, "gradients: their workers load no adapters", ("lora",))
-    if method == "edges":
-        _check_defaults(
-            body, "method 'edges', which scores all edges of a pair", ("axis", "ablation", *CELLS)
-        )
-        if verify is not None:
-            raise invalid(
+    method, steps, edges = body.method, steps_of(body), body.method == "edges"
+    check_excluded(
+        [
+            *_defaults(body, "estimates: they are of cells without a path", ("path",)),
+            *_defaults(body, "gradients: their workers load no adapters", ("lora",)),
+            *_defaults(
+                body,
+                "method 'edges', which scores all edges of a pair",
+                ("axis", "ablation", *CELLS) if edges else (),
+            ),
+            Excluded(
                 "verify",
+                edges and body.verify is not None,
                 "is not valid with method 'edges': an edge is no cell of the grid",
                 hint="patch an edge exactly by POST /v1/sweeps with `path`",
-            )
-    if body.sae is not None:
-        _check_features(method, verify, body.keep)
-    steps = steps_of(body)
-    if method in ("attribution", "adaptive") and steps > 1:
-        raise invalid("steps", f"is not valid with method {method!r}", allowed="1")
-    if method == "integrated" and steps < 2:
-        raise invalid("steps", "must be larger for method 'integrated'", allowed="2 or more")
-    if body.metric == "kl" and steps == 1 and (body.ablation or body.direction == "noise"):
-        raise invalid(
-            "metric",
-            "the gradient of kl is zero at the clean prompt, which is the patched one here",
-            hint="use method 'integrated', direction 'denoise', or another metric",
-        )
-    if verify is None:
-        return
-    if method != "adaptive" and verify.budget is not None:
-        raise invalid("verify.budget", "is valid with method 'adaptive' only: omit it")
-    if method == "adaptive" and not verify.top:
-        raise invalid("verify.top", "must be at least 1 for method 'adaptive'")
-    if not verify.most:
-        raise invalid("verify", "chooses no cells", allowed="null, or a count above 0")
+            ),
+            *(() if body.sae is None else _of_features(method, body.verify, body.keep)),
+            Excluded(
+                "steps",
+                method in ("attribution", "adaptive") and steps > 1,
+                f"is not valid with method {method!r}",
+                allowed="1",
+            ),
+            Excluded(
+                "steps",
+                method == "integrated" and steps < 2,
+                "must be larger for method 'integrated'",
+                allowed="2 or more",
+            ),
+            Excluded(
+                "metric",
+                body.metric == "kl" and steps == 1 and (body.ablation or body.direction == "noise"),
+                "the gradient of kl is zero at the clean prompt, which is the patched one here",
+                hint="use method 'integrated', direction 'denoise', or another metric",
+            ),
+            *(() if body.verify is None else _of_cells(method, body.verify)),
+        ]
+    )
 
 
-def _check_features(method: Method, verify: Verify | None, keep: int) -> None:
-    if method != "attribution":
-        raise invalid("method", f"{method!r} is not valid with sae", allowed="attribution")
-    if verify is None:
-        return
-    if verify.doubtful not in (0, Verify().doubtful):
-        raise invalid(
-            "verify.doubtful", "is not valid with sae: no feature is known to be doubtful; omit it"
-        )
-    if verify.top > keep:
-        raise invalid("verify.top", "exceeds keep, the features listed", allowed=f"0 to {keep}")
-    if not verify.top + verify.random:
-        raise invalid("verify", "chooses no features", allowed="top or random above 0")
+def _of_cells(method: Method, verify: Verify) -> list[Excluded]:
+    return [
+        Excluded(
+            "verify.budget",
+            method != "adaptive" and verify.budget is not None,
+            "is valid with method 'adaptive' only: omit it",
+        ),
+        Excluded(
+            "verify.top",
+            method == "adaptive" and not verify.top,
+            "must be at least 1 for method 'adaptive'",
+        ),
+        Excluded("verify", not verify.most, "chooses no cells", allowed="null, or a count above 0"),
+    ]
+
+
+def _of_features(method: Method, verify: Verify | None, keep: int) -> list[Excluded]:
+    chosen = verify or Verify()
+    return [
+        Excluded(
+            "method",
+            method != "attribution",
+            f"{method!r} is not valid with sae",
+            allowed="attribution",
+        ),
+        Excluded(
+            "verify.doubtful",
+            chosen.doubtful not in (0, Verify().doubtful),
+            "is not valid with sae: no feature is known to be doubtful; omit it",
+        ),
+        Excluded(
+            "verify.top",
+            verify is not None and verify.top > keep,
+            "exceeds keep, the features listed",
+            allowed=f"0 to {keep}",
+        ),
+        Excluded(
+            "verify",
+            not chosen.top + chosen.random,
+            "chooses no features",
+            allowed="top or random above 0",
+        ),
+    ]
 
 
 def check_exact(sweep: StoredSweep, limit: int) -> None:
@@ -120,8 +154,13 @@ def attributed(
     return replace(sweep, attribution=attribution)
 
 
-def _check_defaults(body: AttributionRequest, reason: str, names: Iterable[str]) -> None:
+def _defaults(body: AttributionRequest, reason: str, names: Iterable[str]) -> list[Excluded]:
     default = AttributionRequest(model="", pairs=[SweepPair(clean="")])
-    for name in names:
-        if getattr(body, name) != getattr(default, name):
-            raise invalid(name, f"is not valid with {reason}: omit it")
+    return [
+        Excluded(
+            name,
+            getattr(body, name) != getattr(default, name),
+            f"is not valid with {reason}: omit it",
+        )
+        for name in names
+    ]

@@ -7,7 +7,7 @@ combined with the parts of a row that a cell writes.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ....schemas.base.errors import Translated, invalid
+from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_NEURONS
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import HEAD_AXES, Column, Neurons, PatchWindow, SweepRequest
@@ -85,38 +85,47 @@ def _part_of(column: Column, part: Part, where: str = "") -> Column:
 
 
 def _check_fields(request: SweepRequest) -> None:
-    axis = request.axis
-    if request.heads is not None and axis not in HEAD_AXES:
-        raise invalid(
-            "heads", f"is not valid with axis {axis!r}", allowed="axis head or head_position"
-        )
-    if request.neurons is not None and axis != "neuron":
-        raise invalid("neurons", f"is not valid with axis {axis!r}", allowed="axis neuron")
-    if axis == "neuron" and request.neurons is None:
-        raise invalid("neurons", "is required on axis 'neuron'", allowed="top, each or sets")
-    if axis in (*HEAD_AXES, "neuron") and request.mask is not None:
-        raise invalid(
-            "mask",
-            (
-                f"is not valid with axis {axis!r}, whose columns name the dimensions that are "
-                "written: omit it"
+    axis, inside = request.axis, request.axis in (*HEAD_AXES, "neuron")
+    wrong = f"is not valid with axis {axis!r}"
+    check_excluded(
+        [
+            Excluded(
+                "heads",
+                request.heads is not None and axis not in HEAD_AXES,
+                wrong,
+                allowed="axis head or head_position",
             ),
-        )
-    if axis != "position" and request.window.positions > 1:
-        raise invalid(
-            "window.positions",
-            (f"is not valid with axis {axis!r}: a window applies to columns that are positions"),
-            allowed="1",
-        )
-    if axis in (*HEAD_AXES, "neuron") and request.window != PatchWindow():
-        raise invalid(
-            "window.layers",
-            (
-                f"is not valid with axis {axis!r}: heads and neurons of two layers have nothing "
-                "in common"
+            Excluded(
+                "neurons",
+                request.neurons is not None and axis != "neuron",
+                wrong,
+                allowed="axis neuron",
             ),
-            allowed="1",
-        )
+            Excluded(
+                "neurons",
+                request.neurons is None and axis == "neuron",
+                "is required on axis 'neuron'",
+                allowed="top, each or sets",
+            ),
+            Excluded(
+                "mask",
+                inside and request.mask is not None,
+                f"{wrong}, whose columns name the dimensions that are written: omit it",
+            ),
+            Excluded(
+                "window.positions",
+                axis != "position" and request.window.positions > 1,
+                f"{wrong}: a window applies to columns that are positions",
+                allowed="1",
+            ),
+            Excluded(
+                "window.layers",
+                inside and request.window != PatchWindow(),
+                f"{wrong}: heads and neurons of two layers have nothing in common",
+                allowed="1",
+            ),
+        ]
+    )
 
 
 def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[Part]:

@@ -2,11 +2,18 @@
 
 from collections.abc import Sequence
 
-from ....schemas.base.errors import Translated, invalid
+from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import PatchWindow, SweepRequest
 from ....schemas.prompts.selectors import Hook, SelectorError, as_ranges, resolve_layers
-from ....schemas.requests.sweep_paths import BRANCH_HOOK, PathEnd, StoredEnd, StoredPath, reaches
+from ....schemas.requests.sweep_paths import (
+    BRANCH_HOOK,
+    PathEnd,
+    StoredEnd,
+    StoredPath,
+    SweepPath,
+    reaches,
+)
 from ..positions.captures import Bounds, one_hook
 from .columns import dims_of_head
 
@@ -21,7 +28,7 @@ def resolve_path(
     path = request.path
     if path is None:
         return None, layers
-    _check_fields(request)
+    _check_fields(request, path)
     for branch in path.frozen:
         if (hook := BRANCH_HOOK[branch]) not in model.hooks:
             raise invalid(
@@ -74,29 +81,32 @@ def _reaches_one(layer: int, hook: Hook, path: StoredPath) -> bool:
     )
 
 
-def _check_fields(request: SweepRequest) -> None:
+def _check_fields(request: SweepRequest, path: SweepPath) -> None:
     unset = {"ablation": None, "mask": None, "alpha": 1.0, "window": PatchWindow()}
-    for name, value in unset.items():
-        if getattr(request, name) != value:
-            raise invalid(name, "is not valid with path: omit it")
-    assert request.path is not None
-    if (
-        request.path.sender is not None
-        and request.neurons is not None
-        and request.neurons.sets is None
-    ):
-        raise invalid(
-            "neurons",
-            "top and each need rows of both prompts, but with path.sender a cell writes the rows "
-            "of a first pass",
-            allowed="sets",
-        )
-    for index, pair in enumerate(request.pairs):
-        if request.path.sender is not None and pair.spans is not None:
-            raise invalid(
-                f"pairs[{index}].spans",
-                "is not valid with path.sender: give positions, or path.receivers",
-            )
+    sent, neurons = path.sender is not None, request.neurons
+    check_excluded(
+        [
+            *(
+                Excluded(name, getattr(request, name) != value, "is not valid with path: omit it")
+                for name, value in unset.items()
+            ),
+            Excluded(
+                "neurons",
+                sent and neurons is not None and neurons.sets is None,
+                "top and each need rows of both prompts, but with path.sender a cell writes the "
+                "rows of a first pass",
+                allowed="sets",
+            ),
+            *(
+                Excluded(
+                    f"pairs[{index}].spans",
+                    sent and pair.spans is not None,
+                    "is not valid with path.sender: give positions, or path.receivers",
+                )
+                for index, pair in enumerate(request.pairs)
+            ),
+        ]
+    )
 
 
 def _end(field: str, end: PathEnd, model: ModelInfo) -> StoredEnd:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import anyio.to_thread
 
-from ....schemas.base.errors import Translated, invalid
+from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import (
@@ -139,100 +139,100 @@ def _check_model(model: ModelInfo) -> None:
 
 def _check_fields(request: SweepRequest) -> None:
     """Check fields that exclude or require each other."""
-    ablation = request.ablation
-    if ablation and request.direction != "denoise":
-        raise invalid(
-            "direction",
-            (
-                "is not valid with ablation, which has one prompt: omit it, or omit ablation "
-                f"({ablation!r})"
+    ablation, metric = request.ablation, request.metric
+    one_prompt = (
+        "is not valid with ablation, which has one prompt: omit it, or omit ablation "
+        f"({ablation!r})"
+    )
+    check_excluded(
+        [
+            Excluded("direction", ablation and request.direction != "denoise", one_prompt),
+            Excluded("alignment", ablation and request.alignment != "auto", one_prompt),
+            Excluded(
+                "metric",
+                ablation and metric == "recovered",
+                "'recovered' compares two prompts, but an ablation has only one",
+                allowed="logprob, logit_diff, kl",
+                hint="omit ablation",
             ),
-        )
-    if ablation and request.alignment != "auto":
-        raise invalid(
-            "alignment",
-            (
-                "is not valid with ablation, which has one prompt: omit it, or omit ablation "
-                f"({ablation!r})"
-            ),
-        )
-    if ablation and request.metric == "recovered":
-        raise invalid(
-            "metric",
-            "'recovered' compares two prompts, but an ablation has only one",
-            allowed="logprob, logit_diff, kl",
-            hint="omit ablation",
-        )
+        ]
+    )
     for index, pair in enumerate(request.pairs):
         at = f"pairs[{index}]"
-        if ablation is None and pair.corrupt is None:
-            raise invalid(
-                f"{at}.corrupt", "is required: the corrupted prompt, unless `ablation` is given"
-            )
-        for name in ("corrupt", "alignment"):
-            if ablation and getattr(pair, name) is not None:
-                raise invalid(
-                    f"{at}.{name}",
-                    (
-                        "is not valid with ablation, which has one prompt: omit "
-                        "it, or omit ablation "
-                        f"({ablation!r})"
-                    ),
-                )
-        if pair.answer is None and request.metric != "kl":
-            raise invalid(
-                f"{at}.answer", f"is required for metric {request.metric}; only kl needs none"
-            )
-        if pair.foil is None and request.metric == "logit_diff":
-            raise invalid(
-                f"{at}.foil",
-                "is required: logit_diff is the answer's log-probability minus the foil's",
-            )
-        _check_spans(at, pair, request)
+        check_excluded(
+            [
+                Excluded(
+                    f"{at}.corrupt",
+                    ablation is None and pair.corrupt is None,
+                    "is required: the corrupted prompt, unless `ablation` is given",
+                ),
+                Excluded(f"{at}.corrupt", ablation and pair.corrupt is not None, one_prompt),
+                Excluded(f"{at}.alignment", ablation and pair.alignment is not None, one_prompt),
+                Excluded(
+                    f"{at}.answer",
+                    pair.answer is None and metric != "kl",
+                    f"is required for metric {metric}; only kl needs none",
+                ),
+                Excluded(
+                    f"{at}.foil",
+                    pair.foil is None and metric == "logit_diff",
+                    "is required: logit_diff is the answer's log-probability minus the foil's",
+                ),
+                Excluded(
+                    f"{at}.spans",
+                    (pair.spans is None) != (request.pairs[0].spans is None),
+                    "some pairs have spans and others do not",
+                    allowed="spans with the same names in every pair",
+                ),
+            ]
+        )
+        if pair.spans is not None:
+            _check_spans(at, pair, pair.spans, request)
 
 
-def _check_spans(at: str, pair: SweepPair, request: SweepRequest) -> None:
-    if (pair.spans is None) != (request.pairs[0].spans is None):
-        raise invalid(
-            f"{at}.spans",
-            "some pairs have spans and others do not",
-            allowed="spans with the same names in every pair",
+def _check_spans(at: str, pair: SweepPair, spans: list[PairSpan], request: SweepRequest) -> None:
+    check_excluded(
+        [
+            Excluded(
+                f"{at}.positions",
+                pair.positions is not None,
+                "is not valid together with spans: a column is either a position or a span",
+            ),
+            Excluded(
+                "window.positions",
+                request.window.positions > 1,
+                "is not valid together with spans: a window applies to columns that are positions",
+                allowed="1",
+            ),
+            Excluded(f"{at}.spans", not spans, "is empty: give at least one, or omit it"),
+        ]
+    )
+    first = [span.name for span in request.pairs[0].spans or []]
+    names = [span.name for span in spans]
+    for index, span in enumerate(spans):
+        place = f"{at}.spans[{index}]"
+        check_excluded(
+            [
+                Excluded(
+                    f"{place}.name",
+                    not span.name,
+                    "is empty: a span needs a name, which labels its column",
+                ),
+                Excluded(
+                    f"{place}.name", span.name in names[:index], f"{span.name!r} is listed twice"
+                ),
+                Excluded(
+                    f"{place}.corrupt",
+                    request.ablation and span.corrupt is not None,
+                    "is not valid with ablation, which has one prompt: omit it",
+                ),
+            ]
         )
-    if pair.spans is None:
-        return
-    if pair.positions is not None:
-        raise invalid(
-            f"{at}.positions",
-            "is not valid together with spans: a column is either a position or a span",
-        )
-    if request.window.positions > 1:
-        raise invalid(
-            "window.positions",
-            ("is not valid together with spans: a window applies to columns that are positions"),
-            allowed="1",
-        )
-    if not pair.spans:
-        raise invalid(f"{at}.spans", "is empty: give at least one, or omit it")
-    first = request.pairs[0].spans or []
-    names = [span.name for span in pair.spans]
-    for index, span in enumerate(pair.spans):
-        if not span.name:
-            raise invalid(
-                f"{at}.spans[{index}].name",
-                "is empty: a span needs a name, which labels its column",
-            )
-        if span.name in names[:index]:
-            raise invalid(f"{at}.spans[{index}].name", f"{span.name!r} is listed twice")
-        if request.ablation and span.corrupt is not None:
-            raise invalid(
-                f"{at}.spans[{index}].corrupt",
-                "is not valid with ablation, which has one prompt: omit it",
-            )
-    if first and names != [span.name for span in first]:
+    if first and names != first:
         raise invalid(
             f"{at}.spans",
             f"has the columns {', '.join(names)}",
-            allowed=f"as in pairs[0]: {', '.join(s.name for s in first)}",
+            allowed=f"as in pairs[0]: {', '.join(first)}",
         )
 
 
