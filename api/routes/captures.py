@@ -1,7 +1,7 @@
 """Routes of captures: list, describe, download and delete them."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import anyio
@@ -25,7 +25,7 @@ from ...schemas.jobs.captures import (
     ManifestFile,
 )
 from ...schemas.jobs.jobs import CaptureResults, FileEntry
-from ...schemas.prompts.selectors import ALIASES
+from ...schemas.prompts.selectors import ALIASES, as_ranges
 from ...schemas.prompts.windows import joined
 from ...storage.store import Signing
 from ..context import AppContext
@@ -316,33 +316,19 @@ async def get_safetensors(
     known: Known = None,
 ) -> Response[Any]:
     _, results = await captured(context, caller, job_id)
-    needed = None if layers is None else parse_layers(layers)
-    entries = [entry for entry in results.files if entry.request == prompt]
-    chosen_tag = tag or (tag_of(entries[0]) if entries else "")
-    entries = sorted(
-        (entry for entry in entries if tag_of(entry) == chosen_tag), key=lambda entry: entry.pp
-    )
     pending = MidstreamError(
         "conflict",
         f"prompt {prompt} is not durable yet",
         hint=f"wait with GET /v1/jobs/{job_id}?wait=30",
     )
-    if not entries:
-        if results.status == "pending":
-            raise pending
-        if tag is not None and any(entry.request == prompt for entry in results.files):
-            raise MidstreamError(
-                "not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag"
-            )
-        raise MidstreamError(
-            "not_found", f"job {job_id} has no capture files of prompt {prompt}", field="request"
-        )
+    if results.status == "pending" and not any(
+        entry.request == prompt and tag_of(entry) == (tag or tag_of(entry))
+        for entry in results.files
+    ):
+        raise pending
+    chosen_tag, entries = entries_of(job_id, results.files, prompt, tag)
     blobs = await reading(context, job_id, entries, opened)
-    sites = _chosen(
-        blobs[0].header.manifest.all_sites,
-        needed,
-        None if hook is None else ALIASES.get(hook, hook),
-    )
+    sites = _chosen(blobs[0].header.manifest.all_sites, layers, hook)
     if len(entries) == 1 and sites == entries[0].sites:
         return _known(entries[0], known) or _whole(entries[0], blobs[0])
     held = {
@@ -357,30 +343,72 @@ async def get_safetensors(
     return Stream(joined.chunks(), media_type=MEDIA_TYPE, headers=_attachment(name, joined.length))
 
 
-def _chosen(
-    captured: dict[str, list[int]], layers: frozenset[int] | None, hook: str | None
-) -> dict[str, list[int]]:
-    """Return the requested captured sites. Raises a 400 naming `hook` or `layers`."""
-    if hook is not None and hook not in captured:
+def entries_of(
+    job_id: str, files: Sequence[FileEntry], prompt: int, tag: str | None
+) -> tuple[str, list[FileEntry]]:
+    """Return the tag, and the files of the prompt under it by stage.
+
+    Raises a 404 naming `request` or `tag`.
+    """
+    present = [entry for entry in files if entry.request == prompt]
+    if not present:
+        known = as_ranges(sorted({entry.request for entry in files}), most=8) or None
+        raise MidstreamError(
+            "not_found",
+            f"job {job_id} has no capture files of prompt {prompt}",
+            field="request",
+            allowed=known,
+        )
+    name = tag or tag_of(present[0])
+    entries = sorted(
+        (entry for entry in present if tag_of(entry) == name), key=lambda entry: entry.pp
+    )
+    if not entries:
+        tags = list(dict.fromkeys(map(tag_of, present)))
+        raise MidstreamError(
+            "not_found",
+            f"job {job_id} has no capture under the tag {tag!r}",
+            field="tag",
+            allowed=", ".join(tags),
+            hint=suggestion(tag or "", tags),
+        )
+    return name, entries
+
+
+def hook_of(name: str, hooks: Iterable[str]) -> str:
+    """Return the captured hook of this name. Raises a 400 naming `hook`."""
+    hook = str(ALIASES.get(name, name))
+    if hook not in hooks:
         raise invalid(
             "hook",
-            f"{hook!r} was not captured",
-            allowed=", ".join(captured),
-            hint=suggestion(hook, captured),
+            f"{name!r} was not captured",
+            allowed=", ".join(hooks),
+            hint=suggestion(name, hooks),
         )
-    sites = {name: some for name, some in captured.items() if hook is None or name == hook}
-    if layers is None:
-        return sites
-    present = sorted({layer for some in sites.values() for layer in some})
+    return hook
+
+
+def layers_of(text: str | None, present: list[int]) -> list[int]:
+    """Return the captured layers that a query names. Raises a 400 naming `layers`."""
+    if text is None:
+        return present
+    layers = parse_layers(text)
     if missing := layers - set(present):
         raise invalid(
-            "layers", f"layer {min(missing)} was not captured", allowed=", ".join(map(str, present))
+            "layers", f"layer {min(missing)} was not captured", allowed=as_ranges(present, most=8)
         )
-    return {
-        name: kept
-        for name, some in sites.items()
-        if (kept := [layer for layer in some if layer in layers])
-    }
+    return sorted(layers)
+
+
+def _chosen(
+    captured: dict[str, list[int]], layers: str | None, hook: str | None
+) -> dict[str, list[int]]:
+    """Return the requested captured sites. Raises a 400 naming `hook` or `layers`."""
+    hooks = captured if hook is None else [hook_of(hook, captured)]
+    present = sorted({layer for name in hooks for layer in captured[name]})
+    chosen = set(layers_of(layers, present))
+    sites = {name: [layer for layer in captured[name] if layer in chosen] for name in hooks}
+    return {name: kept for name, kept in sites.items() if kept}
 
 
 def parse_layers(text: str) -> frozenset[int]:

@@ -8,7 +8,7 @@ from litestar import get
 from litestar.params import QueryParameter
 
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError, invalid, suggestion
+from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.limits import (
     MAX_COUNT,
     MAX_LAYER,
@@ -23,13 +23,22 @@ from ...schemas.base.limits import (
 from ...schemas.base.tensors import to_numpy
 from ...schemas.jobs.captures import CaptureNorms, Manifest
 from ...schemas.jobs.jobs import FileEntry
-from ...schemas.prompts.selectors import ALIASES, as_ranges
+from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module
 from ..context import MEASURED_OF_TENANT, AppContext
 from ..responses.norms import Measured, measured
 from ..web.auth import needs
-from .captures import CAPTURE_ERRORS, captured, opened, parse_layers, reading, tag_of
+from .captures import (
+    CAPTURE_ERRORS,
+    captured,
+    entries_of,
+    hook_of,
+    layers_of,
+    opened,
+    reading,
+    tag_of,
+)
 from .jobs import PROBLEM, JobId
 from .steering import named_module, tensors_of
 
@@ -111,7 +120,7 @@ async def get_norms(
             f"the capture of job {job_id} is not durable yet",
             hint=f"wait with GET /v1/jobs/{job_id}?wait=30",
         )
-    name, entries = _entries_of(job_id, results.files, prompt, tag)
+    name, entries = entries_of(job_id, results.files, prompt, tag)
     hooks = list(
         dict.fromkeys(key for entry in entries for key, some in entry.sites.items() if some)
     )
@@ -121,9 +130,10 @@ async def get_norms(
             f"prompt {prompt} of job {job_id} has no rows under the tag {name!r}",
             field="request",
         )
-    site = _hook(hook, hooks)
+    usual = USUAL if USUAL in hooks else hooks[0]
+    site = usual if hook is None else hook_of(hook, hooks)
     entries = [entry for entry in entries if entry.sites.get(site)]
-    chosen = _layers(layers, sorted({layer for entry in entries for layer in entry.sites[site]}))
+    chosen = layers_of(layers, sorted({layer for entry in entries for layer in entry.sites[site]}))
     entries = [entry for entry in entries if set(entry.sites[site]) & set(chosen)]
     _check_bounds(entries, len(chosen), min(count, max(entry.positions for entry in entries)))
     vectors = (
@@ -167,65 +177,6 @@ async def get_norms(
         module=module,
         cosines=None if module is None else result.cosines,
     )
-
-
-def _entries_of(
-    job_id: str, files: Sequence[FileEntry], prompt: int, tag: str | None
-) -> tuple[str, list[FileEntry]]:
-    """Return the tag, and the files of the prompt under it by stage.
-
-    Raises a 404 naming `request` or `tag`.
-    """
-    present = [entry for entry in files if entry.request == prompt]
-    if not present:
-        known = as_ranges(sorted({entry.request for entry in files}), most=8) or None
-        raise MidstreamError(
-            "not_found",
-            f"job {job_id} has no capture files of prompt {prompt}",
-            field="request",
-            allowed=known,
-        )
-    name = tag or tag_of(present[0])
-    entries = sorted(
-        (entry for entry in present if tag_of(entry) == name), key=lambda entry: entry.pp
-    )
-    if not entries:
-        tags = list(dict.fromkeys(map(tag_of, present)))
-        raise MidstreamError(
-            "not_found",
-            f"job {job_id} has no capture under the tag {tag!r}",
-            field="tag",
-            allowed=", ".join(tags),
-            hint=suggestion(tag or "", tags),
-        )
-    return name, entries
-
-
-def _hook(name: str | None, hooks: Sequence[str]) -> str:
-    """Return the hook to measure. Raises a 400 naming `hook`."""
-    if name is None:
-        return USUAL if USUAL in hooks else hooks[0]
-    hook = str(ALIASES.get(name, name))
-    if hook not in hooks:
-        raise invalid(
-            "hook",
-            f"{name!r} was not captured",
-            allowed=", ".join(hooks),
-            hint=suggestion(name, hooks),
-        )
-    return hook
-
-
-def _layers(text: str | None, present: list[int]) -> list[int]:
-    """Return the layers to measure. Raises a 400 naming `layers`."""
-    if text is None:
-        return present
-    layers = parse_layers(text)
-    if missing := layers - set(present):
-        raise invalid(
-            "layers", f"layer {min(missing)} was not captured", allowed=as_ranges(present, most=8)
-        )
-    return sorted(layers)
 
 
 def _check_bounds(entries: Sequence[FileEntry], layers: int, rows: int) -> None:
