@@ -3,16 +3,18 @@
 import math
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import aclosing
+
+from litestar.response import Stream
 
 from ...broker.ledger.jobs.watch import EventBatch
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError, Problem, invalid
+from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
 from ...schemas.base.records import to_json
 from ...schemas.jobs.jobs import PROBLEM_EVENT, TERMINAL, Event
 from ..context import AppContext
 from ..web.key_revocation import ALWAYS, HeldKey
-from .outcome import job_url
 
 MEDIA_TYPE = "text/event-stream"
 #: Keep proxies from buffering a stream.
@@ -104,18 +106,37 @@ def encode_problem(problem: Problem) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (PROBLEM_EVENT.encode(), to_json(problem))
 
 
-async def server_sent(
-    context: AppContext, job_id: str, after: str, caller: Caller
-) -> AsyncIterator[bytes]:
-    """Yield the body of `GET /v1/jobs/{id}/events`; ends with a problem if the key does."""
-    with context.key_watch.of(caller) as held_key:
-        yield RETRY
-        try:
-            async for batch in follow(context, job_id, after, held_key=held_key):
-                if batch.sent is None:
-                    batch.sent = b"".join(map(encode, batch)) or PING
-                yield batch.sent
-        except MidstreamError as error:
-            if error.kind != "unauthorized":
-                raise
-            yield encode_problem(error.problem(job_url(context, job_id)))
+async def of_job(
+    context: AppContext, job_id: str, after: str, held_key: HeldKey
+) -> AsyncGenerator[bytes]:
+    """Yield the events of `GET /v1/jobs/{id}/events`."""
+    async for batch in follow(context, job_id, after, held_key=held_key):
+        if batch.sent is None:
+            batch.sent = b"".join(map(encode, batch)) or PING
+        yield batch.sent
+
+
+def stream(
+    context: AppContext,
+    caller: Caller,
+    url: str,
+    events: Callable[[HeldKey], AsyncGenerator[bytes]],
+    kinds: Collection[str] = STATUS_OF_KIND,
+) -> Stream:
+    """Return the answer with these server-sent events. An error of one of `kinds`, such as the end
+    of the caller's key, becomes the last event: a problem at `url`.
+    """
+
+    async def body() -> AsyncIterator[bytes]:
+        with context.key_watch.of(caller) as held_key:
+            yield RETRY
+            try:
+                async with aclosing(events(held_key)) as sending:
+                    async for sent in sending:
+                        yield sent
+            except MidstreamError as error:
+                if error.kind not in kinds:
+                    raise
+                yield encode_problem(error.problem(url))
+
+    return Stream(body(), media_type=MEDIA_TYPE, headers=HEADERS)

@@ -5,20 +5,20 @@ service's figures.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any
 
 from litestar import Response, get
 from litestar.params import QueryParameter
-from litestar.response import Stream
 
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError
 from ...schemas.service.feed import MAX_FEED
 from ..context import AppContext
 from ..operations.job_feed import SENDS_PER_S, TICK_S
 from ..responses import events
 from ..web.auth import needs, tenant_asked
+from ..web.key_revocation import HeldKey
 from ..web.open_calls import EVENTS
 from .jobs import ERRORS, Whose
 
@@ -47,38 +47,31 @@ async def feed(
     ] = 500,
     tenant: Whose = None,
 ) -> Response[Any]:
-    return Stream(
-        _events(context, caller, tenant_asked(caller, tenant), limit),
-        media_type=events.MEDIA_TYPE,
-        headers=events.HEADERS,
-    )
+    sent = partial(_events, context, caller, tenant_asked(caller, tenant), limit)
+    return events.stream(context, caller, FEED_URL, sent)
 
 
 async def _events(
-    context: AppContext, caller: Caller, tenant: str | None, count: int
-) -> AsyncIterator[bytes]:
-    """Yield the body of `GET /v1/feed`; ends with a problem if the caller's key or session ends.
+    context: AppContext, caller: Caller, tenant: str | None, count: int, held_key: HeldKey
+) -> AsyncGenerator[bytes]:
+    """Yield the events of `GET /v1/feed`, until the caller's key or session ends.
 
     `tenant`: None for all tenants. Events are rendered once for all feeds of the same audience.
     """
-    with context.key_watch.of(caller) as held_key, context.feed.of(tenant) as subscriber:
+    with context.feed.of(tenant) as subscriber:
         for end in held_key.ends:
             end.add_done_callback(lambda _: subscriber.woken.set())
-        yield events.RETRY
         service_due = 0.0
-        try:
-            while not context.waiting.closing:
-                held_key.check()
-                for event in await context.waiting.patiently(lambda: subscriber.take(count)):
-                    yield event
-                if (at := time.monotonic()) >= service_due:
-                    yield await context.waiting.patiently(lambda: context.figures.rendered(caller))
-                    service_due = at + max(SERVICE_S, context.feed.open / SENDS_PER_S)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(TICK_S, service_due - time.monotonic())):
-                        await subscriber.woken.wait()
-        except MidstreamError as error:
-            yield events.encode_problem(error.problem(FEED_URL))
+        while not context.waiting.closing:
+            held_key.check()
+            for event in await context.waiting.patiently(lambda: subscriber.take(count)):
+                yield event
+            if (at := time.monotonic()) >= service_due:
+                yield await context.waiting.patiently(lambda: context.figures.rendered(caller))
+                service_due = at + max(SERVICE_S, context.feed.open / SENDS_PER_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(TICK_S, service_due - time.monotonic())):
+                    await subscriber.woken.wait()
 
 
 ROUTES = [feed]

@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import closing
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 from litestar import Response, delete, get, post
 from litestar.params import JSONBody, PathParameter, QueryParameter
-from litestar.response import Stream
 
 from ...broker.ledger.recovery.harvests import Wanted
 from ...schemas.access.keys import Caller
@@ -39,6 +39,7 @@ from ..resolve.edits.steering import modules_named
 from ..responses import events
 from ..web.auth import needs, tenant_asked
 from ..web.body import JsonRequest
+from ..web.key_revocation import HeldKey
 from ..web.open_calls import EVENTS
 from .jobs import (
     ERRORS,
@@ -130,42 +131,35 @@ async def get_harvest(harvest: HarvestView) -> HarvestView:
 async def harvest_events(
     harvest: HarvestView, context: AppContext, caller: Caller
 ) -> Response[Any]:
-    return Stream(
-        _progress(context, harvest.id, caller),
-        media_type=events.MEDIA_TYPE,
-        headers=events.HEADERS,
-    )
+    url = f"/v1/harvests/{harvest.id}"
+    return events.stream(context, caller, url, partial(_progress, context, harvest.id))
 
 
-async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> AsyncIterator[bytes]:
+async def _progress(
+    context: AppContext, harvest_id: str, held_key: HeldKey
+) -> AsyncGenerator[bytes]:
     version, silent = 0, 0.0
 
     async def look() -> tuple[HarvestView, bytes]:
         view = await context.harvests.view(harvest_id)
         return view, to_json(view)
 
-    with context.key_watch.of(caller) as held_key:
-        yield events.RETRY
-        while not context.waiting.closing:
-            try:
-                held_key.check()
-                view, sent = await context.waiting.patiently(
-                    lambda: context.harvest_looks.of(harvest_id, look)
-                )
-            except MidstreamError as error:
-                yield events.encode_problem(error.problem(f"/v1/harvests/{harvest_id}"))
-                return
-            silent += LOOK_S
-            if view.version != version:
-                version, silent = view.version, 0.0
-                yield b"id: %d\nevent: progress\ndata: %b\n\n" % (version, sent)
-            elif silent >= events.PING_S:
-                silent = 0.0
-                yield events.PING
-            if view.state in OVER:
-                yield b"event: done\ndata: %b\n\n" % to_json({"state": view.state})
-                return
-            await context.waiting.or_closing(asyncio.sleep(LOOK_S), held_key)
+    while not context.waiting.closing:
+        held_key.check()
+        view, sent = await context.waiting.patiently(
+            lambda: context.harvest_looks.of(harvest_id, look)
+        )
+        silent += LOOK_S
+        if view.version != version:
+            version, silent = view.version, 0.0
+            yield b"id: %d\nevent: progress\ndata: %b\n\n" % (version, sent)
+        elif silent >= events.PING_S:
+            silent = 0.0
+            yield events.PING
+        if view.state in OVER:
+            yield b"event: done\ndata: %b\n\n" % to_json({"state": view.state})
+            return
+        await context.waiting.or_closing(asyncio.sleep(LOOK_S), held_key)
 
 
 @post(

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from litestar import Response, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
-from litestar.response import Stream
 
 from ...broker.ledger.jobs.ledger import Outcome, new_job_id
 from ...schemas.access.keys import Caller, Scope
@@ -312,10 +312,12 @@ async def job_events(
     if is_over(view) and not await context.ledger.events(view.id, after, 1):
         await context.ledger.written()
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this
-    return Stream(
-        events.server_sent(context, view.id, after, caller),
-        media_type=events.MEDIA_TYPE,
-        headers=events.HEADERS,
+    return events.stream(
+        context,
+        caller,
+        job_url(context, view.id),
+        partial(events.of_job, context, view.id, after),
+        kinds=("unauthorized",),
     )
 
 
