@@ -112,8 +112,12 @@ class AppContext:
         self.waiting.close()
         await self.served.close()
 
+    def url(self, path: str) -> str:
+        """Return the public address of a path below `/v1/`, such as `jobs/job_x`."""
+        return f"{self.settings.public_url.rstrip('/')}/v1/{path}"
+
     def job_url(self, job_id: str) -> str:
-        return f"{self.settings.public_url.rstrip('/')}/v1/jobs/{job_id}"
+        return self.url(f"jobs/{job_id}")
 
     # --- Submission
 

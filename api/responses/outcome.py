@@ -42,14 +42,6 @@ def matches(header: str | None, tag: str) -> bool:
     )
 
 
-def job_url(context: AppContext, job_id: str) -> str:
-    return context.job_url(job_id)
-
-
-def capture_url(context: AppContext, job_id: str) -> str:
-    return f"{context.settings.public_url.rstrip('/')}/v1/captures/{job_id}"
-
-
 def failure_of(view: JobView) -> Problem | None:
     """Return the problem of an ended job without a result; None if it succeeded."""
     instance = f"/v1/jobs/{view.id}"
@@ -87,7 +79,7 @@ def accepted(
 ) -> Response[Any]:
     """Return 202 with the job's address: the job is durable."""
     where = {
-        "Location": job_url(context, view.id),
+        "Location": context.job_url(view.id),
         "Retry-After": str(RETRY_AFTER_S),
         "ETag": etag(view.version),
         JOB_HEADER: view.id,
@@ -108,7 +100,7 @@ async def finished(
 ) -> Response[Any]:
     """Return the answer for a job that is over: 200 with its result, or its problem and status."""
     view = outcome.view
-    headers = {JOB_HEADER: view.id, "Location": job_url(context, view.id), **(headers or {})}
+    headers = {JOB_HEADER: view.id, "Location": context.job_url(view.id), **(headers or {})}
     problem = failure_of(view)
     if problem is not None:
         if view.probed and view.state is State.FAILED:

@@ -21,7 +21,7 @@ from ..web import problems
 from ..web.key_revocation import HeldKey
 from . import events, openai_shapes
 from .openai_shapes import ChoicePart, Shape, Wanted
-from .outcome import failure_of, is_over, job_url, result_of
+from .outcome import failure_of, is_over, result_of
 from .sent import Sent
 
 END = b"data: [DONE]\n\n"
@@ -68,7 +68,7 @@ class Streamed:
                 return
             yield await self._ending(view)
         except MidstreamError as error:
-            yield error_event(error.problem(job_url(self.context, self.job_id)))
+            yield error_event(error.problem(self.context.job_url(self.job_id)))
 
     async def _tokens(self, deadline: float, held_key: HeldKey) -> AsyncIterator[bytes]:
         """Yield chunks as text is generated, until every choice is complete or the job is over."""

@@ -30,7 +30,7 @@ from ...schemas.prompts.windows import joined
 from ...storage.store import Signing
 from ..context import AppContext
 from ..responses import packed
-from ..responses.outcome import capture_url, matches, result_of
+from ..responses.outcome import matches, result_of
 from ..web.auth import needs, tenant_asked
 from .jobs import ERRORS, PROBLEM, Cursor, JobId, Known, PageSize, Whose
 
@@ -120,7 +120,7 @@ def _described(
     files = [
         ManifestFile(
             name=_name(entry),
-            url=f"{capture_url(context, job_id)}/files/{_name(entry)}",
+            url=context.url(f"captures/{job_id}/files/{_name(entry)}"),
             link=_link(context, entry),
             path=entry.path,
             offset=entry.offset,

@@ -39,7 +39,6 @@ from ..responses.outcome import (
     failed,
     failure_of,
     is_over,
-    job_url,
     result_of,
 )
 from ..responses.streaming import Streamed
@@ -99,7 +98,7 @@ async def _answer(
     choices = len(parsed.prompts) * parsed.n
     with as_written(parsed):
         job_id = await context.submit(parsed, request.idempotency(key), caller)
-    headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
+    headers = {JOB_HEADER: job_id, "Location": context.job_url(job_id)}
     read = [*parsed.readings, *(["probes"] if parsed.probes or parsed.policies else [])]
     hold = (
         body.capture_wait
@@ -159,7 +158,7 @@ async def _answer(
     except MidstreamError as error:  # the job is accepted nevertheless: return its address
         return problems.answer(
             request,
-            error.problem(instance=job_url(context, job_id)),
+            error.problem(instance=context.job_url(job_id)),
             {**headers, "x-should-retry": "false"},
         )
     released(request, outcome)

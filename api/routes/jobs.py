@@ -36,7 +36,6 @@ from ..responses.outcome import (
     etag,
     finished,
     is_over,
-    job_url,
     matches,
     not_ready,
 )
@@ -203,8 +202,8 @@ class Submission(NamedTuple):
         except MidstreamError as error:  # the job is accepted nevertheless: return its address
             return problems.answer(
                 request,
-                error.problem(instance=job_url(context, job_id)),
-                {"Location": job_url(context, job_id), "x-should-retry": "false"},
+                error.problem(instance=context.job_url(job_id)),
+                {"Location": context.job_url(job_id), "x-should-retry": "false"},
             )
 
 
@@ -315,7 +314,7 @@ async def job_events(
     return events.stream(
         context,
         caller,
-        job_url(context, view.id),
+        context.job_url(view.id),
         partial(events.of_job, context, view.id, after),
         kinds=("unauthorized",),
     )
@@ -382,7 +381,7 @@ async def cancel_job(view: JobView, context: AppContext) -> Response[JobView]:
     return Response(
         cancelled,
         status_code=202,
-        headers={"Location": job_url(context, view.id), "ETag": etag(cancelled.version)},
+        headers={"Location": context.job_url(view.id), "ETag": etag(cancelled.version)},
     )
 
 

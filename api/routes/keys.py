@@ -58,8 +58,8 @@ TenantParameter = Annotated[
 )
 async def create_key(data: JSONBody[KeyRequest], context: AppContext) -> Response[CreatedKey]:
     made = await context.keys.create(data)
-    where = f"{context.settings.public_url.rstrip('/')}/v1/keys/{made.id}"
-    return Response(made, status_code=201, headers={"Cache-Control": "no-store", "Location": where})
+    headers = {"Cache-Control": "no-store", "Location": context.url(f"keys/{made.id}")}
+    return Response(made, status_code=201, headers=headers)
 
 
 @get(

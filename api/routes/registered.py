@@ -118,8 +118,7 @@ def put_response(
     """Return the response to a registration: 201 with its address where the name is new."""
     if former is not None:
         return Response(artifact.replacing(former), status_code=200)
-    base = context.settings.public_url.rstrip("/")
-    where = f"{base}/v1/{kind.plural}/{artifact.name}"
+    where = context.url(f"{kind.plural}/{artifact.name}")
     return Response(artifact, status_code=201, headers={"Location": where})
 
 

@@ -120,7 +120,7 @@ async def put_module(
     )
     former = await context.steering.put_module(module, content.blobs)
     if former is None:
-        where = f"{context.settings.public_url.rstrip('/')}/v1/steering/modules/{name}"
+        where = context.url(f"steering/modules/{name}")
         return Response(_view(module), status_code=201, headers={"Location": where})
     if former.digest == module.digest:
         return Response(
