@@ -15,7 +15,7 @@ import numpy as np
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.artifacts.saes import Sae, SaeForm
 from ....schemas.base.dtypes import DTYPES, narrowed, widened
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_FEATURES
 from ....schemas.base.tensors import Tensor, from_numpy
 from ....schemas.jobs.models import ModelInfo
@@ -148,28 +148,33 @@ def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[
 def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
     op = spec.op or "add"
     check_together(spec, at, "sae", FIELDS)
-    if op not in OPS:
-        raise invalid(f"{at}.op", f"{op!r} is not valid with sae", allowed=", ".join(OPS))
-    if spec.feature is None:
-        raise invalid(f"{at}.feature", "is required with sae", allowed=f"0 to {sae.form.d_sae - 1}")
-    if spec.feature >= sae.form.d_sae:
-        raise invalid(
-            f"{at}.feature",
-            f"{sae.name!r} has no feature {spec.feature}",
-            allowed=f"0 to {sae.form.d_sae - 1}",
-        )
-    if (spec.value is None) == OPS[op]:
-        detail = (
-            f"is required for op {op!r}"
-            if OPS[op]
-            else f"is not valid for op {op!r}, which sets the activation to 0"
-        )
-        raise invalid(
-            f"{at}.value",
-            detail,
-            allowed="a number, in units of the feature's activation" if OPS[op] else None,
-            hint=None if OPS[op] else "omit it",
-        )
+    takes, valid = OPS.get(op, False), f"0 to {sae.form.d_sae - 1}"
+    check_excluded(
+        [
+            Excluded(
+                f"{at}.op", op not in OPS, f"{op!r} is not valid with sae", allowed=", ".join(OPS)
+            ),
+            Excluded(f"{at}.feature", spec.feature is None, "is required with sae", allowed=valid),
+            Excluded(
+                f"{at}.feature",
+                (spec.feature or 0) >= sae.form.d_sae,
+                f"{sae.name!r} has no feature {spec.feature}",
+                allowed=valid,
+            ),
+            Excluded(
+                f"{at}.value",
+                takes and spec.value is None,
+                f"is required for op {op!r}",
+                allowed="a number, in units of the feature's activation",
+            ),
+            Excluded(
+                f"{at}.value",
+                not takes and spec.value is not None,
+                f"is not valid for op {op!r}, which sets the activation to 0",
+                hint="omit it",
+            ),
+        ]
+    )
     try:
         if op != "add":
             check_ruled(sae.form)

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from ....schemas.access.handling import Handling, handling_of
 from ....schemas.artifacts.probes import ProbeUse
-from ....schemas.base.errors import invalid
+from ....schemas.base.errors import Excluded, check_excluded, invalid
 from ....schemas.base.limits import MAX_PROMPTS, MAX_UNSERVED
 from ....schemas.jobs.jobs import JobRequest, Sampling
 from ....schemas.jobs.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
@@ -204,12 +204,21 @@ def _refuse_unserved(body: OpenAIRequest) -> None:
                 allowed=msgspec.json.encode(harmless[0]).decode(),
                 hint="omit it",
             )
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "needs stream: true")
-    if body.stream and body.prompt_logprobs is not None:
-        raise invalid(
-            "prompt_logprobs", "is not valid with stream: true", allowed="null, or stream: false"
-        )
+    check_excluded(
+        [
+            Excluded(
+                "stream_options",
+                body.stream_options is not None and not body.stream,
+                "needs stream: true",
+            ),
+            Excluded(
+                "prompt_logprobs",
+                body.stream and body.prompt_logprobs is not None,
+                "is not valid with stream: true",
+                allowed="null, or stream: false",
+            ),
+        ]
+    )
 
 
 def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:

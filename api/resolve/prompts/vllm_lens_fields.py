@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ....schemas.base.dtypes import ITEM_BYTES
-from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.errors import Excluded, MidstreamError, check_excluded, invalid
 from ....schemas.base.json_bounds import TooManyValues, check_json
 from ....schemas.base.limits import MAX_ENTRIES, MAX_LAYERS, Index
 from ....schemas.base.records import from_json
@@ -49,24 +49,39 @@ def with_lens_args(parsed: ParsedRequest, body: OpenAIRequest, most_mib: int) ->
     )
     if args is None:
         return parsed
-    if body.vllm_xargs is not None and body.extra_args is not None:
-        raise invalid("extra_args", "is given with vllm_xargs", hint="give one of them")
-    if most_mib == 0:
-        raise invalid(
-            at,
-            "vllm-lens' fields are turned off here (setting tuning.vllm_lens_mib)",
-            hint="use steering and capture",
-        )
-    for name, instead in REFUSED.items():
-        if (raw := getattr(args, name)) is not msgspec.UNSET and bytes(raw) != b"null":
-            raise invalid(f"{at}.{name}", "is not supported", hint=instead)
-    if args.activations_transport not in (None, "base64"):
-        raise invalid(
-            f"{at}.activations_transport",
-            f"{args.activations_transport!r} is not supported",
-            allowed="base64",
-            hint="omit it",
-        )
+    transport = args.activations_transport
+    check_excluded(
+        [
+            Excluded(
+                "extra_args",
+                body.vllm_xargs is not None and body.extra_args is not None,
+                "is given with vllm_xargs",
+                hint="give one of them",
+            ),
+            Excluded(
+                at,
+                most_mib == 0,
+                "vllm-lens' fields are turned off here (setting tuning.vllm_lens_mib)",
+                hint="use steering and capture",
+            ),
+            *(
+                Excluded(
+                    f"{at}.{name}",
+                    (raw := getattr(args, name)) is not msgspec.UNSET and bytes(raw) != b"null",
+                    "is not supported",
+                    hint=instead,
+                )
+                for name, instead in REFUSED.items()
+            ),
+            Excluded(
+                f"{at}.activations_transport",
+                transport not in (None, "base64"),
+                f"{transport!r} is not supported",
+                allowed="base64",
+                hint="omit it",
+            ),
+        ]
+    )
     return _captured(
         _steered(parsed, args, f"{at}.apply_steering_vectors"), args, f"{at}.output_residual_stream"
     )
@@ -121,33 +136,42 @@ def _captured(parsed: ParsedRequest, args: LensArgs, at: str) -> ParsedRequest:
         layers = _decoded(layers, Layers | bool, at)
     if layers is None:
         return parsed
-    if layers is False or layers == []:
-        raise invalid(
-            at, "names no layer", allowed="a list of layers, true for all of them, or omit it"
-        )
-    if isinstance(layers, list) and len(layers) > MAX_LAYERS:
-        raise invalid(at, f"has {len(layers)} layers", allowed=f"at most {MAX_LAYERS}")
-    several = (
-        "stream"
-        if parsed.stream
-        else "n"
-        if parsed.n > 1
-        else "prompt"
-        if len(parsed.prompts) > 1
-        else ""
+    count = len(layers) if isinstance(layers, list) else 1
+    wishes = {"stream": parsed.stream, "n": parsed.n > 1, "prompt": len(parsed.prompts) > 1}
+    several = next((name for name, given in wishes.items() if given), "")
+    check_excluded(
+        [
+            Excluded(
+                at,
+                not layers,
+                "names no layer",
+                allowed="a list of layers, true for all of them, or omit it",
+            ),
+            Excluded(
+                at, count > MAX_LAYERS, f"has {count} layers", allowed=f"at most {MAX_LAYERS}"
+            ),
+            Excluded(
+                at,
+                several,
+                f"needs one complete answer, but {several} requests several or a stream",
+                allowed="one prompt, n: 1, stream: false",
+            ),
+            Excluded(
+                at,
+                parsed.capture is not None,
+                "is given with capture",
+                hint="give one of them",
+            ),
+            Excluded(
+                at,
+                parsed.prompts[0].images,
+                "is not available for prompts with images",
+                hint="use capture instead",
+            ),
+        ]
     )
-    if several:
-        raise invalid(
-            at,
-            f"needs one complete answer, but {several} requests several or a stream",
-            allowed="one prompt, n: 1, stream: false",
-        )
-    if parsed.capture is not None:
-        raise invalid(at, "is given with capture", hint="give one of them")
-    if parsed.prompts[0].images:
-        raise invalid(at, "is not available for prompts with images", hint="use capture instead")
     capture = CaptureSpec(
-        layers="all" if layers is True else sorted(set(layers)),
+        layers=sorted(set(layers)) if isinstance(layers, list) else "all",
         positions="all",
         at="after",
         tag=TAG,
