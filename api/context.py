@@ -147,7 +147,7 @@ class AppContext:
             # the first job, even if the modules, probes, … that it names have been removed since
             return known
         job_id = new_job_id()
-        parsed, named = await self.names.resolve(parsed, info, watching, caller, job_id)
+        named = await self.names.resolve(parsed, info, watching, caller, job_id)
         codec = await self.served.codec(info)
         admitted = await admission.admit(parsed, info, codec, job_id, named, caller)
         check_answer(parsed, admitted.job, info, self.settings.tuning.vllm_lens_mib)

@@ -18,8 +18,6 @@ import msgspec
 
 from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
-from ....schemas.artifacts.loras import StoredLora
-from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.edit_sizes import EditLimit
 from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
@@ -53,8 +51,14 @@ from ..positions.windows import with_window_tokens
 from ..prompts.images import check_number as check_number_of_images, placed
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
-from ..readings.probes import NO_POLICIES, Applied, check_step, check_tokens
-from ..readings.readings import positions_asked, resolve_readings, with_token_ids_of
+from ..readings.probes import check_step, check_tokens
+from ..readings.readings import (
+    ARTIFACTS,
+    artifacts_named,
+    positions_asked,
+    resolve_readings,
+    with_token_ids_of,
+)
 from .names import NO_NAMES, Referents, modules_of
 
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
@@ -326,15 +330,13 @@ async def resolve(
     model: ModelInfo,
     codec: Codec,
     max_tokens: int,
-    model_state: ModelState = NOTHING,
-    probes: Sequence[StoredProbe] = (),
-    policies: Applied = NO_POLICIES,
+    named: Referents = NO_NAMES,
 ) -> Resolved:
     """Return captures and edits for each prompt, and the request's tensors by content hash.
 
     Raises a 400 naming the field.
     """
-
+    model_state, probes = named.state, named.probes
     parsed = await with_token_ids_of(parsed, codec)
     capture = await with_window_tokens(parsed.capture, codec)
     if capture is not parsed.capture:
@@ -342,11 +344,11 @@ async def resolve(
 
     def resolved() -> Resolved:
         facts = facts_of(parsed, prompts, codec, model_state)
-        bounds = Bounds(model, facts, max_tokens, [probe.name for probe in probes])
-        more = [(at, stored_captures(spec, bounds, at)) for at, spec in policies.captures]
+        bounds = Bounds(model, facts, max_tokens, [probe.name for probe in probes], named.found)
+        more = [(at, stored_captures(spec, bounds, at)) for at, spec in named.policies.captures]
         readings = resolve_readings(parsed, bounds)
         captures = resolve_captures(parsed.capture, bounds, [*readings, *more])
-        gated = [*gated_by(parsed.probes, probes), *policies.gated]
+        gated = [*gated_by(parsed.probes, probes), *named.policies.gated]
         return captures, *resolve_edits(
             parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
         )
@@ -527,12 +529,12 @@ async def admit(
 
     Raises a 400 with the path of the field at fault.
     """
-    model_state, probes, policies = named.state, named.probes, named.policies
     if "capture" in parsed.readings:
         check_alone(parsed)
-        parsed, probes = replace(parsed, sampling=Sampling(max_tokens=1)), ()
+        parsed = replace(parsed, sampling=Sampling(max_tokens=1))
         model = msgspec.structs.replace(model, global_captures=[])
-    probes = [*probes, *policies.probes]
+    probes = [*named.probes, *named.policies.probes]
+    named, model_state = replace(named, probes=probes), named.state
     check_sampling(
         parsed.sampling,
         parsed.sampling_at,
@@ -544,9 +546,7 @@ async def admit(
     parsed, prompts = with_choices(parsed, await tokenise(parsed.prompts, model, codec))
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
-    captures, steering, blobs = await resolve(
-        parsed, prompts, model, codec, max_tokens, model_state, probes, policies
-    )
+    captures, steering, blobs = await resolve(parsed, prompts, model, codec, max_tokens, named)
     check_step(probes, captures, model)
     job = Job(
         id=job_id,
@@ -571,10 +571,10 @@ async def admit(
         lora=named.lora,
         probes=probes,
         conversation=parsed.conversation or "",
-        hooks=policies.hooks,
+        hooks=named.policies.hooks,
         identity=model.identity,
         queue=GRADIENTS if "capture" in parsed.readings else "",
-        contents=_contents(parsed, model, model_state, named.lora, probes),
+        contents=_contents(parsed, model, named),
         **handled(parsed.handling, caller),
     )
     pinned = {name for module in model_state.modules.values() for name in module.tensors}
@@ -584,18 +584,15 @@ async def admit(
     return Admitted(job, blobs, sorted(pinned - blobs.keys()))
 
 
-def _contents(
-    parsed: ParsedRequest,
-    model: ModelInfo,
-    model_state: ModelState,
-    lora: StoredLora | None,
-    probes: Sequence[StoredProbe],
-) -> dict[str, str]:
+def _contents(parsed: ParsedRequest, model: ModelInfo, named: Referents) -> dict[str, str]:
     """Return the value of `Job.contents`."""
-    contents = model_state.features.contents | parsed.contents
-    if lora is not None:
-        contents[f"lora/{lora.name}"] = lora.digest
-    for probe in probes:
+    contents = named.state.features.contents | {
+        f"{kind}/{name}": named.found.known(ARTIFACTS[kind], name, kind).digest
+        for kind, name in artifacts_named(parsed)
+    }
+    if named.lora is not None:
+        contents[f"lora/{named.lora.name}"] = named.lora.digest
+    for probe in named.probes:
         kind, used = ("probe", probe) if probe.policy is None else ("policy", probe.policy)
         contents[f"{kind}/{used.name}"] = used.digest
     return contents | {

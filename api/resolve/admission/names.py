@@ -13,7 +13,7 @@ import msgspec
 
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.probes import watched_model
-from ....broker.ledger.named.registry import Lookup, look_up
+from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup, look_up
 from ....broker.ledger.named.source_runs import SourceRuns
 from ....broker.ledger.named.steering import Steering
 from ....schemas.access.keys import Caller, own, scoped, shown
@@ -36,7 +36,7 @@ from ..positions.gates import gated_by
 from ..prompts.request_parsing import ParsedRequest
 from ..readings.lens import named_jacobian, single_tokens
 from ..readings.probes import NO_POLICIES, Applied, policies_of, probes_of
-from ..readings.readings import artifacts_named, with_artifacts
+from ..readings.readings import ARTIFACTS, artifacts_named
 from ..readings.saes import named_sae
 from .served import Served
 
@@ -49,6 +49,7 @@ class Referents:
     lora: StoredLora | None = None
     probes: Sequence[StoredProbe] = ()
     policies: Applied = NO_POLICIES  # also those of all traffic
+    found: Lookup = NOTHING_FOUND  # registered artifacts
 
 
 NO_NAMES = Referents()
@@ -70,10 +71,10 @@ class Names:
         watching: Sequence[str],
         caller: Caller,
         job_id: str,
-    ) -> tuple[ParsedRequest, Referents]:
-        """Return the request with the artifacts that its readings name, and what else it names.
+    ) -> Referents:
+        """Return what the request names. `watching`: the policies of all traffic.
 
-        `watching`: the policies of all traffic. Raises MidstreamError: a 400 naming the field, or
+        Raises MidstreamError: a 400 naming the field, or
         `unavailable` for a policy of all traffic that does not fit the model.
         """
         steering, patch = parsed.steering, parsed.patch
@@ -82,7 +83,6 @@ class Names:
         if "capture" in parsed.readings:
             found = found._replace(gradients=await self._ledger.gradients(info))
         lora = named_lora(parsed.lora, info, found)
-        parsed = with_artifacts(parsed, info, found)
         probes = probes_of(parsed.probes, info, found)
         of_all_traffic = found.present(POLICIES, watching)
         policies = policies_of(parsed, info, found, of_all_traffic, job_id)
@@ -92,7 +92,7 @@ class Names:
         features = await self.features(info, steering, found)
         modules_found = {**state.modules, **policies.modules}
         state = replace(state, modules=modules_found, features=features)
-        return parsed, Referents(state, lora, probes, policies)
+        return Referents(state, lora, probes, policies, found)
 
     async def look_up(
         self, info: ModelInfo, named: Iterable[tuple[Kind[Any], str | None]]
@@ -194,7 +194,7 @@ def _artifacts_of(parsed: ParsedRequest) -> list[tuple[Kind[Any], str | None]]:
     probes = (use.probe if isinstance(use, ProbeUse) else use for use in parsed.probes)
     return [
         (LORAS, parsed.lora),
-        *artifacts_named(parsed),
+        *((ARTIFACTS[kind], name) for kind, name in artifacts_named(parsed)),
         *((PROBES, name) for name in probes),
         *((POLICIES, name) for name in parsed.policies),
         *_artifacts_of_steering(parsed.steering),

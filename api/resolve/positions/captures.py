@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup
 from ....broker.ops import global_capture
 from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_READING_WORK
@@ -60,6 +61,7 @@ class Bounds:
     prompts: Sequence[PromptFacts]
     max_tokens: int = 1  # tokens generated, at most
     probes: Sequence[str] = ()  # the probes that score the request
+    found: Lookup = NOTHING_FOUND  # the registered artifacts that the request names
 
 
 def has_text(positions: RequestedPositions) -> bool:

@@ -72,8 +72,6 @@ class ParsedRequest:
     scales: list[float] = field(default_factory=list)  # of a dose: each multiplies all of steering
     patch: list[PatchSpec] = field(default_factory=list)
     readings: dict[str, Any] = field(default_factory=dict)  # field → the spec, or the list of specs
-    # kind and name of the artifacts that readings name → digest, once they are looked up
-    contents: dict[str, str] = field(default_factory=dict)
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 import msgspec
 
 from ....broker.ledger.named.probes import misfit
-from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.probes import PROBES, Probe
 from ....schemas.artifacts.saes import Sae
 from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.jobs.models import GradientInfo, ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, SelectorError, select
-from ....schemas.requests.scalars import SCALAR_FIELDS, StoredScalar
+from ....schemas.requests.scalars import SCALAR_FIELDS, ScalarSpec, StoredScalar
 from ....schemas.requests.specs import CaptureSpec, StoredCapture
 from ..positions.captures import Bounds, positions_of_each, stored_captures
 from ..prompts.tokenizer import Codec
@@ -21,13 +20,6 @@ from .lens import single_tokens
 from .saes import named_sae
 
 START = "start one: `midstream up --set gradients=true`"
-
-
-class GradientsOf(CaptureSpec, kw_only=True):
-    """A capture of gradients whose probe or autoencoder, if it names one, is looked up."""
-
-    artifact: Probe | Sae | None
-    absent: dict[str, str]  # hook point without gradients → the reason
 
 
 def check_gradients(
@@ -57,15 +49,12 @@ def check_gradients(
     return gradients
 
 
-def with_artifact(
-    spec: CaptureSpec, field: str, model: ModelInfo, found: Lookup
-) -> tuple[CaptureSpec, str]:
-    """Return the capture with the artifact that its scalar names, and the artifact's digest.
+def _scalar(spec: CaptureSpec, bounds: Bounds, at: str) -> tuple[ScalarSpec, Probe | Sae | None]:
+    """Return the scalar, and the artifact that it names.
 
-    Raises a 400 naming the field below `field`, also for a scalar with fields of another kind.
+    Raises a 400 naming the field below `at`, also for a scalar with fields of another kind.
     """
-    facts = check_gradients({}, model, found.gradients, field=f"{field}.of")
-    scalar, at = spec.scalar, f"{field}.scalar"
+    model, scalar = bounds.model, spec.scalar
     if scalar is None:
         raise invalid(at, "is required with of = 'gradient'", allowed=", ".join(SCALAR_FIELDS))
     needed, optional = SCALAR_FIELDS[scalar.kind]
@@ -75,18 +64,17 @@ def with_artifact(
         if value is not None and name not in ("kind", *needed, *optional):
             valid = ", ".join((*needed, *optional))
             raise invalid(f"{at}.{name}", f"is not valid for {scalar.kind!r}", allowed=valid)
-    artifact: Probe | Sae | None = None
     if scalar.probe is not None:
-        artifact = found.known(PROBES, scalar.probe, f"{at}.probe")
-        if (why := misfit(artifact, model)) is not None:
+        probe = bounds.found.known(PROBES, scalar.probe, f"{at}.probe")
+        if (why := misfit(probe, model)) is not None:
             raise invalid(f"{at}.probe", f"{scalar.probe!r} {why}", hint="register it again")
-        _check_below(f"{at}.label", scalar.label, len(artifact.content.labels))
+        _check_below(f"{at}.label", scalar.label, len(probe.content.labels))
+        return scalar, probe
     if scalar.sae is not None:
-        artifact = named_sae(scalar.sae, f"{at}.sae", model, found)
-        _check_below(f"{at}.feature", scalar.feature, artifact.form.d_sae)
-    digest = "" if artifact is None else artifact.digest
-    fields = msgspec.structs.asdict(spec)
-    return GradientsOf(**fields, artifact=artifact, absent=facts.absent), digest
+        sae = named_sae(scalar.sae, f"{at}.sae", model, bounds.found)
+        _check_below(f"{at}.feature", scalar.feature, sae.form.d_sae)
+        return scalar, sae
+    return scalar, None
 
 
 def _check_below(at: str, number: int | None, count: int) -> None:
@@ -96,8 +84,8 @@ def _check_below(at: str, number: int | None, count: int) -> None:
 
 async def with_scalar_tokens(spec: CaptureSpec, codec: Codec) -> CaptureSpec:
     """Return the capture with token ids in place of texts in its scalar."""
-    scalar = spec.scalar
-    assert scalar is not None, "with_artifact comes first"
+    if (scalar := spec.scalar) is None:
+        return spec
     given = {"token": scalar.token, "foil": scalar.foil}
     named = {f"capture.scalar.{name}": token for name, token in given.items() if token is not None}
     ids = await single_tokens(named, codec)
@@ -105,8 +93,10 @@ async def with_scalar_tokens(spec: CaptureSpec, codec: Codec) -> CaptureSpec:
     return msgspec.structs.replace(spec, scalar=msgspec.structs.replace(scalar, **fields))
 
 
-def resolve_gradients(spec: GradientsOf, bounds: Bounds, at: str) -> list[StoredCapture]:
+def resolve_gradients(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
     """Return one capture per prompt. Raises a 400 naming the field below `at`."""
+    facts = check_gradients({}, bounds.model, bounds.found.gradients, field=f"{at}.of")
+    scalar, artifact = _scalar(spec, bounds, f"{at}.scalar")
     if spec.run is not None:
         raise invalid(f"{at}.run", "a source run has activations", hint="omit it")
     plain = msgspec.structs.replace(spec, of="activation", scalar=None)
@@ -114,11 +104,11 @@ def resolve_gradients(spec: GradientsOf, bounds: Bounds, at: str) -> list[Stored
     if captures[0].window is not None:
         raise invalid(f"{at}.positions", "gradients are those of the prompt: name its positions")
     for hook in captures[0].sites:
-        if hook in spec.absent:
-            raise invalid(f"{at}.hooks", f"{hook} has no gradients: {spec.absent[hook]}")
+        if hook in facts.absent:
+            raise invalid(f"{at}.hooks", f"{hook} has no gradients: {facts.absent[hook]}")
     for index, capture in enumerate(captures):
         _in_prompt(capture.positions, index, bounds, f"{at}.positions")
-    scalars = _scalars(spec, bounds, f"{at}.scalar")
+    scalars = _scalars(scalar, artifact, bounds, f"{at}.scalar")
     return [
         msgspec.structs.replace(capture, gradient=scalar)
         for capture, scalar in zip(captures, scalars, strict=True)
@@ -133,10 +123,10 @@ def _in_prompt(chosen: PositionSelector, index: int, bounds: Bounds, at: str) ->
     return positions
 
 
-def _scalars(spec: GradientsOf, bounds: Bounds, at: str) -> list[StoredScalar]:
+def _scalars(
+    scalar: ScalarSpec, artifact: Probe | Sae | None, bounds: Bounds, at: str
+) -> list[StoredScalar]:
     """Return the scalar of each prompt."""
-    scalar, artifact = spec.scalar, spec.artifact
-    assert scalar is not None
     for name in ("token", "foil"):
         _check_below(f"{at}.{name}", getattr(scalar, name), bounds.model.vocab_size)
     positions: list[list[int]] = [[] for _ in bounds.prompts]

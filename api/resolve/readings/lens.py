@@ -22,30 +22,23 @@ from .reading_captures import reading_captures
 _MAPS: dict[str, Kind[Any]] = {"tuned": TUNED_LENSES, "jacobian": JACOBIAN_LENSES}
 
 
-class FittedLens(LensSpec, kw_only=True):
-    """A lens whose tuned or Jacobian lens is looked up."""
-
-    found: TunedLens
-
-
 # --- What a request names -------------------------------------------------------------------------
 
 
-def with_maps(spec: LensSpec, field: str, model: ModelInfo, found: Lookup) -> tuple[LensSpec, str]:
-    """Return the lens with the tuned or Jacobian lens that it names, and the digest of that lens.
+def _maps(spec: LensSpec, bounds: Bounds, at: str) -> TunedLens | None:
+    """Return the tuned or Jacobian lens that a lens names.
 
-    Raises a 400 naming a field below `field`, with the names that exist.
+    Raises a 400 naming a field below `at`, with the names that exist.
     """
     named = spec.references
     if not named:
-        return spec, ""
+        return None
     if len(named) > 1:
-        raise invalid(f"{field}.jacobian", "is not valid together with tuned", hint="omit one")
+        raise invalid(f"{at}.jacobian", "is not valid together with tuned", hint="omit one")
     ((kind, name),) = named
-    at = f"{field}.{kind}"
-    lens: TunedLens = found.known(_MAPS[kind], name, at)
-    check_shape(lens, model, at)
-    return FittedLens(**msgspec.structs.asdict(spec), found=lens), lens.digest
+    lens: TunedLens = bounds.found.known(_MAPS[kind], name, f"{at}.{kind}")
+    check_shape(lens, bounds.model, f"{at}.{kind}")
+    return lens
 
 
 def check_shape(lens: TunedLens, model: ModelInfo, at: str) -> None:
@@ -150,7 +143,7 @@ LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 def resolve_lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
     """Return one capture per prompt. Raises a 400 naming the field below `at`."""
-    tuned = spec.found if isinstance(spec, FittedLens) else None
+    tuned = _maps(spec, bounds, at)
     if tuned is not None:
         spec = _fitted(spec, tuned, at)
     made = apply_rules(LENS_RULES, spec, bounds, at)

@@ -5,11 +5,10 @@ A kind of reading is a row in `READINGS`. How much may come back is limited toge
 consumer `memory` returns.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ....schemas.artifacts.probes import PROBES
 from ....schemas.artifacts.registered import Kind
@@ -21,9 +20,9 @@ from ....schemas.prompts.selectors import RequestedPositions
 from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds
 from ..prompts.tokenizer import Codec
-from .features import resolve_features, with_sae
-from .gradients import resolve_gradients, with_artifact, with_scalar_tokens
-from .lens import resolve_lens, with_maps, with_token_ids
+from .features import resolve_features
+from .gradients import resolve_gradients, with_scalar_tokens
+from .lens import resolve_lens, with_token_ids
 from .readers import resolve_reader
 
 if TYPE_CHECKING:
@@ -36,20 +35,17 @@ class ReadingKind:
 
     kind: str  # as workers report it; empty: their ranks do not compute it
     captures: Callable[[Any, Bounds, str], list[StoredCapture]]  # one per prompt
-    #: Returns a spec with the registered artifact that it names, and the artifact's digest. Raises
-    #: a 400 naming the field.
-    find: Callable[[Any, str, ModelInfo, Lookup], tuple[Any, str]] | None = None
     #: Returns a spec with token ids in place of texts.
     encode: Callable[[Any, Codec], Awaitable[Any]] | None = None
 
 
 #: Field of a request (`ReadingRequest`) → kind of reading. A field may hold a list.
 READINGS: dict[str, ReadingKind] = {
-    "lens": ReadingKind("lens", resolve_lens, with_maps, with_token_ids),
-    "features": ReadingKind("features", resolve_features, with_sae),
+    "lens": ReadingKind("lens", resolve_lens, with_token_ids),
+    "features": ReadingKind("features", resolve_features),
     "readers": ReadingKind("reader", resolve_reader),
     # rows of gradients: like a reading, it may name an artifact and tokens
-    "capture": ReadingKind("", resolve_gradients, with_artifact, with_scalar_tokens),
+    "capture": ReadingKind("", resolve_gradients, with_scalar_tokens),
 }
 
 
@@ -71,36 +67,9 @@ def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
             yield field, field, spec
 
 
-def artifacts_named(parsed: "ParsedRequest") -> list[tuple[Kind[Any], str]]:
-    """Return kind and name of the registered artifacts that readings name."""
-    return [
-        (ARTIFACTS[kind], name)
-        for _, _, spec in _each(parsed)
-        for kind, name in spec.references
-        if kind in ARTIFACTS
-    ]
-
-
-def _with_specs(parsed: "ParsedRequest", specs: Iterable[Any]) -> "ParsedRequest":
-    """Return the request with `specs` in place of those that `_each` yields."""
-    given = iter(specs)
-    readings = {
-        field: [next(given) for _ in spec] if isinstance(spec, list) else next(given)
-        for field, spec in parsed.readings.items()
-    }
-    return replace(parsed, readings=readings)
-
-
-def with_artifacts(parsed: "ParsedRequest", model: ModelInfo, found: Lookup) -> "ParsedRequest":
-    """Return the request with the artifacts that its readings name. Raises a 400 naming one."""
-    contents: dict[str, str] = {}
-    specs = []
-    for field, at, spec in _each(parsed):
-        if (find := READINGS[field].find) is not None:
-            spec, digest = find(spec, at, model, found)
-            contents.update({f"{kind}/{name}": digest for kind, name in spec.references})
-        specs.append(spec)
-    return replace(_with_specs(parsed, specs), contents=contents)
+def artifacts_named(parsed: "ParsedRequest") -> list[tuple[str, str]]:
+    """Return (key of `ARTIFACTS`, name) of the registered artifacts that readings name."""
+    return [reference for _, _, spec in _each(parsed) for reference in spec.references]
 
 
 async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedRequest":
@@ -108,11 +77,17 @@ async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedReq
 
     Raises a 400 naming the text that is not one token.
     """
-    specs = [
-        spec if (encode := READINGS[field].encode) is None else await encode(spec, codec)
-        for field, _, spec in _each(parsed)
-    ]
-    return _with_specs(parsed, specs)
+    encoded = iter(
+        [
+            spec if (encode := READINGS[field].encode) is None else await encode(spec, codec)
+            for field, _, spec in _each(parsed)
+        ]
+    )
+    readings = {
+        field: [next(encoded) for _ in spec] if isinstance(spec, list) else next(encoded)
+        for field, spec in parsed.readings.items()
+    }
+    return replace(parsed, readings=readings)
 
 
 def resolve_readings(

@@ -44,6 +44,9 @@ class Lookup(NamedTuple):
         return [self.records[of] for of in given if of in self.records]
 
 
+NOTHING_FOUND = Lookup()
+
+
 @reachable
 async def look_up(ledger: Ledger, model: str, named: Iterable[tuple[Kind[Any], str]]) -> Lookup:
     """Return the named artifacts, read in one round trip; the names of a kind take a second one, if

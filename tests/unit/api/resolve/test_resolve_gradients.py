@@ -10,9 +10,9 @@ from refusal_kit import refuses
 from test_resolve_captures import bounds
 
 from midstream.api.resolve.admission.admission import admit
+from midstream.api.resolve.admission.names import Referents
 from midstream.api.resolve.prompts.request_parsing import parse_completion, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
-from midstream.api.resolve.readings.readings import with_artifacts
 from midstream.broker.ledger.named.registry import Lookup
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
 from midstream.schemas.artifacts.saes import Sae, SaeForm
@@ -71,8 +71,8 @@ def job_of(
             body | {"capture": {"of": "gradient", "scalar": LOGIT} | capture}, JobRequest
         )
         found = Lookup("m", FOUND, gradients=facts)
-        parsed = with_artifacts(parse_job(request), model, found)
-        return (await admit(parsed, model, CODEC, "job_x")).job
+        named = Referents(found=found)
+        return (await admit(parse_job(request), model, CODEC, "job_x", named)).job
 
     return asyncio.run(admitted())
 
