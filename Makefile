@@ -258,13 +258,13 @@ inspect: .cache/inspect/.ready ## install Inspect AI, with the provider `midstre
 lm-eval: .cache/lm-eval/.ready ## install lm-evaluation-harness in .cache/lm-eval
 
 lens: $(READY) model .cache/lens/.ready ## install TransformerLens and recompute its reference grids, against which patched grids are tested
-	@.cache/lens/bin/python benchmarks/lens.py golden
-	@.cache/lens/bin/python benchmarks/lens_heads.py golden
-	@.cache/lens/bin/python benchmarks/lens_attribution.py golden
-	@.cache/lens/bin/python benchmarks/lens_facade.py
+	@.cache/lens/bin/python tools/peers/lens.py golden
+	@.cache/lens/bin/python tools/peers/lens_heads.py
+	@.cache/lens/bin/python tools/peers/lens_attribution.py
+	@.cache/lens/bin/python tools/peers/lens_facade.py
 
 bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after the other
-	@for script in $(filter-out benchmarks/engines.py benchmarks/shares.py benchmarks/lens.py benchmarks/lens_heads.py benchmarks/lens_attribution.py benchmarks/lens_facade.py benchmarks/tutorials.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in $(filter-out $(addprefix benchmarks/,engines.py services.py noop_tasks.py harvest.py),$(wildcard benchmarks/*.py)) "benchmarks/harvest.py speed"; do echo "== $$script"; $(BIN)/python $$script; done
 
 bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 22 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)

@@ -18,12 +18,12 @@ import argparse
 import asyncio
 import base64
 import json
+import math
 import multiprocessing
 import os
 import socket
 import statistics
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +34,10 @@ from urllib.parse import urlsplit
 
 import httpx2
 import msgspec
-from fake_engine import install
+from services import service
 
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.client.stack.supervisor import Supervisor, prepare, read_state
+from midstream.client.stack.supervisor import read_state
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
 
@@ -108,17 +108,13 @@ def module(entries: int) -> bytes:
     return json.dumps({"model": MODEL, "steering": edits(entries)}).encode()
 
 
-def file_of(shapes: list[list[int]], name: str = "post_block.{}") -> bytes:
+def tensors(shapes: dict[str, list[int]]) -> bytes:
+    """A safetensors file of zeros: name → shape."""
     header, at = {}, 0
-    for index, shape in enumerate(shapes):
-        size = 4
-        for dim in shape:
-            size *= dim
-        header[name.format(index)] = {
-            "dtype": "F32",
-            "shape": shape,
-            "data_offsets": [at, at + size],
-        }
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        offsets = [at, at + size]
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
         at += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -128,23 +124,14 @@ def file_of(shapes: list[list[int]], name: str = "post_block.{}") -> bytes:
 def lowrank(mib: int) -> bytes:
     """A legal file of so many MiB: rotations and weights of each layer."""
     rank = mib * MIB // (LAYERS * 2 * HIDDEN * 4 + LAYERS * 4)
-    header, at = {}, 0
-    for layer in range(LAYERS):
-        for field, shape in (
-            ("rotation", [rank, HIDDEN]),
-            ("weight", [rank, HIDDEN]),
-            ("bias", [rank]),
-        ):
-            size = 4 * rank * (HIDDEN if len(shape) == 2 else 1)
-            header[f"post_block.{layer}.{field}"] = {
-                "dtype": "F32",
-                "shape": shape,
-                "data_offsets": [at, at + size],
-            }
-            at += size
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    return struct.pack("<Q", len(raw)) + raw + bytes(at)
+    fields = {"rotation": [rank, HIDDEN], "weight": [rank, HIDDEN], "bias": [rank]}
+    return tensors(
+        {
+            f"post_block.{layer}.{field}": shape
+            for layer in range(LAYERS)
+            for field, shape in fields.items()
+        }
+    )
 
 
 def pairs(count: int, characters: int) -> bytes:
@@ -280,12 +267,18 @@ ATTACKS = [
     Attack("module file, 60 MiB", lambda: lowrank(60), MODULE, "PUT", FILE),
     Attack(
         "module file, 4,096 tensors",
-        lambda: file_of([[HIDDEN]] * 4096, "mlp_out.{}"),
+        lambda: tensors({f"mlp_out.{n}": [HIDDEN] for n in range(4096)}),
         MODULE,
         "PUT",
         FILE,
     ),
-    Attack("module file, 300,000 tensors", lambda: file_of([[1]] * 300_000), MODULE, "PUT", FILE),
+    Attack(
+        "module file, 300,000 tensors",
+        lambda: tensors({f"post_block.{n}": [1] for n in range(300_000)}),
+        MODULE,
+        "PUT",
+        FILE,
+    ),
     Attack("module file, 80 MiB", lambda: lowrank(80), MODULE, "PUT", FILE),
     Attack(
         "safetensors?layers= of 56 kB",
@@ -407,31 +400,10 @@ async def publish(settings: Settings) -> None:
         }
         await ledger.put_blob(name, raw)
         (worker,) = await ledger.workers()
-        await ledger.publish_model(msgspec.structs.replace(fake, **facts), worker)
+        absent = msgspec.structs.replace(worker, worker="absent", model=MODEL)
+        await ledger.publish_model(msgspec.structs.replace(fake, **facts), absent)
     finally:
         await ledger.close()
-
-
-def finished(http: httpx2.Client) -> list[Attack]:
-    """What is asked of jobs that are over: a result of a million tokens, and a page of jobs with
-    large metadata.
-    """
-    prompts = {"prompts": [[7] * 8] * 4096, "sampling": {"max_tokens": 256, "ignore_eos": True}}
-    large = http.post("/v1/jobs", json={"model": FAKE, **prompts}).raise_for_status().json()["id"]
-    while http.get(f"/v1/jobs/{large}?wait=30").raise_for_status().json()["state"] in (
-        "queued",
-        "running",
-    ):
-        pass
-    labels = {f"{index:064}": "x" * 512 for index in range(16)}
-    for _ in range(200):
-        http.post(
-            "/v1/jobs", json={"model": FAKE, "prompts": ["hello"], "metadata": labels}
-        ).raise_for_status()
-    return [
-        Attack("result of 4,096 × 256 tokens", lambda: b"", f"/v1/jobs/{large}/result", "GET"),
-        Attack("page of 200 jobs with 9 kB of metadata", lambda: b"", "/v1/jobs?limit=200", "GET"),
-    ]
 
 
 def one(http: httpx2.Client, pid: int, prober: Probe, attack: Attack) -> dict[str, Any]:
@@ -468,7 +440,6 @@ def one(http: httpx2.Client, pid: int, prober: Probe, attack: Attack) -> dict[st
 
 
 def main() -> None:
-    install()
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[])
@@ -478,27 +449,17 @@ def main() -> None:
         for attack in ATTACKS
         if not options.only or any(part in attack.name for part in options.only)
     ]
-    with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
-        data = Path(folder)
-        wanted = Settings(
-            engine="fake",
-            model=FAKE,
-            data_dir=folder,
-            api_port=0,
-            flower_port=0,
-            log_level="WARNING",
-        )
-        with Supervisor(prepare(wanted, data, print), say=lambda line: None) as stack:
-            asyncio.run(publish(stack.settings))
-            pid = read_state(stack.data)["processes"]["api"][0]
-            with httpx2.Client(base_url=stack.url, timeout=300) as http:
-                # reads the tokenizer, starts a helper
-                http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})
-                prober = Probe(stack.url)
-                for attack in [*chosen, *([] if options.only else finished(http))]:
-                    rounds = [one(http, pid, prober, attack) for _ in range(options.rounds)]
-                    print(row(attack, rounds), flush=True)
-                prober.close()
+    with service(engine="fake", model=FAKE, log_level="WARNING") as stack:
+        asyncio.run(publish(stack.settings))
+        pid = read_state(stack.data)["processes"]["api"][0]
+        with httpx2.Client(base_url=stack.url, timeout=300) as http:
+            # reads the tokenizer, starts a helper
+            http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})
+            prober = Probe(stack.url)
+            for attack in chosen:
+                rounds = [one(http, pid, prober, attack) for _ in range(options.rounds)]
+                print(row(attack, rounds), flush=True)
+            prober.close()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
 
 

@@ -14,11 +14,10 @@ arrives.
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import statistics
-import tempfile
+import subprocess
 import time
 import zlib
 from pathlib import Path
@@ -26,10 +25,8 @@ from typing import Any
 
 import aiohttp
 from engines import DEMO_MODEL, bench_prompts, tokenised
-from large_captures import plain_write, timed
+from services import report, service
 
-from midstream.client.stack.supervisor import Supervisor, prepare
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.prompts.selectors import HOOKS
 
 NOTHING: dict[str, Any] = {"status": "not_requested", "files": [], "bytes": 0, "rows": 0}
@@ -76,6 +73,17 @@ async def captured_round(
         return time.perf_counter() - start, results
 
 
+def dd_s(folder: Path, size: int) -> float:
+    """Seconds in which `dd` writes so many bytes durably, for the disk's own rate."""
+    os.sync()  # what others left to be written
+    file, start = folder / "dd", time.perf_counter()
+    command = ["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={size >> 20}"]
+    subprocess.run([*command, "conv=fsync", "status=none"], check=True)
+    seconds = time.perf_counter() - start
+    file.unlink()
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
@@ -92,100 +100,77 @@ def main() -> None:
         names: dict.fromkeys(named.get(names, names.split(",")), options.layers)
         for names in options.hooks
     }
-    with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
-        common = {
-            "enforce_eager": not options.compiled,
-            "enable_prefix_caching": False,
-            "max_model_len": 2048,
-        }
-        if options.compiled:
-            common["capture_buffer_mib"] = 1024  # all six hooks of a full step
-        data = Path(folder) / "stack"
-        wanted = Settings(
-            model=str(DEMO_MODEL), data_dir=str(data), api_port=0, flower_port=0, **common
-        )
-        settings = prepare(wanted, data, print)
-        report: list[dict[str, Any]] = []
-        with Supervisor(settings, say=lambda line: None) as stack:
+    common: dict[str, Any] = {"enforce_eager": not options.compiled}
+    if options.compiled:
+        common["capture_buffer_mib"] = 1024  # all six hooks of a full step
+    found: list[dict[str, Any]] = []
+    with service(
+        model=str(DEMO_MODEL), enable_prefix_caching=False, max_model_len=2048, **common
+    ) as stack:
+        settings = stack.settings
 
-            def captured(
-                hooks: dict[str, str], max_tokens: int, *, check: bool
-            ) -> tuple[float, list[dict[str, Any]]]:
-                os.sync()  # what the round before left to the disk
-                run = captured_round(
-                    stack.url,
-                    settings.served_model,
-                    prompts,
-                    hooks,
-                    max_tokens,
-                    options.concurrency,
-                    settings.capture_root,
-                    check,
-                )
-                seconds, results = asyncio.run(run)
-                shutil.rmtree(
-                    settings.capture_root / "default", ignore_errors=not hooks
-                )  # or the disk fills over the rounds
-                return seconds, results
+        def captured(
+            hooks: dict[str, str], max_tokens: int, *, check: bool
+        ) -> tuple[float, list[dict[str, Any]]]:
+            os.sync()  # what the round before left to the disk
+            run = captured_round(
+                stack.url,
+                settings.served_model,
+                prompts,
+                hooks,
+                max_tokens,
+                options.concurrency,
+                settings.capture_root,
+                check,
+            )
+            seconds, results = asyncio.run(run)
+            shutil.rmtree(
+                settings.capture_root / "default", ignore_errors=not hooks
+            )  # or the disk fills over the rounds
+            return seconds, results
 
-            for max_tokens in options.max_tokens:
-                checked = {
-                    name: captured(hooks, max_tokens, check=True)[1] for name, hooks in sets.items()
-                }
-                seconds: dict[str, list[float]] = {name: [] for name in sets}
-                disk: dict[str, list[float]] = {name: [] for name in sets}
-                for _ in range(options.rounds):
-                    for name, hooks in sets.items():
-                        took, results = captured(hooks, max_tokens, check=False)
-                        assert all(
-                            result["status"] == ("ok" if hooks else "not_requested")
-                            for result in results
-                        )
-                        seconds[name].append(took)
-                        print(f"  max_tokens {max_tokens}: {name} {took:.2f} s", flush=True)
-                        if size := sum(result["bytes"] for result in results):
-                            disk[name].append(
-                                timed(lambda size=size: plain_write(settings.capture_root, size))[0]
-                            )  # type: ignore[misc]
-                report += [
-                    {
-                        "hooks": name,
-                        "max_tokens": max_tokens,
-                        "ok": "{}/{}".format(
-                            sum(result["status"] == "ok" for result in checked[name]),
-                            len(prompts),
-                        ),
-                        "seconds": round(statistics.median(took), 3),
-                        "to_none": round(
-                            statistics.median(
-                                c / n for c, n in zip(took, seconds["none"], strict=True)
-                            ),
-                            3,
-                        )
-                        if "none" in seconds
-                        else None,
-                        "dd_s": round(statistics.median(disk[name] or [0.0]), 3),
-                        "mib": round(sum(result["bytes"] for result in checked[name]) / (1 << 20)),
-                        "rows": sum(result["rows"] for result in checked[name]),
-                    }
-                    for name, took in seconds.items()
-                ]
-    print(
-        f"{len(prompts)} prompts, {tokens} tokens, layers {options.layers}, concurrency "
-        f"{options.concurrency}"
-    )
-    for line in report:
-        print("  ".join(f"{name} {value}" for name, value in line.items()))
-    print(
-        json.dumps(
-            {
-                "benchmark": "capture_http",
-                "compiled": options.compiled,
-                "layers": options.layers,
-                "results": report,
+        for max_tokens in options.max_tokens:
+            checked = {
+                name: captured(hooks, max_tokens, check=True)[1] for name, hooks in sets.items()
             }
-        )
-    )
+            seconds: dict[str, list[float]] = {name: [] for name in sets}
+            disk: dict[str, list[float]] = {name: [] for name in sets}
+            for _ in range(options.rounds):
+                for name, hooks in sets.items():
+                    took, results = captured(hooks, max_tokens, check=False)
+                    assert all(
+                        result["status"] == ("ok" if hooks else "not_requested")
+                        for result in results
+                    )
+                    seconds[name].append(took)
+                    print(f"  max_tokens {max_tokens}: {name} {took:.2f} s", flush=True)
+                    if size := sum(result["bytes"] for result in results):
+                        disk[name].append(dd_s(settings.capture_root, size))
+            found += [
+                {
+                    "hooks": name,
+                    "max_tokens": max_tokens,
+                    "ok": "{}/{}".format(
+                        sum(result["status"] == "ok" for result in checked[name]),
+                        len(prompts),
+                    ),
+                    "seconds": round(statistics.median(took), 3),
+                    "to_none": round(
+                        statistics.median(
+                            c / n for c, n in zip(took, seconds["none"], strict=True)
+                        ),
+                        3,
+                    )
+                    if "none" in seconds
+                    else None,
+                    "dd_s": round(statistics.median(disk[name] or [0.0]), 3),
+                    "mib": round(sum(result["bytes"] for result in checked[name]) / (1 << 20)),
+                    "rows": sum(result["rows"] for result in checked[name]),
+                }
+                for name, took in seconds.items()
+            ]
+    about = {"prompts": len(prompts), "tokens": tokens, "layers": options.layers}
+    report("capture_http", found, compiled=options.compiled, **about)
 
 
 if __name__ == "__main__":

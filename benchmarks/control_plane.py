@@ -13,12 +13,10 @@ machine is shared, those are worth more than jobs per second.
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,11 +24,10 @@ from typing import Any
 
 import aiohttp
 import redis
-from fake_engine import install
 from noop_tasks import DONE, QUEUE, noop_app
+from services import report, service
 
-from midstream.client.stack.supervisor import Supervisor, prepare, read_state
-from midstream.schemas.base.settings import Settings
+from midstream.client.stack.supervisor import read_state
 
 MODEL = "fake-model"
 JOB = {"model": MODEL, "prompts": ["a prompt"], "sampling": {"max_tokens": 1}}
@@ -83,51 +80,24 @@ async def http_round(
 
 
 def main() -> None:
-    install()
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
-        data = Path(folder)
-        wanted = Settings(
-            engine="fake",
-            model=MODEL,
-            data_dir=str(data),
-            api_port=0,
-            flower_port=0,
-            log_level="WARNING",
-        )
-        settings = prepare(wanted, data, print)
-        with Supervisor(settings, say=lambda line: None) as stack:
-            redis_url = stack.settings.redis_url
-            log = (data / "noop.log").open("wb")
-            noop = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("noop_tasks.py")), redis_url],
-                stdout=log,
-                stderr=log,
-            )
-            try:
-                pids = {name: pid for name, (pid, _) in read_state(stack.data)["processes"].items()}
-                report = measure(
-                    stack.url, redis_url, options, pids | {"noop": noop.pid, "client": os.getpid()}
-                )
-            finally:
-                noop.terminate()
-                noop.wait(30)
-    for line in report:
-        print("  ".join(f"{name} {value}" for name, value in line.items()))
-    print(
-        json.dumps(
-            {
-                "benchmark": "control_plane",
-                "jobs": options.jobs,
-                "concurrency": options.concurrency,
-                "results": report,
-            }
-        )
-    )
+    with service(engine="fake", model=MODEL, log_level="WARNING") as stack:
+        redis_url = stack.settings.redis_url
+        command = [sys.executable, str(Path(__file__).with_name("noop_tasks.py")), redis_url]
+        with (stack.data / "noop.log").open("wb") as log:
+            noop = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            pids = {name: pid for name, (pid, _) in read_state(stack.data)["processes"].items()}
+            pids |= {"noop": noop.pid, "client": os.getpid()}
+            found = measure(stack.url, redis_url, options, pids)
+        finally:
+            noop.terminate()
+            noop.wait(30)
+    report("control_plane", found, jobs=options.jobs, concurrency=options.concurrency)
 
 
 def processor_s(pids: dict[str, int]) -> dict[str, float]:
@@ -166,7 +136,7 @@ def measure(
             account(kind)
             rates[kind].append(options.jobs / seconds)
             latencies[kind] += taken
-    report: list[dict[str, Any]] = [
+    found: list[dict[str, Any]] = [
         {"kind": "celery", "per_s": round(statistics.median(rates["celery"]))}
     ]
     for kind in ("jobs", "held"):
@@ -185,15 +155,15 @@ def measure(
                 round(cuts[49] * 1e3, 1),
                 round(cuts[98] * 1e3, 1),
             )
-        report.append(line)
+        found.append(line)
     for kind, times in spent.items():
         each = {
             name: round(seconds * 1e6 / options.jobs / options.rounds)
             for name, seconds in times.most_common()
             if seconds
         }
-        report.append({"kind": f"{kind}_processor_us", "all": sum(each.values()), **each})
-    return report
+        found.append({"kind": f"{kind}_processor_us", "all": sum(each.values()), **each})
+    return found
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ A whole data plane and its sites, without a model.
 
 Prints the CPU time of one thread, in µs, that a step takes with probes and would not take without:
 admission and planning, the sites that record, and scoring. Steps in which so many requests generate
-one token, and steps that compute prompts. Last, what a token of a long prompt costs a policy that
-reads it, in µs.
+one token, and steps that compute prompts.
 """
 
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,10 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from engines import POLICY
 
 from midstream import __version__
-from midstream.schemas.artifacts.conditions import Condition, Schedule
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
@@ -33,10 +30,17 @@ from midstream.workers.runner.base.config import Place, PlaneConfig
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, StepView
 from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of, visit_of
 from midstream.workers.runner.plane.data_plane import DataPlane
-from midstream.workers.runner.probes.watches import Watch
 
-sys.path.append(str(Path(__file__).resolve().parent / "gpu"))
-
+#: Reads each probe that has a policy: stops at a mean that nothing reaches.
+POLICY = StoredPolicy(
+    name="p",
+    version=1,
+    digest="d",
+    condition=Condition(at_least=1e30, aggregation="mean", window=16),
+    actions=["stop"],
+    mode="active",
+    acts=True,
+)
 CAPACITY = 2048
 #: Bytes that are more than the processor's caches hold.
 _CACHES = 1 << 27
@@ -80,19 +84,9 @@ def made(
 
 
 class Stand:
-    """A data plane whose forward only visits its sites; with `on_device`, one that takes its paths
-    for a GPU (`gpu/timed_device.py`), whose forward computes nothing.
-    """
+    """A data plane whose forward only visits its sites."""
 
-    def __init__(
-        self,
-        folder: Path,
-        layers: int,
-        hidden: int,
-        *,
-        on_device: bool = False,
-        configurations: int = 3,
-    ) -> None:
+    def __init__(self, folder: Path, layers: int, hidden: int) -> None:
         config = PlaneConfig(
             version=__version__,
             worker="w",
@@ -101,8 +95,8 @@ class Stand:
             outbox_dir=str(folder / "outbox"),
             capture_root=str(folder / "captures"),
             hooks=[],
-            steering_rows=configurations,
-            steering_entries=16 * configurations,
+            steering_rows=3,
+            steering_entries=48,
             step_tokens=CAPACITY,
             step_rows=0,
             capture_queue_mib=256,
@@ -125,8 +119,8 @@ class Stand:
             capacity=CAPACITY,
             lists=(4 * layers + 1) * CAPACITY,
             patterns=2,
-            configurations=configurations,
-            entries=16 * configurations,
+            configurations=3,
+            entries=48,
         )
         buffers = buffers_of(layers, sizes, hidden, torch.bfloat16, torch.device("cpu"))
         self.plane = DataPlane(
@@ -135,16 +129,8 @@ class Stand:
             sites,
             buffers,
             num_layers=layers,
-            traced=on_device,
+            traced=False,
         )
-        self._device: Any = None
-        if on_device:
-            import timed_device
-
-            self._device = timed_device
-            timed_device.patch_memory()
-            timed_device.install(self.plane, 2 * layers * CAPACITY)
-        self._hidden = torch.zeros(CAPACITY, hidden, dtype=torch.bfloat16) if on_device else None
         modules = [torch.nn.Module() for _ in sites]
         self._visits = [
             visit_of(module, [site], n, buffers, False)
@@ -155,9 +141,6 @@ class Stand:
 
     def forward(self, rows: int) -> None:
         """Visit all sites with so many rows."""
-        if self._device is not None:
-            self._device.forward(self.plane, 0.0)
-            return
         for visit in self._visits:
             visit(self._streams[0, :rows], self._streams[1, :rows])
 
@@ -167,14 +150,13 @@ class Stand:
         """Run a step; return the seconds of `PARTS`. `windows`: request, first position, count."""
         ids, firsts, counts = zip(*windows, strict=True) if windows else ((), (), ())
         view = StepView(ids, counts, firsts, [1] * len(ids))
-        hidden = None if self._hidden is None else self._hidden[: view.num_rows]
         times = []
         for part in (
             lambda: self.plane.begin(new, ended, 0),
             lambda: self.plane.choose(windows),
             lambda: self.plane.plan(view),
             lambda: self.forward(view.num_rows),
-            lambda: self.plane.drain(hidden),
+            lambda: self.plane.drain(None),
         ):
             began = time.thread_time()
             part()
@@ -248,26 +230,6 @@ def cost(
     return [statistics.median(each) * 1e6 for each in zip(*times, strict=True)]
 
 
-def deciding(window: int, *, turns: bool) -> float:
-    """µs for a token that a policy takes which reads the mean of `window` tokens of a prompt of
-    8192, the best of five. `turns`: it turns on or off every few tokens.
-    """
-    schedule = Schedule(tokens="all")
-    condition = Condition(at_least=0.0, aggregation="mean", window=window, schedule=schedule)
-    content = ProbeContent(hook="post_block", layer=0, tensors=[], labels=["x"], thresholds=[None])
-    policy = msgspec.structs.replace(POLICY, condition=condition)
-    probe = StoredProbe(name="p", digest="", content=content, policy=policy)
-    scores = np.random.default_rng(0).normal(size=8192) + (0 if turns else 9)
-    times = []
-    for _ in range(5):
-        watch = Watch("r", [probe])
-        watch.put(0, slice(0, 1), scores[:, None].astype(np.float32))
-        began = time.thread_time()
-        watch.stopped()
-        times.append(time.thread_time() - began)
-    return min(times) / len(scores) * 1e6
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden", type=int, default=576)
@@ -293,10 +255,6 @@ def main() -> None:
                 "sum": round(sum(parts))
             }
             print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
-    for window, turns in ((16, False), (256, False), (256, True)):
-        print(
-            f"prompt  window {window}  turns {turns}  {deciding(window, turns=turns):.2f} a token"
-        )
     print(json.dumps({"benchmark": "probe_steps", **vars(options), "results": results}))
 
 

@@ -1,34 +1,30 @@
 """How many receipts per second go from rank to ledger, durably at both ends?
 
-    python benchmarks/receipts.py [--receipts 20000] [--ranks 1 2] [--windows 1 64 1024] [--curve]
+    python benchmarks/receipts.py [--receipts 20000] [--ranks 1 2] [--windows 1 64 1024]
 
 Real SQLite outboxes (synchronous=FULL), a relay process and a Redis with AOF, all on this machine's
 loopback. A receipt counts once the relay has acknowledged it, which it does after the commit in
 Redis. `append` is what a writer thread pays; `alone` is the time from append to acknowledgement of
-a single receipt in an idle system. Prints a table and a JSON line.
+a single receipt in an idle system. Prints a line for each and all as JSON.
 """
 
 import argparse
 import asyncio
-import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from services import relay, report
+
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
-from midstream.broker.ops import redis_server
 from midstream.broker.receipts import sender
-from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.requests.specs import StoredCapture
@@ -93,14 +89,11 @@ def measure(
     ranks: int,
     window: int,
     receipts: int,
-    curve: ClientKeys | None = None,
 ) -> dict[str, Any]:
     """`receipts` per rank through `ranks` outboxes of this process at once."""
     jobs = asyncio.run(claim_jobs(settings, -(-receipts // PROMPTS), ranks))
     sender.WINDOW = window
-    outboxes = [
-        Outbox(directory, WORKER, rank, settings.relay_url, curve=curve) for rank in range(ranks)
-    ]
+    outboxes = [Outbox(directory, WORKER, rank, settings.relay_url) for rank in range(ranks)]
     appended = [0.0] * ranks
 
     def load(rank: int) -> None:
@@ -143,67 +136,23 @@ def main() -> None:
     parser.add_argument("--receipts", type=int, default=20_000, help="per rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--windows", type=int, nargs="+", default=[1, 64, 1024])
-    parser.add_argument("--curve", action="store_true", help="with CURVE keys, as off loopback")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        server = redis_server.start(Path(scratch) / "redis")
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
-        }
-        chosen, curve = Settings(redis_url=server.url), None
-        if options.curve:
-            secret, public = new_keys("relay", "relay", Path(scratch) / "curve")
-            mine, known = new_keys("worker", WORKER, Path(scratch) / "curve")
-            chosen = Settings(
-                redis_url=server.url,
-                curve_secret_file=str(secret),
-                curve_clients_dir=str(known.parent),
-            )
-            curve = client_keys(str(mine), public.read_text())
-        environment |= to_environment(chosen)
-        relay = subprocess.Popen(
-            [sys.executable, "-m", "midstream.broker.relay"],
-            env=environment,
-            stdout=subprocess.PIPE,
-        )
-        try:
-            assert relay.stdout is not None
-            settings = Settings(
-                redis_url=server.url,
-                relay_url=relay.stdout.readline().decode().split()[-1],
-                lease_s=600,
-            )
-            results = []
-            print(
-                f"{'ranks':>5} {'window':>7} {'receipts':>9} {'settled/s':>10} "
-                f"{'append µs':>10} {'per commit':>11} {'alone ms':>9}"
-            )
-            for ranks in options.ranks:
-                for window in options.windows:
-                    # One receipt per round trip is slow: a tenth of them shows it as well.
-                    count = options.receipts if window > 1 else max(1, options.receipts // 10)
-                    row = measure(
+    with tempfile.TemporaryDirectory() as scratch, relay(Path(scratch) / "redis") as settings:
+        results = []
+        for ranks in options.ranks:
+            for window in options.windows:
+                # One receipt per round trip is slow: a tenth of them shows it as well.
+                count = options.receipts if window > 1 else max(1, options.receipts // 10)
+                results.append(
+                    measure(
                         settings,
                         Path(scratch) / f"outbox-{ranks}-{window}",
                         ranks,
                         window,
                         count,
-                        curve,
                     )
-                    results.append(row)
-                    print(
-                        (
-                            "{ranks:>5} {window:>7} {receipts:>9} "
-                            "{settled_per_s:>10} {append_us:>10} "
-                            "{receipts_per_commit:>11} {alone_ms:>9}"
-                        ).format(**row),
-                        flush=True,
-                    )
-            print(json.dumps({"benchmark": "receipts", "cpus": os.cpu_count(), "results": results}))
-        finally:
-            relay.send_signal(signal.SIGTERM)
-            relay.wait(20)
-            server.stop()
+                )
+    report("receipts", results, cpus=os.cpu_count())
 
 
 if __name__ == "__main__":

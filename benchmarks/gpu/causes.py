@@ -1,28 +1,16 @@
-"""What a step's time goes to: switches that take a part of the product out or add one, and the
-attribution of what a kind of load adds to stock vLLM's step.
+"""Switches that take a part of the product out of a step or add one, and what a step takes without
+or with it.
 """
 
 import contextlib
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-#: ms below which a difference is nothing, and how many median deviations of its rounds are noise.
-LEAST_MS, DEVIATIONS = 0.05, 3.0
-#: A part's extra is hidden behind the device if less than this share of it is in the step.
-HIDDEN = 0.5
-#: Waits of the model's thread for the device are no cost, but what it computes meanwhile is.
-WAITS = ("wait",)
-#: Span of the device → parts of the host between its events: what these take longer is theirs.
-BETWEEN = {"forward": ("forward",), "sampling": ("drain", "sample", "execute")}
-
 Run = Mapping[str, Any]
-
-
-# --- Switches
 
 
 @dataclass(frozen=True)
@@ -107,82 +95,6 @@ def switched(name: str, plane: Any) -> Iterator[None]:
             bank.finite._expected = bank.finite._off = 0 * bank.finite._off
 
 
-# --- Attribution
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What a kind adds to stock's step, in ms."""
-
-    slope: float
-    ratio: float  # of the slopes
-    longest: float  # step, of stock's median
-    parts: dict[str, float]  # on the processor, `blocked in …`, `device: …`
-    noise: dict[str, float]
-    named: str  # the part with the largest extra beyond noise; "": none
-    hidden: bool  # behind the device: the steps do not take that much longer
-    switches: dict[str, float] = field(default_factory=dict)
-
-
-def costs(run: Run) -> dict[str, float]:
-    """Return ms of a step by part: each one's time on the processor, and what its thread waited for
-    the interpreter or a lock; of the device by span.
-    """
-    found = {}
-    for name, times in run["parts"].items():
-        found[name] = times["cpu"]
-        if name not in WAITS and name != "rest":
-            found[f"blocked in {name}"] = max(0.0, times["wall"]["mean"] - times["cpu"])
-    return found | {f"device: {name}": took for name, took in run.get("device", {}).items()}
-
-
-def extra(run: Run, stock: Run) -> dict[str, float]:
-    """Return what each part takes longer than stock's, or takes where stock has none."""
-    mine, other = costs(run), costs(stock)
-    found = {name: took - other.get(name, 0.0) for name, took in mine.items()}
-    for span, parts in BETWEEN.items():
-        if (name := f"device: {span}") in found:
-            host = sum(
-                found.get(each, 0.0) for part in parts for each in (part, f"blocked in {part}")
-            )
-            found[name] -= max(0.0, host)
-    return found
-
-
-def attribute(
-    runs: Mapping[str, Sequence[Run]], switches: Mapping[str, Mapping[str, float]] | None = None
-) -> dict[str, Cause]:
-    """Return the cause of each kind but `stock`. `runs`: kind → its run of each round. `switches`:
-    see `effects`.
-    """
-    found = {}
-    for kind, of_kind in runs.items():
-        if kind == "stock":
-            continue
-        pairs = list(zip(of_kind, runs["stock"], strict=False))
-        rounds = [extra(run, stock) for run, stock in pairs]
-        parts = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-        noise = {
-            name: max(LEAST_MS, DEVIATIONS * _deviation([each[name] for each in rounds]))
-            for name in parts
-        }
-        beyond = {name: took for name, took in parts.items() if took > noise[name]}
-        named = max(beyond, key=lambda name: beyond[name], default="")
-        slope = statistics.median(run["slope"] - stock["slope"] for run, stock in pairs)
-        found[kind] = Cause(
-            slope=slope,
-            ratio=statistics.median(run["slope"] / stock["slope"] for run, stock in pairs),
-            longest=max(run["longest"] for run in of_kind)
-            / statistics.median(stock["median"] for _, stock in pairs),
-            parts=parts,
-            noise=noise,
-            named=named,
-            hidden=bool(named) and slope < HIDDEN * parts[named],
-            switches=dict((switches or {}).get(kind, {})),
-        )
-    return found
-
-
 def effects(
     runs: Mapping[tuple[str, str], Sequence[Run]], of: str = "slope"
 ) -> dict[str, dict[str, float]]:
@@ -196,9 +108,3 @@ def effects(
             took = statistics.median(run[of] - whole[of] for run, whole in pairs)
             found.setdefault(kind, {})[name] = took if SWITCHES[name].adds else -took
     return found
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """The median distance from the median."""
-    middle = statistics.median(values)
-    return statistics.median(abs(value - middle) for value in values)

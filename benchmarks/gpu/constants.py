@@ -1,22 +1,13 @@
 """Constants of a machine that a step depends on, without an engine: what the interpreter, a launch,
-a helper thread, memory and files take, and a graph of site launches between matrix products.
+memory and files take, and a graph of site launches between matrix products.
 
-Each measurement is a function that gives rows of (what, value, unit). What needs a GPU or root is
-left out without one, and its row says so.
+Each measurement is a function that gives rows of (what, value, unit). What needs a GPU is left out
+without one, and its row says so.
 """
 
-import contextlib
-import ctypes
-import mmap
-import os
-import queue
 import statistics
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +15,12 @@ import kit
 import torch
 
 Row = tuple[str, float | str, str]
-#: Short calls of torch that a step of the model's thread makes, and steps of the convoy.
-CALLS, STEPS, GAP_S = 400, 60, 0.003
-#: Rows of a step that a helper moves, and their width.
-ROWS, WIDTH = 64, 4096
 #: Threads that write files, and blocks of 8 MiB that they write together.
 THREADS, BLOCKS = (1, 2, 4, 8), 48
 #: Of the 8B: the MLPs' products, their inner width of its own, and site launches of a step with
 #: hooks everywhere and at the stream alone.
 PRODUCTS, INNER, SITES = 64, 14336, (97, 32, 0)
 REPLAYS = 15
-#: `unshare`, from <linux/sched.h>.
-_OWN_MOUNTS = 0x20000
-#: `CU_GRAPH_NODE_TYPE_KERNEL`, from <cuda.h>.
-_KERNEL_NODE = 0
 
 
 def interpreter(*, gpu: bool, tiny: bool) -> list[Row]:
@@ -64,103 +47,6 @@ def interpreter(*, gpu: bool, tiny: bool) -> list[Row]:
         took = (time.perf_counter() - began) / launches * 1e6
         found.append(("record of an event", took, "µs"))
     return found
-
-
-# --- A helper thread beside the model's
-
-
-def convoy(*, tiny: bool) -> list[Row]:
-    """A step of many short calls, each of which releases the interpreter, while a helper works once
-    a step: ms of the step, and of the helper alone.
-    """
-    slab = torch.randn(ROWS, WIDTH).bfloat16()
-    arena = torch.empty(ROWS * 64, WIDTH, dtype=torch.bfloat16)
-    pieces, places = list(arena.view(ROWS, 64, WIDTH)), torch.arange(ROWS) * 64
-
-    def views() -> None:
-        for row, piece in enumerate(pieces):
-            piece.narrow(0, 3, 1).copy_(slab.narrow(0, row, 1))
-
-    def together() -> None:
-        targets = [piece.narrow(0, 3, 1) for piece in pieces]
-        torch._foreach_copy_(targets, list(slab.split(1)))
-
-    def once() -> None:
-        arena.index_copy_(0, places, slab)
-
-    def python() -> None:
-        for row in range(ROWS):
-            dict.fromkeys(range(20), row)
-
-    works = {"no helper": lambda: None, f"{ROWS} copies of views": views}
-    works |= {"one call for them": together, "one indexed copy": once, "Python alone": python}
-    found: list[Row] = []
-    for name, work in works.items():
-        alone = _milliseconds(work, 10 if tiny else 50)
-        found.append((f"a step beside: {name}", _beside(work, tiny=tiny), "ms"))
-        found.append((f"that helper's work alone: {name}", alone, "ms"))
-    found.append((f"a step beside: {ROWS} copies in another process", _apart(tiny=tiny), "ms"))
-    return found
-
-
-def _steps(wake: Callable[[], Any], *, tiny: bool) -> float:
-    """Median ms of the model's step, before each of which the helper is woken."""
-    few = [torch.ones(64) for _ in range(4)]
-    times = []
-    for _ in range(10 if tiny else STEPS):
-        time.sleep(GAP_S)
-        began = time.perf_counter()
-        wake()
-        for _ in range(CALLS // 4):
-            few[0].add_(1)
-            few[1].mul_(1.0)
-            few[2].copy_(few[3])
-            few[0][:8]
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times)
-
-
-def _beside(work: Callable[[], Any], *, tiny: bool) -> float:
-    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def run() -> None:
-        while asked.get():
-            work()
-
-    helper = threading.Thread(target=run)
-    helper.start()
-    try:
-        return _steps(lambda: asked.put(True), tiny=tiny)
-    finally:
-        asked.put(False)
-        helper.join()
-
-
-_HELPER = f"""
-import os, torch
-torch.set_num_threads(1)
-slab, arena = torch.randn({ROWS}, {WIDTH}).bfloat16(), torch.empty({ROWS * 64}, {WIDTH}).bfloat16()
-pieces = list(arena.view({ROWS}, 64, {WIDTH}))
-os.write(1, b"r")
-while os.read(0, 1):
-    for row, piece in enumerate(pieces):
-        piece.narrow(0, 3, 1).copy_(slab.narrow(0, row, 1))
-"""
-
-
-def _apart(*, tiny: bool) -> float:
-    helper = subprocess.Popen(
-        [sys.executable, "-c", _HELPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    )
-    assert helper.stdin is not None
-    assert helper.stdout is not None
-    try:
-        helper.stdout.read(1)
-        write, to = os.write, helper.stdin.fileno()
-        return _steps(lambda: write(to, b"x"), tiny=tiny)
-    finally:
-        helper.stdin.close()
-        helper.wait()
 
 
 def _milliseconds(work: Callable[[], Any], times: int) -> float:
@@ -195,60 +81,15 @@ def copies(*, gpu: bool, tiny: bool) -> list[Row]:
     return found
 
 
-def pages(*, gpu: bool, tiny: bool) -> list[Row]:
-    """First touch of new memory with small and with huge pages, and page-locking it."""
-    size, found = (8 << 20) if tiny else (1 << 30), list[Row]()
-    for name, advice in (("4K pages", mmap.MADV_NOHUGEPAGE), ("huge pages", mmap.MADV_HUGEPAGE)):
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(advice)
-        values = torch.frombuffer(memory, dtype=torch.uint8)
-        runtime: Any = torch.cuda.cudart() if gpu else None
-        at, per_gib = values.data_ptr(), (1 << 30) / size / 1e3
-        works: dict[str, Callable[[], Any]] = {"first touch of": values.zero_}
-        if gpu:
-            works["page-locking"] = partial(runtime.cudaHostRegister, at, size, 0)
-            works["unlocking"] = partial(runtime.cudaHostUnregister, at)
-        found += [
-            (f"{what} a GiB, {name}", _milliseconds(work, 1) * per_gib, "s")
-            for what, work in works.items()
-        ]
-        works.clear()
-        del values
-        memory.close()
-    return found
-
-
 # --- Files
 
 
-def huge_folder(at: Path) -> Path | None:
-    """A folder of files in memory with huge pages; None where it cannot be mounted.
-
-    From then on the calling thread and what it starts have mounts of their own, which end with
-    them.
-    """
-    if ctypes.CDLL(None).unshare(_OWN_MOUNTS):
-        return None
-    at.mkdir(parents=True, exist_ok=True)
-    commands = [["mount", "--make-rprivate", "/"]]
-    commands.append(["mount", "-t", "tmpfs", "-o", "huge=always", "midstream-why", str(at)])
-    try:
-        done = [subprocess.run(each, capture_output=True, check=False) for each in commands]
-    except OSError:  # no such program
-        return None
-    return None if any(each.returncode for each in done) else at
-
-
-def files(folders: dict[str, Path | None], *, tiny: bool, left: Callable[[], float]) -> list[Row]:
+def files(folders: dict[str, Path], *, tiny: bool, left: Callable[[], float]) -> list[Row]:
     """Writing new files from several threads, each 8 MiB at a time after its CRC32, as a writer
     does; to a disk with fsync.
     """
     size, found = (BLOCKS if not tiny else 1) * kit.BLOCK, list[Row]()
     for name, folder in folders.items():
-        if folder is None:
-            found.append((f"files in {name}", "cannot be mounted here", ""))
-            continue
         folder.mkdir(parents=True, exist_ok=True)
         for threads in THREADS:
             if left() < 0:
@@ -270,7 +111,7 @@ def sites(*, gpu: bool, tiny: bool) -> list[Row]:
     from midstream.kernels.plan import Does, SitePlan
 
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-    width, tokens = (64, 2) if tiny else (WIDTH, 64)
+    width, tokens = (64, 2) if tiny else (4096, 64)
     inner = 2 * width if tiny else INNER
     up = torch.randn(width, inner, device=device, dtype=dtype) / width**0.5
     down = torch.randn(inner, width, device=device, dtype=dtype) / inner**0.5
@@ -302,104 +143,36 @@ def sites(*, gpu: bool, tiny: bool) -> list[Row]:
                         launched += 1
 
             what = f"a graph of {PRODUCTS} products"
-            for how, took in _timed(forward, gpu=gpu, tiny=tiny, sites=count):
-                if isinstance(took, str):
-                    found.append((f"{what} and {count} sites {name}{how}", took, ""))
-                    continue
-                if not count:
-                    base = took
-                    found.append((what, took * 1e3, "ms"))
-                    continue
-                found.append((f"{what} and {count} sites {name}{how}", took * 1e3, "ms"))
-                found.append((f"each of those {count} sites", (took - base) / count * 1e6, "µs"))
+            took = _seconds(forward, gpu=gpu, tiny=tiny)
+            if not count:
+                base = took
+                found.append((what, took * 1e3, "ms"))
+                continue
+            found.append((f"{what} and {count} sites {name}", took * 1e3, "ms"))
+            found.append((f"each of those {count} sites", (took - base) / count * 1e6, "µs"))
     return found
 
 
-def _timed(
-    forward: Callable[[], None], *, gpu: bool, tiny: bool, sites: int
-) -> Iterator[tuple[str, float | str]]:
-    """Yield how a graph was replayed, and the median seconds of the device: as it is, with launches
-    that begin before the previous one has ended, and with the sites' launches switched off, or why
-    they could not be.
-    """
+def _seconds(forward: Callable[[], None], *, gpu: bool, tiny: bool) -> float:
+    """Median seconds of the device, of a graph that is replayed; a CPU has none."""
     if not gpu:
-        yield "", _milliseconds(forward, 1 if tiny else 3) / 1e3
-        return
-    from midstream.kernels.triton_site import can_depend
-
-    graph = _captured(forward)
-    yield "", _replayed(graph.replay)
-    if sites and can_depend():
-        with kit.launches(dependent=True):
-            yield ", dependent launches", _replayed(_captured(forward).replay)
-    if sites:
-        try:
-            yield ", switched off", _replayed(without_sites(graph, sites))
-        except (OSError, RuntimeError, AttributeError) as error:
-            yield ", switched off", str(error)
-
-
-def _captured(forward: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        return _milliseconds(forward, 1 if tiny else 3) / 1e3
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         for _ in range(3):
             forward()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph, times = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         forward()
-    graph.instantiate()
-    return graph
-
-
-def _replayed(replay: Callable[[], None]) -> float:
-    times = []
     for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        replay()
+        graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
-
-
-def without_sites(
-    graph: torch.cuda.CUDAGraph, sites: int, driver: Any = None
-) -> Callable[[], None]:
-    """Return what launches the graph with its `sites` launches of sites switched off, as they could
-    be while nobody needs them. `driver`: CUDA's library. Raises OSError and RuntimeError.
-    """
-    cuda = driver or ctypes.CDLL("libcuda.so.1")
-
-    def call(name: str, *arguments: Any) -> None:
-        if error := getattr(cuda, name)(*arguments):
-            raise RuntimeError(f"{name}: error {error} of CUDA")
-
-    raw, many = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
-    call("cuGraphGetNodes", raw, None, ctypes.byref(many))
-    nodes = (ctypes.c_void_p * many.value)()
-    call("cuGraphGetNodes", raw, nodes, ctypes.byref(many))
-    named = []
-    for node in map(ctypes.c_void_p, nodes):
-        kind, name = ctypes.c_int(), ctypes.c_char_p()
-        parameters = (ctypes.c_void_p * 16)()  # the first is the function; more than there are
-        call("cuGraphNodeGetType", node, ctypes.byref(kind))
-        if kind.value == _KERNEL_NODE:
-            call("cuGraphKernelNodeGetParams_v2", node, parameters)
-            call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(parameters[0]))
-            named += [node] if b"_sites" in (name.value or b"") else []
-    if len(named) != sites:
-        raise RuntimeError(f"{len(named)} of {len(nodes)} nodes launch sites, not {sites}")
-    ready = ctypes.c_void_p()
-    call("cuGraphInstantiateWithFlags", ctypes.byref(ready), raw, ctypes.c_ulonglong(0))
-    for node in named:
-        call("cuGraphNodeSetEnabled", ready, node, ctypes.c_uint(0))
-
-    def launch() -> None:
-        call("cuGraphLaunch", ready, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
-
-    return launch
 
 
 def table(title: str, rows: Sequence[Row]) -> dict[str, Any]:

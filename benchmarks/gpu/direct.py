@@ -3,7 +3,6 @@ that two engines get the same ones.
 """
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +10,40 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import engines
 import msgspec
 
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import Tensor, content_hash
+from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.requests.specs import PROBED
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest
+
+
+def direct_engine(settings: Settings, extra: dict[str, Any]) -> Any:
+    """A `VllmEngine` that gives vLLM the extra arguments, too.
+
+    Without a tokenizer it serves token ids only.
+    """
+    from midstream.workers.engine import vllm as module
+
+    options = module.engine_options
+    module.engine_options = lambda settings: options(settings) | extra
+    if extra.get("skip_tokenizer_init"):
+        module.bundle_of = lambda _: TokenizerBundle("", None, {}, [])
+    return module.VllmEngine(settings)
+
+
+def facts_of(llm: Any) -> dict[str, Any]:
+    """What was measured: the runner, graphs, and how steps are scheduled."""
+    config = llm.vllm_config
+    compilation = config.compilation_config
+    return {
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "eager": bool(config.model_config.enforce_eager),
+        "cudagraphs": getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode)),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+    }
 
 
 class Stepped:
@@ -65,14 +90,14 @@ class Direct:
     def __init__(self, settings: Settings, extra: dict[str, Any]) -> None:
         from midstream.workers.engine import vllm
 
-        os.environ[engines.EXTRA] = json.dumps({"async_scheduling": False} | extra)
         self._loop = asyncio.new_event_loop()
         # The certification run submits requests of its own, and nothing steps the engine for them.
-        self.engine = engines.direct_engine(msgspec.structs.replace(settings, certify=False))
+        chosen = msgspec.structs.replace(settings, certify=False)
+        self.engine = direct_engine(chosen, {"async_scheduling": False} | extra)
         vllm.AsyncLLM = Stepped  # type: ignore[attr-defined, assignment, misc]
         self.wait(self.engine.start())
         self._llm: Stepped = self.engine._llm
-        self.facts = engines.facts_of(self._llm)
+        self.facts = facts_of(self._llm)
         self._live: set[str] = set()
         self.steps = 0
         self.outputs: dict[str, list[Any]] = {}

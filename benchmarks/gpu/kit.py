@@ -152,11 +152,6 @@ def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
-def added(ours: Sequence[float], stock: Sequence[float]) -> list[float]:
-    """Of each pair of runs, the share that ours takes longer."""
-    return [mine / other - 1 for mine, other in zip(ours, stock, strict=True)]
-
-
 def source_hash(*, device: str, tiny: bool) -> str:
     """Of everything that a result depends on: our sources, the libraries, the device."""
     digest = hashlib.sha256(repr((device, tiny, machine(device))).encode())
@@ -267,24 +262,6 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     }
     | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-    "tiny-experts": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "vocab_size": 512,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
     "tiny": _LLAMA
     | {
         "hidden_size": 64,
@@ -294,8 +271,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
     }
     | {"intermediate_size": 96, "vocab_size": 512},
 }
-#: Names of the shapes that are served.
-MODELS = ("8b", "70b-shard", "30b-a3b")
+#: Share of the GPU's memory that the weights of two engines may take.
+WEIGHTS_SHARE = 0.65
 
 
 def shape(name: str, memory_gib: float = 80) -> dict[str, Any]:
@@ -321,6 +298,19 @@ def shape(name: str, memory_gib: float = 80) -> dict[str, Any]:
         if name != "30b-a3b"
         else 128
     } | config
+
+
+def two_of(name: str) -> dict[str, Any]:
+    """A model's config, with as many layers as two engines on this GPU have room for."""
+    memory_gib = machine("cuda")["gpu_memory_gib"]
+    config = shape(name, memory_gib)
+    hidden, experts = config["hidden_size"], config.get("num_experts", 1)
+    width = config.get("moe_intermediate_size", config["intermediate_size"])
+    heads = config["num_attention_heads"] + config["num_key_value_heads"]
+    layer = 2 * heads * config["head_dim"] * hidden + 3 * experts * width * hidden
+    room = WEIGHTS_SHARE * memory_gib * 2**30 / 2 - 4 * config["vocab_size"] * hidden
+    fits = max(1, int(room / (2 * layer)))
+    return config | {"num_hidden_layers": min(config["num_hidden_layers"], fits)}
 
 
 def write_model(folder: Path, config: dict[str, Any], dtype: str) -> Path:

@@ -30,10 +30,6 @@ def at_least(limit: float, of: str) -> Callable[[dict[str, float]], bool]:
     return lambda values: values[of] >= limit
 
 
-def _added(means: str, of: str, limit: float) -> Figure:
-    return Figure(f"added by {means}", "%", f"≤ {limit:g} %", at_most(limit, of))
-
-
 def _limit(means: str, of: str, limit: float) -> Figure:
     return Figure(means, "", f"≤ {limit:g}", at_most(limit, of), 4)
 
@@ -51,22 +47,6 @@ def _rate(name: str, what: str, rows: int) -> Figure:
     )
 
 
-_SERVING = {
-    "idle": _added("unused hooks, 64 requests decode", "idle", 0.5),
-    "one_layer": _added("one layer captured at all positions", "one_layer", 1),
-    "steer_64": _added("64 distinct steering configurations at every layer", "steer_64", 3),
-    "both": _added("the same, with every layer captured at all positions", "both", 5),
-    "prompt_memory": _added(
-        "every layer captured at 512 prompt tokens, files in memory", "prompt_memory", 5
-    ),
-    "prompt_disk": Figure(
-        "the same, files on the disk",
-        "%",
-        "≤ 5 %, or ≥ 90 % of the disk's rate",
-        lambda values: values["prompt_disk"] <= 5 or values["disk_share"] >= 90,
-    ),
-    "disk_share": Figure("rate of those files, of the disk's own in the same round", "%"),
-}
 #: Kind of load → the largest ratio of its step to stock vLLM's.
 RATIOS = {"idle": 1.03, "one": 1.15, "steer": 1.12, "both": 1.27}
 #: The longest step of each, of stock's median.
@@ -77,20 +57,19 @@ _KINDS = {
     "steer": "64 distinct steering configurations at every layer",
     "both": "the same, with every layer captured",
 }
+_ROUNDS = {
+    kind: _limit(f"step with {means}, of stock's", kind, RATIOS[kind])
+    for kind, means in _KINDS.items()
+} | {
+    f"longest_{kind}": _limit(
+        f"longest step with {means}, of stock's median", f"longest_{kind}", LONGEST
+    )
+    for kind, means in _KINDS.items()
+}
 _WHY = (
-    {
-        kind: _limit(f"step with {means}, of stock's", kind, RATIOS[kind])
-        for kind, means in _KINDS.items()
-    }
+    _ROUNDS
     | {
-        f"longest_{kind}": _limit(
-            f"longest step with {means}, of stock's median", f"longest_{kind}", LONGEST
-        )
-        for kind, means in _KINDS.items()
-    }
-    | {
-        f"{name}{kind}": Figure(f"step with {means}, of stock's, {where}", digits=3)
-        for name, where in (("many_", "256 requests"), ("mp_", "ours in two processes"))
+        f"many_{kind}": Figure(f"step with {means}, of stock's, 256 requests", digits=3)
         for kind, means in _KINDS.items()
     }
     | {
@@ -100,8 +79,7 @@ _WHY = (
             ("prompt", "prompts with every layer captured until the last token, of stock's", ""),
         )
         for tag, where in (
-            ("memory", "files in memory, 4K pages"),
-            ("huge", "files in memory, huge pages"),
+            ("memory", "files in memory"),
             ("disk", "files on the disk"),
         )
     }
@@ -110,7 +88,6 @@ _WHY = (
 #: Stage → its figures, in the order of the page.
 FIGURES: dict[str, dict[str, Figure]] = {
     "smoke": {
-        "cases": Figure("random sites of every family compared with the reference", digits=0),
         "rows": Figure("rows of one engine with graphs compared with eager steps'", digits=0),
         "row_error": _limit("largest error of those rows, of a row's length", "row_error", 0.03),
         "effect": Figure(
@@ -194,39 +171,8 @@ FIGURES: dict[str, dict[str, Figure]] = {
             0,
         ),
     },
-    "serving-8b": _SERVING,
-    "sweeps": {
-        "cells": Figure("patched cells", "/s"),
-        "batched": Figure("TransformerLens-style hooks on transformers, batched", "cells/s"),
-        "ratio": Figure("ours to those", "×"),
-    },
-    "timeline": {
-        "site_launches": Figure("site launches in a steered and captured decode step", digits=0),
-        "launches": Figure("kernels on the GPU in that step", digits=0),
-        "idle_site_launches": Figure(
-            "site launches in an idle step", "", "0", at_most(0, "idle_site_launches"), 0
-        ),
-        "host_launches": Figure(
-            "launches by the host in that step, a graph counting one", digits=0
-        ),
-    },
-    "serving-70b-shard": _SERVING,
-    "serving-30b-a3b": _SERVING,
-    "pipeline": {
-        "async": Figure(
-            "steps are scheduled ahead with two stages (1: yes)", "", "1", at_least(1, "async"), 0
-        ),
-        "idle": Figure("added by idle hooks", "%", "≤ 0.5 %", at_most(0.5, "idle")),
-    },
-    "sanitizer": {
-        "clean": Figure(
-            "tools of compute-sanitizer without errors: memcheck, racecheck, initcheck",
-            "",
-            "3",
-            at_least(3, "clean"),
-            0,
-        ),
-    },
+    "why-70b-shard": _ROUNDS,
+    "why-30b-a3b": _ROUNDS,
 }
 
 

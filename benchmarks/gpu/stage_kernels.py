@@ -416,7 +416,7 @@ def compile_ahead() -> None:
     nothing. What fails there is compiled here.
     """
     major, minor = torch.cuda.get_device_capability()
-    program = [sys.executable, str(kit.HERE / "paper.py"), "--json"]
+    program = [sys.executable, str(kit.ROOT / "tools" / "kernel_paper.py"), "--json"]
     program += ["--architecture", str(10 * major + minor), "--widths"]
     compiling = [
         subprocess.Popen(

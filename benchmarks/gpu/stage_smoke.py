@@ -1,8 +1,8 @@
-"""The first minute on a GPU: the kernels of every op, then one small engine with CUDA graphs.
+"""The first minute on a GPU: one small engine with CUDA graphs.
 
-In the engine a plain, a captured, a steered, a patched and a probed request of the same prompt, in
+A plain, a captured, a steered, a patched and a probed request of the same prompt, in
 one batch; their rows are compared with those of an engine that runs the forward pass as Python.
-`--model MODE` runs one of `MODES`, or the kernels.
+`--model MODE` runs one of `MODES`.
 """
 
 import json
@@ -14,14 +14,11 @@ import numpy as np
 
 #: What is compared. A CPU has no graphs: there the same is run again.
 MODES = {True: ("graphs", "eager"), False: ("again", "eager")}
-KERNELS = "kernels"
 TAG = "memory"
 PROMPT, GENERATED = 10, 4
 STEERED, PATCHED, PROBED_LAYER = 1, 2, 3
 #: Positions whose rows the patch replaces, by those that the source's prompt has there.
 PLACES = (3, 4)
-#: (width, tokens) of the kernels that are compared: of a model, and of no power of two.
-SHAPES = {False: [(4096, 33), (576, 7)], True: [(37, 3)]}
 #: Largest error of a row, of its length: two matrix kernels in bfloat16, over a few layers. An H100
 #: missed it with 0.032. A row of another token or layer is off by about 1.
 ROW_ERROR = 0.03
@@ -174,13 +171,6 @@ def one_mode(asked: kit.Options) -> None:
     )
 
 
-def the_kernels(asked: kit.Options) -> None:
-    import stage_kernels  # before anything that imports Triton: on a CPU it is interpreted
-
-    cases = stage_kernels.check_against_reference(SHAPES[asked.tiny])
-    kit.leave(asked.out / f"{KERNELS}.facts", json.dumps({"failed": [], "cases": cases}))
-
-
 def error(mine: np.ndarray, theirs: np.ndarray) -> float:
     """The largest distance of two rows, of the row's length."""
     lengths = np.maximum(np.linalg.norm(theirs, axis=1), 1e-6)
@@ -242,14 +232,11 @@ def main() -> None:
     if asked.model in MODES[asked.gpu]:
         one_mode(asked)
         return
-    if asked.model == KERNELS:
-        the_kernels(asked)
-        return
     from tiny import checkpoint
 
     asked.out.mkdir(parents=True, exist_ok=True)
     checkpoint("llama", asked.out / "llama")  # before two processes write it
-    modes = {mode: kit.start_mode(asked, __file__, mode) for mode in (KERNELS, *MODES[asked.gpu])}
+    modes = {mode: kit.start_mode(asked, __file__, mode) for mode in MODES[asked.gpu]}
     result: dict[str, Any] = {"figures": {}, "notes": []}
 
     def keep(note: str, **figures: float) -> None:
@@ -257,7 +244,6 @@ def main() -> None:
         result["figures"] |= {name: {"value": value} for name, value in figures.items()}
         kit.so_far(asked, result)
 
-    keep("kernels as the reference", cases=kit.ended(modes, KERNELS, asked.out)["cases"])
     for mode in MODES[asked.gpu]:
         told = kit.ended(modes, mode, asked.out)
         keep(

@@ -2,36 +2,29 @@
 one of ours in turns, with each part of a step, the device and each switch apart.
 
 The stage has parts, each with a share of its time and a result that is left when it is over; one
-that takes longer is cut, and says so. What a run has finished, the next one from the same sources
-does not repeat. With `--device cpu` the engines run on the timed device (`timed_device.py`), and
-what needs a GPU is left out.
+that takes longer is cut, and says so. Of other models (`--model`) only the rounds are run. With
+`--device cpu` the engines run on the timed device (`timed_device.py`), and what needs a GPU is left
+out.
 """
 
-import contextlib
-import json
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import causes
 import constants
 import kit
-from stepped_engine import KINDS, PROFILED, Child, Setup, Work
+import step_clock
+from stepped_engine import KINDS, Child, Setup, Work
 
 #: An engine that is not ready, or does not answer, so long after the time of its part is killed.
 START_S, PATIENCE_S = 90.0, 20.0
-#: Samples of py-spy in a second, and rows of a table of names.
-SAMPLES, NAMES = 250, 8
-#: Looks at captured rows that are shown of a run.
-LOOKS = 8
+#: ms a step on a processor below which a thread is not shown.
+LEAST_MS = 0.05
 ROUNDS, SWITCHED_ROUNDS, FEW = 4, 2, 2
 #: Share of the memory that is free for files which captured rows may take.
 SPARE = 0.75
@@ -55,17 +48,8 @@ class Why:
         self.generated, self.prompt = (32, 16) if asked.tiny else (128, 32)
         self.until = time.monotonic() + asked.left
         self.short = ""  # what the part that runs had no time for
-        self.inject: dict[str, float] = {}  # into parts of our engine, to try what is named
-        self._engines: dict[str, Child] = {}  # engine and executor → process
-        self.wanted: dict[str, str] = {}  # engine → of those
-        self._key = kit.source_hash(device=asked.device, tiny=asked.tiny)
-        self._store = (asked.json or asked.out / "why").with_suffix(".parts")
-        self.done: dict[str, dict[str, Any]] = {}
-        self.cut: dict[str, dict[str, Any]] = {}  # what parts had found that did not end
-        with contextlib.suppress(OSError, ValueError):
-            kept = json.loads(self._store.read_text())
-            self.done = kept["done"] if kept["key"] == self._key else {}
-        self.huge = constants.huge_folder(asked.out / "huge")
+        self._engines: dict[str, Child] = {}
+        self.found: dict[str, Found] = {}  # by part
         self.memory = kit.memory_folder(asked.out)
 
     # --- Time and results
@@ -75,60 +59,38 @@ class Why:
         """Seconds until the part that runs has to end."""
         return self.until - time.monotonic()
 
-    def so_far(self, name: str, found: Found) -> None:
-        kit.so_far(self.asked, self._result({name: asdict(found)}))
+    def so_far(self) -> None:
+        kit.so_far(self.asked, self.result())
 
-    def keep(self, name: str, found: Found) -> None:
-        """The part is over, and is not run again."""
-        self.done[name] = asdict(found)
-        kit.leave(self._store, json.dumps({"key": self._key, "done": self.done}))
-        self.so_far(name, found)
-
-    def finish(self, wrong: str) -> None:
-        if not wrong:
-            self._store.unlink(missing_ok=True)
-        kit.finish(self.asked, self._result({}) | ({"wrong": wrong} if wrong else {}))
-
-    def _result(self, more: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         result: dict[str, Any] = {"figures": {}, "tables": [], "notes": []}
-        for found in (self.cut | self.done | more).values():
-            result["figures"] |= found["figures"]
-            result["tables"] += found["tables"]
-            result["notes"] += found["notes"]
+        for found in self.found.values():
+            result["figures"] |= found.figures
+            result["tables"] += found.tables
+            result["notes"] += found.notes
         return result
 
     # --- Engines
 
-    def start(self, executor: str = "uni") -> dict[str, float]:
-        """Have an engine of stock and one of ours, of this executor; others end. Return the seconds
-        in which each was ready.
-
-        The timed device is in one process: with another executor, a CPU computes. The time until
-        they are ready is not the running part's.
+    def start(self) -> dict[str, float]:
+        """Have an engine of stock and one of ours. Return the seconds in which each was ready,
+        which are not the running part's.
         """
         began = time.monotonic()
         tags = {"memory": self.memory / "small", "disk": self.asked.out / "disk"}
-        tags |= {"huge": self.huge} if self.huge else {}
-        self.wanted = {"stock": "stock-uni", "ours": f"ours-{executor}"}
-        device = self.device
-        if device == "timed" and executor != "uni":
-            device, self.wanted["stock"] = "cpu", f"stock-{executor}"
-        for name, child in list(self._engines.items()):
-            if name not in self.wanted.values() or child.over:
-                self._engines.pop(name).close()
-        for name in self.wanted.values():
-            if name not in self._engines:
-                engine, _, of_engine = name.partition("-")
-                self._engines[name] = Child(
-                    Setup(
-                        engine,
-                        device,
-                        of_engine,
-                        self.many,
-                        folder=str(self.asked.out / name),
-                        tags={tag: str(folder / name) for tag, folder in tags.items()},
-                    )
+        for name in ("stock", "ours"):
+            if name in self._engines and not self._engines[name].over:
+                continue
+            self._engines[name] = Child(
+                Setup(
+                    name,
+                    self.device,
+                    self.many,
+                    model=self.asked.model,
+                    folder=str(self.asked.out / name),
+                    tags={tag: str(folder / name) for tag, folder in tags.items()},
                 )
+            )
         ready = {
             name: float(child.ready(max(0.0, self.left) + START_S).facts["ready_s"])
             for name, child in self._engines.items()
@@ -137,7 +99,7 @@ class Why:
         return ready
 
     def engine(self, kind: str) -> Child:
-        return self._engines[self.wanted["stock" if kind == "stock" else "ours"]]
+        return self._engines["stock" if kind == "stock" else "ours"]
 
     def facts(self) -> list[str]:
         return [f"{name}: {child.facts}" for name, child in self._engines.items()]
@@ -156,9 +118,7 @@ class Why:
             shutil.rmtree(folder, ignore_errors=True)
 
     def work(self, kind: str, **more: Any) -> Work:
-        inject = self.inject if kind != "stock" else {}
-        plain = Work(kind, self.requests, self.prompt, self.generated, inject=inject)
-        return replace(plain, **more)
+        return replace(Work(kind, self.requests, self.prompt, self.generated), **more)
 
     def run(self, work: Work) -> dict[str, Any]:
         return self.engine(work.kind).run(work, max(0.0, self.left) + PATIENCE_S)
@@ -192,18 +152,15 @@ def measure_constants(why: Why, found: Found) -> None:
     torch.set_num_threads(1)
     gpu, tiny = why.asked.gpu, why.asked.tiny
     rows: list[constants.Row] = []
-    memory = {"memory, 4K pages": why.memory / "rate", "memory, huge pages": why.huge}
-    folders: dict[str, Path | None] = {**memory, "the disk's folder": why.asked.out / "rate"}
+    folders = {"memory": why.memory / "rate", "the disk's folder": why.asked.out / "rate"}
     for measure in (
         lambda: constants.interpreter(gpu=gpu, tiny=tiny),
-        lambda: constants.convoy(tiny=tiny),
         lambda: constants.copies(gpu=gpu, tiny=tiny),
-        lambda: constants.pages(gpu=gpu, tiny=tiny),
         lambda: constants.files(folders, tiny=tiny, left=lambda: why.left),
     ):
         rows += measure()
         found.tables = [constants.table("Constants of the machine", rows)]
-        why.so_far("constants", found)
+        why.so_far()
 
 
 def measure_sites(why: Why, found: Found) -> None:
@@ -232,12 +189,11 @@ def measure_rounds(why: Why, found: Found) -> None:
 
     def after(runs: dict[str, Any]) -> None:
         found.figures = ratios(runs)
-        found.tables = [steps_table(runs), *parts_tables(runs), causes_table(runs)]
-        why.so_far("rounds", found)
+        found.tables = [steps_table(runs), *parts_tables(runs)]
+        why.so_far()
 
     runs = why.rounds(works, ROUNDS, after)
     found.notes = [f"{len(runs['stock'])} rounds of {why.requests} requests"]
-    found.notes += named(causes.attribute(runs))
 
 
 def measure_switches(why: Why, found: Found) -> None:
@@ -251,110 +207,16 @@ def measure_switches(why: Why, found: Found) -> None:
     works["stock", ""] = why.work("stock", generated=generated)
 
     def after(runs: dict[tuple[str, str], Any]) -> None:
-        plain = {kind: of_kind for (kind, switch), of_kind in runs.items() if not switch}
-        cause = causes.attribute(plain, causes.effects(runs))
-        found.tables = [switches_table(cause, causes.effects(runs, "busy"))]
-        why.so_far("switches", found)
+        found.tables = [switches_table(causes.effects(runs), causes.effects(runs, "busy"))]
+        why.so_far()
 
     why.rounds(works, SWITCHED_ROUNDS, after)
     found.notes = ["without the copies, captured rows are not those of the model"]
 
 
-def sample_gil(why: Why, found: Found) -> None:
-    """Which thread holds the interpreter, sampled by py-spy."""
-    here = Path(sys.executable).with_name("py-spy")
-    tool = shutil.which("py-spy") or (str(here) if here.exists() else "")
-    if not tool:
-        found.notes = ["samples of the interpreter lock: py-spy is not there"]
-        return
-    why.start()
-    kinds = ("idle", "one", "both")
-    seconds = max(1.0, why.left / len(kinds) - 2)
-    rows = []
-    for kind in kinds:
-        path = why.asked.out / f"gil-{kind}.txt"
-        command = [tool, "record", "--gil", "--threads", "--format", "raw", "-o", str(path)]
-        command += ["-r", str(SAMPLES), "-d", f"{seconds:.0f}", "-p", str(why.engine(kind).pid)]
-        sampling = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            until = time.monotonic() + seconds
-            while time.monotonic() < until and sampling.poll() is None:
-                why.run(why.work(kind))
-            sampling.wait(PATIENCE_S)
-        finally:
-            sampling.kill()
-            sampling.wait()
-        if not path.exists():
-            found.notes = ["samples of the interpreter lock: py-spy may not read the process"]
-            return
-        rows += [[kind, *row] for row in holders(path.read_text())]
-        columns = ["kind", "thread", "share of samples, %", "most in"]
-        title = "Who holds the interpreter lock"
-        found.tables = [{"title": title, "columns": columns, "rows": rows}]
-        why.so_far("gil", found)
-
-
-def holders(text: str) -> list[list[Any]]:
-    """Thread, share, and the function with the most samples, of py-spy's raw stacks. The clock's
-    own functions count as those that call them.
-    """
-    threads: Counter[str] = Counter()
-    inner: dict[str, Counter[str]] = {}
-    for line in text.splitlines():
-        stack, _, count = line.rpartition(" ")
-        thread, *frames = stack.split(";")
-        name = thread.partition(": ")[2] or thread
-        threads[name] += int(count)
-        of_product = [frame for frame in frames if "step_clock.py" not in frame]
-        inner.setdefault(name, Counter())[(of_product or [thread])[-1]] += int(count)
-    whole = sum(threads.values())
-    return [
-        [name, round(100 * count / whole, 1), inner[name].most_common(1)[0][0]]
-        for name, count in threads.most_common(NAMES)
-    ]
-
-
-def list_profiles(why: Why, found: Found) -> None:
-    why.start()
-    rows: list[list[Any]] = []
-    for kind in KINDS:
-        path = why.asked.out / f"profile-{kind}.json"
-        why.run(why.work(kind, profile=str(path)))
-        rows += [[kind, *row] for row in streams_of(json.loads(path.read_text()))]
-        columns = ["kind", "stream", "operations", "ms", "idle ms between", "longest in all"]
-        found.tables = [
-            {"title": f"{PROFILED} steps as the profiler lists them", "columns": columns}
-            | {"rows": rows}
-        ]
-        found.notes = [f"lists of name, stream, start and length: {path.parent}/profile-*.json"]
-        why.so_far("profile", found)
-
-
-def streams_of(events: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Of each of the device's streams: operations, ms, gaps, and the names that take longest; of a
-    CPU, of its threads.
-    """
-    on_device = [event for event in events if event[1] == "CUDA"]
-    streams: dict[Any, list[Sequence[Any]]] = {}
-    for event in on_device or events:
-        streams.setdefault(event[2], []).append(event)
-    rows = []
-    for stream, of_stream in sorted(streams.items(), key=lambda item: -len(item[1]))[:3]:
-        took: Counter[str] = Counter()
-        end = gaps = 0
-        for name, _, _, start, length in sorted(of_stream, key=lambda event: event[3]):
-            gaps += max(0, start - end) if end else 0
-            end = max(end, start + length)
-            took[name] += length
-        names = "; ".join(f"{name[:40]} {ns / 1e6:.2f}" for name, ns in took.most_common(3))
-        total = sum(took.values()) / 1e6
-        rows.append([stream, len(of_stream), round(total, 2), round(gaps / 1e6, 2), names])
-    return rows
-
-
 def measure_prompts(why: Why, found: Found) -> None:
     why.start()
-    tags = ["memory", *(["huge"] if why.huge else []), "disk"]
+    tags = ["memory", "disk"]
     size = {"prompt": 48, "generated": 8} if why.asked.tiny else {"prompt": 512, "generated": 16}
     size["requests"] = fitting(why.requests, size["prompt"]) if why.asked.gpu else why.requests
     works = {tag: why.work("prompts", tag=tag, **size) for tag in tags}
@@ -365,12 +227,10 @@ def measure_prompts(why: Why, found: Found) -> None:
     def after(runs: dict[str, Any]) -> None:
         disk.append(kit.disk_rate(why.asked.out / "rate", 1 << 20 if why.asked.tiny else 1 << 30))
         found.figures = prompt_figures(runs, tags, disk)
-        found.tables = [prompts_table(runs), rows_table({tag: runs[tag][-1] for tag in tags})]
-        why.so_far("prompts", found)
+        found.tables = [prompts_table(runs)]
+        why.so_far()
 
     why.rounds(works, FEW, after)
-    if not why.huge:
-        found.notes = ["files in memory with huge pages: they cannot be mounted here"]
 
 
 def fitting(requests: int, prompt: int) -> int:
@@ -388,30 +248,10 @@ def measure_many(why: Why, found: Found) -> None:
         last = {kind: of_kind[-1:] for kind, of_kind in runs.items()}  # the first warms up
         found.figures = {f"many_{name}": each for name, each in ratios(last).items()}
         title = f"With {why.many} requests"
-        found.tables = [steps_table(last, title), causes_table(last, title)]
-        why.so_far("many", found)
+        found.tables = [steps_table(last, title)]
+        why.so_far()
 
     why.rounds(works, FEW, after)
-
-
-def measure_processes(why: Why, found: Found) -> None:
-    """The same with scheduler and model runner in two processes."""
-    why.start("mp")
-    works = {kind: why.work(kind) for kind in KINDS}
-    for work in works.values():
-        why.run(work)
-
-    def after(runs: dict[str, Any]) -> None:
-        found.figures = {f"mp_{name}": each for name, each in ratios(runs).items()}
-        found.tables = [steps_table(runs, "Executor mp")]
-        why.so_far("mp", found)
-
-    why.rounds(works, ROUNDS - 1, after)
-    found.notes = [
-        "executor mp: parts within the rank's process are not timed",
-        *([] if why.asked.gpu else ["on a CPU: without the timed device, stock as well"]),
-        *why.facts(),
-    ]
 
 
 # --- Figures and tables
@@ -447,12 +287,12 @@ def steps_table(runs: Mapping[str, Any], title: str = "Steps") -> dict[str, Any]
         [
             kind,
             *(_middle(of_kind, name) for name in columns),
-            *(_middle(of_kind, "device", name) for name in causes.BETWEEN),
+            *(_middle(of_kind, "device", name) for name in step_clock.SPANS),
         ]
         for kind, of_kind in runs.items()
     ]
     shown = ["slope", "median", "95 %", "longest", "busy", "first token", "all decode", "end"]
-    shown += [f"device: {name}" for name in causes.BETWEEN]
+    shown += [f"device: {name}" for name in step_clock.SPANS]
     return {"title": f"{title}, ms", "columns": ["kind", *shown], "rows": rows}
 
 
@@ -481,43 +321,20 @@ def parts_tables(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
         {
             "title": "Threads, ms on a processor a step",
             "columns": ["thread", *kinds],
-            "rows": [row for row in of_threads if max(row[1:]) >= causes.LEAST_MS],
+            "rows": [row for row in of_threads if max(row[1:]) >= LEAST_MS],
         },
     ]
 
 
-def causes_table(runs: Mapping[str, Any], title: str = "") -> dict[str, Any]:
-    rows = []
-    for kind, cause in causes.attribute(runs).items():
-        largest = sorted(cause.parts.items(), key=lambda item: -item[1])[:4]
-        more = ", ".join(f"{name} {took:.2f}" for name, took in largest)
-        where = cause.named and f"{cause.named}{' (hidden)' if cause.hidden else ''}"
-        rows.append([kind, round(cause.slope, 2), where or "none", more])
-    columns = ["kind", "added to stock's slope", "named", "largest extras"]
-    head = f"{title}: what is added" if title else "What is added"
-    return {"title": f"{head}, ms", "columns": columns, "rows": rows}
-
-
-def named(found: Mapping[str, causes.Cause]) -> list[str]:
-    return [
-        f"{kind}: {cause.named or 'no part'} takes most of what is added"
-        f"{', behind the device' if cause.hidden else ''}"
-        for kind, cause in found.items()
-    ]
-
-
 def switches_table(
-    found: Mapping[str, causes.Cause], busy: Mapping[str, Mapping[str, float]]
+    took: Mapping[str, Mapping[str, float]], busy: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
-    def share(took: float, cause: causes.Cause) -> str:
-        return f"{100 * took / cause.slope:.0f} %" if cause.slope > causes.LEAST_MS else "–"
-
     rows = [
-        [kind, switch, round(took, 3), share(took, cause), round(busy[kind][switch], 3)]
-        for kind, cause in found.items()
-        for switch, took in cause.switches.items()
+        [kind, switch, round(of_step, 3), round(busy[kind][switch], 3)]
+        for kind, switches in took.items()
+        for switch, of_step in switches.items()
     ]
-    columns = ["kind", "part", "ms a step", "of what is added to stock's", "ms the thread is busy"]
+    columns = ["kind", "part", "ms a step", "ms the thread is busy"]
     return {"title": "What each part costs, by a switch", "columns": columns, "rows": rows}
 
 
@@ -549,19 +366,6 @@ def prompts_table(runs: Mapping[str, Any]) -> dict[str, Any]:
     return {"title": "Prompts with every layer captured", "columns": columns, "rows": rows}
 
 
-def rows_table(runs: Mapping[str, Any]) -> dict[str, Any]:
-    """Looks at the rows of a run, at even distances."""
-    rows = []
-    for tag, run in runs.items():
-        series = run["series"]
-        looks = {max(0, len(series) * (look + 1) // LOOKS - 1) for look in range(LOOKS)}
-        for number in sorted(looks):
-            seconds, *sizes = series[number]
-            rows.append([tag, round(seconds, 3), *(round(size / 1e9, 3) for size in sizes)])
-    columns = ["files", "s", "in memory, GB", "written, GB"]
-    return {"title": "Captured rows over time, of the last run", "columns": columns, "rows": rows}
-
-
 # --- The stage
 
 
@@ -573,41 +377,36 @@ PARTS: dict[str, tuple[float, Callable[[Why, Found], None]]] = {
     "start": (62, start_engines),
     "rounds": (34, measure_rounds),
     "switches": (26, measure_switches),
-    "gil": (14, sample_gil),
-    "profile": (8, list_profiles),
     "prompts": (18, measure_prompts),
     "many": (14, measure_many),
-    "mp": (46, measure_processes),
 }
 
 
+#: Parts that are run of other models than the 8B.
+OF_OTHERS = ("start", "rounds")
+
+
 def run(why: Why, parts: Mapping[str, tuple[float, Callable[[Why, Found], None]]]) -> str:
-    """Run the parts that are not done; return what is not."""
-    missing = {name: part for name, part in parts.items() if name not in why.done}
-    wrong = []
-    while missing:
-        name = next(iter(missing))
-        seconds, part = missing.pop(name)
-        share = seconds / (seconds + sum(each for each, _ in missing.values()))
-        if why.asked.left <= 0:
-            wrong.append(f"{name}: no time was left")
-            continue
+    """Run the parts; return what went wrong."""
+    wrong, whole = [], sum(seconds for seconds, _ in parts.values())
+    for name, (seconds, part) in parts.items():
         # what earlier parts left is shared out
+        share, whole = seconds / whole, whole - seconds
         why.until = time.monotonic() + min(why.asked.left, max(seconds, share * why.asked.left))
         found, began, why.short = Found(), time.monotonic(), ""
+        why.found[name] = found
         try:
+            if why.asked.left <= 0:
+                raise RuntimeError("no time was left")
             part(why, found)
         except Exception as error:  # the others go on
             traceback.print_exc()
             wrong.append(f"{name}: {error}")
             found.notes.append(f"{name} was cut after {time.monotonic() - began:.0f} s: {error}")
-            why.cut[name] = asdict(found)
-            why.so_far(name, found)
             why.close(kill=True)
-        else:
-            print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-            found.notes += [f"{name}: {why.short}"] if why.short else []
-            why.keep(name, found)
+        found.notes += [f"{name}: {why.short}"] if why.short else []
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        why.so_far()
     return "; ".join(wrong)
 
 
@@ -615,8 +414,10 @@ def main() -> None:
     asked = kit.options(__doc__)
     asked.out.mkdir(parents=True, exist_ok=True)
     why = Why(asked)
+    parts = PARTS if asked.model == "8b" else {name: PARTS[name] for name in OF_OTHERS}
     try:
-        why.finish(run(why, PARTS))
+        wrong = run(why, parts)
+        kit.finish(asked, why.result() | ({"wrong": wrong} if wrong else {}))
     finally:
         why.end()
 

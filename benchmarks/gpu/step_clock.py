@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from causes import WAITS
 
 #: Part → owner (an attribute of `owners`) and method; a part may have several.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -34,6 +33,8 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "wait": (("future", "result"),),
     "update": (("scheduler", "update_from_output"),),
 }
+#: Waits of the model's thread for the device, which are no cost.
+WAITS = ("wait",)
 #: Spans of the device, each between two events: of the forward, and from there to the end of
 #: sampling.
 SPANS = ("forward", "sampling")
@@ -51,7 +52,6 @@ class StepClock:
         of the device give its times.
         """
         self.names = list(PARTS)
-        self.inject = dict.fromkeys(self.names, 0.0)  # seconds of a busy wait in each call
         self._place = {name: place for place, name in enumerate(self.names)}
         self._now = np.zeros((2, len(self.names)))  # seconds: on the processor, in all
         self._inner: list[list[float]] = []  # of each open part: seconds of those inside
@@ -98,8 +98,6 @@ class StepClock:
             self._inner.append(inner)
             used, began = time.thread_time(), time.perf_counter()
             try:
-                if outermost and self.inject[name]:
-                    _busy(self.inject[name])
                 return function(*args, **kwargs)
             finally:
                 taken = time.thread_time() - used, time.perf_counter() - began
@@ -167,13 +165,6 @@ def _recorded() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _busy(seconds: float) -> None:
-    """Keep the processor and the interpreter."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
 
 
 def threads() -> dict[str, float]:

@@ -3,7 +3,7 @@ one process and one interpreter, as on one GPU.
 
 Run as a program with a `Setup` as JSON, it serves `Work` line by line; `Child` is such a process.
 On the device `timed`, vLLM's real engine core, scheduler and v2 runner and our whole data plane run
-with a device that only takes time (`timed_device.py`); on `cuda` and `cpu` all is real. `stock` is
+with a device that only takes time (`timed_device.py`); on `cuda` all is real. `stock` is
 vLLM with nothing of ours.
 """
 
@@ -34,10 +34,6 @@ TOKEN_S = 22e-6
 GRAPH_SIZES = [1, 64, 256]
 #: Files larger than this are deleted after a run.
 KEPT_BYTES = 64 << 10
-#: Seconds between two looks at how far rows are.
-LOOK_S = 0.02
-#: Steps that the profiler records, from the middle of a run on.
-PROFILED = 3
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,10 @@ class Setup:
     """An engine."""
 
     engine: str  # stock, ours
-    device: str = "timed"  # timed, cuda, cpu
-    executor: str = "uni"
+    device: str = "timed"  # timed, cuda
     most: int = 64  # requests at a time
     device_ms: float = 7.0  # of the timed device, for a step
+    model: str = "8b"  # of a GPU, see `kit.shape`
     parts: bool = True  # whether parts of steps are timed
     folder: str = ""  # for what is written; "": one in memory, deleted at the end
     tags: dict[str, str] = field(default_factory=dict)  # of captures → folder of their files
@@ -73,8 +69,6 @@ class Work:
     generated: int = 128
     tag: str = "memory"
     switch: str = ""  # see `causes.SWITCHES`
-    inject: dict[str, float] = field(default_factory=dict)  # part → ms of a busy wait in it
-    profile: str = ""  # file for a list of what ran in a few steps
 
 
 class Engine:
@@ -87,7 +81,7 @@ class Engine:
         import kit
 
         self._setup, self._sink, self._runs = setup, kit.Sink(), 0
-        self._requests, self._device_s = 0, 0.0
+        self._requests = 0
         if setup.timed:
             self._patch()
         shape, self._settings, extra = self._configured(folder)
@@ -116,7 +110,7 @@ class Engine:
         setup = self._setup
         as_asked: Any = argparse.Namespace(gpu=setup.device == "cuda")
         extra = kit.without_weights(as_asked)
-        extra["distributed_executor_backend"] = setup.executor
+        extra["distributed_executor_backend"] = "uni"
         if setup.timed:
             shape = kit.shape("tiny") | {
                 "hidden_size": HIDDEN,
@@ -133,15 +127,11 @@ class Engine:
                 "runner": "v2",
                 "tuning.capture_queue_mib": 1506,
             }
-        elif setup.device == "cuda":
-            shape, more = kit.shape("8b"), {"max_num_seqs": setup.most}
+        else:
+            shape, more = kit.two_of(setup.model), {"max_num_seqs": setup.most}
             extra |= {"async_scheduling": True, "cudagraph_capture_sizes": GRAPH_SIZES}
             extra["kv_cache_memory_bytes"] = 9 << 30
-        else:
-            shape, more = kit.shape("tiny"), {}
-            extra["async_scheduling"] = True
-        dtype = "float32" if setup.device == "cpu" else "bfloat16"
-        model = kit.write_model(folder / "model", shape, dtype)
+        model = kit.write_model(folder / "model", shape, "bfloat16")
         settings = kit.serving_settings(
             as_asked, folder / "data", model, **{"relay_url": self._sink.url} | more
         )
@@ -170,8 +160,7 @@ class Engine:
         def forward(model: Any, ids: Any = None, positions: Any = None, *_: Any, **__: Any) -> Any:
             rows = len(positions)
             prompts = max(0, rows - self._requests) * TOKEN_S
-            seconds = self._setup.device_ms * 1e-3 + prompts + self._device_s
-            timed_device.forward(self._plane, seconds)
+            timed_device.forward(self._plane, self._setup.device_ms * 1e-3 + prompts)
             return hidden[:rows]
 
         LlamaForCausalLM.forward = forward
@@ -179,7 +168,7 @@ class Engine:
         runner.combine_sampled_and_draft_tokens = lambda *given: combine(*given).zero_()
 
     def _stock(self, extra: dict[str, Any]) -> Any:
-        import engines
+        import direct
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -195,7 +184,7 @@ class Engine:
             )
         start = LLMEngine.from_vllm_config
         llm = self.thread.submit(start, config, disable_log_stats=True).result()
-        self.facts = engines.facts_of(llm)
+        self.facts = direct.facts_of(llm)
         return llm
 
     def _ours(self, extra: dict[str, Any]) -> Any:
@@ -234,12 +223,9 @@ class Engine:
 
     def _owners(self) -> dict[str, Any]:
         """Return whose methods are parts of a step, see `step_clock.PARTS`."""
-        import vllm.v1.executor.multiproc_executor as apart
         import vllm.v1.executor.uniproc_executor as here
 
-        executor = self._core.model_executor
-        if (worker := getattr(executor, "driver_worker", None)) is None:
-            return {"scheduler": self._core.scheduler, "future": apart.FutureWrapper}
+        worker = self._core.model_executor.driver_worker
         runner = worker.worker.model_runner
         plane = getattr(runner, "midstream", None)
         return {
@@ -255,7 +241,7 @@ class Engine:
         from step_clock import StepClock
 
         chosen = owners if self._setup.parts else {"future": owners["future"]}
-        return StepClock(chosen, device=self._setup.device != "cpu" and "runner" in chosen)
+        return StepClock(chosen, device="runner" in chosen)
 
     def _send(self) -> None:
         """Encode outputs in a thread, as the engine core's process does."""
@@ -336,9 +322,6 @@ class Engine:
         self._llm.output_processor.request_states.clear()
         gc.collect()
         wishes = self._wishes(work)
-        self._device_s = work.inject.get("device", 0.0) * 1e-3
-        for name in self.clock.inject:
-            self.clock.inject[name] = work.inject.get(name, 0.0) * 1e-3
         with causes.switched(work.switch, self._plane):
             found: dict[str, Any] = self.thread.submit(self._steps, work, wishes).result()
         self._clear()
@@ -352,8 +335,6 @@ class Engine:
         received, landed = self._sink.count, self._sink.bytes
         prompts = kit.token_ids(len(wishes), work.prompt, self._vocabulary, seed=self._runs)
         bounds, used = step_clock.bounds(work.generated, work.generated), list[dict[str, float]]()
-        profile = _Profile(work.profile)
-        rows = _Rows(self._plane) if work.kind == "prompts" else None
         self.clock.start()
         threads, began = step_clock.threads(), time.perf_counter()
         for number, (tokens, wish) in enumerate(zip(prompts, wishes, strict=True)):
@@ -371,7 +352,6 @@ class Engine:
                     self.clock.step()
                     if self.clock.steps - 1 in bounds:
                         used.append(step_clock.threads())
-                    profile.step(self.clock.steps - work.generated // 2)
         durable = self._durable(work, received, wishes) if wishes[0] is not None else last
         result: dict[str, Any] = {
             "first_ms": (first - began) * 1e3,
@@ -388,7 +368,7 @@ class Engine:
             names = _since(used[0], used[1])
             steps = bounds[1] - bounds[0]
             result["threads"] = {name: took * 1e3 / steps for name, took in names.items()}
-        return result | ({"series": rows.close()} if rows is not None else {})
+        return result
 
     def _durable(self, work: Work, received: int, wishes: Sequence[Any]) -> float:
         """Return when the last receipt came."""
@@ -406,73 +386,6 @@ class Engine:
             for path in (Path(folder) / name for name in names):
                 if path.stat().st_size > KEPT_BYTES:
                     path.unlink()
-
-
-class _Rows:
-    """Bytes of captured rows over time: more in memory than at first, and not yet written."""
-
-    def __init__(self, plane: Any) -> None:
-        self._plane, self._over = plane, threading.Event()
-        self._began, self._from = time.perf_counter(), self._now()
-        self._found: list[list[float]] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _now(self) -> list[int]:
-        if self._plane is None:
-            return [0, 0]
-        return [self._plane._arena.used, self._plane._delivery.backlog]
-
-    def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
-            self._look()
-
-    def _look(self) -> None:
-        gone = [now - before for now, before in zip(self._now(), self._from, strict=True)]
-        self._found.append([time.perf_counter() - self._began, *gone])
-
-    def close(self) -> list[list[float]]:
-        """Return `[seconds, bytes, bytes]` of each look."""
-        self._over.set()
-        self._thread.join()
-        self._look()
-        return self._found
-
-
-class _Profile:
-    """Names, streams, beginnings and lengths of what ran in a few steps."""
-
-    def __init__(self, path: str) -> None:
-        self._path, self._profiler = path, None
-
-    def step(self, number: int) -> None:
-        """`number`: of the step that has just ended; the first that is profiled begins after 0."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        if self._path and number == 0:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self._profiler = profile(activities=activities)
-            self._profiler.__enter__()
-        elif self._profiler is not None and number == PROFILED:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self._profiler.__exit__(None, None, None)
-            events = self._profiler.profiler.kineto_results.events()
-            listed = [
-                [
-                    event.name()[:80],
-                    str(event.device_type()).rpartition(".")[2],
-                    event.device_resource_id(),
-                    event.start_ns(),
-                    event.duration_ns(),
-                ]
-                for event in events
-            ]
-            Path(self._path).write_text(json.dumps(listed))
-            self._profiler = None
 
 
 def _since(before: Mapping[str, float], now: Mapping[str, float] | None = None) -> dict[str, float]:

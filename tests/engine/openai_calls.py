@@ -1,4 +1,4 @@
-"""The calls that `benchmarks/openai_compare.py` sends to stock vLLM's server and to Midstream: a
+"""The calls that `tools/pages/openai_page.py` sends to stock vLLM's server and to Midstream: a
 name, a path and a body each.
 
 `REFUSED`, `STRICT` and `LENIENT` are differences by design.

@@ -2,7 +2,7 @@
 says, cell by cell.
 
 `tests/data/patching.safetensors` and `heads.safetensors` are made by `make lens`; what is in them:
-`benchmarks/lens.py`, `lens_heads.py`.
+`tools/peers/lens.py`, `lens_heads.py`.
 """
 
 import json

@@ -72,7 +72,7 @@ def logprobs(logits: np.ndarray) -> np.ndarray:
 def test_every_activation_is_that_of_transformerlens(
     model: HookedModel, python: Path, tmp_path: Path
 ) -> None:
-    found = recorded(python, tmp_path / "lens.safetensors", "benchmarks/lens_facade.py")
+    found = recorded(python, tmp_path / "lens.safetensors", "tools/peers/lens_facade.py")
     wanted = {name: array for name, array in found.items() if name.startswith("blocks.")}
     _, cache = model.run_with_cache(P)
     assert set(cache) == set(model.hook_names) == wanted.keys()

@@ -18,7 +18,7 @@ from tree import ROOT
 from midstream.lens import ActivationCache, HookedModel, Logits, ops
 from midstream.schemas.base.errors import MidstreamError
 
-#: Of `benchmarks/lens_facade.py`.
+#: Of `tools/peers/lens_facade.py`.
 GOLDEN = ROOT / "tests" / "data" / "hooked.safetensors"
 #: Of float32 rows, as a share of the largest value: other kernels, in up to thirty layers. Of
 #: log-probabilities: nats.
@@ -107,8 +107,8 @@ def test_predictions_are_those_of_transformerlens(
     )
 
 
-#: Edit of `benchmarks/lens_facade.py` → the same by our ops. (direction, cache of the other prompt,
-#: tokens of the prompt) → hooks.
+#: Edit of `tools/peers/lens_facade.py` → the same by our ops. (direction, cache of the other
+#: prompt, tokens of the prompt) → hooks.
 EDITS: dict[str, Callable[[np.ndarray, ActivationCache, int], list[Any]]] = {
     "add": lambda v, other, n: [("blocks.10.hook_resid_post", ops.add(v, scale=0.5, pos=-1))],
     "ablate": lambda v, other, n: [
@@ -234,7 +234,7 @@ def test_a_tutorial_runs_and_prints_what_it_shows(
     for cell, now in zip(written.cells, run.cells, strict=True):
         if cell.cell_type != "code":
             continue
-        assert cell.outputs or "print(" not in cell.source, "run benchmarks/tutorials.py --write"
+        assert cell.outputs or "print(" not in cell.source, "run tools/peers/tutorials.py --write"
         assert differs(printed(cell), printed(now)) == ""
         assert shown(cell) == shown(now)
     assert lines(peer_code(written)) > 10

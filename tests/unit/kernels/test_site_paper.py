@@ -26,7 +26,7 @@ WIDTH = 8192
 def paper(cache: Path, architecture: int, *options: str) -> list[dict[str, Any]]:
     arguments = [
         sys.executable,
-        str(ROOT / "benchmarks" / "gpu" / "paper.py"),
+        str(ROOT / "tools" / "kernel_paper.py"),
         "--json",
         "--widths",
         str(WIDTH),

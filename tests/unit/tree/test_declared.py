@@ -29,7 +29,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
     "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest", "trainers", "inspect"),
     "broker": ("otel", "up"),
-    "benchmarks": ("lens",),
+    "tools": ("lens",),
 }
 #: Loaded only when it is asked for, so its top counts as the inside of a function.
 LOADED_LATE = {"client/harvest/training.py", "client/inspect_provider.py"}
@@ -56,7 +56,6 @@ BY_HAND = {
     ("nnsight", "nnsight_calls.py"),
     ("peft", "peft_rows.py"),
     ("sae_lens", "sae_rows.py"),
-    ("sae_lens", "sae_encode.py"),
     ("sae_lens", "train_sae.py"),
     ("torch", "train_sae.py"),
 }

@@ -396,7 +396,7 @@ def test_a_loop_with_something_between_two_layers_is_found(between: str) -> None
 @pytest.fixture(scope="module")
 def costs() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "site_costs", ROOT / "benchmarks" / "site_costs.py"
+        "kernel_costs", ROOT / "tools" / "pages" / "kernel_costs.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -437,7 +437,7 @@ def test_the_launches_of_a_forward_hold_every_site_once() -> None:
 def test_the_table_is_the_page_s_and_has_a_row_for_each_model_and_case(costs: ModuleType) -> None:
     text = costs.table()
     assert text in (ROOT / "docs" / "kernels.md").read_text(), (
-        "print it with `python benchmarks/site_costs.py`"
+        "print it with `python tools/pages/kernel_costs.py`"
     )
     assert all(shape.name in text for shape in costs.SHAPES)
     assert all(f"| {case} |" in text for case in CASES)

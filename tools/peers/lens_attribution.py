@@ -1,12 +1,8 @@
-"""What does TransformerLens' attribution patching estimate, and how fast?
+"""Records what TransformerLens' attribution patching estimates.
 
     make lens                                                # TransformerLens' own environment
-    .cache/lens/bin/python benchmarks/lens_attribution.py golden
+    .cache/lens/bin/python tools/peers/lens_attribution.py
         # tests/data/attribution.safetensors, which the unit tests are held to
-    .cache/lens/bin/python benchmarks/lens_attribution.py time
-        # seconds of its estimates, for benchmarks/attribution.py
-    .cache/lens/bin/python benchmarks/lens_attribution.py serve
-        # JSON lines: a pair in, seconds and estimates out, for the same
 
 Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
 nothing of the product; the tiny checkpoints are those of the tests. float32.
@@ -27,7 +23,7 @@ from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL
 
 from lens import MODEL, Lens
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "data" / "attribution.safetensors"
 #: Tiny checkpoints of `tests/engine/tiny.py`.
 TINY = ("gpt2", "llama", "gpt-neox")
@@ -161,41 +157,7 @@ def golden(file: Path) -> None:
     print(f"{file}: {file.stat().st_size} bytes")
 
 
-def timed(runs: int) -> None:
-    """JSON lines: seconds of the estimates at `post_block` and of all hooks; loading the model is
-    not part of them. The first run is a warm-up.
-    """
-    found = Attribution(Lens(MODEL, "float32"), asked_of("demo"))
-    for number in range(runs + 1):
-        for name, hooks in (("post_block", {"post_block": HOOKS["post_block"]}), ("all", HOOKS)):
-            start = time.perf_counter()
-            cells = sum(grid.size for grid in found.grids(hooks).values())
-            if number:
-                line = {"hooks": name, "seconds": time.perf_counter() - start, "cells": cells}
-                print(json.dumps(line), flush=True)
-
-
-def serve() -> None:
-    """Answer each JSON line, a pair and its `hook`, with seconds and `[layers, positions]`."""
-    lens = Lens(MODEL, "float32")
-    for line in sys.stdin:
-        asked = json.loads(line)
-        found = Attribution(lens, asked)
-        start = time.perf_counter()
-        grid = found.grids({asked["hook"]: HOOKS[asked["hook"]]})[asked["hook"]]
-        seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "values": grid.tolist()}), flush=True)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["golden", "time", "serve"])
     parser.add_argument("--file", type=Path, default=GOLDEN)
-    parser.add_argument("--runs", type=int, default=5)
-    options = parser.parse_args()
-    if options.what == "golden":
-        golden(options.file)
-    elif options.what == "serve":
-        serve()
-    else:
-        timed(options.runs)
+    golden(parser.parse_args().file)

@@ -1,11 +1,9 @@
-"""What do TransformerLens and a transformers model with hooks say of single heads, and of paths
-between them?
+"""Records what TransformerLens and a transformers model with hooks say of single heads, and of
+paths between them.
 
     make lens                                                # TransformerLens' own environment
-    .cache/lens/bin/python benchmarks/lens_heads.py golden
+    .cache/lens/bin/python tools/peers/lens_heads.py
         # tests/data/heads.safetensors, which the engine tests are held to
-    .cache/lens/bin/python benchmarks/lens_heads.py time
-        # seconds of TransformerLens' head sweep, for benchmarks/heads.py
 
 Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
 nothing of ours. float32.
@@ -15,7 +13,7 @@ import argparse
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ import numpy as np
 
 from lens import MODEL, Lens, Question
 
-GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "data" / "heads.safetensors"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "data" / "heads.safetensors"
 #: Indirect objects: the name that is not said twice comes next. Both prompts have as many tokens.
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPT = "When Mary and John went to the store, Mary gave a drink to"
@@ -334,82 +332,9 @@ def plain(model: Path) -> Any:
     ).eval()
 
 
-def timed(model: Path, wanted: Sequence[str]) -> None:
-    """Seconds of TransformerLens' head sweep: by its own function, one cell in a forward pass, and
-    all heads of a layer in a batch; and of its direct paths. The clean run is part of each; loading
-    the model is not.
-    """
-    from transformer_lens import patching
-
-    setup = set_up(model)
-    lens, asked = setup.lens, setup.asked
-    clean, corrupt = (lens.torch.tensor([tokens]) for tokens in (asked.clean, asked.corrupt))
-    lens.bridge(clean)  # warm-up
-
-    def naive() -> Any:
-        _, cache = lens.bridge.run_with_cache(clean)
-        return patching.get_act_patch_attn_head_out_all_pos(
-            lens.bridge, corrupt, cache, setup.metric
-        )
-
-    def batched() -> Any:
-        _, cache = lens.bridge.run_with_cache(clean)
-        heads = lens.bridge.cfg.n_heads
-        grid = np.zeros((lens.layers, heads))
-        for layer in range(lens.layers):
-            name = f"blocks.{layer}.attn.hook_z"
-
-            def put(z: Any, hook: Any, rows: Any = cache[name]) -> Any:
-                for head in range(heads):
-                    z[head, :, head] = rows[0, :, head]
-                return z
-
-            logits = lens.bridge.run_with_hooks(corrupt.repeat(heads, 1), fwd_hooks=[(name, put)])
-            grid[layer] = (logits[:, -1, asked.answer] - logits[:, -1, asked.foil]).tolist()
-        return grid
-
-    def direct() -> Any:
-        _, cache = lens.bridge.run_with_cache(clean)
-        _, corrupted = lens.bridge.run_with_cache(corrupt)
-        grid = patching.get_act_patch_direct_path(
-            lens.bridge,
-            corrupt,
-            cache,
-            corrupted,
-            setup.metric,
-            *SENDER,
-            component="q",
-            verbose=False,
-        )
-        return grid[SENDER[0] + 1 :]
-
-    for name, call in (("naive", naive), ("batched", batched), ("direct", direct)):
-        if name not in wanted:
-            continue
-        start = time.perf_counter()
-        grid = call()
-        values = np.asarray(grid, dtype=np.float64)
-        print(
-            json.dumps(
-                {
-                    "name": name,
-                    "seconds": time.perf_counter() - start,
-                    "cells": values.size,
-                    "values": values.tolist(),
-                }
-            ),
-            flush=True,
-        )
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["golden", "time"])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--file", type=Path, default=GOLDEN)
-    parser.add_argument("--only", nargs="+", default=["naive", "batched", "direct"])
     options = parser.parse_args()
-    if options.what == "golden":
-        golden(options.model, options.file)
-    else:
-        timed(options.model, options.only)
+    golden(options.model, options.file)

@@ -4,8 +4,8 @@ checks that both print the same.
     make lens                                     # TransformerLens' own environment
     OMP_NUM_THREADS=1 midstream up --set hooks=all,inside --set dtype=float32 \\
         --set sae_dir=$PWD/examples/data/saes
-    python benchmarks/tutorials.py --repeats 3    # medians of alternating rounds
-    python benchmarks/tutorials.py --write        # one round; writes the notebooks' outputs
+    python tools/peers/tutorials.py --repeats 3    # medians of alternating rounds
+    python tools/peers/tutorials.py --write        # one round; writes the notebooks' outputs
 
 Each side is a process of its own, from start to end. TransformerLens loads the model in it;
 Midstream's server, found as clients find it, has loaded it. CPU seconds are those of the process,
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "pages"))
 
 import nbclient  # noqa: E402

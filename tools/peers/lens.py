@@ -1,9 +1,9 @@
-"""What does TransformerLens say a patched grid is, and how fast does it make one?
+"""Records what TransformerLens says a patched grid is, and makes some for a benchmark.
 
     make lens # its environment in .cache/lens, then the reference's file
-    .cache/lens/bin/python benchmarks/lens.py golden
+    .cache/lens/bin/python tools/peers/lens.py golden
         # tests/data/patching.safetensors, which the engine tests are held to
-    .cache/lens/bin/python benchmarks/lens.py serve  # JSON lines, driven by benchmarks/patching.py
+    .cache/lens/bin/python tools/peers/lens.py serve  # JSON lines, driven by benchmarks/patching.py
 
 Runs in an environment of its own (`requirements/lens.lock`) and so imports nothing of ours: the
 model comes from its folder, and each cell is the logit difference after one row of the corrupt
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 MODEL = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
-GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "data" / "patching.safetensors"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "data" / "patching.safetensors"
 HOOKS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 #: Cells in one batched forward when the golden file is made.
 GOLDEN_BATCH = 12
@@ -151,26 +151,6 @@ class Lens:
                 self.bridge.run_with_hooks(tokens, fwd_hooks=hooks), asked
             ).tolist()
 
-    def naive(self, asked: Question, hook: str, cells: list[tuple[int, int]]) -> list[float]:
-        """The same, one cell in a forward pass, by TransformerLens' own function."""
-        import pandas as pd
-        from transformer_lens import patching
-
-        def setter(row: Any, index: list[int], clean: Any) -> Any:
-            row[:, asked.places[index[1]][1]] = clean[:, asked.places[index[1]][0]]
-            return row
-
-        values = patching.generic_activation_patch(
-            self.bridge,
-            self.torch.tensor([asked.corrupt]),
-            self.cache(asked, hook),
-            lambda logits: self._differences(logits, asked)[0],
-            setter,
-            hook,
-            index_df=pd.DataFrame(cells, columns=["layer", "pos"]),
-        )
-        return [float(value) for value in values]
-
 
 def name_of(hook: str, layer: int) -> str:
     return f"blocks.{layer}.hook_{hook}"
@@ -263,7 +243,7 @@ def golden(model: Path, file: Path) -> None:
 
 
 def serve(model: Path) -> None:
-    """Answer `{"dtype", "hook", "layers": [numbers], "batch": 0 for naive, "clean", "corrupt",
+    """Answer `{"dtype", "hook", "layers": [numbers], "batch", "clean", "corrupt",
     "answer", "foil", "places"}` with `{"seconds", "values"}`; the clean run is part of the time,
     loading the model is not.
     """
@@ -278,10 +258,7 @@ def serve(model: Path) -> None:
             (layer, place) for layer in asked["layers"] for place in range(len(question.places))
         ]
         start = time.perf_counter()
-        if asked["batch"]:
-            values = list(lens.batched(question, asked["hook"], cells, asked["batch"]))
-        else:
-            values = lens.naive(question, asked["hook"], cells)
+        values = list(lens.batched(question, asked["hook"], cells, asked["batch"]))
         _answers.write(
             json.dumps({"seconds": time.perf_counter() - start, "values": values}).encode() + b"\n"
         )

@@ -1,10 +1,10 @@
 """What the Triton kernel is on paper: registers, spills, width of loads and the idle path, compiled
 for GPUs that are not here.
 
-    python benchmarks/gpu/paper.py [--architecture 90] [--widths 8192 …] [--dependent] [--json]
+    python tools/kernel_paper.py [--architecture 90] [--widths 8192 …] [--dependent] [--json]
 
 Needs torch, triton and the disassembler that comes with triton; no GPU. Prints a table of each
-variant that a model can need, then the estimated cost of a step from `benchmarks/site_costs.py`.
+variant that a model can need, then the estimated cost of a step from `tools/pages/kernel_costs.py`.
 `tests/unit/kernels/test_site_paper.py` keeps the facts as they are.
 """
 
@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools" / "pages")]
 
 import torch
 import triton
+from kernel_costs import table
 from site_compiler import KINDS, Absent
-from site_costs import table
 
 from midstream.kernels import triton_site
 from midstream.kernels.plan import SitePlan

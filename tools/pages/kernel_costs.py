@@ -1,6 +1,6 @@
 """What do the hook sites add to a decode step, on paper, in today's design and in those before it?
 
-    python benchmarks/site_costs.py
+    python tools/pages/kernel_costs.py
 
 Prints the table of `docs/kernels.md`, from `workers/runner/hooks/site_costs.py`. Needs no GPU, and
 measures nothing.

@@ -2,8 +2,8 @@
 `midstream.lens` to be compared with.
 
     make lens                                            # TransformerLens' own environment
-    .cache/lens/bin/python benchmarks/lens_facade.py           # tests/data/hooked.safetensors
-    .cache/lens/bin/python benchmarks/lens_facade.py FILE
+    .cache/lens/bin/python tools/peers/lens_facade.py           # tests/data/hooked.safetensors
+    .cache/lens/bin/python tools/peers/lens_facade.py FILE
         # every activation of every layer, for tests/long/test_equivalents.py
 
 Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
@@ -21,7 +21,7 @@ import numpy as np
 
 from lens import MODEL, Lens
 
-GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "data" / "hooked.safetensors"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "data" / "hooked.safetensors"
 PROMPT = "The Eiffel Tower is located in the city of"
 OTHER = "The Colosseum is located in the city of"
 #: Layers of which whole activations are kept.

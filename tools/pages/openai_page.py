@@ -2,7 +2,7 @@
 
 Every call of `tests/engine/openai_calls.py`, field by field.
 
-    python benchmarks/openai_compare.py [--only TEXT] [--page]
+    python tools/pages/openai_page.py [--only TEXT] [--page]
 
 Both servers run on this machine with the demo model in float32, on the same engine options, side by
 side; each call goes to one, then to the other. `--page` writes the table in
@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("", "engine", "fake_engine", "system")]
 
 from openai_answers import ENGINE, TOOL_PARSER, answer, differences, stock_server  # noqa: E402
@@ -26,8 +26,8 @@ from midstream.workers.demo_model import fetch_demo_model  # noqa: E402
 
 PAGE = ROOT / "docs" / "openai-compatibility.md"
 BEGIN, END = (
-    "<!-- written by benchmarks/openai_compare.py --page -->",
-    "<!-- end of the part written by benchmarks/openai_compare.py -->",
+    "<!-- written by tools/pages/openai_page.py --page -->",
+    "<!-- end of the part written by tools/pages/openai_page.py -->",
 )
 
 

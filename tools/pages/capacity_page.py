@@ -2,10 +2,10 @@
 
 Unit costs measured here, and a simulator that multiplies them.
 
-    python benchmarks/capacity.py measure # ten minutes; writes data/capacity.json
-    python benchmarks/capacity.py check   # the simulator against those runs
-    python benchmarks/capacity.py page    # writes the tables of docs/capacity.md
-    python benchmarks/capacity.py plan --workers 1000 --jobs 10e6 --rows 0 [--peak 3]
+    python tools/pages/capacity_page.py measure # ten minutes; writes capacity.json
+    python tools/pages/capacity_page.py check   # the simulator against those runs
+    python tools/pages/capacity_page.py page    # writes the tables of docs/capacity.md
+    python tools/pages/capacity_page.py plan --workers 1000 --jobs 10e6 --rows 0 [--peak 3]
 
 A run loads the whole service with held captures (a job, a file, a receipt each) and takes the
 processor time of each process. Much of it is shared by what happens at the same time: receipts of a
@@ -23,7 +23,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +31,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-PAGE = Path(__file__).parents[1] / "docs" / "capacity.md"
-DATA = Path(__file__).with_name("data") / "capacity.json"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "capacity.md"
+DATA = Path(__file__).with_name("capacity.json")
 DAY_S = 86_400.0
 #: Above this share of what it can do, a queue in front of a single server grows quickly (see
 #: `waits`).
@@ -283,68 +283,56 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
     a second, and the rate.
     """
     import redis
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
     from control_plane import MODEL, http_round, processor_s
-    from fake_engine import install
+    from services import service
 
-    from midstream.client.stack.supervisor import Supervisor, prepare, read_state
-    from midstream.schemas.base.settings import Settings, to_environment
+    from midstream.client.stack.supervisor import read_state
+    from midstream.schemas.base.settings import to_environment
 
-    install()
     count = JOBS if at_once > 1 else FEW_JOBS
-    with tempfile.TemporaryDirectory(prefix="midstream-capacity-") as folder:
-        data = Path(folder)
-        wanted = Settings(
-            engine="fake",
-            model=MODEL,
-            data_dir=folder,
-            api_port=0,
-            flower_port=0,
-            log_level="WARNING",
-            worker_id="w1",
-        )
-        others: list[subprocess.Popen[bytes]] = []
-        with Supervisor(prepare(wanted, data, print), say=lambda line: None) as stack:
-            try:
-                for number in range(2, workers + 1):
-                    environment = (
-                        os.environ
-                        | to_environment(stack.settings)
-                        | {"MIDSTREAM_WORKER_ID": f"w{number}"}
+    others: list[subprocess.Popen[bytes]] = []
+    with service(engine="fake", model=MODEL, log_level="WARNING", worker_id="w1") as stack:
+        data = stack.data
+        try:
+            for number in range(2, workers + 1):
+                environment = (
+                    os.environ
+                    | to_environment(stack.settings)
+                    | {"MIDSTREAM_WORKER_ID": f"w{number}"}
+                )
+                with (data / f"worker-{number}.log").open("wb") as log:
+                    command = [sys.executable, "-m", "midstream.workers"]
+                    others.append(
+                        subprocess.Popen(command, env=environment, stdout=log, stderr=log)
                     )
-                    with (data / f"worker-{number}.log").open("wb") as log:
-                        command = [sys.executable, "-m", "midstream.workers"]
-                        others.append(
-                            subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-                        )
-                pids = {
-                    name: pid for name, (pid, _) in read_state(stack.data)["processes"].items()
-                } | {"client": os.getpid()}
-                pids |= {
-                    f"worker-{number}": process.pid for number, process in enumerate(others, 2)
-                }
-                with redis.Redis.from_url(stack.settings.redis_url) as client:
-                    deadline = time.monotonic() + 300
-                    while client.hlen("ms:workers") < workers:
-                        assert time.monotonic() < deadline, "not all workers started"
-                        time.sleep(0.2)
-                    time.sleep(5)
-                    before = processor_s(pids)
-                    time.sleep(IDLE_S)
-                    idle = _by_role(before, processor_s(pids), IDLE_S)
-                    connections = client.info("clients")["connected_clients"]
-                    asyncio.run(
-                        http_round(stack.url, max(WARM_JOBS, 2 * at_once), at_once, held=True)
-                    )
-                    used, before = client.info("memory")["used_memory"], processor_s(pids)
-                    load = os.getloadavg()[0]
-                    seconds, _ = asyncio.run(http_round(stack.url, count, at_once, held=True))
-                    spent = _by_role(before, processor_s(pids), count)
-                    size = (client.info("memory")["used_memory"] - used) / count
-            finally:
-                for process in others:
-                    process.terminate()
-                for process in others:
-                    process.wait(60)
+            pids = {name: pid for name, (pid, _) in read_state(stack.data)["processes"].items()} | {
+                "client": os.getpid()
+            }
+            pids |= {f"worker-{number}": process.pid for number, process in enumerate(others, 2)}
+            with redis.Redis.from_url(stack.settings.redis_url) as client:
+                deadline = time.monotonic() + 300
+                while client.hlen("ms:workers") < workers:
+                    assert time.monotonic() < deadline, "not all workers started"
+                    time.sleep(0.2)
+                time.sleep(5)
+                before = processor_s(pids)
+                time.sleep(IDLE_S)
+                idle = _by_role(before, processor_s(pids), IDLE_S)
+                connections = client.info("clients")["connected_clients"]
+                asyncio.run(http_round(stack.url, max(WARM_JOBS, 2 * at_once), at_once, held=True))
+                used, before = client.info("memory")["used_memory"], processor_s(pids)
+                load = os.getloadavg()[0]
+                seconds, _ = asyncio.run(http_round(stack.url, count, at_once, held=True))
+                spent = _by_role(before, processor_s(pids), count)
+                size = (client.info("memory")["used_memory"] - used) / count
+        finally:
+            for process in others:
+                process.terminate()
+            for process in others:
+                process.wait(60)
+
     job_s = sum(spent.values())
     found = {
         "workers": workers,
