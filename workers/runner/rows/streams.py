@@ -6,7 +6,8 @@ from ....schemas.requests.specs import RankSpec
 from .capture import SPAN, Recording
 from .delivery import Delivery
 
-#: Parts of the window: rows leave in parts of about this share of it.
+#: Parts of the window: rows leave in parts of about this share of it. Smaller ones cost more than
+#: they gain: parts of 128 KiB took four times the processor time of ones of 8 MiB.
 _PARTS = 8
 
 
