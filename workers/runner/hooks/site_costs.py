@@ -1,9 +1,9 @@
 """Estimates what the hook sites add to one step on a GPU: launches, bytes and time, from the
 model's shape alone.
 
-`midstream doctor --plan` prints the estimates, and `tools/pages/kernel_costs.py` compares designs
-with them. Nothing here was measured on a GPU: every assumption is a field of `Machine`. Launches and
-bytes follow from the table of architectures and from what the kernel reads and writes.
+`midstream doctor --plan` prints the estimates; `tools/pages/kernel_costs.py` compares designs
+with them. Nothing here was measured on a GPU: every assumption is a field of `Machine`. Launches
+and bytes follow from the table of architectures and from what the kernel reads and writes.
 """
 
 from collections.abc import Collection, Sequence
