@@ -76,7 +76,7 @@ def made(
                 name=f"p{number}",
                 digest=content.digest,
                 content=content,
-                action="stop",
+                actions=["stop"],
                 policy=POLICY if policies else None,
             )
         )

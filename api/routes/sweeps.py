@@ -59,7 +59,7 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
     _, policies = await watched_model(context.ledger, info.name)
     job = with_policies(job, all_fitting(policies, info), job.id)
     if sweep.attributed is not None:
-        stops = any(probe.action == "stop" for probe in job.probes)
+        stops = any("stop" in probe.actions for probe in job.probes)
         job = replace(
             job, sweep=replace(sweep, attribution=replace(sweep.attributed, watched=stops))
         )

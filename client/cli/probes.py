@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import typer
 
-from ...schemas.artifacts.probes import Aggregation, Probe
+from ...schemas.artifacts.conditions import Aggregation
+from ...schemas.artifacts.probes import Probe
 from ...schemas.base.errors import Translated, invalid
 from ...schemas.prompts.selectors import HookName
 from ...schemas.requests.policies import Policy, PolicyRequest

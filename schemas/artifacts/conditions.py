@@ -14,6 +14,18 @@ Mode = Literal["shadow", "canary", "active"]
 Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
 #: `StoredProbe.name` of a policy's scores: this, then the policy's name.
 POLICY = "policy:"
+#: How the scores of tokens are combined into one: the last token's, the largest, the mean, or the
+#: exponential moving average e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
+Aggregation = Literal["last", "max", "mean", "exponential"]
+Decay = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+def decay_fault(aggregation: Aggregation, decay: float | None) -> str | None:
+    """Return why this decay is not valid with the aggregation; None: it is."""
+    needed = aggregation == "exponential"
+    if needed == (decay is not None):
+        return None
+    return f"is {'required' if needed else 'not valid'} for aggregation {aggregation!r}"
 
 
 class Schedule(Record):
@@ -41,9 +53,9 @@ class Condition(Record):
     release_below: Threshold | None = None  # null: `at_least`
     # of the probe; null: its only label
     label: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)] | None = None
-    aggregation: Literal["last", "mean", "max", "exponential"] = "last"
+    aggregation: Aggregation = "last"
     window: Annotated[int, msgspec.Meta(ge=1, le=MAX_POLICY_WINDOW)] | None = None
-    decay: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+    decay: Decay | None = None
     schedule: Schedule = Schedule()
     cool_down: Index = 0
     latch: Literal["none", "request", "conversation"] = "none"
@@ -51,15 +63,13 @@ class Condition(Record):
 
     def __post_init__(self) -> None:
         kind, below = self.aggregation, self.release_below
+        fault = decay_fault(kind, self.decay)
         for why, applies in (
             (
                 "window is required for mean and max, and not valid otherwise",
                 (self.window is not None) != (kind in ("mean", "max")),
             ),
-            (
-                "decay is required for exponential, and not valid otherwise",
-                (self.decay is not None) != (kind == "exponential"),
-            ),
+            (f"decay {fault}", fault is not None),
             ("release_below is above at_least", below is not None and below > self.at_least),
         ):
             if applies:
@@ -75,15 +85,11 @@ class StoredPolicy(Record, omit_defaults=True):
     condition: Condition
     actions: list[str]  # `flag`, `stop`, `steer`, `capture` or `webhook`, in their order
     mode: Mode
-    acts: bool  # on this request; otherwise it only records
+    acts: bool  # on this request, see `StoredProbe.actions`; otherwise it only records
     column: int = 0  # of the condition's label, among the probe's labels
     # the job of the same conversation whose latch turned it on before this request
     inherited: str = ""
     registered: float = 0.0  # when that content was registered: latches are those of a registration
-
-    def takes(self, action: str) -> bool:
-        """Return whether the action is taken when the policy is triggered."""
-        return self.acts and action in self.actions
 
 
 class Decision(Record):

@@ -21,12 +21,9 @@ from ..base.limits import (
 from ..base.records import Plotted, Record, Wire
 from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..prompts.selectors import Hook, HookName
-from .conditions import Decision, StoredPolicy, Threshold
+from .conditions import Aggregation, Decay, Decision, StoredPolicy, Threshold
 from .registered import Kind, Registered, Registration
 
-#: How the scores of a request's tokens are combined into one score: the last token's, the largest,
-#: the mean, or the exponential moving average e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
-Aggregation = Literal["last", "max", "mean", "exponential"]
 #: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits the
 #: generated tokens for as long as the aggregate is at or above it.
 Action = Literal["none", "flag", "stop", "steer"]
@@ -56,7 +53,7 @@ class ProbeRequest(Registration, kw_only=True):
         | None
     ) = None
     aggregation: Aggregation = "last"
-    decay: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None  # of `exponential`
+    decay: Decay | None = None  # of `exponential`
 
     def __post_init__(self) -> None:
         pack_numbers(self, "weight", "bias")
@@ -99,7 +96,7 @@ class Probe(Registered, kw_only=True):
             digest=self.digest,
             content=self.content,
             model=self.model,
-            action=action,
+            actions=[] if action == "none" else [action],
             tokens=tokens,
         )
 
@@ -145,15 +142,12 @@ class StoredProbe(Record):
     digest: str
     content: ProbeContent
     model: str = ""
-    action: Action = "none"
+    # what happens while it is on: at tokens up to which an aggregate is at or above its threshold,
+    # or at which its policy is on
+    actions: list[str] = []
     tokens: bool = False
     # the policy that these scores are for, whose name follows `POLICY` in `name`
     policy: StoredPolicy | None = None
-
-    @property
-    def gate(self) -> str:
-        """The value of `StoredSteering.gate` of entries that it decides about."""
-        return self.digest if self.policy is None else self.name
 
     def averaged(self) -> "StoredProbe":
         """Return the probe with the mean over the text as its score: another content, with its own
@@ -179,9 +173,10 @@ class ProbeScore(Wire):
     labels: list[str]
     score: list[float]  # aggregate of each label over all positions
     positions: int  # number of scored tokens, from the prompt's first
-    # for each label, the first position at which the aggregate reached its threshold
+    # for each label, the first position at which the aggregate reached its threshold, or the policy
+    # was triggered
     crossed: list[int | None]
-    action: str = "none"
+    actions: list[str] = []  # see `StoredProbe.actions`
     tokens: bytes = b""  # if requested: float32 `[positions, labels]`, C order, little-endian
     model: str = ""
     stopped: bool = False  # it ended the request
@@ -193,15 +188,14 @@ class ProbeScore(Wire):
 
     @property
     def triggered(self) -> bool:
-        """Return whether the policy was on at a token."""
-        return self.policy is not None and bool(self.triggers or self.policy.inherited)
+        """Return whether it was on at a token."""
+        inherited = self.policy is not None and bool(self.policy.inherited)
+        return inherited or any(position is not None for position in self.crossed)
 
     @property
     def flagged(self) -> bool:
         """Return whether the job's result reports it as flagged."""
-        if self.policy is not None:
-            return self.triggered and self.policy.takes("flag")
-        return self.action == "flag" and any(position is not None for position in self.crossed)
+        return self.triggered and "flag" in self.actions
 
 
 class TokenScores(Record):

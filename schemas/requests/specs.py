@@ -271,7 +271,7 @@ class StoredSteering(CheckedSteering, kw_only=True):
     """A `SteeringSpec` after validation, for one prompt."""
 
     positions: PositionSelector
-    # digest of the probe that decides at which of `positions` the entry is applied; empty: at all
+    # name of the probe that decides at which of `positions` the entry is applied; empty: at all
     gate: str = ""
     # whose edit it is: no wish of a request (its limit or its tenant's, a dose) changes what the
     # operator's edits do, which are those of global steering and of policies

@@ -46,7 +46,11 @@ class Weights:
         tensors = [host.vector(self.weight), host.vector(self.bias)]
         made = ProbeContent(layer=layer, tensors=tensors, **fields)
         return StoredProbe(
-            name=name, digest=made.digest, content=made, action=action, tokens=tokens
+            name=name,
+            digest=made.digest,
+            content=made,
+            actions=[] if action == "none" else [action],
+            tokens=tokens,
         )
 
     def of(self, rows: np.ndarray) -> np.ndarray:
@@ -126,7 +130,7 @@ class Gate:
 
     def steering(self, host: Host) -> list[StoredSteering]:
         entry = steer(host.vector(self.vector), [self.layer], positions="all_generated")
-        return [msgspec.structs.replace(entry, gate=self.probe(host).digest)]
+        return [msgspec.structs.replace(entry, gate=self.probe(host).name)]
 
     def edits(self, positions: list[int]) -> list[Edit]:
         return [Edit(self.layer, self.vector, positions)] if positions else []

@@ -316,9 +316,8 @@ def guard(
         mode="active" if acts else "shadow",
         acts=acts,
     )
-    decides = "steer" if read.takes("steer") else "stop" if read.takes("stop") else "none"
-    probe = weights.probe(host, site, decides, name="policy:guard")
-    return msgspec.structs.replace(probe, policy=read)
+    probe = weights.probe(host, site, name="policy:guard")
+    return msgspec.structs.replace(probe, policy=read, actions=list(actions) if acts else [])
 
 
 def decisions(score: ProbeScore, at_least: float, below: float | None = None) -> list[int]:

@@ -76,9 +76,9 @@ def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -
     assert (
         job.hooks["guard"].url,
         job.hooks["guard"].tenant,
-        [(probe.name, probe.action) for probe in job.probes],
+        [(probe.name, probe.actions) for probe in job.probes],
         [spec.tag for spec in job.global_captures],
-    ) == (hook["url"], "default", [("policy:guard", "stop")], ["policy-x"])
+    ) == (hook["url"], "default", [("policy:guard", ["stop", "webhook"])], ["policy-x"])
     for name in job.probes[0].content.tensors:
         assert hand.do(hand.ledger.get_tensor(name)).shape in ([1, HIDDEN], [1])
 

@@ -75,7 +75,8 @@ def policed(registered: float = 1.0, **changes: Any) -> Job:
 def decided(job: Job, request: int = 0, inherited: str = "") -> Receipt:
     """The receipt of a rank whose policy triggered, or only inherited its latch."""
     policy = msgspec.structs.replace(GUARD, inherited=inherited)
-    score = ProbeScore("", "d", ["x"], [2.0], 3, [None], policy=policy, triggers=int(not inherited))
+    crossed, triggers = [None if inherited else 2], int(not inherited)
+    score = ProbeScore("", "d", ["x"], [2.0], 3, crossed, policy=policy, triggers=triggers)
     return receipt(job, request, scores=[score])
 
 

@@ -24,4 +24,4 @@ def aggregate(
         decay=decay,
     )
     probe = StoredProbe(name="p", digest=content.digest, content=content)
-    return Kind([probe]).aggregated(scores, before, first)
+    return Kind([probe]).aggregated(scores, before, first)[0]

@@ -280,7 +280,11 @@ def probed(
         thresholds=[threshold],
     )
     probe = StoredProbe(
-        name="p", digest=content.digest, content=content, action=action, tokens=True
+        name="p",
+        digest=content.digest,
+        content=content,
+        actions=[] if action == "none" else [action],
+        tokens=True,
     )
     request = Request(number, 6, total, probe_captures([probe]))
     request.tracked.spec.probes.append(probe)

@@ -348,7 +348,7 @@ async def resolve(
         more = [(at, stored_captures(spec, bounds, at)) for at, spec in named.policies.captures]
         readings = resolve_readings(parsed, bounds)
         captures = resolve_captures(parsed.capture, bounds, [*readings, *more])
-        gated = [*gated_by(parsed.probes, probes), *named.policies.gated]
+        gated = [*gated_by(parsed.probes), *named.policies.gated]
         return captures, *resolve_edits(
             parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
         )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ....schemas.artifacts.probes import ProbeUse, StoredProbe
+from ....schemas.artifacts.probes import ProbeUse
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, Window
@@ -24,19 +24,15 @@ class Gated(NamedTuple):
 
     at: str  # field of the request
     spec: SteeringSpec  # names the module
-    probe: str = ""  # digest; empty: not known yet
+    probe: str  # `StoredProbe.name`
     owner: Owner = "request"  # of a policy: the operator
 
 
-def gated_by(request: Sequence[str | ProbeUse], probes: Sequence[StoredProbe] = ()) -> list[Gated]:
-    """Return the modules that the request's probes apply.
-
-    `probes`: stored probes, beginning with those that the request names, in its order.
-    """
-    digests = [probe.digest for probe in probes] or [""] * len(request)
+def gated_by(request: Sequence[str | ProbeUse]) -> list[Gated]:
+    """Return the modules that the request's probes apply."""
     return [
-        Gated(f"probes[{index}]", SteeringSpec(module=use.module, scale=use.scale), digest)
-        for index, (use, digest) in enumerate(zip(request, digests, strict=False))
+        Gated(f"probes[{index}]", SteeringSpec(module=use.module, scale=use.scale), use.probe)
+        for index, use in enumerate(request)
         if isinstance(use, ProbeUse) and use.action == "steer" and use.module is not None
     ]
 

@@ -12,6 +12,7 @@ from ....broker.ledger.named.registry import Lookup
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
+from ....schemas.artifacts.conditions import decay_fault
 from ....schemas.artifacts.probes import (
     PROBES,
     Probe,
@@ -92,14 +93,9 @@ def resolve_probe(
     with Translated(SelectorError, lambda error: invalid("layer", str(error))):
         (layer,) = resolve_layers(probe_request.layer, model.num_layers)
     labels, thresholds = _of_labels(probe_request, number)
-    exponential = probe_request.aggregation == "exponential"
-    if exponential != (probe_request.decay is not None):
-        raise invalid(
-            "decay",
-            f"is {'required' if exponential else 'not valid'} for aggregation "
-            f"{probe_request.aggregation!r}",
-            allowed="a number between 0 and 1, both excluded" if exponential else "null",
-        )
+    if (fault := decay_fault(probe_request.aggregation, probe_request.decay)) is not None:
+        allowed = "a number between 0 and 1, both excluded"
+        raise invalid("decay", fault, allowed=allowed if probe_request.decay is None else "null")
     tensors = [from_numpy(weight), from_numpy(bias)]
     content = ProbeContent(
         hook=hook,

@@ -122,6 +122,6 @@ def scores_of(policy: Policy, request: str, *, steers: bool = True) -> StoredPro
     return msgspec.structs.replace(
         version.probe,
         name=POLICY + policy.name,
-        action="steer" if stored.takes("steer") else "stop" if stored.takes("stop") else "none",
+        actions=actions if stored.acts else [],
         policy=stored,
     )

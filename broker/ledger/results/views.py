@@ -125,6 +125,8 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
         if score.tokens
         else None
     )
+    # policies list their actions, of which `action` is the one that decides how requests continue
+    shown = ("steer", "stop", "flag") if score.policy is None else ("steer", "stop")
     return ProbeResult(
         request=request,
         probe=score.name,
@@ -132,7 +134,7 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
         scores=dict(zip(score.labels, score.score, strict=True)),
         positions=score.positions,
         crossed=crossed,
-        action=score.action,
+        action=next((action for action in shown if action in score.actions), "none"),
         flagged=score.flagged,
         stopped=score.stopped,
         tokens=tokens,

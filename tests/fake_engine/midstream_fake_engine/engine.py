@@ -202,12 +202,12 @@ def _crossing(ask: EngineRequest) -> tuple[float, str]:
     crossings = [
         (max(0.0, threshold - number), probe.name)
         for probe in ask.probes
-        if probe.action == "stop" and probe.policy is None
+        if "stop" in probe.actions and probe.policy is None
         for number, threshold in enumerate(probe.content.thresholds)
         if threshold is not None
     ]
     for probe in ask.probes:
-        if probe.policy is not None and probe.policy.takes("stop"):
+        if "stop" in probe.actions and probe.policy is not None:
             condition = probe.policy.condition
             first = 0 if condition.schedule.tokens == "all" else len(ask.token_ids)
             at = max(first, condition.at_least - probe.policy.column)

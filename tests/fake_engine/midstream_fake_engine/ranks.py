@@ -255,7 +255,7 @@ class FakeRanks:
     def _gates(self, finished: _Finished, pp: int) -> Gates | None:
         gates = gates_of(finished.spec, self._watch(finished, pp))
         if gates is not None:
-            gates.decide(len(finished.fed))
+            gates.watch.decide()
         return gates
 
     def _applied(self, finished: _Finished, pp: int) -> int:

@@ -101,12 +101,8 @@ class Asked:
             action: Action = "flag" if self.gate is None else "steer"
             probes = [
                 StoredProbe(
-                    name="p", digest=content.digest, content=content, action=action, tokens=True
+                    name="p", digest=content.digest, content=content, actions=[action], tokens=True
                 )
-            ]
-            self.steering = [
-                msgspec.structs.replace(entry, gate=entry.gate and probes[0].gate)
-                for entry in self.steering
             ]
         self.spec = RankSpec(
             version=__version__,

@@ -59,7 +59,7 @@ def probe(action: Action, threshold: float) -> StoredProbe:
         labels=["x"],
         thresholds=[threshold],
     )
-    return StoredProbe(name="p", digest=content.digest, content=content, action=action)
+    return StoredProbe(name="p", digest=content.digest, content=content, actions=[action])
 
 
 class Load:
@@ -128,7 +128,7 @@ class Load:
                     positions="all",
                     family="add",
                     tensors=[content_hash(vector)],
-                    gate="".join(one.gate for one in probes if one.action == "steer"),
+                    gate="".join(one.name for one in probes if "steer" in one.actions),
                 )
             ]
         spec = RankSpec(

@@ -53,7 +53,7 @@ class EndedRequest(Wire, tag="ended"):
     unsound: bool = False  # the model computed non-finite rows that no edit could have reached
     sizes: list[RecordedSizes] = []  # of its edits
     shown: bool = False  # the receipt has the sizes; else its checksum alone
-    # the CRC32 of its scores and gates, and the ledger's state: of both the checksum is made
+    # the CRC32 of its scores and decisions, and the ledger's state: of both the checksum is made
     results: int = 0
     state: int = 0
     nbytes: int = 0  # of the rows

@@ -169,7 +169,7 @@ class Scorer:
         for rows, news in items:
             readers, positions, stack = rows.readers, rows.positions, rows.readers.stack
             slots, table, found = readers.slots, readers.table, scores[id(rows)]
-            table.put(stack.columns, slots, positions, found, last=stack.last)
+            table.put(stack.columns, slots, positions, found, now=stack.last and readers.urgent)
             if readers.tells:
                 news += table.news(readers.watches, slots, positions, readers.streams_from)
 

@@ -145,7 +145,6 @@ def _score(tracked: Tracked, watch: Watch, rows: int) -> None:
     """Set the results of a request's probes, about its first `rows` tokens. Raises ProbeError."""
     tracked.scores, tracked.results = watch.results(rows, tracked.stopped_by)
     if tracked.gates is not None:
-        tracked.results = tracked.gates.checksum(rows, tracked.results)
         tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
 
 

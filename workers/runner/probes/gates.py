@@ -1,12 +1,10 @@
 """Gates: the generated tokens of a request at which its probes let steering be applied.
 
-The gate of a generated position p is open if an aggregate of the probe, over the positions up to p
-− 1, is at or above its threshold. It is decided when the first step that computes p is planned,
-from the scores that exist then, and kept: a preempted request that is computed again gets the same
-edits, even if its scores round differently then. Gated steering never edits prompt tokens.
+The gate of a generated position p is open if the probe is on at p − 1. A state is decided once: a
+preempted request that is computed again gets the same edits, even if its scores round differently
+then. Gated steering never edits prompt tokens.
 """
 
-import zlib
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -22,69 +20,39 @@ from .watches import ProbeError, Watch
 class Gates:
     """Gates of one request on this rank."""
 
-    def __init__(self, watch: Watch | None, probes: Iterable[str], prompt_tokens: int) -> None:
-        """`probes`: values of `StoredProbe.gate`. Raises LookupError for one that this rank does
-        not score.
-        """
-        local = (
-            {probe.gate: number for number, probe in enumerate(watch.probes)}
-            if watch is not None
-            else {}
-        )
-        lack = sorted(set(probes) - local.keys())
+    def __init__(self, watch: Watch | None, probes: Iterable[str]) -> None:
+        """`probes`: names. Raises LookupError for one that this rank does not score."""
+        scored = [] if watch is None else [probe.name for probe in watch.probes]
+        lack = sorted(set(probes) - {*scored})
         if watch is None or lack:
             raise LookupError(
-                f"its steering is gated by the probe {lack[0][:12]}, which this rank does not score"
+                f"its steering is gated by the probe {lack[0]!r}, which this rank does not score"
             )
-        self.watch, self._first = watch, prompt_tokens
-        #: Value of `StoredProbe.gate` → number of the probe.
-        self.numbers = {digest: local[digest] for digest in sorted(set(probes))}
-        watch.table.reserve(watch.slot, prompt_tokens + 1)
-        watch.table.of["decided"][watch.slot] = prompt_tokens
+        self.watch, self._first = watch, watch.prompt_tokens
+        #: Name → number of the probe.
+        self.numbers = {name: scored.index(name) for name in sorted(set(probes))}
 
-    def decide(self, stop: int) -> None:
-        """Decide the gates of all positions below `stop`.
-
-        Raises ProbeError if a needed score is missing or not finite.
-        """
-        table, slot, numbers = self.watch.table, self.watch.slot, list(self.numbers.values())
-        with table.lock:
-            for position in range(int(table.of["decided"][slot]), stop):
-                is_open = [self.watch.above(number, position - 1) for number in numbers]
-                table.rows["open"][table.of["first"][slot] + position, numbers] = is_open
-                table.of["decided"][slot] = position + 1
-
-    def _flags(self, digest: str) -> np.ndarray:
-        """Return whether the gate is open at each decided position, from the first token on."""
-        first, *_, decided = self.watch.table.of[self.watch.slot].item()
-        of_probe: np.ndarray = self.watch.table.rows["open"][:, self.numbers[digest]]
-        return of_probe[first : first + decided]
-
-    def among(self, digest: str, positions: Sequence[int]) -> list[int]:
+    def among(self, probe: str, positions: Sequence[int]) -> list[int]:
         """Return the positions, out of ascending `positions`, at which the gate is open.
 
         Undecided gates are closed.
         """
-        flags = self._flags(digest).tolist() if digest in self.numbers else []
-        return [position for position in positions if position < len(flags) and flags[position]]
+        if probe not in self.numbers:
+            return []
+        decided = int(self.watch.table.of["filled"][self.watch.slot])
+        on = self.watch.rows["on"][:decided, self.numbers[probe]].tolist()
+        return [place for place in positions if self._first <= place <= decided and on[place - 1]]
 
     def shown(self, score: ProbeScore, stop: int) -> ProbeScore:
         """Return `score` with the positions below `stop` at which its gate was open; unchanged if
         its probe gates nothing.
         """
-        if score.action != "steer":
+        if score.name not in self.numbers:
             return score
-        gate = score.digest if score.policy is None else score.name
-        positions = self.among(gate, range(self._first, stop))
+        positions = self.among(score.name, range(self._first, stop))
         runs = contiguous(np.array(positions))[:MAX_GATE_RUNS] if positions else []
         found = [(positions[at], positions[at] + count - 1) for at, count in runs]
         return msgspec.structs.replace(score, gate=found, gated=len(positions))
-
-    def checksum(self, stop: int, before: int) -> int:
-        """Return the CRC32 of the decisions about positions below `stop`, continuing `before`."""
-        for digest in self.numbers:
-            before = zlib.crc32(self._flags(digest)[self._first : stop].tobytes(), before)
-        return before
 
 
 class Together:
@@ -99,7 +67,6 @@ class Together:
         self._gates, self.decides = members, decides
         self.kind = members[0][1].watch.kind
         self._table, self._numbers = members[0][1].watch.table, [*members[0][1].numbers.values()]
-        self._columns = np.concatenate([self.kind.columns[number] for number in self._numbers])
         self._members = np.array([number for number, _ in members])
         self._slots = np.array([gates.watch.slot for _, gates in members])
         self._tokens = np.flatnonzero(np.isin(of_tokens, self._members))
@@ -113,27 +80,23 @@ class Together:
 
         Returns (number, reason) of requests that cannot be decided.
         """
-        kind, table, failed = self.kind, self._table, list[tuple[int, str]]()
-        with table.lock:
-            stops, of, first = stops[self._members], table.of, table.of["first"]
-            new = np.flatnonzero((stops > of["decided"][self._slots]) & self.decides)
-            slots, stops = self._slots[new], stops[new]
-            at = first[slots] + np.minimum(stops - 2, of["reached"][slots])
-            values = table.rows["aggregates"][at]
-            quick = (of["decided"][slots] == stops - 1) & (of["filled"][slots] >= stops - 1)
-            quick &= np.isfinite(values[:, self._columns]).all(axis=1) & (kind.rules is None)
-            above = np.logical_or.reduceat(values >= kind.thresholds, kind.begins, axis=1)
-            table.rows["open"][at[quick, None] + 1, self._numbers] = above[quick][:, self._numbers]
-            of["decided"][slots[quick]] = stops[quick]
-            for item in np.flatnonzero(~quick).tolist():
-                number, gates = self._gates[new[item]]
-                try:
-                    gates.decide(int(stops[item]))
-                except ProbeError as error:
-                    failed.append((number, str(error)))
-            at = first[self._of] + np.minimum(positions[self._tokens], of["decided"][self._of])
-            shut = ~table.rows["open"][at[:, None], self._numbers]
-            closed[self._tokens, 1 : 1 + len(self._numbers)] = shut
+        failed = list[tuple[int, str]]()
+        with self._table.lock:
+            of, stops, places = self._table.of, stops[self._members], positions[self._tokens]
+            needed = np.where(stops > of["tokens"][self._slots], stops - 1, 0)
+            late = np.flatnonzero((of["filled"][self._slots] < needed) & self.decides)
+            for item in late.tolist():
+                number, gates = self._gates[item]
+                if gates.watch.decide(int(needed[item])) < needed[item]:
+                    try:
+                        gates.watch.check(int(needed[item]))
+                    except ProbeError as error:
+                        why = f"{error}, which decides the edits of the next position"
+                        failed.append((number, why))
+            of_token, at = of[self._of], np.minimum(places, of["filled"][self._of]) - 1
+            on = self._table.rows["on"][(of_token["first"] + at)[:, None], self._numbers]
+            known = (of_token["tokens"] <= places) & (places <= of_token["filled"])
+            closed[self._tokens, 1 : 1 + len(self._numbers)] = ~(on & known[:, None])
         return failed
 
 
@@ -143,4 +106,4 @@ def gates_of(spec: RankSpec, watch: Watch | None) -> Gates | None:
     Raises LookupError for a gate's probe that this rank does not score.
     """
     probes = [entry.gate for entry in spec.steering if entry.gate]
-    return Gates(watch, probes, spec.prompt_tokens) if probes else None
+    return Gates(watch, probes) if probes else None

@@ -6,7 +6,7 @@ import numpy as np
 
 from ....schemas.artifacts.probes import StoredProbe
 from .aggregates import KINDS
-from .deciders import Rules
+from .deciders import Deciders
 
 
 class Kind:
@@ -21,24 +21,28 @@ class Kind:
             for content, end in zip(contents, ends, strict=True)
         ]
         self.width: int = ends[-1]
-        thresholds = [
-            np.inf if threshold is None or probe.policy is not None else threshold
-            for probe in probes
-            for threshold in probe.content.thresholds
-        ]
-        # a policy has a threshold of its own
-        stops = [
-            probe.action == "stop" and probe.policy is None
-            for probe in probes
-            for _ in probe.content.labels
-        ]
-        self.thresholds = np.array(thresholds)
-        # infinite for columns that do not end a request
-        self.stop_thresholds = np.where(stops, self.thresholds, np.inf)
+        # infinite for columns that decide nothing: a policy has a threshold of its own
+        self.thresholds = np.array(
+            [
+                np.inf if threshold is None or probe.policy is not None else threshold
+                for probe in probes
+                for threshold in probe.content.thresholds
+            ]
+        )
         self.begins = np.array([columns.start for columns in self.columns])
-        # scores decide how the request continues: whether it ends, or which edits are applied
-        self.decides = any(probe.action in ("stop", "steer") for probe in probes)
         self.names = [probe.name for probe in probes for _ in probe.content.labels]
+        #: Whether each probe ends the request while it is on.
+        self.stops = np.array(["stop" in probe.actions for probe in probes])
+        #: Whether any does, and whether scores decide how the request continues: also which edits
+        #: are applied.
+        self.ends = bool(self.stops.any())
+        steers = any("steer" in probe.actions for probe in probes)
+        self.decides = steers or self.ends
+        policies = any(probe.policy is not None for probe in probes)
+        self.deciders = Deciders(probes, self.columns) if policies else None
+        #: What was decided from a score stays when it is computed again. Drafts, whose scores are
+        #: replaced, are refused for such probes.
+        self.once = steers or policies
         kinds = [
             (content.aggregation, content.decay if content.aggregation == "exponential" else 0.0)
             for content in contents
@@ -52,18 +56,17 @@ class Kind:
             for kind in dict.fromkeys(kinds)
             if kind[0] != "last"
         }
-        self.rules = Rules(probes, self.columns) if any(probe.policy for probe in probes) else None
-        #: Whether scores may be news: they end requests, or policies decide.
-        self.tells = any(stops) or self.rules is not None
 
     def aggregated(
         self, scores: np.ndarray, before: np.ndarray | None, first: int | np.ndarray
-    ) -> np.ndarray:
-        """Return the aggregates at positions from `first` on: `[positions, …, columns]`, like the
-        scores. `before`: those at the previous position.
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the aggregates at positions from `first` on, `[positions, …, columns]` like the
+        scores, and whether each probe has one at or above its threshold, `[positions, …, probes]`.
+
+        `before`: the aggregates at the previous position.
         """
         result = scores.astype(np.float64)
         for (kind, decay), columns in self.aggregations.items():
             earlier = None if before is None else before[..., columns]
             result[..., columns] = KINDS[kind](result[..., columns], decay, earlier, first)
-        return result
+        return result, np.logical_or.reduceat(result >= self.thresholds, self.begins, axis=-1)

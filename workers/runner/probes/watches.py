@@ -1,5 +1,8 @@
-"""Watches: the probe scores of a request on a rank, their aggregates, news and results. Those of
+"""Watches: the probe scores of a request on a rank, what they decide, news and results. Those of
 many requests are in one table, to which a step adds all its scores at once.
+
+A probe is on at a token up to which an aggregate of its scores is at or above its threshold, or at
+which its policy is on. What it does then (`StoredProbe.actions`) is read from these states alone.
 """
 
 import sys
@@ -10,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from ....schemas.artifacts.conditions import Decision
 from ....schemas.artifacts.probes import ProbeScore, StoredProbe
-from .deciders import Deciders, keep_quiet
 from .kinds import Kind
 from .probe_news import News, Scored
 
@@ -35,38 +39,43 @@ class ScoreTable:
     def __init__(self, kind: Kind) -> None:
         self.kind, self.lock = kind, threading.RLock()
         _TABLES[kind] = self
-        columns = (kind.width,)
-        #: NaN: not computed. `open`: whether each probe opens its gate at this position.
+        columns, probes = (kind.width,), (len(kind.columns),)
+        #: NaN: not computed. `on`: whether each probe is on at this position.
         self.rows = np.zeros(
             0,
             np.dtype(
                 [
                     *(("aggregates", np.float64, columns), ("scores", np.float32, columns)),
-                    ("open", bool, (len(kind.columns),)),
+                    ("on", bool, probes),
                 ],
                 align=True,
             ),
         )
         #: By slot: its rows; the first position that was never scored; positions below have their
-        #: aggregates; positions below have gates that are decided.
+        #: aggregates and states; the tokens of the prompt. Of each probe's policy: the exponential
+        #: average, and the first position at which it may turn on.
         self.of = np.zeros(
-            0, [(name, np.int64) for name in ("first", "room", "reached", "filled", "decided")]
+            0,
+            [
+                *((name, np.int64) for name in ("first", "room", "reached", "filled", "tokens")),
+                *(("averages", np.float64, probes), ("ready", np.int64, probes)),
+            ],
         )
         #: Slots of watches that are gone, in whichever thread.
         self.returned: deque[int] = deque()
         self._end = 0  # of all ranges
         self._nothing = np.array((np.nan, np.nan, False), self.rows.dtype)
 
-    def take(self) -> int:
+    def take(self, prompt_tokens: int) -> int:
         """Return a slot for a watch. It has the range of the one before."""
         with self.lock:
             if not self.returned:
                 self.returned.extend(range(len(self.of), len(self.of) + _SLOTS))
                 self.of = np.append(self.of, np.zeros(_SLOTS, self.of.dtype))
             slot = self.returned.pop()
-            first, room = self.of[slot].item()[:2]
+            first, room = (int(self.of[name][slot]) for name in ("first", "room"))
             self.rows[first : first + room] = self._nothing
-            self.of[slot] = first, room, 0, 0, 0
+            self.of[slot] = (first, room, 0, 0, prompt_tokens, np.nan, 0)
             self.reserve(slot, _ROOM)
             return slot
 
@@ -75,7 +84,7 @@ class ScoreTable:
         no more.
         """
         with self.lock:
-            first, had = self.of[slot].item()[:2]
+            first, had = (int(self.of[name][slot]) for name in ("first", "room"))
             if rows > had:
                 to, room = self._end, max(_ROOM, 1 << (rows - 1).bit_length())
                 self._end += room
@@ -92,31 +101,43 @@ class ScoreTable:
         positions: np.ndarray,
         scores: np.ndarray,
         *,
-        last: bool = True,
+        now: bool = True,
     ) -> None:
-        """Store `scores` `[rows, columns]` of the watches at `slots`, each at its position. `last`:
-        these positions have no other columns to come.
+        """Store `scores` `[rows, columns]` of the watches at `slots`, each at its position. `now`:
+        decide the positions, which have no other columns to come, where it is quickly done.
 
-        Scores that are computed again replace the earlier ones. With policies, which have decided
-        from the earlier ones, those stay: no draft, which would be replaced, has policies.
+        Scores that are computed again replace the earlier ones, unless `Kind.once`.
         """
         with self.lock:
-            for row in np.flatnonzero(positions + 2 >= self.of["room"][slots]).tolist():
-                self.reserve(int(slots[row]), int(positions[row]) + 3)  # also for its gates
+            for row in np.flatnonzero(positions >= self.of["room"][slots]).tolist():
+                self.reserve(int(slots[row]), int(positions[row]) + 1)
             rows, of = self.of["first"][slots] + positions, self.of
-            if self.kind.rules is not None:
+            if self.kind.once:
                 earlier = self.rows["scores"][rows[:, None], columns]
                 scores = np.where(np.isnan(earlier), scores, earlier)
+            else:
+                np.minimum.at(of["filled"], slots, positions)
             self.rows["scores"][rows[:, None], columns] = scores
             np.maximum.at(of["reached"], slots, positions + 1)
-            np.minimum.at(of["filled"], slots, positions)
-            # those that follow positions with aggregates, and are the only ones of their watches
+            # those that follow decided positions, and are the only ones of their watches
             ahead = (of["filled"][slots] == positions) & (of["reached"][slots] == positions + 1)
-            if last and self.kind.decides and (ahead := ahead & (positions > 0)).any():
+            if now and (ahead := ahead & (positions > 0)).any():
                 rows, slots, positions = rows[ahead], slots[ahead], positions[ahead]
-                new, before = self.rows["scores"][rows][None], self.rows["aggregates"][rows - 1]
-                (after,) = self.kind.aggregated(new, before, positions[:, None])
-                self.rows["aggregates"][rows], of["filled"][slots] = after, positions + 1
+                new, before = self.rows["scores"][rows][None], self.rows[rows - 1]
+                (after,), (on,) = self.kind.aggregated(
+                    new, before["aggregates"], positions[:, None]
+                )
+                known = np.isfinite(after).all(axis=1)
+                if (deciders := self.kind.deciders) is not None:
+                    quiet, averages = deciders.quiet(
+                        of[slots], self.rows["scores"], before["on"], positions
+                    )
+                    known &= quiet  # the others are decided one after the other
+                    of["averages"][slots[known]] = averages[known]
+                    on = np.where(deciders.policies, before["on"], on)
+                self.rows["aggregates"][rows[known]] = after[known]
+                self.rows["on"][rows[known]] = on[known]
+                of["filled"][slots] += known
 
     def news(
         self,
@@ -128,29 +149,23 @@ class ScoreTable:
         """Return the news from scores at these positions, which ascend for each watch; of each also
         its slot, and `Watch.streams_from`.
         """
-        for item in np.flatnonzero(self.of["filled"][slots] <= positions).tolist():
-            watches[item].aggregate(int(positions[item]) + 1)
+        late = np.flatnonzero(self.of["filled"][slots] <= positions)
+        changed = dict.fromkeys(map(watches.__getitem__, late.tolist()))
+        for watch in changed:
+            watch.decide()
         rows, found = self.rows[self.of["first"][slots] + positions], dict[str, News]()
-        above = rows["aggregates"] >= self.kind.stop_thresholds
         streamed = (streams_from >= 0) & (streams_from <= positions)
-        for item in np.flatnonzero(above.any(axis=1) | streamed).tolist():
-            request, position = watches[item].request_id, int(positions[item])
+        for item in np.flatnonzero(streamed).tolist():
+            request = watches[item].request_id
+            scored = (rows[name][item].tolist() for name in ("scores", "aggregates"))
             news = found.setdefault(request, News(request, -1, "", []))
-            if streamed[item]:
-                scored = (rows[name][item].tolist() for name in ("scores", "aggregates"))
-                news.scored.append(Scored(position, *scored))
-            if news.stop_at < 0 and above[item].any():
-                name = self.kind.names[int(above[item].argmax())]
-                found[request] = news._replace(stop_at=position, stopped_by=name)
-        result = list(found.values())
-        if self.kind.rules is not None:
-            every = list(dict.fromkeys(watches))
-            quiet = keep_quiet(
-                [(one.deciders, one.scores, one.reached) for one in every if one.deciders]
-            )
-            for watch, is_quiet in zip(every, quiet, strict=True):
-                result += watch.stopped() if not is_quiet else ()
-        return result
+            news.scored.append(Scored(int(positions[item]), *scored))
+        stopping = np.flatnonzero((rows["on"] & self.kind.stops).any(axis=1))
+        for watch in changed | dict.fromkeys(map(watches.__getitem__, stopping.tolist())):
+            if (stop := watch.stop()) is not None:
+                news = found.get(watch.request_id, News(watch.request_id, -1, "", []))
+                found[watch.request_id] = News(watch.request_id, *stop, news.scored)
+        return list(found.values())
 
 
 #: Of the kinds that have watches.
@@ -172,13 +187,14 @@ class Watch:
         streamed; -1: none are. `kind`: the kind of these probes, if it exists already.
         """
         self.request_id, self.probes, self.streams_from = request_id, list(probes), streams_from
+        self.prompt_tokens = prompt_tokens
         self.kind = kind or Kind(probes)
         self.table = _TABLES.get(self.kind) or ScoreTable(self.kind)
-        self.slot = self.table.take()
+        self.slot = self.table.take(prompt_tokens)
         weakref.finalize(self, self.table.returned.append, self.slot).atexit = False
-        rules = self.kind.rules
-        self.deciders = None if rules is None else Deciders(rules, self.probes, prompt_tokens)
-        self._told = False  # the news has been sent that a policy ends the request
+        #: Whether each probe is on before the first token.
+        self._begins = np.array([bool(item.policy and item.policy.inherited) for item in probes])
+        self._decisions: list[list[Decision]] = [[] for _ in probes]  # the first `MAX_DECISIONS`
         #: Scores the rows of watches, up to a number of them, that wait for it.
         self.settle: Callable[[Mapping[Watch, int]], None] = lambda _: None
 
@@ -188,72 +204,54 @@ class Watch:
         return int(self.table.of["reached"][self.slot])
 
     @property
-    def _rows(self) -> slice:
-        first, room = self.table.of[self.slot].item()[:2]
-        return slice(first, first + room)
-
-    @property
-    def scores(self) -> np.ndarray:
-        """Return `[positions, columns]`; NaN: not computed."""
-        return self.table.rows["scores"][self._rows]
-
-    @property
-    def aggregates(self) -> np.ndarray:
-        """Return `[positions, columns]`; computed on demand, see `aggregate`."""
-        return self.table.rows["aggregates"][self._rows]
+    def rows(self) -> np.ndarray:
+        """Return the rows of its positions, see `ScoreTable.rows`; what `decide` computes is there
+        as far as it says.
+        """
+        first, room = (int(self.table.of[name][self.slot]) for name in ("first", "room"))
+        return self.table.rows[first : first + room]
 
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
         """Store `scores` `[positions, columns]`, from position `first` on, see `ScoreTable.put`."""
         positions, columns = first + np.arange(len(scores)), np.arange(self.kind.width)[columns]
         self.table.put(columns, np.full(len(scores), self.slot), positions, scores)
 
-    def aggregate(self, stop: int) -> None:
-        """Compute the missing aggregates of the positions below `stop`."""
+    def decide(self, stop: int = sys.maxsize) -> int:
+        """Compute the missing aggregates and states of the positions below `stop`, up to one whose
+        scores are not finite; return the first position without.
+        """
+        kind = self.kind
         with self.table.lock:
-            first, aggregates = int(self.table.of["filled"][self.slot]), self.aggregates
-            if first < stop:
-                aggregates[first:stop] = self.kind.aggregated(
-                    self.scores[first:stop], aggregates[first - 1] if first else None, first
-                )
-                self.table.of["filled"][self.slot] = stop
+            of, rows = self.table.of[self.slot], self.rows
+            first = int(of["filled"])
+            new = rows[first : min(stop, int(of["reached"]))]
+            finite = np.isfinite(new["scores"]).all(axis=1)
+            new = new if finite.all() else new[: finite.argmin()]
+            if len(new):
+                before = rows[first - 1]["aggregates"] if first else None
+                new["aggregates"], new["on"] = kind.aggregated(new["scores"], before, first)
+                if kind.deciders is not None:
+                    on = rows[first - 1]["on"] if first else self._begins
+                    states = np.vstack([on, new["on"]])
+                    kind.deciders.decide(of, rows["scores"], states, self._decisions)
+                    new["on"] = states[1:]
+                of["filled"] = first + len(new)
+            return int(of["filled"])
 
-    def stopped(self) -> list[News]:
-        """Return the news that a policy ends the request, once."""
-        if self.deciders is None or self._told:
-            return []
-        self.deciders.decide(self.scores, self.reached)
-        stop = self.deciders.stop()
-        self._told = stop is not None
-        return [] if stop is None else [News(self.request_id, *stop, [])]
+    def stop(self) -> tuple[int, str] | None:
+        """Return the first position at which a probe ends the request, and the probe."""
+        stops = self.rows["on"][: int(self.table.of["filled"][self.slot])] & self.kind.stops
+        position = int(stops.any(axis=1).argmax()) if stops.any() else -1
+        return None if position < 0 else (position, self.probes[int(stops[position].argmax())].name)
 
     def decided(self, most: int) -> int:
-        """Return how many tokens the policies have decided about, up to the one at which one ends
-        the request, and up to `most`.
+        """Return how many tokens the policies have decided about, up to the one at which a probe
+        ends the request, and up to `most`.
         """
-        if (deciders := self.deciders) is None:
+        if self.kind.deciders is None:
             return 0
         self.settle({self: sys.maxsize})
-        deciders.decide(self.scores, self.reached)
-        return min(most, (deciders.stop() or (deciders.read - 1, ""))[0] + 1)
-
-    def above(self, probe: int, position: int) -> bool:
-        """Return whether an aggregate of probe number `probe`, up to this position, is at or above
-        its threshold. Raises ProbeError.
-        """
-        if self.deciders is not None and self.probes[probe].policy and position < self.reached:
-            self.deciders.decide(self.scores, position + 1)
-            if position < self.deciders.read:
-                return bool(self.deciders.rows[(position + 1) * len(self.probes) + probe])
-        column = self.kind.columns[probe]
-        self.aggregate(min(position + 1, self.reached))
-        aggregates = self.aggregates[position, column.start : column.stop]  # NaN: not computed
-        if not np.isfinite(aggregates).all():
-            why = "its score is not finite" if position < self.reached else "it was not scored"
-            raise ProbeError(
-                f"probe {self.probes[probe].name!r}: {why} at position {position}, which "
-                "decides the edits of the next position"
-            )
-        return bool((aggregates >= self.kind.thresholds[column.start : column.stop]).any())
+        return min(most, self.decide(), (self.stop() or (sys.maxsize, ""))[0] + 1)
 
     def high(self, probe: str, at_least: float) -> list[bool]:
         """Return, of each position that was scored, whether a score of the probe is at least that
@@ -261,40 +259,51 @@ class Watch:
         then.
         """
         number = [other.name for other in self.probes].index(probe)
-        if self.deciders is not None and self.probes[number].policy:
-            self.deciders.decide(self.scores, self.reached)
-            states = self.deciders.states[:, number]
-            return [*(states[1:] & ~states[:-1]).tolist()]
+        if self.probes[number].policy is not None:
+            triggers: list[bool] = self._triggers(self.decide())[:, number].tolist()
+            return triggers
         columns = self.kind.columns[number]
-        scores = self.scores[: self.reached, columns.start : columns.stop]
+        scores = self.rows["scores"][: self.reached, columns.start : columns.stop]
         return [bool((row >= at_least).any()) for row in scores]
 
+    def _triggers(self, stop: int) -> np.ndarray:
+        """Return whether each probe turns on at each position below `stop`."""
+        on: np.ndarray = self.rows["on"][:stop]
+        return on & ~np.vstack([self._begins, on])[:-1]
+
+    def check(self, positions: int) -> None:
+        """Raise ProbeError if one of the first `positions` tokens has no score, or one that is not
+        finite.
+        """
+        bad = np.argwhere(~np.isfinite(self.rows["scores"][:positions])).tolist()
+        if bad or len(self.rows) < positions:
+            where, column = bad[0] if bad else (len(self.rows), 0)
+            why = "its score is not finite" if where < self.reached else "it was not scored"
+            raise ProbeError(f"probe {self.kind.names[column]!r}: {why} at position {where}")
+
     def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
-        """Return the results of the first `positions` tokens, and a CRC32 of their scores.
+        """Return the results of the first `positions` tokens, and a CRC32 of their scores and of
+        all decisions about them.
 
         `stopped_by`: the probe that ended the request. Raises ProbeError for a score that is
         missing or not finite.
         """
-        scores = self.scores[:positions]
-        bad = np.argwhere(~np.isfinite(scores)).tolist()
-        if bad or len(scores) < positions:
-            where, column = bad[0] if bad else (len(scores), 0)
-            why = "its score is not finite" if where < self.reached else "it was not scored"
-            raise ProbeError(f"probe {self.kind.names[column]!r}: {why} at position {where}")
-        self.aggregate(positions)
-        aggregates = self.aggregates[:positions]
-        above = np.asarray(aggregates >= self.kind.thresholds)
-        firsts = np.where(above.any(axis=0), above.argmax(axis=0), -1).tolist()
-        crossed = [None if first < 0 else first for first in firsts]
-        last: list[float] = aggregates[-1].tolist()
-        checksum = zlib.crc32(scores.tobytes())
+        self.check(positions)
+        self.decide(positions)
+        rows, triggers = self.rows[:positions], self._triggers(positions)
+        scores, crossing = rows["scores"], rows["aggregates"] >= self.kind.thresholds
+        checksum = zlib.crc32(rows["on"].tobytes(), zlib.crc32(scores.tobytes()))
         decided: dict[int, dict[str, Any]] = {}
-        if (deciders := self.deciders) is not None:
-            deciders.decide(self.scores, positions)
-            decided, checksum = deciders.report(positions, checksum)
-            for number, fields in decided.items():
-                on = (item.position for item in fields["decisions"] if item.event == "trigger")
-                crossed[deciders.rules.columns[number]] = next(on, None)
+        for number, policy in enumerate(probe.policy for probe in self.probes):
+            if policy is not None and self.kind.deciders is not None:
+                crossing[:, self.kind.deciders.columns[number]] = triggers[:, number]
+                made = [item for item in self._decisions[number] if item.position < positions]
+                count = int(triggers[:, number].sum())
+                decided[number] = {"policy": policy, "decisions": made, "triggers": count}
+                checksum = zlib.crc32(msgspec.msgpack.encode(decided[number]), checksum)
+        firsts = np.where(crossing.any(axis=0), crossing.argmax(axis=0), -1).tolist()
+        crossed = [None if first < 0 else first for first in firsts]
+        last: list[float] = rows["aggregates"][-1].tolist()
         results = [
             ProbeScore(
                 name=probe.name,
@@ -303,7 +312,7 @@ class Watch:
                 score=last[columns.start : columns.stop],
                 positions=positions,
                 crossed=crossed[columns.start : columns.stop],
-                action=probe.action,
+                actions=probe.actions,
                 tokens=np.ascontiguousarray(
                     scores[:, columns.start : columns.stop], dtype="<f4"
                 ).tobytes()

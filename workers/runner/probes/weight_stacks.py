@@ -65,7 +65,12 @@ class Stacks:
         """
         named = tuple(
             [
-                (probe.digest, probe.name, probe.action, probe.policy and probe.policy.digest)
+                (
+                    probe.digest,
+                    probe.name,
+                    *probe.actions,
+                    probe.policy and probe.policy.digest,
+                )
                 for probe in probes
             ]
         )

@@ -62,7 +62,7 @@ class Tracked:
     stopped_by: str = ""  # the probe that ended the request
     counted: int = sys.maxsize  # once the request is over: the tokens that count
     scores: list[ProbeScore] = field(default_factory=list)  # results, once the request is over
-    results: int = 0  # CRC32 of its scores, of its gates, and of the sizes of its edits
+    results: int = 0  # CRC32 of its scores, of what they decide, and of the sizes of its edits
     # returns the values for `RankSpec.grade`, once they are computed
     graded: Callable[[], list[float]] | None = None
 

@@ -23,7 +23,7 @@ class Readers:
         streams = bool((self.streams_from >= 0).any())
         #: Whether the scores are needed as soon as a step is over; whether there is news in them.
         self.urgent = stack.kind.decides or streams
-        self.tells = self.urgent and (streams or stack.kind.tells) and stack.last
+        self.tells = self.urgent and (streams or stack.kind.ends) and stack.last
 
 
 class ScoredRows(NamedTuple):

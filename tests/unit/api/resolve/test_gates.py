@@ -30,8 +30,8 @@ from midstream.schemas.requests.specs import (
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest, Sampling
 from midstream.workers.engine.ranks.rank_spec import rank_spec
-from midstream.workers.runner.probes.gates import Gates, gates_of
-from midstream.workers.runner.probes.watches import ProbeError, Watch
+from midstream.workers.runner.probes.gates import Gates, Together, gates_of
+from midstream.workers.runner.probes.watches import Watch
 
 PROMPT = 4
 
@@ -48,7 +48,7 @@ def probe(
         aggregation=aggregation,
         decay=0.5,
     )
-    return StoredProbe(name=name, digest=content.digest, content=content, action=action)
+    return StoredProbe(name=name, digest=content.digest, content=content, actions=[action])
 
 
 def put(watch: Watch, first: int, *scores: float) -> None:
@@ -58,14 +58,23 @@ def put(watch: Watch, first: int, *scores: float) -> None:
 def gates_after(*scores: float, one: StoredProbe | None = None) -> tuple[Gates, StoredProbe, Watch]:
     """Of a request with a prompt of `PROMPT` tokens, whose generated tokens come one by one."""
     one = one or probe()
-    watch = Watch("r", [one])
-    gates = Gates(watch, [one.digest], PROMPT)
-    gates.decide(PROMPT)
+    watch = Watch("r", [one], prompt_tokens=PROMPT)
+    gates = Gates(watch, [one.name])
+    assert closed(gates, PROMPT) == ([True], [])
     put(watch, 0, *scores[:PROMPT])
     for position in range(PROMPT, len(scores)):
-        gates.decide(position + 1)
+        shut, failed = closed(gates, position + 1)
+        assert (shut, failed) == ([position not in gates.among(one.name, [position])], [])
         put(watch, position, scores[position])
     return gates, one, watch
+
+
+def closed(gates: Gates, stop: int, decides: bool = True) -> tuple[list[bool], list[str]]:
+    """Whether a step finds the gate closed at the position before `stop`; why it cannot decide."""
+    together = Together([(0, gates)], np.array([0]), decides=decides)
+    shut = np.zeros((1, 2), bool)
+    failed = together.decide(np.array([stop]), np.array([stop - 1]), shut)
+    return shut[:, 1].tolist(), [why for _, why in failed]
 
 
 def test_the_score_of_a_token_decides_about_the_next_one() -> None:
@@ -73,7 +82,7 @@ def test_the_score_of_a_token_decides_about_the_next_one() -> None:
     the first generated token.
     """
     gates, one, _ = gates_after(9, 9, 9, 5, 4, 6, 7, 1, 1)
-    assert (gates.among(one.digest, range(12)), gates.among(one.digest, [2, 6, 8])) == (
+    assert (gates.among(one.name, range(12)), gates.among(one.name, [2, 6, 8])) == (
         [4, 6, 7],
         [6],
     )
@@ -84,7 +93,7 @@ def test_the_score_of_a_token_decides_about_the_next_one() -> None:
 )
 def test_aggregates_decide_and_not_single_scores(aggregation: str, wanted: list[int]) -> None:
     gates, one, _ = gates_after(0, 0, 4, 4, 9, 14, -4, 0, one=probe(aggregation=aggregation))
-    assert gates.among(one.digest, range(20)) == wanted
+    assert gates.among(one.name, range(8)) == wanted
 
 
 def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
@@ -92,10 +101,10 @@ def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
     scores.
     """
     gates, one, watch = gates_after(0, 0, 0, 9, 0, 9)
-    assert gates.among(one.digest, range(9)) == [4]
-    put(watch, 0, 9, 9, 9, 0, 9, 9)
-    gates.decide(7)
-    assert gates.among(one.digest, range(9)) == [4, 6]
+    assert gates.among(one.name, range(6)) == [4]
+    put(watch, 0, 9, 9, 9, 0, 9, 9, 9)
+    assert closed(gates, 7) == ([False], [])
+    assert gates.among(one.name, range(9)) == [4, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -103,12 +112,12 @@ def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
 )
 def test_a_gate_without_a_score_fails_the_request(score: float | None, words: str) -> None:
     one = probe(aggregation="max")
-    watch = Watch("r", [one])
+    watch = Watch("r", [one], prompt_tokens=PROMPT)
     put(watch, 0, *([0.0, 0.0, 0.0] + ([score] if score is not None else [])))
-    gates = Gates(watch, [one.digest], PROMPT)
-    with pytest.raises(ProbeError, match=words):
-        gates.decide(PROMPT + 1)
-    assert gates.among(one.digest, range(9)) == []
+    gates = Gates(watch, [one.name])
+    assert closed(gates, PROMPT + 1, decides=False) == ([True], [])
+    shut, (why,) = closed(gates, PROMPT + 1)
+    assert (shut, words in why, gates.among(one.name, range(9))) == ([True], True, [])
 
 
 def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
@@ -137,19 +146,19 @@ def test_the_result_names_runs_of_open_positions_up_to_a_bound() -> None:
         gates.shown(score, 8).gated,
         gates.shown(score, 7).gated,
     ) == ([(4, 5), (7, 7)], 3, 2)
-    assert gates.shown(msgspec.structs.replace(score, action="flag"), 8).gate is None
+    assert gates.shown(msgspec.structs.replace(score, name="q"), 8).gate is None
     gates, _, watch = gates_after(*[0, 0, 0], *[9, 0] * (MAX_GATE_RUNS + 5))
     told = gates.shown(watch.results(MAX_GATE_RUNS)[0][0], 10**6)
     assert (len(told.gate or []), told.gated) == (MAX_GATE_RUNS, MAX_GATE_RUNS + 5)
 
 
 def test_decisions_that_differ_give_other_checksums() -> None:
-    """Also where the scores are equal by then; decisions beyond the end do not count."""
+    """Decisions beyond the end do not count."""
     checksums = []
     for last in (9, 0):
-        gates, _, watch = gates_after(0, 0, 0, last, 0, 0, 0)
+        _, _, watch = gates_after(0, 0, 0, last, 0, 0, 0)
         put(watch, 0, 0, 0, 0, 0, 0, 0, 0)
-        checksums.append((gates.checksum(PROMPT, 7), gates.checksum(6, 7)))
+        checksums.append((watch.results(PROMPT - 1)[1], watch.results(6)[1]))
     (first_prompt, first), (second_prompt, second) = checksums
     assert first_prompt == second_prompt
     assert first != second
@@ -238,9 +247,7 @@ def adds(**fields: Any) -> SteeringSpec:
 
 def test_a_use_names_its_module_its_scale_and_its_probe() -> None:
     asked = ["other", ProbeUse(probe="p", action="steer", module="joy", scale=2.0)]
-    assert gated_by(asked, [probe(1.0, "none", name="other"), probe()]) == [
-        Gated("probes[1]", SteeringSpec(module="joy", scale=2.0), probe().digest)
-    ]
+    assert gated_by(asked) == [Gated("probes[1]", SteeringSpec(module="joy", scale=2.0), "p")]
 
 
 def test_a_module_becomes_gated_entries_behind_the_requests_own() -> None:

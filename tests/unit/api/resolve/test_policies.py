@@ -76,28 +76,28 @@ def test_a_canary_acts_in_its_share_of_requests() -> None:
     acts = [score.policy.acts for score in scores]
     assert 400 < sum(acts) < 600
     assert (
-        [score.action == "stop" for score in scores],
+        [score.actions == ["stop"] for score in scores],
         scores[0].name,
         scores[0].policy.column,
     ) == (acts, "policy:guard", 1)
 
 
 @pytest.mark.parametrize(
-    ("actions", "action", "acts", "kept"),
+    ("actions", "acts", "kept"),
     [
-        ([Steer(module="m")], "none", False, []),
-        ([Steer(module="m"), "flag", HOOK], "none", True, ["flag", "webhook"]),
-        (["flag", "stop", Steer(module="m")], "stop", True, ["flag", "stop"]),
-        (["stop"], "stop", True, ["stop"]),
+        ([Steer(module="m")], False, []),
+        ([Steer(module="m"), "flag", HOOK], True, ["flag", "webhook"]),
+        (["flag", "stop", Steer(module="m")], True, ["flag", "stop"]),
+        (["stop"], True, ["stop"]),
     ],
 )
 def test_only_steering_is_left_out_in_sweeps_and_harvests(
-    actions: list[Any], action: str, acts: bool, kept: list[str]
+    actions: list[Any], acts: bool, kept: list[str]
 ) -> None:
     for mode, on in (("active", acts), ("shadow", False)):
         job = with_policies(JOB, [policy(*actions, mode=mode)], "h")
         stored = job.probes[0].policy
-        assert (job.probes[0].action if on else action, stored.acts) == (action, on)
+        assert (job.probes[0].actions, stored.acts) == (kept if on else [], on)
         assert (stored.actions, [*job.hooks]) == (kept, ["guard"] * (on and HOOK in actions))
 
 

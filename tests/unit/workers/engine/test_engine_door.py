@@ -39,7 +39,7 @@ INFO = model_of()
 CONTENT = ProbeContent(
     hook="post_block", layer=1, tensors=["weight", "bias"], labels=["x"], thresholds=[0.0]
 )
-WATCHING = StoredProbe(name="guard", digest="d", content=CONTENT, action="stop")
+WATCHING = StoredProbe(name="guard", digest="d", content=CONTENT, actions=["stop"])
 OPERATORS = CaptureSpec(layers=[0], positions=[0, 20], tag="ops")
 
 

@@ -78,7 +78,7 @@ def test_values_of_scalars(points_of: PointsOf) -> None:
     read = points.run(points.batch([BASE]), [("mlp_out", 2)]).rows(("mlp_out", 2))[0].double()
     score = (read[[1, 4]] @ weight.double()).sum() + 1
     content = ProbeContent("mlp_out", 2, ["weight", "bias"], ["a", "b"], [None, None])
-    probe = StoredProbe(name="p", digest="", content=content, model="m", action="none")
+    probe = StoredProbe(name="p", digest="", content=content, model="m")
     tensors = {"weight": torch.stack([0 * weight, weight]), "bias": torch.tensor([9.0, 0.5])}
     cases: list[tuple[StoredScalar, torch.Tensor]] = [
         (StoredScalar(kind="logit", token=7), logits[-1, 7]),

@@ -97,7 +97,7 @@ def policy(asked: Asked) -> None:
             acts=True,
         )
     )
-    if asked.policies[-1].takes("steer"):
+    if "steer" in asked.policies[-1].actions:
         hook, layer = asked.rng.choice(SITES)
         made = steering(asked.rig.vector(70.0), [layer], hook, "all_generated")
         asked.add(made, gate=f"policy:{name}", owner="operator")

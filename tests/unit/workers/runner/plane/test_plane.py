@@ -538,8 +538,7 @@ def test_a_failed_request_reports_what_its_policies_decided_so_far(
     (plain,) = request.tracked.spec.probes
     condition = Condition(at_least=first + 4, schedule=Schedule(tokens="all"))
     policy = StoredPolicy("guard", 1, "d", condition, [action], "active", True)
-    taken = "none" if action == "flag" else "stop"
-    read = msgspec.structs.replace(plain, name="policy:guard", action=taken, policy=policy)
+    read = msgspec.structs.replace(plain, name="policy:guard", actions=[action], policy=policy)
     request.tracked.spec.probes.append(read)
     edit = steering(rig.vector(1e3), [1], "post_block", [late])
     request.tracked.spec.steering.append(msgspec.structs.replace(edit, limit=-0.01))
@@ -572,7 +571,7 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
     first = float(stream_of(1, "post_block", 1, 0, 1)[0, 0])  # at position p it is larger by p
     weight = np.full((1, HIDDEN), sign / HIDDEN, dtype=np.float32)
     request = probed(rig, "steer", weight=weight, threshold=sign * (first + 8), total=15)
-    gate = request.tracked.spec.probes[0].gate
+    gate = request.tracked.spec.probes[0].name
     gated = msgspec.structs.replace(steering(content_hash(VECTOR), [0], "pre_attn"), gate=gate)
     request.tracked.spec.steering.append(gated)
     other = steered(2)

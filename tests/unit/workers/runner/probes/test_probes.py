@@ -48,7 +48,8 @@ def probe(
         aggregation=aggregation,
         decay=0.5,
     )
-    return StoredProbe(name=name, digest=content.digest, content=content, action=action)
+    actions = [] if action == "none" else [action]
+    return StoredProbe(name=name, digest=content.digest, content=content, actions=actions)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +164,9 @@ def test_watches_keep_their_scores_while_others_come_grow_and_go() -> None:
                 assert watch.results(len(scores))[0][0].score == [np.float32(max(scores))]
     for watch, scores in live:
         assert watch.reached == len(scores)
-        assert watch.scores[: len(scores), 0].tolist() == np.float32(scores).tolist()
-        assert np.isnan(watch.scores[len(scores) :]).all()
+        found = watch.rows["scores"]
+        assert found[: len(scores), 0].tolist() == np.float32(scores).tolist()
+        assert np.isnan(found[len(scores) :]).all()
     assert len(watch.table.rows) > 20_000
     del watch
     live.clear()
@@ -315,13 +317,7 @@ def probes_of(*policies: StoredPolicy | None) -> list[StoredProbe]:
             name=f"policy:{number}",
             digest=content.digest,
             content=content,
-            action="none"
-            if each is None
-            else "steer"
-            if each.takes("steer")
-            else "stop"
-            if each.takes("stop")
-            else "none",
+            actions=each.actions if each is not None and each.acts else [],
             policy=each,
         )
         for number, each in enumerate(policies)
@@ -355,8 +351,7 @@ def told(*scored: tuple[Watch, range]) -> list[News]:
 
 def states_of(watch: Watch, number: int = 0) -> bytes:
     """Of the positions that are decided."""
-    assert watch.deciders is not None
-    return watch.deciders.states[1:, number].tobytes()
+    return watch.rows["on"][: watch.decide(), number].tobytes()
 
 
 def decided(scores: list[float], prompt_tokens: int = 0, **condition: Any) -> list[tuple]:
@@ -434,15 +429,9 @@ class Reference:
             Decision(position=position, event="trigger" if self.on else "release", score=value)
         )
 
-    def report(self, positions: int, checksum: int) -> tuple[list[Decision], int, int]:
+    def report(self, positions: int) -> tuple[list[Decision], int]:
         kept = [item for item in self.decisions if item.position < positions]
-        fields = {
-            "policy": self.policy,
-            "decisions": kept[:MAX_DECISIONS],
-            "triggers": sum(item.event == "trigger" for item in kept),
-        }
-        content = msgspec.msgpack.encode((fields, bytes(self.states[:positions])))
-        return fields["decisions"], fields["triggers"], zlib.crc32(content, checksum)
+        return kept[:MAX_DECISIONS], sum(item.event == "trigger" for item in kept)
 
 
 def random_policy(rng: random.Random) -> StoredPolicy:
@@ -492,13 +481,13 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
     positions that are computed again, a row beyond the last token, ends at any time.
     """
     rng, numbers = random.Random(40), np.random.default_rng(40)
-    quiet, turns = [], 0
+    quiet, turns, original = [], 0, deciders.Deciders.quiet
 
-    def kept(many: Any) -> list[bool]:
-        quiet.extend(result := deciders.keep_quiet(many))
+    def kept(*arguments: Any) -> Any:
+        quiet.extend((result := original(*arguments))[0].tolist())
         return result
 
-    monkeypatch.setattr(watches_module, "keep_quiet", kept)
+    monkeypatch.setattr(deciders.Deciders, "quiet", kept)
     for _ in range(60):
         kinds = [
             probes_of(*(rng.choice([None, random_policy(rng)]) for _ in range(width)))
@@ -522,7 +511,7 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
                 stop = min(first + count, end + 1)
                 if rng.random() < 0.05:
                     again = rng.randrange(first + 1)
-                    known = table[again:first] + 1.0 if watch.deciders else table[again:first]
+                    known = table[again:first] + 1.0 if watch.kind.once else table[again:first]
                     whole = np.concatenate([known, table[first:stop]])
                     watch.put(again, slice(0, watch.kind.width), whole)
                     first = again
@@ -535,23 +524,30 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
             zip(watches, tables, ends, prompts, strict=True)
         ):
             scores, checksum = watch.results(end)
-            wanted = zlib.crc32(np.ascontiguousarray(table[:end]).tobytes())
+            states, fields = table[:end] >= -100, []
             for column, (probe, score) in enumerate(zip(watch.probes, scores, strict=True)):
                 if probe.policy is None:
                     continue
                 reference = Reference(probe.policy, prompt)
                 for value in table[: end + 1, column].tolist():
                     reference.read(value)
-                decisions, triggers, wanted = reference.report(end, wanted)
+                decisions, triggers = reference.report(end)
                 assert (score.decisions, score.triggers) == (decisions, triggers)
                 assert list(states_of(watch, column)[:end]) == reference.states[:end]
+                states[:, column] = reference.states[:end]
+                fields.append(
+                    {"policy": probe.policy, "decisions": decisions, "triggers": triggers}
+                )
                 turns += len(decisions)
-                if probe.policy.takes("stop") and any(reference.states):
-                    stop = reference.states.index(True), probe.name
+                if "stop" in probe.actions and any(reference.states):
+                    stop = reference.states.index(True), column, probe.name
                     stops[str(number)] = min(stops.get(str(number), stop), stop)
-            assert checksum == wanted
-        assert {news.request_id: (news.stop_at, news.stopped_by) for news in heard} == stops
-        assert len(heard) == len(stops)
+            wanted = np.ascontiguousarray(table[:end]).tobytes() + states.tobytes()
+            wanted += b"".join(map(msgspec.msgpack.encode, fields))
+            assert checksum == zlib.crc32(wanted)
+        assert {news.request_id: (news.stop_at, news.stopped_by) for news in heard} == {
+            request: (position, name) for request, (position, _, name) in stops.items()
+        }
     assert turns > 2000
     assert sum(quiet) > 2000
 
@@ -571,22 +567,20 @@ def test_a_long_step_is_decided_in_a_few_calls_for_each_token(condition: dict[st
     condition |= {"at_least": 0.0, "schedule": Schedule(tokens="all")}
     watch, calls = watch_of(policy(**condition)), Counter[str]()
     put(watch, 0, *[9, -9] * 4096)
-    assert watch.deciders is not None
     sys.setprofile(lambda frame, event, what: calls.update([event]))
     try:
-        watch.deciders.decide(watch.scores, 8192)
+        decided = watch.decide()
     finally:
         sys.setprofile(None)
-    assert watch.deciders.read == 8192
+    assert decided == 8192
     assert calls["call"] + calls["c_call"] < 4 * 8192
 
 
-def test_the_stop_is_news_once() -> None:
+def test_a_policy_that_only_records_ends_no_request() -> None:
     watch = watch_of(policy("stop"), policy("stop", acts=False, at_least=0.0))
     assert watch.kind.decides
     assert told((watch, put(watch, 0, 1, 2))) == []
     assert told((watch, put(watch, 2, 3))) == [News("r", 2, "policy:0", [])]
-    assert told((watch, put(watch, 3, 9))) == []
     scores, _ = watch.results(3, "policy:0")
     assert [score.stopped for score in scores] == [True, False]
     assert scores[0].crossed == [2]
@@ -608,12 +602,10 @@ def test_a_latch_of_the_conversation_is_on_from_the_start() -> None:
 def test_gates_follow_the_policy() -> None:
     """The token after the decision is the first one that is edited."""
     watch = watch_of(policy("steer", release_below=1.0), prompt_tokens=2)
-    gates = Gates(watch, ["policy:0"], 2)
+    gates = Gates(watch, ["policy:0"])
     put(watch, 0, 0, 3, 1, 0, 5)
-    gates.decide(6)
-    assert gates.among("policy:0", range(2, 6)) == [2, 3, 5]
-    with pytest.raises(ProbeError, match="policy:0"):
-        gates.decide(7)
+    watch.decide()
+    assert gates.among("policy:0", range(2, 7)) == [2, 3, 5]
     (score,), _ = watch.results(5)
     assert gates.shown(score, 5).gate == [(2, 3)]
 
@@ -640,5 +632,5 @@ def test_versions_of_a_policy_do_not_share_conditions() -> None:
     side = Side("before", {("post_block", 0): 0}, b"")
     first, second = policy(at_least=1.0), msgspec.structs.replace(policy(at_least=2.0), digest="e")
     plans = [stacks.plan(probes_of(each), [side]) for each in (first, second, first)]
-    assert [plan.kind.rules.at_least.tolist() for plan in plans] == [[1.0], [2.0], [1.0]]
+    assert [plan.kind.deciders.at_least.tolist() for plan in plans] == [[1.0], [2.0], [1.0]]
     assert plans[0] is plans[2]

@@ -48,7 +48,7 @@ class Weights:
         )
         self.layer, self.probe = (
             layer,
-            StoredProbe(name=name, digest=content.digest, content=content, action=action),
+            StoredProbe(name=name, digest=content.digest, content=content, actions=[action]),
         )
 
 
@@ -112,8 +112,8 @@ def test_scores_of_a_step_equal_numpy() -> None:
         wanted.append(np.concatenate(scores, axis=1))
     scorer.take(items)
     for watch, count, scores in zip(watches, counts, wanted, strict=True):
-        np.testing.assert_allclose(watch.scores[:count], scores, atol=1e-5)
-        assert (watch.reached, np.isnan(watch.scores[count:]).all()) == (count, True)
+        np.testing.assert_allclose(watch.rows["scores"][:count], scores, atol=1e-5)
+        assert (watch.reached, np.isnan(watch.rows["scores"][count:]).all()) == (count, True)
 
 
 class Steps:
@@ -163,7 +163,7 @@ class Steps:
             + weights.bias
         )
         assert watch.reached == positions
-        np.testing.assert_allclose(watch.scores[:positions], wanted, atol=1e-5)
+        np.testing.assert_allclose(watch.rows["scores"][:positions], wanted, atol=1e-5)
 
 
 def test_rows_that_nobody_waits_for_are_scored_some_steps_later() -> None:
