@@ -53,11 +53,6 @@ class ProbeNews:
     def hear(self, news: Sequence[News]) -> None:
         """Begin a step with the news of its output; forget requests that ended before."""
         self._limits.clear()
-        for request_id in self._over:
-            self._stops.pop(request_id, None)
-            self._scored.pop(request_id, None)
-            self._ended.pop(request_id, None)
-        self._over.clear()
         for new in news:
             if new.stop_at >= 0:
                 self._stops[new.request_id] = min(
@@ -66,6 +61,12 @@ class ProbeNews:
                 )
             if new.scored:
                 self._scored.setdefault(new.request_id, []).extend(new.scored)
+        # a step that ran before the end was known has news of the request
+        for request_id in self._over:
+            self._stops.pop(request_id, None)
+            self._scored.pop(request_id, None)
+            self._ended.pop(request_id, None)
+        self._over.clear()
 
     @property
     def tell(self) -> bool:

@@ -215,8 +215,9 @@ def test_the_probe_that_ends_a_request_travels_apart_from_vllms_stop_reason() ->
     news.attach({0: SimpleNamespace(outputs=outputs)})
     assert [output.kv_transfer_params for output in outputs] == [{STOPPED_BY: "p"}, None]
     news.forget("r")
-    news.hear([])
-    assert news.ended_by("r") == ""
+    # of a step that was on its way when the request ended
+    news.hear([News("r", 9, "p", [Scored(9, [0.5], [0.5])])])
+    assert (news.ended_by("r"), news.tell) == ("", False)
 
 
 # --- Training
