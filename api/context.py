@@ -34,6 +34,7 @@ from ..schemas.base.faults import crash_point
 from ..schemas.base.settings import Settings, asks_for_keys
 from ..schemas.jobs.harvests import HarvestView
 from ..schemas.jobs.jobs import Job, JobView, State
+from ..schemas.jobs.kinds import KINDS
 from ..schemas.jobs.models import ModelInfo
 from ..schemas.requests.policies import POLICIES
 from ..storage.store import open_store
@@ -170,7 +171,7 @@ class AppContext:
         `blobs`, `pinned`, `request`: see `Ledger.submit`.
         """
         check_callback(job.callback, self.settings)
-        if any(job.steering) or job.sweep is not None:
+        if any(job.steering) or KINDS[job.kind].grid:
             tenant = await reachable(self.ledger.tenants.get)(job.tenant)
             job = admission.under_limit(job, tenant.limits.edit_limit)
         await self.disks.check(job)

@@ -43,15 +43,14 @@ from ..schemas.base.settings import (
 from ..schemas.requests.attributions import GRADIENTS
 from ..schemas.service.global_capture import from_settings
 from ..storage.disk import disk_trouble
-from .engine.identity import WorkerLock, with_worker_id
-from .engines import VLLM, check_options
-from .gradient_jobs.attribution_attempt import estimate_cells
-from .gradient_jobs.fit_attempt import fit
 
 # Importing it registers the remote-control commands.
-from .serving import remote_control as _control  # noqa: F401
-from .serving.attempts import Work
+from . import remote_control as _control  # noqa: F401
+from .engine.identity import WorkerLock, with_worker_id
+from .engines import VLLM, check_options
+from .gradient_jobs.kinds import gradient_runs_of
 from .serving.host import EngineHost
+from .serving.kinds import runs_of
 from .serving.tasks import register_tasks
 
 logger = logging.getLogger(__name__)
@@ -106,10 +105,8 @@ def make_worker_app(settings: Settings) -> Celery:
     # not in `make_app`, which Flower also uses: Flower recognises a broker by its URL's scheme, and
     # this setting would override it
     app.conf.broker_transport = transport_of(settings.redis_url)
-    works: dict[str, Work] = {}
-    if settings.queue == GRADIENTS:
-        works = {"attribution": estimate_cells, "fit": fit}
-    app.engine_host = EngineHost(app, settings, lambda reason: _end_process(app), works)
+    runs = gradient_runs_of if settings.queue == GRADIENTS else runs_of
+    app.engine_host = EngineHost(app, settings, lambda reason: _end_process(app), runs)
     # a dead engine's messages must come back to the queue
     app.may_renew = lambda: not app.engine_host.death
     register_tasks(app, app.engine_host)

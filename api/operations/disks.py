@@ -15,6 +15,7 @@ from ...broker.ops import global_capture
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.jobs import Job
+from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.models import ModelInfo
 from ...storage.disk import probe
 from ...storage.store import ArtifactStore
@@ -45,9 +46,8 @@ class Disks:
         kept.
         """
         needed = {"captures"} if stored_tags(job) else set()
-        needed |= (
-            {"outbox"} if any(job.captures) or any(job.steering) or job.sweep is not None else set()
-        )
+        reported = any(job.captures) or any(job.steering) or KINDS[job.kind].grid
+        needed |= {"outbox"} if reported else set()
         result = await self.troubles() if needed else {}
         for name in sorted(needed & result.keys()):
             raise MidstreamError("unavailable", result[name])

@@ -12,7 +12,7 @@ from ...schemas.base.records import to_json
 from ...schemas.jobs.fits import FitRequest, LensFitRequest, StoredFit, StoredModuleFit
 from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.requests.attributions import GRADIENTS
+from ...schemas.jobs.works import FitWork
 from ..resolve.admission.fits import resolve_fit, resolve_lens_fit
 from ..resolve.prompts.tokenizer import Codec
 from ..resolve.readings.gradients import check_gradients
@@ -63,7 +63,7 @@ async def _submit(
         hooks = {"hook": fit.hook} if isinstance(fit, StoredModuleFit) else {}
         gradients = await context.ledger.gradients(info)
         check_gradients(hooks, info, gradients, bool(steering.entries))
-        job = submission.job("fit", info, data, fit=fit, queue=GRADIENTS)
+        job = submission.job("fit", info, data, work=FitWork(fit=fit))
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)
 

@@ -30,6 +30,7 @@ from ...schemas.jobs.harvests import (
     SurveyView,
 )
 from ...schemas.jobs.jobs import JobView
+from ...schemas.jobs.works import HarvestWork
 from ...storage.store import around, open_store
 from ...storage.surveys import Surveyed
 from ..context import HARVEST_LOOK_S as LOOK_S, AppContext, unless_client_leaves
@@ -295,7 +296,7 @@ async def post_survey(
             uris.append(other.uri)
         found = await context.names.look_up(info, [(SAES, data.sae)])
         part = plan_survey(data, harvest, stored, uris, info, found)
-        job = submission.job("harvest", info, data, harvest=part)
+        job = submission.job("harvest", info, data, work=HarvestWork(part=part))
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)
 

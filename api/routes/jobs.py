@@ -24,6 +24,7 @@ from ...schemas.base.limits import (
 from ...schemas.base.records import now
 from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
 from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobResult, JobView, Sampling, State
+from ...schemas.jobs.kinds import KINDS, kind_of
 from ...schemas.jobs.models import ModelInfo
 from ..context import AppContext, unless_client_leaves
 from ..resolve.admission.admission import handled
@@ -168,7 +169,7 @@ class Submission(NamedTuple):
         repeated = self.idempotency
         return await self.context.ledger.repeated(repeated) if repeated else None
 
-    def job(self, kind: Any, info: ModelInfo, body: Any, **own: Any) -> Job:
+    def job(self, kind: str, info: ModelInfo, body: Any, **own: Any) -> Job:
         """Return a job without prompts, whose body has `Handling` and `metadata`."""
         return Job(
             id=new_job_id(),
@@ -179,6 +180,7 @@ class Submission(NamedTuple):
             created=now(),
             metadata=body.metadata,
             identity=info.identity,
+            queue=KINDS[kind].queue,
             **handled(body, self.caller),
             **own,
         )
@@ -335,16 +337,6 @@ async def job_result(
     return await finished(request, context, Outcome(view))
 
 
-#: Kind of a job → the path to submit it to.
-PATHS = {
-    "generate": "/v1/jobs",
-    "completion": "/v1/completions",
-    "chat": "/v1/chat/completions",
-    "sweep": "/v1/sweeps",
-    "attribution": "/v1/attributions",
-}
-
-
 @get(
     "/v1/jobs/{job_id:str}/request",
     opt=needs("read"),
@@ -356,7 +348,7 @@ async def job_request(view: JobView, context: AppContext) -> JobRequestView:
     job, body = await context.ledger.request(view.id)
     return JobRequestView(
         id=view.id,
-        path=PATHS.get(view.kind),
+        path=kind_of(view.kind).path,
         body=body,
         prompts=[
             ShownPrompt(

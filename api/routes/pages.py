@@ -23,6 +23,7 @@ from ...schemas.base.errors import MidstreamError, shortened
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
+from ...schemas.jobs.kinds import KINDS
 from ..context import AppContext
 from ..web.auth import needs
 from ..web.body import JsonRequest
@@ -163,15 +164,25 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, PageFil
         if entry.is_dir():
             yield from _files(entry, f"{name}/")
         elif (media_type := PAGE_TYPES.get(name[name.rfind(".") :])) is not None:
-            raw = entry.read_bytes()
-            etag = f'"{hashlib.sha256(raw).hexdigest()[:32]}"'
-            yield name, PageFile(media_type, etag, raw, gzip.compress(raw, mtime=0))
+            yield name, _packed(media_type, entry.read_bytes())
+
+
+def _packed(media_type: str, raw: bytes) -> PageFile:
+    etag = f'"{hashlib.sha256(raw).hexdigest()[:32]}"'
+    return PageFile(media_type, etag, raw, gzip.compress(raw, mtime=0))
 
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """Return all files of the live page that are served, by path below `assets/page`."""
-    return dict(_files(resources.files(__package__.rpartition(".")[0]).joinpath("assets", "page")))
+    """Return all files of the live page that are served, by path below `assets/page`; with the
+    kinds of jobs, as a module that exports the row of a kind.
+    """
+    rows = to_json({kind: row._asdict() for kind, row in KINDS.items()})
+    script = (
+        b"export const KINDS = %b;\nexport const kindOf = (name) => KINDS[name] || {};\n" % rows
+    )
+    folder = resources.files(__package__.rpartition(".")[0]).joinpath("assets", "page")
+    return {**dict(_files(folder)), "lib/kinds.js": _packed(PAGE_TYPES[".js"], script)}
 
 
 #: Held while the documentation is read: requests that come together read it once.

@@ -26,7 +26,7 @@ from ...schemas.jobs.sweep_views import (
     SweepView,
 )
 from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
-from ...schemas.requests.attributions import GRADIENTS
+from ...schemas.jobs.works import SweepWork
 from ..context import AppContext
 from ..resolve.edits.loras import named_lora
 from ..resolve.readings.gradients import check_gradients
@@ -51,18 +51,16 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
         "sweep" if sweep.attributed is None else "attribution",
         info,
         body,
-        sweep=sweep,
+        work=SweepWork(sweep=sweep),
         lora=lora,
         global_captures=info.global_captures,
-        queue="" if sweep.attributed is None else GRADIENTS,
     )
     _, policies = await watched_model(context.ledger, info.name)
     job = with_policies(job, all_fitting(policies, info), job.id)
     if sweep.attributed is not None:
         stops = any("stop" in probe.actions for probe in job.probes)
-        job = replace(
-            job, sweep=replace(sweep, attribution=replace(sweep.attributed, watched=stops))
-        )
+        watched = replace(sweep, attribution=replace(sweep.attributed, watched=stops))
+        job = replace(job, work=SweepWork(sweep=watched))
     pinned = [name for probe in job.probes for name in probe.content.tensors]
     return await context.accept(job, info, blobs, submission.idempotency, pinned, to_json(body))
 

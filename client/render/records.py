@@ -19,7 +19,8 @@ from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.jobs.captures import CaptureEntry
 from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.harvests import FeatureFigures, HarvestView, SurveyView
-from ...schemas.jobs.jobs import SWEEPS, JobView, Output
+from ...schemas.jobs.jobs import JobView, Output
+from ...schemas.jobs.kinds import kind_of
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.policies import Policy
@@ -115,7 +116,7 @@ def _since(record: Any) -> str:
 
 
 def _extent(view: JobView) -> str:
-    if view.kind in SWEEPS:
+    if kind_of(view.kind).grid:
         return f"{view.cells} of {view.cells_expected} cells"
     return count(view.prompts, "prompt")
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -40,7 +40,6 @@ from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..readings.readings import ReadingRequest, ReadingResults
 from ..requests.attributions import Queue
-from ..requests.harvest_work import HarvestPart
 from ..requests.policies import PolicyList
 from ..requests.specs import (
     CaptureSpec,
@@ -52,13 +51,13 @@ from ..requests.specs import (
 )
 from .attributions import AttributionResult
 from .captures import Blob, CaptureState
-from .doses import DoseResult, StoredDose
-from .fits import FitOutcome, StoredFit
-from .sweeps import StoredSweep, SweepResult
+from .doses import DoseResult
+from .fits import FitOutcome
+from .kinds import KindName
+from .sweeps import SweepResult
+from .works import AnyWork, Work
 
-#: Kinds of jobs with the units of a sweep.
-SWEEPS = ("sweep", "attribution")
-
+W = TypeVar("W", bound=Work)
 #: A prompt is text or token ids.
 Prompt = Text | TokenIds
 Seed = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]  # torch takes 64 bits
@@ -213,20 +212,15 @@ class Job(Accepted, dict=True, kw_only=True):
     Never changes after acceptance.
     """
 
-    kind: Literal[
-        "generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest"
-    ]
-    prompts: list[StoredPrompt]  # empty for a sweep or harvest
+    kind: KindName
+    prompts: list[StoredPrompt]  # empty if its work has its own
     sampling: Sampling
     #: One list per prompt: positions are resolved against that prompt. Empty if nothing is
     #: requested. Patches come before steering.
     steering: list[list[StoredSteering]] = []
     captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating
-    sweep: StoredSweep | None = None
-    harvest: HarvestPart | None = None
-    fit: StoredFit | None = None
-    dose: StoredDose | None = None
+    work: AnyWork = Work()
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
     callback: Callback | None = None
     trace: str = ""  # W3C traceparent of its submission; empty: not traced
@@ -239,13 +233,27 @@ class Job(Accepted, dict=True, kw_only=True):
     fills: bool = False
     probes: list[StoredProbe] = []  # that score all its prompts; also for its policies
     hooks: dict[str, Callback] = {}  # policy that acts on it → the webhook of its decisions
-    # for a sweep or harvest, whose prompts are not in `prompts`: the global captures
+    # if its prompts are not in `prompts`: the global captures
     global_captures: list[CaptureSpec] = []
+
+    def work_as(self, kind: type[W]) -> W:
+        """Return its work. Raises TypeError if that is of another kind."""
+        if not isinstance(self.work, kind):
+            raise TypeError(f"job {self.id} is of kind {self.kind}")
+        return self.work
 
     @property
     def wants_receipts(self) -> bool:
-        own = self.sweep is not None or self.harvest is not None or self.lora is not None
+        own = self.work.wants_receipts or self.lora is not None
         return own or any(self.captures) or any(self.steering) or bool(self.probes)
+
+    @property
+    def cost(self) -> int:
+        """Its cost in tokens, charged to its tenant's share: the prompts and the most that it may
+        generate, and what its work costs.
+        """
+        prompts = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return prompts + self.sampling.max_tokens * len(self.prompts) + self.work.tokens
 
     @cached_property
     def captured(self) -> dict[str, int]:

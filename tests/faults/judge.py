@@ -43,6 +43,7 @@ from midstream.schemas.artifacts.conditions import StoredPolicy
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
+from midstream.schemas.jobs.works import DoseWork, FitWork, HarvestWork, SweepWork
 from midstream.schemas.prompts.selectors import Span
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
@@ -156,7 +157,7 @@ async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) 
     own = {job for client in observed for job in client.ids}
     for name in known - own:
         job = await ledger.job(name)
-        if job.harvest is None or job.harvest.harvest not in own:
+        if not isinstance(job.work, HarvestWork) or job.work.part.harvest not in own:
             verdict.say("duplicate", f"{name} is in the ledger, and no client received its id")
     verdict.seen["jobs"] = len(known)
 
@@ -213,8 +214,8 @@ async def _job(
         verdict.seen[f"{job.kind}s again"] += view.attempt > 1 + handed_on
         found = judged(job, result)
     else:
-        verdict.seen["doses"] += job.dose is not None
-        found = (_dose if job.dose else _outputs)(tokenizer, job, result, client)
+        verdict.seen["doses"] += job.kind == "dose"
+        found = (_dose if job.kind == "dose" else _outputs)(tokenizer, job, result, client)
     verdict.say("wrong answer", *found, of=f"{job.id} ({client.plan.way})")
     decided = _decided(tokenizer, job, result, events, client, verdict)
     verdict.say("wrong answer", *decided, of=f"{job.id} in conversation {job.conversation}")
@@ -369,19 +370,19 @@ def _generated(tokenizer: Tokenizer, job: Job, number: int) -> list[int]:
     steering = job.steering[number] if job.steering else []
     prompt = job.prompts[number].token_ids
     dice = Dice(tokenizer, prompt, job.sampling.seed, steering, _weights(job.identity))
-    continued = job.dose is None or job.dose.continues(number)
+    continued = job.work.continues(number)
     return [dice.roll() for _ in range(job.sampling.max_tokens if continued else 1)]
 
 
 def _dose(tokenizer: Tokenizer, job: Job, result: JobResult, _: Observed) -> Iterator[str]:
     """The first cell is not steered, the other one by the scale of the dose."""
-    assert job.dose is not None
+    dose = job.work_as(DoseWork).dose
     assert result.dose is not None
     scales = [sorted({entry.scale for entry in entries}) for entries in job.steering]
-    if scales != [[]] * job.dose.requests + [DOSE["scales"]] * job.dose.requests:
+    if scales != [[]] * dose.requests + [DOSE["scales"]] * dose.requests:
         yield f"its prompts are steered at the scales {scales}"
     for cell, found in enumerate((result.dose.unsteered, *result.dose.cells)):
-        wanted = tokenizer.decode(_generated(tokenizer, job, cell * job.dose.requests))
+        wanted = tokenizer.decode(_generated(tokenizer, job, cell * dose.requests))
         if found.text != wanted:
             yield f"cell {cell} gave {found.text!r}, not {wanted!r}"
 
@@ -402,7 +403,7 @@ def _decided(
     """Each policy decided once about each prompt, as its tokens say; where the latch of the
     conversation had turned it on, there was nothing to decide.
     """
-    if job.sweep is not None or job.fit is not None:
+    if isinstance(job.work, SweepWork | FitWork):
         return
     found = [(each.request, each.policy and each.policy.name) for each in result.probes]
     names = [*POLICIES] * bool(job.conversation) + ["everyone"] * client.plan.watched
@@ -458,10 +459,10 @@ def _hook(
 
 def _kept(job: Job, view: JobView, events: list[Event]) -> Iterator[str]:
     """Every cell that was to be computed, and every estimate, was reported once."""
-    if job.sweep is None:
+    if not isinstance(job.work, SweepWork):
         return
     kinds = Counter(event.event for event in events)
-    estimates = 0 if job.sweep.attributed is None else len(job.sweep.pairs)
+    estimates = 0 if job.work.sweep.attributed is None else len(job.work.sweep.pairs)
     found = kinds["estimate"], kinds["cell"], view.cells
     if found != (estimates, view.cells_expected, view.cells_expected):
         yield (
@@ -472,9 +473,8 @@ def _kept(job: Job, view: JobView, events: list[Event]) -> Iterator[str]:
 
 def _attribution(job: Job, result: JobResult) -> Iterator[str]:
     """Both phases: all estimates, and the exact values of all chosen cells."""
-    assert job.sweep is not None
     try:
-        check_attribution(result.attribution, job.sweep, _weights(job.identity))
+        check_attribution(result.attribution, job.work_as(SweepWork).sweep, _weights(job.identity))
     except AssertionError as error:
         yield f"not so: {traceback.extract_tb(error.__traceback__)[-1].line} {error}"[:500]
 
@@ -572,10 +572,10 @@ def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdic
         by_request[file.request].append(file)
     wanted = (
         [number for number, captures in enumerate(job.captures) if captures]
-        if job.sweep is None
+        if not isinstance(job.work, SweepWork)
         else []
     )
-    if job.sweep is None and sorted(by_request) != wanted:
+    if not isinstance(job.work, SweepWork) and sorted(by_request) != wanted:
         yield f"captures of prompts {sorted(by_request)}, wanted of {wanted}"
     outputs = {output.index: output for output in result.outputs}
     verdict.seen["windows"] += any(capture.window for each in job.captures for capture in each)
@@ -607,7 +607,7 @@ def _blob(
     manifest = header.manifest
     if (manifest.job, manifest.request) != (job.id, file.request):
         return f"it is of {manifest.job}, prompt {manifest.request}"
-    if job.sweep is None and manifest.attempt != attempt:
+    if not isinstance(job.work, SweepWork) and manifest.attempt != attempt:
         return f"it is of attempt {manifest.attempt}, the result is of {attempt}"
     if generated is not None:
         tokens = [*job.prompts[file.request].token_ids, *generated[:-1]]

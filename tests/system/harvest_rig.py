@@ -49,7 +49,7 @@ async def work(rig: Rig, runs: Attempts, harvest_id: str, parts: int = 10_000) -
             await asyncio.sleep(0.01)
             continue
         done.add(waiting[0])
-        await asyncio.gather(runs.run_part(waiting[0]), return_exceptions=True)
+        await asyncio.gather(runs.run(waiting[0], "harvest"), return_exceptions=True)
     return await harvests.view(harvest_id)
 
 

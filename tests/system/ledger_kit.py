@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import redis
 from celery import Celery
 
-from midstream.broker.ledger.core.dispatch import PRIORITY_OF_KIND
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.queue.celery_app import (
@@ -22,6 +21,7 @@ from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, State, StoredPrompt
+from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.jobs.models import WorkerInfo
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
@@ -80,7 +80,7 @@ def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0) -
         task_of(kind),
         args=[job_id],
         queue=queue_of(model),
-        priority=PRIORITY_OF_KIND[kind],
+        priority=KINDS[kind].step,
         task_id=task_id_of(job_id, attempt),
     )
 
@@ -114,9 +114,7 @@ async def submit_unsent(ledger: Ledger, job: Job, blobs: dict[str, Any] | None =
     async def lossy(args: list[Any]) -> Any:
         async with ledger.redis.pipeline(transaction=True) as pipe:
             await script(args=args, client=pipe)
-            _ = pipe.lpop(
-                lists_of(queue_of(job.model))[PRIORITY_STEPS.index(PRIORITY_OF_KIND[job.kind])]
-            )
+            _ = pipe.lpop(lists_of(queue_of(job.model))[PRIORITY_STEPS.index(KINDS[job.kind].step)])
             reply, lost = await pipe.execute()
         assert json.loads(lost)["headers"]["id"] == job.id
         return reply

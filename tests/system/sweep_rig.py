@@ -47,6 +47,7 @@ from midstream.schemas.jobs.sweeps import (
     Unit,
     UnitRecord,
 )
+from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.prompts.selectors import as_ranges
 from midstream.schemas.requests.policies import (
     POLICIES,
@@ -217,7 +218,7 @@ def sweep_job(asked: StoredSweep, model: str = "fake-model") -> Job:
         prompts=[],
         sampling=Sampling(max_tokens=1),
         created=now(),
-        sweep=asked,
+        work=SweepWork(sweep=asked),
         identity=identity_of(Settings(model=model)),
     )
 

@@ -15,8 +15,9 @@ from midstream.broker.ledger.recovery.harvests import Harvests
 from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseCell, DoseResult
-from midstream.schemas.jobs.fits import FitResult
+from midstream.schemas.jobs.fits import FitResult, StoredModuleFit
 from midstream.schemas.jobs.models import GradientInfo
+from midstream.schemas.jobs.works import DoseWork, FitWork
 from midstream.schemas.requests.attributions import GRADIENTS
 from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
 from midstream.workers.engine.requests import prompt_request
@@ -62,8 +63,9 @@ def test_fit_is_a_job_of_the_gradient_queue(api: Api, hand: Hand) -> None:
     assert answer.status_code == 202, answer.text
     view = answer.json()
     assert (view["kind"], view["queue"]) == ("fit", GRADIENTS)
-    job = hand.job(view["id"])
-    assert (job.fit.layers, len(job.fit.examples), job.fit.template.family) == ([1, 2], 8, "add")
+    fit = hand.job(view["id"]).work_as(FitWork).fit
+    assert isinstance(fit, StoredModuleFit)
+    assert (fit.layers, len(fit.examples), fit.template.family) == ([1, 2], 8, "add")
 
 
 def test_result_of_a_fit_is_read_by_the_client(api: Api, hand: Hand) -> None:
@@ -127,13 +129,13 @@ def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: 
     job_id = answer.json()["id"]
     job = hand.job(job_id)
     assert (answer.json()["kind"], len(job.prompts), job.sampling.max_tokens) == ("dose", 25, 4)
-    assert job.dose is not None
-    assert (job.dose.cells, job.dose.target_tokens) == (
+    dose = job.work_as(DoseWork).dose
+    assert (dose.cells, dose.target_tokens) == (
         [(None, 0.0), (1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0)],
         [1, 1],
     )
     assert [[(e.layers, e.scale) for e in entries] for entries in job.steering] == [
-        [([layer], scale)] if scale else [] for layer, scale in job.dose.cells for _ in range(5)
+        [([layer], scale)] if scale else [] for layer, scale in dose.cells for _ in range(5)
     ]
     asked = [prompt_request(job, number, 1) for number in range(5)]
     assert (
@@ -144,9 +146,9 @@ def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: 
         DoseCell(
             layer=layer, scale=scale, effect=0.5, loss=1.0, repetition=0.0, safe=True, text="x"
         )
-        for layer, scale in job.dose.cells
+        for layer, scale in dose.cells
     ]
-    outcome = DoseResult(dose=job.dose, unsteered=cells[0], cells=cells[1:])
+    outcome = DoseResult(dose=dose, unsteered=cells[0], cells=cells[1:])
     claim = hand.claim(job_id)
     assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outcome)) == "running"
     for number in range(5, 25):
@@ -198,9 +200,10 @@ def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(
     assert [(entry.layers, entry.scale) for entry in theirs] == [([0, 2], -2.0)]
     body = {"steering": steering, "layers": layers, "effect": {"probe": "unkind"}}
     job = hand.job(api.http.post("/v1/doses", json=DOSE | body).json()["id"])
-    for number, (layer, scale) in enumerate(job.dose.cells):
+    dose = job.work_as(DoseWork).dose
+    for number, (layer, scale) in enumerate(dose.cells):
         wanted = [([n], scale) for n in (1, 2) if scale and layer in (None, n)]
-        for entries in job.steering[number * job.dose.requests :][: job.dose.requests]:
+        for entries in job.steering[number * dose.requests :][: dose.requests]:
             assert (
                 [entry for entry in entries if entry.gate],
                 [(e.layers, e.scale) for e in entries if not e.gate],

@@ -21,6 +21,7 @@ from midstream.schemas.jobs.jobs import Event, State
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweep_views import SweepPlan, SweepView
 from midstream.schemas.jobs.sweeps import SweepCell, SweepStart, UnitRecord
+from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.requests.specs import CaptureSpec
 
 pytest_plugins = ["shared_stack"]
@@ -53,9 +54,9 @@ def test_a_sweep_is_accepted_as_a_job_and_located(api: Api, hand: Hand) -> None:
     assert (view["cells_expected"], view["metadata"]) == (CELLS, {"who": "me"})
     job = hand.job(view["id"])
     assert (job.kind, job.prompts) == ("sweep", [])
-    assert job.sweep is not None
-    assert (job.sweep.pairs[0].answer, job.sweep.pairs[0].foil) == ([10], [11])
-    assert Units(job.sweep).nodes[0][0].token_ids == (10, 11), (
+    sweep = job.work_as(SweepWork).sweep
+    assert (sweep.pairs[0].answer, sweep.pairs[0].foil) == ([10], [11])
+    assert Units(sweep).nodes[0][0].token_ids == (10, 11), (
         "asked for by their ids, whatever is likely"
     )
 
@@ -85,8 +86,8 @@ def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -
 
 def test_a_sweep_job_carries_its_mask_tensor(api: Api, hand: Hand) -> None:
     job = hand.job(swept(api, mask=[0, -1]))
-    assert job.sweep is not None
-    mask = to_numpy(hand.do(hand.ledger.get_tensor(job.sweep.mask)))
+    sweep = job.work_as(SweepWork).sweep
+    mask = to_numpy(hand.do(hand.ledger.get_tensor(sweep.mask)))
     assert mask.tolist() == [1, *[0] * (HIDDEN - 2), 1]
 
 
@@ -214,7 +215,7 @@ def test_a_running_sweep_shows_its_request_and_its_cells_so_far(api: Api, hand: 
     job_id = str(api.http.post("/v1/sweeps", json=asked).json()["id"])
     assert cells_of(seen(api, job_id)) == [[None] * 4] * 2, "queued"
     claim = hand.claim(job_id)
-    sweep = claim.job.sweep
+    sweep = claim.job.work_as(SweepWork).sweep
     assert sweep is not None
     start = sweep_start(sweep)
     data = {name: getattr(start, name) for name in start.__struct_fields__}

@@ -38,6 +38,7 @@ from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.jobs import Event, JobView, State
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
+from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.requests.attributions import (
     GRADIENTS,
     Method,
@@ -365,8 +366,7 @@ def test_features_are_verified_by_the_rows_that_they_give(
     job_id = asked(stack, metric=metric, sae=features, verify=verify, keep=20)
     view = succeeded(stack, job_id)
     job = stack.do(lambda ledger: ledger.job(job_id))
-    assert job.sweep is not None
-    (stored,), result = job.sweep.pairs, result_of(stack, job_id)
+    (stored,), result = job.work_as(SweepWork).sweep.pairs, result_of(stack, job_id)
     (found,), (pair_result,) = result.estimated, result.pairs
     assert len(found.features) == 20
     assert pair_result.grids == {"post_block": [[None] * len(stored.columns)]}

@@ -27,6 +27,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.harvests import HarvestShards, HarvestStream, SurveyEntry
 from midstream.schemas.jobs.jobs import Job, State
+from midstream.schemas.jobs.works import HarvestWork
 from midstream.schemas.requests.harvest_work import HarvestPart, Survey
 from midstream.workers.serving import attempts
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -124,7 +125,9 @@ def survey_of(harvest_id: str, **changes: Any) -> Job:
         role="survey",
         survey=Survey(uris=["/none"], top=1, context=0),
     )
-    return make_job(kind="harvest", model="fake-model", prompts=0, harvest=part, **changes)
+    return make_job(
+        kind="harvest", model="fake-model", prompts=0, work=HarvestWork(part=part), **changes
+    )
 
 
 async def test_accepted_surveys_count_towards_the_limit(
@@ -147,7 +150,12 @@ async def test_accepted_surveys_count_towards_the_limit(
     assert (await rig.ledger.submit(last, {}))[1], "one has ended"
     claim = await rig.ledger.claim(accepted[1], "w", "boot", 1, last.identity)
     entry = SurveyEntry(
-        job=accepted[1], survey=last.harvest.survey, rows=1, key="k", bytes=7, crc32=0
+        job=accepted[1],
+        survey=last.work_as(HarvestWork).part.survey,
+        rows=1,
+        key="k",
+        bytes=7,
+        crc32=0,
     )
     await Harvests(rig.ledger).keep_survey(claim.job, claim.attempt, entry)
     with pytest.raises(MidstreamError, match="under way: 3"):
@@ -180,13 +188,15 @@ async def test_surveys_take_no_place_of_a_part_and_wait_in_the_ledger(
             await go.wait()
             return []
 
-        monkeypatch.setattr(runs, "_harvest", compute)
-        running = [asyncio.create_task(runs.run_part(job.id)) for job in surveys[:2]]
+        monkeypatch.setattr(
+            runs, "_runs", {"harvest": runs._runs["harvest"]._replace(work=compute)}
+        )
+        running = [asyncio.create_task(runs.run(job.id, "harvest")) for job in surveys[:2]]
         await begun.acquire()
         await begun.acquire()
-        assert await runs.run_part(surveys[2].id) == AttemptOutcome.NOT_OURS
+        assert await runs.run(surveys[2].id, "harvest") == AttemptOutcome.NOT_OURS
         assert (await ledger.view(surveys[2].id)).state is State.QUEUED
-        parts = [asyncio.create_task(runs.run_part(f"job_{number}")) for number in range(2)]
+        parts = [asyncio.create_task(runs.run(f"job_{number}", "harvest")) for number in range(2)]
         assert await asyncio.gather(*parts) == [AttemptOutcome.NOT_OURS] * 2, "there was room"
         go.set()
         assert await asyncio.gather(*running) == [AttemptOutcome.SUCCEEDED] * 2
@@ -194,7 +204,7 @@ async def test_surveys_take_no_place_of_a_part_and_wait_in_the_ledger(
         await Reaper(ledger, rig.settings).sweep(now() + 60)
         again = [each.job_id for each in (await sent(ledger, "fake-model"))[len(before) :]]
         assert again == [surveys[2].id]
-        assert await runs.run_part(surveys[2].id) == AttemptOutcome.SUCCEEDED
+        assert await runs.run(surveys[2].id, "harvest") == AttemptOutcome.SUCCEEDED
 
 
 async def test_listings_do_not_read_the_lines_of_harvests(rig: Rig) -> None:

@@ -82,7 +82,7 @@ async def under_way(rig: Rig) -> AsyncIterator[tuple[Attempts, StoredHarvest, Ta
         harvest = await submitted(rig)
         await work(rig, runs, harvest.id, parts=1)
         (job, *_) = (await harvests.view(harvest.id)).jobs
-        running = asyncio.create_task(runs.run_part(job), name=job)
+        running = asyncio.create_task(runs.run(job, "harvest"), name=job)
         while (await harvests.view(harvest.id)).units_done < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         yield runs, harvest, running
@@ -210,7 +210,7 @@ async def test_a_plan_that_is_stored_after_the_seal_is_removed(
     async with rig.worker() as runs:
         harvest = await submitted(rig, DOCUMENTS[:20])
         (job,) = (await Harvests(rig.ledger).view(harvest.id)).jobs
-        first = asyncio.create_task(runs.run_part(job))
+        first = asyncio.create_task(runs.run(job, "harvest"))
         while (await rig.ledger.view(job)).attempt < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await Reaper(rig.ledger, rig.settings).sweep(now() + 2 * rig.settings.lease_s)
@@ -358,7 +358,7 @@ async def test_a_part_does_not_recreate_the_record_of_a_deleted_harvest(
     async with rig.worker() as runs:
         harvest = await submitted(rig)
         (job,) = (await Harvests(rig.ledger).view(harvest.id)).jobs
-        assert await runs.run_part(job) is AttemptOutcome.CANCELLED
+        assert await runs.run(job, "harvest") is AttemptOutcome.CANCELLED
     assert not await rig.ledger.redis.exists(f"ms:harvest:{harvest.id}")
     assert (await rig.ledger.view(job)).state == "cancelled"
     assert not list(Path(harvest.uri).glob("plans/*"))

@@ -17,7 +17,6 @@ import redis
 from hypothesis import HealthCheck, given, settings, strategies as st
 from ledger_kit import IDENTITY, MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
-from midstream.broker.ledger.core.dispatch import cost_of
 from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
@@ -134,7 +133,7 @@ class Line:
     def fill(self) -> None:
         while len(self.sent) < WINDOW and (tenant := self.front()) is not None:
             job = self.waiting[tenant].pop(0)
-            self.times[tenant] += cost_of(job.job) / TENANTS[tenant][0]
+            self.times[tenant] += job.job.cost / TENANTS[tenant][0]
             self.send(job)
 
     def enter(self, job: Modelled) -> None:

@@ -15,6 +15,7 @@ from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import SweepCell, UnitRecord
+from midstream.schemas.jobs.works import SweepWork
 
 MODEL = "tiny"
 
@@ -28,20 +29,20 @@ async def begun(ledger: Ledger, **changes: Any) -> tuple[Job, Sweeps]:
 
 def cell(job: Job, number: int, **changes: Any) -> tuple[UnitRecord, SweepCell | None]:
     """A record of cell `number` of the sweep, as it would be kept."""
-    assert job.sweep is not None
-    units = Units(job.sweep)
+    sweep = job.work_as(SweepWork).sweep
+    units = Units(sweep)
     unit = units.cell(units.first_cell + number)
     assert unit is not None
     record = UnitRecord(**({"unit": unit.number, "value": float(number), "attempt": 1} | changes))
-    return record, sweep_cell(job.sweep, unit, record)
+    return record, sweep_cell(sweep, unit, record)
 
 
 async def test_a_unit_is_kept_once_with_its_event_and_its_receipts_are_forgotten(
     ledger: Ledger, redis_url: str
 ) -> None:
     job, sweeps = await begun(ledger)
-    assert job.sweep is not None
-    first = Units(job.sweep).first_cell
+    sweep = job.work_as(SweepWork).sweep
+    first = Units(sweep).first_cell
     told = [(seq + 1, receipt(job, first + seq // 2, seq % 2)) for seq in range(3)]
     settler(redis_url).settle(WORKER, 0, EPOCH, told)
     assert list(await sweeps.receipts(job.id, [first, first + 1], 2)) == [first], (
@@ -69,12 +70,12 @@ async def test_a_unit_is_kept_once_with_its_event_and_its_receipts_are_forgotten
         view.prompts,
     ) == (
         3,
-        job.sweep.num_cells,
+        sweep.num_cells,
         0,
         0,
         0,
     )
-    assert (await ledger.tenants.usage("default")).sweep_cells == job.sweep.num_cells - 3
+    assert (await ledger.tenants.usage("default")).sweep_cells == sweep.num_cells - 3
 
 
 async def test_kept_cells_outlive_the_attempt_and_stale_attempts_add_none(redis_url: str) -> None:
@@ -125,13 +126,11 @@ async def test_an_error_of_one_cell_does_not_fail_a_sweep_and_a_disagreement_put
 async def test_sweep_events_are_exempt_from_the_event_limit(redis_url: str) -> None:
     async with open_ledger(redis_url, **{"tuning.event_limit": 10}) as ledger:
         job, sweeps = await begun(ledger, hooks=["pre_attn", "post_attn", "post_block", "attn_out"])
-        assert job.sweep is not None
-        await sweeps.keep(
-            job, 1, [cell(job, number) for number in range(job.sweep.num_cells)], 2, 1
-        )
+        sweep = job.work_as(SweepWork).sweep
+        await sweeps.keep(job, 1, [cell(job, number) for number in range(sweep.num_cells)], 2, 1)
         await ledger.store_outputs(job.id, 1, [])
         events = await ledger.events(job.id, count=10_000)
-        assert sum(event.event == "cell" for event in events) == job.sweep.num_cells
+        assert sum(event.event == "cell" for event in events) == sweep.num_cells
         assert [events[0].data["state"], events[-1].event] == ["queued", "done"]
 
 

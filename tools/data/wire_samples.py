@@ -45,10 +45,12 @@ from midstream.schemas.jobs.jobs import Event, Job, Output
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.jobs.receipts import LostRange, Receipt
 from midstream.schemas.jobs.sweeps import Neurons, SweepRequest, UnitRecord
+from midstream.schemas.jobs.works import DoseWork, FitWork, HarvestWork, SweepWork
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.readings.features import FeaturesPart
 from midstream.schemas.readings.installed import ReaderPart
 from midstream.schemas.readings.lens import LensPart
+from midstream.schemas.requests.harvest_work import HarvestPart
 from midstream.schemas.requests.source_runs import Run, RunFiles
 from midstream.schemas.requests.specs import RankSpec
 from midstream.schemas.requests.steering import GlobalSteering, Module, Proposal, WorkerSteering
@@ -64,6 +66,10 @@ MSGPACK: tuple[Any, ...] = (
     Hello,
     Refusal,
     Job,
+    SweepWork,
+    HarvestWork,
+    FitWork,
+    DoseWork,
     Output,
     RankSpec,
     Run,
@@ -118,6 +124,8 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("Array", "dtype"): "float32",
     ("Array", "shape"): [1, 2],
     ("Array", "data"): b"\0\0\x80?\0\0\0@",
+    ("Job", "kind"): "harvest",
+    ("Job", "work"): HarvestWork(part=HarvestPart(harvest="text", part=3)),
     ("StoredSteering", "positions"): [1, 2],
     ("StoredCapture", "positions"): "last_prompt",
     ("SteeringTemplate", "positions"): "all_prompt",

@@ -88,9 +88,7 @@ def check_lengths(job: Job, info: ModelInfo) -> None:
     lengths = {
         f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)
     }
-    if job.sweep is not None:
-        lengths = {f"pairs[{index}]": pair.longest for index, pair in enumerate(job.sweep.pairs)}
-    for field_, tokens in lengths.items():
+    for field_, tokens in (lengths | job.work.lengths).items():
         if tokens >= info.max_model_len:
             detail = (
                 f"has {tokens} tokens, which leaves no room to generate: this worker's "
@@ -134,8 +132,8 @@ class EstimateRequest:
     tenant: str = DEFAULT_TENANT
 
 
-class Engine(Protocol):
-    """One model, loaded once, used from one event loop.
+class Runs(Protocol):
+    """What runs requests on one model, loaded once, from one event loop.
 
     `info` and `tokenizer` are available after `start`.
     """
@@ -143,14 +141,6 @@ class Engine(Protocol):
     info: ModelInfo
     tokenizer: TokenizerBundle
     world: int  # number of ranks (tp x pp); a request with receipts gets this many
-    # whether a forward pass may begin at `EngineRequest.entry`; if not, an entry changes only the
-    # cache keys
-    enters: bool
-    # the fields of `proof.comparison.Source`, for manifests of harvests; None: there is none
-    checkpoint: list[Any] | None
-    # set by `SteeringReconciler`; called with the reason when the ranks may differ, before
-    # Quarantined is raised
-    on_quarantine: Callable[[str], None]
 
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
@@ -174,6 +164,29 @@ class Engine(Protocol):
 
     async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
         """Release these tensors; they may stay cached."""
+
+    def generate(
+        self, ask: EngineRequest, global_steering: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
+        """Generate for one prompt under `global_steering`, which was applied when the job was
+        claimed; the last item carries `finished`.
+
+        Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops
+        the request.
+        """
+
+    async def abort(self, job_id: str, attempt: int) -> None:
+        """Stop every request of this attempt that has not ended."""
+
+    async def shutdown(self) -> None:
+        """Stop the engine and end its processes; completed captures are delivered first."""
+
+    async def failed(self) -> str:
+        """Wait until the engine dies unexpectedly; return the reason."""
+
+
+class Holds(Protocol):
+    """What requests hold on the ranks, beside tensors."""
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         """Load all rows of these source runs (`run_key`) on every rank of the stages that have
@@ -203,6 +216,14 @@ class Engine(Protocol):
 
     async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
         """Release these artifacts; they may stay loaded."""
+
+
+class Checks(Protocol):
+    """Whether all ranks are in the same state, and what brings them into it."""
+
+    # set by `SteeringReconciler`; called with the reason when the ranks may differ, before
+    # Quarantined is raised
+    on_quarantine: Callable[[str], None]
 
     # Global steering and modules: `workers.serving.steering` calls these one at a time, never
     # concurrently.
@@ -250,6 +271,20 @@ class Engine(Protocol):
     def waiting(self) -> int:
         """The number of requests that wait for rows of the steering table."""
 
+
+class Engine(Runs, Checks, Protocol):
+    """What a worker requires of any engine."""
+
+
+class GeneratingEngine(Engine, Holds, Protocol):
+    """An engine that generates."""
+
+    # whether a forward pass may begin at `EngineRequest.entry`; if not, an entry changes only the
+    # cache keys
+    enters: bool
+    # the fields of `proof.comparison.Source`, for manifests of harvests; None: there is none
+    checkpoint: list[Any] | None
+
     async def check(self, ask: EngineRequest) -> None:
         """Wait until the request's format, if it has one, is checked. Call this before the methods
         `hold_…`: what is held during the wait takes space from other requests.
@@ -257,25 +292,6 @@ class Engine(Protocol):
         Raises MidstreamError("invalid_request") for a rejected format, and FormatsBusy when too
         many jobs wait already.
         """
-
-    def generate(
-        self, ask: EngineRequest, global_steering: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
-        """Generate for one prompt under `global_steering`, which was applied when the job was
-        claimed; the last item carries `finished`.
-
-        Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops
-        the request.
-        """
-
-    async def abort(self, job_id: str, attempt: int) -> None:
-        """Stop every request of this attempt that has not ended."""
-
-    async def shutdown(self) -> None:
-        """Stop the engine and end its processes; completed captures are delivered first."""
-
-    async def failed(self) -> str:
-        """Wait until the engine dies unexpectedly; return the reason."""
 
 
 class GradientEngine(Engine, Protocol):

@@ -3,11 +3,9 @@ arrived; then the job is handed on to a vLLM worker, if cells are to be computed
 """
 
 import time
-from typing import cast
 
 from msgspec.structs import replace
 
-from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.sweeps import Sweeps
 from ...broker.ledger.results.attribution_cells import chosen_cells
 from ...broker.ledger.results.attribution_result import estimated_pair
@@ -16,39 +14,35 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.faults import crash_point
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Output
-from ...schemas.jobs.sweep_units import Units
 from ...schemas.jobs.sweeps import UnitRecord
-from ..engine.protocol import Engine, EstimateRequest, Fetch, GradientEngine
-from ..serving.attempt import Attempt
+from ...schemas.jobs.works import SweepWork
+from ..engine.protocol import EstimateRequest, GradientEngine
+from ..serving.attempt import Attempt, Bench
 from ..serving.redis_retry import patiently
 from ..serving.sweeps.verdict import UnverifiedUnit, verified
 
 
-async def estimate_cells(
-    ledger: Ledger, engine: Engine, attempt: Attempt, fetch: Fetch
-) -> list[Output] | None:
-    """Run the part of an attribution that needs gradients. None: the job was handed on.
+class AttributionAttempt:
+    """One attempt at the part of an attribution that needs gradients."""
 
-    Raises MidstreamError when no pair could be estimated, and CancelledError when the attempt is
-    stopped.
-    """
-    return await _AttributionAttempt(ledger, cast(GradientEngine, engine), attempt).run(fetch)
+    def __init__(self, bench: Bench[GradientEngine], attempt: Attempt) -> None:
+        self._ledger, self._engine, self._fetch = bench.ledger, bench.engine, bench.fetch
+        self._sweeps, self._attempt, self._job = Sweeps(bench.ledger), attempt, attempt.job
+        work = attempt.job.work_as(SweepWork)
+        self._sweep, self._units = work.sweep, work.units
 
+    async def run(self) -> list[Output] | None:
+        """Estimate all pairs. None: the job was handed on.
 
-class _AttributionAttempt:
-    def __init__(self, ledger: Ledger, engine: GradientEngine, attempt: Attempt) -> None:
-        assert attempt.job.sweep is not None
-        self._ledger, self._sweeps, self._engine = ledger, Sweeps(ledger), engine
-        self._attempt, self._job = attempt, attempt.job
-        self._sweep, self._units = attempt.job.sweep, Units(attempt.job.sweep)
-
-    async def run(self, fetch: Fetch) -> list[Output] | None:
+        Raises MidstreamError when no pair could be estimated, and CancelledError when the attempt
+        is stopped.
+        """
         self._attempt.check_unsteered()
         began, job = time.monotonic(), self._job.id
         records = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
         if not records:
             await self._attempt.report(self._ledger, "start", sweep_start(self._sweep))
-        mask = await fetch(self._sweep.mask) if self._sweep.mask else None
+        mask = await self._fetch(self._sweep.mask) if self._sweep.mask else None
         estimates = []
         for pair in range(len(self._sweep.pairs)):
             number = self._units.estimate(pair).number

@@ -8,11 +8,10 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Steering
 from ...schemas.access.keys import scoped
@@ -20,15 +19,22 @@ from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLensRe
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Record, now
 from ...schemas.base.tensors import Tensor, content_hash, from_numpy
-from ...schemas.jobs.fits import FitOutcome, FitResult, LensFitResult, LensProgress, StoredModuleFit
+from ...schemas.jobs.fits import (
+    FitOutcome,
+    FitResult,
+    LensFitResult,
+    LensProgress,
+    StoredModuleFit,
+)
 from ...schemas.jobs.jobs import State
+from ...schemas.jobs.works import FitWork
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module, SteeringTemplate, content_digest
 from ...schemas.requests.trainings import FitEffect, Training
 from ...storage.formats.folders import new_folder
 from ...storage.formats.jacobian_files import lens_of
-from ..engine.protocol import Engine, GradientEngine
-from ..serving.attempt import Attempt
+from ..engine.protocol import GradientEngine
+from ..serving.attempt import Attempt, Bench
 from ..serving.redis_retry import patiently
 
 if TYPE_CHECKING:
@@ -37,20 +43,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def fit(ledger: Ledger, engine: Engine, attempt: Attempt, fetch: object) -> FitOutcome:
-    """Run a job of kind `fit`: return the result, after the module or lens is registered. Raises
-    MidstreamError.
-    """
-    attempt.check_unsteered()
-    run, wanted = _FitAttempt(ledger, cast(GradientEngine, engine), attempt), attempt.job.fit
-    assert wanted is not None
-    return await (run.lens(wanted) if isinstance(wanted, StoredLensFit) else run.module(wanted))
+class FitAttempt:
+    """One attempt at one fit."""
 
-
-class _FitAttempt:
-    def __init__(self, ledger: Ledger, engine: GradientEngine, attempt: Attempt) -> None:
-        self._ledger, self._engine, self._attempt = ledger, engine, attempt
+    def __init__(self, bench: Bench[GradientEngine], attempt: Attempt) -> None:
+        self._ledger, self._engine, self._attempt = bench.ledger, bench.engine, attempt
         self._loop, self._events = asyncio.get_running_loop(), list[Future[None]]()
+
+    async def run(self) -> FitOutcome:
+        """Return the result, after the module or lens is registered. Raises MidstreamError."""
+        self._attempt.check_unsteered()
+        wanted = self._attempt.job.work_as(FitWork).fit
+        if isinstance(wanted, StoredLensFit):
+            return await self._lens(wanted)
+        return await self._module(wanted)
 
     def _report(self, data: Record) -> None:
         """Emit an event; called in the engine's thread."""
@@ -65,7 +71,7 @@ class _FitAttempt:
         await asyncio.gather(*map(asyncio.wrap_future, self._events))
         return result
 
-    async def lens(self, wanted: StoredLensFit) -> LensFitResult:
+    async def _lens(self, wanted: StoredLensFit) -> LensFitResult:
         """Write the lens to a folder of this attempt alone, and register it.
 
         So no other folder is overwritten: jobs that were accepted with the name's former lens keep
@@ -108,7 +114,7 @@ class _FitAttempt:
             raise
         return LensFitResult(lens=lens)
 
-    async def module(self, wanted: StoredModuleFit) -> FitResult:
+    async def _module(self, wanted: StoredModuleFit) -> FitResult:
         def learned(points: Any, check: Callable[[], None]) -> "Fitted":
             from ..gradients import learn
 

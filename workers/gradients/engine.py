@@ -46,9 +46,7 @@ from ..engine.protocol import (
     EngineRequest,
     EstimateRequest,
     Fetch,
-    Locate,
     Progress,
-    StoredArtifact,
 )
 from ..engine.vllm import configured, facts_of
 from ..runner.base.actions import ActionLedger
@@ -95,8 +93,6 @@ class TransformersEngine:
     info: ModelInfo
     gradients: GradientInfo
     tokenizer: TokenizerBundle
-    enters = False
-    checkpoint: list[Any] | None = None  # no harvest is surveyed here
     world = 1
     waiting = 0
 
@@ -374,24 +370,8 @@ class TransformersEngine:
             if users > 1:
                 self._tensors[name] = (tensor, users - 1)
 
-    async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
-        if keys:
-            raise MidstreamError("invalid_request", "a gradient job takes no source runs")
-
-    def held_runs(self) -> list[str]:
-        return []
-
-    async def hold_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
-        """Accept sparse autoencoders, which a computation reads itself."""
-        if not all(isinstance(artifact, StoredSae) for artifact in artifacts):
-            raise MidstreamError("invalid_request", "a gradient job takes no adapter", field="lora")
-
-    async def _nothing(self, *_: Any) -> None:
-        """Do nothing: outputs have no format, a computation ends with its task, and neither runs
-        nor artifacts are held.
-        """
-
-    check = abort = release_runs = release_artifacts = _nothing
+    async def abort(self, job_id: str, attempt: int) -> None:
+        """Do nothing: a computation ends with its task."""
 
     # -- Steering: this worker follows its versions, so that it may claim jobs, and applies none
 

@@ -1,21 +1,34 @@
-"""One attempt at one job on this worker: its lease, its progress, and why it is being stopped."""
+"""One attempt at one job on this worker: its lease, its progress, and why it is being stopped; and
+what a kind of job defines to run one.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.named.source_runs import SourceRuns
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Record, from_json, to_json
-from ...schemas.jobs.jobs import Event, EventKind, Job
+from ...schemas.base.tensors import Tensor, content_hash
+from ...schemas.jobs.jobs import Event, EventKind, Job, Outcome
 from ...schemas.jobs.receipts import Receipt
+from ...schemas.jobs.works import Work
+from ..engine.admission import CellSlots
 from ..engine.protocol import Engine, EngineRequest, Progress
 from .progress import AttemptProgress
 from .receipts import ReceiptReader
 from .redis_retry import patiently
 from .steering_leases import SteeringLease
+
+E = TypeVar("E", bound=Engine)
+
+#: While other jobs run, a sweep's or harvest's limit of requests in the engine is divided by this.
+SHARED_DIVISOR = 16
 
 
 class AttemptOutcome(StrEnum):
@@ -132,3 +145,47 @@ class Attempt:
         """
         if self.ending is not None:
             raise asyncio.CancelledError
+
+
+class Bench(Generic[E]):
+    """What the jobs of a worker share. Used from the engine's event loop only."""
+
+    def __init__(self, ledger: Ledger, engine: E, worker: str) -> None:
+        self.ledger, self.engine, self.worker = ledger, engine, worker
+        self.running: dict[str, Attempt] = {}  # by the job's id
+        self.surveys = 0  # that run or are about to run
+        #: Called with every heartbeat: they renew what jobs hold in the ledger.
+        self.renewals: list[Callable[[SourceRuns], Awaitable[None]]] = []
+
+    def slots(self, limit: int, work: type[Work]) -> CellSlots:
+        """Return slots for `limit` requests of all jobs with such work: fewer while other jobs run,
+        which get most of each step. (A step with an ordinary request in it also computes every cell
+        of a sweep from the first layer.)
+        """
+
+        def at_once() -> int:
+            alone = all(isinstance(attempt.job.work, work) for attempt in self.running.values())
+            return limit if alone else max(1, limit // SHARED_DIVISOR)
+
+        return CellSlots(at_once)
+
+    async def fetch(self, name: str) -> Tensor:
+        """Return the tensor of a content hash. Raises MidstreamError if it is not stored."""
+        tensor = await patiently(lambda: self.ledger.get_tensor(name), f"vector {name[:12]}")
+        if content_hash(tensor) != name:
+            raise MidstreamError(
+                "intervention_failed", f"vector {name[:12]}: content does not match its hash"
+            )
+        return tensor
+
+
+class Run(NamedTuple):
+    """How a worker runs jobs of a kind."""
+
+    # runs a claimed job to its outcome; None: it was handed on to another queue
+    work: Callable[[Attempt], Awaitable[Outcome | None]]
+    # holds a place for a job that is about to be claimed, by its id; false: there is none
+    room: Callable[[str], AbstractAsyncContextManager[bool]] = lambda _: contextlib.nullcontext(
+        True
+    )
+    ended: Callable[[Job], Awaitable[None]] | None = None  # called after each attempt

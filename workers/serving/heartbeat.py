@@ -84,7 +84,8 @@ class Heartbeat:
             # A lost job may have been claimed again before the answer arrived: `held` protects it.
             self._attempts.stop(renewal.lost, AttemptOutcome.LOST, held)
             self._attempts.stop(renewal.cancelling, AttemptOutcome.CANCELLED)
-        await self._attempts.sources.renew(self._sources)
+        for renew in self._attempts.renewals:
+            await renew(self._sources)
         await self._ledger.heartbeat(info)
 
     async def close(self) -> None:

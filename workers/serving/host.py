@@ -12,10 +12,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -37,8 +36,9 @@ from ..engine.identity import BOOT
 from ..engine.protocol import Engine, GradientEngine
 from ..engines import make_engine
 from .attempt import AttemptOutcome
-from .attempts import Attempts, Work
+from .attempts import Attempts, Runs
 from .heartbeat import Heartbeat
+from .kinds import runs_of
 from .metrics import WorkerMetrics, versions
 from .redis_retry import end_tasks, patiently
 from .steering import SteeringReconciler
@@ -64,9 +64,9 @@ class EngineHost:
         app: Celery,
         settings: Settings,
         on_death: Callable[[str], None],
-        works: Mapping[str, Work] = MappingProxyType({}),
+        runs: Runs = runs_of,
     ):
-        """`works`: see `Attempts`."""
+        """`runs`: see `Attempts`."""
         self._app = app
         self.settings = settings
         self.started_at = now()
@@ -74,7 +74,7 @@ class EngineHost:
         self._disk_trouble = ""  # why captures or receipts cannot be written
         self._store_trouble = ""  # why captures cannot be written
         self._on_death = on_death
-        self._works = works
+        self._runs = runs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._background: list[asyncio.Task[None]] = []
@@ -123,14 +123,13 @@ class EngineHost:
         """Return the model's caveats, once the engine is ready."""
         return self._engine.info.caveats if self._engine is not None else []
 
-    def run(self, job_id: str, kind: str = "") -> AttemptOutcome:
-        """Run a job on the engine's loop and wait for the end of its attempt.
+    def run(self, job_id: str, kind: str) -> AttemptOutcome:
+        """Run a job of this kind on the engine's loop and wait for the end of its attempt.
 
         Raises JobFailed when it ended with a problem.
         """
         assert self._attempts is not None, "start() first"
-        work = self._attempts.run_part if kind == "harvest" else self._attempts.run_job
-        outcome: AttemptOutcome = self._schedule(work(job_id)).result()
+        outcome: AttemptOutcome = self._schedule(self._attempts.run(job_id, kind)).result()
         return outcome
 
     def view(self, job_id: str) -> JobView:
@@ -216,7 +215,7 @@ class EngineHost:
             BOOT,
             died,
             lambda: self._store_trouble,
-            self._works,
+            self._runs,
         )
         self._metrics = WorkerMetrics(
             engine.info.name, self._attempts, reconciler, lambda: engine.waiting

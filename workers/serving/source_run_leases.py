@@ -15,7 +15,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.receipts import READ_LATER
 from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import TRANSIENT, open_store
-from ..engine.protocol import Engine, Locate
+from ..engine.protocol import GeneratingEngine, Locate
 from ..engine.ranks.collective import Quarantined
 from .attempt import StoreUnavailable
 from .redis_retry import UNAVAILABLE, patiently
@@ -30,7 +30,7 @@ LEASES = 4
 class SourceRunLeases:
     """Leases on source runs. Used from the engine's event loop only."""
 
-    def __init__(self, ledger: Ledger, engine: Engine, worker: str) -> None:
+    def __init__(self, ledger: Ledger, engine: GeneratingEngine, worker: str) -> None:
         self._sources, self._engine, self._worker = SourceRuns(ledger), engine, worker
         self._lease_s = ledger.settings.lease_s
         self._store = open_store(ledger.settings.artifacts)

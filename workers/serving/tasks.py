@@ -7,11 +7,10 @@ from celery import Celery, Task
 
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.jobs.jobs import TERMINAL, JobView, State
+from ...schemas.jobs.kinds import KINDS
 from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
 from .task_states import JobRequest, PutBack, Told
-
-KINDS = ("generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest")
 
 #: Pause before a message goes back to the queue because the engine is dead or does not serve:
 #: without it messages would circulate rapidly until the consumer closes.

@@ -23,6 +23,7 @@ from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ....schemas.base.records import now
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import NO_TOOL_PARSER, ModelInfo
 from ....schemas.prompts.chat import ChatMessage
 from ....schemas.prompts.images import digest_of
@@ -624,7 +625,7 @@ def under_limit(job: Job, limit: EditLimit | None) -> Job:
     """
     if limit is None:
         return job
-    if job.sweep is not None:
+    if KINDS[job.kind].grid:
         detail = "sweeps patch whole rows, which the tenant's edit_limit does not allow"
         raise MidstreamError("forbidden", detail)
     steering = [

@@ -8,6 +8,7 @@ from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_DOSE_WORK, MAX_JOB_EDITS, MAX_PROMPTS
 from ....schemas.jobs.doses import DoseRequest, StoredDose
 from ....schemas.jobs.jobs import Job, Sampling
+from ....schemas.jobs.works import DoseWork
 from ....schemas.prompts.selectors import SelectorError, resolve_layers
 from ....schemas.requests.specs import StoredSteering
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest
@@ -76,7 +77,7 @@ def expanded(job: Job, body: DoseRequest, num_layers: int) -> Job:
         probes[0] = probes[0].averaged()
     return msgspec.structs.replace(
         job,
-        dose=dose,
+        work=DoseWork(dose=dose),
         probes=probes,
         prompts=job.prompts * number,
         captures=job.captures * number,

@@ -14,14 +14,11 @@ import msgspec
 from ....schemas.access.handling import Callback, Priority
 from ....schemas.artifacts.loras import use_of
 from ....schemas.base.errors import shortened
-from ....schemas.base.limits import MAX_COUNT
 from ....schemas.base.records import from_json, to_json
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import Job, JobView, State
-from ....schemas.jobs.sweep_units import Units
 from ....schemas.requests.attributions import Queue
 from ....schemas.requests.specs import CaptureStatus
-from .dispatch import cost_of
 from .script_arguments import binary
 
 
@@ -78,17 +75,13 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
 
     `request`: the body as JSON; empty: it is not kept.
     """
-    captures = (
-        any(job.captures)
-        or bool(job.global_captures)
-        or (job.sweep is not None and job.sweep.num_exact > 0)
-    )
+    captures = any(job.captures) or bool(job.global_captures) or job.work.cells > 0
     fields = {
         **{name: getattr(job, name) for name in AS_IN_JOB},
         "state": State.QUEUED,
         "attempt": 0,
         "version": 1,
-        "prompts": _requests(job),
+        "prompts": len(job.prompts) + job.work.requests,  # a bound on request numbers
         "asked": _asked_requests(job),
         "captures": int(captures),
         "capture_status": "pending" if captures else "not_requested",
@@ -97,13 +90,13 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "receipts": 0,
         "expected": 0,
         "cells": 0,
-        "cells_expected": job.sweep.num_exact if job.sweep is not None else 0,
+        "cells_expected": job.work.cells,
         "lora": use_of(job.lora),
         # the key names the secret that signs the job's webhooks
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
         "policies": _policies(job) or None,
-        "cost": cost_of(job),
-        "survey": job.harvest.harvest if job.harvest and job.harvest.survey else None,
+        "cost": job.cost,
+        "survey": job.work.surveyed or None,
         "request": msgspec.Raw(request) if request else None,
         "prompt": shortened(_prompt(job, request), SHOWN),
         "written_by": __version__,
@@ -116,15 +109,11 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
 
 
 def _prompt(job: Job, request: bytes) -> str:
-    """Return the text by which people recognise the job: the last message of a chat, both prompts
-    of a sweep's first pair, else the first prompt.
+    """Return the text by which people recognise the job: its work's title, the last message of a
+    chat, else the first prompt.
     """
-    if job.sweep is not None:
-        pair = job.sweep.pairs[0]
-        texts = ["".join(tokens) for tokens in (pair.source_tokens, pair.base_tokens) if tokens]
-        return " → ".join(texts)
-    if job.fit is not None:
-        return job.fit.title
+    if job.work.title:
+        return job.work.title
     if job.kind == "chat" and request:
         content = from_json(request, dict[str, Any])["messages"][-1].get("content")
         if isinstance(content, str):
@@ -144,17 +133,10 @@ def _policies(job: Job) -> dict[str, dict[str, Any]]:
     return result
 
 
-def _requests(job: Job) -> int:
-    """Return a bound on the job's request numbers: 0 to the bound, exclusive."""
-    if job.harvest is not None:
-        return MAX_COUNT
-    return len(job.prompts) if job.sweep is None else Units(job.sweep).requests
-
-
 def _asked_requests(job: Job) -> int:
     """Return how many of the job's prompts have an intervention, a capture, a probe or an adapter,
-    and so get a receipt from every rank. (0 for a sweep or a harvest, whose workers read the
-    receipts.)
+    and so get a receipt from every rank. (0 if its prompts are not in `prompts`: its worker reads
+    the receipts.)
     """
     if job.lora is not None or job.probes:
         return len(job.prompts)

@@ -26,7 +26,8 @@ from ....schemas.base.records import now, to_json, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
 from ....schemas.jobs.harvests import OVER
-from ....schemas.jobs.jobs import SWEEPS, TERMINAL, TRANSITIONS, Job, State, StoredPrompt
+from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
+from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
 from ....schemas.requests.attributions import Queue
@@ -47,9 +48,6 @@ from .tenants import limits_of
 QUEUED_LOOK_S = 10.0
 #: A job that waits for the artifact store is sent again after this many seconds.
 SHELVED_S = 10.0
-#: Kinds of job whose workers read the receipts from the ticket: these receipts neither count
-#: towards the job nor fail it.
-READS_RECEIPTS = (*SWEEPS, "fit", "harvest")
 #: Limit on a sweep's events that are not cells. Each attempt adds a few, so it is rarely reached.
 SWEEP_EVENTS = 1000
 #: Retention of the mark of a receipt stream; by then its worker is long gone. (A worker that
@@ -169,8 +167,8 @@ def _tables() -> str:
             f"local SENT_CHANNEL = {_lua(SENT_CHANNEL)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
             f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
-            f"local READS_RECEIPTS = {_lua(dict.fromkeys(READS_RECEIPTS, True))}",
-            f"local SWEEPS = {_lua(dict.fromkeys(SWEEPS, True))}",
+            f"local READS_RECEIPTS = {_lua({of: row.reads_receipts for of, row in KINDS.items()})}",
+            f"local GRIDS = {_lua({of: row.grid for of, row in KINDS.items()})}",
             f"local MARK_TTL_S = {MARK_TTL_S}",
             f"local SHELVED_S = {SHELVED_S}",
             f"local SHOWN_IDENTITY = {SHOWN_IDENTITY}",
@@ -215,10 +213,7 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
 
 def stored_tags(job: Job) -> list[str]:
     """Return the tags under which the job's captures become files; the user's tags first."""
-    result = ["base", "source"] if job.sweep is not None and job.sweep.num_exact else []
-    if job.sweep is not None and job.sweep.ablation:
-        result = result[:1]
-    result += [
+    result = job.work.tags + [
         capture.tag
         for captures in job.captures
         for capture in captures
@@ -285,6 +280,7 @@ def submit(
     JSON; empty: it is not kept.
     """
     tags = stored_tags(job)
+    captured = bool(set(tags) - set(operator_tags))
     key, body = idempotency or (None, None)
     run = None
     if job.run:
@@ -306,8 +302,9 @@ def submit(
         blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
         tags=to_json(tags) if tags else None,
         packed_run=to_msgpack(run) if run else None,
-        files=bool(set(tags) - set(operator_tags))
-        or (job.harvest is not None and job.harvest.role in ("run", "survey")),
+        files=captured or job.work.writes_files,
+        # files of the work itself are charged as they are kept
+        charged=captured and not job.work.writes_files,
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
         # last, so that `_followed` can append a large one

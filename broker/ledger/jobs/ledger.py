@@ -21,7 +21,6 @@ from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import (
-    SWEEPS,
     Event,
     Job,
     JobPage,
@@ -30,7 +29,9 @@ from ....schemas.jobs.jobs import (
     Outcome as JobOutcome,
     State,
 )
+from ....schemas.jobs.kinds import kind_of
 from ....schemas.jobs.sweeps import UnitRecord
+from ....schemas.jobs.works import SweepWork
 from ....schemas.requests.attributions import Queue
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
@@ -189,13 +190,12 @@ class Ledger(Fleet):
         outcome, job_id = scripts.text(reply[:2])
         if outcome == "refused":
             used, allowed, seconds = scripts.text(reply[2:])
-            cells = job.sweep.num_exact if job.sweep is not None else 0
             raise refusal(
                 job.tenant,
                 job_id,
                 int(used),
                 int(allowed),
-                cells,
+                job.work.cells,
                 float(seconds) if seconds else None,
             )
         if outcome == "missing":
@@ -481,7 +481,7 @@ class Ledger(Fleet):
         written = not self.settings.redis_replicas and Barrier(lossy=True).passed(
             persistence_in(persistence)
         )
-        if view.state is State.EXPIRED or view.kind in SWEEPS:
+        if view.state is State.EXPIRED or kind_of(view.kind).grid:
             return Outcome(view, written=written)
         return Outcome(view, views.result(view, record, outputs, receipts, self.settings), written)
 
@@ -507,8 +507,9 @@ class Ledger(Fleet):
             )
             values, spec, units, receipts = await pipe.execute()
         record = _record(job_id, values)
-        if spec is None or (sweep := (await self._decode_job(job_id, spec)).sweep) is None:
+        if spec is None:
             raise not_found(job_id)
+        sweep = (await self._decode_job(job_id, spec)).work_as(SweepWork).sweep
         records = {unit.unit: unit for unit in map(unit_decoder.decode, units)}
         view = views.view(record, self.settings)
         return views.result(view, record, None, receipts, self.settings, (sweep, records))

@@ -12,8 +12,8 @@ from ....schemas.base.records import to_json, to_msgpack
 from ....schemas.jobs.attributions import EstimatedPair
 from ....schemas.jobs.jobs import Event, EventKind, Job
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
-from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import SweepCell, SweepResult, UnitRecord
+from ....schemas.jobs.works import SweepWork
 from ..core import scripts
 from .ledger import LedgerPart, not_found, reachable, unit_decoder
 
@@ -109,8 +109,7 @@ class Sweeps(LedgerPart):
         `cancelling`: the sweep is being cancelled. In both cases nothing of the batch is kept.
         Raises not_found.
         """
-        assert job.sweep is not None
-        width = Units(job.sweep).width
+        width = job.work_as(SweepWork).units.width
         packed = [
             (
                 record.unit,

@@ -27,6 +27,7 @@ from ....schemas.jobs.harvests import (
 )
 from ....schemas.jobs.jobs import Job, Sampling, State
 from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.works import HarvestWork
 from ....schemas.requests.harvest_work import HarvestPart
 from ....schemas.requests.policies import Policy
 from ..core import scripts
@@ -330,13 +331,13 @@ class Harvests(HarvestStreams):
     @reachable
     async def _keep(self, job: Job, attempt: int, **report: Any) -> Kept:
         """Run lua/harvests/keep_harvest.lua, which documents its arguments and outcomes."""
-        assert job.harvest is not None
+        harvest = job.work_as(HarvestWork).part
         arguments = scripts.pack(
             self._ledger.settings,
             id=job.id,
             attempt=attempt,
-            harvest=job.harvest.harvest,
-            part=job.harvest.part,
+            harvest=harvest.harvest,
+            part=harvest.part,
             **{"set": {}, "clear": [], **report},
         )
         return cast(Kept, (await self._scripts.keep_harvest(args=arguments)).decode())
@@ -581,7 +582,7 @@ def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, policies: Sequence[
         prompts=[],
         sampling=Sampling(max_tokens=1),
         created=now(),
-        harvest=out.part,
+        work=HarvestWork(part=out.part),
         tenant=harvest.tenant,
         key=harvest.key,
         priority=harvest.priority,

@@ -2,20 +2,16 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
-from msgspec import UNSET, UnsetType
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
 from ....schemas.base.errors import invalid
-from ....schemas.base.records import from_msgpack, now
+from ....schemas.base.records import now
 from ....schemas.base.settings import Settings
-from ....schemas.jobs.attributions import AttributionResult
-from ....schemas.jobs.doses import DoseResult
-from ....schemas.jobs.fits import FitOutcome
 from ....schemas.jobs.jobs import (
-    SWEEPS,
     TERMINAL,
     CaptureResults,
     ConsumerReport,
@@ -23,21 +19,20 @@ from ....schemas.jobs.jobs import (
     FileEntry,
     JobResult,
     JobView,
-    Output,
     RankReport,
     StageReport,
     State,
 )
+from ....schemas.jobs.kinds import kind_of
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
-from ....schemas.jobs.sweeps import StoredSweep, SweepResult
+from ....schemas.jobs.sweeps import StoredSweep
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ..core.record import JobRecord
-from .attribution_result import attribution_result
-from .dose_result import with_receipts
+from .outcomes import GRIDS, outcome
 from .readings import readings
-from .sweep_result import Records, sweep_result
+from .sweep_result import Records
 
 #: Ranges of positions that a detail lists; the rest are only counted.
 SHOWN_RANGES = 8
@@ -51,7 +46,7 @@ def view(record: JobRecord, settings: Settings) -> JobView:
     fields = {name: getattr(record, name) for name in JobView.__struct_fields__} | {
         "state": State.EXPIRED if record.state in TERMINAL and past else record.state,
         "receipts_expected": record.expected,
-        "prompts": 0 if record.kind in (*SWEEPS, "harvest") else record.prompts,
+        "prompts": 0 if kind_of(record.kind).reads_receipts else record.prompts,
         "run": shown(record.run) if record.run else "",
         "callback_url": record.callback.url if record.callback is not None else None,
         "steered": record.steers or record.everyone,
@@ -71,42 +66,28 @@ def result(
     receipts of one attempt, in any order. `swept`: of a sweep, with its unit records.
     """
     decoded = [receipt_decoder.decode(raw) for raw in receipts]
-    sweep: SweepResult | None = None
-    attribution: AttributionResult | UnsetType = UNSET
     if swept is not None:
         decoded += [receipt for unit in swept[1].values() for receipt in unit.receipts]
+    ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
+    fields: dict[str, Any] = {**outcome(view.kind, outputs, ticket), **readings(ticket)}
+    if swept is not None:
         seconds = (
             view.generated - view.started
             if view.generated is not None and view.started is not None
             else None
         )
-        if swept[0].attributed is None:
-            sweep = sweep_result(*swept, seconds)
-        else:
-            attribution = attribution_result(*swept, seconds)
-    ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
+        fields[view.kind] = GRIDS[view.kind](*swept, seconds)
     scores = [probe_result(item.request, score) for item in ticket for score in item.scores]
     reported = record.captures or view.steered or swept is not None or bool(scores)
     return JobResult(
         id=view.id,
         model=view.model,
         state=view.state,
-        outputs=from_msgpack(outputs, list[Output])
-        if outputs and view.kind not in ("fit", "dose")
-        else [],
-        dose=with_receipts(from_msgpack(outputs, DoseResult), ticket)
-        if outputs and view.kind == "dose"
-        else UNSET,
-        fit=from_msgpack(outputs, FitOutcome)  # type: ignore[arg-type]
-        if outputs and view.kind == "fit"
-        else UNSET,
+        **fields,
         capture_results=capture_results(view, record, ticket, settings),
         determinism=determinism(view, record, ticket) if reported else None,
         attempt=view.attempt,
-        sweep=sweep,
-        attribution=attribution,
         lora=view.lora,
-        **readings(ticket),
         probes=scores,
         edits=[size for item in ticket for size in item.sizes],
         identity=view.identity,
@@ -205,7 +186,7 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
     if view.error is not None:
         return view.error.detail
     if view.capture_status == "pending":
-        if view.kind in SWEEPS and view.state is not State.QUEUED:
+        if kind_of(view.kind).grid and view.state is not State.QUEUED:
             return f"cells done: {view.cells} of {view.cells_expected}"
         if view.receipts_expected == 0:
             return "no worker has started the job yet"

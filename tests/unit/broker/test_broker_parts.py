@@ -8,7 +8,6 @@ from hypothesis import given, settings, strategies as st
 from kombu.transport import redis as kombu_redis
 
 from midstream.broker.ledger.core import scripts
-from midstream.broker.ledger.core.dispatch import PRIORITY_OF_KIND
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.results import pages, views
 from midstream.broker.ops.redis_availability import is_redis_unavailable
@@ -17,7 +16,7 @@ from midstream.broker.queue.visibility import RENEW_S
 from midstream.broker.webhooks.outbox import SCRIPTS
 from midstream.schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.base.settings import Settings
-from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.kinds import KINDS
 
 
 def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:
@@ -60,9 +59,7 @@ def test_the_lists_of_a_queue_are_those_that_kombu_uses() -> None:
         for step in PRIORITY_STEPS
     ]
     assert lists_of("q") == expected
-    assert set(PRIORITY_OF_KIND.values()) <= set(PRIORITY_STEPS)
-    kinds = Job.__struct_config__ and Job.__annotations__["kind"].__args__
-    assert set(PRIORITY_OF_KIND) == set(kinds)
+    assert {row.step for row in KINDS.values()} <= set(PRIORITY_STEPS)
 
 
 def test_the_app_takes_json_alone_and_one_message_at_a_time_for_a_short_lease() -> None:

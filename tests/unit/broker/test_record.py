@@ -12,6 +12,7 @@ from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, JobView, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
+from midstream.schemas.jobs.works import SweepWork
 
 #: Read by scripts, the API and the feed, not by views.
 SCRIPTED = {"asked", "cost", "prompt", "request", "written_by"}
@@ -187,4 +188,4 @@ def test_a_record_says_what_was_asked() -> None:
     sweep = StoredSweep(
         pairs=[pair], hooks=["post_block"], layers=[0], metric="kl", direction="denoise"
     )
-    assert shown(kind="sweep", prompts=[], sweep=sweep) == "A cat → A dog"
+    assert shown(kind="sweep", prompts=[], work=SweepWork(sweep=sweep)) == "A cat → A dog"

@@ -75,7 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "app",
         "gradient_jobs",
         "serving",
-        "surveys",
+        "surveys remote_control",
         "engines demo_model",
         "gradients",
         "engine",

@@ -13,7 +13,6 @@ from contextlib import aclosing
 import msgspec
 
 from ....broker.artifacts.retention import Usage
-from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.recovery.harvests import Harvests, Kept
 from ....broker.ops import metrics
 from ....broker.ops.global_capture import QUOTA_SPARE, count_skipped
@@ -38,15 +37,16 @@ from ....schemas.jobs.harvests import (  # fmt: skip
 )
 from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
+from ....schemas.jobs.works import HarvestWork
 from ....schemas.prompts.selectors import Window
 from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture
 from ....storage.shards import checked, checksum, put
 from ....storage.store import ArtifactStore, open_store
 from ...engine.admission import CellSlots
-from ...engine.protocol import Engine, EngineRequest, Fetch
+from ...engine.protocol import EngineRequest, GeneratingEngine
 from ...engine.requests import format_request, sequence_request, tensors_of
-from ..attempt import Attempt
+from ..attempt import Attempt, Bench
 from ..redis_retry import patiently
 from .cut import CutSequence, cut, shards_of
 from .process import SURVEY_MIB, SourceProcess, SourceReader
@@ -74,29 +74,17 @@ class HarvestAttempt:
 
     def __init__(
         self,
-        ledger: Ledger,
-        engine: Engine,
+        bench: Bench[GeneratingEngine],
         attempt: Attempt,
         slots: CellSlots,
         shards: asyncio.Semaphore,
-        fetch: Fetch,
-        refused: Callable[[Kept], None],
     ) -> None:
-        """`refused` stops the attempt when the ledger rejects what it wants to keep."""
-        assert attempt.job.harvest is not None
-        self._ledger, self._engine, self._attempt, self._fetch, self._refused = (
-            ledger,
-            engine,
-            attempt,
-            fetch,
-            refused,
-        )
-        self._part = attempt.job.harvest
-        self._harvests = Harvests(ledger)
+        settings = bench.ledger.settings
+        self._ledger, self._engine, self._fetch = bench.ledger, bench.engine, bench.fetch
+        self._attempt, self._part = attempt, attempt.job.work_as(HarvestWork).part
+        self._harvests = Harvests(bench.ledger)
         self._slots, self._shards = slots, shards
-        self._usage = Usage(
-            open_store(ledger.settings.artifacts), ledger.settings.capture_quota_mib << 20
-        )
+        self._usage = Usage(open_store(settings.artifacts), settings.capture_quota_mib << 20)
         self._numbers = itertools.count()  # of requests
 
     async def run(self) -> None:
@@ -426,7 +414,7 @@ class HarvestAttempt:
 
     def _check(self, answer: Kept) -> None:
         if answer != "kept":
-            self._refused(answer)
+            self._attempt.refused(answer)
             self._attempt.check()
 
     async def _shard(

@@ -14,8 +14,6 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, NamedTuple
 
-from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.jobs.sweeps import Kept
 from ....broker.ledger.results.attribution_cells import cells_to_compute, exact_units
 from ....broker.ledger.results.sweep_result import sweep_start, sweep_summary
 from ....schemas.base.errors import MidstreamError, Translated
@@ -25,13 +23,14 @@ from ....schemas.jobs.sweeps import (
     Unit,
     UnitRecord,
 )
+from ....schemas.jobs.works import SweepWork
 from ....schemas.requests.source_runs import RunFiles, parse_key
 from ....storage.store import open_store
 from ...engine.admission import CellSlots, CrowdedOut
-from ...engine.protocol import Engine, EngineRequest, Fetch
+from ...engine.protocol import EngineRequest, GeneratingEngine
 from ...engine.ranks.collective import Quarantined
 from ...engine.requests import tensors_of
-from ..attempt import Attempt, StoreUnavailable
+from ..attempt import Attempt, Bench, StoreUnavailable
 from ..redis_retry import end_tasks
 from ..source_run_leases import SourceRunLeases
 from .features import FeatureRows
@@ -69,20 +68,16 @@ class SweepAttempt:
 
     def __init__(
         self,
-        ledger: Ledger,
-        engine: Engine,
+        bench: Bench[GeneratingEngine],
         sources: SourceRunLeases,
         attempt: Attempt,
         cells_in_flight: CellSlots,
-        fetch: Fetch,
-        refused: Callable[[Kept], None],
     ) -> None:
-        """`refused` stops the attempt when the ledger rejects what it wants to keep."""
-        assert attempt.job.sweep is not None
-        settings = ledger.settings
+        ledger, engine, settings = bench.ledger, bench.engine, bench.ledger.settings
         self._ledger, self._engine, self._sources = ledger, engine, sources
-        self._attempt, self._sweep, self._fetch = attempt, attempt.job.sweep, fetch
-        self._records = UnitRecords(ledger, engine, attempt, attempt.job.sweep, refused)
+        self._attempt, self._fetch = attempt, bench.fetch
+        self._sweep = attempt.job.work_as(SweepWork).sweep
+        self._records = UnitRecords(ledger, engine, attempt)
         self._known = self._records.known
         self._everyone = attempt.lease.steering
         # Global steering may apply below the layer at which a forward pass would begin.

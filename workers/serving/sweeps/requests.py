@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.receipts import Receipt
-from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import Unit
+from ....schemas.jobs.works import SweepWork
 from ....schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
 from ....schemas.requests.source_runs import (
     ZEROS,
@@ -39,10 +39,10 @@ class SweepRequests:
         the base runs capture. `reuses`: with or without that, they may begin at the first patched
         position, after the KV blocks that the base runs keep.
         """
-        assert job.sweep is not None
-        self._job, self._attempt, self._sweep = job, attempt, job.sweep
+        work = job.work_as(SweepWork)
+        self._job, self._attempt, self._sweep = job, attempt, work.sweep
         self._info = info
-        self.units = Units(job.sweep)
+        self.units = work.units
         self._enters, self._reuses = enters and "pre_attn" in info.hooks, reuses
         # pair → whether its base runs capture rows for entry; as `_enters` for pairs not named
         self._for_entry: dict[int, bool] = {}
@@ -51,12 +51,12 @@ class SweepRequests:
         self._ranked: dict[tuple[int, int, int], list[int]] = {}
         #: number of a unit that patches a feature → the names of the rows that it writes
         self.rows: dict[int, list[str]] = {}
-        self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(job.sweep.pairs)}
-        if job.sweep.ablation is not None:
+        self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(work.sweep.pairs)}
+        if work.sweep.ablation is not None:
             del self._captured[SOURCE]
-        if job.sweep.path is not None:
+        if work.sweep.path is not None:
             self._captured[FIRST] = (
-                job.sweep.num_cells if self.units.passes > 1 else len(job.sweep.pairs)
+                work.sweep.num_cells if self.units.passes > 1 else len(work.sweep.pairs)
             )
 
     def reference(self, pair: int) -> Unit:

@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.jobs.sweeps import Kept, Sweeps
+from ....broker.ledger.jobs.sweeps import Sweeps
 from ....broker.ledger.results.attribution_cells import exact_units
 from ....broker.ledger.results.sweep_result import sweep_cell
 from ....schemas.base.faults import crash_point
-from ....schemas.jobs.sweeps import StoredSweep, SweepCell, Unit, UnitRecord
+from ....schemas.jobs.sweeps import SweepCell, Unit, UnitRecord
+from ....schemas.jobs.works import SweepWork
 from ...engine.protocol import Engine
 from ..attempt import Attempt
 from ..redis_retry import patiently
@@ -22,17 +23,9 @@ class UnitRecords:
     the cells that a client sees are durable.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        engine: Engine,
-        attempt: Attempt,
-        sweep: StoredSweep,
-        refused: Callable[[Kept], None],
-    ) -> None:
-        """`refused` stops the attempt when the ledger rejects what it is to keep."""
+    def __init__(self, ledger: Ledger, engine: Engine, attempt: Attempt) -> None:
         self._sweeps, self._engine, self._attempt = Sweeps(ledger), engine, attempt
-        self._sweep, self._refused = sweep, refused
+        self._sweep = attempt.job.work_as(SweepWork).sweep
         self.known: dict[int, UnitRecord] = {}
         self._decided: list[tuple[UnitRecord, Unit, asyncio.Future[None]]] = []
         self._work = asyncio.Event()
@@ -80,7 +73,7 @@ class UnitRecords:
         )
         crash_point("sweep.kept")
         if kept != "kept":
-            self._refused(kept)
+            self._attempt.refused(kept)
             self._attempt.check()
         self._attempt.progress.totals.cells += sum(cell is not None for _, cell in batch)
         for record, _ in batch:

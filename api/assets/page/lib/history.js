@@ -1,8 +1,9 @@
 // What the service's figures were since the page was opened; nothing is stored.
 
+import { kindOf } from "./kinds.js";
+
 const MOST = 900; // half an hour of one event every two seconds
 const BUCKET_S = 60;
-const LONG = new Set(["sweep", "attribution", "fit", "dose", "harvest"]); // kinds of jobs whose time is no latency
 
 export class History {
   constructor() {
@@ -30,7 +31,7 @@ export function latencies(jobs, now, minutes) {
   const buckets = Array.from({ length: minutes }, () => []);
   for (const job of jobs) {
     const ago = Math.floor((now - (job.finished || 0)) / BUCKET_S);
-    if (job.state === "succeeded" && !LONG.has(job.kind) && ago >= 0 && ago < minutes) buckets[minutes - 1 - ago].push(job.finished - job.created);
+    if (job.state === "succeeded" && !kindOf(job.kind).slow && ago >= 0 && ago < minutes) buckets[minutes - 1 - ago].push(job.finished - job.created);
   }
   return buckets.map((found, n) => [now - (minutes - 1 - n) * BUCKET_S, found.length ? median(found) : null]);
 }

@@ -1,6 +1,7 @@
 // The jobs that the feed has brought, newest first; views subscribe.
 
 import { duration } from "./format.js";
+import { kindOf } from "./kinds.js";
 
 export const ENDED = new Set(["succeeded", "failed", "aborted", "expired"]);
 const MOST = 20000; // in a page that stays open for weeks
@@ -45,7 +46,7 @@ export class JobStore {
 
 export const owner = (job) => job.tenant || "default";
 export const over = (job) => ENDED.has(job.state) || job.state === "cancelled";
-export const tagOf = (job) => (!GRIDS.has(job.kind) && job.tags && job.tags.length ? job.tags.join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
+export const tagOf = (job) => (!kindOf(job.kind).grid && job.tags && job.tags.length ? job.tags.join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
 
 /** What people call it: its `name` in the metadata, else what was asked. */
 export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || tagOf(job) || `${job.kind} of token ids`;
@@ -59,11 +60,8 @@ export const outcomeOf = (job) => (job.error ? job.error.detail : job.output || 
 /** Views of readings, which name themselves in the metadata of the jobs that they submit. */
 const READINGS = new Set(["lens", "attention", "features", "probes"]);
 
-/** Kinds of jobs with a view of their own. */
-export const GRIDS = new Set(["sweep", "attribution"]);
-
 /** The view that shows it best. */
-export const placeOf = (job) => (job.metadata && READINGS.has(job.metadata.page) ? `#/${job.metadata.page}/${job.id}` : GRIDS.has(job.kind) ? `#/${job.kind}/${job.id}` : job.tags && job.tags.length ? `#/capture/${job.id}` : `#/jobs/${job.id}`);
+export const placeOf = (job) => (job.metadata && READINGS.has(job.metadata.page) ? `#/${job.metadata.page}/${job.id}` : kindOf(job.kind).grid ? `#/${job.kind}/${job.id}` : job.tags && job.tags.length ? `#/capture/${job.id}` : `#/jobs/${job.id}`);
 
 /** [done, total, words] of a job under way; null where nothing is counted. */
 export function progressOf(job) {

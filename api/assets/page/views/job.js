@@ -3,7 +3,8 @@
 import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
 import { ApiError, get } from "../lib/api.js";
 import { bytes, count, identity, number, time } from "../lib/format.js";
-import { GRIDS, titleOf } from "../lib/jobs.js";
+import { titleOf } from "../lib/jobs.js";
+import { kindOf } from "../lib/kinds.js";
 import { Id, State } from "../lib/parts.js";
 import { codeOf } from "../lib/code.js";
 
@@ -76,7 +77,7 @@ export function JobDetails({ id, job, session, onClose }) {
     <${Problem} error=${error} />
     ${at && html`<p><${State} state=${at.state} /> ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.retry_reason ? ` (the one before ended: ${at.retry_reason})` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
     ${at && at.error && html`<${Problem} error=${new ApiError(at.error.status, at.error)} />`}
-    ${at && GRIDS.has(at.kind) && html`<p><a class="button small" href=${`#/${at.kind}/${id}`}>Open the heatmap</a></p>`}
+    ${at && kindOf(at.kind).grid && html`<p><a class="button small" href=${`#/${at.kind}/${id}`}>Open the heatmap</a></p>`}
     <h3>Prompt</h3>
     ${
       asked

@@ -4,12 +4,12 @@ import { html, useEffect, useLayoutEffect, useMemo, useRef, useState, Button, Pr
 import { post } from "../lib/api.js";
 import { age } from "../lib/format.js";
 import { askedOf, outcomeOf, owner, progressOf, tagOf, timing, titleOf } from "../lib/jobs.js";
+import { KINDS } from "../lib/kinds.js";
 import { EmptyState, State } from "../lib/parts.js";
 import { Rows } from "../lib/table.js";
 import { JobDetails } from "./job.js";
 
 const STATES = ["queued", "running", "cancelling", "succeeded", "failed", "cancelled", "aborted", "expired"];
-const KINDS = ["generate", "completion", "chat", "sweep", "attribution", "fit", "dose", "harvest"];
 
 export default function View({ params, session, jobs }) {
   const [, redraw] = useState(0);
@@ -69,7 +69,7 @@ export default function View({ params, session, jobs }) {
     <form class="filters" onSubmit=${(event) => event.preventDefault()}>
       <label>Find <input type="search" placeholder="prompt, output, tag, id" maxlength="200" value=${filter.text} onInput=${change("text")} /></label>
       <label>State <select value=${filter.state} onChange=${change("state")}><option value="">all</option>${STATES.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
-      <label>Kind <select value=${filter.kind} onChange=${change("kind")}><option value="">all</option>${KINDS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
+      <label>Kind <select value=${filter.kind} onChange=${change("kind")}><option value="">all</option>${Object.keys(KINDS).map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
       <span class="soft" role="status">${items.length} of ${jobs.list.length} jobs</span>
     </form>
     <${Problem} error=${error} />

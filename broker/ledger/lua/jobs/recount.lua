@@ -29,7 +29,7 @@ function look.live(id)
   end
   tenant = tenant or 'default'
   add(tenant, 'jobs', 1)
-  if SWEEPS[kind] then
+  if GRIDS[kind] then
     add(tenant, 'cells', tonumber(expected) - tonumber(cells))
     add('', 'cells', tonumber(expected) - tonumber(cells))
   end

@@ -1,7 +1,8 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
 -- args: id, spec (packed), record (field of `ms:job:{id}` -> value, as `core/record.py` encodes them), idem (idempotency key, or nil),
 --       body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), packed_run (of the
---       source run that it makes, or nil), files (whether its user captures into files), limits (defaults where the tenant has none of
+--       source run that it makes, or nil), files (whether its user has files written), charged (whether their
+--       bytes count as they arrive), limits (defaults where the tenant has none of
 --       its own), blobs: {sha256, bytes, or false to take the pinned tensor} of each
 -- ARGV[2]: memory usage of Redis, in percent, sampled with the size of the arguments.
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
@@ -119,7 +120,7 @@ redis.call('SADD', 'ms:owners', tenant)
 if tags then -- outlives the job's record: files stay until they are deleted
   redis.call('HSET', key('capture', id), 'tags', tags, 'created', created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
     'tenant', tenant, 'identity', record.identity)
-  if args.files and record.kind ~= 'harvest' then -- its shards are charged with its units
+  if args.charged then
     redis.call('HSET', key('capture', id), 'charged', tenant)
     tally_from_here(key('capture', id))
   end

@@ -100,7 +100,7 @@ end
 
 -- Maximum length of the job's event stream: a sweep's holds all its cells.
 local function events_kept(job)
-  if not SWEEPS[job.kind] then
+  if not GRIDS[job.kind] then
     return args.event_limit
   end
   return math.max(args.event_limit, job.cells_expected + SWEEP_EVENTS)

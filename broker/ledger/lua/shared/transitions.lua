@@ -42,7 +42,7 @@ function on_enter.queued(job)
   redis.call('HDEL', hash, 'worker', 'boot', 'lease', 'started', 'generated', 'partial', 'everyone', 'global_version')
   redis.call('HSET', hash, 'receipts', 0, 'expected', 0)
   job.generated, job.receipts, job.expected, job.partial = nil, 0, 0, nil
-  if not SWEEPS[job.kind] then
+  if not GRIDS[job.kind] then
     charge(job.id, -(tonumber(redis.call('HGET', key('capture', job.id), 'bytes')) or 0))
     note_capture(job, 'bytes', 0, 'rows', 0)
   end
@@ -60,7 +60,7 @@ local function ended(job, capture_status)
     end
   end
   tally(hash, job.tenant, 'jobs', -1)
-  if SWEEPS[job.kind] then
+  if GRIDS[job.kind] then
     tally_cells(job, job.cells - job.cells_expected)
   end
   event(job, 'done', '{"state":"' .. job.state .. '"}')

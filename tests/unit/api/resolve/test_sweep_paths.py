@@ -12,6 +12,7 @@ from test_sweep_plan import ablated, model, pair, plan, refusal
 from midstream.schemas.base.errors import MidstreamError, misfit
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.sweeps import StoredSweep
+from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.source_runs import parse_row
 from midstream.schemas.requests.sweep_paths import StoredPath, reaches
@@ -42,7 +43,7 @@ def asks(sweep: StoredSweep) -> SweepRequests:
             prompts=[],
             sampling=Sampling(),
             created=0.0,
-            sweep=sweep,
+            work=SweepWork(sweep=sweep),
         ),
         1,
         INFO,
@@ -161,7 +162,7 @@ def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
             prompts=[],
             sampling=Sampling(),
             created=0.0,
-            sweep=sweep,
+            work=SweepWork(sweep=sweep),
         )
         return SweepRequests(job, 1, info, True), sweep
 

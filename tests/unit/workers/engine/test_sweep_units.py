@@ -10,6 +10,7 @@ from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, PatchWindow, StoredPair, StoredSweep
+from midstream.schemas.jobs.works import SweepWork, Work
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import ZEROS, parse_row
 from midstream.schemas.requests.specs import columns_of, steering_rows
@@ -48,7 +49,7 @@ def job_of(asked: StoredSweep | None, *prompts: list[int]) -> Job:
         prompts=[StoredPrompt(token_ids=token_ids) for token_ids in prompts],
         sampling=Sampling(),
         created=0.0,
-        sweep=asked,
+        work=SweepWork(sweep=asked) if asked else Work(),
     )
 
 
@@ -306,6 +307,6 @@ def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field
         with refuses(
             f"has {tokens} tokens, which leaves no room to generate",
             kind="prompt_too_long",
-            field="prompts[0]" if asked.sweep is None else "pairs[0]",
+            field="pairs[0]" if asked.kind == "sweep" else "prompts[0]",
         ):
             check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens))

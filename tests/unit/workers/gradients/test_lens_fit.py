@@ -14,6 +14,7 @@ from midstream_fake_engine.gradients import small_model
 
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.works import FitWork
 from midstream.workers.gradient_jobs import fit_attempt
 
 INFO = model_info(num_layers=3, hooks=["post_block"])
@@ -56,11 +57,13 @@ async def test_a_lens_is_synced_before_it_is_registered(
     monkeypatch.setattr(fit_attempt, "Registry", lambda *_: SimpleNamespace(put=put))
     view = AsyncMock(return_value=SimpleNamespace(attempt=1, state=State.RUNNING))
     ledger: Any = SimpleNamespace(settings=SimpleNamespace(lens_root=str(tmp_path)), view=view)
-    job = SimpleNamespace(id="job_1", model="m", fit=WANTED)
+    work = FitWork(fit=WANTED)
+    job = SimpleNamespace(id="job_1", model="m", work_as=lambda _: work)
     attempt: Any = SimpleNamespace(
         job=job, number=1, check_unsteered=lambda: None, check=lambda: None, report=AsyncMock()
     )
-    await fit_attempt.fit(ledger, Engine(), attempt, None)  # type: ignore[arg-type]
+    bench: Any = SimpleNamespace(ledger=ledger, engine=Engine())
+    await fit_attempt.FitAttempt(bench, attempt).run()
     assert [step for step, _ in steps] == ["sync", "rename", "sync", "sync", "sync", "register"]
     (_, draft), (_, file), *directories, (_, folder) = steps
     assert (draft, file.parent) == (file.with_name(f"{file.name}.draft"), folder)

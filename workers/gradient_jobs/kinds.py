@@ -1,0 +1,28 @@
+"""The kinds of jobs that a gradient worker runs."""
+
+from ...schemas.jobs.jobs import Output
+from ..engine.protocol import GradientEngine
+from ..engine.requests import tensors_of
+from ..serving.attempt import Attempt, Bench, Run
+from ..serving.kinds import answers
+from .attribution_attempt import AttributionAttempt
+from .fit_attempt import FitAttempt
+
+
+def gradient_runs_of(bench: Bench[GradientEngine]) -> dict[str, Run]:
+    """Return kind of job → how a gradient worker runs it."""
+
+    async def rows(attempt: Attempt) -> list[Output]:
+        names = sorted(tensors_of(attempt.job, attempt.lease.steering))
+        await bench.engine.hold_vectors(names, bench.fetch)
+        try:
+            attempt.check()
+            return await answers(bench.ledger, bench.engine, attempt)
+        finally:
+            await bench.engine.release_vectors(names)
+
+    return {
+        "generate": Run(rows),
+        "attribution": Run(lambda attempt: AttributionAttempt(bench, attempt).run()),
+        "fit": Run(lambda attempt: FitAttempt(bench, attempt).run()),
+    }
