@@ -47,8 +47,8 @@ GC_OBJECTS = 10_000
 NO_KEYS = (
     "MIDSTREAM_API_HOST={host}: API keys are required beyond loopback, but none "
     "exists. Create one with "
-    "`midstream keys create first --scope admin --redis-url …`, or set "
-    "MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one), or "
+    "`midstream create key first --set scopes=admin --set redis_url=…`, or set "
+    "MIDSTREAM_ADMIN_KEY (`midstream create admin-key` prints one), or "
     "MIDSTREAM_AUTH=keys to start without a key; MIDSTREAM_AUTH=open turns authentication off"
 )
 

@@ -92,7 +92,7 @@ FROM_FOLDERS = (
         lens_of,
         lambda settings: settings.lens_root,
         "`path` is a folder below the setting `lens_dir` with `lens.safetensors`, as fits write it "
-        f"and `midstream jacobian convert` makes it of other tools' files. {FILE}",
+        f"and `midstream convert` makes it of other tools' files. {FILE}",
     ),
 )
 

@@ -43,7 +43,7 @@ PAGES = ("/docs", "/page/", "/schema")
 
 #: What the header `Authorization` takes, and where keys come from.
 KEY_FORM = f"Bearer {KEY_PREFIX}<id>_<secret>"
-HOW = "an operator creates keys with `midstream keys create`; the client reads MIDSTREAM_API_KEY"
+HOW = "an operator creates keys with `midstream create key`; the client reads MIDSTREAM_API_KEY"
 
 
 def needs(scope: Scope | None) -> dict[str, Any]:

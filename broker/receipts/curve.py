@@ -298,7 +298,7 @@ def _check(text: str, where: str) -> None:
     if not fits:
         raise SettingsError(
             f"{where}: not a CURVE key, which is one line of {Z85_CHARACTERS} characters "
-            "(Z85): create one with midstream curve new"
+            "(Z85): create one with midstream create curve"
         )
 
 

@@ -471,7 +471,7 @@ def bind_address(url: str, allow_remote: bool) -> str:
         raise SettingsError(
             f"relay_url={url!r} is not loopback, and the relay would accept receipts from "
             "anyone: give relay and workers keys "
-            "(midstream curve new), bind 127.0.0.1, or set "
+            "(midstream create curve), bind 127.0.0.1, or set "
             "MIDSTREAM_RELAY_ALLOW_REMOTE=true on a trusted network"
         )
     shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host

@@ -68,7 +68,7 @@ _FAILED: dict[int, str] = {
 _KEYLESS = (
     ". This worker has no key: set MIDSTREAM_CURVE_DIR to the relay's curve_dir "
     "(for `midstream up`: secrets/curve in its data directory), "
-    "or create keys (midstream curve new)"
+    "or create keys (midstream create curve)"
 )
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 for _event in _FAILED:

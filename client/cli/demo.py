@@ -346,7 +346,7 @@ def _steer(stage: Stage) -> Iterator[Finding]:
         ),
     )
     yield held(client, [steered], steered=True)
-    console.print("\n  [dim]$ midstream dynamic[/]")
+    console.print("\n  [dim]$ midstream get ranks[/]")
     result = client.global_steering.dynamic(MODEL_NAME)
     for worker in result.workers:
         _line(console, show_steering.worker_line(worker))
@@ -466,7 +466,7 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
     _line(console, "Try next:")
     tries = (
         (
-            f"{command} capture show {arguments} --values {LAYER}",
+            f"{command} get capture {arguments} --set layer={LAYER}",
             "print the rows of the first prompt",
         ),
         (f"{command} up", "run the stack until Ctrl-C; then, in another terminal:"),
@@ -477,7 +477,7 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
         (
             f'{command} sweep --clean "{CLEAN}" --corrupt "{CORRUPT}" --answer "{ANSWER}" '
             f'--foil "{FOIL}" '
-            "--hooks attn_out,mlp_out --heatmap sweep.png",
+            "--hooks attn_out,mlp_out --figure sweep.png",
             "find the layers whose attention moves the answer to the last token",
         ),
     )
@@ -488,10 +488,10 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
 
 
 def _store_of(settings: Settings, job: str) -> tuple[str, str]:
-    """Return the artifact store, and the arguments of `capture show` for the job."""
+    """Return the artifact store, and the arguments of `get capture` for the job."""
     store = settings.artifacts
     if "://" in store:
-        return store, f"{shlex.quote(store)} --job {job}"
+        return store, f"{shlex.quote(store)} --set job={job}"
     return _short(Path(store)), shlex.quote(_short(Path(store) / "demo" / job))
 
 

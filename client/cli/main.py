@@ -1,6 +1,4 @@
-"""The `midstream` command: `demo`, `model`, `version`, and the commands that the other modules
-register.
-"""
+"""The `midstream` command: `demo`, `fetch`, and the commands that the other modules register."""
 
 import sys
 from pathlib import Path
@@ -10,81 +8,71 @@ import typer
 from typer.core import TyperGroup
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import to_json
 from ...schemas.base.settings import SettingsError
 from ...schemas.base.version import __version__
 from ..extras import COMMANDS, MissingExtraError, explained, need
-from ..sdk import discovery
-from ..sdk.client import Client
-from . import (
-    captures,
-    harvests,
-    jobs,
-    keys,
-    probes,
-    readings,
-    registered,
-    service,
-    stack,
-    start,
-    sweeps,
-    verify,
-    webhooks,
-)
-from .jobs import AsJson, Url, err, out, with_client
+from ..sdk.client import VERBS
+from . import jobs, requests, service, stack, start, verbs, verify
+from .kinds import KINDS
+from .terminal import err, out
 
-#: Section of `midstream --help` → its commands and groups, in this order.
+#: Section of `midstream --help` → its commands, in this order.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "model"),
+    "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "fetch"),
     "Requests": (
-        *("submit", "sweep", "attribute", "dose", "lens", "features", "attention"),
-        *("job", "capture", "harvest"),
+        *("submit", "sweep", "attribute", "dose", "lens", "attention"),
+        *("harvest", "survey", "fit"),
     ),
-    "Named artifacts": (
-        *("modules", "global", "runs", "probe", "policy"),
-        *("sae", "tuned", "jacobian", "loras"),
-    ),
-    "Operations": (
-        *("top", "doctor", "verify", "dynamic", "keys", "tenants", "webhooks"),
-        *("acl", "curve", "version"),
-    ),
+    "Jobs and harvests": ("wait", "events", "cancel", "pause", "resume"),
+    "Things, by kind": (*("list", "get", "put", "change", "delete", "export", "check", "create"),),
+    "Operations": ("top", "doctor", "verify", "redeliver", "convert"),
+}
+#: First guess at a command → the command, besides those of `VERBS`.
+_MEANT = {
+    **dict.fromkeys(("run", "generate", "complete"), "submit"),
+    **dict.fromkeys(("result", "show"), "get"),
+    "features": "submit --set features.sae=NAME",
+    "train": "fit probe",
+    "dynamic": "get ranks",
+    "version": "get server",
+    "acl": "create acl",
+    "stream": "export harvest",
+    "start": "up",
+    "stop": "down",
 }
 
 
 class Commands(TyperGroup):
-    """The top-level commands, in sections; for an unknown command that a group has, suggests its
-    full name.
-    """
+    """The commands, in sections; for an unknown one, suggests what was probably meant."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands in the order of their sections."""
-        known = super().list_commands(ctx)
-        listed = [name for names in SECTIONS.values() for name in names if name in known]
-        return [*listed, *(name for name in known if name not in listed)]
+        return [name for names in SECTIONS.values() for name in names]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, with its section set."""
         command: Any = super().get_command(ctx, cmd_name)
         if command is not None:
             command.rich_help_panel = next(
-                (title for title, names in SECTIONS.items() if command.name in names), None
+                title for title, names in SECTIONS.items() if command.name in names
             )
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands:
-            similar = [
-                f"midstream {name} {args[0]}"
-                for name, group in self.commands.items()
-                if args[0] in getattr(group, "commands", ())
-            ]
-            if similar:
-                ctx.fail(
-                    f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, similar))}?"
-                )
-        if args[1:2] == ["remove"] and "delete" in getattr(self.commands[args[0]], "commands", ()):
-            ctx.fail(f"No such command 'remove'. Did you mean 'midstream {args[0]} delete'?")
+        if args and args[0] not in self.commands and (meant := self._meant(*args[:2])):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean 'midstream {meant}'?")
         return super().resolve_command(ctx, args)
+
+    def _meant(self, word: str, after: str = "") -> str:
+        """Return the command that is meant by a verb's other name, or by a kind before its verb, as
+        in `jobs list`; empty if none is.
+        """
+        for kind in KINDS:
+            if word in (kind.name, kind.plural):
+                verb = _MEANT.get(after) or VERBS.get(after, after)
+                verb = verb if verb in self.commands else next(iter(kind.acts))
+                return f"{verb} {kind.plural.split()[0] if verb == 'list' else kind.name}"
+        return _MEANT.get(word) or VERBS.get(word, "")
 
 
 app = typer.Typer(
@@ -93,8 +81,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-model_app = typer.Typer(no_args_is_help=True, help="Fetch the demo model; list the served models.")
-app.add_typer(model_app, name="model")
 
 
 def _print_version(requested: bool) -> None:
@@ -141,8 +127,8 @@ def demo(
     raise typer.Exit(run_demo(data, url, keep=keep))
 
 
-@model_app.command("fetch")
-def model_fetch(
+@app.command()
+def fetch(
     verify: Annotated[
         bool, typer.Option("--verify", help="Recompute the checksums of the cached files.")
     ] = False,
@@ -153,49 +139,7 @@ def model_fetch(
     print(fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify))
 
 
-@model_app.command("list")
-@with_client
-def model_list(client: Client, json_: AsJson = False) -> None:
-    """List the served models."""
-    served = client.models()
-    print(to_json(served).decode() if json_ else "\n".join(served) or "no models")
-
-
-@app.command()
-def version(url: Url = None) -> None:
-    """Print this version, and the server's if one answers."""
-    import httpx2
-
-    from ..sdk.wire import VERSION_HEADER
-
-    print(f"midstream {__version__}")
-    address = discovery.find_url(url, sure=False)
-    try:
-        server = httpx2.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
-        print(
-            f"server {server} at {address}"
-            if server
-            else f"the server at {address} is not Midstream"
-        )
-    except httpx2.TransportError:
-        print(f"no server at {address}")
-
-
-for _module in (
-    start,
-    jobs,
-    captures,
-    readings,
-    registered,
-    probes,
-    sweeps,
-    harvests,
-    service,
-    verify,
-    stack,
-    webhooks,
-    keys,
-):
+for _module in (start, requests, jobs, verbs, service, verify, stack):
     _module.register(app)
 
 

@@ -18,8 +18,8 @@ from ..render.findings import Report
 from ..sdk import discovery
 from ..stack.checks.finding import findings_of
 from ..stack.checks.service import Service
-from .jobs import AsJson, Url, connect, out, print_json
 from .options import overrides
+from .terminal import AsJson, Url, connect, out, print_json
 
 #: The default number of seconds between two updates.
 INTERVAL_S = 2.0

@@ -19,7 +19,7 @@ from ...schemas.base.settings import load_settings
 from ..render import jobs
 from ..sdk import discovery
 from ..stack.processes import birth, end_leftover, wait_for
-from .jobs import AsJson, out
+from .terminal import AsJson, out
 
 DataDir = Annotated[
     Path | None,

@@ -14,9 +14,9 @@ from ...schemas.base.settings import SettingsError, engine_options, load_setting
 from ..extras import COMMANDS, need
 from ..render.findings import Report
 from ..stack.processes import sigterm_as_interrupt
-from .jobs import err, out
 from .options import overrides
 from .start import DataDir
+from .terminal import err, out
 
 #: Seconds of the timed pairs, with which the whole command takes about three minutes.
 PAIRS_S = 60.0

@@ -1,4 +1,4 @@
-"""Terminal output of jobs, receipts, captures and harvests."""
+"""Terminal output of jobs, receipts and captures."""
 
 import time
 from collections.abc import Container, Iterable, Sequence
@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.base.records import by_key
-from ...schemas.jobs.harvests import HarvestView
-from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, JobView
+from ...schemas.jobs.jobs import CaptureResults, Determinism, Event
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
 from ..captures.reader import CaptureReader, Check
@@ -129,29 +128,6 @@ def facts(*facts: tuple[str, str]) -> Table:
     for name, value in facts:
         if value:
             shown.add_row(name, value)
-    return shown
-
-
-def jobs(views: Iterable[JobView]) -> Table:
-    """Return a table with one line per job. Its id is never cut, even on 80 columns: the model's
-    name is cut first.
-    """
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for column in ("job", "state", "prompts", "captures", "took"):
-        shown.add_column(column, no_wrap=True)
-    shown.add_column("model")
-    for view in views:
-        state = coloured(view.state) + (f" ×{view.attempt}" if view.attempt > 1 else "")
-        captures = "" if view.capture_status == "not_requested" else coloured(view.capture_status)
-        took = seconds(view.created, view.finished)
-        shown.add_row(
-            view.id,
-            state,
-            str(view.prompts),
-            captures,
-            took,
-            Text(view.model, no_wrap=True, overflow="ellipsis"),
-        )
     return shown
 
 
@@ -281,27 +257,3 @@ def side_by_side(console: Console, left: tuple[str, str], right: tuple[str, str]
     ]
     grid.add_row(*panels)
     console.print(grid)
-
-
-def harvest(view: HarvestView) -> str:
-    """Return a few lines about a harvest."""
-    lines = [f"{view.id}  {view.state}" + (f": {view.reason}" if view.reason else "")]
-    counts = f"{view.documents:,} documents, {view.tokens:,} tokens, {view.rows:,} rows"
-    acknowledged = [f"{name}: {units:,} units" for name, units in view.acknowledged.items()]
-    lines.append(
-        ", ".join([f"{counts}, {size(view.bytes)} in {view.shards:,} shards", *acknowledged])
-    )
-    if view.units:
-        remaining = "" if view.left_s is None else f", about {_time(view.left_s)} left"
-        lines.append(
-            f"{view.units_done:,} of {view.units:,} units ({view.share:.1%}), "
-            f"{view.tokens_s:,.0f} tokens/s{remaining}"
-        )
-    if view.error is not None:
-        lines.append(f"error: {view.error.detail}")
-    return "\n".join([*lines, view.uri])
-
-
-def _time(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

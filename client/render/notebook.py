@@ -13,17 +13,10 @@ from rich.segment import Segment
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from ...schemas.artifacts.loras import Lora
-from ...schemas.artifacts.probes import Probe
-from ...schemas.artifacts.saes import Sae
-from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.captures import CaptureEntry, CapturePage
-from ...schemas.jobs.harvests import HarvestPage, HarvestView
-from ...schemas.jobs.jobs import JobPage, JobResult, JobView, Output
+from ...schemas.jobs.jobs import JobResult, Output
 from ...schemas.jobs.sweeps import SweepResult
-from ...schemas.requests.source_runs import RunPage, RunView
-from ...schemas.requests.steering import GlobalView, ModuleView
+from ...schemas.requests.steering import GlobalView
 from ...schemas.service.status import Status
 from .. import frames
 from . import (
@@ -43,7 +36,6 @@ if TYPE_CHECKING:
 
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
-    from ..notebook import Listing
     from ..sdk.answers.grid import Grid
     from ..sdk.mapping.map import Mapped
     from ..sdk.readings import Features, Lens
@@ -64,20 +56,24 @@ def register(shell: Any) -> None:
 
 
 def record_html(record: Any) -> str | None:
-    """Return a record as HTML; None for a type that notebooks show as text."""
-    if type(record) in _RECORDS:
+    """Return a record as HTML, a page of records as their table; None for a type that notebooks
+    show as text.
+    """
+    if render := _HTML.get(type(record)):
+        return render(record)
+    if (shown := records.SHOWN.get(type(record))) and shown.facts:
         return html(*records.parts(record))
-    render = _HTML.get(type(record))
-    return None if render is None else render(record)
+    entries = getattr(record, record.__struct_fields__[0], None)
+    return listing_html(entries) if isinstance(entries, list) else None
 
 
-def listing_html(listing: "Listing[Any]") -> str | None:
+def listing_html(listing: Sequence[Any]) -> str | None:
     """Return a list of records of one type as an HTML table; None for an empty list or a type
     without a table.
     """
-    if not listing or type(listing[0]) not in _LISTED:
+    if not listing or not (shown := records.SHOWN.get(type(listing[0]))) or not shown.columns:
         return None
-    return _list_html(listing, type(listing[0]))
+    return html(records.listed(listing, type(listing[0])))
 
 
 def html(*parts: RenderableType) -> str:
@@ -220,23 +216,10 @@ def plotly_figure(value: Any, *arguments: Any) -> Any:
     return interactive.FIGURES[type(value).__name__](value, *arguments)
 
 
-def _list_html(entries: Sequence[Any], kind: type) -> str:
-    """Return a table with a line for each record."""
-    return html(records.listed(entries, kind))
-
-
 #: Record type → the function that renders it as HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
     JobResult: _job_html,
-    JobPage: lambda page: html(jobs.jobs(page.jobs)),
-    CapturePage: lambda page: _list_html(page.captures, CaptureEntry),
-    RunPage: lambda page: _list_html(page.runs, RunView),
     GlobalView: lambda view: html(steering.global_line(view), steering.entries(view.entries)),
-    HarvestView: lambda view: html(Text(jobs.harvest(view))),
-    HarvestPage: lambda page: _list_html(page.harvests, HarvestView),
     Status: lambda now: html(status.status(now, "")),
 }
-#: Types that `records` renders in a list, and those that it renders alone.
-_LISTED = frozenset({ModuleView, Probe, Sae, Lora, TunedLens})
-_RECORDS = _LISTED | {RunView, JobView}

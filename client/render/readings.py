@@ -134,7 +134,7 @@ def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]
         yield drawn
     if readings and len(result.outputs) > PROMPTS:
         yield (
-            f"… and {len(result.outputs) - PROMPTS} more prompts: midstream job result {result.id}"
+            f"… and {len(result.outputs) - PROMPTS} more prompts: midstream export job {result.id}"
         )
 
 

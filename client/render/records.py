@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.access.keys import KeyView
-from ...schemas.access.webhooks import Delivery, DeliveryAttempt
+from ...schemas.access.keys import KeyView, TenantView
+from ...schemas.access.webhooks import Delivery, DeliveryAttempt, DisabledEndpoint
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
@@ -83,6 +83,11 @@ def survey(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
 def moment(at: float | None) -> str:
     """Return seconds since the epoch (None: now) as local time, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _time(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 def outcome(attempt: DeliveryAttempt | None) -> str:
@@ -209,6 +214,32 @@ def _lens(noun: str, **own: Cell) -> Shown:
         },
     )
 
+
+def _of(used: int, allowed: int | None) -> str:
+    return f"{used:,} / {allowed:,}" if allowed else f"{used:,} / ∞"
+
+
+def _size_of(used: int, allowed_mib: int | None) -> str:
+    return f"{size(used)} / {f'{allowed_mib} MiB' if allowed_mib else '∞'}"
+
+
+#: What a tenant has used → the figure and its limit.
+_USAGE: dict[str, Cell] = {
+    "jobs in flight": lambda view: _of(view.usage.jobs_in_flight, view.limits.jobs_in_flight),
+    "requests this minute": lambda view: _of(
+        view.usage.requests_this_minute, view.limits.requests_per_minute
+    ),
+    "tokens this minute": lambda view: _of(
+        view.usage.tokens_this_minute, view.limits.tokens_per_minute
+    ),
+    "captures, harvests": lambda view: _size_of(view.usage.capture_bytes, view.limits.capture_mib),
+    "sweep cells": lambda view: _of(view.usage.sweep_cells, view.limits.sweep_cells),
+    "modules": lambda view: (
+        f"{_of(view.usage.modules, view.limits.modules)}, "
+        f"{_size_of(view.usage.module_bytes, view.limits.module_mib)}"
+    ),
+    "open harvests": lambda view: _of(view.usage.harvests, view.limits.harvests),
+}
 
 #: Record type → how it is shown.
 SHOWN: dict[type, Shown] = {
@@ -364,8 +395,24 @@ SHOWN: dict[type, Shown] = {
         },
         lambda view: [run_prompts(view.prompts)] if view.prompts else [],
     ),
+    # the model is below the job's id, for the same reason
     JobView: Shown(
-        facts={
+        "Jobs",
+        {
+            "job": lambda view: f"{view.id}\n{escape(view.model)}",
+            "state": lambda view: (
+                coloured(view.state)
+                + (f" ×{view.attempt}" if view.attempt > 1 else "")
+                + (
+                    ""
+                    if view.capture_status == "not_requested"
+                    else f"\ncaptures {coloured(view.capture_status)}"
+                )
+            ),
+            "prompts": lambda view: str(view.prompts),
+            "took": lambda view: seconds(view.created, view.finished),
+        },
+        {
             "job": lambda view: view.id,
             "state": lambda view: coloured(view.state),
             "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
@@ -384,7 +431,7 @@ SHOWN: dict[type, Shown] = {
                 f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""
             ),
             "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
-        }
+        },
     ),
     HarvestView: Shown(
         "Harvests",
@@ -395,6 +442,26 @@ SHOWN: dict[type, Shown] = {
             "rows": lambda view: f"{view.rows:,}",
             "size": _bytes,
             "created": _since,
+        },
+        {
+            "harvest": lambda view: view.id,
+            "state": lambda view: view.state + (f": {escape(view.reason)}" if view.reason else ""),
+            "read": lambda view: f"{view.documents:,} documents, {view.tokens:,} tokens",
+            "written": lambda view: (
+                f"{view.rows:,} rows, {size(view.bytes)} in {view.shards:,} shards"
+            ),
+            "acknowledged": lambda view: ", ".join(
+                f"{escape(name)}: {units:,} units" for name, units in view.acknowledged.items()
+            ),
+            "done": lambda view: (
+                f"{view.units_done:,} of {view.units:,} units ({view.share:.1%}), "
+                f"{view.tokens_s:,.0f} tokens/s"
+                if view.units
+                else ""
+            ),
+            "left": lambda view: "" if view.left_s is None else f"about {_time(view.left_s)}",
+            "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
+            "files": _text("uri"),
         },
     ),
     FeatureFigures: Shown(
@@ -432,6 +499,27 @@ SHOWN: dict[type, Shown] = {
             "tries": lambda delivery: str(len(delivery.attempts)),
             "last": lambda delivery: outcome(next(reversed(delivery.attempts), None)),
         },
+        {
+            "webhook": lambda delivery: delivery.id,
+            "event": lambda delivery: delivery.event,
+            "state": lambda delivery: coloured(delivery.state),
+            "to": _text("url"),
+            "job": lambda delivery: delivery.job,
+            "again in": lambda delivery: (
+                ""
+                if delivery.next_attempt is None
+                else f"{max(delivery.next_attempt - time.time(), 0):.0f} s"
+            ),
+        },
+        lambda delivery: [listed(delivery.attempts, DeliveryAttempt)] if delivery.attempts else [],
+    ),
+    DisabledEndpoint: Shown(
+        "Disabled receivers",
+        {
+            "receiver": _text("url"),
+            "since": lambda endpoint: moment(endpoint.since),
+            "tenant": _text("tenant"),
+        },
     ),
     DeliveryAttempt: Shown(
         "Attempts",
@@ -450,6 +538,27 @@ SHOWN: dict[type, Shown] = {
             "scopes": lambda key: " ".join(key.scopes),
             "created": lambda key: _day(key.created),
             "expires": _expires,
+        },
+    ),
+    TenantView: Shown(
+        "Tenants: used / limit",
+        {
+            "tenant": _text("name"),
+            **{name: _USAGE[name] for name in ("jobs in flight", "requests this minute")},
+            "captures, harvests": _USAGE["captures, harvests"],
+            "weight": lambda view: str(view.limits.weight),
+        },
+        {
+            "tenant": lambda view: f"{escape(view.name)}: used / limit",
+            **_USAGE,
+            "may harvest": lambda view: escape(", ".join(view.limits.harvest_sources or ())),
+            "weight": lambda view: str(view.limits.weight),
+            "highest priority": lambda view: view.limits.highest_priority,
+            "edits": lambda view: (
+                f"{view.limits.edit_limit.relative:g} ({view.limits.edit_limit.then})"
+                if view.limits.edit_limit
+                else ""
+            ),
         },
     ),
 }

@@ -122,7 +122,7 @@ def target_of(to: str, harvest: str) -> Folder | Mooncake:
     kind, _, place = to.partition(":")
     if kind not in ("file", "tcp", "rdma") or not place.strip("/"):
         allowed = "file:FOLDER, tcp://HOST:PORT, rdma://HOST:PORT"
-        raise invalid("--to", f"{to!r} is no target", allowed=allowed)
+        raise invalid("--output", f"{to!r} is no target", allowed=allowed)
     return Folder(Path(place), harvest) if kind == "file" else Mooncake(harvest, place[2:], kind)
 
 

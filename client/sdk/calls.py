@@ -7,7 +7,15 @@ transport, a call never suspends.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
 from contextlib import aclosing
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -156,7 +164,7 @@ class call(_Method, Generic[P, T]):
     """
 
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
-        check = _keyword_check(function)
+        check = keyword_check(list(signature(function).parameters.values())[1:])
 
         @wraps(function)
         async def awaiting(group: Any, /, *args: P.args, **options: P.kwargs) -> T:
@@ -188,7 +196,7 @@ class stream(_Method, Generic[P, T]):
     """
 
     def __init__(self, function: Callable[Concatenate[Any, P], AsyncIterator[T]]):
-        check = _keyword_check(function)
+        check = keyword_check(list(signature(function).parameters.values())[1:])
 
         @wraps(function)
         async def awaiting(group: Any, /, *args: P.args, **options: P.kwargs) -> AsyncIterator[T]:
@@ -240,11 +248,10 @@ class verb(Generic[P, T]):
         return getattr(group(client._io, client._blocking), name)
 
 
-def _keyword_check(function: Callable[..., Any]) -> Callable[[Iterable[str]], None]:
-    """Return a function that raises UnknownArgument for the first keyword that `function` does not
-    take, in place of Python's TypeError, which does not name those that it takes.
+def keyword_check(parameters: Collection[Parameter]) -> Callable[[Iterable[str]], None]:
+    """Return a function that raises UnknownArgument for the first keyword that is no parameter, in
+    place of Python's TypeError, which does not name those that are.
     """
-    _, *parameters = signature(function).parameters.values()
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
     names = [each.name for each in parameters if each.kind is not Parameter.POSITIONAL_ONLY]
 

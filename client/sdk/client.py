@@ -34,10 +34,11 @@ from .transport import AwaitingTransport, BlockingTransport, Transport
 #: First guess at what is done to a named thing → its verb, which HTTP, this client and the command
 #: line share.
 VERBS = {
-    **dict.fromkeys(("register", "set", "add", "store", "save", "upload"), "put"),
+    **dict.fromkeys(("register", "set", "add", "store", "upload"), "put"),
     **dict.fromkeys(("rm", "remove", "revoke", "clear", "unregister", "enable"), "delete"),
     **dict.fromkeys(("show", "describe", "inspect", "status"), "get"),
     **dict.fromkeys(("ls", "deliveries"), "list"),
+    "save": "export",
     **dict.fromkeys(("new", "make", "generate", "rotate"), "create"),
 }
 #: First guess at a call → advice.

@@ -299,7 +299,7 @@ class Jacobians(Named[M, JacobianLens]):
         """Register the Jacobian lens in the folder `path` below the server's `lens_dir`; lenses use
         it as `"jacobian": name`, and steering with a `token`.
 
-        `midstream jacobian convert` makes such a folder from other tools' files. An existing lens
+        `midstream convert` makes such a folder from other tools' files. An existing lens
         of that name is replaced (`replaced` in the record).
         """
         return await self._put(name=name, path=path, model=model, description=description)

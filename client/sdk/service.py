@@ -41,7 +41,10 @@ _DAY_S = 24 * 3600.0
 
 
 def key_request(
-    name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None
+    name: str,
+    tenant: str = DEFAULT_TENANT,
+    scopes: str | Sequence[str] = ("submit", "read"),
+    expires_in: float | str | None = None,
 ) -> KeyRequest:
     """Build the body of `POST /v1/keys`. Raises MidstreamError that names an invalid field."""
     return wire.checked(

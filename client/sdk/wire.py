@@ -227,7 +227,7 @@ def headers(api_key: str | None) -> dict[str, str]:
         raise invalid(
             "api_key",
             "is not printable ASCII",
-            allowed="ms_<id>_<secret>, as `midstream keys create` prints it",
+            allowed="ms_<id>_<secret>, as `midstream create key` prints it",
         )
     return {"user-agent": f"midstream/{__version__}"} | (
         {"authorization": f"Bearer {api_key}"} if api_key else {}

@@ -264,8 +264,8 @@ class Supervisor:
         local = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
         redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))
         self._say(
-            f"no API key exists; create the first one: {local}midstream keys create first "
-            f"--scope admin --redis-url {redis_url}"
+            f"no API key exists; create the first one: {local}midstream create key first "
+            f"--set scopes=admin --set redis_url={redis_url}"
         )
 
     def watch(self) -> None:

@@ -108,7 +108,7 @@ class Settings(Record):
     relay_allow_remote: bool = False
     # folder where relay and workers of one account create and find their CURVE keys automatically
     curve_dir: str = ""
-    # file of this process's private CURVE key (relay or worker), from `midstream curve new`
+    # file of this process's private CURVE key (relay or worker), from `midstream create curve`
     curve_secret_file: str = ""
     curve_server_key: str = ""  # worker: the relay's public key
     # relay: folder of the workers' public keys, `<worker_id>.pub`; reloaded when it changes

@@ -170,9 +170,9 @@ def test_the_command_line_adds_uses_lists_and_removes(
         return capsys.readouterr().out
 
     assert "deep/second" in midstream(
-        "loras", "add", "shell", "deep/second", "--description", "from a terminal"
+        "put", "lora", "shell", "deep/second", "--set", "description=from a terminal"
     )
-    assert "shell" in midstream("loras", "list")
-    assert "self_attn.q_proj" in midstream("loras", "show", "shell")
-    assert '"name":"shell"' in midstream("submit", "w5 w6", "--lora", "shell", "--json")
-    assert "shell deleted" in midstream("loras", "delete", "shell")
+    assert "shell" in midstream("list", "loras")
+    assert "self_attn.q_proj" in midstream("get", "lora", "shell")
+    assert '"name":"shell"' in midstream("submit", "w5 w6", "--set", "lora=shell", "--json")
+    assert "shell deleted" in midstream("delete", "lora", "shell")

@@ -152,21 +152,26 @@ def test_only_an_operator_registers_and_everybody_looks(
 
 
 @pytest.mark.parametrize(
-    ("group", "typed", "shown", "listed"),
+    ("kind", "typed", "shown", "listed"),
     [
-        ("sae", ["gemma_scope", "--reads", "post_block:2"], "post_block of layer 2", "jumprelu"),
-        ("tuned", ["some", "--residual"], "post_block of layers 1-2", "some"),
+        (
+            "sae",
+            ["gemma_scope", "--set=hook=post_block", "--set=layer=2"],
+            "post_block of layer 2",
+            "jumprelu",
+        ),
+        ("lens", ["some", "--set", "residual=true"], "post_block of layers 1-2", "some"),
         ("jacobian", ["jacobian"], "sketched, of 9 prompts, error up to 12.5%", "mine"),
     ],
 )
 def test_the_command_line_registers_lists_and_deletes(
-    midstream: Callable[..., str], group: str, typed: list[str], shown: str, listed: str
+    midstream: Callable[..., str], kind: str, typed: list[str], shown: str, listed: str
 ) -> None:
-    assert json.loads(midstream(group, "register", "mine", *typed, "--json"))["path"] == typed[0]
-    assert shown in midstream(group, "show", "mine")
-    assert listed in midstream(group, "list")
-    assert "mine deleted" in midstream(group, "delete", "mine")
-    assert json.loads(midstream(group, "list", "--json")) == []
+    assert json.loads(midstream("put", kind, "mine", *typed, "--json"))["path"] == typed[0]
+    assert shown in midstream("get", kind, "mine")
+    assert listed in midstream("list", kind)
+    assert "mine deleted" in midstream("delete", kind, "mine")
+    assert json.loads(midstream("list", kind, "--json")) == []
 
 
 @pytest.mark.parametrize(
@@ -364,11 +369,13 @@ def test_one_request_is_read_by_several_autoencoders(
     assert job.contents == {f"sae/{name}": digest for name, digest in digests.items()}
     one = client.features("hello", "gated", top_k=4, positions=[2])
     assert (one.word(0), one.of(0)) == (both["gated"].word(2), both["gated"].of(2))
-    asked = ["features", "hello", "--sae", "gated:6", "--sae", "jumprelu", "--top-k", "2"]
+    asked = ["submit", "hello", "--max-tokens", "1"]
+    for fields in ({"sae": "gated", "top_k": 6}, {"sae": "jumprelu", "top_k": 2}):
+        asked += ["--set", f"features={json.dumps(fields)}"]
     drawn = midstream(*asked)
     for name in digests:
         assert f"features of {name} at post_block of layer 1" in drawn
-    read = json.loads(midstream(*asked, "--json"))
+    read = json.loads(midstream(*asked, "--json"))["features"]
     assert [(each["sae"], len(each["features"][0])) for each in read] == [
         ("gated", 3),
         ("jumprelu", 1),
@@ -391,7 +398,7 @@ def test_a_lens_gives_arrays_and_tables(
     assert "top next token at post_block" in shown
     assert "rank 4" in shown
     assert figure.read_bytes().startswith(b"\x89PNG")
-    job = midstream("submit", "hello", "world", "--lens", "0-2:3")
+    job = midstream("submit", "hello", "world", "--set=lens.layers=0-2", "--set=lens.top_k=3")
     assert "top next token at post_block, prompt 1" in job
 
 

@@ -194,7 +194,7 @@ def half(api: Api, hand: Hand) -> Claim:
 
 def verified(api: Api, job_id: str) -> tuple[int, str]:
     done = CliRunner().invoke(
-        main.app, ["capture", "verify", job_id, "--url", api.url], env={"COLUMNS": "400"}
+        main.app, ["check", "capture", job_id, "--url", api.url], env={"COLUMNS": "400"}
     )
     return done.exit_code, done.output
 

@@ -340,11 +340,18 @@ BAD = [
 def test_the_client_and_the_command_line_capture_patch_and_delete(
     client: Client, midstream: Callable[..., str], clean: str
 ) -> None:
-    named = ["--layers", "all", "--positions", "all_prompt", "--run", "typed"]
+    named = ["--layers", "all", "--positions", "all_prompt", "--set", "capture.run=typed"]
     made = json.loads(midstream("submit", CLEAN, *named, "--json"))
-    assert "typed" in midstream("runs", "list")
-    assert "post_block" in midstream("runs", "show", "typed")
-    typed = ["--patch", 'resid_post:1@"Colosseum"=typed:4', "--patch", "2@-1=zeros"]
+    assert "typed" in midstream("list", "runs")
+    assert "post_block" in midstream("get", "run", "typed")
+    row = {"layers": 1, "positions": {"text": "Colosseum"}}
+    source = {"run": "typed", "position": 4}
+    zeros = {"layers": 2, "positions": [-1], "source": {"zeros": True}}
+    typed = [
+        word
+        for patch in (row | {"hook": "resid_post", "source": source}, zeros)
+        for word in ("--set", f"patch={json.dumps(patch)}")
+    ]
     by_hand = json.loads(midstream("submit", CORRUPT, *typed, "--max-tokens", "12", "--json"))
     assert by_hand["determinism"]["stages"][0]["ranks"][0]["applied"] == 10
     assert client.jobs.get(by_hand["id"]).runs == {"typed": made["id"]}
@@ -360,5 +367,5 @@ def test_the_client_and_the_command_line_capture_patch_and_delete(
         PATIENCE_S,
         why=lambda: client.source_runs.get("typed"),
     )
-    assert midstream("runs", "delete", "typed") == "typed deleted\n"
-    assert "typed" not in midstream("runs", "list")
+    assert midstream("delete", "run", "typed") == "typed deleted\n"
+    assert "typed" not in midstream("list", "runs")

@@ -209,7 +209,9 @@ def test_a_module_steers_while_the_score_is_above_the_threshold(
     assert (late.gate, late.gated, late.crossed) == ([(first, last)], last - first + 1, {"x": 12})
     assert (calm.gate, calm.gated, other.gate) == (None, 0, [(13, other.positions - 1)])
     assert client.jobs.get(result.id).modules.keys() == {"joy"}
-    shown = midstream("submit", "hello", "--probe", "late:steer:joy:2", "--max-tokens", "12")
+    shown = midstream(
+        "submit", "hello", "--set", f"probes={json.dumps(asked)}", "--max-tokens", "12"
+    )
     assert f"13-{last}" in shown
     answer = client.completion(model="fake-model", prompt="hello", max_tokens=12, probes=[asked])
     assert (answer.probes[0].gate, answer.determinism is not None) == ([(13, last)], True)
@@ -229,11 +231,11 @@ def test_the_command_line_registers_lists_and_deletes(
     midstream: Callable[..., str], tmp_path: Path
 ) -> None:
     np.savez(tmp_path / "probe.npz", weight=np.ones((1, HIDDEN), np.float32))
-    of_file = ["--layer", "1", "--label", "x", "--threshold", "1.5"]
-    midstream("probe", "register", "cli", str(tmp_path / "probe.npz"), *of_file)
-    assert "cli" in midstream("probe", "list")
-    assert "x ≥ 1.5" in midstream("probe", "show", "cli")
-    assert "deleted" in midstream("probe", "delete", "cli")
+    of_file = ["--set", "layer=1", "--set", "labels=x", "--set", "thresholds=1.5"]
+    midstream("put", "probe", "cli", str(tmp_path / "probe.npz"), *of_file)
+    assert "cli" in midstream("list", "probes")
+    assert "x ≥ 1.5" in midstream("get", "probe", "cli")
+    assert "deleted" in midstream("delete", "probe", "cli")
 
 
 def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> None:
@@ -423,9 +425,9 @@ def test_a_policy_captures_the_window_around_its_trigger(client: Client, calm: s
 def test_the_commands_of_policies(midstream: Callable[..., str], calm: str, tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(of_all(calm, "flag", all_traffic=False)))
-    assert "last ≥ 5" in midstream("policy", "register", "cli", str(file))
-    assert "shadow" in midstream("policy", "change", "cli", "--mode", "shadow")
-    assert "cli" in midstream("policy", "list")
-    shown = midstream("submit", "hello there", "--policy", "cli", "--conversation", "c9")
+    assert "last ≥ 5" in midstream("put", "policy", "cli", "--file", str(file))
+    assert "shadow" in midstream("change", "policy", "cli", "--set", "mode=shadow")
+    assert "cli" in midstream("list", "policies")
+    shown = midstream("submit", "hello there", "--set=policies=cli", "--set=conversation=c9")
     assert "only recorded" in shown
-    assert "deleted" in midstream("policy", "delete", "cli")
+    assert "deleted" in midstream("delete", "policy", "cli")

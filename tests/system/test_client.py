@@ -172,18 +172,21 @@ def test_submit_shows_outputs_first_and_receipts_if_asked(midstream: Callable[..
     for verbose in (["-v"], []):
         done = midstream(*options, *verbose)
         assert done.strip().startswith("Outputs")
-        for words in ("captures ok: 2 files", "midstream capture show job_"):
+        for words in ("captures ok: 2 files", "midstream get capture job_"):
             assert words in done
         for words in ("succeeded", "Receipts", "consistent"):
             assert (words in done) is bool(verbose)
-    assert "more: midstream job show job_" in done
+    assert "more: midstream get job job_" in done
 
 
 def test_the_capture_options_of_submit_reach_the_worker(midstream: Callable[..., str]) -> None:
-    options = ["--hooks", "resid_pre:0;post_block:all", "--span", "o#-1", "--span", "l#all"]
-    options += ["--positions", "0", "--every-n", "2", "--at", "after", "--dtype", "float16"]
-    options += ["--layout", "per_file", "--tag", "cli"]
-    options += ["--consumer", "filesystem", "--consumer", "memory"]
+    consumers = ["--set", 'capture.consumers=["filesystem", "memory"]']
+    fields = {"every_n": 2, "at": "after", "dtype": "float16", "layout": "per_file", "tag": "cli"}
+    spans = '[0, {"text": "o", "occurrence": -1}, {"text": "l", "occurrence": null}]'
+    options = ["--hooks", "resid_pre:0;post_block:all", "--set", f"capture.positions={spans}"]
+    for name, value in fields.items():
+        options += ["--set", f"capture.{name}={value}"]
+    options += consumers
     result = from_json(midstream("submit", "hello world", *options, "--json"), JobResult)
     files = result.capture_results.files
     assert {(file.layout, file.tag) for file in files} == {("per_file", "cli")}
@@ -194,7 +197,7 @@ def test_the_capture_options_of_submit_reach_the_worker(midstream: Callable[...,
         [0],
         NUM_LAYERS,
     )
-    shown = midstream("submit", "hello", "--hooks", "mlp_in", "--layers", "1", *options[-2:])
+    shown = midstream("submit", "hello", "--hooks", "mlp_in", "--layers", "1", *consumers)
     assert "mlp_in" in shown
     assert re.search(r"\d B in the response", shown)
 
@@ -204,13 +207,13 @@ def test_a_job_of_a_file_is_submitted_now_and_looked_at_later(
 ) -> None:
     body = {"model": MODEL, "prompts": [[1, 2, 3]], "capture": {"layers": "all"}}
     (tmp_path / "job.json").write_text(json.dumps(body))
-    job_id = midstream("submit", "--body", str(tmp_path / "job.json"), "--no-wait").strip()
-    waited = json.loads(midstream("job", "wait", job_id, "--json"))
+    job_id = midstream("submit", "--file", str(tmp_path / "job.json"), "--no-wait").strip()
+    waited = json.loads(midstream("wait", job_id, "--json"))
     assert (waited["capture_results"]["status"], waited["outputs"][0]["prompt_tokens"]) == ("ok", 3)
-    assert job_id in midstream("job", "list")
-    assert "succeeded" in midstream("job", "show", job_id)
-    assert "done" in midstream("job", "events", job_id)
-    shown = midstream("capture", "show", job_id, "--values", "1")
+    assert job_id in midstream("list", "jobs")
+    assert "succeeded" in midstream("get", "job", job_id)
+    assert "done" in midstream("events", job_id)
+    shown = midstream("get", "capture", job_id, "--set", "layer=1")
     assert "[4, 1, 8]" in shown
     assert "float32 [1, 8]" in shown
 
@@ -220,9 +223,9 @@ def test_cancel_stops_a_running_job_and_waiting_for_it_fails(
 ) -> None:
     job = client.submit(prompts=["hello"], max_tokens=4000)
     wait_until(lambda: client.jobs.get(job.id).state is State.RUNNING)
-    midstream("job", "cancel", job.id)
+    midstream("cancel", job.id)
     with pytest.raises(AssertionError, match="cancelled"):
-        midstream("job", "wait", job.id)
+        midstream("wait", job.id)
 
 
 def test_captures_are_listed_exported_and_deleted(
@@ -230,13 +233,13 @@ def test_captures_are_listed_exported_and_deleted(
 ) -> None:
     job = client.run(prompts=["hello"], capture={**CAPTURE, "tag": "passing"}, timeout=120).id
     assert [entry.job for entry in client.captures.list(tag="passing", limit=1).captures] == [job]
-    assert job in midstream("capture", "list", "--tag", "passing")
-    midstream("capture", "export", job, str(tmp_path / "rows.npz"), "--layers", "1")
+    assert job in midstream("list", "captures", "--set", "tag=passing")
+    midstream("export", "capture", job, "-o", str(tmp_path / "rows.npz"), "--set", "layers=1")
     with np.load(tmp_path / "rows.npz") as arrays:
         np.testing.assert_array_equal(
             arrays["post_block.1"], expected(1, arrays["token_ids"].tolist())
         )
-    midstream("capture", "delete", job)
+    midstream("delete", "capture", job)
     for gone in (client.capture, client.captures.delete):
         with refuses(kind="gone"):
             gone(job)

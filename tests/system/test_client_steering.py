@@ -48,18 +48,18 @@ def test_the_command_line_registers_uses_exports_and_deletes_modules(
 ) -> None:
     file = tmp_path / "joy.safetensors"
     save_file({"post_block.2": JOY}, file, {"op": "add", "scale": "0.5"})
-    made = midstream("modules", "register", "joy", str(file), "--description", "to smile")
+    made = midstream("put", "module", "joy", str(file), "--set", "description=to smile")
     digest = client.modules.get("joy").digest
     assert digest in made
-    assert digest[:12] in midstream("modules", "list")
-    assert json.loads(midstream("modules", "show", "joy", "--json"))["digest"] == digest
+    assert digest[:12] in midstream("list", "modules")
+    assert json.loads(midstream("get", "module", "joy", "--json"))["digest"] == digest
     done = midstream("submit", "once upon a time", "--steer", "@joy:4", "--max-tokens=12", "--json")
     assert json.loads(done)["outputs"][0]["text"] == text(
         client, {"layers": 2, "vector": JOY, "scale": 2.0}
     )
-    written = midstream("modules", "export", "joy", str(tmp_path / "joy.gguf"))
+    written = midstream("export", "module", "joy", "-o", str(tmp_path / "joy.gguf"))
     assert written == f"joy written to {tmp_path}/joy.gguf as gguf\n"
-    midstream("modules", "delete", "joy")
+    midstream("delete", "module", "joy")
     with pytest.raises(AssertionError, match=r"steering\[0\].module"):
         midstream("submit", "once upon a time", "--steer", "@joy")
 
@@ -69,15 +69,15 @@ def test_the_command_line_sets_global_steering_and_shows_ranks(
 ) -> None:
     np.save(tmp_path / "joy.npy", JOY)
     plain = text(client)
-    midstream("global", "set", "--steer", f"{tmp_path}/joy.npy:2:2.0")
+    midstream("put", "global", f"{tmp_path}/joy.npy:2:2.0")
     assert text(client) != plain
-    assert "add at post_block 2" in midstream("global", "show")
+    assert "add at post_block 2" in midstream("get", "global")
     for _ in range(20):  # a worker that is too busy for two seconds does not answer
-        dynamic = midstream("dynamic")
+        dynamic = midstream("get", "ranks")
         if "did not answer" not in dynamic:
             break
     assert "determinism: consistent, 2 ranks in 1 stage of 1 worker, checksum " in dynamic
-    midstream("global", "clear")
+    midstream("delete", "global")
     assert text(client) == plain
 
 

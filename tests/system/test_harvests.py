@@ -422,9 +422,9 @@ def check_samples(folder: Path, made: Harvest, exported: Path) -> None:
 
 
 def bridged(stack: Stack, view: HarvestView, target: str, **options: Any) -> subprocess.Popen[str]:
-    command = ["-m", "midstream.client", "harvest", "stream", view.id, "--to", target]
+    command = ["-m", "midstream.client", "export", "harvest", view.id, "-o", target]
     return subprocess.Popen(
-        [sys.executable, *command, "--limit", "150"],
+        [sys.executable, *command, "--set", "limit=150"],
         env={**os.environ, "MIDSTREAM_PUBLIC_URL": stack.url},
         text=True,
         stderr=subprocess.PIPE,

@@ -75,7 +75,7 @@ def test_without_a_key_every_call_is_refused_and_told_how_to_get_one(api: Api, h
     )
     problem = answer.json()
     assert (problem["type"], problem["field"]) == ("urn:midstream:unauthorized", "Authorization")
-    assert "midstream keys create" in problem["hint"]
+    assert "midstream create key" in problem["hint"]
 
 
 def test_openais_client_gets_in_with_a_key_and_is_refused_in_its_words(
@@ -326,7 +326,14 @@ def test_the_client_takes_its_key_from_the_environment(
 
 def test_the_first_key_is_made_without_an_api(api: Api, hand: Hand) -> None:
     done = CliRunner().invoke(
-        cli, ["keys", "create", "first", "--scope", "admin", "--redis-url", api.settings.redis_url]
+        cli,
+        [
+            "create",
+            "key",
+            "first",
+            "--set=scopes=admin",
+            f"--set=redis_url={api.settings.redis_url}",
+        ],
     )
     assert done.exit_code == 0, done.output
     assert status(api, f"Bearer {done.stdout.strip()}") == 200
@@ -343,16 +350,16 @@ def test_keys_and_tenants_are_managed_from_a_terminal(
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    key = run("keys", "create", "laptop", "--tenant", "lab", "--expires-in", "90d").strip()
-    assert "lab" in run("keys", "list")
-    run("tenants", "set", "lab", "--jobs-in-flight", "7", "--weight", "3")
-    assert "0 / 7" in run("tenants", "show", "lab")
-    assert "lab" in run("tenants", "list")
-    assert "revoked" in run("keys", "revoke", key.split("_")[1])
+    key = run("create", "key", "laptop", "--set=tenant=lab", "--set=expires_in=90d").strip()
+    assert "lab" in run("list", "keys")
+    run("put", "tenant", "lab", "--set=jobs_in_flight=7", "--set=weight=3")
+    assert "0 / 7" in run("get", "tenant", "lab")
+    assert "lab" in run("list", "tenants")
+    assert "deleted" in run("delete", "key", key.split("_")[1])
 
 
 def test_a_wrong_scope_is_named_before_anything_is_sent() -> None:
-    done = CliRunner().invoke(cli, ["keys", "create", "x", "--scope", "write"])
+    done = CliRunner().invoke(cli, ["create", "key", "x", "--set", "scopes=write"])
     assert isinstance(done.exception, MidstreamError)
     assert (done.exception.field, done.exception.allowed) == ("scopes[0]", ", ".join(SCOPES))
 
@@ -381,7 +388,7 @@ def test_off_loopback_the_api_needs_a_key_to_start(
     process = started(Settings(redis_url=empty, api_host=EVERYWHERE, api_port=0))
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "midstream keys create" in said
+    assert "midstream create key" in said
     assert "MIDSTREAM_ADMIN_KEY" in said
     assert "MIDSTREAM_AUTH=open" in said
 
@@ -418,7 +425,7 @@ def test_the_api_admits_no_one_while_redis_is_down_at_start(tmp_path: Path) -> N
         server = redis_server.start(tmp_path, port=port)
         try:
             assert process.wait(60) == 2
-            assert "midstream keys create" in "".join(lines)
+            assert "midstream create key" in "".join(lines)
         finally:
             server.stop()
     finally:
@@ -432,7 +439,7 @@ def test_a_malformed_key_in_the_settings_stops_the_start(tmp_path: Path) -> None
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "MIDSTREAM_ADMIN_KEY" in said
-    assert "midstream keys generate" in said
+    assert "midstream create admin-key" in said
     assert "hunter2" not in said
 
 

@@ -116,7 +116,7 @@ def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
     np.testing.assert_array_equal(
         np.array(found["norms"][-1], np.float32), np.linalg.norm(rows, axis=1)
     )
-    shown = CliRunner().invoke(main.app, ["capture", "verify", bucket.uri, "--job", job])
+    shown = CliRunner().invoke(main.app, ["check", "capture", bucket.uri, "--set", f"job={job}"])
     assert shown.exit_code == 0, shown.output
     assert not list(stack.directory.rglob("*.safetensors")), "nothing of it is on a disk"
     for name in ("worker", "api", "callbacks"):

@@ -355,7 +355,7 @@ def test_the_relay_keeps_a_heartbeat_in_redis(relay: RelayProcess, redis_url: st
     [
         ("tcp://0.0.0.0:5557", "MIDSTREAM_RELAY_ALLOW_REMOTE"),
         ("tcp://*:5557", "is not loopback"),
-        ("tcp://127.0.0.2:5557", "midstream curve new"),
+        ("tcp://127.0.0.2:5557", "midstream create curve"),
         ("127.0.0.1:5557", "not an address"),
         ("tcp://127.0.0.1:notaport", "relay_url"),
         ("tcp://127.0.0.1:5557,tcp://127.0.0.1:5558", "its own address"),

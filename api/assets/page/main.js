@@ -86,7 +86,7 @@ function Login({ onSession, reason }) {
       <button class="button main" type="submit" disabled=${busy || !key}>Log in</button>
     </form>
     <${Problem} error=${error} />
-    <p><small>An operator creates keys with <code>midstream keys create</code>. <a href="/schema">API</a></small></p>
+    <p><small>An operator creates keys with <code>midstream create key</code>. <a href="/schema">API</a></small></p>
     <${Theme} />
   </main>`;
 }

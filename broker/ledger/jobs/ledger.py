@@ -52,7 +52,7 @@ RESULT = (
     "redis.call('INFO', 'persistence')}"
 )
 #: Where a client finds the ids of its jobs.
-LISTED = "`client.jobs.list()`, `midstream job list` and GET /v1/jobs list jobs"
+LISTED = "`client.jobs.list()`, `midstream list jobs` and GET /v1/jobs list jobs"
 #: Crockford's base 32: no letter that reads like a digit.
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 

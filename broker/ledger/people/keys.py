@@ -81,11 +81,11 @@ def of_settings(settings: Settings) -> dict[str, Key]:
             raise SettingsError(
                 f"{name}: is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or "
                 f"digits>_<{low} to {high} letters or digits>; "
-                "`midstream keys generate` prints one"
+                "`midstream create admin-key` prints one"
             )
         if shown.id in keys:
             raise SettingsError(
-                f"{name}: has the id of another setting's key: `midstream keys generate` prints "
+                f"{name}: has the id of another setting's key: `midstream create admin-key` prints "
                 "another one"
             )
         keys[shown.id] = Key(

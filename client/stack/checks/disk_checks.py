@@ -43,7 +43,7 @@ def _disk(data: Path) -> Iterator[Finding]:
         yield Finding("ok", "disk", f"{data} is not on this machine: not checked")
         return
     free = shutil.disk_usage(data).free
-    advice = "delete captures (`midstream capture delete`, capture_ttl_s), or set capture_quota_mib"
+    advice = "delete captures (`midstream delete capture`, capture_ttl_s), or set capture_quota_mib"
     found = f"{free / 2**30:.1f} GiB free in {data}"
     yield graded("disk space", -free, found, advice, -DISK_WARN, -DISK_FAIL)
     with tempfile.NamedTemporaryFile(dir=data, prefix=".doctor-") as file:

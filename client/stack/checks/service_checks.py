@@ -109,7 +109,7 @@ def judged(status: Status, settings: Settings) -> Iterator[Finding]:
     yield graded("callbacks", not callbacks.alive, found if callbacks.alive else lost, advice)
     overdue = callbacks.webhooks_overdue_s
     more = f", the oldest overdue by {overdue:.0f} s" if overdue >= 1 else ""
-    advice = "`midstream webhooks list --state pending` lists receivers that do not answer"
+    advice = "`midstream list webhooks --set state=pending` lists receivers that do not answer"
     found = f"{callbacks.webhooks_pending} pending{more}"
     yield graded("webhooks", overdue, found, advice, OVERDUE_WARN_S, math.inf)
     served = {worker.model for worker in status.workers if worker.healthy and not worker.queue}
@@ -192,4 +192,4 @@ def _keys(service: Service) -> Finding:
     if is_loopback(urlsplit(service.url).hostname or ""):
         return Finding("ok", "keys", "not required; the address is loopback")
     text = f"{service.url} requires no keys: anyone who can reach it has full access"
-    return Finding("fail", "keys", text, "`midstream keys create`, then unset MIDSTREAM_AUTH")
+    return Finding("fail", "keys", text, "`midstream create key`, then unset MIDSTREAM_AUTH")

@@ -165,5 +165,5 @@ def test_a_wrong_attribute_names_the_right_one() -> None:
 
 def test_an_unknown_job_says_where_jobs_are_listed() -> None:
     assert str(not_found("job_1")) == (
-        "unknown job job_1; `client.jobs.list()`, `midstream job list` and GET /v1/jobs list jobs"
+        "unknown job job_1; `client.jobs.list()`, `midstream list jobs` and GET /v1/jobs list jobs"
     )

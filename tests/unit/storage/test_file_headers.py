@@ -129,10 +129,10 @@ def test_wrong_npy_headers_are_refused_by_member_and_also_by_the_client(
     with zipfile.ZipFile(tmp_path / "probe.npz", "w") as archive:
         archive.writestr("weight.npy", npy(header) + bytes(16))
     refused_file = CliRunner().invoke(
-        app, ["probe", "register", "p", str(tmp_path / "probe.npz"), "--layer", "0"]
+        app, ["put", "probe", "p", str(tmp_path / "probe.npz"), "--set", "layer=0"]
     )
     assert isinstance(refused_file.exception, MidstreamError)
-    assert refused_file.exception.field == "file"
+    assert refused_file.exception.field == "FILE"
 
 
 #: What a header may hold anywhere, valid or not.

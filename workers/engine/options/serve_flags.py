@@ -53,7 +53,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "trust_request_mm_kwargs",
     ),
     "adapters are registered while the server runs: `--set lora_dir=FOLDER`, then "
-    "`midstream loras add`": ("lora_modules",),
+    "`midstream put lora`": ("lora_modules",),
     "the parsers are vLLM's own: `--tool-call-parser`": ("tool_parser_plugin",),
     "TLS ends at a proxy in front of the API": (
         "enable_ssl_refresh",

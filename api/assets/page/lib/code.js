@@ -90,7 +90,7 @@ const GRIDS = { "/v1/sweeps": "sweep", "/v1/attributions": "attribute" };
 function inShell(path, body, url) {
   const [verb, fields] = path in GRIDS ? [GRIDS[path], body] : ["submit", asJob(path, body)];
   if (fields === null) return null;
-  return `midstream ${verb} --url ${shell(url)} --body /dev/stdin <<'JSON'
+  return `midstream ${verb} --url ${shell(url)} --file /dev/stdin <<'JSON'
 ${JSON.stringify(fields, null, 2)}
 JSON
 `;

@@ -67,7 +67,7 @@ function Form({ open }) {
     location.hash = `#/harvests/${id}`;
   };
   return html`<details class="card new-harvest" open=${open}><summary>New harvest</summary><form onSubmit=${(event) => event.preventDefault()}>
-    <${Field} label="Documents" hint="One a line, at most 4,096. Larger corpora: a file below harvest_sources, with midstream harvest run --source." error=${wrong("lines")}>${(id) => html`<textarea id=${id} rows="5" value=${form.lines} onInput=${set("lines")}></textarea>`}<//>
+    <${Field} label="Documents" hint="One a line, at most 4,096. Larger corpora: a file below harvest_sources, with midstream harvest SOURCE." error=${wrong("lines")}>${(id) => html`<textarea id=${id} rows="5" value=${form.lines} onInput=${set("lines")}></textarea>`}<//>
     <div class="fields">
       ${models && models.length > 1 && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
       <${Field} label="Layers" hint="all, 3, 0-5 or 0-5,-1" error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
@@ -84,7 +84,7 @@ function List() {
   return html`<h1>Harvests</h1><p class="lead">Run a corpus through a model and keep the rows of some layers as files, each row exactly once: what autoencoders and probes are trained on.</p>
     ${page && html`<${Form} open=${!page.harvests.length} />`}
     <${Problem} error=${error} />
-    ${page && !page.harvests.length && html`<${EmptyState} title="No harvests yet" text="Paste some documents above. For a file, use midstream harvest run." />`}
+    ${page && !page.harvests.length && html`<${EmptyState} title="No harvests yet" text="Paste some documents above. For a file, use midstream harvest." />`}
     ${page && page.harvests.length > 0 && html`<div class="scroll-x" tabindex="0" role="group" aria-label="Harvests"><table class="plain wide-table"><thead><tr><th scope="col">Started</th><th scope="col">State</th><th scope="col">Progress</th><th scope="col">Documents</th><th scope="col">Rows</th><th scope="col">Size</th><th scope="col">Model</th></tr></thead>
       <tbody>${page.harvests.map(counted).map((harvest) => html`<tr key=${harvest.id}><td><a href=${`#/harvests/${harvest.id}`}>${age(harvest.created)} ago</a></td><td><${State} state=${harvest.state} /></td><td><${Share} harvest=${harvest} /></td><td>${number(harvest.documents)}</td><td>${number(harvest.rows)}</td><td>${bytes(harvest.bytes)}</td><td>${harvest.model}</td></tr>`)}</tbody></table></div>`}`;
 }
@@ -125,7 +125,7 @@ function One({ id }) {
       ]} />
       <h2>Files</h2><p class="mono uri">${harvest.uri}</p>
       ${state === "succeeded"
-        ? html`<${Copy} label="Read it" tabs=${{ Python: `import midstream\n\nharvest = midstream.harvest.open(${JSON.stringify(harvest.uri)})\nprint(len(harvest), harvest.sites)\nhook, layer = harvest.sites[0]\nrows = harvest.rows(slice(0, 100), layer=layer)\n`, CLI: `midstream harvest verify ${harvest.uri}\n` }} />`
+        ? html`<${Copy} label="Read it" tabs=${{ Python: `import midstream\n\nharvest = midstream.harvest.open(${JSON.stringify(harvest.uri)})\nprint(len(harvest), harvest.sites)\nhook, layer = harvest.sites[0]\nrows = harvest.rows(slice(0, 100), layer=layer)\n`, CLI: `midstream check harvest ${harvest.uri}\n` }} />`
         : html`<p class="soft">The folder is complete once it has a <code>manifest.json</code>.</p>`}
       ${state === "succeeded" && html`<${Surveys} harvest=${harvest} look=${look} />`}
       <p class="soft">${harvest.model}${harvest.jobs.length ? html`; ${count(harvest.jobs.length, "job")}: ${harvest.jobs.slice(0, 8).map((job) => html`<a class="mono" href=${`#/jobs/${job}`}>${job}</a> `)}` : ""}</p>`}`;

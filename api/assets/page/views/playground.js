@@ -29,7 +29,7 @@ function Adding({ modules, used, add }) {
     <ul class="offers">${shown.map(({ name, description }) => html`<li key=${name}><${Button} kind="small" title=${description || null} disabled=${used.size >= MOST} onClick=${() => add(name)}>${`Add ${name}`}<//></li>`)}</ul>
     <p class="soft" role="status">${matching.length ? `${shown.length} of ${matching.length} modules` : modules.length ? "no other modules" : ""}${used.size >= MOST ? `; at most ${MOST} at a time` : ""}</p>
     ${matching.length > count && html`<${Button} kind="small" onClick=${() => setCount(count + FOUND)}>More modules<//>`}
-    ${!modules.length && html`<${Empty}>There are no modules yet. Make a direction below, or register a vector with <code>midstream modules register</code>.<//>`}
+    ${!modules.length && html`<${Empty}>There are no modules yet. Make a direction below, or register a vector with <code>midstream put module</code>.<//>`}
   </div>`;
 }
 

@@ -10,7 +10,7 @@ const form = {
   action: "Score the text",
   example: "The service was slow, but the cook was a genius.",
   registered: "/v1/probes",
-  missing: (_, { probes }) => !probes.length && html`<p>No probe is registered. Train one with <code>midstream probe train</code>, or see the guide to probes.</p>`,
+  missing: (_, { probes }) => !probes.length && html`<p>No probe is registered. Train one with <code>midstream fit probe</code>, or see the guide to probes.</p>`,
   fields: (_, { probes }) => [
     { name: "probe", label: "Probe", api: "probes", value: probes[0].name, options: Object.fromEntries(probes.map(({ name, content }) => [name, `${name}: ${content.labels.join(", ")} at ${content.hook}, layer ${content.layer}`])) },
     { name: "max_tokens", label: "Tokens to generate", api: "sampling.max_tokens", value: "16", type: "number", min: 1 },

@@ -112,29 +112,31 @@ def test_exporting_uncaptured_sites_names_them(
 
 
 def test_show_describes_a_folder_or_a_job_in_the_capture_root(root: Path, tmp_path: Path) -> None:
-    for source in ([root / "tag" / "job_x"], [root, "--job", "job_x"]):
-        code, text = run("capture", "show", *source)
+    for source in ([root / "tag" / "job_x"], [root, "--set=job=job_x"]):
+        code, text = run("get", "capture", *source)
         assert code == 0, text
         assert "pre_attn" in text
         assert "[3, 3, 5]" in text  # three layers, three positions, hidden size
-    code, text = run("capture", "show", root, "--job", "job_x", "--values", "pre_attn:3")
+    code, text = run(
+        "get", "capture", root, "--set=job=job_x", "--set=hook=pre_attn", "--set=layer=3"
+    )
     assert "layer 3, request 0, float32 [3, 5]" in text
     write(tmp_path, finished())
-    assert run("capture", "show", tmp_path / "tag" / "job_x")[0] == 0
+    assert run("get", "capture", tmp_path / "tag" / "job_x")[0] == 0
 
 
 def test_verify_names_a_stage_or_a_blob_that_is_wrong_and_fails(root: Path, tmp_path: Path) -> None:
-    assert run("capture", "verify", root, "--job", "job_x")[0] == 0
+    assert run("check", "capture", root, "--set=job=job_x")[0] == 0
     path = root / "tag" / "job_x" / "p0001.a1.pp0.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    code, text = run("capture", "verify", root, "--job", "job_x")
+    code, text = run("check", "capture", root, "--set=job=job_x")
     assert code != 0
     assert "p0001.a1.pp0.safetensors" in text
     assert "1 of 2 checks failed" in text
     write(tmp_path, finished(sites={"post_block": [0]}, all_sites={"post_block": [0, 1]}, stages=2))
-    code, text = run("capture", "verify", tmp_path, "--job", "job_x")
+    code, text = run("check", "capture", tmp_path, "--set=job=job_x")
     assert code != 0
     assert "missing tensors (1): post_block.1; stages present: 0, of 2 in total" in text
 
@@ -144,43 +146,31 @@ def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(
 ) -> None:
     write(tmp_path, finished(request=0, requests=2, positions=[0, 2], dropped=(1,)))
     source, said = (
-        (tmp_path, "--job", "job_x"),
+        (tmp_path, "--set=job=job_x"),
         "captured 2 requests, but files exist for only 1: 0",
     )
     for command in (
-        ("show", *source),
-        ("export", tmp_path, tmp_path / "rows.npz", "--job", "job_x"),
-        ("verify", *source),
+        ("get", "capture", *source),
+        ("export", "capture", *source, "-o", tmp_path / "rows.npz"),
+        ("check", "capture", *source),
     ):
-        code, text = run("capture", *command)
+        code, text = run(*command)
         assert (code != 0, said in text) == (True, True), text
     assert "2 of 3 checks failed" in text
-    code, text = run("capture", "show", *source, "--partial")
+    code, text = run("get", "capture", *source, "--set=partial=true")
     assert (code, said in text, "positions dropped under overload: 1 (1 in total)" in text) == (
         0,
         True,
         True,
     )
-    assert (
-        run("capture", "export", tmp_path, tmp_path / "rows.npz", "--job", "job_x", "--partial")[0]
-        == 0
-    )
+    options = ("--set=partial=true", "-o", tmp_path / "rows.npz")
+    assert run("export", "capture", *source, *options)[0] == 0
 
 
 def test_export_from_a_terminal_says_what_it_wrote(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.npz"
-    code, text = run(
-        "capture",
-        "export",
-        root,
-        target,
-        "--job",
-        "job_x",
-        "--hooks",
-        "pre_attn:3",
-        "--request",
-        "0",
-    )
+    chosen = ("--set=job=job_x", "--set=hooks=pre_attn:3", "--set=requests=0")
+    code, text = run("export", "capture", root, "-o", target, *chosen)
     assert (code, "3 arrays" in text, target.is_file()) == (0, True, True)
 
 

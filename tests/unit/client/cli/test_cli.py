@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from cli_kit import Cli
 from http_kit import reply, server
 
 from midstream import MidstreamError, __version__
-from midstream.client.cli import demo, main, options
+from midstream.client import Client
+from midstream.client.cli import demo, kinds, main
 from midstream.schemas.access.keys import Limits, TenantView, Usage
 from midstream.schemas.access.webhooks import (
     Delivery,
@@ -51,6 +53,10 @@ def _nothing_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDSTREAM_API_PORT", "1")  # nobody listens there
 
 
+#: Commands whose first argument is a kind.
+VERBS = {verb for kind in kinds.KINDS for verb in kind.acts}
+
+
 def told_commands() -> Iterator[tuple[str, list[str]]]:
     """(File, words behind `midstream`) of each command that our pages, messages and the page in
     the browser tell of.
@@ -78,6 +84,8 @@ def test_every_documented_command_and_option_exists() -> None:
         ):
             assert rest[0] in known, f"{where}: midstream {' '.join(words)}"
             command = known[rest.pop(0)]
+        if command.name in VERBS and rest[:1] and rest[0] != "KIND":
+            kinds.find(rest[0], command.name)
         there = {
             option
             for parameter in command.get_params(typer.Context(command))
@@ -87,63 +95,51 @@ def test_every_documented_command_and_option_exists() -> None:
         assert used <= there, f"{where}: midstream {' '.join(words)}"
 
 
-def test_submit_and_sweep_take_the_options_of_handling_and_submit_those_of_captures() -> None:
-    commands = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
-    there = {
-        name: {
-            option: parameter.rich_help_panel
-            for parameter in commands[name].params
-            for option in parameter.opts
-        }
-        for name in ("submit", "sweep")
+def leaves(command: Any, path: str = "midstream") -> Iterator[tuple[str, Any]]:
+    """Each command that can be run, by its words."""
+    if not (inner := getattr(command, "commands", None)):
+        yield path, command
+    for name, below in (inner or {}).items():
+        yield from leaves(below, f"{path} {name}")
+
+
+def test_few_commands_and_options_do_everything() -> None:
+    commands = dict(leaves(typer.main.get_command(main.app)))
+    assert len(commands) <= 35
+    assert sum(len(command.params) for command in commands.values()) <= 240
+
+
+def test_every_kind_has_acts_of_known_verbs_only() -> None:
+    verbs = {
+        name.removeprefix("midstream ") for name, _ in leaves(typer.main.get_command(main.app))
     }
-    for options_of in there.values():
-        handling = {option for option, panel in options_of.items() if panel == "Handling"}
-        assert handling == {f"--{name.replace('_', '-')}" for name in options.HANDLING}
-    assert set(options.CAPTURE_OPTIONS) <= there["submit"].keys()
-
-
-def test_every_cli_group_has_a_list_command() -> None:
-    groups = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
-    assert {
-        name
-        for name, group in groups.items()
-        if hasattr(group, "commands") and "list" not in group.commands
-    } == {"global", "curve"}
+    for kind in kinds.KINDS:
+        assert {*kind.acts} <= verbs, kind.name
+        for act in kind.acts.values():
+            assert callable(act if callable(act) else attrgetter(act)(Client("http://127.0.0.1:1")))
 
 
 def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
-    def options_of(command: Any, path: str) -> Iterator[tuple[str, str]]:
-        for name, inner in getattr(command, "commands", {}).items():
-            yield from options_of(inner, f"{path} {name}")
-        for parameter in command.params:
-            yield from (
-                (path, option) for option in parameter.opts if "hook" in option or "layer" in option
-            )
-
-    found = set(options_of(typer.main.get_command(main.app), "midstream"))
+    found = {
+        (path, option)
+        for path, command in leaves(typer.main.get_command(main.app))
+        for parameter in command.params
+        for option in parameter.opts
+        if "hook" in option or "layer" in option
+    }
     assert found == {
         *(
             (f"midstream {command}", option)
-            for command in ("submit", "sweep", "attribute", "capture export", "harvest run")
+            for command in ("submit", "sweep", "attribute", "harvest")
             for option in ("--hooks", "--layers")
         ),
-        ("midstream attention", "--layers"),
-        ("midstream jacobian fit", "--layers"),
-        *(("midstream modules fit", option) for option in ("--hook", "--layers")),  # one hook
-        *(("midstream lens", option) for option in ("--hooks", "--layers")),
-        *(
-            (f"midstream probe {verb}", option)
-            for verb in ("register", "train")
-            for option in ("--hook", "--layer")
-        ),  # a probe has one
+        *((f"midstream {command}", "--layers") for command in ("lens", "attention")),
     }
 
 
 def test_every_command_accepts_h_and_version(cli: Cli) -> None:
     assert cli("--version")[:2] == (0, f"midstream {__version__}\n")
-    assert f"midstream {__version__}" in cli("version").out, "without a server"
-    for words in ("", "submit", "job", "webhooks list", "status", "down", "logs", "demo"):
+    for words in ("", "submit", "list", "create", "status", "down", "logs", "demo"):
         assert cli(*words.split(), "-h").out.strip().startswith("Usage: "), words
 
 
@@ -151,8 +147,15 @@ def test_every_command_accepts_h_and_version(cli: Cli) -> None:
     ("typed", "code", "said"),
     [
         ("dance", 2, "dance"),
-        ("list", 2, "'midstream job list'"),
-        ("loras remove x", 2, "'remove'. Did you mean 'midstream loras delete'?"),
+        ("lst jobs", 2, "Did you mean 'list'?"),
+        ("jobs", 2, "Did you mean 'midstream list jobs'?"),
+        ("job list", 2, "Did you mean 'midstream list jobs'?"),
+        ("loras remove x", 2, "'loras'. Did you mean 'midstream delete lora'?"),
+        ("modules register x", 2, "Did you mean 'midstream put module'?"),
+        ("rm module x", 2, "'rm'. Did you mean 'midstream delete'?"),
+        ("dynamic", 2, "Did you mean 'midstream get ranks'?"),
+        ("version", 2, "Did you mean 'midstream get server'?"),
+        ("get module a b", 2, "unexpected extra argument"),
         ("status", 3, "no stack is running on"),
         ("down", 0, "no stack is running on"),
         ("logs", 1, "no logs in"),
@@ -178,29 +181,49 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ),
         ("up --model ./nowhere", "model='./nowhere'"),
         ("submit", "prompts: give a prompt"),
-        ("submit --body missing.json", "missing.json"),
-        ("job show job_x", "no Midstream server answers at http://127.0.0.1:1"),
+        ("submit --file missing.json", "missing.json"),
+        ("submit --file torn.json", "--file: torn.json: "),
+        ("submit x --set max_tokens", "--set: 'max_tokens' is not FIELD=VALUE"),
+        ("submit x --set lens=1 --set lens.layers=2", "'lens' has a value, and no fields"),
+        ("submit x --set model=m --set tempreature=0", "did you mean 'temperature'?"),
+        ("submit x --set model=m --set capture.tagg=a", "capture.tagg: unknown field"),
+        ("submit x --set model=m --set max_tokens=many", "sampling.max_tokens: Expected `int`"),
+        ("get job job_x", "no Midstream server answers at http://127.0.0.1:1"),
         *(
-            (f"{group} list", "no Midstream server answers")
-            for group in ("modules", "probe", "sae", "tuned", "loras")
+            (f"list {kind}", "no Midstream server answers")
+            for kind in ("modules", "probe", "saes", "lenses", "loras", "disabled")
         ),
-        ("capture show ./nowhere", "no such folder: ./nowhere"),
-        ("jacobian fit n lines.jsonl --model m", "lines.jsonl: Expected `object`, got `array`"),
-        ("probe train p lines.csv --layer 1", "line 1 is not a JSON object: "),
+        ("get server", "no Midstream server answers"),
+        ("list modul", "KIND: unknown kind 'modul'; did you mean 'module'? (allowed: job, "),
+        ("put ranks x", "KIND: 'put' is not for ranks (allowed: get ranks)"),
+        ("get module", "NAME: get module: missing a required argument: 'name'"),
+        ("list modules --set modell=m", "modell: unknown field; did you mean 'model'?"),
+        ("list modules --limit 3", "limit: unknown field (allowed: model)"),
+        ("get capture ./nowhere", "no such folder: ./nowhere"),
+        ("get capture ./nowhere --set tagg=a", "tagg: unknown field; did you mean 'tag'?"),
+        ("put probe p lines.csv", "FILE: lines.csv: "),
+        ("put module n gone.npy:3", "FILE: 'gone.npy:3': "),
+        ("create curve boss w1", "role: unknown role 'boss' (allowed: relay, worker)"),
+        ("create acl --set database=-1", "database: is -1 (allowed: 0 to "),
+        ("fit jacobian n lines.jsonl --model m", "lines.jsonl is not JSON lines"),
+        ("fit probe p lines.csv --set layer=1", "line 1 is not a JSON object: "),
         (
-            "probe train p lines.csv --layer 1",
+            "fit probe p lines.csv --set layer=1",
             "this is a CSV file: convert it (allowed: JSON lines",
         ),
-        ("policy register p policy.json", "policy.json: condition.threshold: unknown field"),
-        ("policy register p policy.json", "(allowed: at_least, "),
+        ("fit probe p lines.csv", "missing a required argument: 'layer'"),
+        ("fit probe p lines.csv --set layer=1 --set rows=some", "rows: 'some' is not a selection"),
+        ("put policy p --file policy.json", "condition.threshold: unknown field"),
+        ("put policy p --file policy.json", "(allowed: at_least, "),
         (
-            "keys create x --scope read --scope submitt",
+            "create key x --set scopes=read --set scopes=submitt",
             "did you mean 'submit'? (allowed: submit, read, steer-global, observe, admin)",
         ),
     ],
 )
 def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: str) -> None:
     Path("lines.jsonl").write_text("[1]\n")
+    Path("torn.json").write_text('{"prompts": ')
     Path("lines.csv").write_text("text,label\n")
     Path("policy.json").write_text('{"probe": "p", "actions": [], "condition": {"threshold": 2}}')
     ended = cli(*typed.split())
@@ -230,7 +253,7 @@ def test_the_demo_names_commands_as_they_can_be_typed(
 def test_an_unknown_tenant_is_named_with_those_there_are(cli: Cli) -> None:
     usage = Usage(**dict.fromkeys(Usage.__struct_fields__, 0))
     view = TenantView(name="vision", limits=Limits(), usage=usage)
-    ended, _ = cli.served("tenants", "show", "visoin", by=[reply({"tenants": [view]})])
+    ended, _ = cli.served("get", "tenant", "visoin", by=[reply({"tenants": [view]})])
     assert ended.code == 1
     assert "unknown tenant 'visoin'" in ended.err
     assert "did you mean 'vision'?" in ended.err
@@ -243,25 +266,26 @@ LINES = '{"positive": "a", "negative": "b"}\n\n{"prompt": "c", "target": "d"}\n{
     ("typed", "asked", "body"),
     [
         (
-            "modules fit n lines.jsonl --method pca --layers 1-2 --rank 2 --read 1:",
+            "fit module n lines.jsonl --set method=pca --set layers=1-2 --set rank=2 "
+            "--set read.start=1",
             "POST /v1/modules/fit",
             {"method": "pca", "layers": "1-2", "rank": 2, "read": {"start": 1}, "positive": ["a"],
              "negative": ["b"], "examples": [{"prompt": "c", "target": "d"}]},
         ),
         (
-            "jacobian fit n lines.jsonl --seed 3",
+            "fit jacobian n lines.jsonl --set seed=3",
             "POST /v1/jacobians/fit",
             {"prompts": ["e"], "seed": 3},
         ),
-        ("jacobian register n p", "POST /v1/jacobians", {"path": "p"}),
-        ("loras add n p", "POST /v1/loras", {"path": "p"}),
+        ("put jacobian n p", "POST /v1/jacobians", {"path": "p"}),
+        ("put lora n p", "POST /v1/loras", {"path": "p"}),
         (
-            "sae register n p --reads post_block:12",
+            "put sae n p --set hook=post_block --set layer=12",
             "POST /v1/saes",
             {"path": "p", "hook": "post_block", "layer": 12},
         ),
         (
-            "tuned register n p --residual",
+            "put lens n p --set residual=true",
             "POST /v1/lenses",
             {"path": "p", "hook": "post_block", "residual": True},
         ),
@@ -273,7 +297,7 @@ def test_commands_that_make_an_artifact_send_what_was_typed(
     Path("lines.jsonl").write_text(LINES)
     refusal = MidstreamError("invalid_request", "refused here").problem()
     ended, seen = cli.served(
-        *typed.split(), "--model", "m", "--description", "mine", by=[reply(refusal, 400)]
+        *typed.split(), "--model", "m", "--set", "description=mine", by=[reply(refusal, 400)]
     )
     assert (ended.code, "refused here" in ended.err) == (1, True)
     assert seen[0].startswith(asked)
@@ -287,17 +311,17 @@ def test_commands_that_make_an_artifact_send_what_was_typed(
 
 def test_runs_are_deleted_by_name_and_mistakes_are_one_line(cli: Cli) -> None:
     problem = MidstreamError("not_found", "unknown source run 'b'").problem()
-    ended, seen = cli.served("runs", "delete", "a", "b", by=[reply(None, 204), reply(problem, 404)])
+    ended, seen = cli.served("delete", "run", "a", "b", by=[reply(None, 204), reply(problem, 404)])
     assert ended == (1, "a deleted\n", "error: unknown source run 'b'\n")
     assert seen == ["DELETE /v1/runs/a", "DELETE /v1/runs/b"]
 
 
 @pytest.mark.parametrize(
     ("typed", "value"),
-    [("list --limit 3", RunPage(runs=[RUN], next="more")), ("show clean", RUN)],
+    [("list runs --limit 3", RunPage(runs=[RUN], next="more")), ("get run clean", RUN)],
 )
 def test_runs_as_json_are_the_servers_answer(cli: Cli, typed: str, value: Any) -> None:
-    ended, _ = cli.served("runs", *typed.split(), "--json", by=[reply(value)])
+    ended, _ = cli.served(*typed.split(), "--json", by=[reply(value)])
     assert from_json(ended.out.encode(), type(value)) == value
 
 
@@ -306,12 +330,7 @@ def test_runs_as_json_are_the_servers_answer(cli: Cli, typed: str, value: Any) -
 
 def test_deliveries_are_filtered_and_listed_with_whole_ids_and_receivers(cli: Cli) -> None:
     ended, seen = cli.served(
-        "webhooks",
-        "list",
-        "--job",
-        "job_1",
-        "--state",
-        "failed",
+        *("list", "webhooks", "--set", "job=job_1", "--set", "state=failed"),
         by=[reply(DeliveryPage(deliveries=[SENT]))],
     )
     assert seen == ["GET /v1/webhooks/deliveries?job=job_1&state=failed&limit=20"]
@@ -323,8 +342,8 @@ def test_deliveries_are_filtered_and_listed_with_whole_ids_and_receivers(cli: Cl
 
 def test_a_delivery_is_shown_with_its_attempts_and_resent(cli: Cli) -> None:
     with server(reply(SENT)) as (url, seen):
-        assert "500 not accepted" in cli("webhooks", "show", SENT.id, "--url", url).out
-        cli("webhooks", "redeliver", SENT.id, "msg_2", "--url", url)
+        assert "500 not accepted" in cli("get", "webhook", SENT.id, "--url", url).out
+        cli("redeliver", SENT.id, "msg_2", "--url", url)
     assert seen == [
         f"GET /v1/webhooks/deliveries/{SENT.id}",
         f"POST /v1/webhooks/deliveries/{SENT.id}/redeliver",
@@ -335,11 +354,7 @@ def test_a_delivery_is_shown_with_its_attempts_and_resent(cli: Cli) -> None:
 def test_the_new_secret_alone_goes_to_standard_output(cli: Cli) -> None:
     new, old = Secret(secret="whsec_new", created=1.0), Secret(secret="whsec_old", created=0.0)
     ended, seen = cli.served(
-        "webhooks",
-        "rotate",
-        "--keep-former",
-        "12h",
-        "--own",
+        *("create", "secret", "--set", "keep_former_s=12h", "--set", "own=true"),
         by=[reply(SecretList(of="tenant", secrets=[new, old]), 201)],
     )
     assert json.loads(seen.bodies[0]) == {"keep_former_s": 43200.0, "own": True}
@@ -349,8 +364,8 @@ def test_the_new_secret_alone_goes_to_standard_output(cli: Cli) -> None:
 def test_disabled_receivers_are_listed_and_enabled(cli: Cli) -> None:
     disabled = DisabledEndpoint(tenant="lab", url=SENT.url, since=1.0)
     with server(reply(DisabledList(endpoints=[disabled])), (204, {}, b"")) as (url, seen):
-        assert SENT.url in cli("webhooks", "list", "--disabled", "--url", url).out
-        cli("webhooks", "enable", SENT.url, "--url", url)
+        assert SENT.url in cli("list", "disabled", "--url", url).out
+        cli("delete", "disabled", SENT.url, "--url", url)
     assert seen[1] == (
         "DELETE /v1/webhooks/disabled?url=https%3A%2F%2Fhooks.lab.example%2Fmidstream"
     )

@@ -113,7 +113,8 @@ def test_every_command_is_in_one_section_of_the_help(cli: Cli) -> None:
     ("words", "completed"),
     [
         ("midstream har", "harvest"),
-        ("midstream harvest ver", "verify"),
+        ("midstream list har", "harvest"),
+        ("midstream create adm", "admin-key"),
         ("midstream serve m --max-num-s", "--max-num-seqs"),
     ],
 )

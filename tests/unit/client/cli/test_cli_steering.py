@@ -127,7 +127,7 @@ def test_a_module_is_registered_from_files(cli: Cli, tmp_path: Path) -> None:
     np.save(tmp_path / "joy.npy", JOY)
     file = f"{tmp_path}/joy.npy:3:2"
     ended, seen = cli.served(
-        "modules", "register", "joy", file, "--description", "to smile", by=[reply(MODULE)]
+        "put", "module", "joy", file, "--set", "description=to smile", by=[reply(MODULE)]
     )
     assert (ended.code, "cdcdcd" in ended.out) == (0, True)
     vector = SteeringSpec(layers=3, scale=2.0, vector=from_numpy(JOY))
@@ -137,7 +137,7 @@ def test_a_module_is_registered_from_files(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_global_steering_is_set_from_the_same_options(cli: Cli) -> None:
-    ended, seen = cli.served("global", "set", "--steer", "@joy:2", by=[reply(everyone())])
+    ended, seen = cli.served("put", "global", "@joy:2", by=[reply(everyone())])
     assert (ended.code, "version 3" in ended.out) == (0, True)
     assert "applied by 1 worker on every rank" in ended.out
     assert from_json(seen.bodies[0], GlobalRequest).steering == [
@@ -147,19 +147,19 @@ def test_global_steering_is_set_from_the_same_options(cli: Cli) -> None:
 
 def test_a_refusal_is_a_line_and_an_exit_code(cli: Cli) -> None:
     problem = MidstreamError("intervention_failed", "w1, rank 1: cannot hold it").problem()
-    ended, _ = cli.served("global", "set", "--steer", "@joy", by=[reply(problem, 500)])
+    ended, _ = cli.served("put", "global", "@joy", by=[reply(problem, 500)])
     assert ended == (1, "", "error: w1, rank 1: cannot hold it\n")
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_ranks_that_disagree_are_shown_and_an_exit_code(cli: Cli, options: tuple[str, ...]) -> None:
-    ended, _ = cli.served("dynamic", *options, by=[reply(APART)])
+    ended, _ = cli.served("get", "ranks", *options, by=[reply(APART)])
     assert (ended.code, "e" * 16 in ended.out) == (1, True)
     assert ended.err == "error: w1: ranks 0 and 1 of stage 0 have other checksums\n"
 
 
 def test_ranks_that_agree_are_one_line_with_checksum_and_actions(cli: Cli) -> None:
-    ended, seen = cli.served("dynamic", by=[reply(AGREED)])
+    ended, seen = cli.served("get", "ranks", by=[reply(AGREED)])
     assert (seen, ended.code, ended.err) == (["GET /v1/steering/dynamic"], 0, "")
     assert (
         f"determinism: consistent, 2 ranks in 1 stage of 1 worker, checksum {'f' * 16} "

@@ -10,13 +10,13 @@ import pytest
 from attribution_kit import attribution
 from cli_kit import Cli, Ended
 from http_kit import reply, server
-from job_kit import job_result
+from job_kit import job_result, job_view
 from sweep_kit import VIEW, over, result
 
 from midstream import PatchStudy
-from midstream.client.cli import sweeps
 from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.attributions import AttributionRequest, AttributionResult
+from midstream.schemas.jobs.jobs import JobResult
 from midstream.schemas.jobs.sweeps import SweepRequest, SweepResult
 
 PAIR = {
@@ -44,24 +44,28 @@ def swept(cli: Cli, *options: object, found: SweepResult | None = None) -> tuple
     ("typed", "fields"),
     [
         (
-            "--hooks resid_pre,mlp_out --layers 0-9 --positions 1:4 --window 3x1 --mask 0-63",
+            "--hooks resid_pre,mlp_out --layers 0-9 --set positions.start=1 --set positions.stop=4 "
+            "--set window.layers=3 --set window.positions=1 --set mask=0-63",
             {"hooks": ["resid_pre", "mlp_out"], "layers": "0-9", "mask": "0-63",
              "positions": {"start": 1, "stop": 4}, "window": {"layers": 3, "positions": 1}},
         ),
         (
-            "--metric logit_diff --direction noise --alignment right --alpha 0.5 --noise 2",
+            "--set metric=logit_diff --set direction=noise --set alignment=right --set alpha=0.5 "
+            "--set noise=2",
             {"metric": "logit_diff", "direction": "noise", "alignment": "right", "alpha": 0.5,
              "noise": 2},
         ),
         (
-            "--priority low --expires-in 10m --callback https://a.example/hook "
-            "--callback-event job.failed --callback-event job.succeeded",
+            "--set priority=low --set expires_in=10m --set callback_url=https://a.example/hook "
+            "--set callback_events=job.failed --set callback_events=job.succeeded",
             {"priority": "low", "expires_in": 600.0, "callback_url": "https://a.example/hook",
              "callback_events": ["job.failed", "job.succeeded"]},
         ),
         ("", {"priority": "normal", "expires_in": None, "callback_url": None}),
         (
-            "--hooks z --axis head --heads 0-3 --receivers 23.q.3,24.mlp_out --frozen attn",
+            """--hooks z --set axis=head --set heads=0-3 --set path.frozen=attn
+            --set path.receivers={"layer":23,"hook":"q","head":3}
+            --set path.receivers={"layer":24,"hook":"mlp_out"}""",
             {"axis": "head", "heads": "0-3",
              "path": {"sender": None, "frozen": ["attn"],
                       "receivers": [{"layer": 23, "hook": "q", "head": 3},
@@ -78,11 +82,13 @@ def test_sweep_options_become_the_request(cli: Cli, typed: str, fields: dict[str
 def test_pairs_come_from_a_file_and_spans_are_shared(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "pairs.json"
     file.write_text('[{"clean": "a", "corrupt": "b"}, {"clean": "c", "corrupt": "d"}]')
-    asked, _ = swept(cli, "--pairs", file, *["--span", "subject=Eiffel|Col", "--span", "end=-1"])
+    subject = '{"name": "subject", "clean": {"text": "Eiffel"}, "corrupt": {"text": "Col"}}'
+    end = '{"name": "end", "clean": [-1]}'
+    asked, _ = swept(cli, "--file", file, "--set", f"spans={subject}", "--set", f"spans={end}")
     assert [each["clean"] for each in asked["pairs"]] == ["a", "c"]
-    subject, end = asked["pairs"][1]["spans"]
-    assert subject["corrupt"]["text"] == "Col"
-    assert (end["name"], end["clean"], end["corrupt"]) == ("end", [-1], None)
+    first, last = asked["pairs"][1]["spans"]
+    assert first["corrupt"]["text"] == "Col"
+    assert (last["name"], last["clean"], last["corrupt"]) == ("end", [-1], None)
 
 
 def test_the_terminal_shows_heatmap_strongest_cells_notes_and_reasons(cli: Cli) -> None:
@@ -102,7 +108,7 @@ def test_the_terminal_shows_heatmap_strongest_cells_notes_and_reasons(cli: Cli) 
 
 def test_figure_and_study_are_written(cli: Cli, tmp_path: Path) -> None:
     drawn, kept = tmp_path / "out.png", tmp_path / "out.json"
-    asked, ended = swept(cli, *PROMPTS, "--heatmap", drawn, "--save", kept)
+    asked, ended = swept(cli, *PROMPTS, "--figure", drawn, "--save", kept)
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert str(drawn) in ended.out
     study = PatchStudy.load(kept)
@@ -130,50 +136,48 @@ def test_json_output_is_only_the_result(cli: Cli) -> None:
     assert from_json(ended.out, SweepResult) == result()
 
 
-def test_an_earlier_sweep_is_shown_by_job_id(cli: Cli) -> None:
-    with server(reply(VIEW), over(result())) as (url, seen):
-        assert "Strongest cells" in cli("sweep", "--job", "job_1", "--url", url).out
-    assert not any(line.startswith("POST") for line in seen)
+def test_an_earlier_sweep_is_shown_exported_and_drawn(cli: Cli, tmp_path: Path) -> None:
+    with server(reply(job_view(state="succeeded")), over(result())) as (url, seen):
+        assert "Strongest cells" in cli("get", "job", "job_1", "--url", url).out
+    drawn, written = tmp_path / "one.png", tmp_path / "one.json"
+    for more in ((), ("-o", written), ("-o", drawn), ("-o", drawn, "--set", "pair=0")):
+        ended, seen = cli.served("export", "job", "job_1", *more, by=[over(result())])
+        assert (ended.code, seen) == (0, ["GET /v1/jobs/job_1/result"]), ended
+    assert from_json(written.read_bytes(), JobResult).sweep == result()
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    ended, _ = cli.served("export", "job", "job_1", by=[over(result())])
+    assert from_json(ended.out.encode(), JobResult).sweep == result()
 
 
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         ([], "--clean"),
-        ([*PROMPTS, "--window", "three"], "--window"),
-        ([*PROMPTS, "--span", "subject"], "--span"),
-        ([*PROMPTS, "--metric", "best"], "metric"),
-        ([*PROMPTS, "--hooks", "resid"], "--hooks"),
-        ([*PROMPTS, "--hooks", "resid_pre:0;mlp_out:1"], "--hooks"),
-        ([*PROMPTS, "--pairs", "pairs.json"], "--clean"),
-        (["--body", "missing.json", "--alpha", "1"], "--body"),
-        (["--job", "job_1", "--save", "x.json"], "--save"),
+        ([*PROMPTS, "--set", "window=three"], "window"),
+        ([*PROMPTS, "--set", "spans=subject"], "pairs[0].spans"),
+        ([*PROMPTS, "--set", "metric=best"], "metric"),
+        ([*PROMPTS, "--hooks", "resid"], "hooks[0]"),
+        ([*PROMPTS, "--file", "pairs.json"], "clean"),
+        (["--file", "missing.json", "--set", "alpha=1"], "[Errno 2] No such file or directory"),
         ([*PROMPTS, "--save", "nowhere/x.json"], "--save"),
-        ([*PROMPTS, "--heatmap", "x.doc"], "heatmap"),
+        ([*PROMPTS, "--figure", "x.doc"], "--figure"),
         ([*PROMPTS, "--pair", "1"], "--pair"),
-        ([*PROMPTS, "--expires-in", "soon"], "--expires-in"),
-        ([*PROMPTS, "--priority", "now"], "priority"),
-        ([*PROMPTS, "--frozen", "attn"], "--frozen"),
-        ([*PROMPTS, "--sender", "z.3"], "--sender"),
-        ([*PROMPTS, "--receivers", "3.z.x"], "--receivers"),
-        ([*PROMPTS, "--neurons", "top:a"], "--neurons"),
+        ([*PROMPTS, "--set", "expires_in=soon"], "expires_in"),
+        ([*PROMPTS, "--set", "priority=now"], "priority"),
+        ([*PROMPTS, "--set", "path.sender=z.3"], "path.sender"),
+        ([*PROMPTS, "--set", "neurons.top=a"], "neurons.top"),
+        ([*PROMPTS, "--set", "alhpa=1"], "alhpa"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_option_or_field(
-    cli: Cli, options: list[str], field: str
+    cli: Cli, options: list[str], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.json").write_text('[{"clean": "a", "corrupt": "b"}]')
     ended = cli("sweep", *options, "--model", "m", "--url", "http://127.0.0.1:1")
     assert ended.code == 1
     assert ended.err.startswith(f"error: {field}: ")
     assert ended.err.count("\n") == 1
-
-
-def test_a_path_ends_at_a_head_or_at_the_logits() -> None:
-    sender = {"layer": 20, "hook": "z", "head": 0}
-    assert (sweeps.parse_path("20.z.0", None, None), sweeps.parse_path(None, "logits", None)) == (
-        {"sender": sender},
-        {"receivers": "logits"},
-    )
 
 
 # --- midstream attribute
@@ -187,12 +191,9 @@ def test_attribute_sends_the_method_and_what_to_verify_and_draws(cli: Cli, tmp_p
         *PROMPTS,
         "--model",
         "m",
-        "--method=integrated",
-        "--steps=4",
-        "--verify",
-        "top=4,tolerance=0.5",
-        "--png",
-        path,
+        *("--set", "method=integrated", "--set", "steps=4"),
+        *("--set", "verify.top=4", "--set", "verify.tolerance=0.5"),
+        *("--figure", path),
         by=answers,
     )
     assert (ended.code, "off by more than the noise floor" in ended.out) == (0, True)
@@ -202,12 +203,9 @@ def test_attribute_sends_the_method_and_what_to_verify_and_draws(cli: Cli, tmp_p
     assert path.stat().st_size > 10_000
 
 
-def test_attribute_prints_json_of_an_earlier_job(cli: Cli) -> None:
+def test_attribute_prints_json(cli: Cli) -> None:
     ended, _ = cli.served(
-        "attribute",
-        "--job",
-        "job_1",
-        "--json",
-        by=[reply(VIEW), reply(job_result(attribution=attribution()))],
+        *("attribute", *PROMPTS, "--model", "m", "--json"),
+        by=[reply(VIEW, 202), reply(VIEW), reply(job_result(attribution=attribution()))],
     )
     assert from_json(ended.out.encode(), AttributionResult) == attribution()

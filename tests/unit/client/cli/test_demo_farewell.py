@@ -37,8 +37,8 @@ def test_the_command_that_the_demo_proposes_shows_its_captures(
         kind
     ]
     assert f"captures: {place}\n" in text
-    (line,) = [line for line in text.splitlines() if " capture show " in line]
+    (line,) = [line for line in text.splitlines() if " get capture " in line]
     words = shlex.split(line)
-    done = CliRunner().invoke(app, words[words.index("capture") :])
+    done = CliRunner().invoke(app, words[words.index("get") :])
     assert done.exit_code == 0, done.output
     assert "post_block" in done.output

@@ -538,7 +538,7 @@ def test_a_file_in_which_anything_is_wrong_is_refused(make: Callable[[], bytes],
         ("joy.gguf:10-20", [(14, None)]),
         ("joy.gguf:14:0.5", [(14, 0.5)]),
         ("joy.gguf:scale=2", [(3, 2.0), (14, 2.0)]),
-        ("joy.gguf:mlp_out:3", [(3, None)]),
+        ("joy.gguf:3:hook=mlp_out", [(3, None)]),
         ("one.pt:15:4", [(15, 4.0)]),
     ],
 )
@@ -548,7 +548,7 @@ def test_files_are_named_with_layers_and_scale(
     monkeypatch.chdir(tmp_path)
     control_vector(Path("joy.gguf"), {3: JOY, 14: CALM})
     Path("one.pt").write_bytes(saved(torch.from_numpy(JOY)))
-    entries = options.parse_steering([text])
+    entries = options.steering([text])
     assert [
         (entry.layers, entry.scale) for entry in entries if isinstance(entry, SteeringSpec)
     ] == expected
@@ -561,7 +561,7 @@ def test_files_are_named_with_layers_and_scale(
         ("joy.gguf:5", r"it has no layer 5; it has 3, 14"),
         ("joy.gguf:-1", "counted from 0"),
         ("joy.gguf:4-9", "none of the layers 4-9; it has 3, 14"),
-        ("joy.safetensors:mlp_out:3", "names its hook points"),
+        ("joy.safetensors:3:hook=mlp_out", "names its hook points"),
         ("rows.pt:3", "2 rows for 1 layers"),
         ("rows.pt:all", "2 rows: name as many layers"),
     ],
@@ -577,4 +577,4 @@ def test_layers_that_do_not_fit_a_file_are_refused(
         module_files.to_bytes([SteeringSpec(layers=3, hook="post_block", vector=from_numpy(JOY))])
     )
     with pytest.raises(MidstreamError, match=says):
-        options.parse_steering([text])
+        options.steering([text])

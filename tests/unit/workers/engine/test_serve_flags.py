@@ -123,7 +123,7 @@ def test_refused_flags_say_why_all_at_once() -> None:
         "--enable-dbo: it divides a batch's rows between passes or ranks, and edits would reach "
         "the wrong rows; --ssl-keyfile: TLS ends at a proxy in front of the API; "
         "--lora-modules: adapters are registered while the server runs: `--set lora_dir=FOLDER`, "
-        "then `midstream loras add`; --port 'http': Expected `int`, got `str`"
+        "then `midstream put lora`; --port 'http': Expected `int`, got `str`"
     )
 
 

@@ -1,0 +1,135 @@
+"""What `create` makes: API keys, the CURVE keys of workers and relay, and Redis users."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ...schemas.access.keys import DEFAULT_TENANT, CreatedKey, KeyRequest
+from ...schemas.base.errors import invalid
+from ...schemas.base.settings import load_settings
+from ..render.jobs import minute
+from ..sdk.service import key_request
+from .terminal import Connect, err
+
+#: User of a Redis process → where Redis' own configuration names the user and its password.
+SERVER_SETTINGS = {
+    "replica": "masteruser replica, masterauth: the content of",
+    "sentinel": "sentinel auth-user NAME sentinel, sentinel auth-pass NAME: the content of",
+}
+#: The highest database number that a Redis may be configured to have.
+MAX_DATABASE = (1 << 31) - 2
+
+
+def key(
+    connect: Connect,
+    name: str,
+    /,
+    *,
+    tenant: str = DEFAULT_TENANT,
+    scopes: str | Sequence[str] = ("submit", "read"),
+    expires_in: float | str | None = None,
+    redis_url: str | None = None,
+) -> CreatedKey:
+    """Create an API key; its secret is not shown again: the service stores only a hash. `name`: a
+    label, such as its owner or purpose.
+
+    `redis_url`: write directly to this Redis, without the API, to create the first key; `-`: the
+    Redis of the settings.
+    """
+    request = key_request(name, tenant, scopes, expires_in)  # raises before anything is asked
+    if redis_url is not None:
+        return asyncio.run(_create(redis_url, request))
+    return connect().keys.create(name, tenant=tenant, scopes=scopes, expires_in=expires_in)
+
+
+def show_key(_: Connect, created: CreatedKey) -> None:
+    """Print the key alone to standard output, for a shell's variable."""
+    until = "" if created.expires is None else f"; expires: {minute(created.expires)}"
+    scopes = ", ".join(created.scopes)
+    about = f"key {created.id} ({created.name}) of tenant {created.tenant}; scopes: {scopes}{until}"
+    err.print(about, style="dim", markup=False)
+    print(created.key)
+
+
+async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
+    from ...broker.ledger.jobs.ledger import Ledger
+    from ...broker.ledger.people.keys import Keys
+    from ..stack.supervisor import own_redis_url
+
+    settings = load_settings()
+    if redis_url != "-":
+        settings = msgspec.structs.replace(settings, redis_url=redis_url)
+    elif not settings.redis_url:
+        settings = msgspec.structs.replace(
+            settings, redis_url=own_redis_url(Path(settings.data_dir).expanduser().resolve())
+        )
+    if not settings.redis_url:
+        allowed = (
+            "redis://host:port/0, MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of a running "
+            "`midstream up`"
+        )
+        raise invalid("redis_url", "no Redis configured", allowed=allowed)
+    ledger = Ledger.connect(settings)
+    try:
+        return await Keys(ledger).create(request)
+    finally:
+        await ledger.close()
+
+
+def show_lines(_: Connect, lines: Sequence[str]) -> None:
+    print("\n".join(lines))
+
+
+def admin_key(_: Connect, /) -> list[str]:
+    """Return a new random key for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file:
+    MIDSTREAM_ADMIN_KEY_FILE).
+    """
+    from ...broker.ledger.people.keys import new_key
+
+    return [new_key()]
+
+
+def curve(
+    _: Connect, role: Literal["relay", "worker"], name: str, /, *, folder: str = "curve"
+) -> list[str]:
+    """Create the key pair of the relay or of a worker (`name`: its worker_id): NAME.key is private
+    and goes to its owner, NAME.pub is public.
+    """
+    from ...broker.receipts.curve import new_keys
+
+    if role not in ("relay", "worker"):
+        raise invalid("role", f"unknown role {role!r}", allowed="relay, worker")
+    private, public = new_keys(role, name, Path(folder))
+    if role == "relay":
+        clients = f"MIDSTREAM_CURVE_CLIENTS_DIR={Path(folder) / 'clients'}"
+        return [
+            f"the relay: MIDSTREAM_CURVE_SECRET_FILE={private} {clients}",
+            f"every worker: MIDSTREAM_CURVE_SERVER_KEY_FILE={public}",
+        ]
+    return [
+        f"worker {name}: MIDSTREAM_WORKER_ID={name} MIDSTREAM_CURVE_SECRET_FILE={private}",
+        f"the relay: {public} in its MIDSTREAM_CURVE_CLIENTS_DIR",
+    ]
+
+
+def acl(
+    _: Connect, /, *, folder: str = "acl", database: int = 0, host: str = "HOST:6379"
+) -> list[str]:
+    """Write an ACL file for Redis with one least-privilege user per part of Midstream, their
+    passwords, and the URLs with which they open it. `database`: the number of the database that
+    Midstream uses; `host`: Redis' host and port.
+    """
+    from ...broker.ops.acl import ROLES, SERVERS, USERS_FILE, write_users
+
+    if not (isinstance(database, int) and 0 <= database <= MAX_DATABASE):
+        raise invalid("database", f"is {database!r}", allowed=f"0 to {MAX_DATABASE}")
+    place = Path(folder)
+    write_users(place, database, host)
+    lines = [f"redis: aclfile {(place / USERS_FILE).resolve()}"]
+    lines += [f"{role}: MIDSTREAM_REDIS_URL_FILE={place / f'{role}.url'}" for role in ROLES]
+    return lines + [
+        f"{role}: {SERVER_SETTINGS[role]} {place / f'{role}.password'}" for role in SERVERS
+    ]

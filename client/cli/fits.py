@@ -1,0 +1,145 @@
+"""What `fit` does: learns modules, Jacobian lenses and probes from a file of examples."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from ...schemas.artifacts.jacobian_lenses import JacobianLens
+from ...schemas.artifacts.probes import Probe
+from ...schemas.base.errors import Translated, invalid
+from ...schemas.jobs.fits import FitResult
+from ...schemas.prompts.selectors import HookName
+from ..captures.row_matrix import samples
+from ..render import readings
+from ..sdk.client import Client
+from ..sdk.wire import given
+from . import options
+from .terminal import Connect, first_model, out
+
+#: Tag of the rows that probes are trained on.
+_TAG = "probe-training"
+
+
+class Example(msgspec.Struct):
+    """A line of a training file of a probe."""
+
+    text: str
+    label: str | int | bool
+
+
+def module(connect: Connect, name: str, file: str, /, **fields: Any) -> FitResult:
+    """Learn a module, and register it if it works on held-out examples. A line of the file has
+    `positive` and `negative`, or one of them, or `prompt` and `target`.
+    """
+    lines = _lines(file)
+    for side in ("positive", "negative"):
+        fields[side] = [line[side] for line in lines if side in line]
+    fields["examples"] = [line for line in lines if "target" in line]
+    return connect().fit_module(None, **_named(connect(), name, fields))
+
+
+def lens(connect: Connect, name: str, file: str, /, **fields: Any) -> JacobianLens:
+    """Compute a Jacobian lens from a corpus, and register it. A line of the file has `text`."""
+    fields["prompts"] = [line["text"] for line in _lines(file) if "text" in line]
+    return connect().fit_lens(None, **_named(connect(), name, fields))
+
+
+def _named(client: Client, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "model": fields.pop("model", None) or first_model(client), **fields}
+
+
+def _lines(file: str) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file. Raises MidstreamError naming the file."""
+    lines = options.read(Path(file))
+    if not (isinstance(lines, list) and all(isinstance(line, dict) for line in lines)):
+        raise invalid("FILE", f"{file} is not JSON lines", allowed="an object on each line")
+    return lines
+
+
+def probe(
+    connect: Connect,
+    name: str,
+    file: str,
+    /,
+    *,
+    layer: int,
+    hook: str = "post_block",
+    rows: Literal["last", "mean", "all"] = "last",
+    held_out: float = 0.25,
+    strength: float = 1.0,
+    model: str | None = None,
+    **fields: Any,
+) -> Probe:
+    """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and
+    register it. A line of the file has `text` and `label`.
+
+    `rows`: of a text, of its last token, their mean, or all. `strength`: scikit-learn's C.
+    """
+    if rows not in ("last", "mean", "all"):
+        raise invalid("rows", f"{rows!r} is not a selection of rows", allowed="last, mean, all")
+    client, examples = connect(), read_examples(Path(file))
+    served = model or first_model(client)
+    matrix, groups = _rows(client, served, examples, layer, hook, rows)
+    from ..probes import fit
+
+    found = fit(
+        matrix,
+        [examples[group].label for group in groups],
+        groups=groups,
+        held_out=held_out,
+        strength=strength,
+        layer=layer,
+        hook=hook,
+    )
+    out.print(readings.measured(found.metrics))
+    return client.probes.put(name, found, model=served, **given(**fields))
+
+
+def read_examples(file: Path) -> list[Example]:
+    """Read labelled texts, one JSON object per line.
+
+    Raises MidstreamError that names an invalid line.
+    """
+    examples = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        with Translated(
+            msgspec.DecodeError,
+            lambda error, number=number: invalid(  # type: ignore[misc]
+                "FILE",
+                f"{file}, line {number} is not a JSON object: {error}",
+                allowed='JSON lines such as {"text": "…", "label": "…"}',
+                hint="this is a CSV file: convert it" if file.suffix == ".csv" else None,
+            ),
+        ):
+            if line.strip():
+                examples.append(msgspec.json.decode(line, type=Example))
+    if not examples:
+        raise invalid("FILE", f"{file} has no lines")
+    return examples
+
+
+def _rows(
+    client: Client,
+    model: str,
+    examples: list[Example],
+    layer: int,
+    hook: HookName | str,
+    rows: Literal["last", "mean", "all"],
+) -> tuple[np.ndarray, list[int]]:
+    """Capture the rows of the examples; return `[samples, hidden]`, and the index of each sample's
+    example.
+    """
+    capture = {
+        "layers": [layer],
+        "hook": hook,
+        "positions": "last_prompt" if rows == "last" else "all_prompt",
+        "tag": _TAG,
+    }
+    texts = [example.text for example in examples]
+    result = client.run(model=model, prompts=texts, capture=capture, max_tokens=1)
+    groups = [sample.request for sample in samples(client.capture(result), rows)]
+    matrix = client.captures.matrix([result], layer, hook, rows)
+    client.captures.delete(result)
+    return matrix, groups

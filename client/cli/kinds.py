@@ -1,0 +1,270 @@
+"""The table of kinds of things: what each verb does with a kind, and how one is shown.
+
+A verb's act is a call of the client, by its path, or a function that first gets what connects to
+the service. Both take names as the command line has them, and fields by keyword.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2
+import numpy as np
+
+from ...schemas.access.keys import Limits
+from ...schemas.base.errors import MidstreamError, Translated, invalid, suggestion
+from ...schemas.base.records import to_json
+from ...schemas.base.version import __version__
+from ...schemas.jobs.jobs import JobView, State
+from ...schemas.requests.steering import Dynamic, GlobalView, ModuleView
+from ...schemas.service.health import Health
+from ..render import figures, jobs, records, steering
+from ..sdk import wire
+from ..sdk.bridge import bridge, target_of
+from ..sdk.client import Client
+from . import captures, create, fits, options
+from .jobs import print_result
+from .terminal import Connect, err, out, print_json, say
+
+#: A call of the client, such as `modules.get`, or a function of `Connect`, names and fields.
+Act = str | Callable[..., Any]
+
+
+class Kind(NamedTuple):
+    """A kind of things."""
+
+    name: str
+    plural: str
+    acts: Mapping[str, Act]  # verb → what it does
+    show: Callable[[Connect, Any], None] | None = None  # None: as `render.records` shows it
+    paged: bool = False  # whether a list has the newest only, as many as `limit`
+
+
+def _calls(group: str, *verbs: str) -> dict[str, Act]:
+    """Return the verbs that are calls of a group of the client."""
+    return {verb: f"{group}.{verb}" for verb in verbs}
+
+
+# --- Jobs and harvests
+
+
+def _show_job(connect: Connect, view: JobView) -> None:
+    out.print(records.one(view))
+    if view.state is State.SUCCEEDED:
+        print_result(connect(), connect().result(view.id))
+
+
+def _export_job(connect: Connect, job: str, path: str = "-", /, *, pair: int | None = None) -> str:
+    """Write a job's result as JSON, or draw it if the path is that of a figure."""
+    result = connect().result(job)
+    if path == "-":
+        print_json(result)
+        return ""
+    if Path(path).suffix == ".json":
+        Path(path).write_bytes(to_json(result))
+    else:
+        figures.check(path, "--output")
+        figures.plot(result, path, **wire.given(pair=pair))
+    return f"{job} written to {path}"
+
+
+def _stream(
+    connect: Connect,
+    harvest: str,
+    to: str,
+    /,
+    *,
+    consumer: str = "trainer",
+    limit: int = 4096,
+) -> str:
+    """Hand a stream's documents to a trainer, as hs_connectors reads them; goes on where it was
+    after an interruption. A trainer takes a sample by deleting it.
+
+    `limit`: wait while this many samples are not taken.
+    """
+    bridge(connect(), harvest, target_of(to, harvest), consumer, limit)
+    return f"{harvest} handed to {to}"
+
+
+def _check_harvest(connect: Connect, uri: str, /) -> None:
+    """Recompute checksums, keys, order and counts from the files. Raises MidstreamError if anything
+    differs.
+    """
+    from ..harvest import verify
+
+    result = verify(uri)
+    size, verdict = jobs.size(result.bytes), "ok" if result.ok else "damaged"
+    say(f"{result.shards:,} shards, {result.rows:,} rows, {size}: {verdict}")
+    if not result.ok:
+        raise MidstreamError("capture_damaged", "; ".join(result.faults[:5]))
+
+
+# --- Named things
+
+
+def _put_module(connect: Connect, name: str, /, *files: str, **fields: Any) -> ModuleView:
+    return connect().modules.put(name, options.steering(files, "FILE"), **fields)
+
+
+def _export_module(connect: Connect, name: str, path: str, /, **fields: Any) -> str:
+    return f"{name} written to {path} as {connect().modules.export(name, path, **fields)}"
+
+
+def _put_probe(connect: Connect, name: str, file: str = "", /, **fields: Any) -> Any:
+    """Register the weights of a `.npz` file with `weight` [k, hidden] and, optionally, `bias`."""
+    if file:
+        allowed = "a .npz file with `weight` and, optionally, `bias`"
+        # numpy parses a file's header as a Python literal, which can raise many kinds of errors
+        with (
+            Translated(
+                Exception, lambda error: invalid("FILE", f"{file}: {error}", allowed=allowed)
+            ),
+            np.load(file, allow_pickle=False) as arrays,
+        ):
+            fields |= {key: np.array(arrays[key]) for key in ("weight", "bias") if key in arrays}
+        if "weight" not in fields:
+            raise invalid("FILE", f"{file} has no array `weight`")
+    return connect().probes.put(name, **fields)
+
+
+def _put_global(connect: Connect, /, *entries: str, **fields: Any) -> GlobalView:
+    return connect().global_steering.put(options.steering(entries, "ENTRY"), **fields)
+
+
+def _show_global(_: Connect, view: GlobalView) -> None:
+    out.print(steering.global_line(view), soft_wrap=True)
+    if view.entries:
+        out.print(steering.entries(view.entries))
+
+
+def _show_ranks(_: Connect, found: Dynamic) -> None:
+    for worker in found.workers:
+        out.print(steering.worker_line(worker), soft_wrap=True)
+        out.print(steering.ranks(worker, found.determinism))
+    out.print(steering.agreement_line(found), soft_wrap=True)
+
+
+# --- The service
+
+
+def _tenant(connect: Connect, name: str | None = None, /) -> Any:
+    tenants = connect().tenants
+    if name is not None and name not in (known := [view.name for view in tenants.list()]):
+        raise MidstreamError(
+            "not_found",
+            f"unknown tenant {name!r}: it has neither keys nor limits of its own",
+            allowed=", ".join(known) or None,
+            hint=suggestion(name, known),
+        )
+    return tenants.get(name)
+
+
+def _put_tenant(connect: Connect, name: str, /, **limits: Any) -> Any:
+    """Set all limits of a tenant; omitted limits follow the service's settings. 0: no limit."""
+    return connect().tenants.put(name, wire.checked(limits, Limits))
+
+
+def _show_secrets(_: Connect, listed: Any) -> None:
+    """Print the secret alone to standard output, for a shell's variable."""
+    print(listed.secrets[0].secret)
+    for former in listed.secrets[1:]:
+        until = records.moment(former.until)
+        err.print(f"also valid until {until}: {former.secret}", style="dim")
+
+
+def _models(connect: Connect, /) -> list[str]:
+    return connect().models()
+
+
+def _server(connect: Connect, /) -> Health:
+    client: Client = connect()
+    with Translated(
+        httpx2.TransportError, lambda error: wire.unreachable(client.url, error), hidden=True
+    ):
+        return wire.decode(httpx2.get(f"{client.url}/healthz", timeout=3.0), Health)
+
+
+def _show_server(connect: Connect, health: Health) -> None:
+    say(f"midstream {__version__}\nserver {health.version} at {connect().url}")
+
+
+_NAMED = ("list", "get", "put", "delete")
+KINDS = (
+    Kind("job", "jobs", _calls("jobs", "list", "get") | {"export": _export_job}, _show_job, True),
+    Kind(
+        "harvest",
+        "harvests",
+        _calls("harvests", "list", "get", "delete") | {"export": _stream, "check": _check_harvest},
+        paged=True,
+    ),
+    Kind(
+        "capture",
+        "captures",
+        _calls("captures", "list", "delete")
+        | {
+            "get": captures.show_capture,
+            "export": captures.export_capture,
+            "check": captures.check_capture,
+        },
+        paged=True,
+    ),
+    Kind(
+        "module",
+        "modules",
+        _calls("modules", *_NAMED)
+        | {"put": _put_module, "export": _export_module, "fit": fits.module},
+    ),
+    Kind("lora", "loras", _calls("loras", *_NAMED)),
+    Kind("sae", "saes", _calls("saes", *_NAMED)),
+    Kind("lens", "lenses", _calls("lenses", *_NAMED)),
+    Kind("jacobian", "jacobians", _calls("jacobians", *_NAMED) | {"fit": fits.lens}),
+    Kind(
+        "probe",
+        "probes",
+        _calls("probes", *_NAMED) | {"put": _put_probe, "fit": fits.probe},
+    ),
+    Kind("policy", "policies", _calls("policies", *_NAMED, "change")),
+    Kind("run", "runs", _calls("source_runs", "list", "get", "delete"), paged=True),
+    Kind(
+        "global",
+        "global steering",
+        _calls("global_steering", "get", "delete") | {"put": _put_global},
+        _show_global,
+    ),
+    Kind("ranks", "ranks", {"get": "global_steering.dynamic"}, _show_ranks),
+    Kind("model", "models", {"list": _models}),
+    Kind("server", "servers", {"get": _server}, _show_server),
+    Kind("key", "keys", _calls("keys", "list", "delete") | {"create": create.key}, create.show_key),
+    Kind("tenant", "tenants", {"list": "tenants.list", "get": _tenant, "put": _put_tenant}),
+    Kind("webhook", "webhooks", _calls("webhooks", "list", "get"), paged=True),
+    Kind("disabled", "disabled receivers", _calls("disabled", "list", "delete")),
+    Kind(
+        "secret",
+        "secrets",
+        {"get": "secrets.list", "create": "secrets.create"},
+        _show_secrets,
+    ),
+    Kind("admin-key", "admin keys", {"create": create.admin_key}, create.show_lines),
+    Kind("curve", "CURVE keys", {"create": create.curve}, create.show_lines),
+    Kind("acl", "ACL files", {"create": create.acl}, create.show_lines),
+)
+_BY_NAME = {word: kind for kind in KINDS for word in (kind.name, kind.plural)}
+
+
+def kinds_with(verb: str) -> list[str]:
+    """Return the names of the kinds that a verb takes."""
+    return [kind.name for kind in KINDS if verb in kind.acts]
+
+
+def find(name: str, verb: str) -> tuple[Kind, Act]:
+    """Return the kind of a name, in singular or plural, and the verb's act. Raises MidstreamError
+    with a suggestion.
+    """
+    kind, names = _BY_NAME.get(name), kinds_with(verb)
+    if kind is None:
+        detail, hint = f"unknown kind {name!r}", suggestion(name, _BY_NAME)
+        raise invalid("KIND", detail, allowed=", ".join(names), hint=hint)
+    if verb not in kind.acts:
+        verbs = ", ".join(kind.acts)
+        raise invalid("KIND", f"{verb!r} is not for {kind.plural}", allowed=f"{verbs} {kind.name}")
+    return kind, kind.acts[verb]

@@ -1,0 +1,294 @@
+"""The commands that do one thing with every kind of thing: `list`, `get`, `put`, `change`,
+`delete`, `export`, `check`, `create` and `fit`; and `redeliver` and `convert`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.prompts.selectors import as_ranges
+from ..render import records
+from ..sdk.calls import keyword_check
+from ..sdk.client import Client
+from ..vectors import jacobian
+from . import options
+from .kinds import Kind, find, kinds_with
+from .terminal import (
+    AsJson,
+    Connect,
+    Fields,
+    File,
+    Model,
+    Url,
+    connecting,
+    out,
+    print_json,
+    print_list,
+    say,
+    with_client,
+)
+
+
+def _kind(verb: str) -> Any:
+    """Return the annotation of a command's argument for the kind of things."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in kinds_with(verb) if name.startswith(incomplete)]
+
+    names = ", ".join(kinds_with(verb))
+    return typer.Argument(metavar="KIND", help=f"{names}.", autocompletion=complete)
+
+
+Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Its name or id.")]
+#: Number of the entries that are listed of kinds of which there may be many.
+LISTED = 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `midstream`."""
+    for command in (list_, get, put, change, delete, export, check, create, fit):
+        app.command(command.__name__.rstrip("_"))(command)
+    app.command()(redeliver)
+    app.command()(convert)
+
+
+def _given(*names: str | None) -> list[str]:
+    return [name for name in names if name is not None]
+
+
+@contextmanager
+def _acting(
+    name: str, verb: str, url: str | None
+) -> Iterator[tuple[Kind, Connect, Callable[..., Any]]]:
+    """Yield the kind, what connects to the service, and the verb's act. Calling the act raises
+    MidstreamError for names and fields that it does not take.
+    """
+    kind, act = find(name, verb)
+    with connecting(url) as connect:
+
+        def acting(*names: str, **fields: Any) -> Any:
+            function: Any = (
+                attrgetter(act)(connect()) if isinstance(act, str) else partial(act, connect)
+            )
+            taken = inspect.signature(function)
+            keyword_check(taken.parameters.values())(fields)
+            with Translated(
+                TypeError, lambda error: invalid("NAME", f"{verb} {name}: {error}"), hidden=True
+            ):
+                taken.bind(*names, **fields)
+            return function(*names, **fields)
+
+        yield kind, connect, acting
+
+
+def _show(kind: Kind, connect: Connect, answer: Any, as_json: bool) -> None:
+    """Print what an act returned; an act that returns nothing has printed it."""
+    if answer is None or print_json(answer, as_json):
+        return
+    if kind.show is not None:
+        kind.show(connect, answer)
+    else:
+        out.print(*records.parts(answer), sep="\n")
+
+
+def list_(
+    kind: Annotated[str, _kind("list")],
+    limit: Annotated[
+        int | None, typer.Option(help="Number of entries, newest first; default: 20.")
+    ] = None,
+    model: Model = None,
+    set_: Fields = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """List the things of a kind; `--set state=failed` and the like choose among them."""
+    fields = options.fields(None, set_, {"model": model, "limit": limit})
+    with _acting(kind, "list", url) as (row, _, act):
+        if limit is None and row.paged:
+            fields["limit"] = LISTED
+        answer = act(**fields)
+    entries = answer if isinstance(answer, list) else getattr(answer, answer.__struct_fields__[0])
+    print_list(answer, entries, row.plural, json_)
+
+
+def get(
+    kind: Annotated[str, _kind("get")],
+    name: Name = None,
+    model: Model = None,
+    set_: Fields = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Show one thing."""
+    with _acting(kind, "get", url) as (row, connect, act):
+        answer = act(*_given(name), **options.fields(None, set_, {"model": model}))
+        _show(row, connect, answer, json_)
+        if (agreement := getattr(answer, "determinism", None)) and not agreement.consistent:
+            detail = agreement.detail or "the ranks do not agree"
+            raise MidstreamError("ranks_disagree", detail)
+
+
+def put(
+    kind: Annotated[str, _kind("put")],
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME] [SOURCE]...",
+            help="Its name, and what it is made from: a folder or file, or of a module and of "
+            f"global steering: {options.STEER}.",
+        ),
+    ] = None,
+    file: File = None,
+    model: Model = None,
+    set_: Fields = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Store a thing under its name, or replace it; running requests keep the previous one."""
+    fields = options.fields(file, set_, {"model": model})
+    with _acting(kind, "put", url) as (row, connect, act):
+        _show(row, connect, act(*(name or ()), **fields), json_)
+
+
+def change(
+    kind: Annotated[str, _kind("change")],
+    name: Name = None,
+    file: File = None,
+    model: Model = None,
+    set_: Fields = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Change fields of a thing, such as a policy's mode; the others stay."""
+    fields = options.fields(file, set_, {"model": model})
+    with _acting(kind, "change", url) as (row, connect, act):
+        _show(row, connect, act(*_given(name), **fields), json_)
+
+
+def delete(
+    kind: Annotated[str, _kind("delete")],
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Names or ids.")
+    ] = None,
+    model: Model = None,
+    set_: Fields = None,
+    url: Url = None,
+) -> None:
+    """Delete things. Requests that were accepted with a name keep what it named; files below the
+    server's folders stay.
+    """
+    fields = options.fields(None, set_, {"model": model})
+    with _acting(kind, "delete", url) as (row, connect, act):
+        for given in [[name] for name in names or ()] or [[]]:
+            _show(row, connect, act(*given, **fields), as_json=False)
+            if given:
+                say(f"{given[0]} deleted")
+
+
+def export(
+    kind: Annotated[str, _kind("export")],
+    name: Annotated[str, typer.Argument(help="Its name or id; of captures, also a folder.")],
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file: of a job .json or a figure's; of a module .npz, .safetensors, .gguf, "
+            ".pt; of a capture .npz, .safetensors or a folder; of a streamed harvest file:FOLDER "
+            "or a Mooncake store.",
+        ),
+    ] = None,
+    model: Model = None,
+    set_: Fields = None,
+    url: Url = None,
+) -> None:
+    """Write a thing to a file for other programs; a job's result to standard output by default."""
+    with _acting(kind, "export", url) as (_, _, act):
+        fields = options.fields(None, set_, {"model": model})
+        said = act(*_given(name, output), **fields)
+    if said:
+        say(said)
+
+
+def check(
+    kind: Annotated[str, _kind("check")],
+    name: Annotated[str, typer.Argument(help="A job's id, a folder or a URI.")],
+    set_: Fields = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Compute checksums again from the files, and look for what is missing; exits non-zero if
+    anything differs.
+    """
+    with _acting(kind, "check", url) as (row, connect, act):
+        _show(row, connect, act(name, **options.fields(None, set_)), json_)
+
+
+def create(
+    kind: Annotated[str, _kind("create")],
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Of a key: a label; of CURVE keys: ROLE NAME."),
+    ] = None,
+    set_: Fields = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Make a secret: an API key, a signing secret, CURVE keys, passwords of Redis."""
+    with _acting(kind, "create", url) as (row, connect, act):
+        _show(row, connect, act(*(name or ()), **options.fields(None, set_)), json_)
+
+
+def fit(
+    kind: Annotated[str, _kind("fit")],
+    name: Annotated[str, typer.Argument(help="The name to register it under.")],
+    file: Annotated[
+        str, typer.Argument(help="Examples as JSON lines: see the guides to fits and probes.")
+    ],
+    model: Model = None,
+    set_: Fields = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Learn a module, a Jacobian lens or a probe from examples, and register it."""
+    with _acting(kind, "fit", url) as (row, connect, act):
+        answer = act(name, file, **options.fields(None, set_, {"model": model}))
+        _show(row, connect, answer, json_)
+
+
+@with_client
+def redeliver(
+    client: Client,
+    ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="Ids of webhooks, in any state.")
+    ],
+) -> None:
+    """Send webhooks again, under the same ids."""
+    for webhook in ids:
+        client.webhooks.redeliver(webhook)
+        say(f"{webhook} will be sent again")
+
+
+def convert(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A lens of neuronpedia or TransformerLens: .pt.")
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder to write, below the server's lens_dir.")
+    ],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model's checkpoint, whose output matrix edits need."),
+    ] = None,
+) -> None:
+    """Write a folder that can be registered from another tool's file of a Jacobian lens."""
+    with Translated((OSError, ValueError), lambda error: invalid("FILE", str(error))):
+        layers = jacobian.convert(file, folder, checkpoint)
+    say(f"{folder}: layers {as_ranges(layers)}")
