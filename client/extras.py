@@ -34,12 +34,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     "model": ("accelerate", "gguf"),
     "cpu": ("vllm", "torch", "transformers"),
 }
-#: Command → the extras whose modules it and its processes import. The extra `cpu` includes all.
+#: Command, or depth of `midstream doctor`, → the extras whose modules it and its processes import.
+#: The extra `cpu` includes all.
 COMMANDS = {
     "up": ("client", "up", "model", "cpu"),
     "serve": ("client", "up", "cpu"),
     "demo": ("client", "up", "plots", "model", "cpu"),
-    "verify": ("client", "up", "model", "cpu"),
+    "deep": ("client", "up", "model", "cpu"),
 }
 #: Missing modules that an error names; more are counted.
 NAMED = 5

@@ -34,9 +34,9 @@ from ..render.findings import Report
 from ..render.steering import DIGEST
 from ..sdk.client import Client
 from ..sdk.wire import Answer
+from ..stack.checks.files import held
 from ..stack.checks.finding import Check, Finding, findings_of, graded
-from ..stack.checks.table import STOPPED
-from ..stack.measurements.files import held
+from ..stack.checks.table import of
 from ..stack.processes import sigterm_as_interrupt
 from ..stack.supervisor import LOCK_FILE, OWN, Supervisor, read_state
 from ..study.patch_study import PatchStudy
@@ -146,7 +146,7 @@ def run_demo(
         if keep:
             with suppress(KeyboardInterrupt):
                 signal.pause()
-    report.add(findings_of(STOPPED, stack.survivors))
+    report.add(findings_of(of("end"), stack.survivors))
     _farewell(console, stack.settings, stage.job, time.monotonic() - began)
     if report.failed:
         _line(console, f"logs: {Path(stack.settings.data_dir) / 'logs'}")
@@ -416,7 +416,11 @@ def _patch(stage: Stage) -> Iterator[Finding]:
 
 
 #: What the demo shows and checks, in this order; see `stack.checks.table`.
-DEMONSTRATED = (Check("patching", _patch), Check("capture", _capture), Check("steering", _steer))
+DEMONSTRATED = (
+    Check(("demo",), "patching", _patch),
+    Check(("demo",), "capture", _capture),
+    Check(("demo",), "steering", _steer),
+)
 
 
 def _moved(plain: CaptureReader, steered: CaptureReader, unit: np.ndarray) -> float:

@@ -12,7 +12,7 @@ from ...schemas.base.settings import SettingsError
 from ...schemas.base.version import __version__
 from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk.client import VERBS
-from . import jobs, requests, service, stack, start, verbs, verify
+from . import doctor, jobs, requests, service, stack, start, verbs
 from .kinds import KINDS
 from .terminal import err, out
 
@@ -25,7 +25,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Jobs and harvests": ("wait", "events", "cancel", "pause", "resume"),
     "Things, by kind": (*("list", "get", "put", "change", "delete", "export", "check", "create"),),
-    "Operations": ("top", "doctor", "verify", "redeliver", "convert"),
+    "Operations": ("top", "doctor", "redeliver", "convert"),
 }
 #: First guess at a command → the command, besides those of `VERBS`.
 _MEANT = {
@@ -35,6 +35,7 @@ _MEANT = {
     "train": "fit probe",
     "dynamic": "get ranks",
     "version": "get server",
+    "verify": "doctor --deep",
     "acl": "create acl",
     "stream": "export harvest",
     "start": "up",
@@ -139,7 +140,7 @@ def fetch(
     print(fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify))
 
 
-for _module in (start, requests, jobs, verbs, service, verify, stack):
+for _module in (start, requests, jobs, verbs, service, doctor, stack):
     _module.register(app)
 
 

@@ -1,4 +1,4 @@
-"""Terminal output of the findings of `midstream doctor`, `verify` and `demo`."""
+"""Terminal output of the findings of `midstream doctor` and `demo`."""
 
 from collections.abc import Iterable
 
@@ -32,7 +32,9 @@ class Report:
         return [finding.about for finding in self.findings if finding.level == "fail"]
 
     def end(self) -> int:
-        """Print the number of findings of each level, and what failed; return the exit code."""
+        """Print the number of judged findings of each level, and what failed; return the exit
+        code.
+        """
         levels = [finding.level for finding in self.findings]
         named = f" ({', '.join(dict.fromkeys(self.failed))})" if self.failed else ""
         self.console.print(

@@ -11,6 +11,8 @@ from ....schemas.base.version import __version__
 
 #: `info`: a fact that no check judges.
 Level = Literal["info", "ok", "warn", "fail"]
+#: See `table`.
+Depth = Literal["plan", "quick", "deep", "demo", "end"]
 
 #: Differences of two clocks in seconds: above the first, leases and deadlines are noticeably wrong;
 #: above the second, they are useless.
@@ -19,19 +21,21 @@ TIMEOUT_S = 5.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of `midstream doctor`, `verify` and `demo`."""
+    """One line of `midstream doctor` and `demo`."""
 
     level: Level
     about: str
     found: str
     advice: str = ""  # what to do about it
-    figures: list[float] = []  # of a measured promise: one, or one for each pair
+    # of a measured promise: one, or one for each pair; of a plan: the numbers in the text
+    figures: list[float] = []
     limit: float | None = None  # of the figures' median
 
 
 class Check(NamedTuple):
     """A row of the table of checks."""
 
+    depths: tuple[Depth, ...]
     about: str  # of its findings; several are separated by commas
     take: Callable[[Any], Iterable[Finding]]
     advice: str = ""  # if it cannot be taken

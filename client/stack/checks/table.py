@@ -1,21 +1,34 @@
-"""The table of checks: what each depth of examining a machine finds out.
+"""The one list of checks of a machine, with the depth at which each is taken.
 
-`doctor --plan` computes, without starting anything; `doctor` looks at what runs, Redis directly and
-all other parts through the API, and removes everything that it creates; `verify` runs both servers;
-`verify` and `demo` count what is left at the end.
+`midstream doctor --plan` computes, without starting anything; `doctor` looks at what runs, Redis
+directly and all other parts through the API, and removes everything that it creates; `--deep`
+starts both servers and measures. What `--deep` and `midstream demo` started is counted at the end.
 """
 
 from collections.abc import Callable, Iterator
 
-from .. import plan
-from ..measurements import costs, files, rows
 from ..processes import wait_for
-from ..promises import judge
-from . import disk_checks, engine_checks, redis_checks, service_checks
-from .finding import Check, Finding
+from . import (
+    costs,
+    disk_checks,
+    engine_checks,
+    facts,
+    files,
+    plan,
+    redis_checks,
+    rows,
+    service_checks,
+)
+from .finding import Check, Depth, Finding
+from .promises import judge
 
 #: Seconds that stopped processes may take to end: an engine frees gigabytes.
 END_S = 10.0
+
+
+def of(depth: Depth) -> list[Check]:
+    """Return the checks of one depth, in the order in which they are taken."""
+    return [check for check in CHECKS if depth in check.depths]
 
 
 def _left(pids: Callable[[], list[int]]) -> Iterator[Finding]:
@@ -23,42 +36,58 @@ def _left(pids: Callable[[], list[int]]) -> Iterator[Finding]:
     yield judge("processes", [len(pids())], "all that were started")
 
 
-#: Of a `Plan`.
-PLANNED = (Check("plan", plan.findings),)
-#: Of a `Service`, in order of dependency.
-RUNNING = (
+CHECKS = (
+    # of a `Plan`
+    Check(("plan",), "plan", plan.findings),
+    # of a `Service` or a `Rig`
+    Check(("quick", "deep"), "machine", facts.machine),
+    Check(("quick", "deep"), "settings", facts.settings),
+    # of a `Service`, in order of dependency
     Check(
+        ("quick",),
         "redis",
         redis_checks.redis_server,
         "start Redis, and check MIDSTREAM_REDIS_URL, its user and password, and the network",
     ),
     Check(
+        ("quick",),
         "api",
         service_checks.api,
         "start the API (`midstream up`, or `python -m midstream.api`), or give --url",
     ),
     Check(
+        ("quick",),
         "service",
         service_checks.parts,
         "fix the problems above, or use a key with scope observe",
     ),
-    Check("vllm", engine_checks.vllm, "install an unchanged build (docs/vllm-versions.md)"),
     Check(
+        ("quick",),
+        "vllm",
+        engine_checks.vllm,
+        "install an unchanged build (docs/vllm-versions.md)",
+    ),
+    Check(
+        ("quick",),
         "extensions",
         engine_checks.extensions,
         "install the package where the worker runs, or remove it from the setting extensions",
     ),
-    Check("disk", disk_checks.data_disk, "make it writable by the worker's user"),
-    Check("artifact store", disk_checks.store, "docs/object-storage.md explains each reason"),
+    Check(("quick",), "disk", disk_checks.data_disk, "make it writable by the worker's user"),
+    Check(
+        ("quick",),
+        "artifact store",
+        disk_checks.store,
+        "docs/object-storage.md explains each reason",
+    ),
+    # of a `Rig`
+    Check(("deep",), "model", facts.model),
+    Check(("deep",), "certificate", rows.certificate),
+    Check(("deep",), "idle, capture, steer, patch", costs.costs),
+    Check(("deep",), "neighbour", rows.neighbour),
+    Check(("deep",), "noise", rows.noise),
+    Check(("deep",), "receipts", files.receipts),
+    Check(("deep",), "durability", files.durability),
+    # of a function that lists processes, after they were stopped
+    Check(("end",), "processes", _left),
 )
-#: Of a `Rig`, in the order in which they are taken.
-MEASURED = (
-    Check("certificate", rows.certificate),
-    Check("idle, capture, steer, patch", costs.costs),
-    Check("neighbour", rows.neighbour),
-    Check("noise", rows.noise),
-    Check("receipts", files.receipts),
-    Check("durability", files.durability),
-)
-#: Of a function that lists processes, after they were stopped.
-STOPPED = (Check("processes", _left),)

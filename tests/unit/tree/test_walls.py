@@ -29,10 +29,10 @@ ALLOWED: dict[str, set[str]] = {
 #: Modules of the client that start the stack on this machine, or prepare it: they may reach
 #: further, inside functions only.
 STARTERS = {
-    "client/stack/supervisor.py", "client/stack/plan.py",
+    "client/stack/supervisor.py", "client/stack/checks/plan.py",
     "client/stack/checks/engine_checks.py", "client/stack/checks/redis_checks.py",
     "client/stack/checks/service_checks.py",
-    "client/cli/main.py", "client/cli/start.py", "client/cli/keys.py", "client/cli/verify.py",
+    "client/cli/main.py", "client/cli/start.py", "client/cli/keys.py", "client/cli/doctor.py",
 }  # fmt: skip
 #: Imported inside functions only, so it may reach further at its top.
 LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py", "client/inspect_provider.py"}

@@ -1,5 +1,5 @@
 """Runs stock vLLM's own server with the engine options of the settings: the baseline of
-`midstream verify`.
+`midstream doctor --deep`.
 
 `python -m midstream.workers.engine.proof.stock PORT` translates the settings of the environment to
 vLLM's flags, and replaces itself by vLLM's server, so that the process has nothing of Midstream.

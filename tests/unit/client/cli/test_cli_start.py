@@ -1,5 +1,5 @@
-"""What `midstream serve`, `up` and `verify` start, and with which settings; help has sections;
-shells complete.
+"""What `midstream serve`, `up` and `doctor --deep` start, and with which settings; help has
+sections; shells complete.
 """
 
 import json
@@ -12,9 +12,9 @@ import typer
 from cli_kit import Cli
 
 from midstream.client.cli import main
-from midstream.client.stack import supervisor, verify
+from midstream.client.stack import beside_stock, supervisor
 from midstream.client.stack.checks.finding import Finding
-from midstream.client.stack.promises import PROMISES, judge
+from midstream.client.stack.checks.promises import PROMISES, judge
 from midstream.schemas.base.settings import Settings
 
 
@@ -138,7 +138,7 @@ def test_completion_is_shown_and_installed(
     assert (tmp_path / ".bash_completions" / "midstream.sh").read_text().strip() == script.strip()
 
 
-# --- midstream verify
+# --- midstream doctor --deep
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
             judge(name, [9.0 if name == given.model else figures[name]], "") for name in figures
         ]
 
-    monkeypatch.setattr(verify, "verify", run)
+    monkeypatch.setattr(beside_stock, "measured", run)
     monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")  # also removes what the command sets
     monkeypatch.chdir(tmp_path)
     return settings
@@ -170,31 +170,31 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
         ("--set kv_cache", 2),
         ("--set kv_cache_gbi=1", 2),
         ("--engine enable_dbo=true", 2),
-        ("--json no/such/folder.json", 2),
+        ("--plan", 2),
     ],
 )
 def test_the_exit_code_says_whether_every_promise_holds(
     cli: Cli, verified: list[Settings], typed: str, code: int
 ) -> None:
-    assert (cli("verify", *typed.split()).code, len(verified)) == (code, code != 2)
+    assert (cli("doctor", "--deep", *typed.split()).code, len(verified)) == (code, code != 2)
 
 
-def test_verify_takes_settings_and_writes_json(
+def test_deep_checks_take_settings_and_print_json(
     cli: Cli, verified: list[Settings], tmp_path: Path
 ) -> None:
-    given = ["--set", "dtype=float32", "--data-dir", "d", "--model", "idle", "--json", "out.json"]
-    ended = cli("verify", *given)
+    given = ["--set", "dtype=float32", "--data-dir", "d", "--model", "idle"]
+    ended = cli("doctor", "--deep", *given)
     assert (ended.code, "ok: 9, warnings: 0, failures: 1 (idle)" in ended.out) == (1, True)
     (made,) = verified
     assert (made.dtype, str(Path(made.data_dir).parent)) == ("float32", str(tmp_path / "d"))
-    written = json.loads((tmp_path / "out.json").read_text())
+    written = json.loads(cli("doctor", "--deep", *given, "--json").out)
     assert [each["about"] for each in written if each["level"] != "ok"] == ["idle"]
 
 
-def test_verify_deletes_what_it_wrote_and_nothing_else(
+def test_deep_checks_delete_what_it_wrote_and_nothing_else(
     cli: Cli, verified: list[Settings], tmp_path: Path
 ) -> None:
-    (tmp_path / "d" / "verify").mkdir(parents=True)
+    (tmp_path / "d" / "deep").mkdir(parents=True)
     for model, kept in (("m", 1), ("idle", 2)):
-        cli("verify", "--data-dir", "d", "--model", model)
+        cli("doctor", "--deep", "--data-dir", "d", "--model", model)
         assert len(list((tmp_path / "d").iterdir())) == kept, "logs stay where a promise fails"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from midstream.client.cli import main as cli
-from midstream.client.stack.plan import planned
+from midstream.client.stack.checks.plan import planned
 from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue, plan_writers
@@ -363,34 +363,25 @@ def test_a_checkpoint_that_cannot_be_planned_is_an_error_with_its_reason(
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(MidstreamError, match=said):
-        planned(str(tmp_path), Settings(), gpu=True, tokens_per_second=1, gpu_memory_gib=0)
+        planned(Settings(model=str(tmp_path)), True, 1, 0)
 
 
 def test_the_command_prints_the_plan_for_people_and_machines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    cli.app(
-        ["doctor", "--plan", str(tmp_path), "--set", "hooks=post_block", "--gpu-memory-gib", "80"],
-        standalone_mode=False,
-    )
+    given = ["doctor", "--plan", "--model", str(tmp_path), "--set", "hooks=post_block"]
+    cli.app([*given, "--gpu-memory-gib", "80"], standalone_mode=False)
     printed = capsys.readouterr().out
     assert "LlamaForCausalLM: 32 layers × 4096, bfloat16, 8.03 B parameters" in printed
     assert re.search(r"^info hooks +post_block$", printed, re.MULTILINE)
-    cli.app(
-        [
-            "doctor",
-            "--plan",
-            "-",
-            "--set",
-            f"model={tmp_path}",
-            "--tokens-per-second",
-            "10",
-            "--json",
-        ],
-        standalone_mode=False,
-    )
+    cli.app([*given, "--tokens-per-second", "10", "--json"], standalone_mode=False)
     told = json.loads(capsys.readouterr().out)
-    assert told["hooks"] == ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
-    assert told["streams"][1]["bytes_per_s"] == 10 * (256 << 10)
-    assert {"memory", "work", "limits", "ring_rows"} <= set(told)
+    assert {each["level"] for each in told} == {"info"}
+    disk = [each["figures"] for each in told if each["about"] == "disk"]
+    assert disk[1] == [256 << 10, 10 * (256 << 10)]
+    totals = {each["about"]: each["figures"] for each in told if each["about"].startswith("total")}
+    assert (
+        sum(each["figures"][0] for each in told if " MiB on the GPU: " in each["found"])
+        == (totals["total GPU"][0])
+    )

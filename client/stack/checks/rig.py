@@ -1,4 +1,4 @@
-"""Holds what all measurements of `midstream verify` use: both servers, and their requests."""
+"""Holds what the measurements of `midstream doctor --deep` use: both servers, and requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ....schemas.base.errors import MidstreamError
+from ....schemas.base.settings import Settings
 from ....schemas.jobs.certificates import Certificate
 from ....schemas.jobs.jobs import JobView
 from ...sdk.client import Client
@@ -32,6 +33,7 @@ GENTLE, STRONG = 0.01, 4.0
 class Rig:
     """Both servers, and requests to Midstream."""
 
+    settings: Settings  # of both servers
     stack: Supervisor
     client: Client
     stock: str  # address of stock vLLM's server
@@ -43,7 +45,7 @@ class Rig:
     @cached_property
     def card(self) -> dict[str, Any]:
         """The model as the service describes it."""
-        return self.client.model(self.stack.settings.served_model)
+        return self.client.model(self.settings.served_model)
 
     @property
     def certificate(self) -> Certificate | None:

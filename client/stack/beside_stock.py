@@ -1,5 +1,5 @@
-"""`midstream verify`: runs the real stack next to stock vLLM's own server, both on this machine,
-with the same model and the same engine options, and takes all measurements.
+"""`midstream doctor --deep`: runs the real stack next to stock vLLM's own server, both on this
+machine, with the same model and the same engine options, and takes all measurements.
 """
 
 import sys
@@ -15,10 +15,10 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
 from ...schemas.base.settings import Settings
 from ..sdk.client import Client
+from .checks.facts import host_facts
 from .checks.finding import Finding, findings_of
-from .checks.table import MEASURED, STOPPED
-from .measurements import facts
-from .measurements.rig import Rig
+from .checks.rig import Rig
+from .checks.table import of
 from .processes import Child, members, wait_for
 from .supervisor import (
     READY_TIMEOUT_S,
@@ -34,7 +34,7 @@ from .supervisor import (
 GPU_SHARE = 0.45
 
 
-def verify(
+def measured(
     settings: Settings, seconds: float, killed: Sequence[str], say: Say
 ) -> Iterator[Finding]:
     """Start both servers, take all measurements, and stop everything.
@@ -42,20 +42,16 @@ def verify(
     Raises MidstreamError if a server does not start.
     """
     began, data = time.monotonic(), Path(settings.data_dir)
-    host = facts.host_facts()
-    settings = for_both(prepare(settings, data, say), "gpu" in host)
-    yield from facts.listed(host)
+    settings = for_both(prepare(settings, data, say), "gpu" in host_facts())
     say("starting stock vLLM's server")
     with _stock_server(settings) as (stock, process):
         say("starting Midstream's stack")
         stack = Supervisor(settings, say=lambda line: None)
         with stack, Client(stack.url, stack.settings.admin_key) as client:
-            rig = Rig(stack, client, stock, seconds, killed, say)
-            changed = {"settings": facts.changed(settings)}
-            yield from facts.listed(facts.model_facts(rig) | changed)
-            yield from findings_of(MEASURED, rig, say)
+            rig = Rig(settings, stack, client, stock, seconds, killed, say)
+            yield from findings_of(of("deep"), rig, say)
         say("stopping both")
-    yield from findings_of(STOPPED, lambda: [*stack.survivors(), *members(process)])
+    yield from findings_of(of("end"), lambda: [*stack.survivors(), *members(process)])
     created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now()))
     yield Finding("info", "verified", f"{created}, {time.monotonic() - began:.0f} s")
 

@@ -1,5 +1,5 @@
-"""When does a promise of `midstream verify` hold, what is reported, and what do its measurements
-count?
+"""When does a promise of `midstream doctor --deep` hold, what is reported, and what do its
+measurements count?
 """
 
 import math
@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from midstream.client.render.findings import Report
-from midstream.client.stack import verify
-from midstream.client.stack.checks import table
-from midstream.client.stack.checks.finding import Check, findings_of
-from midstream.client.stack.measurements import costs, facts, rows
-from midstream.client.stack.measurements.rig import Rig
-from midstream.client.stack.promises import PROMISES, judge
+from midstream.client.stack import beside_stock
+from midstream.client.stack.checks import costs, facts, rows
+from midstream.client.stack.checks.finding import Check, Finding, findings_of
+from midstream.client.stack.checks.promises import PROMISES, judge
+from midstream.client.stack.checks.rig import Rig
+from midstream.client.stack.checks.table import of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 
@@ -43,14 +43,15 @@ def test_a_promise_fails_if_its_whole_interval_is_above_the_limit(
 
 def test_each_promise_is_judged_by_one_check_and_a_measurement_may_move_its_limit() -> None:
     assert judge("idle", [1.2], "", limit=1.3).level == "ok"
-    checks = [*table.MEASURED, *table.STOPPED]
-    assert ", ".join(check.about for check in checks).split(", ") == [*PROMISES]
+    checks = [*of("deep"), *of("end")]
+    judged = ", ".join(check.about for check in checks).split(", ")
+    assert judged == ["machine", "settings", "model", *PROMISES]
 
 
 def test_the_report_has_figures_limits_and_what_failed() -> None:
     console = Console(width=100, record=True)
     report = Report(console)
-    report.add(facts.listed({"vllm": "0.32.0", "name": "m"}))
+    report.add([Finding("info", "vllm", "0.32.0")])
     report.add([judge("idle", [1.0, 1.02], "2 pairs"), judge("receipts", [3], "")])
     assert report.end() == 1
     text = console.export_text()
@@ -68,18 +69,19 @@ def test_settings_that_differ_from_the_defaults_are_listed_without_secrets() -> 
 def test_each_engine_gets_half_of_a_gpu_unless_its_share_is_given() -> None:
     share = "gpu_memory_utilization"
     assert (
-        verify.for_both(Settings(), False).engine_options,
-        verify.for_both(Settings(), True).engine_options,
-    ) == ({}, {share: verify.GPU_SHARE})
+        beside_stock.for_both(Settings(), False).engine_options,
+        beside_stock.for_both(Settings(), True).engine_options,
+    ) == ({}, {share: beside_stock.GPU_SHARE})
     given = Settings(engine_options={share: 0.3})
-    assert verify.for_both(given, True).engine_options == {share: 0.3}
+    assert beside_stock.for_both(given, True).engine_options == {share: 0.3}
 
 
 def test_a_check_that_raises_fails_and_does_not_end_the_others() -> None:
     def broken(rig: Any) -> Any:
         raise MidstreamError("unavailable", "no answer")
 
-    checks = [Check("a, b", broken, "wait"), Check("c", lambda rig: facts.listed({"c": "fine"}))]
+    fine = Finding("info", "c", "fine")
+    checks = [Check(("deep",), "a, b", broken, "wait"), Check(("deep",), "c", lambda rig: [fine])]
     found = list(findings_of(checks, None))
     assert (
         [finding.about for finding in found],

@@ -6,8 +6,8 @@ import numpy as np
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.tensors import content_hash, from_numpy
-from ..checks.finding import Finding
-from ..promises import judge
+from .finding import Finding
+from .promises import judge
 from .rig import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, Rig
 
 #: Pairs of runs beside another request until all are composed alike; tokens of the other request.

@@ -8,8 +8,8 @@ import httpx2
 import numpy as np
 
 from ....schemas.base.errors import MidstreamError
-from ..checks.finding import Finding
-from ..promises import judge
+from .finding import Finding
+from .promises import judge
 from .rig import BATCH, EVERY_ROW, GENTLE, HTTP_S, LAYERS, LENGTH, Rig
 
 #: The least and the most tokens that each prompt generates. The number is chosen so that a call to

@@ -10,9 +10,9 @@ from pathlib import Path
 from ....schemas.base.errors import MidstreamError
 from ...sdk.client import Client
 from ...sdk.wire import Answer
-from ..checks.finding import Finding
 from ..processes import wait_for
-from ..promises import judge
+from .finding import Finding
+from .promises import judge
 from .rig import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, Rig
 
 #: Jobs that are in progress when a process is killed, their prompts, and tokens of each.

@@ -1,4 +1,4 @@
-"""Does `midstream verify` take every measurement, with stock vLLM beside the real stack?"""
+"""Does `midstream doctor --deep` take every measurement, with stock vLLM beside the real stack?"""
 
 import json
 import math
@@ -10,24 +10,24 @@ from pathlib import Path
 import pytest
 from tiny import checkpoint
 
-from midstream.client.stack.measurements.costs import LEAST_PAIRS
-from midstream.client.stack.promises import PROMISES
+from midstream.client.stack.checks.costs import LEAST_PAIRS
+from midstream.client.stack.checks.promises import PROMISES
 
 COSTS = {"idle", "capture", "steer", "patch"}
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(1500)
-def test_verify_measures_every_promise_of_the_real_engines(tmp_path: Path) -> None:
+def test_the_doctor_measures_every_promise_of_the_real_engines(tmp_path: Path) -> None:
     model = checkpoint("llama", tmp_path / "llama")
-    command = [sys.executable, "-m", "midstream.client", "verify", "--model", model]
+    command = [sys.executable, "-m", "midstream.client", "doctor", "--deep", "--model", model]
     command += ["--seconds", "0", "--set", "kv_cache_gib=0.25", "--set", "max_model_len=1024"]
-    command += ["--data-dir", tmp_path / "data", "--json", tmp_path / "page.json"]
+    command += ["--data-dir", tmp_path / "data", "--json"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ}
     )
     print(done.stdout, done.stderr)
-    found = {each["about"]: each for each in json.loads((tmp_path / "page.json").read_text())}
+    found = {each["about"]: each for each in json.loads(done.stdout)}
     outcomes = {about: each for about, each in found.items() if each["level"] != "info"}
     assert list(outcomes) == [*PROMISES]
     # four pairs on a machine with other tests say nothing of costs; all else has to hold

@@ -1,4 +1,4 @@
-"""The promises that `midstream verify` checks: a table, and the verdict on what was measured."""
+"""The promises that `midstream doctor --deep` checks, and the verdict on what was measured."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .checks.finding import Finding, Level
+from .finding import Finding, Level
 
 #: Percentiles of the bootstrapped median that bound a figure's interval, and the number of draws.
 INTERVAL, DRAWS = (2.5, 97.5), 2000
