@@ -72,27 +72,10 @@ def verify(source: Source | None = None) -> list[str]:
     return of_version(version)
 
 
-def table() -> Iterator[str]:
-    """Yield the lines of a Markdown table of all seams, for `docs/vllm-versions.md`."""
-    yield "| place in vLLM | names | used by |"
-    yield "|---|---|---|"
-    for seam in SEAMS:
-        names = ", ".join(f"`{name}`" for name in seam.names) or "(itself)"
-        yield (
-            f"| `{seam.where}` | {names} | "
-            f"{', '.join(f'`{user}`' for user in seam.by.split(', '))} |"
-        )
-
-
 def main(arguments: list[str]) -> int:
     """Print the mismatches of vLLM's package in a folder, or of the installed package; return exit
     code 1 if there are any.
-
-    With `--table`, print all seams instead.
     """
-    if arguments == ["--table"]:
-        print("\n".join(table()))
-        return 0
     source = Source(Path(arguments[0])) if arguments else installed()
     result = list(mismatches(source))
     names = sum(len(seam.has) or 1 for seam in SEAMS)

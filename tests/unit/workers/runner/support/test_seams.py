@@ -170,14 +170,6 @@ def test_everything_in_place_of_vllms_is_compared() -> None:
     assert missed == []
 
 
-def test_the_page_shows_the_seams() -> None:
-    mark = "written by `python -m midstream.workers.runner.support.seams --table` -->"
-    page = (ROOT / "docs" / "vllm-versions.md").read_text()
-    assert page.split(f"<!-- {mark}")[1].split(f"<!-- end of the part {mark}")[
-        0
-    ].strip() == "\n".join(seams.table())
-
-
 def test_every_user_of_a_seam_exists() -> None:
     for seam in SEAMS:
         for user in seam.by.split(", "):
