@@ -52,9 +52,6 @@ SHARED = {
     "checksum": "checksum",
     "actions": "number of actions",
     "epoch": "epoch",
-    "global_version": "global version",
-    "global_digest": "global steering",
-    "modules": "modules",
 }
 
 
@@ -64,12 +61,8 @@ def _differences(ranks: list[RankSteering]) -> list[str]:
     for name, words in SHARED.items():
         values = {rank.rank: getattr(rank, name) for rank in ranks}
         if any(value != values[ranks[0].rank] for value in values.values()):
-            listing = ", ".join(f"rank {rank} {_shown(value)}" for rank, value in values.items())
+            listing = ", ".join(
+                f"rank {rank} {str(value) or 'none'}" for rank, value in values.items()
+            )
             differences.append(f"the ranks differ in {words}: {listing}")
     return differences
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name}={digest[:12]}" for name, digest in sorted(value.items())) or "none"
-    return str(value) or "none"

@@ -35,12 +35,11 @@ from ...schemas.requests.steering import (
     ModuleRequest,
     ModuleView,
     SteeringTemplate,
-    WorkerSteering,
     content_digest,
 )
 from ...storage.formats.module_files import specs_of, to_bytes
 from ..context import AppContext
-from ..operations.global_change import change, is_applied
+from ..operations.global_change import change
 from ..operations.rank_agreement import agreement
 from ..resolve.edits import module_export, steering
 from ..web.auth import needs
@@ -274,9 +273,9 @@ def _entry(entry: SteeringTemplate) -> EntryView:
     "/v1/steering/global",
     opt=needs("steer-global"),
     summary="Set a model's global steering",
-    description="Every live worker prepares the change on all its ranks; if one cannot, "
-    "nothing changes (409, 503). Once the response is "
-    "sent, new requests use the new steering; running requests keep the old.",
+    description="Every rank of every live worker checks that it could apply the change; if one "
+    "cannot, nothing changes (409, 503). Once the response is "
+    "sent, jobs that begin run under the new steering; running jobs keep the old.",
     responses=CHANGE_ERRORS,
 )
 async def put_global(
@@ -288,8 +287,11 @@ async def put_global(
     content = await anyio.to_thread.run_sync(
         steering.resolve_global, data.steering, info, model_state
     )
-    desired = await change(context.steering, context.settings, info, content.entries, content.blobs)
-    return await _global(context, info.name, desired, caller)
+    wait_s = context.settings.steering_wait_s
+    return _global(
+        info.name,
+        await change(context.steering, wait_s, info.name, content.entries, content.blobs),
+    )
 
 
 @delete(
@@ -297,19 +299,13 @@ async def put_global(
     opt=needs("steer-global"),
     status_code=200,
     summary="Remove global steering from a model",
-    description=(
-        "Follows the same protocol as setting it. Has no effect if no global steering is set."
-    ),
+    description="Running jobs keep it. Has no effect if no global steering is set.",
     responses=CHANGE_ERRORS,
 )
-async def delete_global(context: AppContext, caller: Caller, model: Model = None) -> GlobalView:
-    info = await context.served.the_model(model)
-    return await _global(
-        context,
-        info.name,
-        await change(context.steering, context.settings, info, [], {}),
-        caller,
-    )
+async def delete_global(context: AppContext, model: Model = None) -> GlobalView:
+    name = (await context.served.the_model(model)).name
+    wait_s = context.settings.steering_wait_s
+    return _global(name, await change(context.steering, wait_s, name, [], {}))
 
 
 @get(
@@ -318,54 +314,19 @@ async def delete_global(context: AppContext, caller: Caller, model: Model = None
     summary="Get a model's global steering",
     responses=ERRORS,
 )
-async def get_global(context: AppContext, caller: Caller, model: Model = None) -> GlobalView:
-    info = await context.served.the_model(model)
-    _, desired = await context.steering.standing(info.name, [])
-    return await _global(context, info.name, desired, caller)
+async def get_global(context: AppContext, model: Model = None) -> GlobalView:
+    name = (await context.served.the_model(model)).name
+    return _global(name, (await context.steering.standing(name, []))[1])
 
 
-async def _global(
-    context: AppContext, model: str, desired: GlobalSteering, caller: Caller
-) -> GlobalView:
-    accounts = await context.steering.accounts(model)
+def _global(model: str, steering: GlobalSteering) -> GlobalView:
     return GlobalView(
         model=model,
-        version=desired.version,
-        digest=desired.digest,
-        entries=_entries(desired.entries),
-        changed=desired.changed,
-        applied=is_applied(accounts, desired),
-        workers=_reports(accounts, caller),
+        version=steering.version,
+        digest=steering.digest,
+        entries=_entries(steering.entries),
+        changed=steering.changed,
     )
-
-
-def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering]:
-    """Return the workers' reports as the caller may see them: details may name modules of other
-    tenants, so only admins get them.
-    """
-    reports = [account.report for account in accounts if account.report is not None]
-    if "admin" in caller.scopes:
-        return reports
-    return [
-        msgspec.structs.replace(
-            report,
-            detail="",
-            refusal="",
-            applied=[msgspec.structs.replace(reported, message="") for reported in report.applied],
-            ranks=[
-                msgspec.structs.replace(
-                    rank,
-                    modules={
-                        shown(name): digest
-                        for name, digest in rank.modules.items()
-                        if unscoped(name)[0] == caller.tenant
-                    },
-                )
-                for rank in report.ranks
-            ],
-        )
-        for report in reports
-    ]
 
 
 # --- Status reported by the ranks
@@ -391,7 +352,10 @@ async def get_dynamic(context: AppContext, caller: Caller, model: Model = None) 
             agreed,
             detail="some ranks or workers do not agree; callers with scope admin see the details",
         )
-    return Dynamic(workers=_reports(accounts, caller), determinism=agreed)
+    reports = [account.report for account in accounts if account.report is not None]
+    if "admin" not in caller.scopes:  # as above
+        reports = [msgspec.structs.replace(report, detail="") for report in reports]
+    return Dynamic(workers=reports, determinism=agreed)
 
 
 async def answers_of_ranks(

@@ -16,7 +16,6 @@ from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import Tensor, content_hash
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.requests.specs import PROBED
-from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest
 
 
@@ -122,7 +121,7 @@ class Direct:
         from midstream.workers.engine.ranks.rank_spec import rank_spec
         from midstream.workers.engine.vllm_output import sampling_params
 
-        params = sampling_params(ask.sampling, rank_spec(ask, GlobalSteering()))
+        params = sampling_params(ask.sampling, rank_spec(ask))
         name = f"{ask.job}.{ask.request}.{ask.attempt}"
         self._llm.call(
             self._llm.llm.add_request, name, TokensPrompt(prompt_token_ids=ask.token_ids), params

@@ -302,13 +302,12 @@ class Engine:
             )
             name = f"{self._runs}.{number}"
         else:
-            from midstream.schemas.requests.steering import GlobalSteering
             from midstream.workers.engine.ranks.rank_spec import rank_spec
             from midstream.workers.engine.vllm_output import sampling_params
 
             job = f"j{self._runs}-{number}"
             ask = direct.request(number, tokens, work.generated, job=job, **wish)
-            params = sampling_params(ask.sampling, rank_spec(ask, GlobalSteering()))
+            params = sampling_params(ask.sampling, rank_spec(ask))
             name = f"{job}.{number}.1"
         self._llm.add_request(name, TokensPrompt(prompt_token_ids=tokens), params)
 

@@ -329,11 +329,6 @@ OF_STEERING: tuple[Reading[SteeringReport], ...] = (
         "Rank disagreements that were resolved by a resync",
         lambda worker: worker.resyncs,
     ),
-    _steering(
-        "global_version",
-        "Version of global steering that all ranks have applied",
-        lambda worker: worker.global_version,
-    ),
     _steering_rank("rows_used", "Rows of the steering table in use", lambda rank: rank.rows_used),
     _steering_rank("rows", "Rows of the steering table", lambda rank: rank.rows),
     _steering_rank(

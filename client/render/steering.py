@@ -61,21 +61,9 @@ def _cells(view: EntryView) -> tuple[str, ...]:
 
 
 def global_line(view: GlobalView) -> str:
-    """Return a line about global steering, and the workers that have not applied it yet."""
+    """Return a line about global steering."""
     content = f"{what(view.entries)}, digest {view.digest[:DIGEST]}" if view.entries else "nothing"
-    line = f"global steering of {escape(view.model)}, version {view.version}: {content}"
-    if not view.workers:
-        return f"{line}; no worker is running; every worker will apply it before its first job"
-    behind = [worker for worker in view.workers if worker.global_version != view.version]
-    if view.applied:
-        return f"{line}; [green]applied[/] by {count(len(view.workers), 'worker')} on every rank"
-    late = "; ".join(
-        (
-            f"{worker.worker} has version {worker.global_version}, {worker.state} {worker.detail}"
-        ).rstrip()
-        for worker in behind
-    )
-    return f"{line}; [yellow]not applied everywhere[/]: {escape(late) or 'a rank is behind'}"
+    return f"global steering of {escape(view.model)}, version {view.version}: {content}"
 
 
 def worker_line(worker: WorkerSteering) -> str:
@@ -88,10 +76,7 @@ def worker_line(worker: WorkerSteering) -> str:
         else ""
     )
     waits = f"{count(worker.waiting, 'request')} wait{'s' if worker.waiting == 1 else ''} for rows"
-    versions = f"desired state {worker.version}, global {worker.global_version}"
-    return (
-        f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{desyncs}"
-    )
+    return f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {waits}{desyncs}"
 
 
 def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
@@ -111,8 +96,6 @@ def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
         "pp",
         "checksum",
         "actions",
-        "global",
-        "modules",
         "rows",
         "entries",
         "requests",
@@ -120,14 +103,13 @@ def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
     ):
         shown.add_column(column, justify="right", no_wrap=True)
     for rank in worker.ranks:
-        numbers = (rank.actions, rank.global_version, len(rank.modules))
         room = (f"{rank.rows_used}/{rank.rows}", f"{rank.entries_used}/{rank.entries}")
         queues = f"{rank.outbox}, {size(rank.backlog)}"
         cells = (
             str(rank.rank),
             str(rank.pp),
             rank.checksum,
-            *map(str, numbers),
+            str(rank.actions),
             *room,
             str(rank.requests),
             queues,

@@ -52,7 +52,7 @@ R = TypeVar("R")
 SteeringInput = Steering | Sequence[Steering] | Mapping[str, Array] | Path | str
 
 #: Timeout in seconds of a change to global steering: the server responds when every worker has
-#: validated and applied it, or when one has timed out.
+#: checked it, or when one has timed out.
 CHANGE_S = 120.0
 _GLOBAL, _DYNAMIC, _RUNS = "/v1/steering/global", "/v1/steering/dynamic", "/v1/runs"
 
@@ -205,7 +205,7 @@ class GlobalSteering(Calls[M]):
 
     @call
     async def get(self, model: str | None = None) -> GlobalView:
-        """Return global steering, and whether every worker has applied it."""
+        """Return global steering."""
         return await self._about("GET", _GLOBAL, GlobalView, model)
 
     @call

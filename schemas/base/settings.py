@@ -202,9 +202,9 @@ class Settings(Record):
     # jobs whose ranks disagreed: retried in a new attempt, or failed immediately
     on_desync: Literal["retry", "fail"] = "retry"
     desync_log_s: Positive = 60.0  # minimum interval between ERROR log lines on rank disagreements
-    # how often a worker looks for changes to global steering and named modules
+    # how often a worker looks for changes to global steering and for queries about its ranks
     steering_poll_s: Positive = 0.25
-    # timeout of each of the two phases of a change to global steering; a lost worker counts for
+    # how long a change to global steering waits for the workers' checks; a lost worker counts for
     # `lease_s`
     steering_wait_s: Positive = 20.0
     # if `tuning.capture_queue_mib` is full: captures wait, rows are spilled to disk, or dropped

@@ -49,6 +49,7 @@ from ..requests.specs import (
     StoredCapture,
     StoredSteering,
 )
+from ..requests.steering import GlobalSteering
 from .attributions import AttributionResult
 from .captures import Blob, CaptureState
 from .doses import DoseResult
@@ -209,7 +210,7 @@ class Job(Accepted, dict=True, kw_only=True):
     # `dict`: for the cached property; `omit_defaults`: as for `Sampling`
     """A validated job as the ledger keeps it and the worker reads it.
 
-    Never changes after acceptance.
+    Never changes after acceptance; a claim adds what holds at that moment.
     """
 
     kind: KindName
@@ -235,6 +236,8 @@ class Job(Accepted, dict=True, kw_only=True):
     hooks: dict[str, Callback] = {}  # policy that acts on it → the webhook of its decisions
     # if its prompts are not in `prompts`: the global captures
     global_captures: list[CaptureSpec] = []
+    # that the attempt runs under, from its claim to its end; the stored job has none
+    global_steering: GlobalSteering = GlobalSteering()
 
     def work_as(self, kind: type[W]) -> W:
         """Return its work. Raises TypeError if that is of another kind."""
@@ -245,7 +248,8 @@ class Job(Accepted, dict=True, kw_only=True):
     @property
     def wants_receipts(self) -> bool:
         own = self.work.wants_receipts or self.lora is not None
-        return own or any(self.captures) or any(self.steering) or bool(self.probes)
+        steered = any(self.steering) or bool(self.global_steering.entries)
+        return own or any(self.captures) or steered or bool(self.probes)
 
     @property
     def cost(self) -> int:

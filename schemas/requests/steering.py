@@ -1,8 +1,8 @@
 """Global steering, named modules, and the ranks' reports on them.
 
-Global steering and modules are desired state in Redis: workers reconcile to it and report. A
-module's name refers to its content: registering the name again does not affect requests that were
-accepted before.
+Both are kept in Redis. A claim gives a job the global steering of that moment, under which its
+requests run to their end. A module's name refers to its content: registering the name again does
+not affect requests that were accepted before.
 """
 
 from typing import Annotated, Literal
@@ -156,7 +156,7 @@ class GlobalRequest(Record):
 class GlobalSteering(Record):
     """Steering applied to every request to a model."""
 
-    version: int = 0  # grows with every set and clear, never reused; 0: never set
+    version: int = 0  # grows with every change; 0: never set
     entries: list[SteeringTemplate] = []  # empty: no global steering
     changed: float = 0.0
 
@@ -180,9 +180,9 @@ class GlobalSteering(Record):
             if request != []
         ]
 
-    def standing_rows(self) -> list[SteeringRow]:
-        """Return the rows that ranks keep in their tables even while unused: those of entries whose
-        positions are a name or a range.
+    def common_rows(self) -> list[SteeringRow]:
+        """Return the rows that every request needs: those of entries whose positions are a name or
+        a range.
 
         (A list of positions is cut to each prompt, so its row differs between prompts.)
         """
@@ -192,23 +192,11 @@ class GlobalSteering(Record):
         )
 
 
-class Proposal(Record):
-    """Phase one of a change to global steering: workers validate the change on all their ranks and
-    report the outcome; nothing is applied yet.
-    """
+class CheckAnswer(Record):
+    """A worker's answer to the question whether its ranks could apply some global steering."""
 
-    id: str
-    steering: GlobalSteering  # with its future version
-    deadline: float  # workers drop the proposal after this time
-
-
-class Desired(Record):
-    """The state to which every worker of a model converges."""
-
-    version: int = 0  # grows with every change to a field below
-    current: GlobalSteering = GlobalSteering()
-    proposal: Proposal | None = None
-    modules: dict[str, Module] = {}
+    boot: str  # of the worker
+    refusal: str  # which ranks cannot, and why; empty: all can
 
 
 # --- Status reported by the ranks
@@ -240,9 +228,6 @@ class RankSteering(Load, kw_only=True, forbid_unknown_fields=True):
     checksum: str  # of every action since `epoch` began, 16 hex digits
     actions: int
     epoch: int  # how often its ledger was reset (resyncs)
-    global_version: int
-    global_digest: str
-    modules: dict[str, str]  # name → digest
     vectors: int
     requests: int
     queued: int = 0  # requests that waited in that step
@@ -256,7 +241,7 @@ WorkerState = Literal["serving", "resyncing", "quarantined"]
 
 
 class RankApplied(Record):
-    """One rank's response when a change is prepared or applied."""
+    """One rank's response to a call that changes something, or checks whether it could."""
 
     rank: int
     ok: bool
@@ -271,14 +256,8 @@ class WorkerSteering(Record):
     model: str
     state: WorkerState
     detail: str  # why it does not serve
-    version: int  # of `Desired`, reconciled
-    global_version: int  # applied on all ranks
     at: float
     ask: str = ""  # the last query (`Steering.ask`) that this report answers
-    proposal: str = ""  # id of the proposal that was prepared or rejected
-    prepared: bool = False  # whether all ranks can apply the proposal
-    refusal: str = ""  # why not
-    applied: list[RankApplied] = []  # of the last prepare or commit
     waiting: int = 0  # requests that wait for rows of the table
     desyncs: int = 0  # disagreements of ranks since the worker started
     resyncs: int = 0  # disagreements that were resolved
@@ -313,8 +292,8 @@ class Dynamic(Record):
 
 
 class GlobalView(Record):
-    """Answer of `GET`, `PUT` and `DELETE /v1/steering/global`: the desired state, and how far each
-    worker has applied it.
+    """Answer of `GET`, `PUT` and `DELETE /v1/steering/global`: what jobs that are claimed from now
+    on run under.
     """
 
     model: str
@@ -322,5 +301,3 @@ class GlobalView(Record):
     digest: str  # empty: no global steering
     entries: list[EntryView]
     changed: float
-    applied: bool  # every live worker has this version on every rank
-    workers: list[WorkerSteering]

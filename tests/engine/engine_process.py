@@ -269,12 +269,17 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
         base = command.bases.get(job.id) or (entry.run if entry else "")
         made = prompt_request(job, request, 1, files=command.files)
         return dataclasses.replace(
-            made, entry=entry, grade=grade, base=base, keep_blocks=command.blocks.get(job.id, "")
+            made,
+            global_steering=command.everyone,
+            entry=entry,
+            grade=grade,
+            base=base,
+            keep_blocks=command.blocks.get(job.id, ""),
         )
 
     async def one(request: int) -> Output | None:
         tokens = 0
-        async for progress in engine.generate(ask(request), command.everyone):
+        async for progress in engine.generate(ask(request)):
             tokens += len(progress.token_ids)
             answer.scores.setdefault(job.id, []).extend(progress.scores)
             answer.waiting = max(answer.waiting, engine.waiting)

@@ -16,8 +16,6 @@ from tolerances import FP32_ROWS
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.requests.steering import GlobalSteering
 
-JOY, SAD = "d" * 64, "e" * 64
-
 
 def send_vector(host: Host, seed: int) -> str:
     """The name of a vector that is on the ranks: a request used it."""
@@ -32,7 +30,7 @@ def run_under(host: Host, steering: GlobalSteering, job: Job) -> None:
 
 
 def rank_state(host: Host) -> list[tuple[Any, ...]]:
-    names = ("modules", "global_version", "global_digest", "rows_used", "entries_used", "vectors")
+    names = ("actions", "rows_used", "entries_used", "vectors")
     return [tuple(rank[name] for name in names) for rank in host.call("midstream_status")]
 
 
@@ -58,44 +56,32 @@ def anew(tp2: Host) -> Iterator[Host]:
 
 
 # field case 29
-@pytest.mark.parametrize("kind", ["commit", "clear", "register", "change", "unregister"])
-def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, kind: str) -> None:
+def test_what_one_rank_refuses_shows_until_it_has_done_it_too(anew: Host) -> None:
     name = send_vector(anew, 61)
-    first, second = (
-        msgspec.to_builtins(for_everyone(version, steer(name, [1], float(version))))
-        for version in (1, 2)
-    )
-    if kind in ("change", "unregister"):
-        anew.call("midstream_set_module", "joy", JOY, [name])
-    anew.call("midstream_commit_global", first)
+    steering = msgspec.to_builtins(for_everyone(1, steer(name, [1], 2.0)))
     assert agree(anew)
     before, content = rank_state(anew), anew.call("midstream_fingerprint")
-    calls = {
-        "commit": ("commit_global", [second], "rollback_global", [2]),
-        "clear": ("commit_global", [msgspec.to_builtins(for_everyone(2))], "rollback_global", [2]),
-        "register": ("set_module", ["joy", JOY, [name]], "rollback_module", ["joy", JOY]),
-        "change": ("set_module", ["joy", SAD, [name]], "rollback_module", ["joy", SAD]),
-        "unregister": ("set_module", ["joy", "", []], "rollback_module", ["joy", ""]),
-    }
-    call, arguments, rollback, of = calls[kind]
-    anew.call("midstream_fault", f"{call}:rank=1")
-    assert anew.call(f"midstream_{call}", *arguments) == [
+    anew.call("midstream_fault", "check_global:rank=1")
+    assert anew.call("midstream_check_global", steering) == [
         [True, ""],
-        [False, f"fault injected: {call}"],
+        [False, "fault injected: check_global"],
     ]
-    anew.call("midstream_fault", f"{rollback}:rank=0")
-    assert anew.call(f"midstream_{rollback}", *of) == [
-        [False, f"fault injected: {rollback}"],
+    anew.call("midstream_fault", "")
+    assert anew.call("midstream_check_global", steering) == [[True, ""], [True, ""]]
+    assert (rank_state(anew), anew.call("midstream_fingerprint")) == (before, content), (
+        "a check changes nothing"
+    )
+    anew.call("midstream_fault", "drop_vectors:rank=1")
+    assert anew.call("midstream_drop_vectors", [name]) == [
         [True, ""],
+        [False, "fault injected: drop_vectors"],
     ]
     assert not anew.call("same_content")
     anew.call("midstream_fault", "")
-    assert (
-        anew.call(f"midstream_{rollback}", *of),
-        rank_state(anew),
-        anew.call("midstream_fingerprint"),
-    ) == ([[True, ""], [True, ""]], before, content)
-    assert not agree(anew), "the histories differ for good, until both begin anew"
+    anew.call("midstream_drop_vectors", [name])
+    assert anew.call("same_content")
+    (first, why), second = anew.call("midstream_check_global", steering)
+    assert (first, why.endswith("is not on this rank"), second) == (False, True, [False, why])
 
 
 @pytest.mark.parametrize("way", ["compiled", "pp2"])
@@ -116,11 +102,6 @@ def test_global_steering_is_applied_before_and_after_a_resync(
     def check(host: Host, version: int, scale: float) -> None:
         steering = for_everyone(version, steer(host.vector(theirs), [1], scale))
         own = [steer(host.vector(mine), [0])]
-        # sends both
-        host.run(
-            host.job(prompt_of(3), max_tokens=1, steering=[*own, steer(host.vector(theirs), [1])])
-        )
-        host.call("midstream_commit_global", msgspec.to_builtins(steering))
         job = host.job(
             prompt_of(9), max_tokens=2, steering=own, capture=capture_of([3], "all_prompt")
         )

@@ -60,7 +60,7 @@ from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import dims_name
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
-from midstream.workers.serving.steering import SteeringReconciler
+from midstream.workers.serving.rank_watch import RankWatch
 
 CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum  is now in"
 LAYERS = list(range(NUM_LAYERS))
@@ -272,14 +272,12 @@ class Rig:
         worker = worker_info(model=engine.info.name, boot=boot, identity=engine.info.identity)
         await self.ledger.publish_model(engine.info, worker)
         self.engine = engine
-        standing = SteeringReconciler(
-            Steering(self.ledger), engine, self.settings, boot, self._tell
-        )
+        watch = RankWatch(Steering(self.ledger), engine, self.settings, boot, self._tell)
         try:
-            await standing.start()
-            yield Attempts(self.ledger, engine, standing, "w1", boot, asyncio.Event())
+            await watch.start()
+            yield Attempts(self.ledger, engine, watch, "w1", boot, asyncio.Event())
         finally:
-            standing.close()
+            watch.close()
             await engine.shutdown()
 
     async def _tell(self) -> None:

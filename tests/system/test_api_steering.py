@@ -304,17 +304,9 @@ def put_global(http: httpx2.Client, *entries: dict[str, Any]) -> GlobalView:
     return from_json(answer.content, GlobalView)
 
 
-def test_global_steering_is_on_all_ranks_before_the_response(http: httpx2.Client) -> None:
+def test_requests_after_the_response_run_under_the_new_global_steering(http: httpx2.Client) -> None:
     plain, steered = text(http), text(http, steering=[JOY])
     made = put_global(http, JOY)
-    assert made.applied
-    assert [worker.worker for worker in made.workers] == ["w1", "w1-2"]
-    assert {
-        (rank.global_version, rank.global_digest)
-        for worker in made.workers
-        for rank in worker.ranks
-    } == {(made.version, made.digest)}
-    assert [len(worker.ranks) for worker in made.workers] == [2, 2]
     answer = complete(http)
     assert answer["choices"][0]["text"] == steered, (
         "a request under global steering is one with those entries"
@@ -323,14 +315,9 @@ def test_global_steering_is_on_all_ranks_before_the_response(http: httpx2.Client
     assert answer["determinism"]["global_version"] == made.version
     assert put_global(http, JOY).version == made.version, "the same again is no change"
     shown = from_json(http.get("/v1/steering/global").content, GlobalView)
-    assert (shown.version, shown.digest, shown.applied) == (made.version, made.digest, True)
+    assert shown == made
     cleared = from_json(http.delete("/v1/steering/global").content, GlobalView)
-    assert (cleared.digest, cleared.entries, cleared.applied, cleared.version > made.version) == (
-        "",
-        [],
-        True,
-        True,
-    )
+    assert (cleared.digest, cleared.entries, cleared.version) == ("", [], made.version + 1)
     assert text(http) == plain
     assert "determinism" not in complete(http)
     assert (
@@ -341,7 +328,6 @@ def test_global_steering_is_on_all_ranks_before_the_response(http: httpx2.Client
 def test_no_job_starts_under_replaced_global_steering(
     http: httpx2.Client, pool: ThreadPoolExecutor
 ) -> None:
-    """Changes at once are serialised."""
     expected = [text(http, steering=[JOY]), text(http, steering=[CALM])]
     assert expected[0] != expected[1]
     for turn in range(6):
@@ -388,26 +374,20 @@ def test_an_unresponsive_worker_blocks_a_global_steering_change(
         stack.kill("worker-2", signal.SIGCONT)
     shown = http.get("/v1/steering/global").json()
     assert (shown["version"], shown["digest"]) == (made.version, made.digest)
-    assert put_global(http, CALM).applied
+    assert put_global(http, CALM).version == made.version + 1
 
 
-def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(
-    stack: Stack, http: httpx2.Client
-) -> None:
-    register(http, "joy", JOY)
+def test_a_refusing_rank_blocks_the_change(stack: Stack, http: httpx2.Client) -> None:
     made = put_global(http, JOY)
-    # what is desired at its start it takes
-    stack.replace("worker-2", fault="prepare:rank=1,after=1")
+    # the steering in force at its start it takes
+    stack.replace("worker-2", fault="check_global:rank=1,after=1")
     answer = http.put("/v1/steering/global", json={"steering": [CALM]})
     refused(answer, 409, None, "worker w1-2", "rank 1")
     shown = from_json(http.get("/v1/steering/global").content, GlobalView)
-    assert (shown.version, shown.applied) == (made.version, True)
-    told = dynamic(http)
-    assert all(set(rank.modules) == {"joy"} for worker in told.workers for rank in worker.ranks), (
-        "it has them from before its start"
-    )
+    assert shown.version == made.version
+    assert [worker.state for worker in dynamic(http).workers] == ["serving"] * 2
     stack.replace("worker-2")
-    assert put_global(http, CALM).applied
+    assert put_global(http, CALM).version == made.version + 1
 
 
 # --- What the ranks say
@@ -416,7 +396,7 @@ def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(
 
 def test_rank_reports_show_content_and_agreement(http: httpx2.Client) -> None:
     register(http, "joy", JOY)
-    made = put_global(http, CALM)
+    put_global(http, CALM)
     complete(http, steering=[{"module": "joy"}])
     told = dynamic(http)
     assert told.determinism.consistent, told.determinism.detail
@@ -431,19 +411,14 @@ def test_rank_reports_show_content_and_agreement(http: httpx2.Client) -> None:
         for stage in told.determinism.stages
     )
     for worker in told.workers:
-        assert (worker.state, worker.global_version) == ("serving", made.version)
+        assert worker.state == "serving"
         assert abs(worker.at - time.time()) < 60
-        assert [(rank.tp, rank.pp, rank.global_digest) for rank in worker.ranks] == [
-            (0, 0, made.digest),
-            (1, 0, made.digest),
-        ]
+        assert [(rank.tp, rank.pp) for rank in worker.ranks] == [(0, 0), (1, 0)]
 
 
 def test_steering_metrics_cover_every_rank(http: httpx2.Client) -> None:
-    made = put_global(http, JOY)
     lines = http.get("/metrics").text.splitlines()
     for wanted in (
-        f'midstream_steering_global_version{{model="{MODEL}",worker="w1"}} {float(made.version)}',
         f'midstream_steering_state{{model="{MODEL}",state="serving",worker="w1-2"}} 1.0',
         f'midstream_steering_consistent{{model="{MODEL}",stage="0",worker="w1"}} 1.0',
         f'midstream_steering_waiting{{model="{MODEL}",worker="w1"}} 0.0',

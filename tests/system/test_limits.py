@@ -403,7 +403,7 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
                 assert time.monotonic() < deadline
             for answer in (last, api.http.put("/v1/steering/global", json=entries)):
                 refused(answer, 503, kind="overloaded")
-            assert hand.do(Steering(hand.ledger).propose(MODEL, [], {})), (
+            assert hand.do(Steering(hand.ledger).open_check(MODEL, [], {})), (
                 "what steers everyone can be taken away all the same"
             )
             client.config_set("maxmemory", 20 << 20)

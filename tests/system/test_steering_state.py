@@ -1,5 +1,5 @@
-"""Is the desired state of steering what was set, versioned, and are its tensors there exactly as
-long as somebody needs them?
+"""Is the steering of a model what was set, versioned, and are its tensors there exactly as long as
+somebody needs them?
 """
 
 import asyncio
@@ -34,8 +34,9 @@ from midstream.broker.ledger.named.steering import Steering
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
-from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.requests.steering import (
+    CheckAnswer,
     GlobalSteering,
     Module,
     SteeringTemplate,
@@ -89,8 +90,6 @@ def report(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> WorkerStee
         "model": MODEL,
         "state": "serving",
         "detail": "",
-        "version": 0,
-        "global_version": 0,
         "at": now(),
     }
     return WorkerSteering(**(facts | changes))
@@ -127,8 +126,15 @@ async def later(seconds: float, call: Awaitable[Any]) -> Any:
 
 
 async def change(steering: Steering, *tensors: str) -> GlobalSteering:
-    proposal = await steering.propose(MODEL, [entry(tensor) for tensor in tensors], blobs(*tensors))
-    return await steering.commit(MODEL, proposal.id)
+    entries = [entry(tensor) for tensor in tensors]
+    check = await steering.open_check(MODEL, entries, blobs(*tensors))
+    return await steering.set_global(MODEL, check, entries)
+
+
+async def claimed(ledger: Ledger, job: Job, ranks: int = 1) -> Job:
+    claim = await ledger.claim(job.id, WORKER, BOOT, ranks, IDENTITY)
+    assert claim is not None
+    return claim.job
 
 
 # --- Global steering
@@ -148,8 +154,11 @@ async def test_state_of_another_version_names_both_versions(
         scripts.source.cache_clear()
         theirs = Steering(ledger)
         await theirs.put_module(module(A), blobs(A))
-        await theirs.propose(MODEL, [entry(A)], {})
-        await theirs.commit("another", (await theirs.propose("another", [entry(A)], {})).id)
+        newer.setattr(broker_steering, "__version__", "9.0.0")
+        newer.setattr(broker_steering, "to_msgpack", lambda value: b"\xc3")
+        check = await theirs.open_check("another", [entry(A)], {})
+        await theirs.set_global("another", check, [entry(A)])
+        check = await theirs.open_check(MODEL, [entry(A)], {})
     scripts.source.cache_clear()
     reads = {
         "the module 'joy'": [
@@ -158,7 +167,6 @@ async def test_state_of_another_version_names_both_versions(
             steering.delete_module(MODEL, "joy"),
             steering.put_module(module(B), blobs(B)),
         ],
-        "the proposed global steering": [steering.desired(MODEL)],
     }
     for what, calls in reads.items():
         for call in calls:
@@ -172,76 +180,72 @@ async def test_state_of_another_version_names_both_versions(
             assert found.value.detail.startswith(said)
             assert "tomorrow" in found.value.detail
     assert await steering.module_names(MODEL) == ["joy"], "what cannot be read is not deleted"
-    await ledger.redis.hset(f"ms:steering:{MODEL}", "current", later(GlobalSteering(version=1)))
-    with pytest.raises(MidstreamError, match=r"the global steering of .* midstream \(unknown\)"):
-        await steering.standing(MODEL, [])
-    await ledger.redis.hset("ms:steering:another", "current", later(GlobalSteering(version=1)))
-    with pytest.raises(
-        MidstreamError,
-        match=r"the global steering of 'another' was stored by midstream 9\.0\.0",
+    for call, what in (
+        (steering.checked_entries(check), "the checked global steering"),
+        (steering.standing("another", []), "the global steering of 'another'"),
     ):
+        with refuses(f"{what} was stored by midstream 9.0.0", kind="version_mismatch"):
+            await call
+    await ledger.redis.hdel("ms:steering:another", "current_by")
+    with pytest.raises(MidstreamError, match=r"the global steering of .* midstream \(unknown\)"):
         await steering.standing("another", [])
     await ledger.redis.set(f"ms:pinned:{A}", later(TENSORS[A]))
     with refuses(match="tomorrow", kind="version_mismatch"):
         await steering.get_tensor(A)
 
 
-async def test_proposals_and_commits_notify_workers(steering: Steering) -> None:
-    assert await steering.look(MODEL, WORKER) == (0, "", "", "", "")
-    proposal = await steering.propose(MODEL, [entry(A)], blobs(A))
-    look = await steering.look(MODEL, WORKER)
-    assert (look.version, look.proposal) == (1, proposal.id)
-    desired = await steering.desired(MODEL)
-    assert (desired.version, desired.current, desired.proposal) == (
-        1,
-        GlobalSteering(),
-        proposal,
-    )
-    assert await steering.commit(MODEL, proposal.id) == proposal.steering
-    desired = await steering.desired(MODEL)
-    assert (desired.version, desired.current, desired.proposal) == (
-        2,
-        proposal.steering,
-        None,
-    )
-    assert await steering.look(MODEL, WORKER) == (2, "", "", "", proposal.id)
-    assert await steering.commit(MODEL, proposal.id) == proposal.steering, (
-        "its answer may have been lost"
-    )
-    assert (await steering.desired(MODEL)).version == 2
-
-
-async def test_one_proposal_at_a_time_until_its_deadline(
-    ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
+async def test_checks_are_open_to_workers_until_they_are_closed_or_over(
+    steering: Steering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = await steering.propose(MODEL, [entry(A)], blobs(A))
+    assert await steering.look(MODEL, WORKER) == (0, "", "", [])
+    first = await steering.open_check(MODEL, [entry(A)], blobs(A))
+    second = await steering.open_check(MODEL, [entry(B)], blobs(B))
+    await steering.open_check("another model", [entry(B)], blobs(B))
+    assert sorted((await steering.look(MODEL, WORKER)).checks) == sorted([first, second])
+    assert await steering.checked_entries(first) == [entry(A)]
+    assert await steering.get_tensor(A, first) == TENSORS[A]
+    fine, no = CheckAnswer(boot=BOOT, refusal=""), CheckAnswer(boot=BOOT, refusal="no")
+    await steering.answer(first, "w1", fine)
+    await steering.answer(first, "w2", no)
+    await steering.answer(second, "w1", no)
+    assert await steering.answers(first) == {"w1": fine, "w2": no}
+    await steering.close_check(MODEL, first)
+    assert (await steering.answers(first), await steering.checked_entries(first)) == ({}, None)
+    assert (await steering.look(MODEL, WORKER)).checks == [second]
+    monkeypatch.setattr(broker_steering, "now", lambda: now() + 61)
+    assert (await steering.look(MODEL, WORKER)).checks == []
+
+
+async def test_a_check_becomes_the_global_steering_once(ledger: Ledger, steering: Steering) -> None:
+    check = await steering.open_check(MODEL, [entry(A)], blobs(A))
+    assert (await steering.standing(MODEL, []))[1] == GlobalSteering()
+    made = await steering.set_global(MODEL, check, [entry(A)])
+    assert (made.version, made.entries, abs(made.changed - now()) < 60) == (1, [entry(A)], True)
+    assert (await steering.standing(MODEL, []))[1] == made
+    await steering.close_check(MODEL, check)
+    again = await steering.set_global(MODEL, check, [entry(A)])
+    assert again == made, "its answer may have been lost"
+    assert (await steering.look(MODEL, WORKER)).version == 1
+    cleared = await change(steering)
+    assert (cleared.version, cleared.entries, await pinned(ledger)) == (2, [], {})
     with refuses(kind="conflict"):
-        await steering.propose(MODEL, [entry(B)], blobs(B))
-    assert await steering.propose("another model", [entry(B)], blobs(B))
-    for clock in (scripts, broker_steering):
-        monkeypatch.setattr(clock, "now", lambda: now() + 61)
-    assert (await steering.desired(MODEL)).proposal is None
-    with pytest.raises(MidstreamError):
-        await steering.commit(MODEL, first.id)
-    second = await steering.propose(MODEL, [entry(C)], blobs(C))
-    assert (await steering.commit(MODEL, second.id)).tensors == [C]
-    assert A not in await pinned(ledger)
+        await steering.set_global(MODEL, check, [entry(A)])
 
 
 # --- Claims
 # --------------------------------------------------------------------------------------------------
 
 
-async def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(
+async def test_a_claim_brings_the_global_steering_of_its_moment(
     ledger: Ledger, steering: Steering
 ) -> None:
+    before = await queued_job(ledger)
+    assert (await claimed(ledger, before)).global_steering == GlobalSteering()
+    assert not (await ledger.view(before.id)).steered
     job = await queued_job(ledger, prompts=3)
     current = await change(steering, A)
-    with pytest.raises(ClaimRefused) as behind:
-        await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
-    assert behind.value.why == "behind"
-    assert (await ledger.view(job.id)).state is State.QUEUED
-    assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY, current.version, True) is not None
+    steered = await claimed(ledger, job, 2)
+    assert steered.global_steering == msgspec.structs.replace(current, changed=0.0)
     view = await ledger.view(job.id)
     assert (view.receipts_expected, view.steered) == (6, True), "every prompt tells of it"
     await ledger.store_outputs(job.id, 1, outputs(3))
@@ -250,14 +254,57 @@ async def test_no_job_is_claimed_under_another_global_steering_than_the_desired_
     assert result.determinism.global_version == current.version
 
 
+async def test_a_claimed_job_keeps_the_tensors_of_its_global_steering(
+    ledger: Ledger, steering: Steering
+) -> None:
+    job = await queued_job(ledger)
+    await change(steering, A)
+    with refuses("no longer stored", kind="intervention_failed"):
+        await ledger.get_tensor(A)
+    await claimed(ledger, job)
+    await change(steering, B)
+    assert set(await pinned(ledger)) == {B}
+    assert await ledger.get_tensor(A) == TENSORS[A]
+    assert await ledger.redis.ttl(f"ms:blob:{A}") > 0
+
+
+async def test_a_repeated_claim_begins_under_the_global_steering_that_it_returns(
+    ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection broke before the reply arrived; meanwhile the steering was changed."""
+    monkeypatch.setattr("secrets.token_hex", lambda _: "the same call")
+    job = await queued_job(ledger, prompts=2)
+    await claimed(ledger, job)
+    monkeypatch.undo()
+    current = await change(steering, A)
+    monkeypatch.setattr("secrets.token_hex", lambda _: "the same call")
+    assert (await claimed(ledger, job)).global_steering.version == current.version
+    view = await ledger.view(job.id)
+    assert (view.attempt, view.global_version, view.receipts_expected) == (1, current.version, 2)
+
+
+async def test_a_job_whose_global_steering_cannot_be_read_fails(
+    ledger: Ledger, steering: Steering
+) -> None:
+    """A worker does not claim before its ranks have checked what is in force: this one was away."""
+    job = await queued_job(ledger)
+    await change(steering, A)
+    await ledger.redis.hset(f"ms:steering:{MODEL}", "entries", b"\xc3")
+    assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is None
+    view = await ledger.view(job.id)
+    assert (view.state, "global steering version 1" in view.error.detail) == (State.FAILED, True)
+
+
 async def test_a_requeued_job_forgets_its_global_steering(
     ledger: Ledger, steering: Steering
 ) -> None:
     job = await queued_job(ledger)
-    await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering, A)).version, True)
+    await change(steering, A)
+    await claimed(ledger, job)
     await ledger.release(job.id, 1)
     assert not (await ledger.view(job.id)).steered
-    await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering)).version, False)
+    await change(steering)
+    await claimed(ledger, job)
     await ledger.store_outputs(job.id, 2, outputs())
     result = await ledger.result(job.id)
     assert (result.state, result.determinism) == (State.SUCCEEDED, None)
@@ -270,7 +317,7 @@ async def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal
     await ledger.redis.hset("ms:desync", WORKER, "rank 1 differs")
     with pytest.raises(ClaimRefused) as refused:
         await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
-    assert (refused.value.why, refused.value.detail) == ("desynced", "rank 1 differs")
+    assert refused.value.detail == "rank 1 differs"
     assert (await steering.look(MODEL, WORKER)).desync == "rank 1 differs"
     await steering.clear_desync(WORKER)
     assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is not None
@@ -332,26 +379,20 @@ async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
 ) -> None:
     joy = module(A, B)
     assert await steering.put_module(joy, blobs(A, B)) is None
-    version = (await steering.look(MODEL, WORKER)).version
     assert await steering.put_module(msgspec.structs.replace(joy, created=9.0), blobs(A, B)) == joy
     described = module(A, B, description="glad", created=9.0)
-    assert (
-        await steering.put_module(described, {}),
-        (await steering.look(MODEL, WORKER)).version,
-    ) == (joy, version)
+    assert await steering.put_module(described, {}) == joy
     stored = await steering.module(MODEL, "joy")
     assert stored == msgspec.structs.replace(described, created=joy.created)
     assert await steering.put_module(module(B, C), blobs(C)) == stored, (
         "what it has already need not come again"
     )
-    assert (await steering.look(MODEL, WORKER)).version == version + 1
     assert set(await pinned(ledger)) == {B, C}
     assert (
         [found.name for found in await steering.modules(MODEL)]
         == await steering.module_names(MODEL)
         == ["joy"]
     )
-    assert set((await steering.desired(MODEL)).modules) == {"joy"}
     assert (await steering.delete_module(MODEL, "joy")).digest == module(B, C).digest  # type: ignore[union-attr]
     assert (await steering.delete_module(MODEL, "joy"), await pinned(ledger)) == (None, {})
     assert await steering.module(MODEL, "joy") is None
@@ -442,8 +483,8 @@ MODELS = st.sampled_from([MODEL, "m:2"])
 
 
 class Pins(RuleBasedStateMachine):
-    """What is pinned is exactly what the modules, the global steering and the open proposals of all
-    models name; a proposal that was withdrawn changes nothing, and a tensor must be there.
+    """What is pinned is exactly what the modules and the global steering of all models name; a
+    check changes nothing, and a tensor must be there.
     """
 
     broker: ClassVar[Broker]
@@ -452,9 +493,7 @@ class Pins(RuleBasedStateMachine):
         super().__init__()
         self.broker.do(self.broker.ledger.redis.flushall())
         self.owned: dict[str, set[str]] = {}
-        self.open: dict[str, tuple[str, set[str]]] = {}
-        self.versions: dict[str, int] = {}  # of the last proposal
-        self.current: dict[str, int] = {}  # of what was committed last
+        self.current: dict[str, int] = {}  # version of what was set last
 
     @rule(
         model=MODELS,
@@ -475,38 +514,17 @@ class Pins(RuleBasedStateMachine):
         former = self.broker.do(self.broker.steering.delete_module(model, name))
         assert (former is not None) == bool(self.owned.pop(f"module:{model}:{name}", None))
 
-    @rule(model=MODELS, names=NAMES, bring=st.booleans())
-    def propose(self, model: str, names: list[str], bring: bool) -> None:
-        if model in self.open:
-            return
-        call = self.broker.steering.propose(
-            model, [entry(name) for name in names], blobs(*names) if bring else {}
-        )
-        if proposal := self.tried(call, names, bring):
-            assert proposal.steering.version > self.versions.get(model, 0), "none is used again"
-            self.versions[model] = proposal.steering.version
-            self.open[model] = proposal.id, set(names)
-            self.owned[f"proposal:{model}"] = set(names)
-
-    @rule(model=MODELS)
-    def commit(self, model: str) -> None:
-        if model in self.open:
-            proposal, names = self.open.pop(model)
-            committed = self.broker.do(self.broker.steering.commit(model, proposal))
-            self.current[model] = committed.version
-            assert set(committed.tensors) == names
-            del self.owned[f"proposal:{model}"]
-            self.owned[f"global:{model}"] = names
-
-    @rule(model=MODELS)
-    def abort(self, model: str) -> None:
-        if model in self.open:
-            proposal, _ = self.open.pop(model)
-            assert self.broker.do(self.broker.steering.abort(model, proposal))
-            assert not self.broker.do(self.broker.steering.abort(model, proposal))
-            with refuses(kind="conflict"):
-                self.broker.do(self.broker.steering.commit(model, proposal))
-            del self.owned[f"proposal:{model}"]
+    @rule(model=MODELS, names=NAMES, bring=st.booleans(), passes=st.booleans())
+    def change(self, model: str, names: list[str], bring: bool, passes: bool) -> None:
+        steering, entries = self.broker.steering, [entry(name) for name in names]
+        check = self.broker.do(steering.open_check(model, entries, blobs(*names) if bring else {}))
+        if passes and (
+            made := self.tried(steering.set_global(model, check, entries), names, bring)
+        ):
+            self.current[model] = self.current.get(model, 0) + 1
+            assert (made.version, set(made.tensors)) == (self.current[model], set(names))
+            self.owned[f"global:{model}"] = set(names)
+        self.broker.do(steering.close_check(model, check))
 
     def tried(self, call: Any, names: list[str], bring: bool) -> Any:
         """What the call gives, True for None; False when it is refused, as it must be for a tensor
@@ -529,15 +547,14 @@ class Pins(RuleBasedStateMachine):
         for name in expected:
             assert content_hash(self.broker.do(self.broker.steering.get_tensor(name))) == name
         for model in (MODEL, "m:2"):
-            desired = self.broker.do(self.broker.steering.desired(model))
-            assert desired.current.version == self.current.get(model, 0)
+            _, current = self.broker.do(self.broker.steering.standing(model, []))
+            assert current.version == self.current.get(model, 0)
 
 
 @pytest.fixture
 def broker(redis_url: str) -> Iterator[Broker]:
     loop = asyncio.new_event_loop()
-    # no proposal ends by itself
-    ledger = Ledger.connect(settings_for(redis_url, steering_wait_s=600))
+    ledger = Ledger.connect(settings_for(redis_url))
     yield Broker(loop, ledger, Steering(ledger))
     loop.run_until_complete(ledger.close())
     loop.close()

@@ -23,7 +23,7 @@ MODEL = "tiny"
 async def begun(ledger: Ledger, **changes: Any) -> tuple[Job, Sweeps]:
     job = sweep_job(sweep(**changes), MODEL)
     await ledger.submit(job, {})
-    assert await ledger.claim(job.id, WORKER, BOOT, 2, job.identity, everyone=True) is not None
+    assert await ledger.claim(job.id, WORKER, BOOT, 2, job.identity) is not None
     return job, Sweeps(ledger)
 
 

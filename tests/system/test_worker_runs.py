@@ -9,29 +9,36 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ledger_kit import sent, worker_info
 from midstream_fake_engine.engine import FakeEngine
-from midstream_fake_engine.model import identity_of
+from midstream_fake_engine.model import HIDDEN_SIZE, identity_of
 from wait_kit import holding
 
 from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.named.steering import Steering
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import now
+from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, JobView, Output, Sampling, State, StoredPrompt
 from midstream.schemas.requests.specs import StoredCapture
-from midstream.schemas.requests.steering import GlobalSteering
+from midstream.schemas.requests.steering import SteeringTemplate
 from midstream.workers.engine.prompts.format_check import FormatsBusy
 from midstream.workers.engine.protocol import EngineRequest, Progress
 from midstream.workers.engine.ranks.collective import Quarantined
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.heartbeat import Heartbeat
+from midstream.workers.serving.rank_watch import RankWatch
 from midstream.workers.serving.redis_retry import end_tasks
-from midstream.workers.serving.steering import SteeringReconciler
 
+TENSOR = from_numpy(np.ones(HIDDEN_SIZE, np.float32))
+VECTOR, PACKED = content_hash(TENSOR), to_msgpack(TENSOR)
+SHIFT = SteeringTemplate(
+    layers=[1], hook="post_block", positions="all", family="add", tensors=[VECTOR]
+)
 #: Only ends what hangs.
 TIMEOUT_S = 40
 
@@ -54,10 +61,10 @@ class Harness:
         self.died = asyncio.Event()
         self.aborted: list[tuple[str, int]] = []
         self.engine.abort = self._abort  # type: ignore[method-assign]
-        self.standing = SteeringReconciler(
+        self.watch = RankWatch(
             Steering(self.ledger), self.engine, self.settings, "boot", self._tell
         )
-        self.runs = Attempts(self.ledger, self.engine, self.standing, "w1", "boot", self.died)
+        self.runs = Attempts(self.ledger, self.engine, self.watch, "w1", "boot", self.died)
 
     async def sent_again(self) -> list[tuple[str, int]]:
         """Job and attempts made of each message that a job was sent with after its first."""
@@ -108,7 +115,7 @@ async def at(
 ) -> AsyncIterator[Harness]:
     harness = Harness(redis_url, tmp_path, **getattr(request, "param", {}))
     await harness.engine.start()
-    await harness.standing.start()
+    await harness.watch.start()
     yield harness
     await harness.engine.shutdown()
     await harness.ledger.close()
@@ -116,7 +123,7 @@ async def at(
 
 # field case 38
 async def test_a_cancellation_that_something_swallowed_still_stops_the_run(at: Harness) -> None:
-    async def deaf(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def deaf(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         with contextlib.suppress(asyncio.CancelledError):
             # once, or a failure of this test would never end
             await asyncio.sleep(60)
@@ -138,9 +145,7 @@ async def test_a_cancellation_that_something_swallowed_still_stops_the_run(at: H
 async def test_one_failing_prompt_fails_the_job_and_stops_the_others(at: Harness) -> None:
     stopped: list[int] = []
 
-    async def second_fails(
-        ask: EngineRequest, everyone: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
+    async def second_fails(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         if ask.request == 1:
             raise MidstreamError("capture_failed", "rank 0: no space")
         try:
@@ -175,9 +180,7 @@ async def test_a_request_that_ends_without_output_fails_the_job(
 ) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.VERDICT_S", 0.05)
 
-    async def silent(
-        ask: EngineRequest, everyone: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
+    async def silent(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         yield Progress(ask.request, "a", [1])
 
     at.engine.generate = silent  # type: ignore[method-assign]
@@ -188,7 +191,7 @@ async def test_a_request_that_ends_without_output_fails_the_job(
 
 
 async def test_jobs_of_a_dead_engine_are_released_and_resent(at: Harness) -> None:
-    async def dying(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def dying(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         raise MidstreamError("engine_failed", "gone")
         yield
 
@@ -241,9 +244,7 @@ async def test_the_late_outputs_of_a_lost_attempt_change_nothing(at: Harness) ->
 async def test_a_late_lost_notice_does_not_stop_the_next_attempt(at: Harness) -> None:
     beaten = asyncio.Event()
 
-    async def lasting(
-        ask: EngineRequest, everyone: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
+    async def lasting(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         if ask.attempt == 1:
             await asyncio.sleep(600)  # until the next one stops it
         await beaten.wait()
@@ -281,18 +282,42 @@ async def test_when_ranks_disagree_only_the_affected_requests_run_again(at: Harn
         await at.submit(max_tokens=20),
     )
     tasks = [await at.running(captured), await at.running(plain)]
-    at.standing.stop_runs("rank 1 differs")
+    assert at.watch.stop_runs("rank 1 differs"), "until its end is recorded"
     assert await tasks[0] is AttemptOutcome.OUT_OF_STEP
+    assert not at.watch.stop_runs("rank 1 differs")
     assert (await at.view(captured)).state is State.QUEUED
     assert (await at.sent_again(), at.aborted) == ([(captured, 1)], [(captured, 1)])
     assert (await at.ledger.desync_release(captured, 1, "again")) is None, "its attempt is over"
     assert await tasks[1] is AttemptOutcome.SUCCEEDED
 
 
+async def test_a_resync_waits_for_claims_and_for_attempts_under_global_steering(
+    at: Harness,
+) -> None:
+    check = await Steering(at.ledger).open_check("fake-model", [SHIFT], {VECTOR: PACKED})
+    await Steering(at.ledger).set_global("fake-model", check, [SHIFT])
+    claim, asked, goes_on = at.ledger.claim, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        claimed = await claim(*arguments, **options)
+        asked.set()
+        await goes_on.wait()
+        return claimed
+
+    at.ledger.claim = slow  # type: ignore[method-assign]
+    task = asyncio.create_task(at.runs.run_job(await at.submit(max_tokens=100)))
+    await asked.wait()
+    assert at.watch.stop_runs("rank 1 differs")
+    assert not at.runs.held
+    goes_on.set()
+    await holding(lambda: at.runs.held)
+    assert at.watch.stop_runs("rank 1 differs")
+    assert await task is AttemptOutcome.OUT_OF_STEP
+    assert not at.watch.stop_runs("rank 1 differs")
+
+
 async def test_a_possibly_desynced_rank_costs_one_attempt(at: Harness) -> None:
-    async def unsure(
-        ask: EngineRequest, everyone: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
+    async def unsure(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         raise Quarantined("rank 1 kept what it should have dropped")
         yield
 
@@ -307,7 +332,7 @@ async def test_a_job_waits_for_a_quarantined_worker_then_is_requeued(
 ) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.CLAIM_PATIENCE_S", 0.2)
     job_id = await at.submit()
-    at.standing.quarantine("the ranks may differ")
+    at.watch.quarantine("the ranks may differ")
     assert await at.runs.run_job(job_id) is AttemptOutcome.PUT_BACK
     assert ((await at.view(job_id)).state, (await at.view(job_id)).attempt) == (State.QUEUED, 0)
 

@@ -1,5 +1,5 @@
-"""Do the workers of a model share its jobs, and follow what is desired for everyone when their
-ranks do not? And does another model get its own?
+"""Do the workers of a model share its jobs, and what do they do when their ranks do not apply what
+holds for everyone? And does another model get its own?
 
 Fake engines, everything else real. How a change by the API reaches two workers, and what a rank
 that refuses it prevents, is tested in test_api_steering.py.
@@ -91,9 +91,7 @@ def test_a_running_job_keeps_the_global_steering_that_it_began_under(
     plain = client.result(client.wait(client.submit(model=MODEL, prompts=["a"], max_tokens=4)).id)
     job_id = client.submit(model=MODEL, prompts=["a"], max_tokens=500).id
     stack.wait_running(job_id)
-    view = client.global_steering.put(SHIFT, MODEL)
-    assert view.applied
-    assert {worker.worker for worker in view.workers} == {"w1", "w1-2"}
+    client.global_steering.put(SHIFT, MODEL)
     assert client.global_steering.get(OTHER).version == 0
     assert stack.view(job_id).state is State.RUNNING, "or nothing was tried here"
     assert stack.wait(job_id).state is State.SUCCEEDED
@@ -106,7 +104,7 @@ def test_a_running_job_keeps_the_global_steering_that_it_began_under(
 @pytest.mark.long
 def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack, client: Client) -> None:
     client.global_steering.put(SHIFT, MODEL)
-    stack.replace("worker-2", fault="prepare:rank=1")
+    stack.replace("worker-2", fault="check_global:rank=1")
     assert until(stack, lambda found: len(found) == 2)["w1-2"].state == "quarantined"
     began = time.monotonic()
     for job_id in [stack.submit(["hello"]) for _ in range(12)]:
@@ -115,26 +113,6 @@ def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack, client: Clie
         "the longest that such a worker keeps a job's message while nobody else serves"
     )
     stack.replace("worker-2")
-    client.global_steering.delete(MODEL)
-
-
-def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resync(
-    stack: Stack, client: Client
-) -> None:
-    client.global_steering.delete(MODEL)
-    stack.replace("worker-2", fault="commit:rank=1,times=1")
-    # The start itself commits what is desired: the fault strikes there, and the worker begins jobs
-    # with equal ranks all the same.
-    until(stack, lambda found: len(found) == 2)
-    version = client.global_steering.put(SHIFT, MODEL).version
-    report = reports(stack)["w1-2"]
-    assert (
-        report.state,
-        report.desyncs,
-        report.resyncs,
-        {(rank.global_version, rank.epoch) for rank in report.ranks},
-    ) == ("serving", 1, 1, {(version, 1)})
-    assert len({rank.checksum for rank in report.ranks}) == 1
     client.global_steering.delete(MODEL)
 
 

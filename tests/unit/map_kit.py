@@ -70,8 +70,6 @@ class Jobs:
                 "digest": self.steering,
                 "entries": [],
                 "changed": 0.0,
-                "applied": True,
-                "workers": [],
             }
             return 200, view, None
         if parts[1:3] == ["steering", "modules"]:

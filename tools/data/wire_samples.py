@@ -53,7 +53,12 @@ from midstream.schemas.readings.lens import LensPart
 from midstream.schemas.requests.harvest_work import HarvestPart
 from midstream.schemas.requests.source_runs import Run, RunFiles
 from midstream.schemas.requests.specs import RankSpec
-from midstream.schemas.requests.steering import GlobalSteering, Module, Proposal, WorkerSteering
+from midstream.schemas.requests.steering import (
+    CheckAnswer,
+    Module,
+    SteeringTemplate,
+    WorkerSteering,
+)
 from midstream.schemas.requests.sweep_paths import SweepPath
 
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "wire.json"
@@ -79,8 +84,8 @@ MSGPACK: tuple[Any, ...] = (
     DoseResult,
     LensFitResult,
     Module,
-    Proposal,
-    GlobalSteering,
+    SteeringTemplate,
+    CheckAnswer,
     WorkerSteering,
     Tensor,
     TokenizerBundle,

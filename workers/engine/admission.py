@@ -26,7 +26,7 @@ class _Gate(ABC, Generic[Demand]):
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def _check(self, demand: Demand) -> None:
+    def check(self, demand: Demand) -> None:
         """Raises MidstreamError for a demand that can never fit."""
 
     @abstractmethod
@@ -41,7 +41,7 @@ class _Gate(ABC, Generic[Demand]):
     @asynccontextmanager
     async def admitted(self, demand: Demand) -> AsyncIterator[None]:
         """Hold the demand inside the block, once it fits. An empty demand never waits."""
-        self._check(demand)
+        self.check(demand)
         if demand:
             await self._acquire(demand)
         try:
@@ -78,15 +78,6 @@ class _Gate(ABC, Generic[Demand]):
                 turn.set_result(None)
 
 
-class CrowdedOut(MidstreamError):
-    """Global steering leaves no space for this request, which was accepted under an earlier
-    version; another attempt, under the new version, will fit.
-    """
-
-    def __init__(self, detail: str) -> None:
-        super().__init__("intervention_failed", detail)
-
-
 class RowDemand(NamedTuple):
     """A row of the steering table: its content's key, and how many pool entries it takes."""
 
@@ -97,74 +88,19 @@ class RowDemand(NamedTuple):
 class RowAdmission(_Gate[frozenset[RowDemand]]):
     """Limits the distinct row contents in flight to `rows` rows with `entries` pool entries.
 
-    Equal contents share a row. Rows of global steering are pinned: they count whether or not a
-    request in flight uses them.
+    Equal contents share a row, as those of global steering do in all requests.
     """
 
     def __init__(self, rows: int, entries: int) -> None:
         super().__init__()
         self._rows, self._entries = rows, entries
         self._in_use: Counter[RowDemand] = Counter()
-        self._pinned: frozenset[RowDemand] = frozenset()
 
     @property
     def used(self) -> int:
         return len(self._in_use)
 
-    def check_pinned(self, rows: frozenset[RowDemand]) -> None:
-        """Raises MidstreamError("intervention_failed") if `rows` can never replace the pinned."""
-        self._check_size(rows)
-        if not self._within(rows | self._pinned):
-            detail = (
-                f"it does not fit in the {self._rows} steering rows alongside the current "
-                "global steering: clear the current one first"
-            )
-            raise MidstreamError("intervention_failed", detail)
-
-    @asynccontextmanager
-    async def replacing_pinned(
-        self, rows: frozenset[RowDemand], patience_s: float
-    ) -> AsyncIterator[None]:
-        """Hold both `rows` and the pinned rows inside the block; after it `rows` are pinned, unless
-        the block raises.
-
-        Raises as `check_pinned`, and if `rows` do not fit within `patience_s`.
-        """
-        self.check_pinned(rows)
-        if rows:
-            try:
-                async with asyncio.timeout(patience_s):
-                    await self._acquire(rows)
-            except TimeoutError:
-                detail = (
-                    f"{len(rows)} of the {self._rows} steering rows did not become free within "
-                    f"{patience_s:g} s"
-                )
-                raise MidstreamError("intervention_failed", detail) from None
-        try:
-            yield
-        except BaseException:
-            self._release(rows)
-            raise
-        replaced, self._pinned = self._pinned, rows
-        self._release(replaced)
-        for entry in [entry for entry in self._waiting if not self._within(entry[0] | rows)]:
-            self._waiting.remove(entry)
-            if not entry[1].done():
-                entry[1].set_exception(self._crowded_out(entry[0]))
-        self._wake()
-
-    def clear_pinned(self) -> None:
-        """Drop all pinned rows, which the ranks have cleared."""
-        cleared, self._pinned = self._pinned, frozenset()
-        self._release(cleared)
-
-    def _check(self, demand: frozenset[RowDemand]) -> None:
-        self._check_size(demand)
-        if demand and not self._within(demand | self._pinned):
-            raise self._crowded_out(demand)
-
-    def _check_size(self, demand: frozenset[RowDemand]) -> None:
+    def check(self, demand: frozenset[RowDemand]) -> None:
         for needed, present, setting in (
             (len(demand), self._rows, "steering_rows"),
             (_entries(demand), self._entries, "steering_entries"),
@@ -172,15 +108,9 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
             if needed > present:
                 detail = (
                     f"the request needs {needed} {setting.replace('_', ' ')}, but the engine has "
-                    f"{present} (setting {setting})"
+                    f"{present} (setting {setting}); those of global steering count"
                 )
                 raise MidstreamError("intervention_failed", detail)
-
-    def _crowded_out(self, demand: frozenset[RowDemand]) -> CrowdedOut:
-        return CrowdedOut(
-            f"its steering rows ({len(demand)}) do not fit alongside those of the current "
-            f"global steering ({len(self._pinned)})"
-        )
 
     def _fits(self, demand: frozenset[RowDemand]) -> bool:
         return self._within(self._in_use.keys() | demand)
@@ -302,7 +232,7 @@ class StepRows(CaptureBudget):
     `limit` 0: no ring and no limit.
     """
 
-    def _check(self, demand: int) -> None:
+    def check(self, demand: int) -> None:
         if self._limit and demand > self._limit:
             raise MidstreamError(
                 "capture_failed",

@@ -44,6 +44,8 @@ class EngineRequest:
     token_ids: list[int]
     sampling: Sampling
     steering: list[StoredSteering] = field(default_factory=list)  # including patches
+    # of the job's claim; applied before `steering`
+    global_steering: GlobalSteering = field(default_factory=GlobalSteering)
     captures: list[StoredCapture] = field(default_factory=list)
     # tag → how many of the job's prompts have a capture under it
     captured: dict[str, int] = field(default_factory=dict)
@@ -150,26 +152,21 @@ class Runs(Protocol):
         names: Sequence[str],
         fetch: Fetch,
         *,
-        pinned: bool = False,
         users: Sequence[list[StoredSteering]] = (),
     ) -> None:
         """Load all of these tensors on every rank, and keep them there until `release_vectors` with
         the same names.
 
-        `pinned`: for modules and global steering, outside the cache's budget. `users`: the steering
-        of requests that will use them soon, so that ranks can lay it out ahead. Raises
-        MidstreamError("intervention_failed") naming rank and reason, and Quarantined; a call that
-        raises, or is cancelled, holds nothing.
+        `users`: the steering of requests that will use them soon, so that ranks can lay it out
+        ahead. Raises MidstreamError("intervention_failed") naming rank and reason, and Quarantined;
+        a call that raises, or is cancelled, holds nothing.
         """
 
-    async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
+    async def release_vectors(self, names: Sequence[str]) -> None:
         """Release these tensors; they may stay cached."""
 
-    def generate(
-        self, ask: EngineRequest, global_steering: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
-        """Generate for one prompt under `global_steering`, which was applied when the job was
-        claimed; the last item carries `finished`.
+    def generate(self, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+        """Generate for one prompt; the last item carries `finished`.
 
         Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops
         the request.
@@ -221,45 +218,26 @@ class Holds(Protocol):
 class Checks(Protocol):
     """Whether all ranks are in the same state, and what brings them into it."""
 
-    # set by `SteeringReconciler`; called with the reason when the ranks may differ, before
-    # Quarantined is raised
+    # set by `RankWatch`; called with the reason when the ranks may differ, before Quarantined is
+    # raised
     on_quarantine: Callable[[str], None]
 
-    # Global steering and modules: `workers.serving.steering` calls these one at a time, never
-    # concurrently.
+    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> list[RankApplied]:
+        """Have every rank check that it could apply `steering`, whose tensors it loads first; they
+        may stay cached.
 
-    async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
-        """Phase one: every rank checks that it could apply `steering`, and changes nothing.
-
-        The caller holds its tensors. Returns the answer of every rank, in rank order. Raises
+        Returns the answer of every rank, in rank order. Raises as `hold_vectors`, and
         MidstreamError("engine_failed") when the engine has died.
-        """
-
-    async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
-        """Phase two: every rank applies `steering`, to requests that begin from now on.
-
-        If a rank fails, all ranks are rolled back to their previous state. Raises
-        MidstreamError("intervention_failed") with rank and reason then, and Quarantined if the
-        rollback also fails.
-        """
-
-    async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
-        """Register a module on every rank, or replace its content; with an empty digest, unregister
-        it.
-
-        The caller holds its tensors. When a rank fails, behaves as `commit_global` does.
         """
 
     async def steering_status(self) -> list[RankSteering]:
         """Return every rank's ledger and occupancy, in rank order."""
 
     async def restart_ledgers(self) -> None:
-        """Begin a resync: every rank drops all rows, modules, tensors and global steering, fails
-        the requests that it still has, and resets its ledger to zero; cached blocks affected by
-        interventions are not reused.
+        """Begin a resync: every rank drops all rows and tensors, fails the requests that it still
+        has, and resets its ledger to zero; cached blocks affected by interventions are not reused.
 
-        The caller then applies the desired state again, as at the start. Raises Quarantined if a
-        rank fails to reset.
+        Raises Quarantined if a rank fails to reset.
         """
 
     async def same_content(self) -> bool:

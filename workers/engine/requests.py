@@ -1,9 +1,8 @@
 """Makes every engine request, with all that the operator has set for all traffic.
 
 Each kind of request has a function: a prompt of a job, a sequence of a harvest, a unit of a sweep.
-Policies of all traffic, global capture, tenant and adapter come from the request's job, for every
-kind.
-Global steering comes from the attempt (`Attempt.submit`).
+Policies of all traffic, global capture, global steering, tenant and adapter come from the request's
+job, for every kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from ...schemas.artifacts.loras import use_of
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.specs import StoredCapture, probe_captures
-from ...schemas.requests.steering import GlobalSteering
 from ...schemas.service.global_capture import captures_of, step_rows
 from .protocol import EngineRequest
 
@@ -103,12 +101,12 @@ def trial_request(
     )
 
 
-def tensors_of(job: Job, global_steering: GlobalSteering) -> set[str]:
+def tensors_of(job: Job) -> set[str]:
     """Return the names of the tensors that every request of a job needs on the ranks: those of
     global steering, of the job's probes and of the scalars of its gradient rows.
     """
     return {
-        *global_steering.tensors,
+        *job.global_steering.tensors,
         *(name for captures in job.captures for capture in captures for name in capture.tensors),
         *(name for probe in job.probes for name in probe.content.tensors),
     }
@@ -134,6 +132,7 @@ def _build(
         job=job.id,
         captures=[*captures, *probe_captures(probes)],
         probes=probes,
+        global_steering=job.global_steering,
         tenant=job.tenant,
         lora=use_of(job.lora),
         **fields,

@@ -35,7 +35,7 @@ from ...schemas.model.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_wi
 from ...schemas.model.layer_kinds import grouped
 from ...schemas.prompts.selectors import INSIDE
 from ...schemas.requests.specs import StoredCapture
-from ...schemas.requests.steering import GlobalSteering, RankSteering
+from ...schemas.requests.steering import RankSteering
 from ...schemas.service.engine_errors import in_our_settings
 from ...schemas.service.global_capture import from_settings
 from ...storage.formats.lora_files import joined
@@ -366,11 +366,9 @@ class VllmEngine(RankControl):
         self._tool_reader(ask, params)  # tools are a format too
         await self._formats.check(params, ask.tenant, ask.job)
 
-    async def generate(
-        self, ask: EngineRequest, global_steering: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         ask, prompt = await self._prompt(ask)
-        spec = rank_spec(ask, global_steering)
+        spec = rank_spec(ask)
         request_id = f"{ask.job}.{ask.request}.{ask.attempt}"
         live = self._live.setdefault((ask.job, ask.attempt), set())
         live.add(request_id)

@@ -13,7 +13,7 @@ def gradient_runs_of(bench: Bench[GradientEngine]) -> dict[str, Run]:
     """Return kind of job → how a gradient worker runs it."""
 
     async def rows(attempt: Attempt) -> list[Output]:
-        names = sorted(tensors_of(attempt.job, attempt.lease.steering))
+        names = sorted(tensors_of(attempt.job))
         await bench.engine.hold_vectors(names, bench.fetch)
         try:
             attempt.check()

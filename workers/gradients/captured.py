@@ -10,7 +10,6 @@ from ...schemas.artifacts.saes import StoredSae
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.scalars import StoredScalar
 from ...schemas.requests.specs import StoredCapture
-from ...schemas.requests.steering import GlobalSteering
 from ..engine.protocol import EngineRequest
 from ..engine.ranks.rank_spec import rank_spec
 from ..runner.files.finished_rows import Columns, FinishedCapture
@@ -41,7 +40,7 @@ def finished(
 
     Raises NonFiniteGradient, UnsupportedArchitectureError, and what `load_sae` raises.
     """
-    tokens, spec, result = list(ask.token_ids), rank_spec(ask, GlobalSteering()), []
+    tokens, spec, result = list(ask.token_ids), rank_spec(ask), []
     assert spec is not None, "the request has captures"
     gradients: list[tuple[StoredScalar, dict[Site, torch.Tensor]]] = []
     for capture in ask.captures:

@@ -105,7 +105,6 @@ class TransformersEngine:
         self._steps = self._running = 0
         self._thread = ThreadPoolExecutor(1, "gradients")
         self._actions = ActionLedger()
-        self._global = GlobalSteering()
         self._tensors: dict[str, tuple[Tensor, int]] = {}  # name → tensor, number of holders
         self._died: asyncio.Future[str] | None = None
         self._pace: tuple[str, float] | None = None  # job; seconds of a forward pass for each token
@@ -322,14 +321,12 @@ class TransformersEngine:
         settings = self._settings
         return load_registered(sae, settings.sae_root, settings.tuning.sae_cache_mib << 20)
 
-    async def generate(
-        self, ask: EngineRequest, global_steering: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         """Compute the gradient rows of one prompt, and pass them on; no token is generated."""
-        if global_steering.entries:
+        if ask.global_steering.entries:
             raise refused(
-                f"global steering version {global_steering.version} is active, and gradients are "
-                "those of the unsteered model: clear it first"
+                f"global steering version {ask.global_steering.version} is active, and gradients "
+                "are those of the unsteered model: clear it first"
             )
         tensors = {name: torch.tensor(to_numpy(kept)) for name, (kept, _) in self._tensors.items()}
 
@@ -344,7 +341,7 @@ class TransformersEngine:
 
         captures = await self.run(work)
         rows = (of.rows(*site)[0] for of in captures for site in captured.sites_of([of.capture]))
-        self._report(ask, rows, captures, global_version=global_steering.version)
+        self._report(ask, rows, captures, global_version=ask.global_steering.version)
         output = Output(
             index=ask.request,
             text="",
@@ -356,16 +353,13 @@ class TransformersEngine:
 
     # -- What requests name
 
-    async def hold_vectors(
-        self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False, users: Any = ()
-    ) -> None:
-        """Hold tensors for jobs; those of global steering and modules (`pinned`) are not needed."""
-        fetched = {name: await fetch(name) for name in names if not pinned}
+    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, users: Any = ()) -> None:
+        fetched = {name: await fetch(name) for name in names}
         for name, tensor in fetched.items():
             self._tensors[name] = (tensor, self._tensors.get(name, (tensor, 0))[1] + 1)
 
-    async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
-        for name in names if not pinned else ():
+    async def release_vectors(self, names: Sequence[str]) -> None:
+        for name in names:
             tensor, users = self._tensors.pop(name)
             if users > 1:
                 self._tensors[name] = (tensor, users - 1)
@@ -373,24 +367,14 @@ class TransformersEngine:
     async def abort(self, job_id: str, attempt: int) -> None:
         """Do nothing: a computation ends with its task."""
 
-    # -- Steering: this worker follows its versions, so that it may claim jobs, and applies none
-
-    async def _applied(self, *_: Any) -> list[RankApplied]:
+    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> list[RankApplied]:
+        """Agree to any steering: a job under it is refused, or steered by another worker."""
         return [RankApplied(rank=0, ok=True)]
-
-    prepare_global = set_module = _applied
-
-    async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
-        self._global = steering
-        return await self._applied()
 
     async def steering_status(self) -> list[RankSteering]:
         totals = self._writer.totals
         status = RankSteering(
             step=self._steps,
-            global_version=self._global.version,
-            global_digest=self._global.digest,
-            modules={},
             rows_used=0,
             rows=0,
             entries_used=0,

@@ -1,10 +1,10 @@
-"""One attempt at one job on this worker: its lease, its progress, and why it is being stopped; and
-what a kind of job defines to run one.
+"""One attempt at one job on this worker: its progress, and why it is being stopped; and what a kind
+of job defines to run one.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,11 +19,10 @@ from ...schemas.jobs.jobs import Event, EventKind, Job, Outcome
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.jobs.works import Work
 from ..engine.admission import CellSlots
-from ..engine.protocol import Engine, EngineRequest, Progress
+from ..engine.protocol import Engine
 from .progress import AttemptProgress
 from .receipts import ReceiptReader
 from .redis_retry import patiently
-from .steering_leases import SteeringLease
 
 E = TypeVar("E", bound=Engine)
 
@@ -70,7 +69,6 @@ class Attempt:
     job: Job
     number: int  # which of the job's attempts this is, from 1
     task: "asyncio.Task[object]"
-    lease: SteeringLease  # on the global steering that it runs under
     progress: AttemptProgress
     receipts: ReceiptReader
     ending: AttemptOutcome | None = None  # why it is being stopped
@@ -84,7 +82,7 @@ class Attempt:
     @property
     def reported(self) -> bool:
         """Return whether the ranks send receipts for this attempt."""
-        return self.job.wants_receipts or bool(self.lease.steering.entries)
+        return self.job.wants_receipts
 
     def stop(self, ending: AttemptOutcome, detail: str = "") -> None:
         """Cancel the attempt; the first reason counts."""
@@ -94,10 +92,10 @@ class Attempt:
 
     def check_unsteered(self) -> None:
         """Raise MidstreamError("conflict") under global steering, which estimates do not have."""
-        if self.lease.steering.entries:
+        if self.job.global_steering.entries:
             raise MidstreamError(
                 "conflict",
-                f"global steering version {self.lease.steering.version} edits the model, and "
+                f"global steering version {self.job.global_steering.version} edits the model, and "
                 "gradients are computed without it: clear it, and submit the job again",
             )
 
@@ -122,12 +120,6 @@ class Attempt:
         """Write an event with a record's fields, as `emit` does."""
         shown = from_json(to_json(data), dict[str, Any])
         await self.emit(ledger, Event(event=kind, data=shown, attempt=self.number))
-
-    def submit(self, engine: Engine, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
-        """Submit a request of this attempt to the engine, under the attempt's global steering; all
-        requests of jobs are submitted here.
-        """
-        return engine.generate(ask, self.lease.steering)
 
     async def receipts_of(
         self, requests: Iterable[int], patience_s: float

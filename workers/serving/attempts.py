@@ -18,17 +18,14 @@ from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.base.faults import crash_point
 from ...schemas.base.records import now
 from ...schemas.jobs.jobs import State
-from ...schemas.requests.steering import GlobalSteering
-from ..engine.admission import CrowdedOut
 from ..engine.protocol import Engine, NotYet, check_lengths
 from ..engine.ranks.collective import Quarantined
 from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, Run, StoreUnavailable
 from .kinds import runs_of
 from .progress import AttemptProgress, Totals
+from .rank_watch import RankWatch
 from .receipts import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
-from .steering import SteeringReconciler
-from .steering_leases import SteeringLease
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ class Attempts:
         self,
         ledger: Ledger,
         engine: Engine,
-        reconciler: SteeringReconciler,
+        watch: RankWatch,
         worker: str,
         boot: str,
         engine_died: asyncio.Event,
@@ -69,12 +66,15 @@ class Attempts:
         self._engine = engine
         self._bench = bench = Bench(ledger, engine, worker)
         self._runs, self._running, self.renewals = runs(bench), bench.running, bench.renewals
-        self._reconciler = reconciler
-        reconciler.stop_runs = self._stop_reported
+        self._watch = watch
+        watch.stop_runs = self._stop_reported
         self._worker = worker
         self._boot = boot
         self._engine_died = engine_died
         self._unreachable = unreachable
+        #: Attempts that have not ended, also those whose job a later one runs here.
+        self._begun: set[Attempt] = set()
+        self._claiming = 0  # number of claims under way
         #: Cancelled jobs that do not run here; the answer to their claim may still arrive.
         self._unwanted: deque[str] = deque(maxlen=UNWANTED)
         self.totals = Totals()
@@ -96,11 +96,14 @@ class Attempts:
             elif ending is AttemptOutcome.CANCELLED:
                 self._unwanted.append(job_id)
 
-    def _stop_reported(self, why: str) -> None:
-        """Stop attempts that expect receipts: while the ranks disagree, results are unreliable."""
-        for attempt in self._running.values():
-            if attempt.reported:
-                attempt.stop(AttemptOutcome.OUT_OF_STEP, why)
+    def _stop_reported(self, why: str) -> bool:
+        """Stop attempts that expect receipts: while the ranks disagree, results are unreliable.
+        Return whether one is left, or may come of a claim.
+        """
+        reported = [attempt for attempt in self._begun if attempt.reported]
+        for attempt in reported:
+            attempt.stop(AttemptOutcome.OUT_OF_STEP, why)
+        return bool(reported) or self._claiming > 0
 
     async def drain(self) -> None:
         """Wait until every attempt is over."""
@@ -119,13 +122,10 @@ class Attempts:
         """Claim and run a job. Raises JobFailed when it ended with a problem."""
         crash_point("worker.received")
         patience = time.monotonic() + CLAIM_PATIENCE_S
-        while not self._engine_died.is_set():
-            lease = await self._lease(patience)
-            if lease is None:
-                break
+        while not self._engine_died.is_set() and await self._may_begin(patience):
             try:
-                claim = await self._claim(job_id, lease.steering)
-                return AttemptOutcome.NOT_OURS if claim is None else await self._run(claim, lease)
+                claim = await self._claim(job_id)
+                return AttemptOutcome.NOT_OURS if claim is None else await self._run(claim)
             except ClaimRefused as error:
                 logger.info("job %s waiting: %s", job_id, error)
             except MidstreamError as error:
@@ -134,27 +134,25 @@ class Attempts:
                 logger.warning("claim of %s waiting for Redis: %s", job_id, error)
                 await asyncio.sleep(REDIS_PAUSE_S)
                 patience = time.monotonic() + CLAIM_PATIENCE_S
-            finally:
-                lease.end()
             if time.monotonic() > patience:
                 break
-            await self._reconciler.catch_up(patience - time.monotonic())
+            await self._watch.catch_up(patience - time.monotonic())
         return AttemptOutcome.NOT_OURS if self._engine_died.is_set() else AttemptOutcome.PUT_BACK
 
-    async def _lease(self, patience: float) -> SteeringLease | None:
-        """Returns a steering lease; None if this worker does not serve by `patience` (monotonic
-        seconds), or within `ELSEWHERE_S` while another worker serves.
+    async def _may_begin(self, patience: float) -> bool:
+        """Wait until a job may begin; return False if this worker does not serve by `patience`
+        (monotonic seconds), or within `ELSEWHERE_S` while another worker serves.
         """
         while True:
             remaining = patience - time.monotonic()
-            lease = await self._reconciler.lease(min(remaining, ELSEWHERE_S))
+            serves = await self._watch.may_begin(min(remaining, ELSEWHERE_S))
             if (
-                lease is not None
+                serves
                 or remaining <= ELSEWHERE_S
                 or self._engine_died.is_set()
                 or await self._another_serves()
             ):
-                return lease
+                return serves
 
     async def _another_serves(self) -> bool:
         try:
@@ -169,19 +167,13 @@ class Attempts:
             for worker in workers
         )
 
-    async def _run(self, claim: Claim, lease: SteeringLease) -> AttemptOutcome:
+    async def _run(self, claim: Claim) -> AttemptOutcome:
         task = asyncio.current_task()
         assert task is not None, "run_job runs as a task"
-        attempt = Attempt(
-            claim.job,
-            claim.attempt,
-            task,
-            lease,
-            AttemptProgress(claim, self._worker, self.totals),
-            ReceiptReader(self._ledger, claim.job.id, self._engine.world),
-        )
-        if not attempt.reported:
-            lease.end()  # a resync need not wait for this attempt
+        progress = AttemptProgress(claim, self._worker, self.totals)
+        receipts = ReceiptReader(self._ledger, claim.job.id, self._engine.world)
+        attempt = Attempt(claim.job, claim.attempt, task, progress, receipts)
+        self._begun.add(attempt)
         job_id = claim.job.id
         earlier = self._running.get(job_id)
         if earlier is not None:  # of this worker, which lost its lease in a stall
@@ -196,16 +188,18 @@ class Attempts:
             return outcome
         finally:
             attempt.progress.close()
+            self._begun.discard(attempt)
             if self._running.get(job_id) is attempt:
                 del self._running[job_id]
             if (ended := self._runs[attempt.job.kind].ended) is not None:
                 await ended(attempt.job)
 
-    async def _claim(self, job_id: str, global_steering: GlobalSteering) -> Claim | None:
+    async def _claim(self, job_id: str) -> Claim | None:
         """Returns the claimed job, or None when there is nothing to run.
 
         Raises JobFailed for a job that cannot be read, and ClaimRefused.
         """
+        self._claiming += 1
         try:
             return await self._ledger.claim(
                 job_id,
@@ -213,8 +207,6 @@ class Attempts:
                 self._boot,
                 self._engine.world,
                 self._engine.info.identity,
-                global_version=global_steering.version,
-                everyone=bool(global_steering.entries),
                 unreachable=self._unreachable(),
                 crowded=self._bench.surveys > PARTS_PER_WORKER,
             )
@@ -232,6 +224,8 @@ class Attempts:
                     lambda: self._ledger.fail(job_id, view.attempt, problem), f"failure of {job_id}"
                 )
             raise JobFailed(f"{job_id}: {error}") from error
+        finally:
+            self._claiming -= 1
 
     async def _perform(self, attempt: Attempt) -> AttemptOutcome:
         try:
@@ -341,11 +335,9 @@ def _ending_for_retry(error: BaseException) -> AttemptOutcome | None:
         return AttemptOutcome.STORE_UNAVAILABLE
     if any(isinstance(leaf, NotYet) for leaf in leaves):
         return AttemptOutcome.BUSY
-    return (
-        AttemptOutcome.RELEASED
-        if any(isinstance(leaf, CrowdedOut | EventsLost) for leaf in leaves)
-        else None
-    )
+    if any(isinstance(leaf, EventsLost) for leaf in leaves):
+        return AttemptOutcome.RELEASED
+    return None
 
 
 def problem_of(error: BaseException) -> Problem:

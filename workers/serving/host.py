@@ -40,8 +40,8 @@ from .attempts import Attempts, Runs
 from .heartbeat import Heartbeat
 from .kinds import runs_of
 from .metrics import WorkerMetrics, versions
+from .rank_watch import RankWatch
 from .redis_retry import end_tasks, patiently
-from .steering import SteeringReconciler
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class EngineHost:
         self.ready = False  # the engine has started
         self._engine: Engine | None = None
         self._attempts: Attempts | None = None
-        self._reconciler: SteeringReconciler | None = None
+        self._rank_watch: RankWatch | None = None
         self._metrics: WorkerMetrics | None = None
         self._ledger = Ledger.connect(settings)
         self._heartbeat: Heartbeat | None = None
@@ -204,13 +204,13 @@ class EngineHost:
         await engine.start()
         self._engine = engine
         died = asyncio.Event()
-        reconciler = self._reconciler = SteeringReconciler(
+        watch = self._rank_watch = RankWatch(
             Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
         )
         self._attempts = Attempts(
             self._ledger,
             engine,
-            reconciler,
+            watch,
             settings.worker_id,
             BOOT,
             died,
@@ -218,19 +218,19 @@ class EngineHost:
             self._runs,
         )
         self._metrics = WorkerMetrics(
-            engine.info.name, self._attempts, reconciler, lambda: engine.waiting
+            engine.info.name, self._attempts, watch, lambda: engine.waiting
         )
         self._metrics.register()
         heartbeat = self._heartbeat = Heartbeat(
             settings, self._attempts, self._info, self._publish, self._published
         )
         await patiently(lambda: self._publish(starting=True), "start")
-        await reconciler.start()  # before the first job
+        await watch.start()  # before the first job
         await patiently(heartbeat.beat, "start")
         self._background = [
             self._loop.create_task(self._watch(engine.failed(), died), name="engine watch"),
             self._loop.create_task(self._watch(heartbeat.run(), died), name="heartbeat"),
-            self._loop.create_task(self._watch(reconciler.run(), died), name="steering"),
+            self._loop.create_task(self._watch(watch.run(), died), name="ranks"),
             self._loop.create_task(self._watch(self._watch_disks(), died), name="disks"),
         ]
 
@@ -286,9 +286,9 @@ class EngineHost:
     def _trouble(self) -> str:
         """Return why no job begins here; empty when jobs may begin."""
         trouble = self.death or self._disk_trouble
-        if trouble or self._reconciler is None or self._reconciler.state == "serving":
+        if trouble or self._rank_watch is None or self._rank_watch.state == "serving":
             return trouble
-        return f"{self._reconciler.state}: {self._reconciler.detail}"
+        return f"{self._rank_watch.state}: {self._rank_watch.detail}"
 
     async def _look_at_disks(self) -> None:
         """Check whether captures and receipts can be written; log each change."""
@@ -339,8 +339,8 @@ class EngineHost:
         self.death = reason
         died.set()
         assert self._attempts is not None
-        assert self._reconciler is not None
-        self._reconciler.close()
+        assert self._rank_watch is not None
+        self._rank_watch.close()
         try:
             async with asyncio.timeout(DEATH_GRACE_S / 2):
                 self._attempts.stop(list(self._attempts.held), AttemptOutcome.RELEASED)

@@ -55,7 +55,7 @@ async def _answer(
         attempt.job, request, attempt.number, attempt.progress.span.traceparent, files
     )
     with attempt.progress.prompt(request, len(ask.token_ids)) as report:
-        async with aclosing(attempt.submit(engine, ask)) as stream:
+        async with aclosing(engine.generate(ask)) as stream:
             async for progress in stream:
                 attempt.check()
                 report.add_generated(len(progress.token_ids))
@@ -89,8 +89,7 @@ async def answer_prompts(
     await engine.check(format_request(job, job.sampling))
     steered = {name for entries in job.steering for entry in entries for name in entry.tensors}
     names = sorted(
-        {name for name in steered if not is_row(name) and name != ZEROS}
-        | tensors_of(job, attempt.lease.steering)
+        {name for name in steered if not is_row(name) and name != ZEROS} | tensors_of(job)
     )
     files = {
         image.digest: await _image(bench.ledger, image.digest)

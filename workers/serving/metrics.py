@@ -1,7 +1,7 @@
 """Statistics of a worker: the same for its heartbeat, for `inspect midstream_engine` and for
 Prometheus.
 
-Numbers of the ranks come from their last reports (see `steering.COMPARE_S`): metrics do not query
+Numbers of the ranks come from their last reports (see `rank_watch.COMPARE_S`): metrics do not query
 the ranks.
 """
 
@@ -18,7 +18,7 @@ from ...schemas.base.store_calls import StoreCalls
 from ...schemas.base.version import __version__
 from ...schemas.jobs.models import WorkerStats
 from .attempts import Attempts
-from .steering import SteeringReconciler
+from .rank_watch import RankWatch
 
 #: Shortest window of a rate, in seconds. `stats` has several callers; two calls in quick succession
 #: must not compute a rate over almost no time.
@@ -32,14 +32,14 @@ class WorkerMetrics:
         self,
         model: str,
         attempts: Attempts,
-        reconciler: SteeringReconciler,
+        watch: RankWatch,
         waiting: Callable[[], int],
     ) -> None:
         """`waiting` returns how many requests wait for rows of the steering table."""
-        self._model, self._attempts, self._reconciler, self._waiting = (
+        self._model, self._attempts, self._watch, self._waiting = (
             model,
             attempts,
-            reconciler,
+            watch,
             waiting,
         )
         # when rates were last computed, and prompt and generated tokens at that time
@@ -47,11 +47,11 @@ class WorkerMetrics:
         self._rates = (0.0, 0.0)
         self._readings = Readings(
             OF_WORKER,
-            lambda: [WorkerReport(self._model, self.stats(), list(self._reconciler.ranks))],
+            lambda: [WorkerReport(self._model, self.stats(), list(self._watch.ranks))],
         )
 
     def stats(self) -> WorkerStats:
-        ranks, totals, reconciler = self._reconciler.ranks, self._attempts.totals, self._reconciler
+        ranks, totals, watch = self._watch.ranks, self._attempts.totals, self._watch
         at, prompt, generated = self._since
         passed = time.monotonic() - at
         if passed >= SHORTEST_WINDOW_S:
@@ -81,16 +81,14 @@ class WorkerMetrics:
             captured_rows=sum(rank.captured_rows for rank in ranks),
             captured_bytes=sum(rank.captured_bytes for rank in ranks),
             dropped_positions=sum(rank.dropped_positions for rank in ranks),
-            desyncs=reconciler.desyncs,
-            resyncs=reconciler.resyncs,
-            last_desync=reconciler.last_desync,
-            last_desync_at=reconciler.last_desync_at,
+            desyncs=watch.desyncs,
+            resyncs=watch.resyncs,
+            last_desync=watch.last_desync,
+            last_desync_at=watch.last_desync_at,
         )
 
     def _store_calls(self) -> list[Mapping[str, StoreCalls]]:
-        return [
-            counts for rank in self._reconciler.ranks for counts in (rank.store, rank.files_store)
-        ]
+        return [counts for rank in self._watch.ranks for counts in (rank.store, rank.files_store)]
 
     # For Prometheus
 

@@ -34,7 +34,7 @@ from ....schemas.requests.attributions import Queue
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import Run
-from ....schemas.requests.steering import Module, Proposal
+from ....schemas.requests.steering import Module
 from ...queue.celery_app import SEPARATOR, channels_of
 from ...queue.messages import SENT_CHANNEL, templates
 from . import script_arguments
@@ -76,9 +76,7 @@ NAMES = (
     "forget_captures",
     "removed_captures",
     "desync",
-    "propose",
-    "commit",
-    "abort",
+    "set_global",
     "put_module",
     "delete_module",
     "delete_run",
@@ -326,8 +324,6 @@ def claim(
     boot: str,
     ranks: int,
     identity: str,
-    global_version: int,
-    everyone: bool,
     unreachable: str = "",
     queue: Queue = "",
     crowded: bool = False,
@@ -343,8 +339,7 @@ def claim(
         boot=boot,
         ranks=ranks,
         lease_s=settings.lease_s,
-        global_version=global_version,
-        everyone=everyone,
+        blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
         call=secrets.token_hex(8),
         unreachable=unreachable,
         queue=queue,
@@ -432,41 +427,16 @@ def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> l
     )
 
 
-def propose(
-    settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]
-) -> list[bytes]:
-    """Return ARGV of `propose`. `steering`: the proposal's steering, packed separately."""
-    return pack(
-        settings,
-        model=model,
-        id=proposal.id,
-        version=proposal.steering.version,
-        deadline=repr(proposal.deadline),
-        proposal=to_msgpack(proposal),
-        steering=steering,
-        tensors=_tensors({name: blobs.get(name, b"") for name in proposal.steering.tensors}),
-    )
-
-
 def put_module(
-    settings: Settings,
-    module: Module,
-    former: bytes | None,
-    differs: bool,
-    blobs: Mapping[str, bytes],
+    settings: Settings, module: Module, former: bytes | None, blobs: Mapping[str, bytes]
 ) -> list[bytes]:
-    """Return ARGV of `put_module`.
-
-    `former`: the module being replaced, as stored. `differs`: whether the content is not that of
-    `former`; also true without one.
-    """
+    """Return ARGV of `put_module`. `former`: the module being replaced, as stored."""
     return pack(
         settings,
         model=module.model,
         name=module.name,
         module=to_msgpack(module),
         former=former,
-        differs=differs,
         tenant=unscoped(module.name)[0],
         size=size_of(module),
         limits=limits_of(settings),

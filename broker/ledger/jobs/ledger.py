@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 import redis.asyncio
 
-from ....schemas.base.errors import MidstreamError, Problem
+from ....schemas.base.errors import MidstreamError, Problem, Translated
 from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
@@ -33,6 +33,7 @@ from ....schemas.jobs.kinds import kind_of
 from ....schemas.jobs.sweeps import UnitRecord
 from ....schemas.jobs.works import SweepWork
 from ....schemas.requests.attributions import Queue
+from ....schemas.requests.steering import GlobalSteering, SteeringTemplate
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
 from ..core.connection import of_each as of_each, reachable as reachable
@@ -80,6 +81,22 @@ def _latched(job: Job, latches: Sequence[str]) -> Job:
     return msgspec.structs.replace(job, probes=probes) if holders else job
 
 
+def _steered(job: Job, version: int, entries: bytes) -> Job:
+    """Return the job under the global steering of its claim. Raises
+    MidstreamError("version_mismatch").
+    """
+    with Translated(
+        msgspec.DecodeError,
+        lambda error: MidstreamError(
+            "version_mismatch",
+            f"another version of midstream stored global steering version {version}: {error}",
+        ),
+    ):
+        known = from_msgpack(entries, list[SteeringTemplate]) if entries else []
+    steering = GlobalSteering(version=version, entries=known)
+    return msgspec.structs.replace(job, global_steering=steering)
+
+
 class Outcome(NamedTuple):
     """A job as it was at one moment."""
 
@@ -99,14 +116,10 @@ class EventsLost(MidstreamError):
 
 
 class ClaimRefused(MidstreamError):
-    """The job exists, but this worker may not take it now: claim again once the cause in `why` is
-    resolved.
-    """
+    """The job exists, but the worker's ranks disagree: claim again once they are resynced."""
 
-    def __init__(self, why: Literal["behind", "desynced"], detail: str) -> None:
+    def __init__(self, detail: str) -> None:
         super().__init__("conflict", detail)
-        # `behind`: it has not applied the desired global steering; `desynced`: its ranks disagree
-        self.why = why
 
 
 class Renewal(NamedTuple):
@@ -264,8 +277,6 @@ class Ledger(Fleet):
         boot: str,
         ranks: int,
         identity: str,
-        global_version: int = 0,
-        everyone: bool = False,
         unreachable: str = "",
         crowded: bool = False,
     ) -> Claim | None:
@@ -278,14 +289,13 @@ class Ledger(Fleet):
         `model_changed`, or with the setting `on_model_change` = "wait" stays queued until a worker
         serves its model.
         `ranks`: number of receipts that each request with an intervention or a capture will get.
-        `global_version`: of the global steering under which this attempt runs from start to end;
-        `everyone`: it has entries, so every request gets receipts. `unreachable`: why the worker's
-        artifact store is unavailable, or empty: a job whose captures go there waits for it, for at
-        most `artifact_wait_s`. `crowded`: the worker holds as many surveys as it may, and takes no
-        other.
+        `unreachable`: why the worker's artifact store is unavailable, or empty: a job whose
+        captures go there waits for it, for at most `artifact_wait_s`. `crowded`: the worker holds
+        as many surveys as it may, and takes no other.
 
-        Raises not_found; ClaimRefused while another version is desired, or
-        while the worker's ranks disagree.
+        The job comes with the global steering of this moment (if that has entries, every request
+        gets receipts), and with latches. Raises not_found; ClaimRefused while the worker's ranks
+        disagree.
         """
         arguments = scripts.claim(
             self.settings,
@@ -294,8 +304,6 @@ class Ledger(Fleet):
             boot,
             ranks,
             identity,
-            global_version,
-            everyone,
             unreachable,
             self.settings.queue,
             crowded,
@@ -305,22 +313,14 @@ class Ledger(Fleet):
             raise not_found(job_id)
         if outcome == b"refused":
             return None
-        if outcome == b"behind":
-            raise ClaimRefused(
-                "behind",
-                (
-                    f"global steering version {int(rest[0])} is required, but the worker has "
-                    f"{global_version}"
-                ),
-            )
         if outcome == b"desynced":
-            raise ClaimRefused("desynced", rest[0].decode())
+            raise ClaimRefused(rest[0].decode())
         attempt = int(rest[0])
         if self.settings.redis_replicas:
             # else another worker could hold the same attempt after a failover
             await self._written()
         try:
-            job = await self._decode_job(job_id, rest[1])
+            job = _steered(await self._decode_job(job_id, rest[1]), int(rest[4]), rest[5])
         except MidstreamError as error:
             log.error("%s", error.detail)
             await self.fail(job_id, attempt, error.problem())

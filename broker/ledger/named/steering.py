@@ -1,12 +1,13 @@
-"""Desired steering state per model (named modules, global steering, their tensors), and the
+"""Steering that is stored for a model (named modules, global steering, their tensors), and the
 workers' reports.
 
 The tensors of modules and of global steering are *pinned*: kept without expiry under their content
-hash, while at least one owner (a module, the global steering of a model, a proposal of it) names
-them. A job gets its own copies when it is accepted.
+hash, while at least one owner (a module, the global steering of a model) names them. A job gets its
+own copies: those of modules when it is accepted, those of global steering when it is claimed.
 """
 
 import logging
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -20,10 +21,9 @@ from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.requests.steering import (
-    Desired,
+    CheckAnswer,
     GlobalSteering,
     Module,
-    Proposal,
     SteeringTemplate,
     WorkerSteering,
 )
@@ -58,8 +58,7 @@ class Kept(NamedTuple, Generic[T_co]):
     written_by: str
 
 
-CURRENT = Kept(GlobalSteering, "the global steering", "current_by")
-PROPOSED = Kept(Proposal, "the proposed global steering", "proposal_by")
+ENTRIES = Kept(list[SteeringTemplate], "the global steering", "current_by")
 
 
 def a_module(name: str) -> Kept[Module]:
@@ -77,14 +76,12 @@ def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamE
 
 
 class Look(NamedTuple):
-    """Markers by which a worker notices changes. Empty: none of that kind."""
+    """Markers by which a worker notices what it should do. Empty: nothing of that kind."""
 
-    version: int  # of `Desired`
-    proposal: str  # id of the proposal that should be prepared
+    version: int  # of global steering
     ask: str  # id of the last query
     desync: str  # why the worker's ranks need a resync
-    # id of the committed proposal: versions may repeat if Redis lost its last second
-    committed: str = ""
+    checks: list[str]  # ids of the open checks of global steering
 
 
 class Account(NamedTuple):
@@ -101,46 +98,50 @@ class Account(NamedTuple):
 
 
 class Steering(LedgerPart):
-    """The desired state in a ledger's Redis. Belongs to the ledger's event loop.
+    """Steering in a ledger's Redis. Belongs to the ledger's event loop.
 
     All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
 
+    @property
+    def _check_ttl(self) -> int:
+        """Seconds after which a check whose process died is dropped."""
+        return math.ceil(2 * self._settings.steering_wait_s)
+
     # --- the worker's side
-
-    @reachable
-    async def desired(self, model: str) -> Desired:
-        """Return a consistent snapshot of the state that a worker of `model` reconciles to, without
-        expired proposals.
-
-        Raises MidstreamError("version_mismatch"), as all reads of stored items do, for an item that
-        another version of Midstream stored and this one cannot read; the error names both versions.
-        """
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(_state(model), "version", "current", "proposal").hgetall(_modules(model))
-            (version, current, packed), modules = await pipe.execute()
-        proposal = None if packed is None else await self._read(model, PROPOSED, packed)
-        return Desired(
-            version=int(version or 0),
-            current=GlobalSteering()
-            if current is None
-            else await self._read(model, CURRENT, current),
-            proposal=proposal if proposal is not None and proposal.deadline > now() else None,
-            modules={
-                (text := name.decode()): await self._read(model, a_module(text), raw)
-                for name, raw in sorted(modules.items())
-            },
-        )
 
     @reachable
     async def look(self, model: str, worker: str) -> Look:
         """Return the current markers; one round trip."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(_state(model), "version", "proposal_id", "ask", "committed_id").hget(
-                DESYNC_KEY, worker
-            )
-            (version, proposal, ask, committed), desync = await pipe.execute()
-        return Look(int(version or 0), _text(proposal), _text(ask), _text(desync), _text(committed))
+            pipe.hmget(_state(model), "global_version", "ask").hget(DESYNC_KEY, worker)
+            pipe.zrangebyscore(_checks(model), now(), "inf")
+            (version, ask), desync, checks = await pipe.execute()
+        return Look(int(version or 0), _text(ask), _text(desync), scripts.text(checks))
+
+    @reachable
+    async def checked_entries(self, check: str) -> list[SteeringTemplate] | None:
+        """Return the entries of a check; None if it is over.
+
+        Raises MidstreamError("version_mismatch"), as all reads of stored items do, for an item that
+        another version of Midstream stored and this one cannot read; the error names both versions.
+        """
+        packed, writer = await self._redis.hmget(_check(check), "entries", "by")
+        if packed is None:
+            return None
+        with Translated(
+            msgspec.DecodeError,
+            lambda error: unreadable("the checked global steering", _text(writer), error),
+        ):
+            return from_msgpack(packed, list[SteeringTemplate])
+
+    @reachable
+    async def answer(self, check: str, worker: str, answer: CheckAnswer) -> None:
+        """Store a worker's answer to a check."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(_answers(check), worker, to_msgpack(answer))
+            pipe.expire(_answers(check), self._check_ttl)
+            await pipe.execute()
 
     @reachable
     async def report(self, report: WorkerSteering) -> None:
@@ -160,13 +161,15 @@ class Steering(LedgerPart):
             await pipe.execute()
 
     @reachable
-    async def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor by content hash: a pinned one, or one of a job.
+    async def get_tensor(self, name: str, check: str = "") -> Tensor:
+        """Return a tensor by content hash: a pinned one, or one of a job or of the check.
 
         Raises MidstreamError: `intervention_failed` if it is gone, `version_mismatch`.
         """
-        pinned, blob = await self._redis.mget(f"ms:pinned:{name}", f"ms:blob:{name}")
-        raw = blob if pinned is None else pinned
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.mget(f"ms:pinned:{name}", f"ms:blob:{name}").hget(_check(check), name)
+            (pinned, blob), checked = await pipe.execute()
+        raw = next((raw for raw in (pinned, blob, checked) if raw is not None), None)
         if raw is None:
             raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
         with Translated(
@@ -198,7 +201,7 @@ class Steering(LedgerPart):
             info for info in await self._ledger.workers() if model is None or info.model == model
         ]
         raw = await self._redis.mget([_report(info.worker) for info in live]) if live else []
-        reports = [_decoded(packed) for packed in raw]
+        reports = [_decoded(packed, WorkerSteering) for packed in raw]
         return [
             Account(info, report if report is not None and report.boot == info.boot else None)
             for info, report in zip(live, reports, strict=True)
@@ -207,76 +210,72 @@ class Steering(LedgerPart):
     # --- global steering
 
     @reachable
-    async def propose(
+    async def open_check(
         self, model: str, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes | Tensor]
-    ) -> Proposal:
-        """Phase one: ask workers to prepare `entries` (none: clear) within `steering_wait_s`;
-        nothing is applied yet.
+    ) -> str:
+        """Ask the workers of `model` whether their ranks could apply `entries`; return the id of
+        the question, which is open for `steering_wait_s`. Nothing is applied yet.
 
         `blobs`: content hash → tensor, of those that may not be pinned yet. Raises
-        MidstreamError("conflict") while another proposal is open, or if a tensor is neither
-        supplied nor pinned; overloaded if Redis is too full for `entries`.
+        MidstreamError("overloaded") if Redis is too full for them.
         """
         raw = _packed(blobs)
         if entries:  # clearing is allowed however full Redis is
             await self._ledger.check_room(_size(raw))
-        for _ in range(RACES):
-            # Numbers are never reused, even for uncommitted proposals: a rank never sees one number
-            # with two contents.
-            version = await self._redis.hincrby(_state(model), "global_numbers", 1)
-            at = now()
-            steering = GlobalSteering(version=version, entries=list(entries), changed=at)
-            proposal = Proposal(
-                id=secrets.token_hex(8),
-                steering=steering,
-                deadline=at + self._settings.steering_wait_s,
-            )
-            outcome, *detail = scripts.text(
-                await self._scripts.propose(
-                    args=scripts.propose(self._settings, model, proposal, to_msgpack(steering), raw)
-                )
-            )
-            if outcome == "busy":
-                raise MidstreamError(
-                    "conflict",
-                    f"another change to the global steering of {model!r} is in progress: try again",
-                )
-            _check_stored(outcome, detail)
-            if outcome == "proposed":
-                self._ledger.took_room(_size(raw))
-                return proposal
-        raise MidstreamError(
-            "conflict",
-            f"too many concurrent changes to the global steering of {model!r}: try again",
-        )
+        check, at = secrets.token_hex(8), now()
+        async with self._redis.pipeline(transaction=True) as pipe:
+            fields = {"entries": to_msgpack(list(entries)), "by": __version__}
+            pipe.hset(_check(check), mapping=raw | fields)
+            pipe.expire(_check(check), self._check_ttl)
+            pipe.zremrangebyscore(_checks(model), "-inf", at)
+            pipe.zadd(_checks(model), {check: at + self._settings.steering_wait_s})
+            pipe.expire(_checks(model), self._check_ttl)
+            await pipe.execute()
+        self._ledger.took_room(_size(raw))
+        return check
 
     @reachable
-    async def commit(self, model: str, proposal_id: str) -> GlobalSteering:
-        """Phase two: make the proposal the desired state, under which all later jobs begin.
+    async def answers(self, check: str) -> dict[str, CheckAnswer]:
+        """Return the answers so far, by worker; an unreadable one counts as none."""
+        found = {
+            worker.decode(): _decoded(packed, CheckAnswer)
+            for worker, packed in (await self._redis.hgetall(_answers(check))).items()
+        }
+        return {worker: answer for worker, answer in found.items() if answer is not None}
 
-        Raises MidstreamError("conflict") if the proposal is no longer open: nothing has changed
-        then.
+    @reachable
+    async def close_check(self, model: str, check: str) -> None:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.zrem(_checks(model), check).delete(_check(check), _answers(check))
+            await pipe.execute()
+
+    @reachable
+    async def set_global(
+        self, model: str, check: str, entries: Sequence[SteeringTemplate]
+    ) -> GlobalSteering:
+        """Make the entries of a check, which the ranks have passed, the global steering under which
+        later claims begin.
+
+        Raises MidstreamError("conflict") if the check has expired, or a tensor was neither supplied
+        with it nor is pinned: nothing has changed then.
         """
-        outcome, *packed = await self._scripts.commit(
-            args=scripts.pack(self._settings, model=model, id=proposal_id)
+        steering = GlobalSteering(entries=list(entries))
+        arguments = scripts.pack(
+            self._settings,
+            model=model,
+            check=check,
+            tensors=steering.tensors,
+            steers=bool(entries),
         )
-        if outcome != b"committed":
+        outcome, *detail = scripts.text(await self._scripts.set_global(args=arguments))
+        _check_stored(outcome, detail)
+        if outcome == "gone":
             raise MidstreamError(
                 "conflict",
-                (
-                    f"the change to the global steering of {model!r} was abandoned before it was "
-                    "applied"
-                ),
+                f"the change to the global steering of {model!r} took too long, and was not made",
             )
-        return await self._read(model, CURRENT, packed[0])
-
-    @reachable
-    async def abort(self, model: str, proposal_id: str) -> bool:
-        """Abandon the proposal. False if it is no longer open."""
-        outcome: bytes = await self._scripts.abort(
-            args=scripts.pack(self._settings, model=model, id=proposal_id)
-        )
-        return outcome == b"aborted"
+        version, changed = detail
+        return msgspec.structs.replace(steering, version=int(version), changed=float(changed))
 
     # --- named modules
 
@@ -286,9 +285,9 @@ class Steering(LedgerPart):
     ) -> Module | None:
         """Point the name at this content; returns the module that it replaces, or None.
 
-        The same content again changes at most the description: version and `created` stay. `blobs`
-        as in `propose`. Raises MidstreamError("module_limit") if its tenant's limit is reached, and
-        a 400 for a module larger than the limit.
+        The same content again changes at most the description: `created` stays. `blobs` as in
+        `open_check`. Raises MidstreamError("module_limit") if its tenant's limit is reached, and a
+        400 for a module larger than the limit.
         """
         raw = _packed(blobs)
         for _ in range(RACES):
@@ -309,7 +308,7 @@ class Steering(LedgerPart):
             await self._ledger.check_room(_size(raw))
             outcome, *detail = scripts.text(
                 await self._scripts.put_module(
-                    args=scripts.put_module(self._settings, stored, packed, not same, raw)
+                    args=scripts.put_module(self._settings, stored, packed, raw)
                 )
             )
             _check_stored(outcome, detail)
@@ -350,18 +349,20 @@ class Steering(LedgerPart):
         steering.
         """
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hget(_state(model), "current")
+            pipe.hmget(_state(model), "global_version", "entries", "changed")
             if names:
                 pipe.hmget(_modules(model), list(names))
-            current, *result = await pipe.execute()
+            (version, entries, changed), *result = await pipe.execute()
         pairs = zip(names, result[0] if result else [], strict=True)
         modules = {
             name: await self._read(model, a_module(name), packed)
             for name, packed in pairs
             if packed is not None
         }
-        return modules, GlobalSteering() if current is None else await self._read(
-            model, CURRENT, current
+        return modules, GlobalSteering(
+            version=int(version or 0),
+            entries=[] if entries is None else await self._read(model, ENTRIES, entries),
+            changed=float(changed or 0),
         )
 
     async def _read(self, model: str, kept: Kept[T], packed: bytes) -> T:
@@ -389,9 +390,9 @@ class Steering(LedgerPart):
         return sorted(name.decode() for name in await self._redis.hkeys(_modules(model)))
 
 
-def _decoded(packed: bytes | None) -> WorkerSteering | None:
+def _decoded(packed: bytes | None, kind: type[T]) -> T | None:
     try:
-        return None if packed is None else from_msgpack(packed, WorkerSteering)
+        return None if packed is None else from_msgpack(packed, kind)
     except msgspec.ValidationError as error:  # from another version: treated as no report
         log.warning("cannot read a worker's report: %s", error)
         return None
@@ -414,6 +415,18 @@ def _size(raw: Mapping[str, bytes]) -> int:
 
 def _state(model: str) -> str:
     return f"ms:steering:{model}"
+
+
+def _checks(model: str) -> str:
+    return f"ms:steering-checks:{model}"
+
+
+def _check(check: str) -> str:
+    return f"ms:steering-check:{check}"
+
+
+def _answers(check: str) -> str:
+    return f"ms:steering-answers:{check}"
 
 
 def _modules(model: str) -> str:

@@ -9,9 +9,9 @@ tests and benchmarks only; its output says nothing about a language model. Fault
 another checksum), `refuse:request=I` (the ranks report an error of that prompt of each job;
 `kind=K`: of this kind), `silent:rank=R` (rank R never reports), `turnstile:file=PATH` (see
 `turnstile`), `start:reason=TEXT`, `slow_start:seconds=S`; and of a call to rank R: `hold`, `drop`,
-`put_lora`, `put_sae`, `put_run`, `drop_runs`, `prepare`, `commit`, `set_module`, `rollback`,
-`restart` (the rank refuses), `lose_run` (it has none of the source run that a request names),
-`desync` (it does not account for a steered request), `fingerprint` (it has other bytes).
+`put_lora`, `put_sae`, `put_run`, `drop_runs`, `check_global`, `restart` (the rank refuses),
+`lose_run` (it has none of the source run that a request names), `desync` (it does not account for a
+steered request), `fingerprint` (it has other bytes).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
 from midstream.schemas.requests.specs import RankSpec, StoredSteering
-from midstream.schemas.requests.steering import GlobalSteering, RankSteering
+from midstream.schemas.requests.steering import RankSteering
 from midstream.workers.engine.protocol import EngineRequest, Progress
 from midstream.workers.engine.ranks.control import RankControl, row_demand
 from midstream.workers.engine.ranks.rank_spec import rank_spec
@@ -108,13 +108,11 @@ class FakeEngine(RankControl):
     async def check(self, ask: EngineRequest) -> None:
         """Formats are ignored."""
 
-    async def generate(
-        self, ask: EngineRequest, global_steering: GlobalSteering
-    ) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
         attempt = ask.job, ask.attempt
         self._active[attempt] += 1
         try:
-            async with aclosing(self._generate(ask, rank_spec(ask, global_steering))) as progresses:
+            async with aclosing(self._generate(ask, rank_spec(ask))) as progresses:
                 async for progress in progresses:
                     yield progress
         finally:

@@ -95,11 +95,6 @@ class FakeRank:
         self.runs: dict[str, RunFiles] = {}  # by key; the rows themselves are not read
         self.loras: dict[int, str] = {}  # number → digest
         self.saes: set[str] = set()  # digests
-        self.modules: dict[str, tuple[str, list[str]]] = {}  # name → (digest, tensors)
-        self.current = GlobalSteering()
-        self._former = GlobalSteering()
-        # name, the digest it got, what it had
-        self._former_module: tuple[str, str, tuple[str, list[str]] | None] = ("", "", None)
         self._rows: Counter[str] = Counter()
         self._live: dict[str, list[str]] = {}  # request → keys of its rows
         self._settings, self._faults = settings, faults
@@ -115,11 +110,6 @@ class FakeRank:
 
     @_failing("drop")
     def midstream_drop_vectors(self, names: list[str]) -> Answer:
-        needed = {name for _, tensors in self.modules.values() for name in tensors} | set(
-            self.current.tensors
-        )
-        if used := needed & set(names):
-            return False, f"vector {min(used)[:12]} is in use"
         for name in names:
             self.vectors.pop(name, None)
         return _FINE
@@ -160,53 +150,14 @@ class FakeRank:
         self.saes.difference_update(digests)
         return _FINE
 
-    @_failing("prepare")
-    def midstream_prepare_global(self, steering: dict[str, Any]) -> Answer:
-        return self._fits(_global(steering).entries)
-
-    @_failing("commit")
-    def midstream_commit_global(self, steering: dict[str, Any]) -> Answer:
-        needed = _global(steering)
-        self._former, self.current = self.current, needed
-        self._fold(
-            "global_set" if needed.entries else "global_clear", needed.version, needed.digest
-        )
-        return _FINE
-
-    @_failing("rollback")
-    def midstream_rollback_global(self, version: int) -> Answer:
-        if self.current.version == version:
-            self.current = self._former
-            self._fold("global_rollback", version, self.current.digest)
-        return _FINE
-
-    @_failing("set_module")
-    def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> Answer:
-        if missing := [tensor for tensor in tensors if tensor not in self.vectors]:
-            return False, f"vector {missing[0][:12]} is not on this rank"
-        self._former_module = (name, digest, self.modules.pop(name, None))
-        if digest:
-            self.modules[name] = (digest, tensors)
-        self._fold("module_register" if digest else "module_unregister", name, digest)
-        return _FINE
-
-    @_failing("rollback")
-    def midstream_rollback_module(self, name: str, digest: str) -> Answer:
-        last, got, former = self._former_module
-        if (last, got) == (name, digest):
-            self.modules.pop(name, None)
-            if former is not None:
-                self.modules[name] = former
-            self._former_module = ("", "", None)
-            self._fold("module_rollback", name, former[0] if former is not None else "")
-        return _FINE
+    @_failing("check_global")
+    def midstream_check_global(self, steering: dict[str, Any]) -> Answer:
+        return self._fits(msgspec.convert(steering, GlobalSteering).entries)
 
     @_failing("restart")
     def midstream_restart_ledger(self) -> Answer:
         self.ledger.restart()
-        self.vectors, self.runs, self.modules, self._rows, self._live = {}, {}, {}, Counter(), {}
-        self.current = self._former = GlobalSteering()
-        self._former_module = ("", "", None)
+        self.vectors, self.runs, self._rows, self._live = {}, {}, Counter(), {}
         return _FINE
 
     def midstream_fingerprint(self) -> str:
@@ -214,8 +165,6 @@ class FakeRank:
             sorted(self._rows.items()),
             sorted(self.vectors),
             sorted(self.runs),
-            sorted(self.modules.items()),
-            self.current.digest,
         )
         other = self._faults.strikes("fingerprint", self.rank)
         return f"{zlib.crc32(to_msgpack(has), int(other)):08x}"
@@ -229,9 +178,6 @@ class FakeRank:
             "checksum": self.ledger.checksum,
             "actions": self.ledger.count,
             "epoch": self.ledger.epoch,
-            "global_version": self.current.version,
-            "global_digest": self.current.digest,
-            "modules": {name: digest for name, (digest, _) in self.modules.items()},
             "rows_used": len(self._rows),
             "rows": self._settings.tuning.steering_rows,
             "entries_used": len(self._rows),
@@ -304,7 +250,3 @@ class FakeRank:
         if kind == "steer" and self._faults.strikes("desync", self.rank):
             return
         self.ledger.fold(self.step, kind, *content)
-
-
-def _global(steering: dict[str, Any]) -> GlobalSteering:
-    return msgspec.convert(steering, GlobalSteering)

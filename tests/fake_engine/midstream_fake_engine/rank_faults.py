@@ -30,11 +30,7 @@ CALLS = (
     "drop_loras",
     "put_sae",
     "drop_saes",
-    "prepare_global",
-    "commit_global",
-    "rollback_global",
-    "set_module",
-    "rollback_module",
+    "check_global",
     "restart_ledger",
     "forget_failures",
 )

@@ -29,7 +29,6 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import banks_of
 from ....schemas.prompts.selectors import HOOKS, INSIDE, Hook
 from ....schemas.requests.specs import StoredCapture, StoredSteering, content_key
-from ....schemas.requests.steering import GlobalSteering
 from ...runner.certificate.laws import (
     STREAM,
     TOLERANCES,
@@ -84,7 +83,7 @@ class Uncertified(MidstreamError):
 class Access:
     """The engine's functions that the run uses."""
 
-    generate: Callable[[EngineRequest, GlobalSteering], Any]
+    generate: Callable[[EngineRequest], Any]
     call: Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
     hold: Callable[..., Awaitable[None]]
     release: Callable[[Sequence[str]], Awaitable[None]]
@@ -548,7 +547,7 @@ class _Run:
         ask = trial_request(
             JOB, number, tokens, max_tokens, captures=captures, steering=list(steering), chunk=chunk
         )
-        async for progress in self._access.generate(ask, GlobalSteering()):
+        async for progress in self._access.generate(ask):
             if progress.finished is not None:
                 output: Output = progress.finished
         return output

@@ -41,7 +41,10 @@ class RankRecord:
 
     def release(self, keys: Iterable[str]) -> None:
         """Undo one `hold` of the same items."""
-        release(self._held, keys)
+        for key in dict.fromkeys(keys):
+            self._held[key] -= 1
+            if self._held[key] <= 0:  # negative after a `forget` in between
+                del self._held[key]
 
     def forget(self) -> None:
         """Clear the record: the ranks have dropped everything, including what is held."""
@@ -143,11 +146,3 @@ class RankCache(RankRecord, ABC, Generic[T]):
         undo = Undo(self.drop, ([self._handle(key)],))
         await self._ranks.apply(call.action, self.put, *call.arguments, undo=undo)
         self._sizes[key] = self._size(item)
-
-
-def release(holders: Counter[str], keys: Iterable[str]) -> None:
-    """Remove one holder from each of these keys."""
-    for key in dict.fromkeys(keys):
-        holders[key] -= 1
-        if holders[key] <= 0:  # negative after a `forget` in between
-            del holders[key]

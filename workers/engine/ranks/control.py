@@ -13,12 +13,12 @@ from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import by_key
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.requests.specs import RankSpec, StoredSteering, steering_rows
+from ....schemas.requests.specs import RankSpec, SteeringRow, StoredSteering, steering_rows
 from ....schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
 from ..admission import RowAdmission, RowDemand
 from ..protocol import Fetch, Locate, StoredArtifact
 from .cache import RankCache
-from .collective import Quarantined, Ranks, Refused, Undo
+from .collective import Ranks
 from .loras import RankLoras
 from .saes import RankSaes
 from .source_runs import RankRuns
@@ -50,7 +50,6 @@ class RankControl(ABC):
                 self._ranks, settings.sae_root, settings.tuning.sae_cache_mib << 20
             ),
         }
-        self._patience_s = settings.steering_wait_s
         self._rows = RowAdmission(settings.tuning.steering_rows, settings.tuning.steering_entries)
 
     @abstractmethod
@@ -69,14 +68,13 @@ class RankControl(ABC):
         names: Sequence[str],
         fetch: Fetch,
         *,
-        pinned: bool = False,
         users: Sequence[list[StoredSteering]] = (),
     ) -> None:
         if names:
-            await self._vectors.hold(names, fetch, pinned=pinned, users=users)
+            await self._vectors.hold(names, fetch, users=users)
 
-    async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
-        self._vectors.release(names, pinned=pinned)
+    async def release_vectors(self, names: Sequence[str]) -> None:
+        self._vectors.release(names)
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         if keys:
@@ -95,39 +93,20 @@ class RankControl(ABC):
     async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
         self._artifacts[type(artifacts[0])].release(artifact.digest for artifact in artifacts)
 
-    async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
+    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> list[RankApplied]:
         try:
-            self._rows.check_pinned(_pinned_rows(steering))
+            self._rows.check(_demand(steering.common_rows()))
         except MidstreamError as error:
-            return self._refused_by_all(error.detail)
-        return await self._ranks.ask(
-            "preparing global steering", "midstream_prepare_global", msgspec.to_builtins(steering)
-        )
-
-    async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
+            return [
+                RankApplied(rank=rank, ok=False, message=error.detail) for rank in range(self.world)
+            ]
+        await self.hold_vectors(steering.tensors, fetch)
         try:
-            async with self._rows.replacing_pinned(_pinned_rows(steering), self._patience_s):
-                return await self._ranks.apply(
-                    f"global steering version {steering.version}",
-                    "midstream_commit_global",
-                    msgspec.to_builtins(steering),
-                    undo=Undo("midstream_rollback_global", (steering.version,)),
-                )
-        except MidstreamError as error:
-            if error.kind != "intervention_failed" or isinstance(error, Refused | Quarantined):
-                raise
-            # the steering table has no space for it
-            raise Refused(error.detail, self._refused_by_all(error.detail)) from error
-
-    def _refused_by_all(self, refusal: str) -> list[RankApplied]:
-        return [RankApplied(rank=rank, ok=False, message=refusal) for rank in range(self.world)]
-
-    async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
-        action = f"registering module {name!r}" if digest else f"unregistering module {name!r}"
-        undo = Undo("midstream_rollback_module", (name, digest))
-        return await self._ranks.apply(
-            action, "midstream_set_module", name, digest, list(tensors), undo=undo
-        )
+            return await self._ranks.ask(
+                "checking global steering", "midstream_check_global", msgspec.to_builtins(steering)
+            )
+        finally:
+            await self.release_vectors(steering.tensors)
 
     async def steering_status(self) -> list[RankSteering]:
         return [rank_steering(status) for status in await self._call("midstream_status", ())]
@@ -136,7 +115,6 @@ class RankControl(ABC):
         await self._ranks.apply("resetting the ledgers", "midstream_restart_ledger")
         self._vectors.forget()
         self._runs.forget()
-        self._rows.clear_pinned()
 
     async def same_content(self) -> bool:
         prints = await self._call("midstream_fingerprint", ())
@@ -156,12 +134,11 @@ def rank_steering(status: dict[str, Any]) -> RankSteering:
 
 def row_demand(spec: RankSpec | None) -> frozenset[RowDemand]:
     """Returns the rows of the steering table that a request needs."""
-    rows = steering_rows(spec.steering) if spec is not None else []
+    return _demand(steering_rows(spec.steering) if spec is not None else [])
+
+
+def _demand(rows: Sequence[SteeringRow]) -> frozenset[RowDemand]:
     return frozenset(RowDemand(row.key, row.num_vectors) for row in rows)
-
-
-def _pinned_rows(steering: GlobalSteering) -> frozenset[RowDemand]:
-    return frozenset(RowDemand(row.key, row.num_vectors) for row in steering.standing_rows())
 
 
 def disagreement(ranks: Sequence[RankSteering]) -> str:

@@ -3,15 +3,14 @@
 from ....schemas.base.version import __version__
 from ....schemas.prompts.selectors import depends_on_prompt, lowest_position
 from ....schemas.requests.specs import RankSpec, StoredSteering, content_key, steering_digest
-from ....schemas.requests.steering import GlobalSteering
 from ..protocol import EngineRequest
 
 
-def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec | None:
-    """Returns the spec of a request under `global_steering`; None if neither user nor operator
-    requests anything of the ranks, which then report nothing.
+def rank_spec(ask: EngineRequest) -> RankSpec | None:
+    """Returns the spec of a request; None if neither user nor operator requests anything of the
+    ranks, which then report nothing.
     """
-    own_steering, captures = ask.steering, ask.captures
+    own_steering, captures, global_steering = ask.steering, ask.captures, ask.global_steering
     if (
         not own_steering
         and not captures

@@ -11,12 +11,6 @@ from typing import Literal
 import msgspec
 
 Kind = Literal[
-    "global_set",
-    "global_clear",
-    "global_rollback",
-    "module_register",
-    "module_unregister",
-    "module_rollback",
     "row_admit",
     "row_release",
     "steer",
@@ -26,12 +20,6 @@ Kind = Literal[
 
 #: Kind of action → the values that are folded into the checksum. Rejected actions are not folded.
 KINDS: dict[Kind, tuple[str, ...]] = {
-    "global_set": ("version", "digest"),
-    "global_clear": ("version", "digest"),  # the digest is empty
-    "global_rollback": ("version", "restored digest"),
-    "module_register": ("name", "digest"),
-    "module_unregister": ("name", "digest"),
-    "module_rollback": ("name", "restored digest"),
     "row_admit": ("key", "crc32 of the bytes written"),
     "row_release": ("key",),
     "steer": ("job", "request", "attempt", "digest"),

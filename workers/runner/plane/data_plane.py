@@ -130,9 +130,7 @@ class DataPlane:
         self._banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overload)
         self.found = self._banks.found  # to be called after each step
         self._table.prepared.start()
-        self.rank_state = RankState(
-            every, num_layers, self._table, self.actions, lambda: requests.step
-        )
+        self.rank_state = RankState(every, num_layers, self._table)
         self._grading = Grading()
         whole = place.stages == 1
         self._probes = Scorer(self._table.vectors, self._hidden_size, streams=whole)
@@ -211,8 +209,8 @@ class DataPlane:
             )
 
     def restart(self) -> None:
-        """Reset the rank: drop all rows, tensors, source runs and steering state, and begin the
-        ledger's next epoch.
+        """Reset the rank: drop all rows, tensors and source runs, and begin the ledger's next
+        epoch.
 
         All tracked requests fail. The engine may continue some of them, without edits, until the
         worker's abort arrives. They stay tracked as failed, so that none is resumed halfway and no
@@ -241,7 +239,12 @@ class DataPlane:
         device; it is equal for ranks of a stage with equal state.
         """
         loras = self.loras.names() if self.loras is not None else []
-        content = self.rank_state.names(), self.runs.names(), loras, self._table.fingerprint()
+        content = (
+            self.rank_state.vectors.names(),
+            self.runs.names(),
+            loras,
+            self._table.fingerprint(),
+        )
         return f"{zlib.crc32(msgspec.msgpack.encode(content)):08x}"
 
     def status(self) -> dict[str, Any]:
@@ -255,9 +258,6 @@ class DataPlane:
             "checksum": self.actions.checksum,
             "actions": self.actions.count,
             "epoch": self.actions.epoch,
-            "global_version": self.rank_state.steering.version,
-            "global_digest": self.rank_state.steering.digest,
-            "modules": self.rank_state.modules,
             "rows_used": self._table.used,
             "rows": self._config.steering_rows,
             "entries_used": self._table.entries_used,

@@ -90,7 +90,7 @@ class Edits(StepPart):
     def forget(self) -> None:
         self._rows.clear()
         self._runs.clear()
-        self._state.forget()
+        self._state.vectors.clear()
 
     def close(self) -> None:
         self._rows.prepared.close()

@@ -293,7 +293,6 @@ class MidstreamWorker(PlatformWorker):
         return self._answer(put)
 
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
-        """Drop steering tensors; refused if a module or global steering needs one of them."""
         return self._answer(lambda plane: plane.rank_state.drop_vectors(names))
 
     def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
@@ -328,37 +327,10 @@ class MidstreamWorker(PlatformWorker):
         with set_current_vllm_config(self.vllm_config):  # transformers may build vLLM's modules
             return self._loras().modules(self.vllm_config.model_config.hf_config)
 
-    def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
-        """Check whether a `GlobalSteering`, as plain containers, could be committed. Changes
-        nothing.
-        """
-        return self._answer(
-            lambda plane: plane.rank_state.prepare_global(
-                msgspec.convert(steering, GlobalSteering)
-            ),
-        )
-
-    def midstream_commit_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
-        """Commit global steering. Acquires its rows before it releases those of the previous one,
-        so the worker must have admitted both.
-        """
-        return self._answer(
-            lambda plane: plane.rank_state.commit_global(msgspec.convert(steering, GlobalSteering)),
-        )
-
-    def midstream_rollback_global(self, version: int) -> tuple[bool, str]:
-        """Undo the commit of `version`; succeeds without effect if that was refused, or was not the
-        last change.
-        """
-        return self._answer(lambda plane: plane.rank_state.rollback_global(version))
-
-    def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> tuple[bool, str]:
-        """Register a module; with an empty `digest`, unregister it."""
-        return self._answer(lambda plane: plane.rank_state.set_module(name, digest, tensors))
-
-    def midstream_rollback_module(self, name: str, digest: str) -> tuple[bool, str]:
-        """Undo `midstream_set_module(name, digest, …)`, like `midstream_rollback_global`."""
-        return self._answer(lambda plane: plane.rank_state.rollback_module(name, digest))
+    def midstream_check_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
+        """Check whether a `GlobalSteering`, as plain containers, could be applied to requests."""
+        needed = msgspec.convert(steering, GlobalSteering)
+        return self._answer(lambda plane: plane.rank_state.check_global(needed))
 
     def midstream_forget_failures(self, steps: list[int]) -> tuple[bool, str]:
         return self._answer(lambda plane: plane.forget_failures(steps))

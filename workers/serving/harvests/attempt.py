@@ -288,8 +288,7 @@ class HarvestAttempt:
     async def _compute(
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader
     ) -> None:
-        steering = self._attempt.lease.steering
-        if harvest.steering != steering.digest:
+        if harvest.steering != self._attempt.job.global_steering.digest:
             detail = (
                 "the global steering has changed since the harvest was accepted: its rows would "
                 "come from two different models"
@@ -305,7 +304,7 @@ class HarvestAttempt:
             await self._engine.check(format_request(self._attempt.job, harvest.generate))
         bos, eos = await source.special()
         edited = {name for edit in harvest.edits for name in edit.tensors}
-        names = sorted(tensors_of(self._attempt.job, steering) | edited)
+        names = sorted(tensors_of(self._attempt.job) | edited)
         await self._engine.hold_vectors(names, self._fetch, users=[harvest.edits])
         try:
             async with asyncio.TaskGroup() as group:
@@ -574,7 +573,7 @@ class HarvestAttempt:
         try:
             generated = 0
             with self._attempt.progress.prompt(ask.request, len(ask.token_ids)) as report:
-                async with aclosing(self._attempt.submit(self._engine, ask)) as stream:
+                async with aclosing(self._engine.generate(ask)) as stream:
                     async for progress in stream:
                         self._attempt.check()
                         report.add_generated(len(progress.token_ids))

@@ -26,7 +26,7 @@ from ....schemas.jobs.sweeps import (
 from ....schemas.jobs.works import SweepWork
 from ....schemas.requests.source_runs import RunFiles, parse_key
 from ....storage.store import open_store
-from ...engine.admission import CellSlots, CrowdedOut
+from ...engine.admission import CellSlots
 from ...engine.protocol import EngineRequest, GeneratingEngine
 from ...engine.ranks.collective import Quarantined
 from ...engine.requests import tensors_of
@@ -79,7 +79,7 @@ class SweepAttempt:
         self._sweep = attempt.job.work_as(SweepWork).sweep
         self._records = UnitRecords(ledger, engine, attempt)
         self._known = self._records.known
-        self._everyone = attempt.lease.steering
+        self._everyone = attempt.job.global_steering
         # Global steering may apply below the layer at which a forward pass would begin.
         enters = settings.tuning.sweep_entry and engine.enters and not self._everyone.entries
         self._requests = SweepRequests(
@@ -123,9 +123,7 @@ class SweepAttempt:
         await self._records.load()
         if not self._known:
             await self._attempt.report(self._ledger, "start", sweep_start(self._sweep))
-        names = sorted(
-            {*tensors_of(job, self._everyone), *([self._sweep.mask] if self._sweep.mask else [])}
-        )
+        names = sorted({*tensors_of(job), *([self._sweep.mask] if self._sweep.mask else [])})
         await self._engine.hold_vectors(names, self._fetch)
         try:
             self._attempt.check()
@@ -447,7 +445,7 @@ class SweepAttempt:
         finished, reason, totals = False, "", self._attempt.progress.totals
         totals.prompt_tokens += len(ask.token_ids)
         try:
-            async with aclosing(self._attempt.submit(self._engine, ask)) as stream:
+            async with aclosing(self._engine.generate(ask)) as stream:
                 async for progress in stream:
                     finished = progress.finished is not None
                     if progress.stopped_by:
@@ -515,7 +513,7 @@ class SweepAttempt:
 
 def _reason_or_raise(error: MidstreamError) -> str:
     """Return the text of an error that concerns one request; raise any other error."""
-    ends_attempt = Quarantined | CrowdedOut | StoreUnavailable
+    ends_attempt = Quarantined | StoreUnavailable
     if error.kind == "engine_failed" or isinstance(error, ends_attempt):
         raise error
     return error.detail

@@ -44,17 +44,15 @@ function Ranks({ dynamic }) {
     ${!dynamic.workers.length && html`<${Empty}>No worker is running.<//>`}
     ${dynamic.workers.map(
       (worker) => html`<h3>${worker.worker} · ${worker.model}</h3>
-      <p>${worker.state}${worker.detail ? `: ${worker.detail}` : ""} · global steering version ${worker.global_version} · ${count(worker.waiting, "request")} waiting for rows · ${number(worker.desyncs)} disagreements, ${number(worker.resyncs)} resynchronised</p>
+      <p>${worker.state}${worker.detail ? `: ${worker.detail}` : ""} · ${count(worker.waiting, "request")} waiting for rows · ${number(worker.desyncs)} disagreements, ${number(worker.resyncs)} resynchronised</p>
       <${Table} label=${`Ranks of ${worker.worker}`}
-        heads=${["Rank", "Stage", "Agrees", "Checksum", "Actions", "Steering", "Modules", "Rows", "Requests", "Outbox", "Write backlog", "KV cache"]}
+        heads=${["Rank", "Stage", "Agrees", "Checksum", "Actions", "Rows", "Requests", "Outbox", "Write backlog", "KV cache"]}
         rows=${worker.ranks.map((rank) => [
           rank.rank,
           rank.pp,
           agree.get(`${worker.worker} ${rank.pp}`) ? "yes" : html`<strong class="bad">no</strong>`,
           html`<span class="mono">${rank.checksum}</span>`,
           number(rank.actions),
-          rank.global_version ? `version ${rank.global_version}` : "none",
-          Object.keys(rank.modules).length,
           `${number(rank.rows_used)} of ${number(rank.rows)}`,
           `${number(rank.running)} running, ${number(rank.queued)} waiting`,
           html`<span class=${rank.outbox > 1000 ? "bad" : ""}>${number(rank.outbox)}</span>`,

@@ -98,15 +98,8 @@ if own.highest_priority and URGENCY[record.priority] < URGENCY[own.highest_prior
   record.priority = own.highest_priority
 end
 record.spec, record.queued, record.step = spec, args.at, STEPS[record.kind][record.priority]
-for _, tensor in ipairs(args.blobs) do -- the job's own copies: later changes of a module do not affect it
-  local name, bytes = unpack(tensor)
-  local blob = key('blob', name)
-  if bytes then
-    redis.call('SET', blob, bytes)
-  elseif redis.call('EXISTS', blob) == 0 then
-    redis.call('COPY', key('pinned', name), blob)
-  end
-  redis.call('EXPIRE', blob, args.blob_ttl)
+for _, tensor in ipairs(args.blobs) do
+  copy_for_job(unpack(tensor))
 end
 local fields = {}
 for name, value in pairs(record) do

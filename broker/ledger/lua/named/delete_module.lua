@@ -11,5 +11,4 @@ redis.call('HDEL', modules, name)
 redis.call('HDEL', key('steering', model), 'module_by:' .. name)
 redis.call('HDEL', key('module-bytes', args.tenant), model .. '/' .. name)
 pin('module:' .. model .. ':' .. name, {})
-redis.call('HINCRBY', key('steering', model), 'version', 1)
 return packed

@@ -1,6 +1,6 @@
 -- Point a module's name at new content.
--- args: model, name, module (packed), former (as stored; nil: none), differs (whether the content is not the former's), tenant,
---       size (bytes counted towards the limits), limits (defaults where the tenant has none of its own), tensors: {sha256, bytes or false} of each
+-- args: model, name, module (packed), former (as stored; nil: none), tenant, size (bytes counted towards the limits),
+--       limits (defaults where the tenant has none of its own), tensors: {sha256, bytes or false} of each
 -- returns {'raced'} (the former has changed) | {'refused', name of the limit, used, allowed, ''}
 --         | {'missing', sha256} | {'stored'}
 local model, name, tenant, size = args.model, args.name, args.tenant, args.size
@@ -32,7 +32,4 @@ redis.call('HSET', modules, name, args.module)
 redis.call('HSET', key('steering', model), 'module_by:' .. name, VERSION)
 redis.call('HSET', sizes, place, size)
 redis.call('SADD', 'ms:owners', tenant)
-if args.differs then
-  redis.call('HINCRBY', key('steering', model), 'version', 1)
-end
 return {'stored'}

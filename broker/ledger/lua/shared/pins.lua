@@ -35,23 +35,13 @@ local function pin(owner, tensors)
   end
 end
 
--- Transfer one owner's tensors to another, which releases those it had.
-local function hand_over(owner, heir)
-  local moved = redis.call('SMEMBERS', key('pins', owner))
-  local former = redis.call('SMEMBERS', key('pins', heir))
-  redis.call('DEL', key('pins', owner), key('pins', heir))
-  for _, name in ipairs(moved) do
-    redis.call('SADD', key('pinners', name), heir)
-    redis.call('SADD', key('pins', heir), name)
-    redis.call('SREM', key('pinners', name), owner)
+-- Give a job its own copy of a tensor, `bytes` or the pinned one: it outlives what pins it.
+local function copy_for_job(name, bytes)
+  local blob = key('blob', name)
+  if bytes then
+    redis.call('SET', blob, bytes)
+  elseif redis.call('EXISTS', blob) == 0 then
+    redis.call('COPY', key('pinned', name), blob)
   end
-  for _, name in ipairs(former) do
-    if redis.call('SISMEMBER', key('pins', heir), name) == 0 then
-      unpin(name, heir)
-    end
-  end
-end
-
-local function close_proposal(state)
-  redis.call('HDEL', state, 'proposal_id', 'proposal_version', 'proposal_deadline', 'proposal', 'proposed')
+  redis.call('EXPIRE', blob, args.blob_ttl)
 end

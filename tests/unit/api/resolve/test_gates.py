@@ -193,7 +193,7 @@ def test_gated_entries_share_no_row_with_others_and_no_cached_block_with_any() -
             sampling=Sampling(),
             steering=[steering],
         )
-        spec = rank_spec(asked, GlobalSteering())
+        spec = rank_spec(asked)
         assert spec is not None
         return spec.digest
 

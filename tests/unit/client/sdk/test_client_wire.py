@@ -38,9 +38,7 @@ from midstream.schemas.requests.steering import GlobalView, ModulePage, ModuleVi
 MODULE = ModuleView(name="joy", model="m", digest="cd" * 32, entries=[], bytes=16, created=1.0)
 
 
-GLOBAL = GlobalView(
-    model="m", version=3, digest="", entries=[], changed=1.0, applied=True, workers=[]
-)
+GLOBAL = GlobalView(model="m", version=3, digest="", entries=[], changed=1.0)
 
 
 RUN = RunView(name="clean", model="m", job="job_1", tag="t", created=1.0, state="ready")

@@ -151,9 +151,7 @@ def test_only_records_with_a_table_are_rendered_and_only_with_a_client(
 
 
 def test_what_a_server_says_is_escaped() -> None:
-    entry = GlobalView(
-        model=HOSTILE, version=1, digest="d", entries=[], changed=0.0, applied=False, workers=[]
-    )
+    entry = GlobalView(model=HOSTILE, version=1, digest="d", entries=[], changed=0.0)
     problem = Problem(type="t", title="t", status=500, detail=HOSTILE)
     pages = [
         job_view(id=HOSTILE, model=HOSTILE, worker=HOSTILE, error=problem)._repr_html_(),

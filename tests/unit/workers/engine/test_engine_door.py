@@ -1,6 +1,4 @@
-"""Every engine request is made and submitted in one place, with all that the operator has set for
-all traffic.
-"""
+"""Every engine request is made in one place, with all that the operator has set for all traffic."""
 
 import re
 from typing import Any, get_args
@@ -29,31 +27,29 @@ from midstream.workers.engine.requests import (
 )
 from midstream.workers.serving.sweeps.requests import SweepRequests
 
-#: file → what it calls `generate` on. The first is the one way of jobs' requests; then the engine's
-#: own, and vLLM below the engine.
-SUBMITTERS = {
-    "workers/serving/attempt.py": {"engine"},
-    "workers/engine/proof/certificate.py": {"self._access"},
-    "workers/engine/vllm.py": {"self._llm"},
-}
 INFO = model_of()
 CONTENT = ProbeContent(
     hook="post_block", layer=1, tensors=["weight", "bias"], labels=["x"], thresholds=[0.0]
 )
 WATCHING = StoredProbe(name="guard", digest="d", content=CONTENT, actions=["stop"])
+EVERYONE = GlobalSteering(
+    version=1,
+    entries=[
+        SteeringTemplate(
+            layers=[1], hook="post_block", positions="all", family="add", tensors=["v"]
+        )
+    ],
+)
 OPERATORS = CaptureSpec(layers=[0], positions=[0, 20], tag="ops")
 
 
-def test_engine_requests_are_made_in_one_module_and_submitted_by_one_function() -> None:
-    makers, submitters = set(), dict[str, set[str]]()
-    for path in sources("workers", "broker", "api", "client"):
-        where, text = str(path.relative_to(ROOT)), path.read_text()
-        if re.search(r"\bEngineRequest\(", text):
-            makers.add(where)
-        if where.startswith("workers/") and (found := re.findall(r"([\w.]+)\.generate\(", text)):
-            submitters[where] = set(found)
-    makers.discard("workers/engine/protocol.py")  # which declares it
-    assert (makers, submitters) == ({"workers/engine/requests.py"}, SUBMITTERS)
+def test_engine_requests_are_made_in_one_module() -> None:
+    makers = {
+        str(path.relative_to(ROOT))
+        for path in sources("workers", "broker", "api", "client")
+        if re.search(r"\bEngineRequest\(", path.read_text())
+    }
+    assert makers == {"workers/engine/requests.py"}
 
 
 def job_of(kind: Any, **fields: Any) -> Job:
@@ -72,8 +68,9 @@ def sequence(model: ModelInfo, **fields: Any) -> EngineRequest:
 
 
 def requests_of_every_kind(model: ModelInfo) -> dict[RequestKind, list[EngineRequest]]:
-    """Of jobs with an adapter of a tenant."""
-    of_alice = {"tenant": "alice", "lora": StoredLora(name="l", digest="ad", path="l")}
+    """Of jobs with an adapter of a tenant, under global steering."""
+    lora = StoredLora(name="l", digest="ad", path="l")
+    of_alice = {"tenant": "alice", "lora": lora, "global_steering": EVERYONE}
     asked = [StoredPrompt(token_ids=[1] * 4)]
     prompt = job_of("chat", prompts=asked, global_captures=[], **of_alice)
     stored = plan(pair(), info=model, hooks=["attn_out"], noise=1).sweep
@@ -92,7 +89,7 @@ def requests_of_every_kind(model: ModelInfo) -> dict[RequestKind, list[EngineReq
     }
 
 
-def test_probes_and_global_capture_apply_to_every_kind_of_request_or_have_a_reason() -> None:
+def test_what_operators_set_applies_to_every_kind_of_request_or_has_a_reason() -> None:
     found = requests_of_every_kind(INFO)
     assert found.keys() == set(get_args(RequestKind))
     for kind, asks in found.items():
@@ -108,7 +105,11 @@ def test_probes_and_global_capture_apply_to_every_kind_of_request_or_have_a_reas
             assert captured == (kind in ("sequence", "unpatched")), (
                 f"{kind}: of prompts the API has added it"
             )
-            assert kind == "trial" or (ask.tenant, ask.lora is not None) == ("alice", True)
+            assert kind == "trial" or (
+                ask.tenant,
+                ask.lora is not None,
+                ask.global_steering,
+            ) == ("alice", True, EVERYONE)
 
 
 def test_global_capture_that_exceeds_a_steps_room_is_left_out_of_a_harvest(
@@ -124,13 +125,6 @@ def test_global_capture_that_exceeds_a_steps_room_is_left_out_of_a_harvest(
 
 
 def test_what_applies_to_all_traffic_is_held_and_listed_for_a_harvest() -> None:
-    part = job_of("harvest")
-    steering = SteeringTemplate(
-        layers=[1], hook="post_block", positions="all", family="add", tensors=["v"]
-    )
-    assert tensors_of(part, GlobalSteering(version=1, entries=[steering])) == {
-        "v",
-        "weight",
-        "bias",
-    }
+    part = job_of("harvest", global_steering=EVERYONE)
+    assert tensors_of(part) == {"v", "weight", "bias"}
     assert stored_tags(part) == ["ops"]

@@ -4,7 +4,6 @@ The worker's own calls on fake ranks.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -39,7 +38,7 @@ def steering(version: int, *vectors: str) -> GlobalSteering:
 
 
 class Rig:
-    """Two ranks with a module, global steering and vectors on them."""
+    """Two ranks with vectors on them."""
 
     def __init__(self, directory: Path, **changed: object) -> None:
         values = {
@@ -56,9 +55,7 @@ class Rig:
         self.engine.on_quarantine = self.quarantined.append
 
     async def fill(self) -> None:
-        await self.engine.hold_vectors([FIRST, SECOND], fetch, pinned=True)
-        await self.engine.set_module("joy", "d1", [FIRST])
-        await self.engine.commit_global(steering(1, SECOND))
+        await self.engine.hold_vectors([FIRST, SECOND], fetch)
 
     async def content(self) -> list[RankSteering]:
         """What the ranks have, their accounts of how they came to it left out."""
@@ -75,46 +72,64 @@ async def rig(tmp_path: Path) -> Rig:
     return made
 
 
-Act = Callable[[FakeEngine], Awaitable[object]]
-
-#: What is done → the fault that makes rank 1 refuse it.
-TAKEN_BACK: dict[str, tuple[str, Act]] = {
-    "sending vectors": ("hold", lambda engine: engine.hold_vectors([THIRD], fetch)),
-    "setting global steering": ("commit", lambda engine: engine.commit_global(steering(2, FIRST))),
-    "clearing global steering": ("commit", lambda engine: engine.commit_global(steering(2))),
-    "registering a module": (
-        "set_module",
-        lambda engine: engine.set_module("calm", "d2", [SECOND]),
-    ),
-    "changing a module": ("set_module", lambda engine: engine.set_module("joy", "d2", [SECOND])),
-    "unregistering a module": ("set_module", lambda engine: engine.set_module("joy", "", [])),
-}
-
-
-@pytest.mark.parametrize("what", TAKEN_BACK)
-async def test_a_change_refused_by_one_rank_is_rolled_back_on_all(rig: Rig, what: str) -> None:
+async def test_vectors_refused_by_one_rank_are_dropped_on_all(rig: Rig) -> None:
     # field case 29
-    fault, act = TAKEN_BACK[what]
     before = await rig.content()
-    rig.engine.faults.switch(f"{fault}:rank=1,times=1")
+    rig.engine.faults.switch("hold:rank=1,times=1")
     with pytest.raises(Refused, match=r"rank 1: .*injected fault") as refused:
-        await act(rig.engine)
+        await rig.engine.hold_vectors([THIRD], fetch)
     assert [answer.ok for answer in refused.value.answers] == [True, False]
     assert await rig.content() == before
     assert await rig.engine.same_content()
     assert not rig.quarantined
-    await act(rig.engine)
+    await rig.engine.hold_vectors([THIRD], fetch)
     assert await rig.engine.same_content()
 
 
-@pytest.mark.parametrize("what", TAKEN_BACK)
-async def test_a_failed_rollback_quarantines_the_worker(rig: Rig, what: str) -> None:
+async def test_a_failed_rollback_quarantines_the_worker(rig: Rig) -> None:
     # field case 29
-    fault, act = TAKEN_BACK[what]
-    rig.engine.faults.switch(f"{fault}:rank=1;rollback:rank=0;drop:rank=0")
+    rig.engine.faults.switch("hold:rank=1;drop:rank=0")
     with pytest.raises(Quarantined, match=r"rank 1: .*; undoing .* rank 0: injected fault"):
-        await act(rig.engine)
+        await rig.engine.hold_vectors([THIRD], fetch)
     assert len(rig.quarantined) == 1
+
+
+async def test_every_rank_answers_a_check_of_global_steering_which_changes_nothing(
+    rig: Rig,
+) -> None:
+    before = await rig.content()
+    rig.engine.faults.switch("check_global:rank=1,times=1")
+    answers = await rig.engine.check_global(steering(1, FIRST), fetch)
+    assert [(answer.ok, answer.message) for answer in answers] == [
+        (True, ""),
+        (False, "injected fault"),
+    ]
+    answers = await rig.engine.check_global(steering(1, FIRST), fetch)
+    assert [answer.ok for answer in answers] == [True, True]
+    assert await rig.content() == before
+
+
+async def test_tensors_of_a_checked_global_steering_are_held_only_while_it_is_checked(
+    rig: Rig,
+) -> None:
+    held = rig.engine._vectors._held.copy()
+    await rig.engine.check_global(steering(1, THIRD), fetch)
+    assert (rig.engine._vectors._held, THIRD in rig.engine._vectors.names) == (held, True)
+    rig.engine._vectors.forget()
+    rig.engine.faults.switch("hold:rank=1")
+    with pytest.raises(Refused, match="rank 1: refused vector"):
+        await rig.engine.check_global(steering(1, THIRD), fetch)
+    assert not rig.engine._vectors._held
+
+
+async def test_global_steering_too_large_for_the_table_is_refused_by_all_ranks(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, steering_entries=1)
+    answers = await rig.engine.check_global(steering(1, FIRST, SECOND), fetch)
+    assert [answer.ok for answer in answers] == [False, False]
+    assert "needs 2 steering entries" in answers[1].message
+    assert not rig.engine._vectors.names
 
 
 async def test_an_irreversible_failure_quarantines_the_worker(
@@ -151,22 +166,7 @@ async def test_cancellation_at_any_point_leaves_ranks_consistent(
 
 async def test_a_dead_engine_is_not_a_refusal(rig: Rig) -> None:
     rig.engine._die("gone")
-    for undo in (None, Undo("midstream_rollback_global", (1,))):
+    for undo in (None, Undo("midstream_drop_vectors", ([],))):
         with refuses("gone", kind="engine_failed"):
-            await rig.engine._ranks.apply("x", "midstream_commit_global", {}, undo=undo)
+            await rig.engine._ranks.apply("x", "midstream_put_vectors", {}, [], undo=undo)
     assert not rig.quarantined
-
-
-async def test_global_steering_too_large_beside_the_former_is_refused_by_all_ranks(
-    tmp_path: Path,
-) -> None:
-    rig = Rig(tmp_path, steering_entries=2)
-    await rig.engine.hold_vectors([FIRST, SECOND], fetch, pinned=True)
-    await rig.engine.commit_global(steering(1, FIRST))
-    wide = steering(2, SECOND, FIRST)
-    assert [answer.ok for answer in await rig.engine.prepare_global(wide)] == [False, False]
-    with pytest.raises(Refused, match="clear the current one first"):
-        await rig.engine.commit_global(wide)
-    await rig.engine.commit_global(steering(2))
-    await rig.engine.commit_global(msgspec.structs.replace(wide, version=3))
-    assert {rank.global_version for rank in await rig.engine.steering_status()} == {3}

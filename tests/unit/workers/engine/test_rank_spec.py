@@ -22,7 +22,9 @@ def global_steering(*entries: SteeringTemplate) -> GlobalSteering:
     return GlobalSteering(version=7, entries=list(entries))
 
 
-def job(tokens: int, *own: StoredSteering, captures: bool = False) -> Job:
+def job(
+    tokens: int, everyones: GlobalSteering, *own: StoredSteering, captures: bool = False
+) -> Job:
     capture = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
     return Job(
         id="job",
@@ -34,18 +36,19 @@ def job(tokens: int, *own: StoredSteering, captures: bool = False) -> Job:
         created=0.0,
         steering=[list(own)] if own else [],
         captures=[[capture]] if captures else [],
+        global_steering=everyones,
     )
 
 
 def told(tokens: int, everyones: GlobalSteering, *own: StoredSteering) -> RankSpec:
-    spec = rank_spec(prompt_request(job(tokens, *own), 0, 1), everyones)
+    spec = rank_spec(prompt_request(job(tokens, everyones, *own), 0, 1))
     assert spec is not None
     return spec
 
 
 def test_plain_requests_have_no_rank_spec() -> None:
-    assert rank_spec(prompt_request(job(4), 0, 1), global_steering()) is None
-    captured = rank_spec(prompt_request(job(4, captures=True), 0, 1), global_steering())
+    assert rank_spec(prompt_request(job(4, global_steering()), 0, 1)) is None
+    captured = rank_spec(prompt_request(job(4, global_steering(), captures=True), 0, 1))
     assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
     assert (captured.work, captured.tenant) == ("writer", "a")
 

@@ -12,7 +12,6 @@ from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.workers.engine.admission import (
     CaptureBudget,
     CellSlots,
-    CrowdedOut,
     RowAdmission,
     RowDemand,
     StepRows,
@@ -94,18 +93,6 @@ def hold(gate: Any, demand: Any, done: asyncio.Event) -> "asyncio.Task[None]":
             await done.wait()
 
     return asyncio.create_task(use())
-
-
-async def replace(
-    admission: RowAdmission,
-    *keys: str,
-    patience_s: float = 60,
-    written: asyncio.Event | None = None,
-) -> None:
-    """Put these global rows in place of the former; the ranks have them when `written` is set."""
-    async with admission.replacing_pinned(rows(*keys), patience_s):
-        if written is not None:
-            await written.wait()
 
 
 async def settled() -> None:
@@ -222,68 +209,6 @@ async def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> No
     assert [type(result) for result in results] == [asyncio.CancelledError] * 2
     async with budget.admitted(1):
         pass
-
-
-async def test_global_rows_wait_for_room_and_replace_the_former_when_written() -> None:
-    admission, done, written = RowAdmission(3, 9), asyncio.Event(), asyncio.Event()
-    await replace(admission, "a")
-    using = hold(admission, rows("x", "y"), done)
-    await settled()
-    replacing = asyncio.create_task(replace(admission, "b", written=written))
-    await settled()
-    assert (admission.waiting, admission.used) == (1, 3)
-    done.set()
-    await using
-    await settled()
-    assert admission.used == 2, "both, until the ranks have changed over"
-    written.set()
-    await replacing
-    assert (admission.waiting, admission.used) == (0, 1)
-    admission.clear_pinned()
-    assert admission.used == 0
-
-
-async def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
-    admission = RowAdmission(2, 9)
-    await replace(admission, "a")
-    async with admission.admitted(rows("x")):
-        with pytest.raises(MidstreamError, match="1 of the 2 steering rows did not become free"):
-            await replace(admission, "b", patience_s=0.01)
-    with pytest.raises(ZeroDivisionError):
-        async with admission.replacing_pinned(rows("b"), 60):
-            raise ZeroDivisionError
-    assert (admission._pinned, admission.waiting, admission.used) == (rows("a"), 0, 1)
-    with pytest.raises(MidstreamError, match="clear the current one first"):
-        await replace(admission, "b", "c")
-
-
-async def test_a_request_that_cannot_fit_beside_global_rows_is_refused() -> None:
-    admission, done = RowAdmission(3, 9), asyncio.Event()
-    holder = hold(admission, rows("x"), done)
-    waiting, behind = hold(admission, rows("p", "q", "r"), done), hold(admission, rows("x"), done)
-    replacing = asyncio.create_task(replace(admission, "a"))
-    await settled()
-    assert admission.waiting == 3, "first come, first served"
-    holder.cancel()
-    done.set()
-    await asyncio.gather(waiting, behind, replacing)
-    with pytest.raises(CrowdedOut):
-        await hold(admission, rows("p", "q", "r"), done)
-    await hold(admission, rows("a", "p", "q"), done)
-
-
-async def test_waiters_displaced_by_global_rows_are_refused() -> None:
-    admission, written, done = RowAdmission(2, 9), asyncio.Event(), asyncio.Event()
-    done.set()
-    changing = asyncio.create_task(replace(admission, "a", written=written))
-    await settled()
-    crowded, fitting = hold(admission, rows("p", "q"), done), hold(admission, rows("p"), done)
-    await settled()
-    written.set()
-    await asyncio.gather(changing, fitting)
-    with pytest.raises(CrowdedOut):
-        await crowded
-    assert (admission.waiting, admission.used) == (0, 1)
 
 
 async def test_sweep_cells_yield_rows_to_other_requests() -> None:

@@ -1,5 +1,5 @@
-"""Modules and global steering: what stands on a rank changes as a whole or not at all, and ranks
-that differ in it are told apart.
+"""Tensors and global steering: what is on a rank changes as a whole or not at all, and ranks that
+differ in it are told apart.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,11 @@ from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import ONES
-from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
+from midstream.schemas.requests.steering import GlobalSteering, RankSteering
 from midstream.workers.runner.base.engine_step import NewRequest
 from midstream.workers.runner.plane.data_plane import answer
 
 NAME = content_hash(VECTOR)
-JOY = "d" * 64
 OTHER = from_numpy(np.full(HIDDEN, 5.0, dtype=np.float32))
 
 
@@ -29,8 +28,7 @@ def state(rig: Rig) -> tuple[Any, ...]:
     """All that a refused call must leave alone."""
     status = rig.plane.status()
     return rig.plane.fingerprint(), *(
-        status[name]
-        for name in ("checksum", "actions", "epoch", "modules", "global_version", "vectors", "runs")
+        status[name] for name in ("checksum", "actions", "epoch", "vectors", "runs")
     )
 
 
@@ -46,22 +44,19 @@ def edit(rig: Rig, number: int, layer: int = 0) -> np.ndarray:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_the_rows_of_global_steering_stay_written_and_requests_share_them(rig: Rig) -> None:
-    rank_state = rig.plane.rank_state
+def test_requests_share_the_rows_of_global_steering_which_go_with_the_last(rig: Rig) -> None:
     everyone = for_everyone(1, template(), template(positions=[1, -1], scale=4.0))
-    rank_state.prepare_global(everyone)
+    rig.plane.rank_state.check_global(everyone)
     assert rig.plane.status()["rows_used"] == 0
-    rank_state.commit_global(everyone)
-    assert rig.plane.status()["rows_used"] == 1, "positions that are listed are cut to each prompt"
-    request = Request(1, 6, 8, (), (), everyone)
-    rig.step((request, 0, 6), new=[request])
-    assert edit(rig, 1).tolist() == [2, 10, 2, 2, 2, 10]
+    request, beside = (Request(number, 6, 8, (), (), everyone) for number in (1, 2))
+    rig.step((request, 0, 6), (beside, 0, 6), new=[request, beside])
+    assert edit(rig, 1)[:6].tolist() == [2, 10, 2, 2, 2, 10]
     assert rig.plane.status()["rows_used"] == 2
-    rig.step(finished=[request])
-    assert rig.plane.status()["rows_used"] == 1
-    rank_state.commit_global(for_everyone(2))
-    assert (rig.plane.status()["rows_used"], rig.plane.status()["global_digest"]) == (0, "")
-    (receipt,) = rig.receipts()
+    rig.step((beside, 6, 1), finished=[request])
+    assert rig.plane.status()["rows_used"] == 2
+    rig.step(finished=[beside])
+    assert rig.plane.status()["rows_used"] == 0
+    receipt, _ = rig.receipts()
     assert (receipt.status, receipt.global_version, receipt.epoch, receipt.applied) == (
         "ok",
         1,
@@ -72,15 +67,12 @@ def test_the_rows_of_global_steering_stay_written_and_requests_share_them(rig: R
 
 def test_a_request_keeps_the_global_steering_that_it_began_under(rig: Rig) -> None:
     first, second = for_everyone(1, template()), for_everyone(2, template(scale=3.0))
-    rig.plane.rank_state.commit_global(first)
     old, new = steered(1, everyone=first), steered(2, everyone=second)
     rig.step((old, 0, 6), new=[old])
-    rig.plane.rank_state.commit_global(second)
     rig.step((old, 6, 1), (new, 0, 6), new=[new])
     left = rig.left("pre_attn", 0)
     assert (left[:1] - stream_of(1, "pre_attn", 0, 6, 1) == 2 + 2).all(), "everyone's, then its own"
     assert (left[1:] - stream_of(2, "pre_attn", 0, 0, 6) == 6 + 2).all()
-    rig.plane.rank_state.commit_global(for_everyone(3))
     rig.step((old, 7, 1), (new, 6, 1))
     assert (
         rig.left("pre_attn", 0)[:, 0]
@@ -131,7 +123,7 @@ def test_invalid_global_steering_is_refused_before_any_change(
     wanted = for_everyone(4, template(), entry(rig))
     before = state(rig)
     with pytest.raises((LookupError, ValueError), match=words):
-        rig.plane.rank_state.prepare_global(wanted)
+        rig.plane.rank_state.check_global(wanted)
     assert state(rig) == before
 
 
@@ -140,109 +132,27 @@ def test_global_steering_that_takes_more_than_its_share_of_rows_is_refused(rig: 
         template(positions=name) for name in ("all", "all_prompt", "all_generated", "last_prompt")
     ]
     ablated = msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0])
-    rig.plane.rank_state.prepare_global(for_everyone(1, *entries))
+    rig.plane.rank_state.check_global(for_everyone(1, *entries))
     with pytest.raises(ValueError, match="takes 5 rows of the steering table; the limit is 4"):
-        rig.plane.rank_state.prepare_global(for_everyone(1, *entries, ablated, ablated))
+        rig.plane.rank_state.check_global(for_everyone(1, *entries, ablated, ablated))
 
 
 def test_a_hook_that_the_worker_was_not_given_is_refused(rig: Rig) -> None:
     rig.plane.rank_state._hooks.remove("mlp_in")
     with pytest.raises(ValueError, match="unknown hook mlp_in; valid: pre_attn, attn_out"):
-        rig.plane.rank_state.prepare_global(
+        rig.plane.rank_state.check_global(
             for_everyone(1, msgspec.structs.replace(template(), hook="mlp_in"))
         )
 
 
-def test_a_rollback_restores_the_former_steering_once_for_the_last_commit_only(rig: Rig) -> None:
-    rank_state = rig.plane.rank_state
-    rank_state.commit_global(for_everyone(1, template()))
-    bare = rig.plane.fingerprint()
-    rank_state.commit_global(for_everyone(2, template(scale=3.0)))
-    after = state(rig)
-    rank_state.rollback_global(1)
-    assert state(rig) == after, "another version is current"
-    rank_state.rollback_global(2)
-    assert rig.plane.fingerprint() == bare
-    assert rig.plane.status()["global_version"] == 1
-    once = state(rig)
-    rank_state.rollback_global(2)
-    assert state(rig) == once
-
-
-def test_a_refused_commit_leaves_the_steering_and_its_rollback_changes_nothing(rig: Rig) -> None:
-    rank_state = rig.plane.rank_state
-    rank_state.commit_global(for_everyone(1, template()))
-    live = [steered(number, scale=10.0 + number) for number in (1, 2)]
-    rig.step(*((request, 0, 6) for request in live), new=live)
-    before = state(rig)
-    for version in (2, 1):  # also when a version comes twice
-        with pytest.raises(RuntimeError, match="all 3 steering rows are in use"):
-            # the worker admits rows before: a bug, then
-            rank_state.commit_global(for_everyone(version, template(scale=3.0)))
-        rank_state.rollback_global(version)
-        assert state(rig) == before
-    rig.step(finished=live)
-    rank_state.commit_global(for_everyone(3))
-    assert rig.plane.status()["rows_used"] == 0
-
-
-# -- modules and tensors
+# -- tensors
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_module_is_registered_changed_and_unregistered_and_each_can_be_taken_back(
-    rig: Rig,
-) -> None:
-    rank_state, other = rig.plane.rank_state, rig.vector(5.0)
-    for digest, tensors, before in (
-        (JOY, [NAME], {}),
-        ("e" * 64, [other], {"joy": JOY}),
-        ("", [], {"joy": JOY}),
-    ):
-        had = rig.plane.fingerprint()
-        rank_state.set_module("joy", digest, tensors)
-        assert rig.plane.status()["modules"] == ({"joy": digest} if digest else {})
-        rank_state.rollback_module("joy", "f" * 64)
-        rank_state.rollback_module("joy", digest)
-        rank_state.rollback_module("joy", digest)
-        assert (rig.plane.status()["modules"], rig.plane.fingerprint()) == (before, had)
-        if not before:
-            rank_state.set_module("joy", digest, tensors)
-
-
-def test_a_module_without_its_tensors_is_refused_and_the_name_keeps_its_value(rig: Rig) -> None:
-    rig.plane.rank_state.set_module("joy", JOY, [NAME])
-    before = state(rig)
-    for digest in ("e" * 64, JOY):  # also when it is what the name means
-        with pytest.raises(
-            LookupError, match="module 'joy': vector 000000000000 is not on this rank"
-        ):
-            rig.plane.rank_state.set_module("joy", digest, [NAME, "0" * 64])
-        rig.plane.rank_state.rollback_module("joy", digest)
-        assert state(rig) == before
-
-
-def test_tensors_in_global_steering_are_not_dropped(rig: Rig) -> None:
-    rank_state, other = rig.plane.rank_state, rig.vector(5.0)
-    rank_state.set_module("joy", JOY, [NAME])
-    with pytest.raises(RuntimeError, match="is needed by module 'joy'"):
-        rank_state.drop_vectors([other, NAME])
-    assert rig.plane.status()["vectors"] == 2, "all or none"
-    rank_state.set_module("joy", "", [])
-    rank_state.commit_global(for_everyone(1, template()))
-    with pytest.raises(RuntimeError, match="is needed by global steering"):
-        rank_state.drop_vectors([NAME])
-    rank_state.commit_global(for_everyone(2))
-    rank_state.drop_vectors([NAME, other])
-    assert rig.plane.status()["vectors"] == 0
-
-
 # field case 26
-def test_a_module_can_be_unregistered_while_a_request_uses_it(rig: Rig) -> None:
-    rig.plane.rank_state.set_module("joy", JOY, [NAME])
+def test_a_tensor_can_be_dropped_while_a_request_uses_it(rig: Rig) -> None:
     admitted = steered(1)
     rig.step((admitted, 0, 4), new=[admitted])
-    rig.plane.rank_state.set_module("joy", "", [])
     rig.plane.rank_state.drop_vectors([NAME])
     rig.step((admitted, 4, 2))
     assert (rig.left("pre_attn", 0) - stream_of(1, "pre_attn", 0, 4, 2) == 2).all()
@@ -264,13 +174,12 @@ def test_a_module_can_be_unregistered_while_a_request_uses_it(rig: Rig) -> None:
     ("positions", "edited"),
     [("all_generated", [0, 0, 0, 0, 0, 0, 2, 2]), ("all_prompt", [2, 2, 2, 2, 2, 2, 0, 0])],
 )
-def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
+def test_steering_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
     rig: Rig, positions: str, edited: list[int], chunks: list[int]
 ) -> None:
-    """Its row is taken once, when the request comes, whichever phase will use it; the module may be
+    """Its row is taken once, when the request comes, whichever phase will use it; the tensor may be
     gone by then.
     """
-    rig.plane.rank_state.set_module("joy", JOY, [NAME])
     request = Request(1, 6, 9, (), [template(positions=positions).stored(positions)])
     found: list[int] = []
     for number, count in enumerate([*chunks, 1, 1]):
@@ -280,7 +189,6 @@ def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
         ].tolist()
         if not number:
             assert rig.plane.status()["rows_used"] == 1
-            rig.plane.rank_state.set_module("joy", "", [])
             rig.plane.rank_state.drop_vectors([NAME])
     assert found == edited
     receipt = rig.ended(request)
@@ -301,13 +209,7 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
     "drop_loras": lambda rig: None,
     "put_sae": lambda rig: None,  # a reader's part: in `tests/engine/test_features.py`
     "drop_saes": lambda rig: None,
-    "prepare_global": lambda rig: rig.plane.rank_state.prepare_global(for_everyone(2, template())),
-    "commit_global": lambda rig: rig.plane.rank_state.commit_global(
-        for_everyone(2, template(scale=9.0))
-    ),
-    "rollback_global": lambda rig: rig.plane.rank_state.rollback_global(1),
-    "set_module": lambda rig: rig.plane.rank_state.set_module("sad", JOY, [NAME]),
-    "rollback_module": lambda rig: rig.plane.rank_state.rollback_module("joy", JOY),
+    "check_global": lambda rig: rig.plane.rank_state.check_global(for_everyone(2, template())),
     "restart_ledger": lambda rig: rig.plane.restart(),
     "forget_failures": lambda rig: rig.plane.forget_failures([0]),
 }
@@ -318,8 +220,6 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
 def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(
     rig: Rig, call: str
 ) -> None:
-    rig.plane.rank_state.set_module("joy", JOY, [NAME])
-    rig.plane.rank_state.commit_global(for_everyone(1, template()))
     rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1]))
     before = state(rig)
     method = f"midstream_{call}"
@@ -357,40 +257,12 @@ def stage(tmp_path: Path) -> list[Rig]:
 Act = Callable[[Rig], object]
 
 
-def commit(version: int, *entries: SteeringTemplate) -> Act:
-    return lambda rig: rig.plane.rank_state.commit_global(for_everyone(version, *entries))
-
-
-def module(name: str, digest: str) -> Act:
-    return lambda rig: rig.plane.rank_state.set_module(name, digest, [NAME] if digest else [])
-
-
 def fault(text: str) -> Act:
     return lambda rig: rig.faults.switch(text)
 
 
 #: Difference between two ranks → what the first does, and what the second does instead.
 BLIND_SPOTS: dict[str, tuple[list[Act], list[Act]]] = {
-    "a global set that one left out": ([commit(1, template())], []),
-    "another scale for everyone": ([commit(1, template())], [commit(1, template(scale=1.5))]),
-    "another version of the same": ([commit(1, template())], [commit(2, template())]),
-    "one cleared what the other keeps": (
-        [commit(1, template()), commit(2)],
-        [commit(1, template())],
-    ),
-    "one cleared what was clear": ([commit(1)], []),
-    "one rolled back": (
-        [commit(1)],
-        [commit(1), lambda rig: rig.plane.rank_state.rollback_global(1)],
-    ),
-    "a module on one of them": ([module("joy", JOY)], []),
-    "one name, two meanings": ([module("joy", JOY)], [module("joy", "e" * 64)]),
-    "one meaning, two names": ([module("joy", JOY)], [module("sad", JOY)]),
-    "one unregistered": ([module("joy", JOY)], [module("joy", JOY), module("joy", "")]),
-    "one took a module back": (
-        [module("joy", JOY)],
-        [module("joy", JOY), lambda rig: rig.plane.rank_state.rollback_module("joy", JOY)],
-    ),
     "other bytes in the table": ([], [fault("alter_action:rank=1")]),
     "a row that one did not write": ([], [fault("skip_action:rank=1")]),
     "another row": (
@@ -424,7 +296,8 @@ def test_the_first_receipt_after_any_difference_tells_the_ranks_apart(
     [("pool", (1, 0)), ("scalars", (1, 0)), ("site_rows", (0, slice(None), 1))],
 )
 def test_corrupted_device_rows_change_the_fingerprint(rig: Rig, buffer: str, place: Any) -> None:
-    rig.plane.rank_state.commit_global(for_everyone(1, template()))
+    request = steered(1)
+    rig.step((request, 0, 6), new=[request])
     before = rig.plane.fingerprint()
     getattr(rig._rank.buffers, buffer)[place] += 1
     assert rig.plane.fingerprint() != before
@@ -434,26 +307,19 @@ def test_corrupted_device_rows_change_the_fingerprint(rig: Rig, buffer: str, pla
 # --------------------------------------------------------------------------------------------------
 
 
-def test_desynced_ranks_agree_after_reset_and_replay(tmp_path: Path) -> None:
+def test_desynced_ranks_agree_after_a_reset(tmp_path: Path) -> None:
     ranks = stage(tmp_path)
-    everyone = for_everyone(3, template())
-
-    def replay(rig: Rig, text: str = "") -> None:
-        rig.plane.rank_state.put_vectors({NAME: VECTOR})
-        rig.plane.rank_state.set_module("joy", JOY, [NAME])
-        rig.faults.switch(text)
-        rig.plane.rank_state.commit_global(everyone)
-
+    everyone, live = for_everyone(3, template()), steered(7)
     for rig in ranks:
-        replay(rig, "alter_action:rank=1")
+        rig.faults.switch("alter_action:rank=1")
+        rig.step((live, 0, 6), new=[live])
     assert ranks[0].plane.fingerprint() != ranks[1].plane.fingerprint()
     for rig in ranks:
-        run(rig, steered(1, scale=2.0))
+        rig.step(finished=[live])
         rig.plane.restart()
         status = rig.plane.status()
-        zero = ("rows_used", "entries_used", "vectors", "actions", "requests", "global_version")
+        zero = ("rows_used", "entries_used", "vectors", "actions")
         assert [status[name] for name in zero] == [0] * len(zero)
-        assert status["modules"] == {}
         assert (status["checksum"], status["epoch"]) == ("0" * 16, 1)
         assert not any(
             tensor.any()
@@ -463,10 +329,12 @@ def test_desynced_ranks_agree_after_reset_and_replay(tmp_path: Path) -> None:
                 rig._rank.buffers.site_rows,
             )
         )
-        replay(rig)
+        rig.faults.switch("")
+        rig.plane.rank_state.put_vectors({NAME: VECTOR})
         run(rig, steered(2, scale=2.0, everyone=everyone))
     assert ranks[0].plane.fingerprint() == ranks[1].plane.fingerprint()
-    before, after = zip(*(rig.receipts() for rig in ranks), strict=True)
+    receipts = [rig.told() for rig in ranks]
+    before, after = ([told[job] for told in receipts] for job in ("j7", "j2"))
     assert (before[0].checksum == before[1].checksum, before[0].epoch) == (False, 0)
     assert (after[0].checksum == after[1].checksum, after[0].epoch, after[1].epoch) == (True, 1, 1)
 

@@ -1,0 +1,351 @@
+"""What a worker does about its ranks besides running jobs: answers, reports, and resyncs.
+
+The watch polls Redis every `steering_poll_s`: it checks with the ranks whether they could apply
+global steering that is proposed or in force, and reports on them. A job begins only while the
+worker is `serving`. When ranks of a stage disagree, or may, the worker takes no jobs, stops those
+that have interventions or captures, resets every rank, and compares the ranks. Then it serves
+again; if the resync fails, the engine is given up.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import cast
+
+from ...broker.ledger.named.steering import Steering
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.settings import Settings
+from ...schemas.base.tensors import Tensor, content_hash
+from ...schemas.requests.steering import (
+    CheckAnswer,
+    GlobalSteering,
+    RankSteering,
+    WorkerState,
+    WorkerSteering,
+)
+from ..engine.protocol import Engine
+from ..engine.ranks.collective import Quarantined, refusals
+from ..engine.ranks.control import disagreement
+from .redis_retry import UNAVAILABLE, patiently
+
+logger = logging.getLogger(__name__)
+
+#: How often the ranks are compared, in addition to every receipt, and the worker reports without
+#: being asked.
+COMPARE_S = 5.0
+#: Retry interval for global steering that the ranks refused, or that could not be read.
+RETRY_S = 1.0
+VERSION_MISMATCH = "version_mismatch"
+#: A resync waits this long for the engine to let go of the requests that it stopped.
+DRAIN_S = 30.0
+DRAIN_CHECK_S = 0.02
+
+
+class ResyncFailed(MidstreamError):
+    """The resync of the ranks failed: the engine must be restarted."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("engine_failed", detail)
+
+
+class RankWatch:
+    """Watches an engine's ranks.
+
+    `publish` is called when the worker starts or stops serving; it may raise `unavailable`.
+
+    `stop_runs(why)` asks every attempt with interventions or captures to end, and returns whether
+    one is left, or is being claimed; `Attempts` sets it.
+    """
+
+    def __init__(
+        self,
+        broker: Steering,
+        engine: Engine,
+        settings: Settings,
+        boot: str,
+        publish: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._broker, self._engine, self._settings, self._boot, self._publish = (
+            broker,
+            engine,
+            settings,
+            boot,
+            publish,
+        )
+        self._worker, self._model = settings.worker_id, settings.served_model
+        self.stop_runs: Callable[[str], bool] = lambda why: False
+        self.state: WorkerState = "serving"
+        self.detail = ""  # why it does not serve
+        self.desyncs = self.resyncs = 0
+        self.last_desync, self.last_desync_at = "", cast("float | None", None)
+        self.ranks: list[RankSteering] = []  # their last reports
+        self._open = asyncio.Event()  # serving, or closed for good
+        self._closed = False
+        self._wake = asyncio.Event()
+        self._looked = asyncio.Event()  # replaced with every look
+        self._version = -1  # of the global steering that the ranks have checked; -1: none yet
+        self._answered: set[str] = set()  # open checks
+        self._ask = ""  # id of the last request for a report
+        self._published = ("", "")  # state and detail
+        self._out_of_step = ""  # why a resync is due
+        self._compared = self._retried = self._complained = float("-inf")
+        engine.on_quarantine = self.quarantine
+
+    # -- For attempts
+
+    @property
+    def serving(self) -> bool:
+        return self._open.is_set() and not self._closed
+
+    async def may_begin(self, patience_s: float) -> bool:
+        """Wait until a job may begin; return False if the worker does not serve within
+        `patience_s`.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._open.wait()
+        return self.serving
+
+    async def catch_up(self, patience_s: float) -> None:
+        """Wake the loop; returns after its next look, or after `patience_s`."""
+        looked = self._looked
+        self._wake.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await looked.wait()
+
+    def quarantine(self, why: str) -> None:
+        """Begin no job until a resync has made the ranks equal. `why`: why they may differ."""
+        if self.state != "resyncing":
+            self._stop_serving("quarantined", why)
+            self._out_of_step = self._out_of_step or why
+            self._wake.set()
+
+    def close(self) -> None:
+        """Release all waiting callers, because the engine is dead."""
+        self._closed = True
+        self._open.set()
+
+    # -- The loop
+
+    async def start(self) -> None:
+        """Check the ranks before the first job.
+
+        Desync marks of a previous start are cleared: their ranks no longer exist.
+        """
+        await patiently(lambda: self._broker.clear_desync(self._worker, self._boot), "start")
+        await patiently(self._look, "start")
+
+    async def run(self) -> str:
+        """Run until cancelled; returns, with the reason, only if the engine must be abandoned."""
+        unreachable = False
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.steering_poll_s):
+                    await self._wake.wait()
+            self._wake.clear()
+            looked, self._looked = self._looked, asyncio.Event()
+            try:
+                await self._look()
+                unreachable = False
+            except ResyncFailed as error:
+                return str(error)
+            except Quarantined as error:
+                self.quarantine(error.detail)
+            except MidstreamError as error:
+                if error.kind == UNAVAILABLE:
+                    if not unreachable:
+                        logger.warning(
+                            "cannot poll for checks and queries, Redis unreachable: %s", error
+                        )
+                    unreachable = True
+                elif error.kind == "engine_failed":
+                    # `EngineHost` watches for the engine's death
+                    logger.warning("the ranks do not respond: %s", error)
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    raise
+            finally:
+                looked.set()
+
+    async def _look(self) -> None:
+        if self._out_of_step:
+            await self._resync(self._out_of_step)
+            if self._out_of_step:
+                return
+        look = await self._broker.look(self._model, self._worker)
+        if look.desync:
+            await self._resync(look.desync)
+            return
+        self._answered.intersection_update(look.checks)
+        for check in look.checks:
+            if check not in self._answered:
+                await self._answer(check)
+                self._answered.add(check)
+        retry = self.state == "quarantined" and time.monotonic() - self._retried >= RETRY_S
+        if look.version != self._version or retry:
+            await self._check_current()
+        due = time.monotonic() - self._compared >= COMPARE_S
+        if due or look.ask != self._ask:
+            ranks = self.ranks = await self._engine.steering_status()
+            self._compared = time.monotonic()
+            if why := disagreement(ranks):
+                await self._resync(why)
+                return
+            self._ask = look.ask
+            await self._report(ranks)
+
+    async def _report(self, ranks: list[RankSteering]) -> None:
+        await self._broker.report(
+            WorkerSteering(
+                worker=self._worker,
+                boot=self._boot,
+                model=self._model,
+                state=self.state,
+                detail=self.detail,
+                at=now(),
+                ask=self._ask,
+                waiting=self._engine.waiting,
+                desyncs=self.desyncs,
+                resyncs=self.resyncs,
+                ranks=ranks,
+            )
+        )
+
+    # -- Global steering
+
+    async def _answer(self, check: str) -> None:
+        """Answer whether the ranks could apply what is proposed."""
+        try:
+            entries = await self._broker.checked_entries(check)
+            refusal = await self._refusal(GlobalSteering(entries=entries or []), check)
+        except MidstreamError as error:
+            if error.kind != VERSION_MISMATCH:
+                raise
+            refusal = error.detail
+        answer = CheckAnswer(boot=self._boot, refusal=refusal)
+        await self._broker.answer(check, self._worker, answer)
+
+    async def _check_current(self) -> None:
+        """Serve only if the ranks can apply the global steering in force: they would fail every
+        job. This worker may have started, or been away, when it was proposed.
+        """
+        self._retried = time.monotonic()
+        try:
+            _, current = await self._broker.standing(self._model, [])
+            refusal = await self._refusal(current)
+            if refusal:
+                refusal = f"global steering version {current.version}: {refusal}"
+            self._version = current.version
+        except MidstreamError as error:
+            if error.kind != VERSION_MISMATCH:
+                raise
+            refusal = error.detail  # a restart would not help
+        if refusal:
+            self._stop_serving("quarantined", refusal)
+        elif not self._out_of_step:  # no resync is due
+            self._serve()
+        await self._publish_changes()
+
+    async def _refusal(self, steering: GlobalSteering, check: str = "") -> str:
+        """Return which ranks cannot apply `steering`, and why; "" if all can."""
+        if not steering.entries:
+            return ""
+        try:
+            return refusals(await self._engine.check_global(steering, partial(self._fetch, check)))
+        except MidstreamError as error:
+            # a tensor is not stored any more, or a rank does not take one
+            if error.kind != "intervention_failed" or isinstance(error, Quarantined):
+                raise
+            return error.detail
+
+    async def _fetch(self, check: str, name: str) -> Tensor:
+        tensor = await self._broker.get_tensor(name, check)
+        if content_hash(tensor) != name:
+            raise MidstreamError(
+                "intervention_failed", f"tensor {name[:12]}: content does not match its hash"
+            )
+        return tensor
+
+    # -- Resync
+
+    async def _resync(self, why: str) -> None:
+        """Reset all ranks to the same state; an interrupted resync begins again at the next look.
+
+        Raises ResyncFailed when that is impossible.
+        """
+        if self.state != "resyncing":
+            self.desyncs += 1
+            self.last_desync, self.last_desync_at = why, now()
+            self._complain(why)
+        self._stop_serving("resyncing", why)
+        self._out_of_step = why
+        await self._publish_changes()
+        await self._report(await self._engine.steering_status())
+        try:
+            await self._drain(why)
+            await self._engine.restart_ledgers()
+            ranks = await self._engine.steering_status()
+            if unequal := disagreement(ranks):
+                raise ResyncFailed(f"after a resync {unequal}")
+            if not await self._engine.same_content():
+                raise ResyncFailed("after a resync the ranks' tables differ")
+            epoch = max(rank.epoch for rank in ranks)
+            await self._broker.clear_desync(self._worker, self._boot, epoch)
+            # if Redis is away from here on, the next look serves
+            self._out_of_step, self._version = "", -1
+            self.resyncs += 1
+            logger.warning(
+                "the ranks are in the same state again, with empty ledgers (epoch %d)", epoch
+            )
+            await self._check_current()
+        except Quarantined as error:
+            raise ResyncFailed(f"resync of the ranks failed: {error.detail}") from error
+        await self._report(ranks)
+
+    async def _drain(self, why: str) -> None:
+        """Stop attempts with interventions or captures, including those being claimed now.
+
+        Attempts record their end in the ledger before they end, so that the ledger rejects what
+        reset ranks report about them.
+        """
+        deadline = time.monotonic() + DRAIN_S
+        while self.stop_runs(why):
+            await asyncio.sleep(DRAIN_CHECK_S)
+            if time.monotonic() > deadline:
+                # raises `unavailable` while Redis is unreachable, when no job can end
+                await self._broker.look(self._model, self._worker)
+                raise ResyncFailed(
+                    f"could not stop requests within {DRAIN_S:.0f} s to resync: {why}"
+                )
+
+    def _complain(self, why: str) -> None:
+        """Log an ERROR, at most once per `desync_log_s`: every request may cause the same error."""
+        if time.monotonic() - self._complained < self._settings.desync_log_s:
+            logger.info("ranks diverged again (count since the start: %d): %s", self.desyncs, why)
+            return
+        self._complained = time.monotonic()
+        logger.error("ranks diverged; no job begins until they are resynced: %s", why)
+
+    # -- Serving
+
+    def _serve(self) -> None:
+        if not self._closed:
+            self.state, self.detail = "serving", ""
+            self._open.set()
+
+    def _stop_serving(self, state: WorkerState, why: str) -> None:
+        self.state, self.detail = state, why
+        if not self._closed:
+            self._open.clear()
+
+    async def _publish_changes(self) -> None:
+        """Publish the worker's state immediately when it has changed."""
+        if self._published != (self.state, self.detail):
+            await self._publish()
+            self._published = (self.state, self.detail)
+            self._compared = float("-inf")  # report on it now
