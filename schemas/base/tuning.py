@@ -32,7 +32,7 @@ class Tuning(Record):
     steering_rows: Count = 256
     # vectors of all these configurations; sites with the same entries share vectors
     steering_entries: Count = 8192
-    # vectors cached on the ranks, in addition to named modules and global steering
+    # vectors kept on the ranks after the end of their jobs
     vector_cache_mib: Count = 256
     # accelerators: buffer for the rows captured in one step; 0: by the model's shape, see
     # `schemas.base.ring`
