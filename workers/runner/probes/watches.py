@@ -269,7 +269,8 @@ class Watch:
     def _triggers(self, stop: int) -> np.ndarray:
         """Return whether each probe turns on at each position below `stop`."""
         on: np.ndarray = self.rows["on"][:stop]
-        return on & ~np.vstack([self._begins, on])[:-1]
+        turned: np.ndarray = on & ~np.vstack([self._begins, on])[:-1]
+        return turned
 
     def check(self, positions: int) -> None:
         """Raise ProbeError if one of the first `positions` tokens has no score, or one that is not
