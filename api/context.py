@@ -103,7 +103,7 @@ class AppContext:
         self.names = Names(settings, ledger, self.steering, self.served)
         self.waiting = Waiting(ledger, watcher, settings.max_wait_s)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Answer held responses with what is known so far: the server is stopping.
 
         The jobs continue.
@@ -111,7 +111,6 @@ class AppContext:
         self.key_watch.close()
         self.feed.close()
         self.waiting.close()
-        await self.served.close()
 
     def url(self, path: str) -> str:
         """Return the public address of a path below `/v1/`, such as `jobs/job_x`."""
@@ -236,7 +235,8 @@ async def open_context(settings: Settings) -> AsyncIterator[AppContext]:
             try:
                 yield context
             finally:
-                await context.close()
+                context.close()
+                await context.served.close()
     finally:
         await ledger.close()
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from midstream.api.context import _cancel
+from midstream.api.operations.waiting import ended
 
 
 async def test_nested_waits_are_cancelled() -> None:
@@ -17,12 +17,12 @@ async def test_nested_waits_are_cancelled() -> None:
         try:
             await asyncio.wait({inner})
         finally:
-            await _cancel(inner)
+            await ended(inner)
 
     inner = asyncio.create_task(stubborn())
     outer = asyncio.create_task(waiting(inner))
     await asyncio.sleep(0)
     async with asyncio.timeout(60):
-        await _cancel(outer)
+        await ended(outer)
     assert inner.done(), "nobody is left behind"
     assert outer.cancelled()
