@@ -26,7 +26,7 @@ from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.ranks.collective import check_apply_results
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.files.writer import WriteJob, Writer, make_writer
-from midstream.workers.runner.probes.gates import Gates, gates_of
+from midstream.workers.runner.probes.gates import gates_of, open_among, shown
 from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.readings.installed_readers import LoadedReader
 
@@ -234,9 +234,11 @@ class FakeRanks:
         watch, positions = self._watch(finished, pp), len(finished.fed)
         if watch is None:
             return []
-        gates = self._gates(finished, pp)
-        scores = watch.results(positions)[0]
-        return scores if gates is None else [gates.shown(score, positions) for score in scores]
+        gates = gates_of(finished.spec, watch)
+        return [
+            shown(watch, score, positions) if score.name in gates else score
+            for score in watch.results(positions)[0]
+        ]
 
     def _watch(self, finished: _Finished, pp: int) -> Watch | None:
         share = set(self._stages[pp].tolist())
@@ -252,21 +254,16 @@ class FakeRanks:
             watch.put(0, np.array(column), scores.astype(np.float32))
         return watch
 
-    def _gates(self, finished: _Finished, pp: int) -> Gates | None:
-        gates = gates_of(finished.spec, self._watch(finished, pp))
-        if gates is not None:
-            gates.watch.decide()
-        return gates
-
     def _applied(self, finished: _Finished, pp: int) -> int:
         """Token rows that steering would have changed on a stage, over its layers."""
-        rows, gates = 0, self._gates(finished, pp)
+        rows, watch = 0, self._watch(finished, pp)
         for entry in finished.spec.steering:
             layers = len(set(entry.layers) & set(self._stages[pp].tolist()))
             named = select(entry.positions, 0, len(finished.fed), len(finished.prompt))
-            rows += layers * len(
-                gates.among(entry.gate, named) if gates is not None and entry.gate else named
-            )
+            if entry.gate and watch is not None:
+                watch.decide()
+                named = open_among(watch, entry.gate, named)
+            rows += layers * len(named)
         return rows
 
     def _builds(

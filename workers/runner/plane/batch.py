@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..base.engine_step import StepView
-from ..probes.gates import Gates, Together
+from ..probes.gates import Together
+from ..probes.watches import Watch
 from ..rows.planner import Tracked
 from ..rows.slot_table import StepTokens
 
@@ -44,13 +45,16 @@ class Batch:
         )
 
     def _gated(self) -> list[Together]:
-        groups: dict[Any, list[tuple[int, Gates]]] = {}
+        groups: dict[Any, list[tuple[int, Watch]]] = {}
         for number, item in self.members:
-            if (gates := item.gates) is not None:
-                key = not item.reported, gates.watch.kind, tuple(gates.numbers.values())
-                groups.setdefault(key, []).append((number, gates))
+            if item.gates and (watch := item.watch) is not None:
+                key = not item.reported, watch.kind, tuple(item.gates)
+                groups.setdefault(key, []).append((number, watch))
         if groups:
-            columns = 1 + max(len(numbers) for _, _, numbers in groups)
+            columns = 1 + max(len(probes) for _, _, probes in groups)
             self.tokens.closed = np.zeros((len(self.tokens.slots), columns), dtype=bool)
         members = self.tokens.members
-        return [Together(each, members, decides=key[0]) for key, each in groups.items()]
+        return [
+            Together(each, probes, members, decides=decides)
+            for (decides, _, probes), each in groups.items()
+        ]

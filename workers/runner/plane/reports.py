@@ -10,6 +10,7 @@ from ..base.actions import ActionLedger
 from ..base.config import Place, PlaneConfig
 from ..files.ended import EndedRequest
 from ..files.finished_rows import Origin
+from ..probes.gates import shown
 from ..probes.watches import ProbeError, Watch
 from ..rows.capture import Recording
 from ..rows.delivery import Delivery
@@ -98,7 +99,7 @@ class Reports:
         if tracked.reported:
             return
         try:
-            if tracked.watch is not None and (rows := tracked.watch.decided(tracked.counted)):
+            if tracked.watch is not None and (rows := tracked.watch.decide_all(tracked.counted)):
                 _score(tracked, tracked.watch, rows)
         except Exception:
             logger.exception("a failed request is reported without the decisions of its policies")
@@ -144,8 +145,10 @@ class Reports:
 def _score(tracked: Tracked, watch: Watch, rows: int) -> None:
     """Set the results of a request's probes, about its first `rows` tokens. Raises ProbeError."""
     tracked.scores, tracked.results = watch.results(rows, tracked.stopped_by)
-    if tracked.gates is not None:
-        tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
+    tracked.scores = [
+        shown(watch, score, rows) if score.name in tracked.gates else score
+        for score in tracked.scores
+    ]
 
 
 def _high(tracked: Tracked, recording: Recording) -> list[bool]:

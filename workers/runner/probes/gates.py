@@ -5,7 +5,7 @@ preempted request that is computed again gets the same edits, even if its scores
 then. Gated steering never edits prompt tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -17,58 +17,58 @@ from ..files.extents import contiguous
 from .watches import ProbeError, Watch
 
 
-class Gates:
-    """Gates of one request on this rank."""
+def gates_of(spec: RankSpec, watch: Watch | None) -> list[str]:
+    """Return the names of the probes that gate a request's steering, each once.
 
-    def __init__(self, watch: Watch | None, probes: Iterable[str]) -> None:
-        """`probes`: names. Raises LookupError for one that this rank does not score."""
-        scored = [] if watch is None else [probe.name for probe in watch.probes]
-        lack = sorted(set(probes) - {*scored})
-        if watch is None or lack:
+    Raises LookupError for one that this rank does not score.
+    """
+    probes = sorted({entry.gate for entry in spec.steering if entry.gate})
+    scored = [] if watch is None else [probe.name for probe in watch.probes]
+    for probe in probes:
+        if probe not in scored:
             raise LookupError(
-                f"its steering is gated by the probe {lack[0]!r}, which this rank does not score"
+                f"its steering is gated by the probe {probe!r}, which this rank does not score"
             )
-        self.watch, self._first = watch, watch.prompt_tokens
-        #: Name → number of the probe.
-        self.numbers = {name: scored.index(name) for name in sorted(set(probes))}
+    return probes
 
-    def among(self, probe: str, positions: Sequence[int]) -> list[int]:
-        """Return the positions, out of ascending `positions`, at which the gate is open.
 
-        Undecided gates are closed.
-        """
-        if probe not in self.numbers:
-            return []
-        decided = int(self.watch.table.of["filled"][self.watch.slot])
-        on = self.watch.rows["on"][:decided, self.numbers[probe]].tolist()
-        return [place for place in positions if self._first <= place <= decided and on[place - 1]]
+def open_among(watch: Watch, probe: str, positions: Sequence[int]) -> list[int]:
+    """Return the positions, out of ascending `positions`, at which the gate of a probe is open.
 
-    def shown(self, score: ProbeScore, stop: int) -> ProbeScore:
-        """Return `score` with the positions below `stop` at which its gate was open; unchanged if
-        its probe gates nothing.
-        """
-        if score.name not in self.numbers:
-            return score
-        positions = self.among(score.name, range(self._first, stop))
-        runs = contiguous(np.array(positions))[:MAX_GATE_RUNS] if positions else []
-        found = [(positions[at], positions[at] + count - 1) for at, count in runs]
-        return msgspec.structs.replace(score, gate=found, gated=len(positions))
+    Undecided gates are closed.
+    """
+    decided, first = watch.decided, watch.prompt_tokens
+    on = watch.rows["on"][:decided, watch.number(probe)].tolist()
+    return [place for place in positions if first <= place <= decided and on[place - 1]]
+
+
+def shown(watch: Watch, score: ProbeScore, stop: int) -> ProbeScore:
+    """Return the `score` of a gate's probe with the positions below `stop` at which it was open."""
+    positions = open_among(watch, score.name, range(watch.prompt_tokens, stop))
+    runs = contiguous(np.array(positions))[:MAX_GATE_RUNS] if positions else []
+    found = [(positions[at], positions[at] + count - 1) for at, count in runs]
+    return msgspec.structs.replace(score, gate=found, gated=len(positions))
 
 
 class Together:
     """The gates of requests of a step with the same probes, which are decided together."""
 
     def __init__(
-        self, members: Sequence[tuple[int, Gates]], of_tokens: np.ndarray, *, decides: bool
+        self,
+        members: Sequence[tuple[int, Watch]],
+        probes: Sequence[str],
+        of_tokens: np.ndarray,
+        *,
+        decides: bool,
     ) -> None:
-        """`members`: with the number of each request in the step; `of_tokens`: these numbers of all
-        tokens. `decides`: the requests have not failed.
+        """`members`: with the number of each request in the step; `probes`: that gate their
+        steering; `of_tokens`: the numbers of all tokens. `decides`: the requests have not failed.
         """
-        self._gates, self.decides = members, decides
-        self.kind = members[0][1].watch.kind
-        self._table, self._numbers = members[0][1].watch.table, [*members[0][1].numbers.values()]
+        self._watches, self.decides = members, decides
+        self.kind, self._table = members[0][1].kind, members[0][1].table
+        self._numbers = [members[0][1].number(probe) for probe in probes]
         self._members = np.array([number for number, _ in members])
-        self._slots = np.array([gates.watch.slot for _, gates in members])
+        self._slots = np.array([watch.slot for _, watch in members])
         self._tokens = np.flatnonzero(np.isin(of_tokens, self._members))
         self._of = self._slots[np.searchsorted(self._members, of_tokens[self._tokens])]
 
@@ -86,10 +86,10 @@ class Together:
             needed = np.where(stops > of["tokens"][self._slots], stops - 1, 0)
             late = np.flatnonzero((of["filled"][self._slots] < needed) & self.decides)
             for item in late.tolist():
-                number, gates = self._gates[item]
-                if gates.watch.decide(int(needed[item])) < needed[item]:
+                number, watch = self._watches[item]
+                if watch.decide(int(needed[item])) < needed[item]:
                     try:
-                        gates.watch.check(int(needed[item]))
+                        watch.check(int(needed[item]))
                     except ProbeError as error:
                         why = f"{error}, which decides the edits of the next position"
                         failed.append((number, why))
@@ -98,12 +98,3 @@ class Together:
             known = (of_token["tokens"] <= places) & (places <= of_token["filled"])
             closed[self._tokens, 1 : 1 + len(self._numbers)] = ~(on & known[:, None])
         return failed
-
-
-def gates_of(spec: RankSpec, watch: Watch | None) -> Gates | None:
-    """Return the gates of a request; None if no probe gates its steering.
-
-    Raises LookupError for a gate's probe that this rank does not score.
-    """
-    probes = [entry.gate for entry in spec.steering if entry.gate]
-    return Gates(watch, probes) if probes else None

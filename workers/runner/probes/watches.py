@@ -204,12 +204,19 @@ class Watch:
         return int(self.table.of["reached"][self.slot])
 
     @property
+    def decided(self) -> int:
+        """Return the first position without aggregates and states."""
+        return int(self.table.of["filled"][self.slot])
+
+    @property
     def rows(self) -> np.ndarray:
-        """Return the rows of its positions, see `ScoreTable.rows`; what `decide` computes is there
-        as far as it says.
-        """
+        """Return the rows of its positions, see `ScoreTable.rows`."""
         first, room = (int(self.table.of[name][self.slot]) for name in ("first", "room"))
         return self.table.rows[first : first + room]
+
+    def number(self, probe: str) -> int:
+        """Return the number of a probe by its name."""
+        return [other.name for other in self.probes].index(probe)
 
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
         """Store `scores` `[positions, columns]`, from position `first` on, see `ScoreTable.put`."""
@@ -240,11 +247,11 @@ class Watch:
 
     def stop(self) -> tuple[int, str] | None:
         """Return the first position at which a probe ends the request, and the probe."""
-        stops = self.rows["on"][: int(self.table.of["filled"][self.slot])] & self.kind.stops
+        stops = self.rows["on"][: self.decided] & self.kind.stops
         position = int(stops.any(axis=1).argmax()) if stops.any() else -1
         return None if position < 0 else (position, self.probes[int(stops[position].argmax())].name)
 
-    def decided(self, most: int) -> int:
+    def decide_all(self, most: int) -> int:
         """Return how many tokens the policies have decided about, up to the one at which a probe
         ends the request, and up to `most`.
         """
@@ -258,7 +265,7 @@ class Watch:
         high, or whether it triggered the policy. False where it is not finite; `results` raises
         then.
         """
-        number = [other.name for other in self.probes].index(probe)
+        number = self.number(probe)
         if self.probes[number].policy is not None:
             triggers: list[bool] = self._triggers(self.decide())[:, number].tolist()
             return triggers
@@ -268,9 +275,9 @@ class Watch:
 
     def _triggers(self, stop: int) -> np.ndarray:
         """Return whether each probe turns on at each position below `stop`."""
-        on: np.ndarray = self.rows["on"][:stop]
-        turned: np.ndarray = on & ~np.vstack([self._begins, on])[:-1]
-        return turned
+        on = self.rows["on"][:stop]
+        triggers: np.ndarray = on & ~np.vstack([self._begins, on])[:-1]
+        return triggers
 
     def check(self, positions: int) -> None:
         """Raise ProbeError if one of the first `positions` tokens has no score, or one that is not

@@ -20,7 +20,7 @@ from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
 from ..edits.steering_tables import RowTable
 from ..hooks.sites import Buffers, Site
-from ..probes.gates import Gates
+from ..probes.gates import open_among
 from ..probes.watches import Watch
 from .arena import BankRows
 from .buffers import Staging
@@ -58,7 +58,7 @@ class Tracked:
     sizes: dict[str, RequestSizes] = field(default_factory=dict)  # of its edits, by bank
     accounted: bool = False  # the request's LoRA adapter is in the action ledger
     watch: Watch | None = None  # the scores of its probes
-    gates: Gates | None = None  # the probes' decisions about its steering
+    gates: list[str] = field(default_factory=list)  # the probes that gate its steering
     stopped_by: str = ""  # the probe that ended the request
     counted: int = sys.maxsize  # once the request is over: the tokens that count
     scores: list[ProbeScore] = field(default_factory=list)  # results, once the request is over
@@ -87,7 +87,7 @@ class Tracked:
 
     def gate_of(self, row: SteeringRow) -> int | None:
         """Return the column of a row's gate in `StepTokens.closed`; None if it never opens."""
-        gates = ["", *(self.gates.numbers if self.gates is not None else ())]
+        gates = ["", *self.gates]
         return gates.index(row.gate) if row.gate in gates else None
 
     def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
@@ -96,7 +96,9 @@ class Tracked:
         """
         if not row.gate:
             return positions
-        return self.gates.among(row.gate, positions) if self.gates is not None else []
+        if self.watch is None or row.gate not in self.gates:
+            return []
+        return open_among(self.watch, row.gate, positions)
 
 
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]

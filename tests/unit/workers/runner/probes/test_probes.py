@@ -23,7 +23,7 @@ from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule
 from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.base.limits import MAX_DECISIONS
 from midstream.workers.runner.probes import deciders, watches as watches_module
-from midstream.workers.runner.probes.gates import Gates
+from midstream.workers.runner.probes.gates import open_among, shown
 from midstream.workers.runner.probes.kinds import Kind
 from midstream.workers.runner.probes.probe_news import (
     SCORES,
@@ -603,12 +603,11 @@ def test_a_latch_of_the_conversation_is_on_from_the_start() -> None:
 def test_gates_follow_the_policy() -> None:
     """The token after the decision is the first one that is edited."""
     watch = watch_of(policy("steer", release_below=1.0), prompt_tokens=2)
-    gates = Gates(watch, ["policy:0"])
     put(watch, 0, 0, 3, 1, 0, 5)
     watch.decide()
-    assert gates.among("policy:0", range(2, 7)) == [2, 3, 5]
+    assert open_among(watch, "policy:0", range(2, 7)) == [2, 3, 5]
     (score,), _ = watch.results(5)
-    assert gates.shown(score, 5).gate == [(2, 3)]
+    assert shown(watch, score, 5).gate == [(2, 3)]
 
 
 def test_decisions_are_bounded_and_counted() -> None:
