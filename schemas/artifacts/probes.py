@@ -157,14 +157,6 @@ class StoredProbe(Record):
         return msgspec.structs.replace(self, content=content, digest=content.digest)
 
 
-def label_starts(probes: list[StoredProbe]) -> list[int]:
-    """Return the index of each probe's first label in the list of all probes' labels."""
-    starts = [0]
-    for probe in probes:
-        starts.append(starts[-1] + len(probe.content.labels))
-    return starts[:-1]
-
-
 class ProbeScore(Wire):
     """A rank's report on one probe of one request."""
 

@@ -4,12 +4,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from itertools import accumulate
 
 import msgspec
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER, Harvests
-from ...schemas.artifacts.probes import TokenScores, label_starts
+from ...schemas.artifacts.probes import TokenScores
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.jobs import Event, Job, Output
@@ -209,9 +210,10 @@ def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
     """Return one event per token in `progress`, with the scores of the probes that the job named;
     policies' are left out.
     """
+    ends = accumulate(len(probe.content.labels) for probe in job.probes)
     named = [
-        (probe, start)
-        for probe, start in zip(job.probes, label_starts(job.probes), strict=True)
+        (probe, end - len(probe.content.labels))
+        for probe, end in zip(job.probes, ends, strict=True)
         if probe.policy is None
     ]
 

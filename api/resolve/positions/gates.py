@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ....schemas.artifacts.probes import ProbeUse
+from ....schemas.artifacts.probes import Probe, ProbeUse
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, Window
@@ -37,38 +37,42 @@ def gated_by(request: Sequence[str | ProbeUse]) -> list[Gated]:
     ]
 
 
-def check_use(use: ProbeUse, at: str, model: ModelInfo) -> None:
-    """Raises a 400 if `steer` lacks its module or is not served, or another action has fields of
-    `steer`.
-    """
-    if use.action != "steer":
-        for name in ("module", "scale"):
-            if getattr(use, name) is not None:
-                raise invalid(
-                    f"{at}.{name}",
-                    f"is not valid for action {use.action!r}",
-                    allowed="null, or the action steer",
-                )
-        return
-    rest = "none, flag" if model.pp > 1 else "none, flag, stop"
-    if model.pp > 1:
-        detail = (
-            "'steer' is not served with pipeline parallelism: a stage does not have the "
-            "scores of another"
-        )
-        raise invalid(f"{at}.action", detail, allowed=rest)
-    if model.speculative_tokens:
-        detail = (
-            "'steer' is not served with speculative decoding: a step computes tokens "
-            "before the scores of the preceding tokens are known"
-        )
-        raise invalid(f"{at}.action", detail, allowed=rest)
-    if use.module is None:
-        raise invalid(
-            f"{at}.module",
+def check_use(use: ProbeUse, probe: Probe, at: str, model: ModelInfo) -> None:
+    """Raises a 400 for an action that cannot be taken, or lacks or has fields of `steer`."""
+    action, steers, staged = use.action, use.action == "steer", model.pp > 1
+    crossable = any(threshold is not None for threshold in probe.content.thresholds)
+    late = "'stop' is not served with pipeline parallelism: scores of earlier stages come too late"
+    elsewhere = (
+        "'steer' is not served with pipeline parallelism: a stage does not have the scores of "
+        "another"
+    )
+    drafts = (
+        "'steer' is not served with speculative decoding: a step computes tokens before the scores "
+        "of the preceding tokens are known"
+    )
+    lacks = f"{action!r} needs a threshold, and {probe.name!r} has none"
+    foreign, null = f"is not valid for action {action!r}", "null, or the action steer"
+    for field, why, applies, allowed in (
+        ("action", late, action == "stop" and staged, "none, flag"),
+        (
+            "action",
+            lacks,
+            action != "none" and not crossable,
+            "none, or a probe with thresholds",
+        ),
+        ("module", foreign, not steers and use.module is not None, null),
+        ("scale", foreign, not steers and use.scale is not None, null),
+        ("action", elsewhere, steers and staged, "none, flag"),
+        ("action", drafts, steers and model.speculative_tokens > 0, "none, flag, stop"),
+        (
+            "module",
             "is required for action 'steer'",
-            allowed="the name of a steering module",
-        )
+            steers and use.module is None,
+            "the name of a steering module",
+        ),
+    ):
+        if applies:
+            raise invalid(f"{at}.{field}", why, allowed=allowed)
 
 
 def gated_entries(

@@ -170,31 +170,9 @@ def probes_of(
         probe = found.known(PROBES, use.probe, at)
         if (why := misfit(probe, model)) is not None:
             raise invalid(at, f"{use.probe!r} {why}", hint="register it again")
-        check_action(probe, use.action, f"{at}.action", model)
-        check_use(use, at, model)
+        check_use(use, probe, at, model)
         stored_probes.append(probe.stored(use.action, tokens=use.tokens))
     return stored_probes
-
-
-def check_action(probe: Probe, action: str, at: str, model: ModelInfo) -> None:
-    """Raises a 400 for an action that cannot be taken."""
-    if action == "stop" and model.pp > 1:
-        raise invalid(
-            at,
-            (
-                "'stop' is not served with pipeline parallelism: scores of earlier stages come "
-                "too late"
-            ),
-            allowed="none, flag",
-        )
-    if action != "none" and not any(
-        threshold is not None for threshold in probe.content.thresholds
-    ):
-        raise invalid(
-            at,
-            f"{action!r} needs a threshold, and {probe.name!r} has none",
-            allowed="none, or a probe with thresholds",
-        )
 
 
 def check_tokens(probes: Sequence[StoredProbe], lengths: Sequence[int]) -> None:

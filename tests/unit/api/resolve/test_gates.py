@@ -15,7 +15,6 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.positions.gates import Gated, check_use, gated_by, generated
-from midstream.api.resolve.readings.probes import check_action
 from midstream.schemas.artifacts.probes import Action, Probe, ProbeContent, ProbeUse, StoredProbe
 from midstream.schemas.base.limits import MAX_GATE_RUNS
 from midstream.schemas.base.tensors import from_numpy
@@ -30,7 +29,7 @@ from midstream.schemas.requests.specs import (
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest, Sampling
 from midstream.workers.engine.ranks.rank_spec import rank_spec
-from midstream.workers.runner.probes.gates import Gates, Together, gates_of
+from midstream.workers.runner.probes.gates import Together, gates_of, open_among, shown
 from midstream.workers.runner.probes.watches import Watch
 
 PROMPT = 4
@@ -55,23 +54,21 @@ def put(watch: Watch, first: int, *scores: float) -> None:
     watch.put(first, np.array([0]), np.array(scores, dtype=np.float32)[:, None])
 
 
-def gates_after(*scores: float, one: StoredProbe | None = None) -> tuple[Gates, StoredProbe, Watch]:
+def watch_after(*scores: float, one: StoredProbe | None = None) -> Watch:
     """Of a request with a prompt of `PROMPT` tokens, whose generated tokens come one by one."""
-    one = one or probe()
-    watch = Watch("r", [one], prompt_tokens=PROMPT)
-    gates = Gates(watch, [one.name])
-    assert closed(gates, PROMPT) == ([True], [])
+    watch = Watch("r", [one or probe()], prompt_tokens=PROMPT)
+    assert closed(watch, PROMPT) == ([True], [])
     put(watch, 0, *scores[:PROMPT])
     for position in range(PROMPT, len(scores)):
-        shut, failed = closed(gates, position + 1)
-        assert (shut, failed) == ([position not in gates.among(one.name, [position])], [])
+        shut, failed = closed(watch, position + 1)
+        assert (shut, failed) == ([not open_among(watch, "p", [position])], [])
         put(watch, position, scores[position])
-    return gates, one, watch
+    return watch
 
 
-def closed(gates: Gates, stop: int, decides: bool = True) -> tuple[list[bool], list[str]]:
+def closed(watch: Watch, stop: int, decides: bool = True) -> tuple[list[bool], list[str]]:
     """Whether a step finds the gate closed at the position before `stop`; why it cannot decide."""
-    together = Together([(0, gates)], np.array([0]), decides=decides)
+    together = Together([(0, watch)], ["p"], np.array([0]), decides=decides)
     shut = np.zeros((1, 2), bool)
     failed = together.decide(np.array([stop]), np.array([stop - 1]), shut)
     return shut[:, 1].tolist(), [why for _, why in failed]
@@ -81,8 +78,8 @@ def test_the_score_of_a_token_decides_about_the_next_one() -> None:
     """At the threshold is above it; prompt tokens are never edited, and the last one decides about
     the first generated token.
     """
-    gates, one, _ = gates_after(9, 9, 9, 5, 4, 6, 7, 1, 1)
-    assert (gates.among(one.name, range(12)), gates.among(one.name, [2, 6, 8])) == (
+    watch = watch_after(9, 9, 9, 5, 4, 6, 7, 1, 1)
+    assert (open_among(watch, "p", range(12)), open_among(watch, "p", [2, 6, 8])) == (
         [4, 6, 7],
         [6],
     )
@@ -92,19 +89,19 @@ def test_the_score_of_a_token_decides_about_the_next_one() -> None:
     ("aggregation", "wanted"), [("max", [5, 6, 7]), ("mean", [6]), ("exponential", [5, 6])]
 )
 def test_aggregates_decide_and_not_single_scores(aggregation: str, wanted: list[int]) -> None:
-    gates, one, _ = gates_after(0, 0, 4, 4, 9, 14, -4, 0, one=probe(aggregation=aggregation))
-    assert gates.among(one.name, range(8)) == wanted
+    watch = watch_after(0, 0, 4, 4, 9, 14, -4, 0, one=probe(aggregation=aggregation))
+    assert open_among(watch, "p", range(8)) == wanted
 
 
 def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
     """As of a preempted request; tokens that were never computed are decided from the new
     scores.
     """
-    gates, one, watch = gates_after(0, 0, 0, 9, 0, 9)
-    assert gates.among(one.name, range(6)) == [4]
+    watch = watch_after(0, 0, 0, 9, 0, 9)
+    assert open_among(watch, "p", range(6)) == [4]
     put(watch, 0, 9, 9, 9, 0, 9, 9, 9)
-    assert closed(gates, 7) == ([False], [])
-    assert gates.among(one.name, range(9)) == [4, 6, 7]
+    assert closed(watch, 7) == ([False], [])
+    assert open_among(watch, "p", range(9)) == [4, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -114,10 +111,9 @@ def test_a_gate_without_a_score_fails_the_request(score: float | None, words: st
     one = probe(aggregation="max")
     watch = Watch("r", [one], prompt_tokens=PROMPT)
     put(watch, 0, *([0.0, 0.0, 0.0] + ([score] if score is not None else [])))
-    gates = Gates(watch, [one.name])
-    assert closed(gates, PROMPT + 1, decides=False) == ([True], [])
-    shut, (why,) = closed(gates, PROMPT + 1)
-    assert (shut, words in why, gates.among(one.name, range(9))) == ([True], True, [])
+    assert closed(watch, PROMPT + 1, decides=False) == ([True], [])
+    shut, (why,) = closed(watch, PROMPT + 1)
+    assert (shut, words in why, open_among(watch, "p", range(9))) == ([True], True, [])
 
 
 def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
@@ -135,20 +131,19 @@ def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
     for watch in (None, Watch("r", [probe()])):
         with pytest.raises(LookupError, match="does not score"):
             gates_of(spec, watch)
-    assert gates_of(msgspec.structs.replace(spec, steering=[]), None) is None
+    assert gates_of(msgspec.structs.replace(spec, steering=[]), None) == []
 
 
 def test_the_result_names_runs_of_open_positions_up_to_a_bound() -> None:
-    gates, _, watch = gates_after(0, 0, 0, 9, 9, 0, 9, 0, 9)
+    watch = watch_after(0, 0, 0, 9, 9, 0, 9, 0, 9)
     score = watch.results(8)[0][0]
     assert (
-        gates.shown(score, 8).gate,
-        gates.shown(score, 8).gated,
-        gates.shown(score, 7).gated,
+        shown(watch, score, 8).gate,
+        shown(watch, score, 8).gated,
+        shown(watch, score, 7).gated,
     ) == ([(4, 5), (7, 7)], 3, 2)
-    assert gates.shown(msgspec.structs.replace(score, name="q"), 8).gate is None
-    gates, _, watch = gates_after(*[0, 0, 0], *[9, 0] * (MAX_GATE_RUNS + 5))
-    told = gates.shown(watch.results(MAX_GATE_RUNS)[0][0], 10**6)
+    watch = watch_after(*[0, 0, 0], *[9, 0] * (MAX_GATE_RUNS + 5))
+    told = shown(watch, watch.results(MAX_GATE_RUNS)[0][0], 10**6)
     assert (len(told.gate or []), told.gated) == (MAX_GATE_RUNS, MAX_GATE_RUNS + 5)
 
 
@@ -156,7 +151,7 @@ def test_decisions_that_differ_give_other_checksums() -> None:
     """Decisions beyond the end do not count."""
     checksums = []
     for last in (9, 0):
-        _, _, watch = gates_after(0, 0, 0, last, 0, 0, 0)
+        watch = watch_after(0, 0, 0, last, 0, 0, 0)
         put(watch, 0, 0, 0, 0, 0, 0, 0, 0)
         checksums.append((watch.results(PROMPT - 1)[1], watch.results(6)[1]))
     (first_prompt, first), (second_prompt, second) = checksums
@@ -276,7 +271,9 @@ def registered() -> Probe:
 
 def used(action: Action, **more: Any) -> None:
     changes = {name: more.pop(name) for name in ("pp", "speculative_tokens") if name in more}
-    check_use(ProbeUse(probe="p", action=action, **more), "probes[0]", model(**changes))
+    check_use(
+        ProbeUse(probe="p", action=action, **more), registered(), "probes[0]", model(**changes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -317,7 +314,7 @@ def used(action: Action, **more: Any) -> None:
             "speculative decoding",
         ),
         (
-            lambda: check_action(registered(), "stop", "probes[0].action", model(pp=2)),
+            lambda: used("stop", pp=2),
             "probes[0].action",
             "(allowed: none, flag)",
         ),
@@ -329,4 +326,4 @@ def test_what_cannot_be_gated_or_served_is_refused(call: Any, field: str, words:
 
 
 def test_stop_is_served_without_pipeline_parallelism() -> None:
-    check_action(registered(), "stop", "probes[0].action", model())
+    used("stop")
