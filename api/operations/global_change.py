@@ -48,17 +48,14 @@ async def _pass(steering: Steering, seconds: float, model: str, check: str) -> N
     """Return once every live worker has answered that all its ranks could apply the check."""
     deadline = time.monotonic() + seconds
     while True:
-        answers, silent = await steering.answers(check), []
-        for account in await steering.accounts(model):
-            answer = answers.get(account.info.worker)
-            if answer is None or answer.boot != account.info.boot:
-                silent.append(account.info.worker)
-            elif answer.refusal:
+        answers = await steering.answers(model, check)
+        for worker, refusal in answers.items():
+            if refusal:
                 raise MidstreamError(
                     "conflict",
-                    f"worker {account.info.worker} rejected it; nothing was changed: "
-                    f"{answer.refusal}",
+                    f"worker {worker} rejected it; nothing was changed: {refusal}",
                 )
+        silent = [worker for worker, refusal in answers.items() if refusal is None]
         if not silent:
             return
         if time.monotonic() > deadline:

@@ -192,13 +192,6 @@ class GlobalSteering(Record):
         )
 
 
-class CheckAnswer(Record):
-    """A worker's answer to the question whether its ranks could apply some global steering."""
-
-    boot: str  # of the worker
-    refusal: str  # which ranks cannot, and why; empty: all can
-
-
 # --- Status reported by the ranks
 
 
@@ -238,14 +231,6 @@ class RankSteering(Load, kw_only=True, forbid_unknown_fields=True):
 
 
 WorkerState = Literal["serving", "resyncing", "quarantined"]
-
-
-class RankApplied(Record):
-    """One rank's response to a call that changes something, or checks whether it could."""
-
-    rank: int
-    ok: bool
-    message: str = ""
 
 
 class WorkerSteering(Record):

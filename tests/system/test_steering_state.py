@@ -36,7 +36,6 @@ from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.requests.steering import (
-    CheckAnswer,
     GlobalSteering,
     Module,
     SteeringTemplate,
@@ -195,7 +194,7 @@ async def test_state_of_another_version_names_both_versions(
 
 
 async def test_checks_are_open_to_workers_until_they_are_closed_or_over(
-    steering: Steering, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await steering.look(MODEL, WORKER) == (0, "", "", [])
     first = await steering.open_check(MODEL, [entry(A)], blobs(A))
@@ -204,13 +203,16 @@ async def test_checks_are_open_to_workers_until_they_are_closed_or_over(
     assert sorted((await steering.look(MODEL, WORKER)).checks) == sorted([first, second])
     assert await steering.checked_entries(first) == [entry(A)]
     assert await steering.get_tensor(A, first) == TENSORS[A]
-    fine, no = CheckAnswer(boot=BOOT, refusal=""), CheckAnswer(boot=BOOT, refusal="no")
-    await steering.answer(first, "w1", fine)
-    await steering.answer(first, "w2", no)
-    await steering.answer(second, "w1", no)
-    assert await steering.answers(first) == {"w1": fine, "w2": no}
+    for worker in ("w1", "w2", "w3"):
+        await ledger.heartbeat(worker_info(worker, boot=f"boot of {worker}"))
+    await ledger.heartbeat(worker_info("other", model="another model"))
+    for boot, refusal in (("boot of w1", ""), ("boot of w2", "no"), ("former boot of w3", "")):
+        await steering.answer(first, boot, refusal)
+    assert await steering.answers(MODEL, first) == {"w1": "", "w2": "no", "w3": None}
+    assert await steering.answers(MODEL, second) == dict.fromkeys(("w1", "w2", "w3"))
     await steering.close_check(MODEL, first)
-    assert (await steering.answers(first), await steering.checked_entries(first)) == ({}, None)
+    assert await steering.checked_entries(first) == []
+    assert await steering.answers(MODEL, first) == dict.fromkeys(("w1", "w2", "w3"))
     assert (await steering.look(MODEL, WORKER)).checks == [second]
     monkeypatch.setattr(broker_steering, "now", lambda: now() + 61)
     assert (await steering.look(MODEL, WORKER)).checks == []

@@ -54,7 +54,6 @@ from midstream.schemas.requests.harvest_work import HarvestPart
 from midstream.schemas.requests.source_runs import Run, RunFiles
 from midstream.schemas.requests.specs import RankSpec
 from midstream.schemas.requests.steering import (
-    CheckAnswer,
     Module,
     SteeringTemplate,
     WorkerSteering,
@@ -85,7 +84,6 @@ MSGPACK: tuple[Any, ...] = (
     LensFitResult,
     Module,
     SteeringTemplate,
-    CheckAnswer,
     WorkerSteering,
     Tensor,
     TokenizerBundle,

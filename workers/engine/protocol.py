@@ -18,7 +18,7 @@ from ...schemas.prompts.images import ImageRef, ImageSpan
 from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.source_runs import RunFiles
 from ...schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteering
-from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
+from ...schemas.requests.steering import GlobalSteering, RankSteering
 from ..runner.probes.probe_news import Scored
 
 T = TypeVar("T")
@@ -222,12 +222,12 @@ class Checks(Protocol):
     # raised
     on_quarantine: Callable[[str], None]
 
-    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> list[RankApplied]:
+    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> None:
         """Have every rank check that it could apply `steering`, whose tensors it loads first; they
         may stay cached.
 
-        Returns the answer of every rank, in rank order. Raises as `hold_vectors`, and
-        MidstreamError("engine_failed") when the engine has died.
+        Raises MidstreamError("intervention_failed") naming the ranks that cannot, and why;
+        Quarantined; and MidstreamError("engine_failed") when the engine has died.
         """
 
     async def steering_status(self) -> list[RankSteering]:

@@ -34,7 +34,7 @@ from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.requests.attributions import Estimate
-from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
+from ...schemas.requests.steering import GlobalSteering, RankSteering
 from ...storage.store import open_store
 from ..engine.checkpoint import check_folder
 from ..engine.identity import BOOT
@@ -367,9 +367,8 @@ class TransformersEngine:
     async def abort(self, job_id: str, attempt: int) -> None:
         """Do nothing: a computation ends with its task."""
 
-    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> list[RankApplied]:
-        """Agree to any steering: a job under it is refused, or steered by another worker."""
-        return [RankApplied(rank=0, ok=True)]
+    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> None:
+        """Accept any steering: jobs that it would edit are refused here."""
 
     async def steering_status(self) -> list[RankSteering]:
         totals = self._writer.totals

@@ -21,14 +21,13 @@ from ...schemas.base.records import now
 from ...schemas.base.settings import Settings
 from ...schemas.base.tensors import Tensor, content_hash
 from ...schemas.requests.steering import (
-    CheckAnswer,
     GlobalSteering,
     RankSteering,
     WorkerState,
     WorkerSteering,
 )
 from ..engine.protocol import Engine
-from ..engine.ranks.collective import Quarantined, refusals
+from ..engine.ranks.collective import Quarantined
 from ..engine.ranks.control import disagreement
 from .redis_retry import UNAVAILABLE, patiently
 
@@ -221,14 +220,13 @@ class RankWatch:
     async def _answer(self, check: str) -> None:
         """Answer whether the ranks could apply what is proposed."""
         try:
-            entries = await self._broker.checked_entries(check)
-            refusal = await self._refusal(GlobalSteering(entries=entries or []), check)
+            steering = GlobalSteering(entries=await self._broker.checked_entries(check))
+            refusal = await self._refusal(steering, check)
         except MidstreamError as error:
             if error.kind != VERSION_MISMATCH:
                 raise
             refusal = error.detail
-        answer = CheckAnswer(boot=self._boot, refusal=refusal)
-        await self._broker.answer(check, self._worker, answer)
+        await self._broker.answer(check, self._boot, refusal)
 
     async def _check_current(self) -> None:
         """Serve only if the ranks can apply the global steering in force: they would fail every
@@ -256,12 +254,12 @@ class RankWatch:
         if not steering.entries:
             return ""
         try:
-            return refusals(await self._engine.check_global(steering, partial(self._fetch, check)))
+            await self._engine.check_global(steering, partial(self._fetch, check))
         except MidstreamError as error:
-            # a tensor is not stored any more, or a rank does not take one
             if error.kind != "intervention_failed" or isinstance(error, Quarantined):
                 raise
             return error.detail
+        return ""
 
     async def _fetch(self, check: str, name: str) -> Tensor:
         tensor = await self._broker.get_tensor(name, check)

@@ -21,7 +21,6 @@ from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.requests.steering import (
-    CheckAnswer,
     GlobalSteering,
     Module,
     SteeringTemplate,
@@ -120,15 +119,15 @@ class Steering(LedgerPart):
         return Look(int(version or 0), _text(ask), _text(desync), scripts.text(checks))
 
     @reachable
-    async def checked_entries(self, check: str) -> list[SteeringTemplate] | None:
-        """Return the entries of a check; None if it is over.
+    async def checked_entries(self, check: str) -> list[SteeringTemplate]:
+        """Return the entries of a check; none if it is over.
 
         Raises MidstreamError("version_mismatch"), as all reads of stored items do, for an item that
         another version of Midstream stored and this one cannot read; the error names both versions.
         """
         packed, writer = await self._redis.hmget(_check(check), "entries", "by")
         if packed is None:
-            return None
+            return []
         with Translated(
             msgspec.DecodeError,
             lambda error: unreadable("the checked global steering", _text(writer), error),
@@ -136,11 +135,13 @@ class Steering(LedgerPart):
             return from_msgpack(packed, list[SteeringTemplate])
 
     @reachable
-    async def answer(self, check: str, worker: str, answer: CheckAnswer) -> None:
-        """Store a worker's answer to a check."""
+    async def answer(self, check: str, boot: str, refusal: str) -> None:
+        """Store a worker's answer to a check: which of its ranks cannot apply the entries, and why;
+        empty if all can.
+        """
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(_answers(check), worker, to_msgpack(answer))
-            pipe.expire(_answers(check), self._check_ttl)
+            pipe.hset(_check(check), _answer_of(boot), refusal)
+            pipe.expire(_check(check), self._check_ttl)  # it may be over
             await pipe.execute()
 
     @reachable
@@ -201,7 +202,7 @@ class Steering(LedgerPart):
             info for info in await self._ledger.workers() if model is None or info.model == model
         ]
         raw = await self._redis.mget([_report(info.worker) for info in live]) if live else []
-        reports = [_decoded(packed, WorkerSteering) for packed in raw]
+        reports = [_decoded(packed) for packed in raw]
         return [
             Account(info, report if report is not None and report.boot == info.boot else None)
             for info, report in zip(live, reports, strict=True)
@@ -235,18 +236,22 @@ class Steering(LedgerPart):
         return check
 
     @reachable
-    async def answers(self, check: str) -> dict[str, CheckAnswer]:
-        """Return the answers so far, by worker; an unreadable one counts as none."""
-        found = {
-            worker.decode(): _decoded(packed, CheckAnswer)
-            for worker, packed in (await self._redis.hgetall(_answers(check))).items()
+    async def answers(self, model: str, check: str) -> dict[str, str | None]:
+        """Return the answer of each live worker, see `answer`; None: it has not answered since its
+        start.
+        """
+        live = [info for info in await self._ledger.workers() if info.model == model]
+        fields = [_answer_of(info.boot) for info in live]
+        raw = await self._redis.hmget(_check(check), fields) if live else []
+        return {
+            info.worker: None if refusal is None else _text(refusal)
+            for info, refusal in zip(live, raw, strict=True)
         }
-        return {worker: answer for worker, answer in found.items() if answer is not None}
 
     @reachable
     async def close_check(self, model: str, check: str) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.zrem(_checks(model), check).delete(_check(check), _answers(check))
+            pipe.zrem(_checks(model), check).delete(_check(check))
             await pipe.execute()
 
     @reachable
@@ -390,9 +395,9 @@ class Steering(LedgerPart):
         return sorted(name.decode() for name in await self._redis.hkeys(_modules(model)))
 
 
-def _decoded(packed: bytes | None, kind: type[T]) -> T | None:
+def _decoded(packed: bytes | None) -> WorkerSteering | None:
     try:
-        return None if packed is None else from_msgpack(packed, kind)
+        return None if packed is None else from_msgpack(packed, WorkerSteering)
     except msgspec.ValidationError as error:  # from another version: treated as no report
         log.warning("cannot read a worker's report: %s", error)
         return None
@@ -425,8 +430,8 @@ def _check(check: str) -> str:
     return f"ms:steering-check:{check}"
 
 
-def _answers(check: str) -> str:
-    return f"ms:steering-answers:{check}"
+def _answer_of(boot: str) -> str:
+    return f"answer:{boot}"
 
 
 def _modules(model: str) -> str:

@@ -1,28 +1,25 @@
 """What does a change of global steering wait for, and what prevents it?"""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from refusal_kit import refuses
 
 from midstream.api.operations.global_change import change
-from midstream.broker.ledger.named.steering import Account
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.requests.steering import CheckAnswer, GlobalSteering, SteeringTemplate
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 ENTRIES = [
     SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=["t"])
 ]
-FINE, OLD = CheckAnswer(boot="b", refusal=""), CheckAnswer(boot="before", refusal="")
 
 
 class Ledger:
-    """A ledger's steering with two live workers, which answer a check as given: the n-th look finds
-    the n-th answers.
+    """A ledger's steering with live workers, which answer a check as given: the n-th look finds the
+    n-th answers.
     """
 
-    def __init__(self, *answers: dict[str, CheckAnswer]) -> None:
+    def __init__(self, *answers: dict[str, str | None]) -> None:
         self.current = GlobalSteering()
         self.coming = list(answers)
         self.done: list[str] = []
@@ -34,12 +31,8 @@ class Ledger:
         self.done.append("open")
         return "c1"
 
-    async def answers(self, check: str) -> dict[str, CheckAnswer]:
+    async def answers(self, model: str, check: str) -> dict[str, str | None]:
         return self.coming.pop(0) if len(self.coming) > 1 else self.coming[0]
-
-    async def accounts(self, model: str) -> list[Account]:
-        workers = [SimpleNamespace(worker=name, boot="b") for name in ("w1", "w2")]
-        return [Account(worker, None) for worker in workers]  # type: ignore[arg-type]
 
     async def set_global(self, model: str, check: str, entries: Any) -> GlobalSteering:
         self.done.append("set")
@@ -54,8 +47,8 @@ class Ledger:
         return await change(self, seconds, "m", entries, {})  # type: ignore[arg-type]
 
 
-async def test_a_change_waits_for_every_live_worker_since_its_start() -> None:
-    ledger = Ledger({}, {"w1": FINE, "w2": OLD}, {"w1": FINE, "w2": FINE})
+async def test_a_change_waits_for_every_live_worker() -> None:
+    ledger = Ledger({"w1": None, "w2": None}, {"w1": "", "w2": None}, {"w1": "", "w2": ""})
     assert (await ledger.change(ENTRIES)).version == 1
     assert (ledger.done, len(ledger.coming)) == (["open", "set", "close"], 1)
     assert (await ledger.change(ENTRIES)).version == 1, "the same again is no change"
@@ -64,9 +57,12 @@ async def test_a_change_waits_for_every_live_worker_since_its_start() -> None:
 
 async def test_a_refusal_or_a_silent_worker_leaves_everything_as_it_was() -> None:
     for answers, kind, words in (
-        ({"w2": CheckAnswer(boot="b", refusal="rank 1: no")}, "conflict", "worker w2 .*rank 1: no"),
-        ({"w1": FINE}, "unavailable", r"within 0.01 s \(missing: w2\); nothing was changed"),
-        ({"w1": FINE, "w2": OLD}, "unavailable", r"missing: w2"),
+        ({"w1": None, "w2": "rank 1: no"}, "conflict", "worker w2 .*rank 1: no"),
+        (
+            {"w1": "", "w2": None},
+            "unavailable",
+            r"within 0.01 s \(missing: w2\); nothing was changed",
+        ),
     ):
         ledger = Ledger(answers)
         with refuses(match=words, kind=kind):  # type: ignore[arg-type]
@@ -74,8 +70,8 @@ async def test_a_refusal_or_a_silent_worker_leaves_everything_as_it_was() -> Non
         assert ledger.done == ["open", "close"]
 
 
-@pytest.mark.parametrize("answers", [{}, {"w2": CheckAnswer(boot="b", refusal="rank 1: no")}])
-async def test_steering_is_taken_away_whatever_workers_say(answers: dict[str, CheckAnswer]) -> None:
-    ledger = Ledger(answers)
+@pytest.mark.parametrize("answer", [None, "rank 1: no"])
+async def test_steering_is_taken_away_whatever_workers_say(answer: str | None) -> None:
+    ledger = Ledger({"w1": answer})
     ledger.current = GlobalSteering(version=1, entries=ENTRIES)
     assert await ledger.change([], 0.01) == GlobalSteering(version=2)

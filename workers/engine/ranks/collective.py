@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ....schemas.base.errors import MidstreamError
-from ....schemas.requests.steering import RankApplied
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -17,11 +16,10 @@ CollectiveCall = Callable[[str, tuple[Any, ...]], Awaitable[Sequence[Any]]]
 
 
 class Refused(MidstreamError):
-    """A rank refused an action requested of all; `answers`: the answers of all ranks."""
+    """A rank refused an action requested of all."""
 
-    def __init__(self, detail: str, answers: list[RankApplied]) -> None:
+    def __init__(self, detail: str) -> None:
         super().__init__("intervention_failed", detail)
-        self.answers = answers
 
 
 class Quarantined(MidstreamError):
@@ -44,18 +42,14 @@ def check_apply_results(action: str, results: Sequence[tuple[bool, str]], world:
     `results`: one `(ok, message)` of each rank, in rank order.
     """
     if len(results) != world:
-        raise Refused(f"{action}: {len(results)} of {world} ranks answered", _answers(results))
-    if failures := refusals(_answers(results)):
-        raise Refused(f"{action} failed on {failures}", _answers(results))
-
-
-def refusals(answers: Sequence[RankApplied]) -> str:
-    """Returns the ranks that refused, and why; empty if none did."""
-    return "; ".join(
-        f"rank {answer.rank}: {answer.message or 'no reason was given'}"
-        for answer in answers
-        if not answer.ok
-    )
+        raise Refused(f"{action}: {len(results)} of {world} ranks answered")
+    failures = [
+        f"rank {rank}: {message or 'no reason was given'}"
+        for rank, (ok, message) in enumerate(results)
+        if not ok
+    ]
+    if failures:
+        raise Refused(f"{action} failed on {'; '.join(failures)}")
 
 
 class Ranks:
@@ -70,19 +64,13 @@ class Ranks:
     ) -> None:
         self._call, self._world, self._on_quarantine = call, world, on_quarantine
 
-    async def ask(self, action: str, method: str, *arguments: Any) -> list[RankApplied]:
-        """Call a method that changes nothing; return the answers, including refusals.
-
-        Raises MidstreamError if a rank did not answer.
-        """
-        results = await self._ask(method, arguments)
-        if len(results) != self._world:
-            check_apply_results(action, results, self._world)
-        return _answers(results)
+    async def check(self, action: str, method: str, *arguments: Any) -> None:
+        """Call a method that changes nothing. Raises Refused with rank and reason."""
+        check_apply_results(action, await self._ask(method, arguments), self._world)
 
     async def apply(
         self, action: str, method: str, *arguments: Any, undo: Undo | None = None
-    ) -> list[RankApplied]:
+    ) -> None:
         """Change something on every rank, or on none.
 
         Once begun it is completed, even if the caller is cancelled.
@@ -90,11 +78,11 @@ class Ranks:
         Raises Refused with rank and reason if a rank failed and all rolled back, and Quarantined if
         the rollback also failed or there is none.
         """
-        return await unbroken(self._apply(action, method, arguments, undo))
+        await unbroken(self._apply(action, method, arguments, undo))
 
     async def _apply(
         self, action: str, method: str, arguments: tuple[Any, ...], undo: Undo | None
-    ) -> list[RankApplied]:
+    ) -> None:
         results = await self._ask(method, arguments)
         try:
             check_apply_results(action, results, self._world)
@@ -107,7 +95,6 @@ class Ranks:
                 detail = f"{failure.detail}; {undo_failure.detail}"
                 raise self._quarantine(detail) from undo_failure
             raise
-        return _answers(results)
 
     async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[tuple[bool, str]]:
         return [(bool(ok), str(message)) for ok, message in await self._call(method, arguments)]
@@ -115,12 +102,6 @@ class Ranks:
     def _quarantine(self, detail: str) -> Quarantined:
         self._on_quarantine(detail)
         return Quarantined(detail)
-
-
-def _answers(results: Sequence[tuple[bool, str]]) -> list[RankApplied]:
-    return [
-        RankApplied(rank=rank, ok=ok, message=message) for rank, (ok, message) in enumerate(results)
-    ]
 
 
 async def unbroken(work: Coroutine[Any, Any, T]) -> T:

@@ -9,12 +9,11 @@ import msgspec
 
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.saes import StoredSae
-from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import by_key
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.specs import RankSpec, SteeringRow, StoredSteering, steering_rows
-from ....schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
+from ....schemas.requests.steering import GlobalSteering, RankSteering
 from ..admission import RowAdmission, RowDemand
 from ..protocol import Fetch, Locate, StoredArtifact
 from .cache import RankCache
@@ -93,17 +92,12 @@ class RankControl(ABC):
     async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
         self._artifacts[type(artifacts[0])].release(artifact.digest for artifact in artifacts)
 
-    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> list[RankApplied]:
-        try:
-            self._rows.check(_demand(steering.common_rows()))
-        except MidstreamError as error:
-            return [
-                RankApplied(rank=rank, ok=False, message=error.detail) for rank in range(self.world)
-            ]
+    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> None:
+        self._rows.check(_demand(steering.common_rows()))
         await self.hold_vectors(steering.tensors, fetch)
         try:
-            return await self._ranks.ask(
-                "checking global steering", "midstream_check_global", msgspec.to_builtins(steering)
+            await self._ranks.check(
+                "the check", "midstream_check_global", msgspec.to_builtins(steering)
             )
         finally:
             await self.release_vectors(steering.tensors)

@@ -76,9 +76,8 @@ async def test_vectors_refused_by_one_rank_are_dropped_on_all(rig: Rig) -> None:
     # field case 29
     before = await rig.content()
     rig.engine.faults.switch("hold:rank=1,times=1")
-    with pytest.raises(Refused, match=r"rank 1: .*injected fault") as refused:
+    with pytest.raises(Refused, match=r"sending vectors failed on rank 1: .*injected fault"):
         await rig.engine.hold_vectors([THIRD], fetch)
-    assert [answer.ok for answer in refused.value.answers] == [True, False]
     assert await rig.content() == before
     assert await rig.engine.same_content()
     assert not rig.quarantined
@@ -94,19 +93,16 @@ async def test_a_failed_rollback_quarantines_the_worker(rig: Rig) -> None:
     assert len(rig.quarantined) == 1
 
 
-async def test_every_rank_answers_a_check_of_global_steering_which_changes_nothing(
+async def test_a_check_of_global_steering_names_the_ranks_that_refuse_and_changes_nothing(
     rig: Rig,
 ) -> None:
     before = await rig.content()
     rig.engine.faults.switch("check_global:rank=1,times=1")
-    answers = await rig.engine.check_global(steering(1, FIRST), fetch)
-    assert [(answer.ok, answer.message) for answer in answers] == [
-        (True, ""),
-        (False, "injected fault"),
-    ]
-    answers = await rig.engine.check_global(steering(1, FIRST), fetch)
-    assert [answer.ok for answer in answers] == [True, True]
+    with pytest.raises(Refused, match="the check failed on rank 1: injected fault"):
+        await rig.engine.check_global(steering(1, FIRST), fetch)
+    await rig.engine.check_global(steering(1, FIRST), fetch)
     assert await rig.content() == before
+    assert not rig.quarantined
 
 
 async def test_tensors_of_a_checked_global_steering_are_held_only_while_it_is_checked(
@@ -122,13 +118,10 @@ async def test_tensors_of_a_checked_global_steering_are_held_only_while_it_is_ch
     assert not rig.engine._vectors._held
 
 
-async def test_global_steering_too_large_for_the_table_is_refused_by_all_ranks(
-    tmp_path: Path,
-) -> None:
+async def test_global_steering_too_large_for_the_table_is_refused(tmp_path: Path) -> None:
     rig = Rig(tmp_path, steering_entries=1)
-    answers = await rig.engine.check_global(steering(1, FIRST, SECOND), fetch)
-    assert [answer.ok for answer in answers] == [False, False]
-    assert "needs 2 steering entries" in answers[1].message
+    with refuses("needs 2 steering entries", kind="intervention_failed"):
+        await rig.engine.check_global(steering(1, FIRST, SECOND), fetch)
     assert not rig.engine._vectors.names
 
 

@@ -21,7 +21,6 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.steering import (
-    CheckAnswer,
     GlobalSteering,
     SteeringTemplate,
     WorkerSteering,
@@ -33,6 +32,7 @@ TENSORS = {
     content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(4))
 }
 NAMES = list(TENSORS)
+REFUSED = "global steering version 1: the check failed on rank 1: injected fault"
 
 
 def steering(version: int, *vectors: str) -> GlobalSteering:
@@ -51,7 +51,7 @@ class Board:
     def __init__(self) -> None:
         self.current = GlobalSteering()
         self.checks: dict[str, list[SteeringTemplate]] = {}
-        self.answered: dict[str, CheckAnswer] = {}
+        self.answered: dict[str, str] = {}
         self.desync, self.asked, self.away, self.unreadable = "", "", False, False
         self.cleared: list[int] = []
         self.reports: list[WorkerSteering] = []
@@ -72,12 +72,12 @@ class Board:
             raise MidstreamError("unavailable", "Redis is away")
         return Look(self.current.version, self.asked, self.desync, list(self.checks))
 
-    async def checked_entries(self, check: str) -> list[SteeringTemplate] | None:
+    async def checked_entries(self, check: str) -> list[SteeringTemplate]:
         self._there()
-        return self.checks.get(check)
+        return self.checks[check]
 
-    async def answer(self, check: str, worker: str, answer: CheckAnswer) -> None:
-        self.answered[check] = answer
+    async def answer(self, check: str, boot: str, refusal: str) -> None:
+        self.answered[check] = refusal
 
     async def report(self, report: WorkerSteering) -> None:
         if self.away:
@@ -130,7 +130,7 @@ class Worker:
         for _ in range(2):
             await self.watch.catch_up(60)
 
-    async def check(self, name: str, *vectors: str) -> CheckAnswer:
+    async def check(self, name: str, *vectors: str) -> str:
         """The answer to a new check."""
         self.board.checks[name] = steering(0, *vectors).entries
         await self.follow()
@@ -176,9 +176,9 @@ async def test_no_job_begins_before_the_ranks_were_looked_at(tmp_path: Path) -> 
 
 
 async def test_a_check_is_answered_for_all_ranks_and_holds_nothing(at: Worker) -> None:
-    assert await at.check("c1", NAMES[0]) == CheckAnswer(boot="boot", refusal="")
+    assert await at.check("c1", NAMES[0]) == ""
     at.engine.faults.switch("check_global:rank=1")
-    assert (await at.check("c2", NAMES[1])).refusal == "rank 1: injected fault"
+    assert await at.check("c2", NAMES[1]) == "the check failed on rank 1: injected fault"
     assert at.watch.serving
     assert not at.engine._vectors._held
 
@@ -186,15 +186,15 @@ async def test_a_check_is_answered_for_all_ranks_and_holds_nothing(at: Worker) -
 async def test_each_open_check_is_answered_once(at: Worker) -> None:
     await at.check("c1", NAMES[0])
     at.engine.faults.switch("check_global")
-    assert (await at.check("c2", NAMES[0])).refusal
-    assert not at.board.answered["c1"].refusal
+    assert await at.check("c2", NAMES[0])
+    assert not at.board.answered["c1"]
 
 
 async def test_a_check_whose_tensors_or_entries_cannot_be_read_is_refused(at: Worker) -> None:
     at.board.gone = {NAMES[0]}
-    assert "no longer stored" in (await at.check("c1", NAMES[0])).refusal
+    assert "no longer stored" in await at.check("c1", NAMES[0])
     at.board.unreadable = True
-    assert (await at.check("c2", NAMES[1])).refusal == "stored by another version"
+    assert await at.check("c2", NAMES[1]) == "stored by another version"
     assert at.watch.serving
 
 
@@ -207,7 +207,7 @@ async def test_a_check_that_redis_interrupts_is_answered_later(at: Worker) -> No
 
     at.board.get_tensor = cut  # type: ignore[method-assign]
     await at.follow()
-    assert not (await at.check("c1", NAMES[0])).refusal
+    assert not await at.check("c1", NAMES[0])
     assert not at.engine._vectors._held
 
 
@@ -307,7 +307,7 @@ async def test_global_steering_that_a_rank_refuses_is_retried_before_any_job(at:
     at.engine.faults.switch("check_global:rank=1")
     quarantined = asyncio.create_task(at.until("quarantined"))
     at.board.current = steering(1, NAMES[0])
-    assert (await quarantined).detail == "global steering version 1: rank 1: injected fault"
+    assert (await quarantined).detail == REFUSED
     assert not await at.watch.may_begin(0.05)
     at.engine.faults.switch("")
     assert await at.watch.may_begin(60)
@@ -325,7 +325,7 @@ async def test_a_worker_that_cannot_apply_global_steering_at_start_waits_until_i
         report = at.board.reports[-1]
         assert (report.state, report.detail) == (
             "quarantined",
-            "global steering version 1: rank 1: injected fault",
+            REFUSED,
         )
         assert not await at.watch.may_begin(0.05)
         at.board.current = steering(2)
@@ -362,4 +362,4 @@ async def test_without_redis_the_worker_goes_on_serving(at: Worker) -> None:
         await at.follow()
     assert at.watch.serving
     at.board.away = False
-    assert not (await at.check("c1", NAMES[0])).refusal
+    assert not await at.check("c1", NAMES[0])
