@@ -8,7 +8,6 @@ import fcntl
 import importlib.util
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -51,7 +50,9 @@ from .processes import (
 )
 
 if TYPE_CHECKING:
+    from ...broker.ledger.jobs.fleet import Fleet
     from ...broker.ops.redis_server import RedisServer
+    from ...schemas.jobs.models import ModelInfo
 
 Say = Callable[[str], None]
 
@@ -91,12 +92,6 @@ METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2, "gradients": 3}
 #: Processes that create work stop first, then the worker, then the relay, which receives the
 #: worker's receipts; Redis stops last.
 STOP_ORDER = ("api", "callbacks", "flower", "gradients", "worker", "relay")
-#: The worker prints this once its engine is up. `/readyz` alone is not enough: an old heartbeat in
-#: Redis could make it report a ready worker too early.
-WORKER_READY = "worker ready"
-#: Prefix of the lines that the worker prints before `WORKER_READY`, one for each of
-#: `ModelInfo.caveats`.
-WORKER_CAVEAT = "worker caveat: "
 #: Long, because loading and compiling a large model takes minutes.
 READY_TIMEOUT_S = 1800.0
 TICK_S = 0.2
@@ -131,6 +126,7 @@ class Supervisor:
         self.data = Path(settings.data_dir).expanduser().resolve()
         self.settings = settings
         self._children: dict[str, Child] = {}
+        self._model: ModelInfo | None = None  # that the worker serves, once it does
         self._redis: RedisServer | None = None
         self._redis_due = 0.0  # monotonic time of Redis' next start
         self._redis_pause = BACKOFF_S[0]  # seconds to wait if that start fails
@@ -163,6 +159,8 @@ class Supervisor:
         """The line printed once everything is up: addresses, without secrets."""
         from ...broker.ops.logs import redacted
 
+        model = self._model
+        dtype = f" in {model.dtype} ({model.dtype_reason})" if model and model.dtype_reason else ""
         parts = [
             f"api {self.url}",
             f"openapi {self.url}/schema",
@@ -171,16 +169,10 @@ class Supervisor:
         parts += [f"page {self.url}/"]
         parts += [
             f"redis {redacted(self.settings.redis_url)}",
-            f"model {self.settings.served_model}{self._dtype()}",
+            f"model {self.settings.served_model}{dtype}",
             f"data {self.data}",
         ]
         return f"midstream {__version__} ready: " + " · ".join(part for part in parts if part)
-
-    def _dtype(self) -> str:
-        """Return the model's dtype and its reason, as the worker printed them."""
-        worker = self._children.get("worker")
-        match = re.search(r" dtype=(\S+ \(.*\))$", worker.output() if worker else "", re.MULTILINE)
-        return f" in {match[1]}" if match else ""
 
     def __enter__(self) -> "Supervisor":
         self.start()
@@ -240,11 +232,8 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
-        for line in self._children["worker"].output().splitlines():
-            if line.startswith(WORKER_CAVEAT):
-                self._say(
-                    f"caveat for {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}"
-                )
+        for caveat in self._model.caveats if self._model else ():
+            self._say(f"caveat for {self.settings.served_model}: {caveat}")
         self._say(self.ready_line())
         self._say(f"Open {self.url}/ in a browser. Ctrl-C stops everything.")
 
@@ -519,10 +508,18 @@ class Supervisor:
         return {f"{PREFIX}METRICS_PORT": str(self.settings.metrics_port + METRICS_OFFSETS[name])}
 
     def _await_ready(self, timeout: float) -> None:
+        from ...broker.ledger.jobs.fleet import Fleet  # here, while the children start
+
         deadline = time.monotonic() + timeout
         worker = self._children["worker"]
+
+        def serves() -> bool:
+            # `/readyz` may still see the heartbeat of a worker that has just ended
+            self._model = asyncio.run(_model_of(Fleet.connect(self.settings), worker.pid))
+            return self._model is not None
+
         with httpx2.Client(timeout=5.0) as http:
-            while not (WORKER_READY in worker.output() and answers(http, f"{self.url}/readyz")):
+            while not (answers(http, f"{self.url}/readyz") and serves()):
                 for child in self._children.values():
                     if child.exit_code is not None:
                         detail = (
@@ -685,6 +682,18 @@ def _available_port(name: str, host: str, port: int, say: Say | None) -> int:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+async def _model_of(fleet: "Fleet", pid: int | None) -> "ModelInfo | None":
+    """Return the model that this machine's worker with this pid serves; None: it does not yet."""
+    try:
+        here = (socket.gethostname(), pid)
+        serving = [each.model for each in await fleet.workers() if (each.host, each.pid) == here]
+        return await fleet.model(serving[0]) if serving else None
+    except MidstreamError:  # Redis is unreachable
+        return None
+    finally:
+        await fleet.close()
 
 
 def answers(http: httpx2.Client, url: str) -> bool:

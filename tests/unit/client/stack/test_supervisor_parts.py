@@ -3,6 +3,7 @@
 With real processes, without a stack.
 """
 
+import asyncio
 import errno
 import fcntl
 import json
@@ -12,7 +13,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from refusal_kit import refuses
@@ -43,6 +47,39 @@ def test_a_secret_goes_to_the_child_alone_that_needs_it_and_is_not_shown(tmp_pat
     line = Supervisor(load_settings({}, data_dir=str(tmp_path), redis_url=redis)).ready_line()
     assert "redis redis://:***@10.0.0.7:6379/0" in line
     assert "hunter2" not in line
+
+
+@dataclass
+class Fleet:
+    """What one worker of this host and process number has published."""
+
+    host: str
+    pid: int
+    closed: bool = False
+
+    async def workers(self) -> list[Any]:
+        return [SimpleNamespace(host=self.host, pid=self.pid, model="m")]
+
+    async def model(self, name: str) -> Any:
+        return SimpleNamespace(name=name, dtype="float32", dtype_reason="no bf16")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_the_model_is_that_of_this_start_s_own_worker(tmp_path: Path) -> None:
+    here = socket.gethostname()
+    found = []
+    for host, pid in ((here, 7), ("elsewhere", 7), (here, 8)):
+        fleet = Fleet(host, pid)
+        found.append(asyncio.run(supervisor._model_of(fleet, 7)))  # type: ignore[arg-type]
+        assert fleet.closed
+    own, elsewhere, before = found
+    assert (own.name, elsewhere, before) == ("m", None, None)
+    stack = Supervisor(Settings(data_dir=str(tmp_path), model_name="m"))
+    assert " · model m · " in stack.ready_line()
+    stack._model = own
+    assert " · model m in float32 (no bf16) · " in stack.ready_line()
 
 
 def test_models_in_folders_are_checked_made_absolute_and_need_no_hub(
