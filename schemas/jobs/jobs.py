@@ -247,7 +247,7 @@ class Job(Accepted, dict=True, kw_only=True):
 
     @property
     def wants_receipts(self) -> bool:
-        own = self.work.wants_receipts or self.lora is not None
+        own = self.work.facts.wants_receipts or self.lora is not None
         steered = any(self.steering) or bool(self.global_steering.entries)
         return own or any(self.captures) or steered or bool(self.probes)
 
@@ -257,7 +257,7 @@ class Job(Accepted, dict=True, kw_only=True):
         generate, and what its work costs.
         """
         prompts = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return prompts + self.sampling.max_tokens * len(self.prompts) + self.work.tokens
+        return prompts + self.sampling.max_tokens * len(self.prompts) + self.work.facts.tokens
 
     @cached_property
     def captured(self) -> dict[str, int]:

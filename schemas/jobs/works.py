@@ -3,6 +3,7 @@ workers ask of it.
 """
 
 from functools import cached_property
+from typing import NamedTuple
 
 from ..base.limits import MAX_COUNT
 from ..base.records import Record
@@ -13,60 +14,34 @@ from .sweep_units import Units
 from .sweeps import StoredSweep
 
 
-class Work(Record, tag="prompts"):
-    """Answering the job's prompts, and no more. Other works override what differs."""
+class Facts(NamedTuple):
+    """What is asked of every job. The defaults are those of a job that answers its prompts."""
 
-    @property
-    def title(self) -> str:
-        """The text by which people recognise the job; empty: its first prompt."""
-        return ""
+    title: str = ""  # the text by which people recognise it; empty: its first prompt
+    tokens: int = 0  # an estimate of what it costs, beside its prompts
+    requests: int = 0  # how many there may be, beside one for each prompt
+    cells: int = 0  # the most that are computed exactly
+    tags: tuple[str, ...] = ()  # of captures that become files, beside those of its prompts
+    # field of the request → tokens that the model must have room for, beside its prompts
+    lengths: tuple[tuple[str, int], ...] = ()
+    writes_files: bool = False  # beside those of captures
+    wants_receipts: bool = False  # ranks report on its requests, whatever the job asks of them
+    surveyed: str = ""  # the harvest that it surveys
 
-    @property
-    def tokens(self) -> int:
-        """An estimate of the tokens that it costs, beside those of the job's prompts."""
-        return 0
 
-    @property
-    def requests(self) -> int:
-        """The number of its requests, beside one for each prompt; a bound on their numbers."""
-        return 0
+class Work(Record, tag="prompts", dict=True):
+    """Answering the job's prompts, and no more."""
 
-    @property
-    def cells(self) -> int:
-        """The most cells that are computed exactly."""
-        return 0
-
-    @property
-    def tags(self) -> list[str]:
-        """The tags of the captures that become files, beside those of the job's prompts."""
-        return []
-
-    @property
-    def writes_files(self) -> bool:
-        """Whether it writes files, beside those of captures."""
-        return False
-
-    @property
-    def wants_receipts(self) -> bool:
-        """Whether ranks report on its requests, whatever the job asks of them."""
-        return False
-
-    @property
-    def surveyed(self) -> str:
-        """The harvest that it surveys; empty: none."""
-        return ""
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Field of the request → tokens that the model must have room for, beside the prompts."""
-        return {}
+    @cached_property
+    def facts(self) -> Facts:
+        return Facts()
 
     def continues(self, request: int) -> bool:
         """Return whether a prompt of the job is continued; otherwise its own tokens count."""
         return True
 
 
-class SweepWork(Work, tag="sweep", dict=True):
+class SweepWork(Work, tag="sweep"):
     """A sweep, or an attribution."""
 
     sweep: StoredSweep
@@ -75,38 +50,19 @@ class SweepWork(Work, tag="sweep", dict=True):
     def units(self) -> Units:
         return Units(self.sweep)
 
-    @property
-    def title(self) -> str:
-        """Both prompts of the first pair."""
-        pair = self.sweep.pairs[0]
-        texts = ["".join(tokens) for tokens in (pair.source_tokens, pair.base_tokens) if tokens]
-        return " → ".join(texts)
-
-    @property
-    def tokens(self) -> int:
-        return self.units.tokens
-
-    @property
-    def requests(self) -> int:
-        return self.units.requests
-
-    @property
-    def cells(self) -> int:
-        return self.sweep.num_exact
-
-    @property
-    def tags(self) -> list[str]:
-        if not self.cells:
-            return []
-        return ["base"] if self.sweep.ablation else ["base", "source"]
-
-    @property
-    def wants_receipts(self) -> bool:
-        return True
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        return {f"pairs[{index}]": pair.longest for index, pair in enumerate(self.sweep.pairs)}
+    @cached_property
+    def facts(self) -> Facts:
+        pairs, units, cells = self.sweep.pairs, self.units, self.sweep.num_exact
+        prompts = (pairs[0].source_tokens, pairs[0].base_tokens)
+        return Facts(
+            title=" → ".join("".join(tokens) for tokens in prompts if tokens),
+            tokens=units.tokens,
+            requests=units.requests,
+            cells=cells,
+            tags=("base", "source")[: 1 if self.sweep.ablation else 2] if cells else (),
+            lengths=tuple((f"pairs[{index}]", pair.longest) for index, pair in enumerate(pairs)),
+            wants_receipts=True,
+        )
 
 
 class HarvestWork(Work, tag="harvest"):
@@ -114,25 +70,15 @@ class HarvestWork(Work, tag="harvest"):
 
     part: HarvestPart
 
-    @property
-    def tokens(self) -> int:
-        return self.part.tokens
-
-    @property
-    def requests(self) -> int:
-        return MAX_COUNT
-
-    @property
-    def writes_files(self) -> bool:
-        return self.part.role in ("run", "survey")
-
-    @property
-    def wants_receipts(self) -> bool:
-        return True
-
-    @property
-    def surveyed(self) -> str:
-        return self.part.harvest if self.part.survey else ""
+    @cached_property
+    def facts(self) -> Facts:
+        return Facts(
+            tokens=self.part.tokens,
+            requests=MAX_COUNT,
+            writes_files=self.part.role in ("run", "survey"),
+            wants_receipts=True,
+            surveyed=self.part.harvest if self.part.survey else "",
+        )
 
 
 class FitWork(Work, tag="fit"):
@@ -140,13 +86,9 @@ class FitWork(Work, tag="fit"):
 
     fit: StoredFit
 
-    @property
-    def title(self) -> str:
-        return self.fit.title
-
-    @property
-    def tokens(self) -> int:
-        return self.fit.tokens
+    @cached_property
+    def facts(self) -> Facts:
+        return Facts(title=self.fit.title, tokens=self.fit.tokens)
 
 
 class DoseWork(Work, tag="dose"):

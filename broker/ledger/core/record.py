@@ -75,13 +75,13 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
 
     `request`: the body as JSON; empty: it is not kept.
     """
-    captures = any(job.captures) or bool(job.global_captures) or job.work.cells > 0
+    captures = any(job.captures) or bool(job.global_captures) or job.work.facts.cells > 0
     fields = {
         **{name: getattr(job, name) for name in AS_IN_JOB},
         "state": State.QUEUED,
         "attempt": 0,
         "version": 1,
-        "prompts": len(job.prompts) + job.work.requests,  # a bound on request numbers
+        "prompts": len(job.prompts) + job.work.facts.requests,  # a bound on request numbers
         "asked": _asked_requests(job),
         "captures": int(captures),
         "capture_status": "pending" if captures else "not_requested",
@@ -90,13 +90,13 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "receipts": 0,
         "expected": 0,
         "cells": 0,
-        "cells_expected": job.work.cells,
+        "cells_expected": job.work.facts.cells,
         "lora": use_of(job.lora),
         # the key names the secret that signs the job's webhooks
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
         "policies": _policies(job) or None,
         "cost": job.cost,
-        "survey": job.work.surveyed or None,
+        "survey": job.work.facts.surveyed or None,
         "request": msgspec.Raw(request) if request else None,
         "prompt": shortened(_prompt(job, request), SHOWN),
         "written_by": __version__,
@@ -112,8 +112,8 @@ def _prompt(job: Job, request: bytes) -> str:
     """Return the text by which people recognise the job: its work's title, the last message of a
     chat, else the first prompt.
     """
-    if job.work.title:
-        return job.work.title
+    if job.work.facts.title:
+        return job.work.facts.title
     if job.kind == "chat" and request:
         content = from_json(request, dict[str, Any])["messages"][-1].get("content")
         if isinstance(content, str):

@@ -208,7 +208,7 @@ class Ledger(Fleet):
                 job_id,
                 int(used),
                 int(allowed),
-                job.work.cells,
+                job.work.facts.cells,
                 float(seconds) if seconds else None,
             )
         if outcome == "missing":
