@@ -28,7 +28,8 @@ from ...schemas.jobs.kinds import KINDS, kind_of
 from ...schemas.jobs.models import ModelInfo
 from ..context import AppContext, unless_client_leaves
 from ..resolve.admission.admission import handled
-from ..resolve.prompts.request_parsing import parse_job
+from ..resolve.admission.gradients import admit_gradients
+from ..resolve.prompts.request_parsing import ParsedRequest, of_gradients, parse_job
 from ..responses import events
 from ..responses.outcome import (
     ACCEPTED,
@@ -45,6 +46,7 @@ from ..web.auth import needs, seen, tenant_asked
 from ..web.body import JsonRequest
 from ..web.middleware import released
 from ..web.open_calls import EVENTS
+from ..web.request_context import CURRENT
 
 WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
 
@@ -228,9 +230,27 @@ def submission_of(
     "`Idempotency-Key` returns the same job.",
 )
 async def submit_job(data: JSONBody[JobRequest], submission: Submission) -> Response[JobView]:
+    submit = submit_gradients if of_gradients(data) else submit_prompts
+    return await submission.answer(await submit(parse_job(data), submission))
+
+
+async def submit_prompts(parsed: ParsedRequest, submission: Submission) -> str:
+    return await submission.context.submit(parsed, submission.idempotency, submission.caller)
+
+
+async def submit_gradients(parsed: ParsedRequest, submission: Submission) -> str:
+    """Submit a job of gradient rows like `AppContext.submit`."""
     context, caller = submission.context, submission.caller
-    job_id = await context.submit(parse_job(data), submission.idempotency, caller)
-    return await submission.answer(job_id)
+    info, job_id = await context.served.model(parsed.model), await submission.known()
+    if job_id is not None:
+        return job_id
+    codec, job_id = await context.served.codec(info), new_job_id()
+    named = await context.names.for_gradients(parsed, info)
+    admitted = await admit_gradients(parsed, info, codec, job_id, named, caller)
+    body = call.body if (call := CURRENT.get()) is not None else b""
+    return await context.accept(
+        admitted.job, info, {}, submission.idempotency, admitted.pinned, body
+    )
 
 
 @get(

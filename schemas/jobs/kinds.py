@@ -35,6 +35,7 @@ KINDS: dict[str, JobKind] = {
     ),
     "fit": JobKind(queue=GRADIENTS, reads_receipts=True, slow=True),
     "dose": JobKind(slow=True),
+    "gradient": JobKind(path="/v1/jobs", queue=GRADIENTS),
     "harvest": JobKind(9, reads_receipts=True, slow=True),
 }
 KindName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(KINDS)})$")]

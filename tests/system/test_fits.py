@@ -16,6 +16,7 @@ from stack import Stack, stack_with
 from midstream import Client
 from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
 from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.attributions import GRADIENTS
 
 EXAMPLES = [{"prompt": f"number {n} is", "target": " even"} for n in range(12)]
 FIT: dict[str, Any] = {
@@ -140,3 +141,20 @@ def test_folder_that_cannot_be_written_fails_the_fit(stack: Stack, client: Clien
     with refuses(match="cannot be written", kind="internal"):
         client.fit_lens(**LENS | {"name": "blocked"})
     assert "blocked" not in {lens.name for lens in client.jacobians.list("fake-model")}
+
+
+def test_gradient_rows_are_jobs_of_their_own_kind(client: Client) -> None:
+    result = client.run(
+        model="fake-model",
+        prompt="number 3 is",
+        capture={"layers": [1], "of": "gradient", "scalar": {"kind": "logit", "token": 5}},
+    )
+    view = client.jobs.get(result.id)
+    assert (view.kind, view.queue, view.worker, view.capture_status, view.receipts) == (
+        "gradient",
+        GRADIENTS,
+        "w1-g",
+        "ok",
+        view.receipts_expected,
+    )
+    assert [file.rows for file in result.capture_results.files] == [1]

@@ -103,11 +103,10 @@ def trial_request(
 
 def tensors_of(job: Job) -> set[str]:
     """Return the names of the tensors that every request of a job needs on the ranks: those of
-    global steering, of the job's probes and of the scalars of its gradient rows.
+    global steering and of the job's probes.
     """
     return {
         *job.global_steering.tensors,
-        *(name for captures in job.captures for capture in captures for name in capture.tensors),
         *(name for probe in job.probes for name in probe.content.tensors),
     }
 

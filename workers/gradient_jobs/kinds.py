@@ -2,7 +2,6 @@
 
 from ...schemas.jobs.jobs import Output
 from ..engine.protocol import GradientEngine
-from ..engine.requests import tensors_of
 from ..serving.attempt import Attempt, Bench, Run
 from ..serving.kinds import answers
 from .attribution_attempt import AttributionAttempt
@@ -13,7 +12,8 @@ def gradient_runs_of(bench: Bench[GradientEngine]) -> dict[str, Run]:
     """Return kind of job → how a gradient worker runs it."""
 
     async def rows(attempt: Attempt) -> list[Output]:
-        names = sorted(tensors_of(attempt.job))
+        every = (capture for captures in attempt.job.captures for capture in captures)
+        names = sorted({name for capture in every for name in capture.tensors})
         await bench.engine.hold_vectors(names, bench.fetch)
         try:
             attempt.check()
@@ -22,7 +22,7 @@ def gradient_runs_of(bench: Bench[GradientEngine]) -> dict[str, Run]:
             await bench.engine.release_vectors(names)
 
     return {
-        "generate": Run(rows),
+        "gradient": Run(rows),
         "attribution": Run(lambda attempt: AttributionAttempt(bench, attempt).run()),
         "fit": Run(lambda attempt: FitAttempt(bench, attempt).run()),
     }

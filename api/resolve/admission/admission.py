@@ -35,7 +35,6 @@ from ....schemas.prompts.selectors import (
     no_text,
     parts_of,
 )
-from ....schemas.requests.attributions import GRADIENTS
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
@@ -43,6 +42,7 @@ from ..edits.steering import check_number, limited, resolve_edits
 from ..positions.captures import (
     Bounds,
     PromptFacts,
+    Stored,
     has_text,
     resolve_captures,
     stored_captures,
@@ -302,24 +302,6 @@ def with_tools(parsed: ParsedRequest, model: ModelInfo) -> ParsedRequest:
     )
 
 
-def check_alone(parsed: ParsedRequest) -> None:
-    """Raises a 400 for what a request of gradient rows may not have: the gradient worker runs the
-    unedited model on texts, and generates nothing.
-    """
-    beside: dict[str, Any] = {
-        name: getattr(parsed, name) for name in ("steering", "patch", "probes", "policies", "lora")
-    }
-    beside |= {name: spec for name, spec in parsed.readings.items() if name != "capture"}
-    beside["messages"] = any(prompt.images for prompt in parsed.prompts)
-    beside["sampling"] = msgspec.structs.asdict(parsed.sampling) != msgspec.structs.asdict(
-        Sampling(max_tokens=parsed.sampling.max_tokens)
-    )
-    for field, present in beside.items():
-        if present:
-            detail = "not valid with capture.of = 'gradient', which generates nothing"
-            raise invalid(field, detail, hint="omit it, or submit it as another job")
-
-
 # --- Captures and steering ------------------------------------------------------------------------
 
 Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str, bytes]]
@@ -332,8 +314,10 @@ async def resolve(
     codec: Codec,
     max_tokens: int,
     named: Referents = NO_NAMES,
+    stored: Stored = stored_captures,
 ) -> Resolved:
     """Return captures and edits for each prompt, and the request's tensors by content hash.
+    `stored` resolves the request's own capture.
 
     Raises a 400 naming the field.
     """
@@ -348,7 +332,7 @@ async def resolve(
         bounds = Bounds(model, facts, max_tokens, [probe.name for probe in probes], named.found)
         more = [(at, stored_captures(spec, bounds, at)) for at, spec in named.policies.captures]
         readings = resolve_readings(parsed, bounds)
-        captures = resolve_captures(parsed.capture, bounds, [*readings, *more])
+        captures = resolve_captures(parsed.capture, bounds, [*readings, *more], stored)
         gated = [*gated_by(parsed.probes), *named.policies.gated]
         return captures, *resolve_edits(
             parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
@@ -458,9 +442,11 @@ def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, R
         else:
             requested_positions += [(f"{at}.module", entry.positions) for entry in module.entries]
     requested_positions += positions_asked(parsed)
-    return requested_positions + (
-        [("capture.positions", parsed.capture.positions)] if parsed.capture else []
-    )
+    if (capture := parsed.capture) is not None:
+        requested_positions.append(("capture.positions", capture.positions))
+        if capture.scalar is not None and capture.scalar.positions is not None:
+            requested_positions.append(("capture.scalar.positions", capture.scalar.positions))
+    return requested_positions
 
 
 def _selectors(
@@ -525,15 +511,13 @@ async def admit(
     job_id: str,
     named: Referents = NO_NAMES,
     caller: Caller = EVERYBODY,
+    stored: Stored = stored_captures,
 ) -> Admitted:
-    """Return the parsed request as a job of `caller` with this id.
+    """Return the parsed request as a job of `caller` with this id. `stored` resolves its own
+    capture.
 
     Raises a 400 with the path of the field at fault.
     """
-    if "capture" in parsed.readings:
-        check_alone(parsed)
-        parsed = replace(parsed, sampling=Sampling(max_tokens=1))
-        model = msgspec.structs.replace(model, global_captures=[])
     probes = [*named.probes, *named.policies.probes]
     named, model_state = replace(named, probes=probes), named.state
     check_sampling(
@@ -547,7 +531,9 @@ async def admit(
     parsed, prompts = with_choices(parsed, await tokenise(parsed.prompts, model, codec))
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
-    captures, steering, blobs = await resolve(parsed, prompts, model, codec, max_tokens, named)
+    captures, steering, blobs = await resolve(
+        parsed, prompts, model, codec, max_tokens, named, stored
+    )
     check_step(probes, captures, model)
     job = Job(
         id=job_id,
@@ -574,7 +560,7 @@ async def admit(
         conversation=parsed.conversation or "",
         hooks=named.policies.hooks,
         identity=model.identity,
-        queue=GRADIENTS if "capture" in parsed.readings else "",
+        queue=KINDS[parsed.kind].queue,
         contents=_contents(parsed, model, named),
         **handled(parsed.handling, caller),
     )

@@ -80,8 +80,6 @@ class Names:
         steering, patch = parsed.steering, parsed.patch
         guards = ((POLICIES, name) for name in watching)
         found = await self.look_up(info, [*_artifacts_of(parsed), *guards])
-        if "capture" in parsed.readings:
-            found = found._replace(gradients=await self._ledger.gradients(info))
         lora = named_lora(parsed.lora, info, found)
         probes = probes_of(parsed.probes, info, found)
         of_all_traffic = found.present(POLICIES, watching)
@@ -93,6 +91,12 @@ class Names:
         modules_found = {**state.modules, **policies.modules}
         state = replace(state, modules=modules_found, features=features)
         return Referents(state, lora, probes, policies, found)
+
+    async def for_gradients(self, parsed: ParsedRequest, info: ModelInfo) -> Referents:
+        """Return what a request of gradient rows names: it runs the model as it is."""
+        named = [(ARTIFACTS[kind], name) for kind, name in artifacts_named(parsed)]
+        found = await self.look_up(info, named)
+        return Referents(found=found._replace(gradients=await self._ledger.gradients(info)))
 
     async def look_up(
         self, info: ModelInfo, named: Iterable[tuple[Kind[Any], str | None]]

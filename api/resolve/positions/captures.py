@@ -222,15 +222,21 @@ CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
 )
 
 
+#: Returns one capture per prompt, of a spec in the model's bounds and its place in the request.
+Stored = Callable[[CaptureSpec, Bounds, str], list[StoredCapture]]
+
+
 def resolve_captures(
     spec: CaptureSpec | None,
     bounds: Bounds,
     readings: Sequence[tuple[str, list[StoredCapture]]] = (),
+    stored: Stored | None = None,
 ) -> list[list[StoredCapture]]:
     """Return the captures of each prompt: the user's, those for readings, then global capture;
     empty if there are none.
 
-    `readings`: (field of the request, one capture per prompt).
+    `readings`: (field of the request, one capture per prompt). `stored` resolves `spec`, by default
+    `stored_captures`.
 
     Raises a 400 naming the field of what the user requests; never because of global capture.
     """
@@ -242,7 +248,8 @@ def resolve_captures(
             "capture.tag",
             f"{spec.tag!r} is the tag of the operator's global capture: choose another",
         )
-    request = [("capture", stored_captures(spec, bounds, "capture"))] if spec is not None else []
+    stored = stored or stored_captures
+    request = [("capture", stored(spec, bounds, "capture"))] if spec is not None else []
     for field, captures in [*request, *readings]:
         for index, capture in enumerate(captures):
             per_prompt[index].append(capture)

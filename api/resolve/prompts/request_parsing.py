@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -57,7 +57,7 @@ class ParsedRequest:
     `sampling_at` prefixes sampling's field names.
     """
 
-    kind: Literal["generate", "completion", "chat", "dose"]
+    kind: str
     model: str
     prompts: list[ParsedPrompt]
     sampling: Sampling
@@ -108,7 +108,7 @@ def parse_job(body: JobRequest) -> ParsedRequest:
     ]
     return _parsed(
         body,
-        kind="generate",
+        kind="gradient" if of_gradients(body) else "generate",
         prompts=prompts or chats,
         sampling=msgspec.structs.replace(
             body.sampling,
@@ -170,6 +170,11 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
     )
 
 
+def of_gradients(body: JobRequest | OpenAIRequest) -> bool:
+    """Return whether a body asks for gradient rows, which are a kind of job."""
+    return body.capture is not None and body.capture.of == "gradient"
+
+
 #: Members of a parsed request that every body has under the same name.
 _SAME = ("model", "capture", "steering", "patch", "lora", "probes", "policies", "conversation")
 
@@ -178,10 +183,8 @@ def _parsed(body: JobRequest | OpenAIRequest, **own: Any) -> ParsedRequest:
     """Return the request with the members that all bodies share; `own`: the others."""
     same = {name: getattr(body, name) for name in _SAME}
     readings = {name: spec for name in FIELDS if (spec := getattr(body, name))}
-    if body.capture is not None and body.capture.of == "gradient":
-        if own["kind"] != "generate":
-            raise invalid("capture.of", "gradient rows are served by POST /v1/jobs only")
-        readings["capture"], same["capture"] = body.capture, None
+    if of_gradients(body) and own["kind"] != "gradient":
+        raise invalid("capture.of", "gradient rows are served by POST /v1/jobs only")
     return ParsedRequest(
         **same,
         readings=readings,

@@ -328,8 +328,6 @@ def policies_of(
     Raises a 400 naming the field, and `unavailable` as `all_fitting`.
     """
     result, named, request = Applied(), parsed.policies, parsed.conversation or job_id
-    if "capture" in parsed.readings:
-        return result
     for index, name in enumerate(named):
         at = f"policies[{index}]"
         if name in named[:index]:

@@ -21,7 +21,6 @@ from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds
 from ..prompts.tokenizer import Codec
 from .features import resolve_features
-from .gradients import resolve_gradients, with_scalar_tokens
 from .lens import resolve_lens, with_token_ids
 from .readers import resolve_reader
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 class ReadingKind:
     """A kind of reading, and how a request's specs of it are resolved."""
 
-    kind: str  # as workers report it; empty: their ranks do not compute it
+    kind: str  # as workers report it
     captures: Callable[[Any, Bounds, str], list[StoredCapture]]  # one per prompt
     #: Returns a spec with token ids in place of texts.
     encode: Callable[[Any, Codec], Awaitable[Any]] | None = None
@@ -44,8 +43,6 @@ READINGS: dict[str, ReadingKind] = {
     "lens": ReadingKind("lens", resolve_lens, with_token_ids),
     "features": ReadingKind("features", resolve_features),
     "readers": ReadingKind("reader", resolve_reader),
-    # rows of gradients: like a reading, it may name an artifact and tokens
-    "capture": ReadingKind("", resolve_gradients, with_scalar_tokens),
 }
 
 
@@ -68,8 +65,11 @@ def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
 
 
 def artifacts_named(parsed: "ParsedRequest") -> list[tuple[str, str]]:
-    """Return (key of `ARTIFACTS`, name) of the registered artifacts that readings name."""
-    return [reference for _, _, spec in _each(parsed) for reference in spec.references]
+    """Return (key of `ARTIFACTS`, name) of the registered artifacts that readings and the scalar of
+    gradient rows name.
+    """
+    specs = [spec for _, _, spec in _each(parsed)] + ([parsed.capture] if parsed.capture else [])
+    return [reference for spec in specs for reference in spec.references]
 
 
 async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedRequest":
@@ -100,8 +100,7 @@ def resolve_readings(
     stored_captures: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in _each(parsed):
         reading = READINGS[field]
-        if reading.kind:
-            _check_served(reading.kind, at, bounds.model)
+        _check_served(reading.kind, at, bounds.model)
         captures = reading.captures(spec, bounds, at)
         if twin := next((other for other, before in stored_captures if before == captures), ""):
             raise invalid(at, f"asks the same as {twin}", hint="omit one of them")
@@ -116,11 +115,5 @@ def _check_served(kind: str, field: str, model: ModelInfo) -> None:
 
 
 def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:
-    """Return (field, positions) of each reading, and of the scalar of gradient rows."""
-    found = []
-    for _, at, spec in _each(parsed):
-        scalar = getattr(spec, "scalar", None)
-        found.append((f"{at}.positions", spec.positions))
-        if scalar is not None and scalar.positions is not None:
-            found.append((f"{at}.scalar.positions", scalar.positions))
-    return found
+    """Return (field, positions) of each reading."""
+    return [(f"{at}.positions", spec.positions) for _, at, spec in _each(parsed)]

@@ -10,6 +10,7 @@ from refusal_kit import refuses
 from test_resolve_captures import bounds
 
 from midstream.api.resolve.admission.admission import admit
+from midstream.api.resolve.admission.gradients import admit_gradients
 from midstream.api.resolve.admission.names import Referents
 from midstream.api.resolve.prompts.request_parsing import parse_completion, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
@@ -72,7 +73,9 @@ def job_of(
         )
         found = Lookup("m", FOUND, gradients=facts)
         named = Referents(found=found)
-        return (await admit(parse_job(request), model, CODEC, "job_x", named)).job
+        parsed = parse_job(request)
+        accept = admit_gradients if parsed.kind == "gradient" else admit
+        return (await accept(parsed, model, CODEC, "job_x", named)).job
 
     return asyncio.run(admitted())
 
@@ -83,7 +86,8 @@ def scalars(job: Job) -> list[StoredScalar | None]:
 
 def test_only_a_capture_of_gradients_waits_in_the_gradient_queue() -> None:
     job = job_of({"layers": [1], "positions": "all_prompt", "tag": "g"})
-    assert (job.queue, job.sampling.max_tokens, job.wants_receipts, scalars(job)) == (
+    assert (job.kind, job.queue, job.sampling.max_tokens, job.wants_receipts, scalars(job)) == (
+        "gradient",
         GRADIENTS,
         1,
         True,
