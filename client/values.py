@@ -115,7 +115,7 @@ def unknown_argument(name: str, names: Sequence[str], own: Iterable[str] = ()) -
     """
     hint = suggestion(name, own) or _advice(name, names)
     if hint is None and len(names) > _LISTED:
-        hint = "help() of the call lists its fields"
+        hint = "the reference lists its fields"
     allowed = None if hint else ", ".join(names)
     return UnknownArgument("invalid_request", NO_FIELD, field=name, allowed=allowed, hint=hint)
 

@@ -22,7 +22,7 @@ from ..render import figures, jobs, records, steering
 from ..sdk import wire
 from ..sdk.bridge import bridge, target_of
 from ..sdk.client import Client
-from . import captures, create, fits, options
+from . import captures, fits, keys, options
 from .jobs import print_result
 from .terminal import Connect, err, out, print_json, say
 
@@ -234,7 +234,7 @@ KINDS = (
     Kind("ranks", "ranks", {"get": "global_steering.dynamic"}, _show_ranks),
     Kind("model", "models", {"list": _models}),
     Kind("server", "servers", {"get": _server}, _show_server),
-    Kind("key", "keys", _calls("keys", "list", "delete") | {"create": create.key}, create.show_key),
+    Kind("key", "keys", _calls("keys", "list", "delete") | {"create": keys.key}, keys.show_key),
     Kind("tenant", "tenants", {"list": "tenants.list", "get": _tenant, "put": _put_tenant}),
     Kind("webhook", "webhooks", _calls("webhooks", "list", "get"), paged=True),
     Kind("disabled", "disabled receivers", _calls("disabled", "list", "delete")),
@@ -244,9 +244,9 @@ KINDS = (
         {"get": "secrets.list", "create": "secrets.create"},
         _show_secrets,
     ),
-    Kind("admin-key", "admin keys", {"create": create.admin_key}, create.show_lines),
-    Kind("curve", "CURVE keys", {"create": create.curve}, create.show_lines),
-    Kind("acl", "ACL files", {"create": create.acl}, create.show_lines),
+    Kind("admin-key", "admin keys", {"create": keys.admin_key}, keys.show_lines),
+    Kind("curve", "CURVE keys", {"create": keys.curve}, keys.show_lines),
+    Kind("acl", "ACL files", {"create": keys.acl}, keys.show_lines),
 )
 _BY_NAME = {word: kind for kind in KINDS for word in (kind.name, kind.plural)}
 

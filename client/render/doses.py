@@ -3,25 +3,30 @@
 from collections.abc import Iterator
 
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.text import Text
 
 from ...schemas.jobs.doses import DoseCell, DoseResult
-from .jobs import table
+from .jobs import Cell, lines
+
+#: Column of a dose → its cell.
+_CELL: dict[str, Cell] = {
+    "layer": lambda cell: _layer(cell),
+    "scale": lambda cell: f"{cell.scale:g}",
+    "effect": lambda cell: f"{cell.effect:.3g}",
+    "loss": lambda cell: f"{cell.loss:.2f}",
+    "repeats": lambda cell: f"{cell.repetition:.0%}",
+    "size": lambda cell: f"{cell.median:.2f}",
+    "text": lambda cell: escape(" ".join(cell.text.split())[:24]),
+}
 
 
 def drawn(result: DoseResult) -> Iterator[RenderableType]:
     """Yield a table of all cells, and the largest safe scale of each layer and sign."""
-    rows = table("Dose", "layer", "scale", "effect", "loss", "repeats", "size", "text")
     every = [result.unsteered, *result.cells]
-    for cell in every:
-        figures = [f"{cell.scale:g}", f"{cell.effect:.3g}", f"{cell.loss:.2f}"]
-        figures += [
-            f"{cell.repetition:.0%}",
-            f"{cell.median:.2f}",
-            " ".join(cell.text.split())[:24],
-        ]
-        unsafe = "" if cell.safe else "red"
-        rows.add_row(_layer(cell), *(Text(figure, style=unsafe) for figure in figures))
+    rows = lines("Dose", _CELL, every)
+    for row, cell in zip(rows.rows, every, strict=True):
+        row.style = None if cell.safe else "red"
     yield rows
     for cell in result.safe:
         yield Text(

@@ -1,7 +1,7 @@
 """Terminal output of jobs, receipts and captures."""
 
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,11 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.base.records import by_key
-from ...schemas.jobs.jobs import CaptureResults, Determinism, Event
+from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, RankReport
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
 from ..captures.reader import CaptureReader, Check
 
+#: Returns the text of an entry's cell, as rich markup.
+Cell = Callable[[Any], str]
 _COLOURS = {
     "succeeded": "green",
     "ok": "green",
@@ -120,6 +122,18 @@ def table(
     return result
 
 
+def lines(
+    title: str,
+    columns: Mapping[str, Cell],
+    entries: Iterable[Any],
+    right: Container[str] = (),
+    most: int | None = None,
+) -> Table:
+    """Return a table with one line per entry: see `table`."""
+    rows = ([cell(entry) for cell in columns.values()] for entry in entries)
+    return table(title, *columns, rows=rows, right=right, most=most)
+
+
 def facts(*facts: tuple[str, str]) -> Table:
     """Return a table of (name, value) lines, without empty values."""
     shown = Table(show_header=False, box=None, pad_edge=False)
@@ -154,28 +168,34 @@ def receipts(
 
     `jobs`: (id, captures, determinism).
     """
-    names = ("job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
-    cells = []
+    rows: list[tuple[str, RankReport, list[FileEntry]]] = []
     for job_id, captures, determinism in jobs:
         files = by_key(
             ((file.request, file.rank), file) for file in (captures.files if captures else [])
         )
-        reports = [
-            report
-            for stage in (determinism.stages if determinism else [])
-            for report in stage.ranks
+        stages = determinism.stages if determinism else []
+        reports = [report for stage in stages for report in stage.ranks]
+        rows += [
+            (job_id, report, files.get((report.request, report.rank), []))
+            for report in sorted(reports, key=lambda report: (report.request, report.rank))
         ]
-        for report in sorted(reports, key=lambda report: (report.request, report.rank)):
-            of_rank = files.get((report.request, report.rank), [])
-            crc = f"{of_rank[0].crc32:08x}" if len(of_rank) == 1 else f"{len(of_rank)} files"
-            written = (str(sum(file.rows for file in of_rank)), crc) if of_rank else ("", "")
-            numbers = (
-                str(number) for number in (report.request, report.rank, report.step, report.actions)
-            )
-            cells.append(
-                (f"…{job_id[-4:]}", *numbers, report.checksum, str(report.applied), *written)
-            )
-    return table(title, *names, rows=cells, most=TABLE_ROWS)
+    return lines(title, _RECEIPT, rows, most=TABLE_ROWS)
+
+
+#: Column of receipts → its cell, of the job's id, a rank's report, and the files that it wrote.
+_RECEIPT: dict[str, Cell] = {
+    "job": lambda row: f"…{row[0][-4:]}",
+    "req": lambda row: str(row[1].request),
+    "rank": lambda row: str(row[1].rank),
+    "step": lambda row: str(row[1].step),
+    "acts": lambda row: str(row[1].actions),
+    "checksum": lambda row: row[1].checksum,
+    "edits": lambda row: str(row[1].applied),
+    "rows": lambda row: str(sum(file.rows for file in row[2])) if row[2] else "",
+    "crc32": lambda row: (
+        f"{row[2][0].crc32:08x}" if len(row[2]) == 1 else f"{len(row[2])} files" if row[2] else ""
+    ),
+}
 
 
 def determinism_line(determinism: Determinism | None) -> str:
@@ -222,22 +242,28 @@ def capture(reader: CaptureReader) -> Table:
 
 def checks(result: Sequence[Check]) -> Table:
     """Return a table of checks, failed checks first."""
-    shown = table(
-        "Files compared with their manifests", "file", "request", "bytes", "crc32", "verdict"
-    )
-    for check in sorted(result, key=lambda check: check.ok)[:TABLE_ROWS]:
-        verdict = "[green]correct[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
-        # segments have long names that differ at the end
-        segment = check.path.suffix == ".seg"
-        name = (
-            f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
-        )
-        # a check of something missing has no size and checksum
-        numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")
-        shown.add_row(name, str(check.request), *numbers, verdict)
-    right = sum(check.ok for check in result)
-    shown.caption = f"{right} of {len(result)} correct"
+    failed_first = sorted(result, key=lambda check: check.ok)
+    shown = lines("Files compared with their manifests", _CHECK, failed_first[:TABLE_ROWS])
+    shown.caption = f"{sum(check.ok for check in result)} of {len(result)} correct"
     return shown
+
+
+#: Column of checks → its cell.
+_CHECK: dict[str, Cell] = {
+    # segments have long names that differ at the end
+    "file": lambda check: (
+        f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}"
+        if check.path.suffix == ".seg"
+        else check.path.name
+    ),
+    "request": lambda check: str(check.request),
+    # a check of something missing has no size and checksum
+    "bytes": lambda check: size(check.bytes) if check.bytes else "",
+    "crc32": lambda check: f"{check.crc32:08x}" if check.bytes else "",
+    "verdict": lambda check: (
+        "[green]correct[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
+    ),
+}
 
 
 def event(entry: Event) -> str:

@@ -27,11 +27,9 @@ from ...schemas.requests.policies import Policy
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
-from .jobs import coloured, count, facts, minute, run_prompts, seconds, size, table
+from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size
 from .steering import DIGEST, entries, what
 
-#: Returns the text of a record's cell, as rich markup.
-Cell = Callable[[Any], str]
 #: The most labels of a probe in a list.
 _LABELS = 4
 
@@ -50,8 +48,7 @@ class Shown:
 def listed(records: Iterable[Any], kind: type) -> Table:
     """Return a table with one line per record."""
     shown = SHOWN[kind]
-    rows = ([cell(record) for cell in shown.columns.values()] for record in records)
-    return table(shown.title, *shown.columns, rows=rows)
+    return lines(shown.title, shown.columns, records)
 
 
 def one(record: Any) -> Table:
@@ -68,16 +65,16 @@ def survey(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
     """Return a survey's features and examples, a line each; the token itself is bold. `words`:
     token id → text.
     """
-    lines: list[Table | Text] = [listed(view.features, FeatureFigures)] if view.features else []
+    drawn: list[Table | Text] = [listed(view.features, FeatureFigures)] if view.features else []
     if view.survey.mean_kl is not None:
-        lines.append(Text(f"mean KL divergence: {view.survey.mean_kl:.4g} nats"))
+        drawn.append(Text(f"mean KL divergence: {view.survey.mean_kl:.4g} nats"))
     for one in view.examples:
         parts = [
             (words[token].replace("\n", "⏎"), "bold" if position == one.position else "")
             for token, position in zip(one.token_ids, one.positions, strict=True)
         ]
-        lines.append(Text.assemble(f"{one.value:8.2f}  {one.document}:{one.position}  ", *parts))
-    return lines
+        drawn.append(Text.assemble(f"{one.value:8.2f}  {one.document}:{one.position}  ", *parts))
+    return drawn
 
 
 def moment(at: float | None) -> str:
@@ -433,15 +430,15 @@ SHOWN: dict[type, Shown] = {
             "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
         },
     ),
+    # when it was created is below the harvest's id, for the same reason
     HarvestView: Shown(
         "Harvests",
         {
-            "id": lambda view: view.id,
+            "id": lambda view: f"{view.id}\n{_since(view)}",
             "state": lambda view: view.state,
             "done": lambda view: f"{view.share:.0%}",
             "rows": lambda view: f"{view.rows:,}",
             "size": _bytes,
-            "created": _since,
         },
         {
             "harvest": lambda view: view.id,

@@ -146,7 +146,7 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
         ),
         (
             lambda c: c.chat(**CHAT, other=1),
-            "other: unknown field; help() of the call lists its fields",
+            "other: unknown field; the reference lists its fields",
         ),
     ],
 )
