@@ -8,7 +8,7 @@ from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ..schemas.model.banks import asked_hooks
 from ..schemas.requests.attributions import GRADIENTS
-from .engine.protocol import Engine
+from .engine.protocol import GeneratingEngine, GradientEngine
 from .runner.base.extensions import check_installed
 
 VLLM = "vllm"
@@ -16,14 +16,14 @@ VLLM = "vllm"
 GROUP = "midstream.engines"
 
 
-def make_engine(settings: Settings) -> Engine:
+def make_engine(settings: Settings) -> GeneratingEngine | GradientEngine:
     """Returns the engine that `settings.engine` names, not started yet.
 
     Raises MidstreamError("engine_failed") where vLLM is not installed, and SettingsError for an
     unknown engine.
     """
     if settings.engine not in (VLLM, GRADIENTS):
-        return cast(Engine, _offered(settings.engine).load()(settings))
+        return cast(GeneratingEngine, _offered(settings.engine).load()(settings))
     with Translated(
         ModuleNotFoundError,
         lambda error: MidstreamError(
