@@ -69,4 +69,7 @@ class Kind:
         for (kind, decay), columns in self.aggregations.items():
             earlier = None if before is None else before[..., columns]
             result[..., columns] = KINDS[kind](result[..., columns], decay, earlier, first)
-        return result, np.logical_or.reduceat(result >= self.thresholds, self.begins, axis=-1)
+        above = result >= self.thresholds
+        if self.width > len(self.columns):  # some probes have several labels
+            above = np.logical_or.reduceat(above, self.begins, axis=-1)
+        return result, above

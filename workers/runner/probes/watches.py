@@ -123,21 +123,21 @@ class ScoreTable:
             ahead = (of["filled"][slots] == positions) & (of["reached"][slots] == positions + 1)
             if now and (ahead := ahead & (positions > 0)).any():
                 rows, slots, positions = rows[ahead], slots[ahead], positions[ahead]
-                new, before = self.rows["scores"][rows][None], self.rows[rows - 1]
-                (after,), (on,) = self.kind.aggregated(
-                    new, before["aggregates"], positions[:, None]
-                )
+                new, before = self.rows["scores"][rows][None], self.rows["aggregates"][rows - 1]
+                (after,), (on,) = self.kind.aggregated(new, before, positions[:, None])
                 known = np.isfinite(after).all(axis=1)
                 if (deciders := self.kind.deciders) is not None:
+                    states = self.rows["on"][rows - 1]
                     quiet, averages = deciders.quiet(
-                        of[slots], self.rows["scores"], before["on"], positions
+                        of[slots], self.rows["scores"], states, positions
                     )
                     known &= quiet  # the others are decided one after the other
                     of["averages"][slots[known]] = averages[known]
-                    on = np.where(deciders.policies, before["on"], on)
-                self.rows["aggregates"][rows[known]] = after[known]
-                self.rows["on"][rows[known]] = on[known]
-                of["filled"][slots] += known
+                    on = np.where(deciders.policies, states, on)
+                if not known.all():
+                    rows, slots, after, on = rows[known], slots[known], after[known], on[known]
+                self.rows["aggregates"][rows], self.rows["on"][rows] = after, on
+                of["filled"][slots] += 1
 
     def news(
         self,
@@ -153,14 +153,14 @@ class ScoreTable:
         changed = dict.fromkeys(map(watches.__getitem__, late.tolist()))
         for watch in changed:
             watch.decide()
-        rows, found = self.rows[self.of["first"][slots] + positions], dict[str, News]()
+        rows, found = self.of["first"][slots] + positions, dict[str, News]()
         streamed = (streams_from >= 0) & (streams_from <= positions)
         for item in np.flatnonzero(streamed).tolist():
             request = watches[item].request_id
-            scored = (rows[name][item].tolist() for name in ("scores", "aggregates"))
+            scored = (self.rows[name][rows[item]].tolist() for name in ("scores", "aggregates"))
             news = found.setdefault(request, News(request, -1, "", []))
             news.scored.append(Scored(int(positions[item]), *scored))
-        stopping = np.flatnonzero((rows["on"] & self.kind.stops).any(axis=1))
+        stopping = np.flatnonzero((self.rows["on"][rows] & self.kind.stops).any(axis=1))
         for watch in changed | dict.fromkeys(map(watches.__getitem__, stopping.tolist())):
             if (stop := watch.stop()) is not None:
                 news = found.get(watch.request_id, News(watch.request_id, -1, "", []))
