@@ -264,7 +264,7 @@ lens: $(READY) model .cache/lens/.ready ## install TransformerLens and recompute
 	@.cache/lens/bin/python tools/peers/lens_facade.py
 
 bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after the other
-	@for script in $(filter-out $(addprefix benchmarks/,engines.py services.py noop_tasks.py harvest.py),$(wildcard benchmarks/*.py)) "benchmarks/harvest.py speed"; do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in $(filter-out $(addprefix benchmarks/,engines.py services.py noop_tasks.py),$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 22 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)

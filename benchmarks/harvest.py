@@ -1,10 +1,9 @@
-"""What does a harvest cost beside the model, and a stream beside a harvest?
+"""What does a harvest cost beside the model?
 
-    python benchmarks/harvest.py speed    # service and stock vLLM, in turns
-    python benchmarks/harvest.py stream   # rows/s of a stream beside a harvest
+    python benchmarks/harvest.py [--rounds 5] [--sequences 256]
 
-Prints JSON. A rate counts the tokens of sequences; for the service, from the planned source to the
-last unit that counts.
+The service and stock vLLM take turns. Prints JSON. A rate counts the tokens of sequences; for the
+service, from the planned source to the last unit that counts.
 """
 
 import argparse
@@ -26,7 +25,6 @@ from engines import DEMO_MODEL, Stock, bench_prompts, tokenised
 from stack import Stack
 
 from midstream.client import Client
-from midstream.client.harvest import open
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.harvests import HarvestView
 
@@ -135,73 +133,11 @@ def turn(
     return rates
 
 
-def stream(arguments: argparse.Namespace) -> dict[str, Any]:
-    """From the submission until the last row has been read."""
-    fake = arguments.engine == "fake"
-    options: dict[str, Any] = (
-        {"engine": "fake"}
-        if fake
-        else {"engine": "vllm", "model": str(DEMO_MODEL), "certify": False, **ENGINE}
-    )
-    lines = (
-        [f"{number} " + "x" * 1000 for number in range(2000)]
-        if fake
-        else sequences(arguments.sequences, 7)
-    )
-    fields: dict[str, Any] = {
-        "model": "m",
-        "source": {"lines": lines},
-        "layers": [1, 2],
-        "shards": {"mib": 4 if fake else 16},
-    }
-    rates: dict[str, list[int]] = {"harvest": [], "stream": [], "stream_window_2": []}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Stack(
-            Path(folder), api=True, start_timeout_s=300, model_name="m", **options, **SLOW
-        ) as stack,
-        Client(stack.url) as client,
-    ):
-
-        def harvested() -> int:
-            view = client.harvests.wait(client.harvests.submit(**fields))
-            return sum(len(shard.rows("post_block", 1)) for shard in open(view.uri).shards)
-
-        def streamed(window: int) -> int:
-            view = client.harvests.submit(**fields, to={"window": window})
-            return sum(len(unit.rows(1)) for unit in client.harvests.stream(view))
-
-        kinds = [lambda: harvested(), lambda: streamed(32), lambda: streamed(2)]
-        harvested()
-        for number in range(arguments.rounds):
-            for place in range(3):
-                which = (number + place) % 3
-                start = time.perf_counter()
-                rows = kinds[which]()
-                list(rates.values())[which].append(round(rows / (time.perf_counter() - start)))
-    return {
-        "rows": rows,
-        **{f"{kind}_rows_s": each for kind, each in rates.items()},
-        **{
-            f"{kind}_to_harvest": round(
-                statistics.median(
-                    mine / whole for mine, whole in zip(each, rates["harvest"], strict=True)
-                ),
-                3,
-            )
-            for kind, each in rates.items()
-            if kind != "harvest"
-        },
-    }
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["speed", "stream"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
     chosen = parser.parse_args()
-    print(json.dumps({"speed": speed, "stream": stream}[chosen.what](chosen), indent=1))
+    print(json.dumps(speed(chosen), indent=1))

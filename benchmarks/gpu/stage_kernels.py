@@ -358,25 +358,6 @@ def time_sites(bandwidth: float) -> list[dict[str, Any]]:
     return results
 
 
-def time_idle_sites() -> dict[int, float]:
-    """Microseconds that all the sites of a large model add to one step in which nobody asks for
-    anything: tokens → µs.
-    """
-    found = {}
-    for tokens in TOKENS:
-        written = [torch.zeros(tokens, HIDDEN, dtype=DTYPE, device=DEVICE) for _ in range(3)]
-        planned = SitePlan(HIDDEN).build(tokens, DTYPE, DEVICE)
-        found[tokens] = round(
-            SITES
-            * 1e6
-            * seconds(
-                lambda written=written, planned=planned: pair_site(*written, *planned), SITES
-            ),
-            1,
-        )  # type: ignore[misc]
-    return found
-
-
 def compare_launches() -> dict[str, dict[str, float]]:
     """Time that programmatic dependent launch takes off the sites of a large model's decode step,
     each after another kernel, as in a forward: idle and steered ones, both ways in turns.
@@ -470,9 +451,6 @@ def main() -> None:
         if row["site"] == "pair" and row["step"] == step
     }
     keep("rates of one launch", **of_pairs)
-    idle = time_idle_sites()
-    told = ", ".join(f"{us} µs at {tokens} tokens" for tokens, us in idle.items())
-    keep(f"{SITES} idle launches: {told}")
     saved = compare_launches()
     keep(
         "programmatic dependent launch: " + ("in turns" if saved else "this GPU has none"),
