@@ -1,7 +1,9 @@
 """What `get`, `check` and `export` do with captures: of a job, a folder or a bucket."""
 
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from rich.markup import escape
 
@@ -40,7 +42,7 @@ def show_capture(
     source: str,
     /,
     *,
-    layer: int | None = None,
+    layer: Annotated[int, msgspec.Meta(ge=0)] | None = None,
     hook: HookName | None = None,
     job: str | None = None,
     tag: str | None = None,

@@ -77,8 +77,6 @@ def probe(
 
     `rows`: of a text, of its last token, their mean, or all. `strength`: scikit-learn's C.
     """
-    if rows not in ("last", "mean", "all"):
-        raise invalid("rows", f"{rows!r} is not a selection of rows", allowed="last, mean, all")
     client, examples = connect(), read_examples(Path(file))
     served = model or first_model(client)
     matrix, groups = _rows(client, served, examples, layer, hook, rows)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -116,7 +116,12 @@ def curve(
 
 
 def acl(
-    _: Connect, /, *, folder: str = "acl", database: int = 0, host: str = "HOST:6379"
+    _: Connect,
+    /,
+    *,
+    folder: str = "acl",
+    database: Annotated[int, msgspec.Meta(ge=0, le=MAX_DATABASE)] = 0,
+    host: str = "HOST:6379",
 ) -> list[str]:
     """Write an ACL file for Redis with one least-privilege user per part of Midstream, their
     passwords, and the URLs with which they open it. `database`: the number of the database that
@@ -124,8 +129,6 @@ def acl(
     """
     from ...broker.ops.acl import ROLES, SERVERS, USERS_FILE, write_users
 
-    if not (isinstance(database, int) and 0 <= database <= MAX_DATABASE):
-        raise invalid("database", f"is {database!r}", allowed=f"0 to {MAX_DATABASE}")
     place = Path(folder)
     write_users(place, database, host)
     lines = [f"redis: aclfile {(place / USERS_FILE).resolve()}"]

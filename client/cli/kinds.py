@@ -6,9 +6,10 @@ the service. Both take names as the command line has them, and fields by keyword
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import httpx2
+import msgspec
 import numpy as np
 
 from ...schemas.access.keys import Limits
@@ -75,7 +76,7 @@ def _stream(
     /,
     *,
     consumer: str = "trainer",
-    limit: int = 4096,
+    limit: Annotated[int, msgspec.Meta(ge=1)] = 4096,
 ) -> str:
     """Hand a stream's documents to a trainer, as hs_connectors reads them; goes on where it was
     after an interruption. A trainer takes a sample by deleting it.

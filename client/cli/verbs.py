@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -17,6 +17,7 @@ from ...schemas.prompts.selectors import as_ranges
 from ..render import records
 from ..sdk.calls import keyword_check
 from ..sdk.client import Client
+from ..values import checked
 from ..vectors import jacobian
 from . import options
 from .kinds import Kind, find, kinds_with
@@ -68,7 +69,7 @@ def _acting(
     name: str, verb: str, url: str | None
 ) -> Iterator[tuple[Kind, Connect, Callable[..., Any]]]:
     """Yield the kind, what connects to the service, and the verb's act. Calling the act raises
-    MidstreamError for names and fields that it does not take.
+    MidstreamError for names and fields that it does not take, and for values of other types.
     """
     kind, act = find(name, verb)
     with connecting(url) as connect:
@@ -79,6 +80,10 @@ def _acting(
             )
             taken = inspect.signature(function)
             keyword_check(taken.parameters.values())(fields)
+            kinds = {} if isinstance(act, str) else get_type_hints(act, include_extras=True)
+            fields = {
+                field: checked(item, kinds.get(field, Any), field) for field, item in fields.items()
+            }
             with Translated(
                 TypeError, lambda error: invalid("NAME", f"{verb} {name}: {error}"), hidden=True
             ):

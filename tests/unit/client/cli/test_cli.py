@@ -200,11 +200,14 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ("list modules --set modell=m", "modell: unknown field; did you mean 'model'?"),
         ("list modules --limit 3", "limit: unknown field (allowed: model)"),
         ("get capture ./nowhere", "no such folder: ./nowhere"),
+        ("get capture ./nowhere --set layer=x", "layer: Expected `int | null`, got `str`"),
+        ("get capture ./nowhere --set partial=yes", "partial: Expected `bool`, got `str`"),
+        ("export harvest h -o file:x --set limit=0", "limit: Expected `int` >= 1"),
         ("get capture ./nowhere --set tagg=a", "tagg: unknown field; did you mean 'tag'?"),
         ("put probe p lines.csv", "FILE: lines.csv: "),
         ("put module n gone.npy:3", "FILE: 'gone.npy:3': "),
         ("create curve boss w1", "role: unknown role 'boss' (allowed: relay, worker)"),
-        ("create acl --set database=-1", "database: is -1 (allowed: 0 to "),
+        ("create acl --set database=-1", "database: Expected `int` >= 0"),
         ("fit jacobian n lines.jsonl --model m", "lines.jsonl is not JSON lines"),
         ("fit probe p lines.csv --set layer=1", "line 1 is not a JSON object: "),
         (
@@ -212,7 +215,10 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
             "this is a CSV file: convert it (allowed: JSON lines",
         ),
         ("fit probe p lines.csv", "missing a required argument: 'layer'"),
-        ("fit probe p lines.csv --set layer=1 --set rows=some", "rows: 'some' is not a selection"),
+        (
+            "fit probe p lines.csv --set layer=1 --set rows=some",
+            "rows: Invalid enum value 'some' (allowed: last, mean, all)",
+        ),
         ("put policy p --file policy.json", "condition.threshold: unknown field"),
         ("put policy p --file policy.json", "(allowed: at_least, "),
         (
