@@ -19,7 +19,6 @@ from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, PatchWindow, SweepResult
-from midstream.schemas.requests.steering import GlobalSteering
 from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
 from midstream.workers.engine.protocol import EngineRequest, Progress
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
@@ -176,12 +175,12 @@ async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(
         answer, awaited = rig.engine.generate, set(sweeps)
 
         async def answered_once_both_have_begun(
-            ask: EngineRequest, steering: GlobalSteering
+            ask: EngineRequest,
         ) -> AsyncGenerator[Progress, None]:
             awaited.discard(ask.job)
             while awaited:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            async for progress in answer(ask, steering):
+            async for progress in answer(ask):
                 yield progress
 
         monkeypatch.setattr(rig.engine, "generate", answered_once_both_have_begun)
