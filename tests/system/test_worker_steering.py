@@ -39,8 +39,8 @@ stack = stack_with(
 
 
 def reports(stack: Stack) -> dict[str, WorkerSteering]:
-    found = stack.do(lambda ledger: Steering(ledger).reports(MODEL))
-    return {report.worker: report for report in found}
+    found = stack.do(lambda ledger: Steering(ledger).accounts(MODEL))
+    return {account.info.worker: account.report for account in found if account.report}
 
 
 def until(

@@ -128,6 +128,7 @@ class Attempts:
                 return AttemptOutcome.NOT_OURS if claim is None else await self._run(claim)
             except ClaimRefused as error:
                 logger.info("job %s waiting: %s", job_id, error)
+                self._watch.quarantine(error.detail)
             except MidstreamError as error:
                 if error.kind != UNAVAILABLE:
                     raise
@@ -136,7 +137,6 @@ class Attempts:
                 patience = time.monotonic() + CLAIM_PATIENCE_S
             if time.monotonic() > patience:
                 break
-            await self._watch.catch_up(patience - time.monotonic())
         return AttemptOutcome.NOT_OURS if self._engine_died.is_set() else AttemptOutcome.PUT_BACK
 
     async def _may_begin(self, patience: float) -> bool:

@@ -85,7 +85,6 @@ class RankWatch:
         self._open = asyncio.Event()  # serving, or closed for good
         self._closed = False
         self._wake = asyncio.Event()
-        self._looked = asyncio.Event()  # replaced with every look
         self._version = -1  # of the global steering that the ranks have checked; -1: none yet
         self._answered: set[str] = set()  # open checks
         self._ask = ""  # id of the last request for a report
@@ -108,14 +107,6 @@ class RankWatch:
             async with asyncio.timeout(patience_s):
                 await self._open.wait()
         return self.serving
-
-    async def catch_up(self, patience_s: float) -> None:
-        """Wake the loop; returns after its next look, or after `patience_s`."""
-        looked = self._looked
-        self._wake.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await looked.wait()
 
     def quarantine(self, why: str) -> None:
         """Begin no job until a resync has made the ranks equal. `why`: why they may differ."""
@@ -147,7 +138,6 @@ class RankWatch:
                 async with asyncio.timeout(self._settings.steering_poll_s):
                     await self._wake.wait()
             self._wake.clear()
-            looked, self._looked = self._looked, asyncio.Event()
             try:
                 await self._look()
                 unreachable = False
@@ -168,8 +158,6 @@ class RankWatch:
                     await asyncio.sleep(RETRY_S)
                 else:
                     raise
-            finally:
-                looked.set()
 
     async def _look(self) -> None:
         if self._out_of_step:

@@ -187,14 +187,6 @@ class Steering(LedgerPart):
         """
         return str(await self._redis.hincrby(_state(model), "ask", 1))
 
-    async def reports(self, model: str) -> list[WorkerSteering]:
-        """Return the last report of each live worker of `model`, by worker; workers that have not
-        reported since their start are left out.
-        """
-        return [
-            account.report for account in await self.accounts(model) if account.report is not None
-        ]
-
     @reachable
     async def accounts(self, model: str | None = None) -> list[Account]:
         """Return the live workers (of `model`, or all) and their last reports, by worker."""

@@ -56,6 +56,7 @@ class Board:
         self.cleared: list[int] = []
         self.reports: list[WorkerSteering] = []
         self.gone: set[str] = set()
+        self.looks = 0
 
     def _there(self) -> None:
         if self.away:
@@ -68,6 +69,7 @@ class Board:
         return {}, self.current
 
     async def look(self, model: str, worker: str) -> Look:
+        self.looks += 1
         if self.away:
             raise MidstreamError("unavailable", "Redis is away")
         return Look(self.current.version, self.asked, self.desync, list(self.checks))
@@ -126,9 +128,9 @@ class Worker:
         return left
 
     async def follow(self) -> None:
-        """Until everything that is there now has been looked into."""
-        for _ in range(2):
-            await self.watch.catch_up(60)
+        """Until everything that is there now has been looked into: the next look is over."""
+        after = self.board.looks + 2
+        await holding(lambda: self.board.looks >= after)
 
     async def check(self, name: str, *vectors: str) -> str:
         """The answer to a new check."""
@@ -313,7 +315,7 @@ async def test_global_steering_that_a_rank_refuses_is_retried_before_any_job(at:
     assert await at.watch.may_begin(60)
 
 
-async def test_a_worker_that_cannot_apply_global_steering_at_start_waits_until_it_is_cleared(
+async def test_a_worker_whose_ranks_refuse_global_steering_at_start_waits_for_another(
     tmp_path: Path,
 ) -> None:
     """Its model came back with fewer layers, or its settings leave a hook out: its ranks would fail
