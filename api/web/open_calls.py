@@ -22,16 +22,18 @@ class OpenCalls:
             settings.tuning.tenant_connections,
             "requests",
             "too_many_connections",
-            "tenant_connections",
+            "tuning.tenant_connections",
             AGAIN_S,
         )
-        self._streams = Shares(most, "event streams", "too_many_streams", "tenant_streams", AGAIN_S)
+        self._streams = Shares(
+            most, "event streams", "too_many_streams", "tuning.tenant_streams", AGAIN_S
+        )
         self._openings = Rate(
             settings.tuning.tenant_streams_per_minute,
             most,
             "new event streams",
             "too_many_streams",
-            "tenant_streams_per_minute",
+            "tuning.tenant_streams_per_minute",
             AGAIN_S,
         )
 

@@ -108,7 +108,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
             if needed > present:
                 detail = (
                     f"the request needs {needed} {setting.replace('_', ' ')}, but the engine has "
-                    f"{present} (setting {setting}); those of global steering count"
+                    f"{present} (setting tuning.{setting}); those of global steering count"
                 )
                 raise MidstreamError("intervention_failed", detail)
 

@@ -594,7 +594,7 @@ def _check_room(
         if present and requested + taken > max(1, present // share):
             words = (
                 f"needs {requested} {setting.replace('_', ' ')}{whom}; the worker has {present} "
-                f"(setting {setting})"
+                f"(setting tuning.{setting})"
             )
             if taken:
                 words += f", of which global steering takes {taken}"

@@ -67,7 +67,7 @@ def test_the_app_takes_json_alone_and_one_message_at_a_time_for_a_short_lease() 
     conf = make_app(chosen).conf
     assert conf.accept_content == conf.result_accept_content == ["json"]
     assert (conf.result_backend, conf.worker_prefetch_multiplier) == (None, 1)
-    assert chosen.visibility_timeout_s > RENEW_S * 3
+    assert chosen.tuning.visibility_timeout_s > RENEW_S * 3
 
 
 def test_cursors_round_trip_and_invalid_ones_are_refused() -> None:

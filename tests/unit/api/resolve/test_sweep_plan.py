@@ -617,12 +617,12 @@ def test_a_cells_room_is_that_of_its_widest_window() -> None:
     ("fields", "limits", "rows"),
     [
         ({"hooks": ["attn_out"]}, {}, 2 * 4),
-        ({"hooks": ["attn_out"]}, {"sweep_entry": False}, 4),
+        ({"hooks": ["attn_out"]}, {"tuning.sweep_entry": False}, 4),
         ({"hooks": ["attn_out", "pre_attn", "post_block"], "layers": [0, 1]}, {}, 3 * 2),
         ({"ablation": "mean", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {}, 3 * 4),
         (
             {"ablation": "zeros", "metric": "kl", "hooks": ["attn_out", "post_block"]},
-            {"sweep_entry": False},
+            {"tuning.sweep_entry": False},
             4,
         ),
     ],

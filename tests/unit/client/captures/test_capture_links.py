@@ -27,7 +27,7 @@ from midstream.storage.store import ArtifactStore, open_store
 def described(
     store: ArtifactStore, files: list[CapturedFile], **settings: Any
 ) -> list[ManifestFile]:
-    context: Any = SimpleNamespace(settings=Settings(**settings), store=store)
+    context: Any = SimpleNamespace(settings=Settings(**settings), store=store, url=str)
     told = [msgspec.structs.asdict(file) for file in files]
     names = set(FileEntry.__struct_fields__)
     entries = [

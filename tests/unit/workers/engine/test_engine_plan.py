@@ -82,7 +82,10 @@ def sizes_on_a_gpu(found: module.Plan, settings: Settings) -> tuple[int, Sizes]:
 )
 @pytest.mark.parametrize(
     "given",
-    [{}, {"hooks": "post_block,pre_attn", "max_num_batched_tokens": 8192, "steering_rows": 7}],
+    [
+        {},
+        {"hooks": "post_block,pre_attn", "max_num_batched_tokens": 8192, "tuning.steering_rows": 7},
+    ],
 )
 def test_the_memory_of_buffers_is_that_of_the_buffers(
     config: dict[str, Any], given: dict[str, Any]

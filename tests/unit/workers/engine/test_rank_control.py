@@ -119,7 +119,7 @@ async def test_tensors_of_a_checked_global_steering_are_held_only_while_it_is_ch
 
 
 async def test_global_steering_too_large_for_the_table_is_refused(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, steering_entries=1)
+    rig = Rig(tmp_path, **{"tuning.steering_entries": 1})
     with refuses("needs 2 steering entries", kind="intervention_failed"):
         await rig.engine.check_global(steering(1, FIRST, SECOND), fetch)
     assert not rig.engine._vectors.names

@@ -76,7 +76,6 @@ PROBE = StoredProbe(
     digest="",
     content=ProbeContent("post_block", 0, ["weight", "bias"], ["a", "b"], [None, None]),
     model="m",
-    action="none",
 )
 SCALARS = {
     "logit": LOGIT,

@@ -208,7 +208,7 @@ def test_the_logging_consumer_defaults_to_stderr() -> None:
         (
             capture(positions=range(500), consumers=["memory", "logging"]),
             "error",
-            "4096 (4 KiB, memory_limit_kib)",
+            "4096 (4 KiB, tuning.memory_limit_kib)",
         ),
         (capture(consumers=["nobody"]), "error", "rank 0 has no such consumer"),
         (
