@@ -7,57 +7,17 @@ from .schemas.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import lens as lens
-    from .client import (
-        Answer as Answer,
-        AsyncClient as AsyncClient,
-        AsyncPatchStudy as AsyncPatchStudy,
-        CaptureReader as CaptureReader,
-        CaptureSpec as CaptureSpec,
-        Client as Client,
-        Mapped as Mapped,
-        MidstreamError as MidstreamError,
-        PatchSource as PatchSource,
-        PatchSpec as PatchSpec,
-        PatchStudy as PatchStudy,
-        ServerTimeout as ServerTimeout,
-        ServerUnreachable as ServerUnreachable,
-        Span as Span,
-        SteeringSpec as SteeringSpec,
-        UnknownArgument as UnknownArgument,
-        VersionMismatch as VersionMismatch,
-        harvest as harvest,
-        matrix as matrix,
-        probes as probes,
-        returned_rows as returned_rows,
-        samples as samples,
-    )
+    from .client import *  # noqa: F403 - all of its names, and two of its rooms
+    from .client import harvest as harvest, probes as probes
 
-__all__ = [
-    "Answer",
-    "AsyncClient",
-    "AsyncPatchStudy",
-    "CaptureReader",
-    "CaptureSpec",
-    "Client",
-    "Mapped",
-    "MidstreamError",
-    "PatchSource",
-    "PatchSpec",
-    "PatchStudy",
-    "ServerTimeout",
-    "ServerUnreachable",
-    "Span",
-    "SteeringSpec",
-    "UnknownArgument",
-    "VersionMismatch",
-    "__version__",
-    "harvest",
-    "lens",
-    "matrix",
-    "probes",
-    "returned_rows",
-    "samples",
-]
+#: The names of `client`, which is loaded when one is first used.
+_OF_CLIENT = (
+    *("Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client"),
+    *("Mapped", "MidstreamError", "PatchSource", "PatchSpec", "PatchStudy", "ServerTimeout"),
+    *("ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch"),
+    *("harvest", "matrix", "probes", "returned_rows", "samples"),
+)
+__all__ = ["__version__", "lens", *_OF_CLIENT]
 
 
 def __dir__() -> list[str]:

@@ -55,7 +55,7 @@ NO_KEYS = (
 log = logging.getLogger("midstream.api")
 
 
-class Server(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """uvicorn that logs its address when ready and releases held responses on shutdown."""
 
     def __init__(
@@ -170,7 +170,7 @@ def serve(settings: Settings) -> None:
         forwarded_allow_ips=proxies,
         lifespan="on",
     )
-    server = Server(config, app, url, settings if refused is None else None)
+    server = ApiServer(config, app, url, settings if refused is None else None)
     server.run(sockets=[listening])
     if server.refused:
         raise SettingsError(server.refused)

@@ -114,7 +114,7 @@ def make_app(settings: Settings) -> App:
         return response
 
     learn_records()
-    records = openapi.Records()
+    records = openapi.RecordSchemas()
     app = App(
         route_handlers=ROUTES,
         dependencies={

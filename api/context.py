@@ -19,12 +19,12 @@ import msgspec
 from litestar import Request
 
 from ..broker.ledger.jobs.ledger import Ledger, new_job_id, reachable
-from ..broker.ledger.jobs.watch import SharedReads, Watcher
+from ..broker.ledger.jobs.watch import JobWatcher, SharedReads
 from ..broker.ledger.named.registry import Registry
-from ..broker.ledger.named.steering import Steering
-from ..broker.ledger.people.keys import Keys
+from ..broker.ledger.named.steering import LedgerSteering
+from ..broker.ledger.people.keys import LedgerKeys
 from ..broker.ledger.people.sessions import Sessions
-from ..broker.ledger.recovery.harvests import Harvests
+from ..broker.ledger.recovery.harvests import LedgerHarvests
 from ..broker.ops import logs
 from ..broker.ops.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
@@ -75,17 +75,17 @@ MEASURED_OF_TENANT = 8
 class AppContext:
     """Everything a handler needs. Build with `open_context`."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, watcher: Watcher, celery: Any):
+    def __init__(self, settings: Settings, ledger: Ledger, watcher: JobWatcher, celery: Any):
         self.settings = settings
         self.ledger = ledger
-        self.keys = Keys(ledger)
+        self.keys = LedgerKeys(ledger)
         self.sessions = Sessions(ledger)
         self.gate = Gate(settings, self.keys, self.sessions)
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
-        self.steering = Steering(ledger)
+        self.steering = LedgerSteering(ledger)
         self.probes, self.policies = Registry(ledger, PROBES), Registry(ledger, POLICIES)
-        self.harvests = Harvests(ledger)
+        self.harvests = LedgerHarvests(ledger)
         self.measuring = anyio.CapacityLimiter(MEASURED_AT_ONCE)
         self.measured = Shares(MEASURED_OF_TENANT, "looks at captured rows")
         self.watcher = watcher
@@ -230,7 +230,7 @@ async def open_context(settings: Settings) -> AsyncIterator[AppContext]:
     celery = make_celery(settings)
     ledger = Ledger.connect(settings)
     try:
-        async with Watcher(ledger) as watcher:
+        async with JobWatcher(ledger) as watcher:
             context = AppContext(settings, ledger, watcher, celery)
             try:
                 yield context

@@ -30,7 +30,7 @@ DESCRIPTION = (
 )
 
 
-class Records(OpenAPISchemaPlugin):
+class RecordSchemas(OpenAPISchemaPlugin):
     """Describes our types with msgspec's own schemas, because Litestar's omit defaults, and that
     unknown fields are rejected.
 
@@ -211,10 +211,10 @@ def _linked(response: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
     return {**response, "links": links} if links else response
 
 
-class Document(JsonRenderPlugin):
+class OpenAPIRender(JsonRenderPlugin):
     """Renders `/schema/openapi.json`."""
 
-    def __init__(self, records: Records):
+    def __init__(self, records: RecordSchemas):
         super().__init__(path="/openapi.json")
         self._records = records
 
@@ -222,12 +222,12 @@ class Document(JsonRenderPlugin):
         return msgspec.json.encode(self._records.complete(openapi_schema, request.app))
 
 
-def config(records: Records) -> OpenAPIConfig:
+def config(records: RecordSchemas) -> OpenAPIConfig:
     return OpenAPIConfig(
         title="Midstream",
         version=__version__,
         description=DESCRIPTION,
-        render_plugins=[Operations(), Document(records), Swagger()],
+        render_plugins=[Operations(), OpenAPIRender(records), Swagger()],
         openapi_router=Router(
             "/schema",
             route_handlers=[],
@@ -242,7 +242,7 @@ def config(records: Records) -> OpenAPIConfig:
 
 def document(app: Litestar) -> bytes:
     """Return the document, indented and with sorted keys."""
-    complete = app.plugins.get(Records).complete(app.openapi_schema.to_schema(), app)
+    complete = app.plugins.get(RecordSchemas).complete(app.openapi_schema.to_schema(), app)
     return (
         msgspec.json.format(msgspec.json.encode(complete, order="deterministic"), indent=2) + b"\n"
     )

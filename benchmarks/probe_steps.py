@@ -26,9 +26,9 @@ from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
-from midstream.workers.runner.base.config import Place, PlaneConfig
+from midstream.workers.runner.base.config import PlaneConfig, RankPlace
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, StepView
-from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of, visit_of
+from midstream.workers.runner.hooks.sites import RankSite, Sizes, buffers_of, visit_of
 from midstream.workers.runner.plane.data_plane import DataPlane
 
 #: Reads each probe that has a policy: stops at a mean that nothing reaches.
@@ -113,7 +113,7 @@ class Stand:
             cores=[0],
             fault="",
         )
-        sites = [Site("post_block", layer, "pair") for layer in range(layers)]
+        sites = [RankSite("post_block", layer, "pair") for layer in range(layers)]
         sizes = Sizes(
             ring_rows=0,
             capacity=CAPACITY,
@@ -125,7 +125,7 @@ class Stand:
         buffers = buffers_of(layers, sizes, hidden, torch.bfloat16, torch.device("cpu"))
         self.plane = DataPlane(
             config,
-            Place(rank=0, world=1, tp=0, pp=0, stages=1),
+            RankPlace(rank=0, world=1, tp=0, pp=0, stages=1),
             sites,
             buffers,
             num_layers=layers,

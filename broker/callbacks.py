@@ -30,7 +30,7 @@ from .ops.liveness import REAPER_KEY
 from .ops.redis_availability import is_redis_unavailable
 from .queue.celery_app import CALLBACKS_QUEUE, make_app
 from .queue.transport import transport_of
-from .webhooks.sender import Sender
+from .webhooks.sender import WebhookSender
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def is_unavailable(error: Exception) -> bool:
 async def keep_sending(settings: Settings) -> None:
     """Send webhooks until cancelled."""
     ledger = Ledger.connect(settings)
-    sender = Sender.over(ledger)
+    sender = WebhookSender.over(ledger)
     try:
         await sender.run()
     finally:

@@ -1,7 +1,4 @@
-"""The Python client, the command line, and the local stack.
-
-Importing this package does not load torch, vLLM or Celery.
-"""
+"""The Python client, the command line, and the local stack; loads no torch, vLLM or Celery."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -32,61 +29,20 @@ if TYPE_CHECKING:
     from .values import UnknownArgument as UnknownArgument
 
 #: Module → its public names, loaded on first use.
-_MODULES: dict[str, tuple[str, ...]] = {
-    ".sdk.client": (
-        "AsyncClient",
-        "Client",
-    ),
-    ".captures.reader": ("CaptureReader",),
-    ".sdk.mapping.map": ("Mapped",),
-    ".sdk.wire": (
-        "Answer",
-        "VersionMismatch",
-        "ServerTimeout",
-        "ServerUnreachable",
-        "returned_rows",
-    ),
-    ".values": ("UnknownArgument",),
-    ".captures.row_matrix": (
-        "matrix",
-        "samples",
-    ),
-    ".study.patch_study": (
-        "PatchStudy",
-        "AsyncPatchStudy",
-    ),
-    "..schemas.requests.specs": (
-        "CaptureSpec",
-        "PatchSource",
-        "PatchSpec",
-        "SteeringSpec",
-    ),
-    "..schemas.base.errors": ("MidstreamError",),
-    "..schemas.prompts.selectors": ("Span",),
+_MODULES = {
+    ".sdk.client": "AsyncClient Client",
+    ".captures.reader": "CaptureReader",
+    ".sdk.mapping.map": "Mapped",
+    ".sdk.wire": "Answer VersionMismatch ServerTimeout ServerUnreachable returned_rows",
+    ".values": "UnknownArgument",
+    ".captures.row_matrix": "matrix samples",
+    ".study.patch_study": "PatchStudy AsyncPatchStudy",
+    "..schemas.requests.specs": "CaptureSpec PatchSource PatchSpec SteeringSpec",
+    "..schemas.base.errors": "MidstreamError",
+    "..schemas.prompts.selectors": "Span",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = [
-    "Answer",
-    "AsyncClient",
-    "AsyncPatchStudy",
-    "CaptureReader",
-    "CaptureSpec",
-    "Client",
-    "Mapped",
-    "MidstreamError",
-    "PatchSource",
-    "PatchSpec",
-    "PatchStudy",
-    "ServerTimeout",
-    "ServerUnreachable",
-    "Span",
-    "SteeringSpec",
-    "UnknownArgument",
-    "VersionMismatch",
-    "matrix",
-    "returned_rows",
-    "samples",
-]
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 
 def __dir__() -> list[str]:

@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 #: (rows float32 `[n, hidden_size]`, read-only; vector float32 `[hidden_size]`; two numbers) → new
 #: rows of the same shape and dtype.
-Edit = Callable[[np.ndarray, np.ndarray, tuple[float, float]], np.ndarray]
+InstalledEdit = Callable[[np.ndarray, np.ndarray, tuple[float, float]], np.ndarray]
 
 #: Code → op, in this process. Filled before the first forward pass.
-OPS: dict[int, Edit] = {}
+OPS: dict[int, InstalledEdit] = {}
 
 
 def edited(

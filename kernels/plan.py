@@ -39,7 +39,7 @@ ALIKE_FROM = 14  # first token of that run
 SITE = 15
 
 
-class Port(NamedTuple):
+class CapturePort(NamedTuple):
     """The columns of one of a site's two captures."""
 
     COUNT: int  # captured rows; 0: none
@@ -49,8 +49,8 @@ class Port(NamedTuple):
     PATTERN: int  # row of `capture_slots`
 
 
-BEFORE = Port(4, 5, 6, 7, 8)
-AFTER = Port(9, 10, 11, 12, 13)
+BEFORE = CapturePort(4, 5, 6, 7, 8)
+AFTER = CapturePort(9, 10, 11, 12, 13)
 #: Columns of `counts`. An edit is one configuration row at one token: a token with two of them
 #: counts twice.
 COUNTS = 3
@@ -67,7 +67,7 @@ UNSOUND, OVERFLOWED = float.fromhex("0x1.fffffep127"), math.inf
 WITHIN = 1 - 2.0**-20
 
 
-class Planned(NamedTuple):
+class OpInputs(NamedTuple):
     """Inputs of both ops, after the tensors that they write. int32 unless another dtype is given.
 
     The reference reads `lists`, the GPU kernels `capture_slots`; both read the rest.
@@ -190,7 +190,7 @@ class SitePlan:
 
     def build(
         self, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> Planned:
+    ) -> OpInputs:
         """Return buffers for up to `capacity` tokens.
 
         Raises ValueError if a token has more than ROWS_PER_TOKEN rows.
@@ -225,7 +225,7 @@ class SitePlan:
 
 def build_group(
     plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Planned:
+) -> OpInputs:
     """Return buffers of sites that share a launch, for up to `capacity` tokens.
 
     In one step a token has the same configuration rows at all sites, so `edits` must be equal; a
@@ -268,7 +268,7 @@ def build_group(
     ):
         for of_site in columns:
             of_site[SITE] = 0
-    built = Planned(
+    built = OpInputs(
         torch.tensor(columns, dtype=torch.int32),
         torch.tensor(lists or [0]),
         token_rows,
@@ -279,4 +279,4 @@ def build_group(
         torch.zeros(max(plan.site for plan in plans), COUNTS, dtype=torch.int32),
         torch.full((max(plan.site for plan in plans), capacity), torch.nan),
     )
-    return Planned(*(tensor.to(device) for tensor in built))
+    return OpInputs(*(tensor.to(device) for tensor in built))

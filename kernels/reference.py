@@ -50,7 +50,7 @@ from .plan import (
     SITE,
     UNSOUND,
     WITHIN,
-    Port,
+    CapturePort,
 )
 
 #: New rows, and which of them were changed (None: all).
@@ -64,7 +64,7 @@ Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rew
 Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: The edits of one owner: the rows `[n, hidden_size]` before and after them, and their limits as in
 #: `scalars`, `[n or 1, any number]`, 0 where there is none.
-Edits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+EditTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _replace(
@@ -415,7 +415,7 @@ def _by_owner(
     entries: torch.Tensor,
     pool: torch.Tensor,
     scalars: torch.Tensor,
-) -> list[Edits]:
+) -> list[EditTensors]:
     """Return the edits by owner, the operator's first, or all of them as one owner's if there are
     no limits or no row has edits of both. `entries`: `[families, n, depth]`.
     """
@@ -472,7 +472,7 @@ def _shift_alike(
 def _measure(
     before: torch.Tensor,
     after: torch.Tensor,
-    edits: Sequence[Edits],
+    edits: Sequence[EditTensors],
     tokens: slice | torch.Tensor,
     steps: list[int],
     sizes: torch.Tensor,
@@ -502,7 +502,7 @@ def _measure(
 
 
 def _limited(
-    row: torch.Tensor, norm: torch.Tensor, edits: Sequence[Edits]
+    row: torch.Tensor, norm: torch.Tensor, edits: Sequence[EditTensors]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the rows, float32 `[n, hidden_size]`, with each owner's edits within its limit; which
     of them were scaled, bool `[n]`; and the sizes beyond a limit that fails the request, else 0.
@@ -551,7 +551,7 @@ def _capture(
     ring: torch.Tensor,
     steps: list[int],
     lists: torch.Tensor,
-    port: Port,
+    port: CapturePort,
 ) -> int:
     """Copy the port's rows into the ring; return how many were captured."""
     count = steps[port.COUNT]

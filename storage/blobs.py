@@ -23,7 +23,7 @@ _JOB = re.compile(rb'"job":"([^"\\]*)"')
 
 
 @dataclass(frozen=True)
-class Blob:
+class FileBytes:
     """The bytes of a whole safetensors file, as buffers in order."""
 
     manifest: Manifest
@@ -45,7 +45,7 @@ class Blob:
 
 def make_blob(
     manifest: Manifest, tensors: Sequence[tuple[str, str, Sequence[int], Sequence[Buffer]]]
-) -> Blob:
+) -> FileBytes:
     """Build a blob without copying its buffers.
 
     `tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order).
@@ -59,10 +59,10 @@ def make_blob(
     crc = 0
     for buffer in everything:
         crc = zlib_ng.crc32(buffer, crc)
-    return Blob(manifest, everything, sum(map(len, everything)), crc)
+    return FileBytes(manifest, everything, sum(map(len, everything)), crc)
 
 
-def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
+def publish(store: ArtifactStore, blobs: Sequence[tuple[str, FileBytes]]) -> None:
     """Write each (key, blob), with its index next to it; when this returns, all of them are
     durable.
 
@@ -85,7 +85,7 @@ def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
         raise
 
 
-def append(segment: Segment, blobs: Sequence[Blob]) -> list[int]:
+def append(segment: Segment, blobs: Sequence[FileBytes]) -> list[int]:
     """Append a group of blobs, durable when this returns; return their offsets.
 
     Raises what `Segment.append` raises.

@@ -12,7 +12,7 @@ from ..schemas.base.store_calls import BOUNDS, StoreCalls
 
 
 @dataclass
-class Call:
+class StoreCall:
     """One running request; its caller sets both fields."""
 
     outcome: str = "ok"
@@ -36,8 +36,8 @@ class Tally:
         self._operations: defaultdict[str, _Operation] = defaultdict(_Operation)
 
     @contextmanager
-    def call(self, operation: str) -> Iterator[Call]:
-        call, began = Call(), time.monotonic()
+    def call(self, operation: str) -> Iterator[StoreCall]:
+        call, began = StoreCall(), time.monotonic()
         try:
             yield call
         finally:

@@ -33,12 +33,12 @@ from .shards import (
 )
 from .store import ArtifactStore, Handle, open_store
 
-#: The most shards whose files a `Harvest` keeps open.
+#: The most shards whose files a `CompleteHarvest` keeps open.
 OPEN = 16
-Site = tuple[str, int]
+HookLayer = tuple[str, int]
 
 
-class Keys(NamedTuple):
+class RowOrigins(NamedTuple):
     """The origins of rows; each array is int64 `[rows]`."""
 
     documents: np.ndarray  # number of the document in the source
@@ -52,7 +52,7 @@ class _Opened:
     tensors: Mapping[str, TensorPlace]
 
 
-class Shard:
+class HarvestShard:
     """The rows of one shard. `first`: the number of its first row in the harvest."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Shard:
         self._files = {}
 
     @property
-    def sites(self) -> list[Site]:
+    def sites(self) -> list[HookLayer]:
         """The sites of all stages, in the order of the files."""
         return [
             (hook, layer)
@@ -84,10 +84,10 @@ class Shard:
             for layer in layers
         ]
 
-    def keys(self, start: int = 0, stop: int | None = None) -> Keys:
+    def keys(self, start: int = 0, stop: int | None = None) -> RowOrigins:
         """Return the keys of rows `[start, stop)`. Raises OSError, DamagedBlob."""
         opened = self._open(self.entry.files[0].key)
-        return Keys(*[self._read(opened, name, start, stop) for name in KEYS])
+        return RowOrigins(*[self._read(opened, name, start, stop) for name in KEYS])
 
     def generated(self) -> np.ndarray:
         """Return whether each row's token was generated, bool `[rows]`."""
@@ -148,12 +148,14 @@ class StreamedUnit:
 
     def __init__(self, unit: UnitEntry, uri: str) -> None:
         self.unit, self.cursor = unit, unit.unit + 1
-        self.shards = [Shard(open_store(uri), entry, unit, 0) for entry in unit.shards]
+        self.shards = [HarvestShard(open_store(uri), entry, unit, 0) for entry in unit.shards]
 
-    def keys(self) -> Keys:
+    def keys(self) -> RowOrigins:
         """Return the keys of all rows."""
-        parts = [shard.keys() for shard in self.shards] or [Keys(*[np.zeros(0, np.int64)] * 3)]
-        return Keys(*[np.concatenate(columns) for columns in zip(*parts, strict=True)])
+        parts = [shard.keys() for shard in self.shards] or [
+            RowOrigins(*[np.zeros(0, np.int64)] * 3)
+        ]
+        return RowOrigins(*[np.concatenate(columns) for columns in zip(*parts, strict=True)])
 
     def rows(self, layer: int, hook: str = "post_block") -> np.ndarray:
         """Return the rows of a site, `[rows, width]`, in the order of `keys`. Raises `not_found`;
@@ -162,7 +164,7 @@ class StreamedUnit:
         return np.concatenate([shard.rows(hook, layer) for shard in self.shards])
 
 
-class Harvest(Plotted):
+class CompleteHarvest(Plotted):
     """A complete harvest.
 
     Rows are numbered in the order of the shards, which is that of training and mixes documents.
@@ -176,7 +178,7 @@ class Harvest(Plotted):
         entries = [(entry, unit) for unit in units for entry in unit.shards]
         firsts = accumulate((entry.rows for entry, _ in entries), initial=0)
         self.shards = [
-            Shard(store, *each, first) for each, first in zip(entries, firsts, strict=False)
+            HarvestShard(store, *each, first) for each, first in zip(entries, firsts, strict=False)
         ]
         self._used: OrderedDict[int, None] = OrderedDict()
 
@@ -191,7 +193,7 @@ class Harvest(Plotted):
         )
 
     @property
-    def sites(self) -> list[Site]:
+    def sites(self) -> list[HookLayer]:
         """The sites (hook, layer), in the order of the forward pass."""
         return [(hook, layer) for hook, layers in self.manifest.sites.items() for layer in layers]
 
@@ -199,7 +201,7 @@ class Harvest(Plotted):
     def _firsts(self) -> np.ndarray:
         return np.array([shard.first for shard in self.shards], dtype=np.int64)
 
-    def site(self, hook: str | None, layer: int | None) -> Site:
+    def site(self, hook: str | None, layer: int | None) -> HookLayer:
         """Return the only site that matches `hook` and `layer`; None matches any.
 
         Raises MidstreamError that lists the sites of the harvest if none or several match.
@@ -230,14 +232,14 @@ class Harvest(Plotted):
         at = self.site(hook, layer)
         return self._gather(index, lambda shard, start, stop: shard.rows(*at, start, stop))
 
-    def keys(self, index: int | slice | np.ndarray | Sequence[int]) -> Keys:
+    def keys(self, index: int | slice | np.ndarray | Sequence[int]) -> RowOrigins:
         """Return the keys of rows by row number. Raises IndexError."""
         columns = self._gather(index, lambda shard, *part: np.stack(shard.keys(*part), axis=-1)).T
-        return Keys(*columns.astype(np.int64, order="C"))
+        return RowOrigins(*columns.astype(np.int64, order="C"))
 
     def document(
         self, document: int, layer: int | None = None, hook: str | None = None
-    ) -> tuple[Keys, np.ndarray]:
+    ) -> tuple[RowOrigins, np.ndarray]:
         """Return a document's keys and its rows at a site, ordered by position; empty if it has no
         rows.
         """
@@ -249,7 +251,7 @@ class Harvest(Plotted):
         numbers = np.concatenate(found)
         keys = self.keys(numbers)
         order = np.argsort(keys.positions)
-        return Keys(*[part[order] for part in keys]), self.rows(numbers[order], layer, hook)
+        return RowOrigins(*[part[order] for part in keys]), self.rows(numbers[order], layer, hook)
 
     def close(self) -> None:
         for shard in self.shards:
@@ -258,7 +260,7 @@ class Harvest(Plotted):
     def _gather(
         self,
         index: int | slice | np.ndarray | Sequence[int],
-        read: Callable[[Shard, int, int], np.ndarray],
+        read: Callable[[HarvestShard, int, int], np.ndarray],
     ) -> np.ndarray:
         numbers = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
         given = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
@@ -282,7 +284,7 @@ class Harvest(Plotted):
         result: np.ndarray = ordered[0] if isinstance(index, int | np.integer) else ordered
         return result
 
-    def _touch(self, number: int) -> Shard:
+    def _touch(self, number: int) -> HarvestShard:
         """Record a use of a shard, close the least recently used shards beyond `OPEN`, and return
         the shard.
         """
@@ -293,7 +295,7 @@ class Harvest(Plotted):
         return self.shards[number]
 
 
-def open(uri: str) -> Harvest:
+def open(uri: str) -> CompleteHarvest:
     """Open the complete harvest at a folder or URI.
 
     Raises MidstreamError: `not_found` if it has no manifest, `gone` if it was a stream that did not
@@ -309,7 +311,7 @@ def open(uri: str) -> Harvest:
         for part in manifest.parts
         for unit in from_json(checked(store, part.key, part.crc32), PartManifest).units
     ]
-    return Harvest(store, manifest, units)
+    return CompleteHarvest(store, manifest, units)
 
 
 def read_manifest(store: ArtifactStore) -> HarvestManifest:
@@ -340,6 +342,6 @@ def read_manifest(store: ArtifactStore) -> HarvestManifest:
         return from_json(data, HarvestManifest)
 
 
-def shown(sites: Sequence[Site]) -> str:
+def shown(sites: Sequence[HookLayer]) -> str:
     """List sites by name: `post_block.3, post_block.4`."""
     return ", ".join(site_name(*site) for site in sites)

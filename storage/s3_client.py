@@ -25,7 +25,7 @@ import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
 from ..schemas.base.settings import load_settings
-from .calls import CALLS, Call
+from .calls import CALLS, StoreCall
 from .store import TRANSIENT
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class Stale(OSError):
     """The object is no longer the one that was opened."""
 
 
-class Address(NamedTuple):
+class S3Address(NamedTuple):
     bucket: str
     prefix: str  # without a final "/"
     endpoint: str = ""  # empty: AWS_ENDPOINT_URL, or AWS's own
@@ -115,7 +115,7 @@ class Address(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def client(address: Address, quick: bool = False, repeats: bool = False) -> Any:
+def client(address: S3Address, quick: bool = False, repeats: bool = False) -> Any:
     """Returns obstore's client of a bucket. Raises SettingsError, OSError.
 
     `quick`: it fails within `PROBE_S`. `repeats`: it retries requests itself, as an upload in parts
@@ -219,7 +219,9 @@ def together(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
     return [future.result() for future in futures]
 
 
-def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key: str = "") -> T:
+def ask(
+    address: S3Address, operation: str, action: Callable[[Any, StoreCall], T], key: str = ""
+) -> T:
     """Return what `action(client, call)` returns, repeated while it fails for a transient reason.
 
     Requests are counted under `operation`. Raises OSError.
@@ -242,7 +244,7 @@ def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key:
 
 
 @contextmanager
-def counted(operation: str) -> Iterator[Call]:
+def counted(operation: str) -> Iterator[StoreCall]:
     with CALLS.call(operation) as call:
         try:
             yield call
@@ -257,7 +259,7 @@ def _outcome(error: BaseException) -> str:
 
 
 @contextmanager
-def explained(address: Address, key: str = "") -> Iterator[None]:
+def explained(address: S3Address, key: str = "") -> Iterator[None]:
     """Turns obstore's errors into OSErrors: FileNotFoundError for a missing key, `Stale`,
     PermissionError, TimeoutError, …
     """
@@ -271,13 +273,13 @@ def explained(address: Address, key: str = "") -> Iterator[None]:
         raise as_os_error(address, key, error) from None
 
 
-def where(address: Address) -> str:
+def where(address: S3Address) -> str:
     return f"object storage s3://{address.bucket}" + (
         f" at {address.endpoint}" if address.endpoint else ""
     )
 
 
-def as_os_error(address: Address, key: str, error: Exception) -> OSError:
+def as_os_error(address: S3Address, key: str, error: Exception) -> OSError:
     text = str(error).partition("\n\nDebug source")
     code = match[1] if (match := _CODE.search(text[0])) else ""
     status = match[1] if (match := _STATUS.search(text[0])) else ""

@@ -24,9 +24,9 @@ import obstore
 
 from ..schemas.base.faults import crash_point
 from ..schemas.jobs.captures import SEGMENTS, index_of
-from .calls import Call
+from .calls import StoreCall
 from .disk import disk_trouble
-from .s3_client import Address, Stale, ask, client, counted, explained, together, where
+from .s3_client import S3Address, Stale, ask, client, counted, explained, together, where
 from .store import Buffer, NotInPlaceError, check_key
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def open_store(uri: str) -> "S3Store":
     if not parts.netloc or "@" in parts.netloc:
         raise ValueError("an s3:// URI names a bucket and no credentials: s3://bucket/prefix")
     return S3Store(
-        Address(
+        S3Address(
             parts.netloc,
             parts.path.strip("/"),
             options.get("endpoint", ""),
@@ -90,7 +90,7 @@ def open_store(uri: str) -> "S3Store":
 class S3Store:
     """The store in the bucket and prefix of `address`."""
 
-    address: Address
+    address: S3Address
 
     @property
     def uri(self) -> str:
@@ -263,7 +263,7 @@ class S3Store:
     def client(self) -> Any:
         return client(self.address)
 
-    def ask(self, operation: str, action: Callable[[Any, Call], T], key: str = "") -> T:
+    def ask(self, operation: str, action: Callable[[Any, StoreCall], T], key: str = "") -> T:
         return ask(self.address, operation, action, key)
 
     def put(self, key: str, content: Buffer, **more: Any) -> str:
@@ -272,7 +272,7 @@ class S3Store:
         Raises OSError, and Stale if the existing object does not have the ETag in `mode`.
         """
 
-        def put(s3: Any, call: Call) -> str:
+        def put(s3: Any, call: StoreCall) -> str:
             call.size = len(content)
             return obstore.put(s3, key, content, use_multipart=False, **more)["e_tag"] or ""
 
@@ -332,7 +332,7 @@ def _forms(tag: str) -> tuple[str, str]:
     return tag, tag.strip('"')
 
 
-def _body(result: Any, call: Call) -> Any:
+def _body(result: Any, call: StoreCall) -> Any:
     content = result.bytes()
     call.size = len(content)
     return content
@@ -366,7 +366,7 @@ class S3Handle:
         if len(content) == min(self.size, _READ_AHEAD):
             self._start, self._ahead = 0, memoryview(content)
 
-    def _begin(self, s3: Any, call: Call) -> tuple[int, str, Any]:
+    def _begin(self, s3: Any, call: StoreCall) -> tuple[int, str, Any]:
         result = obstore.get(s3, self._key, options={"range": (0, _READ_AHEAD)})
         return result.meta["size"], result.meta["e_tag"] or "", _body(result, call)
 

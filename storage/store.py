@@ -68,7 +68,7 @@ class Handle(Protocol):
     ) -> None: ...
 
 
-class Writer(Protocol):
+class StoreWriter(Protocol):
     """New objects that become durable together. Belongs to one thread."""
 
     def append(self, key: str, buffers: Sequence[Buffer]) -> None:
@@ -129,7 +129,7 @@ class Drafts(Protocol):
 
 @runtime_checkable
 class Adopting(Protocol):
-    """A `Writer` that takes drafts."""
+    """A `StoreWriter` that takes drafts."""
 
     def adopt(self, key: str, draft: Draft) -> None:
         """Add an adoptable draft as the object `key`, as `append` adds bytes.
@@ -240,7 +240,7 @@ class ArtifactStore(Protocol):
     def used(self) -> int:
         """Return the bytes that all objects take."""
 
-    def writer(self) -> Writer: ...
+    def writer(self) -> StoreWriter: ...
 
     def segment(self, key: str) -> Segment:
         """Create a segment.

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from midstream.broker.artifacts.retention import Usage
+from midstream.broker.artifacts.retention import CaptureUsage
 from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunFile, RunFiles, run_key
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
+from midstream.workers.runner.files.finished_rows import ConsumerOutcome, FinishedCapture
 from midstream.workers.runner.files.layouts import Filesystem, StoreConfig
 
 HIDDEN = 5
@@ -105,7 +105,7 @@ def finished(
 
 def filesystem(root: ArtifactStore | Path, owner: str = "w.boot.0", **config: Any) -> Filesystem:
     store = StoreConfig(open_store(root) if isinstance(root, Path) else root, owner, **config)
-    return Filesystem(store, Usage(store.store, store.quota))
+    return Filesystem(store, CaptureUsage(store.store, store.quota))
 
 
 def write(
@@ -113,7 +113,7 @@ def write(
 ) -> list[CapturedFile]:
     """Through the consumer `filesystem`; the files of all, which must have been written."""
     store = filesystem(root, **config)
-    outcomes: list[Outcome] = store.consume(captures)
+    outcomes: list[ConsumerOutcome] = store.consume(captures)
     store.close()
     assert [outcome.error for outcome in outcomes] == [""] * len(captures)
     return [file for outcome in outcomes for file in outcome.files]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from site_kit import DTYPES, EXACT, RANDOM, Op, new_seed, random_case, same_bits
 
-from midstream.kernels.plan import Planned, SitePlan, build_group
+from midstream.kernels.plan import OpInputs, SitePlan, build_group
 
 #: (sites, those of them that are of `hidden` alone, whether the others are of a pair): what the
 #: table of architectures can give.
@@ -55,7 +55,7 @@ class Group:
         hidden: torch.Tensor | None,
         stream: torch.Tensor,
         ring: torch.Tensor,
-        planned: Planned,
+        planned: OpInputs,
         branches: int,
     ) -> None:
         if hidden is None:

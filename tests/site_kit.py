@@ -29,7 +29,7 @@ from midstream.kernels.plan import (
     SITE,
     UNSOUND,
     Does,
-    Planned,
+    OpInputs,
     SitePlan,
     lowrank,
 )
@@ -76,7 +76,7 @@ class Case:
     ring_rows: int
     capacity: int
     name: str = ""
-    planned: Planned = field(init=False)
+    planned: OpInputs = field(init=False)
 
     def __post_init__(self) -> None:
         self.planned = _poisoned(self.plan.build(self.capacity, self.stream.dtype), self.plan)
@@ -99,7 +99,7 @@ class Outcome:
         return self.stream if self.hidden is None else self.hidden + self.stream
 
 
-def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
+def _poisoned(planned: OpInputs, plan: SitePlan) -> OpInputs:
     """Nonsense in every place that the contract leaves open, so that reading it shows."""
     columns = planned.plan[0]
     depth = int(columns[DEPTH])
@@ -149,12 +149,12 @@ def run(case: Case, pair_site: Op, single_site: Op) -> Outcome:
     ring = torch.full((case.ring_rows, case.stream.shape[1]), math.nan, dtype=case.stream.dtype)
     stream = case.stream.clone()
     hidden = None if case.hidden is None else case.hidden.clone()
-    planned = Planned(*(tensor.clone() for tensor in case.planned))
+    planned = OpInputs(*(tensor.clone() for tensor in case.planned))
     if hidden is None:
         single_site(stream, ring, *planned)
     else:
         pair_site(hidden, stream, ring, *planned)
-    for name, after, before in zip(Planned._fields, planned, case.planned, strict=True):
+    for name, after, before in zip(OpInputs._fields, planned, case.planned, strict=True):
         assert name in ("counts", "sizes") or same_bits(after, before), (
             f"{case.name}: {name} was written"
         )

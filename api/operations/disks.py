@@ -9,7 +9,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from ...broker.artifacts.retention import Usage
+from ...broker.artifacts.retention import CaptureUsage
 from ...broker.ledger.core.scripts import stored_tags
 from ...broker.ops import global_capture
 from ...schemas.base.errors import MidstreamError
@@ -67,7 +67,7 @@ class CaptureQuota:
 
     def __init__(self, store: ArtifactStore, quota: int) -> None:
         self._quota = quota
-        self.usage = Usage(store, quota)
+        self.usage = CaptureUsage(store, quota)
 
     async def within(self, job: Job, info: ModelInfo) -> Job:
         """Return the job, without global capture if the quota has no room for it.

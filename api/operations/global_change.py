@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import anyio
 
-from ...broker.ledger.named.steering import Steering
+from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.base.errors import MidstreamError
 from ...schemas.requests.steering import GlobalSteering, SteeringTemplate, content_digest
 
@@ -18,7 +18,7 @@ LOOK_S = 0.05
 
 
 async def change(
-    steering: Steering,
+    steering: LedgerSteering,
     seconds: float,
     model: str,
     entries: Sequence[SteeringTemplate],
@@ -44,7 +44,7 @@ async def change(
             await _close(steering, model, check)
 
 
-async def _pass(steering: Steering, seconds: float, model: str, check: str) -> None:
+async def _pass(steering: LedgerSteering, seconds: float, model: str, check: str) -> None:
     """Return once every live worker has answered that all its ranks could apply the check."""
     deadline = time.monotonic() + seconds
     while True:
@@ -67,7 +67,7 @@ async def _pass(steering: Steering, seconds: float, model: str, check: str) -> N
         await asyncio.sleep(LOOK_S)
 
 
-async def _close(steering: Steering, model: str, check: str) -> None:
+async def _close(steering: LedgerSteering, model: str, check: str) -> None:
     try:
         await steering.close_check(model, check)
     except MidstreamError as error:  # it expires automatically

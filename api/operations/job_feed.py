@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.jobs.watch import Watcher
+from ...broker.ledger.jobs.watch import JobWatcher
 from ...broker.ledger.people.feed import newest, read_jobs
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
@@ -129,7 +129,7 @@ class Subscriber:
 class JobFeed:
     """All feeds of a process. Belongs to one event loop. Costs nothing while no feed is open."""
 
-    def __init__(self, ledger: Ledger, watcher: Watcher) -> None:
+    def __init__(self, ledger: Ledger, watcher: JobWatcher) -> None:
         self._ledger = ledger
         self._watcher = watcher
         self._audiences: dict[str | None, Audience] = {}

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from ...broker.ledger.named.steering import Account
-from ...schemas.requests.steering import Agreement, RankSteering, StageAgreement, WorkerSteering
+from ...schemas.requests.steering import RankAgreement, RankSteering, StageAgreement, WorkerSteering
 
 
-def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement:
+def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> RankAgreement:
     """Return whether the ranks agree, over all workers and by stage.
 
     `asks`: model → the question that the reports of its workers must answer.
@@ -29,7 +29,7 @@ def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement
         for stage, differing in stage_agreements(report):
             stages.append(stage)
             wrong += [f"worker {worker}, stage {stage.pp}: {words}" for words in differing]
-    return Agreement(consistent=not wrong, stages=stages, detail="; ".join(wrong))
+    return RankAgreement(consistent=not wrong, stages=stages, detail="; ".join(wrong))
 
 
 def stage_agreements(report: WorkerSteering) -> Iterator[tuple[StageAgreement, list[str]]]:

@@ -9,9 +9,9 @@ import time
 import anyio.to_thread
 import msgspec
 
-from ...broker.artifacts.retention import Usage
+from ...broker.artifacts.retention import CaptureUsage
 from ...broker.ledger.jobs.ledger import Ledger, reachable
-from ...broker.ledger.named.steering import Steering
+from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.access.keys import Caller, TenantView
 from ...schemas.base.records import now, to_json
 from ...schemas.base.settings import Settings
@@ -28,7 +28,12 @@ class ServiceFigures:
     """Belongs to one event loop."""
 
     def __init__(
-        self, settings: Settings, ledger: Ledger, steering: Steering, disks: Disks, usage: Usage
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        steering: LedgerSteering,
+        disks: Disks,
+        usage: CaptureUsage,
     ) -> None:
         self._settings, self._ledger, self._steering, self._disks, self._usage = (
             settings,

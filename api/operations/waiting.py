@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import anyio
 
-from ...broker.ledger.jobs.ledger import Ledger, Outcome
-from ...broker.ledger.jobs.watch import Watcher
+from ...broker.ledger.jobs.ledger import JobSnapshot, Ledger
+from ...broker.ledger.jobs.watch import JobWatcher
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import JobView
 from ..web.key_revocation import ALWAYS, HeldKey
@@ -32,7 +32,7 @@ class Waiting:
     `most_s`: seconds that a call may wait.
     """
 
-    def __init__(self, ledger: Ledger, watcher: Watcher, most_s: float) -> None:
+    def __init__(self, ledger: Ledger, watcher: JobWatcher, most_s: float) -> None:
         self._ledger, self._watcher, self._most_s = ledger, watcher, most_s
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -56,7 +56,7 @@ class Waiting:
         *,
         quiet: Collection[str] = (),
         known: int = 0,
-    ) -> Outcome:
+    ) -> JobSnapshot:
         """Return the job with its result as soon as `until` holds, or as it is after `seconds` (or
         when the server stops).
 
@@ -80,8 +80,8 @@ class Waiting:
         Raises `unauthorized` when the key of `held_key` is revoked or expires.
         """
 
-        async def view(job_id: str) -> Outcome:
-            return Outcome(await self._ledger.view(job_id))
+        async def view(job_id: str) -> JobSnapshot:
+            return JobSnapshot(await self._ledger.view(job_id))
 
         return (
             await self._look(job_id, view, until, seconds, patient=patient, held_key=held_key)
@@ -90,7 +90,7 @@ class Waiting:
     async def _look(
         self,
         job_id: str,
-        read: Callable[[str], Awaitable[Outcome]],
+        read: Callable[[str], Awaitable[JobSnapshot]],
         until: Callable[[JobView], bool],
         seconds: float,
         *,
@@ -98,11 +98,11 @@ class Waiting:
         quiet: Collection[str] = (),
         known: int = 0,
         held_key: HeldKey = ALWAYS,
-    ) -> Outcome:
+    ) -> JobSnapshot:
         """Return the result of `read` once `until` holds, or after `seconds`.
 
         `known`: a version up to which `until` cannot hold; nothing is read until there is a later
-        one. `quiet`: states that cannot make `until` hold, see `Watcher.changed`. Raises
+        one. `quiet`: states that cannot make `until` hold, see `JobWatcher.changed`. Raises
         `not_found`; `unavailable` when Redis is unreachable for longer than a restart takes, or
         (unless `patient`) at the first read.
         """

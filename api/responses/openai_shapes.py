@@ -1,4 +1,5 @@
-"""Formats job results as OpenAI's completions or chats, whole or in chunks: one `Shape` for each.
+"""Formats job results as OpenAI's completions or chats, whole or in chunks: each has an
+`AnswerShape`.
 
 Where OpenAI's API leaves something open, answers follow stock vLLM's server:
 `docs/openai-compatibility.md` compares them.
@@ -22,6 +23,7 @@ from ...schemas.jobs.openai import (
     ChatLogprob,
     ChatLogprobs,
     ChatRequest,
+    ChatRole,
     Completion,
     CompletionChoice,
     CompletionChunk,
@@ -30,13 +32,12 @@ from ...schemas.jobs.openai import (
     Delta,
     PromptLogprob,
     PromptLogprobs,
-    Role,
-    Usage,
+    TokenUsage,
 )
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedParts:
     """Parts of the answer that a request asks for."""
 
     n: int = 1
@@ -45,7 +46,7 @@ class Wanted:
     prompt_alone: bool = False  # the text is the prompt alone
     token_ids: bool = False
     tokens_as_ids: bool = False  # log-probabilities name a token `token_id:N`, not by its text
-    role: Role = "assistant"  # of a chat's message
+    role: ChatRole = "assistant"  # of a chat's message
 
     @property
     def tokens(self) -> bool:
@@ -53,11 +54,11 @@ class Wanted:
         return self.token_ids or self.logprobs is not None
 
 
-def wanted_of(body: CompletionRequest | ChatRequest) -> Wanted:
+def wanted_of(body: CompletionRequest | ChatRequest) -> WantedParts:
     as_ids, ids, n = bool(body.return_tokens_as_token_ids), bool(body.return_token_ids), body.n or 1
     if isinstance(body, ChatRequest):
-        role: Role = "assistant" if body.add_generation_prompt else body.messages[-1].role
-        return Wanted(
+        role: ChatRole = "assistant" if body.add_generation_prompt else body.messages[-1].role
+        return WantedParts(
             n,
             (body.top_logprobs or 0) if body.logprobs else None,
             token_ids=ids,
@@ -65,7 +66,7 @@ def wanted_of(body: CompletionRequest | ChatRequest) -> Wanted:
             role=role,
         )
     echo = bool(body.echo)
-    return Wanted(n, body.logprobs, echo, echo and body.max_tokens == 0, ids, as_ids)
+    return WantedParts(n, body.logprobs, echo, echo and body.max_tokens == 0, ids, as_ids)
 
 
 @dataclass
@@ -107,28 +108,28 @@ def whole_part(output: Output) -> ChoicePart:
 
 
 @dataclass(frozen=True)
-class Shape:
+class AnswerShape:
     """Formats one endpoint's answers. `choice` formats a whole output; `opening`, `delta` and
     `finish` format the choices of chunks.
     """
 
     answer: Callable[..., Any]
     answer_object: str
-    choice: Callable[[Output, Wanted], Any]
-    about_prompt: Callable[[Output, Wanted], dict[str, Any]]  # fields next to `choices`
+    choice: Callable[[Output, WantedParts], Any]
+    about_prompt: Callable[[Output, WantedParts], dict[str, Any]]  # fields next to `choices`
     chunk: Callable[..., Any]
     chunk_object: str
-    opening: Callable[[int, Wanted], Any] | None  # sent once per choice before its first text
-    delta: Callable[[int, ChoicePart, Wanted], Any]
-    finish: Callable[[Output, Wanted], Any]
+    opening: Callable[[int, WantedParts], Any] | None  # sent once per choice before its first text
+    delta: Callable[[int, ChoicePart, WantedParts], Any]
+    finish: Callable[[Output, WantedParts], Any]
 
 
-def usage(outputs: Sequence[Output], n: int = 1) -> Usage:
+def usage(outputs: Sequence[Output], n: int = 1) -> TokenUsage:
     """Return the token usage of outputs in order, `n` per prompt; each prompt counts once."""
     prompt = sum(output.prompt_tokens for output in outputs[::n])
     generated = sum(len(output.token_ids) for output in outputs)
     cached = CachedTokens(cached_tokens=sum(output.cached_tokens for output in outputs[::n]))
-    return Usage(
+    return TokenUsage(
         prompt_tokens=prompt,
         completion_tokens=generated,
         total_tokens=prompt + generated,
@@ -158,12 +159,12 @@ def _stop_reason(output: Output) -> int | str | None:
     return None if isinstance(output.stop_reason, UnsetType) else output.stop_reason
 
 
-def shown(token: TokenLogprob, needed: Wanted) -> str:
+def shown(token: TokenLogprob, needed: WantedParts) -> str:
     """Return how log-probabilities name a token."""
     return f"token_id:{token.token_id}" if needed.tokens_as_ids else token.token
 
 
-def prompt_texts(prompt: Prompted, needed: Wanted) -> list[str]:
+def prompt_texts(prompt: Prompted, needed: WantedParts) -> list[str]:
     """Return how log-probabilities name a prompt's tokens. The first has no log-probability."""
     first = f"token_id:{prompt.token_ids[0]}" if needed.tokens_as_ids else prompt.first
     return [first if token is None else shown(token, needed) for token in prompt.logprobs or []]
@@ -177,7 +178,7 @@ def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
 # --- Completions
 
 
-def _completion_choice(output: Output, needed: Wanted) -> CompletionChoice:
+def _completion_choice(output: Output, needed: WantedParts) -> CompletionChoice:
     part = whole_part(output)
     choice = _completion_delta(output.index, part, needed)
     ids = part.prompt.token_ids if needed.token_ids and part.prompt else UNSET
@@ -193,7 +194,7 @@ def _completion_choice(output: Output, needed: Wanted) -> CompletionChoice:
     )
 
 
-def _completion_delta(index: int, part: ChoicePart, needed: Wanted) -> CompletionChoice:
+def _completion_delta(index: int, part: ChoicePart, needed: WantedParts) -> CompletionChoice:
     text, logprobs, prompt = part.text, part.logprobs, part.prompt
     if needed.prompt_alone:
         text, logprobs = "", []
@@ -215,7 +216,7 @@ def _completion_delta(index: int, part: ChoicePart, needed: Wanted) -> Completio
 
 
 def _completion_logprobs(
-    generated: Sequence[TokenLogprob], needed: Wanted, before: Prompted | None, at: int
+    generated: Sequence[TokenLogprob], needed: WantedParts, before: Prompted | None, at: int
 ) -> CompletionLogprobs:
     """Return log-probabilities of the prompt's and the generated tokens.
 
@@ -265,7 +266,7 @@ def _prompt_logprobs(prompt: Prompted | None) -> PromptLogprobs | UnsetType:
 # --- Chats
 
 
-def _chat_choice(output: Output, needed: Wanted) -> ChatChoice:
+def _chat_choice(output: Output, needed: WantedParts) -> ChatChoice:
     content: str | None = output.text
     calls: Any = UNSET
     if not isinstance(output.message, UnsetType):
@@ -280,7 +281,7 @@ def _chat_choice(output: Output, needed: Wanted) -> ChatChoice:
     )
 
 
-def _about_chat_prompt(output: Output, needed: Wanted) -> dict[str, Any]:
+def _about_chat_prompt(output: Output, needed: WantedParts) -> dict[str, Any]:
     prompt = output.prompt
     if isinstance(prompt, UnsetType):
         return {}
@@ -290,7 +291,7 @@ def _about_chat_prompt(output: Output, needed: Wanted) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(tokens: Sequence[TokenLogprob], needed: Wanted) -> ChatLogprobs | None:
+def _chat_logprobs(tokens: Sequence[TokenLogprob], needed: WantedParts) -> ChatLogprobs | None:
     return (
         None
         if needed.logprobs is None
@@ -298,7 +299,7 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob], needed: Wanted) -> ChatLogpro
     )
 
 
-def _chat_logprob(token: TokenLogprob, needed: Wanted) -> ChatLogprob:
+def _chat_logprob(token: TokenLogprob, needed: WantedParts) -> ChatLogprob:
     top = [
         ChatLogprob(
             token=shown(other, needed),
@@ -315,7 +316,7 @@ def _chat_logprob(token: TokenLogprob, needed: Wanted) -> ChatLogprob:
     )
 
 
-def _chat_delta(index: int, part: ChoicePart, needed: Wanted) -> ChatChunkChoice:
+def _chat_delta(index: int, part: ChoicePart, needed: WantedParts) -> ChatChunkChoice:
     calls = [_call_part(call) for call in part.calls]
     return ChatChunkChoice(
         index=index,
@@ -336,7 +337,7 @@ def _call_part(call: CallDelta) -> CallPart:
     )
 
 
-COMPLETION = Shape(
+COMPLETION = AnswerShape(
     answer=Completion,
     answer_object="text_completion",
     choice=_completion_choice,
@@ -354,7 +355,7 @@ COMPLETION = Shape(
     ),
 )
 
-CHAT = Shape(
+CHAT = AnswerShape(
     answer=ChatCompletion,
     answer_object="chat.completion",
     choice=_chat_choice,
@@ -375,7 +376,7 @@ CHAT = Shape(
 
 
 def whole(
-    shape: Shape, result: JobResult, created: float, needed: Wanted, more: dict[str, Any]
+    shape: AnswerShape, result: JobResult, created: float, needed: WantedParts, more: dict[str, Any]
 ) -> Any:
     """Return the answer to a request without `stream`."""
     outputs = sorted(result.outputs, key=lambda output: output.index)
@@ -392,7 +393,7 @@ def whole(
 
 
 def piece(
-    shape: Shape,
+    shape: AnswerShape,
     job_id: str,
     created: float,
     model: str,

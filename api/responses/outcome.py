@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from litestar import Response
 
-from ...broker.ledger.jobs.ledger import Outcome
+from ...broker.ledger.jobs.ledger import JobSnapshot
 from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.jobs.jobs import TERMINAL, JobProblem, JobResult, JobView, State
 from ..context import AppContext
@@ -95,7 +95,7 @@ async def result_of(context: AppContext, job_id: str) -> JobResult:
 async def finished(
     request: JsonRequest,
     context: AppContext,
-    outcome: Outcome,
+    outcome: JobSnapshot,
     headers: dict[str, str] | None = None,
 ) -> Response[Any]:
     """Return the answer for a job that is over: 200 with its result, or its problem and status."""

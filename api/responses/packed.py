@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ...broker.artifacts.headers import Place, explained, header_of, must_be_there
+from ...broker.artifacts.headers import BlobPlace, explained, header_of, must_be_there
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import by_key
 from ...schemas.jobs.captures import Manifest
@@ -27,7 +27,7 @@ class OpenBlob:
     """A blob that stays readable as long as this object is referenced."""
 
     handle: Handle
-    place: Place
+    place: BlobPlace
     header: Header
 
     def check(self, crc32: int) -> None:
@@ -56,7 +56,7 @@ class OpenBlob:
 
 
 def open_blobs(
-    store: ArtifactStore, job: str, blobs: Sequence[tuple[Place, int]]
+    store: ArtifactStore, job: str, blobs: Sequence[tuple[BlobPlace, int]]
 ) -> list[OpenBlob]:
     """Open the requested blobs of a job; read each once to check its CRC32.
 
@@ -79,7 +79,7 @@ def open_blobs(
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedFile:
     """A safetensors file to send."""
 
     head: bytes
@@ -121,7 +121,7 @@ def blocks(
         yield np.concatenate(read, axis=1)
 
 
-def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
+def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> JoinedFile:
     """Join the tensors of `sites`, `positions` and `token_ids` from one request's blobs, with a
     manifest of exactly these.
 
@@ -176,4 +176,4 @@ def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
         columns=[],
         row=first.row if all(blob.header.manifest.row == first.row for blob in blobs) else None,
     )
-    return Joined(encode_header(described, manifest), parts)
+    return JoinedFile(encode_header(described, manifest), parts)

@@ -11,9 +11,9 @@ import msgspec
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import CallDelta, Event, MessageDelta, Prompted, TokenLogprob
-from .openai_shapes import ChoicePart, Wanted, prompt_texts, shown
+from .openai_shapes import ChoicePart, WantedParts, prompt_texts, shown
 
-Part = TypeVar("Part", str, list[Any])
+SentPart = TypeVar("SentPart", str, list[Any])
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Sent:
         """Forget what the last attempt generated: another one generates everything again."""
         self.generated = ChoicePart()
 
-    def unsent(self, event: Event, needed: Wanted) -> ChoicePart:
+    def unsent(self, event: Event, needed: WantedParts) -> ChoicePart:
         """Return the part of a `token` event that the client does not have yet.
 
         Raises MidstreamError if the event contradicts what the client has.
@@ -50,7 +50,7 @@ class Sent:
             generated.prompt = msgspec.convert(prompt, Prompted)
         return self.upto(generated, needed)
 
-    def upto(self, generated: ChoicePart, needed: Wanted) -> ChoicePart:
+    def upto(self, generated: ChoicePart, needed: WantedParts) -> ChoicePart:
         """Return what the client lacks of `generated`, everything that was generated until now.
 
         Raises what `unsent` raises.
@@ -70,7 +70,7 @@ class Sent:
         self._has_got(missing, needed)
         return missing
 
-    def _has_got(self, part: ChoicePart, needed: Wanted) -> None:
+    def _has_got(self, part: ChoicePart, needed: WantedParts) -> None:
         has = self.has
         has.text += part.text
         for call in part.calls:
@@ -94,7 +94,7 @@ def _note(calls: list[CallDelta], new: CallDelta) -> None:
     )
 
 
-def _rest(has: Part, part: Part) -> Part:
+def _rest(has: SentPart, part: SentPart) -> SentPart:
     """Return what follows `has` in `part`; empty if the client has as much or more."""
     most = min(len(has), len(part))
     if has[:most] != part[:most]:

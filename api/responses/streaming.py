@@ -20,7 +20,7 @@ from ..context import AppContext
 from ..web import problems
 from ..web.key_revocation import HeldKey
 from . import events, openai_shapes
-from .openai_shapes import ChoicePart, Shape, Wanted
+from .openai_shapes import AnswerShape, ChoicePart, WantedParts
 from .outcome import failure_of, is_over, result_of
 from .sent import Sent
 
@@ -28,7 +28,7 @@ END = b"data: [DONE]\n\n"
 
 
 @dataclass
-class Streamed:
+class StreamedRequest:
     """One streamed request.
 
     `until`: whether a view is settled enough to end the stream; `with_extras`: whether the last
@@ -36,12 +36,12 @@ class Streamed:
     """
 
     context: AppContext
-    shape: Shape
+    shape: AnswerShape
     job_id: str
     model: str
     created: float
     choices: int  # in all
-    wanted: Wanted
+    wanted: WantedParts
     caller: Caller
     until: Callable[[JobView], bool]
     with_usage: bool

@@ -11,8 +11,8 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import PathParameter, QueryParameter
 from litestar.response import Stream
 
-from ...broker.artifacts.headers import Place, place_in, read_headers
-from ...broker.ledger.jobs.captures import Captures, no_captures
+from ...broker.artifacts.headers import BlobPlace, place_in, read_headers
+from ...broker.ledger.jobs.captures import LedgerCaptures, no_captures
 from ...broker.ledger.jobs.ledger import not_found
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError, invalid, suggestion
@@ -32,7 +32,7 @@ from ..context import AppContext
 from ..responses import packed
 from ..responses.outcome import matches, result_of
 from ..web.auth import needs, tenant_asked
-from .jobs import ERRORS, PROBLEM, Cursor, JobId, Known, PageSize, Whose
+from .jobs import ERRORS, PROBLEM, CursorParameter, JobId, Known, PageSize, Whose
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ async def captured(context: AppContext, caller: Caller, job_id: str) -> tuple[st
 
     Raises `not_found` if no capture was requested, `gone` if it was deleted.
     """
-    captures = Captures(context.ledger)
+    captures = LedgerCaptures(context.ledger)
     if not _sees(caller, await context.waiting.patiently(lambda: captures.owner(job_id))):
         raise not_found(job_id)
     await context.waiting.patiently(lambda: captures.check(job_id))
@@ -94,7 +94,7 @@ async def reading(
         return await anyio.to_thread.run_sync(read, context, job_id, entries, limiter=limiter)
     except MidstreamError as error:
         if error.kind == "capture_damaged":  # blobs that were deleted from a segment read as zeros
-            await context.waiting.patiently(lambda: Captures(context.ledger).check(job_id))
+            await context.waiting.patiently(lambda: LedgerCaptures(context.ledger).check(job_id))
         raise
 
 
@@ -105,7 +105,7 @@ def opened(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> li
     )
 
 
-def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
+def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[BlobPlace]:
     """Return the places of the entries' blobs."""
     return [place_in(context.store, job_id, entry.request, entry) for entry in entries]
 
@@ -181,11 +181,13 @@ async def list_captures(
         QueryParameter(max_length=MAX_TAG, description="Only jobs with captures under this tag"),
     ] = None,
     limit: PageSize = 50,
-    cursor: Cursor = None,
+    cursor: CursorParameter = None,
     tenant: Whose = None,
 ) -> CapturePage:
     whose = tenant_asked(caller, tenant)
-    return await Captures(context.ledger).list(tag=tag, limit=limit, cursor=cursor, tenant=whose)
+    return await LedgerCaptures(context.ledger).list(
+        tag=tag, limit=limit, cursor=cursor, tenant=whose
+    )
 
 
 @get(
@@ -222,7 +224,7 @@ async def get_manifest(job_id: JobId, context: AppContext, caller: Caller) -> Ca
     responses=CAPTURE_ERRORS,
 )
 async def delete_captures(job_id: JobId, context: AppContext, caller: Caller) -> None:
-    captures = Captures(context.ledger)
+    captures = LedgerCaptures(context.ledger)
     if not _sees(caller, await captures.owner(job_id)):
         raise no_captures(job_id)
     await captures.delete(job_id)

@@ -30,7 +30,7 @@ from ..resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_c
 from ..resolve.prompts.url_modules import modules_of, with_modules
 from ..resolve.prompts.vllm_lens_fields import TAG, as_written, with_lens_args
 from ..responses import events, lens_rows, openai_shapes
-from ..responses.openai_shapes import Shape
+from ..responses.openai_shapes import AnswerShape
 from ..responses.outcome import (
     ACCEPTED,
     LIVE,
@@ -41,7 +41,7 @@ from ..responses.outcome import (
     is_over,
     result_of,
 )
-from ..responses.streaming import Streamed
+from ..responses.streaming import StreamedRequest
 from ..web import problems
 from ..web.auth import needs
 from ..web.body import JsonRequest
@@ -49,7 +49,7 @@ from ..web.middleware import released
 from ..web.problems import JOB_HEADER
 from ..web.request_context import keep_steering
 from .captures import opened, reading, tag_of
-from .jobs import SUBMIT_ERRORS, Key
+from .jobs import SUBMIT_ERRORS, IdempotencyKey
 
 RESPONSES = {
     202: ResponseSpec(
@@ -67,7 +67,7 @@ DESCRIPTION = (
     "and `determinism`. `?module=NAME:SCALE` adds named "
     "modules to `steering`."
 )
-Modules = Annotated[
+ModuleParameter = Annotated[
     list[Annotated[str, QueryParameter(max_length=MAX_MODULE_TEXT)]] | None,
     QueryParameter(
         name="module",
@@ -83,7 +83,7 @@ async def _answer(
     caller: Caller,
     body: CompletionRequest | ChatRequest,
     parsed: ParsedRequest,
-    shape: Shape,
+    shape: AnswerShape,
     key: str | None,
     modules: list[str] | None,
 ) -> Response[Any]:
@@ -116,7 +116,7 @@ async def _answer(
         return parsed.capture is not None or view.steered
 
     if parsed.stream:
-        streamed = Streamed(
+        streamed = StreamedRequest(
             context=context,
             shape=shape,
             job_id=job_id,
@@ -197,8 +197,8 @@ async def complete(
     request: JsonRequest,
     context: AppContext,
     caller: Caller,
-    key: Key = None,
-    module: Modules = None,
+    key: IdempotencyKey = None,
+    module: ModuleParameter = None,
 ) -> Response[Completion]:
     return await _answer(
         request,
@@ -225,8 +225,8 @@ async def chat(
     request: JsonRequest,
     context: AppContext,
     caller: Caller,
-    key: Key = None,
-    module: Modules = None,
+    key: IdempotencyKey = None,
+    module: ModuleParameter = None,
 ) -> Response[ChatCompletion]:
     return await _answer(
         request, context, caller, data, parse_chat(data), openai_shapes.CHAT, key, module

@@ -11,7 +11,7 @@ import anyio.to_thread
 from litestar import Response, delete, get, post
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
-from ...broker.ledger.recovery.harvests import Wanted
+from ...broker.ledger.recovery.harvests import WantedState
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.saes import SAES
@@ -46,17 +46,17 @@ from .jobs import (
     ERRORS,
     PROBLEM,
     SUBMIT_ERRORS,
+    IdempotencyKey,
     JobId,
-    Key,
     PageSize,
     Submission,
-    Wait,
+    WaitParameter,
     Whose,
     submits,
 )
 
 HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The harvest's id")]
-Feature = Annotated[
+FeatureParameter = Annotated[
     int | None,
     # the schema of a number that may be null loses a bound of 0
     QueryParameter(gt=-1, le=MAX_SAE_WIDTH, description="Of the examples; the first of the list"),
@@ -89,7 +89,7 @@ async def post_harvest(
     request: JsonRequest,
     context: AppContext,
     caller: Caller,
-    key: Key = None,
+    key: IdempotencyKey = None,
 ) -> Response[HarvestView]:
     idempotency = request.idempotency(key)
     info = await context.served.model(data.model)
@@ -236,7 +236,7 @@ async def stream_harvest(
     after: Annotated[
         int | None, QueryParameter(gt=-1, le=MAX_INT64, description="A cursor")
     ] = None,
-    wait: Wait = None,
+    wait: WaitParameter = None,
 ) -> StreamPage:
     stored = await context.harvests.stored(harvest.id)
     # what a process that was killed after an acknowledgement has left
@@ -313,7 +313,7 @@ async def get_survey(
     job_id: JobId,
     order: Literal["density", "mean"] = "density",
     limit: PageSize = 50,
-    feature: Feature = None,
+    feature: FeatureParameter = None,
 ) -> SurveyView:
     def read() -> SurveyView:
         with closing(Surveyed.of(harvest, job_id)) as found:
@@ -322,7 +322,7 @@ async def get_survey(
     return await anyio.to_thread.run_sync(read)
 
 
-async def _ask(context: AppContext, harvest: HarvestView, needed: Wanted) -> HarvestView:
+async def _ask(context: AppContext, harvest: HarvestView, needed: WantedState) -> HarvestView:
     view = await context.harvests.ask(harvest.id, needed)
     if needed != "run":
         for job in view.jobs:

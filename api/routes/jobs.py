@@ -10,7 +10,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
 
-from ...broker.ledger.jobs.ledger import Outcome, new_job_id
+from ...broker.ledger.jobs.ledger import JobSnapshot, new_job_id
 from ...schemas.access.keys import Caller, Scope
 from ...schemas.base.errors import MidstreamError, Problem, shortened
 from ...schemas.base.limits import (
@@ -64,7 +64,7 @@ HELD = ResponseSpec(
 )
 
 JobId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The job's id")]
-Wait = Annotated[
+WaitParameter = Annotated[
     float | None,
     QueryParameter(
         ge=0,
@@ -85,7 +85,7 @@ Whose = Annotated[
         max_length=MAX_TAG, description="Only this tenant's; other tenants require scope `admin`"
     ),
 ]
-Key = Annotated[
+IdempotencyKey = Annotated[
     str | None,
     HeaderParameter(
         name="Idempotency-Key",
@@ -112,16 +112,16 @@ Last = Annotated[
 ]
 
 PageSize = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)]
-Cursor = Annotated[
+CursorParameter = Annotated[
     str | None, QueryParameter(max_length=MAX_NAME, description="`next` of the previous page")
 ]
-Model = Annotated[
+ModelFilter = Annotated[
     str | None,
     QueryParameter(max_length=MAX_NAME, description="Optional while only one model is served"),
 ]
 
 
-async def info_of(context: AppContext, model: Model = None) -> ModelInfo:
+async def info_of(context: AppContext, model: ModelFilter = None) -> ModelInfo:
     """The dependency `info` of handlers: the model that the query names, or the only served one."""
     return await context.served.the_model(model)
 
@@ -215,7 +215,7 @@ def submission_of(
     request: JsonRequest,
     context: AppContext,
     caller: Caller,
-    key: Key = None,
+    key: IdempotencyKey = None,
     prefer: Prefer = None,
 ) -> Submission:
     return Submission(request, context, caller, key, prefer)
@@ -269,7 +269,7 @@ async def list_jobs(
         str | None, QueryParameter(max_length=MAX_NAME, description="Only jobs of this model")
     ] = None,
     limit: PageSize = 50,
-    cursor: Cursor = None,
+    cursor: CursorParameter = None,
     tenant: Whose = None,
 ) -> JobPage:
     whose = tenant_asked(caller, tenant)
@@ -290,7 +290,7 @@ async def get_job(
     request: JsonRequest,
     context: AppContext,
     caller: Caller,
-    wait: Wait = None,
+    wait: WaitParameter = None,
     known: Known = None,
 ) -> Response[JobView]:
 
@@ -354,7 +354,7 @@ async def job_result(
     if not is_over(view):
         raise not_ready(view)
     await context.ledger.written()
-    return await finished(request, context, Outcome(view))
+    return await finished(request, context, JobSnapshot(view))
 
 
 @get(

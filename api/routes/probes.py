@@ -23,9 +23,9 @@ from ..context import AppContext
 from ..resolve.readings.probes import changed, check_fit, digest_of, resolve_policy, resolve_probe
 from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM
-from .registered import Named, name_parameter, name_routes, put_response, put_responses
+from .registered import KindWords, name_parameter, name_routes, put_response, put_responses
 
-Name = Annotated[str, name_parameter("probe")]
+ProbeParameter = Annotated[str, name_parameter("probe")]
 PolicyName = Annotated[str, name_parameter("policy")]
 
 
@@ -39,7 +39,7 @@ PolicyName = Annotated[str, name_parameter("policy")]
     responses=put_responses(Probe),
 )
 async def put_probe(
-    name: Name, data: JSONBody[ProbeRequest], context: AppContext
+    name: ProbeParameter, data: JSONBody[ProbeRequest], context: AppContext
 ) -> Response[Probe]:
     info = await context.served.the_model(data.model)
     made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info)
@@ -119,8 +119,8 @@ def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> 
 
 ROUTES: list[Any] = [
     put_probe,
-    *name_routes(Named(PROBES, "a probe", "probes", "probe")),
+    *name_routes(KindWords(PROBES, "a probe", "probes", "probe")),
     put_policy,
     change_policy,
-    *name_routes(Named(POLICIES, "a policy", "policies", "policy")),
+    *name_routes(KindWords(POLICIES, "a policy", "policies", "policy")),
 ]

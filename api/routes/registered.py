@@ -13,7 +13,7 @@ from ...broker.ledger.named.registry import Registry
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ...schemas.artifacts.loras import LORAS
-from ...schemas.artifacts.registered import Kind, Registered
+from ...schemas.artifacts.registered import ArtifactKind, Registered
 from ...schemas.artifacts.saes import SAES
 from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
@@ -29,17 +29,17 @@ from .jobs import ERRORS, PROBLEM
 
 
 @dataclass(frozen=True)
-class Named:
+class KindWords:
     """The words for a kind in the descriptions of its routes."""
 
-    kind: Kind[Any]
+    kind: ArtifactKind[Any]
     thing: str  # in summaries, with its article
     things: str
     short: str
 
 
 @dataclass(frozen=True)
-class FromFolder(Named):
+class FromFolder(KindWords):
     """A kind that is registered from a folder on the server."""
 
     resolve: Callable[[Any, ModelInfo, str], Registered]  # reads files: not for the event loop
@@ -113,7 +113,7 @@ def put_responses(record: type[Registered]) -> dict[int, ResponseSpec]:
 
 
 def put_response(
-    context: AppContext, kind: Kind[Any], artifact: Registered, former: Registered | None
+    context: AppContext, kind: ArtifactKind[Any], artifact: Registered, former: Registered | None
 ) -> Response[Any]:
     """Return the response to a registration: 201 with its address where the name is new."""
     if former is not None:
@@ -148,7 +148,7 @@ def folder_route(row: FromFolder) -> Any:
     )(register)
 
 
-def name_routes(row: Named) -> list[Any]:
+def name_routes(row: KindWords) -> list[Any]:
     """Return the routes that list, get and delete artifacts of a kind."""
     kind, path = row.kind, f"/v1/{row.kind.plural}"
     Name = Annotated[str, name_parameter(row.short)]

@@ -23,7 +23,7 @@ from ...broker.ops.metrics import (
     LEDGER_DURABLE,
     OF_SERVICE,
     OF_STEERING,
-    Readings,
+    ScrapedMetrics,
     SteeringReport,
 )
 from ...schemas.base.errors import MidstreamError
@@ -34,7 +34,7 @@ from ...schemas.jobs.models import ModelInfo, WorkerInfo
 from ...schemas.jobs.openai import ModelCard, ModelList
 from ...schemas.service.compatibility import judged, misfit_of
 from ...schemas.service.health import Health, Readiness
-from ...schemas.service.status import Status
+from ...schemas.service.status import ServiceStatus
 from ..context import AppContext
 from ..operations.rank_agreement import stage_agreements
 from ..web.auth import may_observe, needs
@@ -49,10 +49,10 @@ SCRAPE_S = 1.0
 #: Seconds after which readiness is refused although neither Redis nor a disk has answered.
 READY_S = 1.5
 #: The state of the service and of its workers' steering as of the last scrape.
-_scraped: list[Status] = []
+_scraped: list[ServiceStatus] = []
 _steering: list[SteeringReport] = []
-REGISTRY.register(Readings(OF_SERVICE, lambda: _scraped))
-REGISTRY.register(Readings(OF_STEERING, lambda: _steering))
+REGISTRY.register(ScrapedMetrics(OF_SERVICE, lambda: _scraped))
+REGISTRY.register(ScrapedMetrics(OF_STEERING, lambda: _steering))
 
 
 @get("/v1/models", opt=needs("read"), summary="List the served models", responses={503: PROBLEM})
@@ -225,12 +225,12 @@ def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
     "`observe`. Worker figures are as of their last heartbeat.",
     responses={503: PROBLEM},
 )
-async def service_status(context: AppContext) -> Status:
+async def service_status(context: AppContext) -> ServiceStatus:
     return await _status(context)
 
 
-async def _status(context: AppContext) -> Status:
-    status: Status = await context.looks.of_next(
+async def _status(context: AppContext) -> ServiceStatus:
+    status: ServiceStatus = await context.looks.of_next(
         "status", lambda: read_status(context.ledger, held=context.watcher.waiting)
     )
     return status
@@ -244,7 +244,7 @@ async def _status(context: AppContext) -> Status:
     media_type=METRICS_TYPE,
 )
 async def metrics(context: AppContext) -> Response[Any]:
-    status: Status | None = None
+    status: ServiceStatus | None = None
     accounts: list[Account] = []
     durable = False
     try:
@@ -260,7 +260,7 @@ async def metrics(context: AppContext) -> Response[Any]:
     return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
 
 
-def _keep_scraped(status: Status | None, accounts: Iterable[Account]) -> None:
+def _keep_scraped(status: ServiceStatus | None, accounts: Iterable[Account]) -> None:
     """Keep what was read for this scrape.
 
     `status`: None if the ledger does not answer. Workers without a report are left out.

@@ -15,7 +15,7 @@ from ...schemas.access.sessions import SessionRequest, SessionView
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.version import __version__
 from ..context import AppContext
-from ..web.auth import COOKIE, Visit, address_of, needs, own_page, visit_of
+from ..web.auth import COOKIE, SessionVisit, address_of, needs, own_page, visit_of
 from ..web.body import JsonRequest
 from .pages import links
 
@@ -94,7 +94,7 @@ def _secure(request: JsonRequest, context: AppContext) -> bool:
     return request.url.scheme == "https" or context.settings.public_url.startswith("https:")
 
 
-def _view(context: AppContext, visit: Visit | None) -> SessionView:
+def _view(context: AppContext, visit: SessionVisit | None) -> SessionView:
     needs_key = context.gate.asks
     view = SessionView(
         version=__version__,

@@ -5,16 +5,16 @@ from typing import Annotated, Any
 from litestar import delete, get
 from litestar.params import PathParameter
 
-from ...broker.ledger.named.source_runs import SourceRuns
+from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.access.keys import Caller
 from ...schemas.base.limits import MAX_NAME
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.source_runs import RunPage, RunView
 from ..context import AppContext
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM, Cursor, PageSize
+from .jobs import ERRORS, PROBLEM, CursorParameter, PageSize
 
-Name = Annotated[
+RunParameter = Annotated[
     str,
     PathParameter(
         max_length=MAX_NAME, description="A run's name, or the id of a job with capture files"
@@ -34,14 +34,16 @@ async def list_runs(
     caller: Caller,
     info: ModelInfo,
     limit: PageSize = 50,
-    cursor: Cursor = None,
+    cursor: CursorParameter = None,
 ) -> RunPage:
-    return await SourceRuns(context.ledger, caller).list(info.name, limit, cursor)
+    return await LedgerRuns(context.ledger, caller).list(info.name, limit, cursor)
 
 
 @get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
-async def get_run(name: Name, context: AppContext, caller: Caller, info: ModelInfo) -> RunView:
-    return await SourceRuns(context.ledger, caller).view(info.name, name)
+async def get_run(
+    name: RunParameter, context: AppContext, caller: Caller, info: ModelInfo
+) -> RunView:
+    return await LedgerRuns(context.ledger, caller).view(info.name, name)
 
 
 @delete(
@@ -54,8 +56,10 @@ async def get_run(name: Name, context: AppContext, caller: Caller, info: ModelIn
     "later jobs fail.",
     responses={**ERRORS, 409: PROBLEM},
 )
-async def delete_run(name: Name, context: AppContext, caller: Caller, info: ModelInfo) -> None:
-    await SourceRuns(context.ledger, caller).delete(info.name, name)
+async def delete_run(
+    name: RunParameter, context: AppContext, caller: Caller, info: ModelInfo
+) -> None:
+    await LedgerRuns(context.ledger, caller).delete(info.name, name)
 
 
 ROUTES: list[Any] = [list_runs, get_run, delete_run]

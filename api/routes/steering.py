@@ -44,14 +44,14 @@ from ..operations.rank_agreement import agreement
 from ..resolve.edits import module_export, steering
 from ..web.auth import needs
 from ..web.body import FILE_TYPES
-from .jobs import ERRORS, PROBLEM, Model
+from .jobs import ERRORS, PROBLEM, ModelFilter
 from .registered import name_parameter
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
 ANSWER_S, LOOK_S = 2.0, 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 
-Name = Annotated[str, name_parameter("module")]
+ModuleNameParameter = Annotated[str, name_parameter("module")]
 
 
 def _module_of(raw: bytes) -> ModuleRequest:
@@ -92,11 +92,11 @@ class ModuleOperation(Operation):
     opt=needs("submit") | {"file": _module_of},
 )
 async def put_module(
-    name: Name,
+    name: ModuleNameParameter,
     data: JSONBody[ModuleRequest],
     context: AppContext,
     caller: Caller,
-    model: Model = None,
+    model: ModelFilter = None,
     description: Annotated[
         str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file")
     ] = None,
@@ -143,7 +143,7 @@ async def list_modules(context: AppContext, caller: Caller, info: ModelInfo) -> 
     responses=ERRORS,
 )
 async def get_module(
-    name: Name, context: AppContext, caller: Caller, info: ModelInfo
+    name: ModuleNameParameter, context: AppContext, caller: Caller, info: ModelInfo
 ) -> ModuleView:
     return _view(await named_module(context, caller, info.name, name))
 
@@ -166,7 +166,7 @@ async def get_module(
     },
 )
 async def get_module_file(
-    name: Name, context: AppContext, caller: Caller, info: ModelInfo
+    name: ModuleNameParameter, context: AppContext, caller: Caller, info: ModelInfo
 ) -> Response[bytes]:
     module = await named_module(context, caller, info.name, name)
     entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
@@ -187,7 +187,9 @@ async def get_module_file(
     description="Requests accepted earlier keep its content.",
     responses=ERRORS,
 )
-async def delete_module(name: Name, context: AppContext, caller: Caller, info: ModelInfo) -> None:
+async def delete_module(
+    name: ModuleNameParameter, context: AppContext, caller: Caller, info: ModelInfo
+) -> None:
     if await context.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
         raise await _no_module(context, info.name, name, caller)
 
@@ -279,7 +281,7 @@ def _entry(entry: SteeringTemplate) -> EntryView:
     responses=CHANGE_ERRORS,
 )
 async def put_global(
-    data: JSONBody[GlobalRequest], context: AppContext, caller: Caller, model: Model = None
+    data: JSONBody[GlobalRequest], context: AppContext, caller: Caller, model: ModelFilter = None
 ) -> GlobalView:
     info = await context.served.the_model(data.model or model)
     model_state = await context.names.state(info, steering.modules_named(data.steering), caller)
@@ -302,7 +304,7 @@ async def put_global(
     description="Running jobs keep it. Has no effect if no global steering is set.",
     responses=CHANGE_ERRORS,
 )
-async def delete_global(context: AppContext, model: Model = None) -> GlobalView:
+async def delete_global(context: AppContext, model: ModelFilter = None) -> GlobalView:
     name = (await context.served.the_model(model)).name
     wait_s = context.settings.steering_wait_s
     return _global(name, await change(context.steering, wait_s, name, [], {}))
@@ -314,7 +316,7 @@ async def delete_global(context: AppContext, model: Model = None) -> GlobalView:
     summary="Get a model's global steering",
     responses=ERRORS,
 )
-async def get_global(context: AppContext, model: Model = None) -> GlobalView:
+async def get_global(context: AppContext, model: ModelFilter = None) -> GlobalView:
     name = (await context.served.the_model(model)).name
     return _global(name, (await context.steering.standing(name, []))[1])
 
@@ -342,7 +344,7 @@ def _global(model: str, steering: GlobalSteering) -> GlobalView:
     ),
     responses=ERRORS,
 )
-async def get_dynamic(context: AppContext, caller: Caller, model: Model = None) -> Dynamic:
+async def get_dynamic(context: AppContext, caller: Caller, model: ModelFilter = None) -> Dynamic:
     if model is not None:
         await context.served.model(model)
     asks, accounts = await answers_of_ranks(context, model, ANSWER_S)

@@ -8,7 +8,7 @@ from litestar import Response, get, post
 from litestar.params import JSONBody
 from msgspec.structs import replace
 
-from ...broker.ledger.jobs.sweeps import Sweeps
+from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...broker.ledger.named.probes import all_fitting, watched_model, with_policies
 from ...schemas.artifacts.loras import LORAS, StoredLora
 from ...schemas.artifacts.saes import SAES
@@ -33,7 +33,7 @@ from ..resolve.readings.gradients import check_gradients
 from ..resolve.readings.saes import named_sae
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
 from ..resolve.sweeps.attribution import attributed, check_exact, check_method, on_its_site
-from ..resolve.sweeps.plan import Planned, plan_sweep
+from ..resolve.sweeps.plan import PlannedSweep, plan_sweep
 from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Submission, submits
 
@@ -67,7 +67,7 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
 
 async def _planned(
     context: AppContext, body: SweepRequest, info: ModelInfo
-) -> tuple[Planned, StoredLora | None]:
+) -> tuple[PlannedSweep, StoredLora | None]:
     """Return the plan, and the adapter that the body names."""
     sae_name = body.sae if isinstance(body, AttributionRequest) else None
     found = await context.names.look_up(info, [(LORAS, body.lora), (SAES, sae_name)])
@@ -203,7 +203,7 @@ def grid_routes(row: Grids) -> list[Any]:
     ) -> row.view:  # type: ignore[name-defined]
         if view.kind != kind:
             raise MidstreamError("not_found", f"job {view.id} is not of kind {kind!r}")
-        raw, result, last_event = await Sweeps(context.ledger).standing(view.id)
+        raw, result, last_event = await LedgerSweeps(context.ledger).standing(view.id)
         await context.ledger.written()
         request = from_json(raw, row.body) if raw else None
         return row.view(job=view, request=request, result=result, last_event=last_event)

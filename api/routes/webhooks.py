@@ -9,17 +9,17 @@ from ...broker.webhooks.outbox import WebhookOutbox, not_found
 from ...broker.webhooks.secrets import WebhookSecrets
 from ...schemas.access.keys import Caller
 from ...schemas.access.webhooks import (
-    Delivery,
     DeliveryPage,
     DeliveryState,
     DisabledList,
     RotateRequest,
     SecretList,
+    WebhookDelivery,
 )
 from ...schemas.base.limits import MAX_NAME, MAX_URL
 from ..context import AppContext
 from ..web.auth import needs, tenant_asked
-from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
+from .jobs import ERRORS, PROBLEM, CursorParameter, PageSize, Whose
 
 DeliveryId = Annotated[
     str,
@@ -51,7 +51,7 @@ async def list_deliveries(
         QueryParameter(name="state", description="Only deliveries in this state"),
     ] = None,
     limit: PageSize = 50,
-    cursor: Cursor = None,
+    cursor: CursorParameter = None,
     tenant: Whose = None,
 ) -> DeliveryPage:
     whose = tenant_asked(caller, tenant)
@@ -66,7 +66,9 @@ async def list_deliveries(
     summary="Get a webhook delivery and its attempts",
     responses=ERRORS,
 )
-async def get_delivery(delivery_id: DeliveryId, context: AppContext, caller: Caller) -> Delivery:
+async def get_delivery(
+    delivery_id: DeliveryId, context: AppContext, caller: Caller
+) -> WebhookDelivery:
     return await _seen(context, caller, delivery_id)
 
 
@@ -81,12 +83,14 @@ async def get_delivery(delivery_id: DeliveryId, context: AppContext, caller: Cal
     ),
     responses={**ERRORS, 409: PROBLEM},
 )
-async def redeliver(delivery_id: DeliveryId, context: AppContext, caller: Caller) -> Delivery:
+async def redeliver(
+    delivery_id: DeliveryId, context: AppContext, caller: Caller
+) -> WebhookDelivery:
     await _seen(context, caller, delivery_id)
     return await WebhookOutbox(context.ledger).redeliver(delivery_id, tenant_asked(caller, None))
 
 
-async def _seen(context: AppContext, caller: Caller, delivery_id: str) -> Delivery:
+async def _seen(context: AppContext, caller: Caller, delivery_id: str) -> WebhookDelivery:
     """Return the delivery. Raises `not_found`, also if it belongs to another tenant."""
     delivery = await WebhookOutbox(context.ledger).delivery(delivery_id, tenant_asked(caller, None))
     if not caller.sees(delivery.tenant):

@@ -17,10 +17,10 @@ from litestar.routes import HTTPRoute
 
 from ...broker.ledger.jobs.ledger import not_found
 from ...broker.ledger.people import keys
-from ...broker.ledger.people.keys import Keys
+from ...broker.ledger.people.keys import LedgerKeys
 from ...broker.ledger.people.sessions import Sessions, name_of
 from ...broker.ops.hosts import SAFE, Hosts
-from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
+from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, StoredKey
 from ...schemas.access.sessions import Session
 from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.records import now
@@ -57,12 +57,12 @@ def scope_of(handler: BaseRouteHandler) -> Scope | None:
     return scope
 
 
-class Visit(NamedTuple):
+class SessionVisit(NamedTuple):
     """A call that came with a session's cookie."""
 
     caller: Caller
     session: Session
-    key: Key
+    key: StoredKey
 
 
 class Gate:
@@ -71,12 +71,12 @@ class Gate:
     One per process: it caches keys for `KNOWN_S`.
     """
 
-    def __init__(self, settings: Settings, stored: Keys, sessions: Sessions) -> None:
+    def __init__(self, settings: Settings, stored: LedgerKeys, sessions: Sessions) -> None:
         self.asks = asks_for_keys(settings)
         self.always = keys.of_settings(settings)  # by id: these cannot be revoked
         self._stored = stored
         # id → (end of caching, the key)
-        self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[float, StoredKey | None]] = OrderedDict()
         self._sessions = sessions
         self.wrong = WrongKeys()
 
@@ -115,11 +115,11 @@ class Gate:
             )
         return EVERYBODY
 
-    async def _key(self, header: str) -> Key | None:
+    async def _key(self, header: str) -> StoredKey | None:
         scheme, _, text = header.partition(" ")
         return await self.key(text.strip(" ")) if scheme.lower() == "bearer" else None
 
-    async def key(self, text: str) -> Key | None:
+    async def key(self, text: str) -> StoredKey | None:
         """Return the key if it is valid. The work is the same whether its id exists or not."""
         shown = keys.parse(text)
         if shown is None:
@@ -127,7 +127,7 @@ class Gate:
         key = await self._looked_up(shown.id)
         return key if keys.is_right(shown, key, now()) else None
 
-    async def visit(self, session_id: str) -> Visit | None:
+    async def visit(self, session_id: str) -> SessionVisit | None:
         """Return the visit of a session; None if the session, or the key that opened it, has
         ended.
         """
@@ -136,12 +136,12 @@ class Gate:
         if name is None or session is None:
             return None
         key = await self._looked_up(session.key)
-        if not keys.is_right(keys.Shown(session.key, session.sha256), key, now()):
+        if not keys.is_right(keys.PresentedKey(session.key, session.sha256), key, now()):
             return None
         assert key is not None
-        return Visit(Caller(key.tenant, key.id, frozenset(key.scopes), name), session, key)
+        return SessionVisit(Caller(key.tenant, key.id, frozenset(key.scopes), name), session, key)
 
-    async def _looked_up(self, key_id: str) -> Key | None:
+    async def _looked_up(self, key_id: str) -> StoredKey | None:
         if (always := self.always.get(key_id)) is not None:
             return always
         at = time.monotonic()
@@ -242,7 +242,7 @@ def address_of(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
     return connection.client.host if connection.client else ""
 
 
-async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Visit | None:
+async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> SessionVisit | None:
     """Return the visit of the call's cookie, if any.
 
     Raises `cross_site` for a call that this API's page did not send.

@@ -38,10 +38,10 @@ class Connections:
         self.head_s = settings.tuning.head_timeout_s
         self.body_s = settings.tuning.body_timeout_s
         self.limit = _within_files(settings.tuning.max_connections)
-        self.waiting: dict[Connection, None] = {}  # without a request, longest wait first
+        self.waiting: dict[HttpConnection, None] = {}  # without a request, longest wait first
 
-    def __call__(self, **uvicorn: Any) -> "Connection":
-        return Connection(self, **uvicorn)
+    def __call__(self, **uvicorn: Any) -> "HttpConnection":
+        return HttpConnection(self, **uvicorn)
 
 
 def _within_files(requested: int) -> int:
@@ -60,7 +60,7 @@ def _within_files(requested: int) -> int:
     )
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection.
 
     It always waits for one of: a request (`_head` is 0), the rest of a head, the rest of a body, an

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from ...broker.ledger.people.keys import Keys
+from ...broker.ledger.people.keys import LedgerKeys
 from ...broker.ledger.people.sessions import Sessions
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
@@ -54,7 +54,9 @@ class KeyWatch:
     Belongs to one event loop. `always`: ids of the keys that cannot be revoked.
     """
 
-    def __init__(self, stored: Keys, sessions: Sessions, always: Collection[str] = ()) -> None:
+    def __init__(
+        self, stored: LedgerKeys, sessions: Sessions, always: Collection[str] = ()
+    ) -> None:
         self._stored = stored
         self._sessions = sessions
         self._always = always

@@ -15,15 +15,15 @@ from typing import Any
 import anyio
 from litestar import Litestar, Request
 
-from ...broker.ledger.jobs.ledger import Outcome
+from ...broker.ledger.jobs.ledger import JobSnapshot
 from ...broker.ops import logs, metrics, traces
-from ...broker.ops.traces import Span
+from ...broker.ops.traces import TraceSpan
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
 from ...schemas.base.version import __version__
 from . import problems, request_context
-from .request_context import TRACED, Call
+from .request_context import TRACED, ApiCall
 
 log = logging.getLogger("midstream.api.access")
 
@@ -41,7 +41,7 @@ MONITORING = frozenset({"/healthz", "/readyz", "/metrics"})
 STOP_S = 3.0
 
 
-def released(request: Request[Any, Any, Any], outcome: Outcome) -> None:
+def released(request: Request[Any, Any, Any], outcome: JobSnapshot) -> None:
     """Record that a held request is answered now, because its job reached the state that the
     caller waits for.
     """
@@ -171,17 +171,17 @@ async def _stopped(path: str, answer: Any) -> None:
     await answer({"type": "http.response.body", "body": body})
 
 
-def _begin(method: str, parent: str, request_id: str) -> tuple[Call, bool]:
+def _begin(method: str, parent: str, request_id: str) -> tuple[ApiCall, bool]:
     """Return the call, and whether it is traced here."""
     began = time.perf_counter()
     if not traces.enabled() or not (parent or method in TRACED):
-        return Call(Span(parent), began, method), False
-    return Call(
+        return ApiCall(TraceSpan(parent), began, method), False
+    return ApiCall(
         traces.begin(method, parent, root=True, kind="server", request_id=request_id), began, method
     ), True
 
 
-def _end(span: Span, scope: Any, status: int) -> None:
+def _end(span: TraceSpan, scope: Any, status: int) -> None:
     span.rename(f"{scope['method']} {scope.get('path_template') or scope['path']}")
     span.note(status=status)
     if status >= 500:
@@ -189,7 +189,7 @@ def _end(span: Span, scope: Any, status: int) -> None:
     span.end()
 
 
-def _access(scope: Any, status: int, call: Call) -> dict[str, Any]:
+def _access(scope: Any, status: int, call: ApiCall) -> dict[str, Any]:
     milliseconds = round((time.perf_counter() - call.began) * 1000, 2)
     caller = scope.get("auth")
     tenant = caller.tenant if isinstance(caller, Caller) else None

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...broker.ops.traces import Span
+from ...broker.ops.traces import TraceSpan
 from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 
@@ -16,10 +16,10 @@ TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 
 
 @dataclass
-class Call:
+class ApiCall:
     """The call that is being answered."""
 
-    span: Span
+    span: TraceSpan
     began: float  # by `time.perf_counter`
     method: str
     # body to store with the job: as received, if it is small, plus what the URL adds
@@ -32,7 +32,7 @@ class Call:
     written: bool = False  # whether all that the answer says is known to survive a kill of Redis
 
 
-CURRENT: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
+CURRENT: ContextVar[ApiCall | None] = ContextVar("midstream_call", default=None)
 
 
 def traceparent() -> str:

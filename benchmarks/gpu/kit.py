@@ -65,7 +65,7 @@ if (
     )
 
 from midstream.broker.receipts import frames
-from midstream.broker.receipts.frames import Kind
+from midstream.broker.receipts.frames import FrameKind
 from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.jobs.receipts import Receipt
@@ -417,15 +417,15 @@ class Sink:
             frame = frames.unpack(raw)
             worker, rank = frames.peer_of(identity)
             stream = (worker, rank, frame.epoch)
-            if frame.kind is Kind.HELLO:
+            if frame.kind is FrameKind.HELLO:
                 answer = frames.pack(
-                    Kind.MARK, frame.epoch, self._marks.get(stream, 0), to_msgpack(frame.seq)
+                    FrameKind.MARK, frame.epoch, self._marks.get(stream, 0), to_msgpack(frame.seq)
                 )
             else:
-                if frame.kind is Kind.RECEIPT and frame.seq > self._marks.get(stream, 0):
+                if frame.kind is FrameKind.RECEIPT and frame.seq > self._marks.get(stream, 0):
                     self._keep(from_msgpack(frame.payload, Receipt))
                 self._marks[stream] = max(frame.seq, self._marks.get(stream, 0))
-                answer = frames.pack(Kind.ACK, frame.epoch, self._marks[stream])
+                answer = frames.pack(FrameKind.ACK, frame.epoch, self._marks[stream])
             self._socket.send_multipart([identity, answer])
 
     def _keep(self, receipt: Receipt) -> None:

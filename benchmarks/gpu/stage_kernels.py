@@ -29,7 +29,7 @@ from site_kit import DTYPES, EXACT, RANDOM, Case, Op, check, random_case, run, s
 from site_properties import PROPERTIES
 
 from midstream.kernels import reference, triton_site
-from midstream.kernels.plan import NO_SLOT, Does, Planned, SitePlan, lowrank
+from midstream.kernels.plan import NO_SLOT, Does, OpInputs, SitePlan, lowrank
 
 if not ASKED.gpu:
     from site_rounding import round_as_gpus_do
@@ -164,7 +164,7 @@ class GraphOfOneSite:
         # the largest of those that are drawn
         everything["lowrank"] = lowrank(1.0, *torch.randn(2, 5, width), torch.zeros(5))
         largest = SitePlan(width, [everything] * 6).build(tokens + 8, dtype, DEVICE)
-        self._planned = Planned(*map(torch.zeros_like, largest))
+        self._planned = OpInputs(*map(torch.zeros_like, largest))
         self._written = [
             torch.zeros(tokens, width, dtype=dtype, device=DEVICE) for _ in range(1 + pair)
         ]
@@ -173,15 +173,15 @@ class GraphOfOneSite:
         self._replay = captured(lambda: op(*self._written, *self._planned), 1)
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        written, planned = tensors[: len(self._written)], Planned(*tensors[len(self._written) :])
+        written, planned = tensors[: len(self._written)], OpInputs(*tensors[len(self._written) :])
         for buffer, values in zip(self._written, written, strict=True):
             buffer[: len(values)] = values.to(DEVICE)
-        for name, buffer, values in zip(Planned._fields, self._planned, planned, strict=True):
+        for name, buffer, values in zip(OpInputs._fields, self._planned, planned, strict=True):
             if name != "lists":  # the kernels read none
                 buffer.fill_(NO_SLOT if name == "capture_slots" else 0)
                 buffer[tuple(map(slice, values.shape))] = values.to(DEVICE)
         self._replay()
-        for name, buffer, values in zip(Planned._fields, self._planned, planned, strict=True):
+        for name, buffer, values in zip(OpInputs._fields, self._planned, planned, strict=True):
             if name in ("counts", "sizes"):
                 values.copy_(buffer[tuple(map(slice, values.shape))])
         for buffer, values in zip(self._written, written, strict=True):

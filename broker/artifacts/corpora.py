@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.settings import Settings
-from ...schemas.jobs.harvests import Format, HarvestSource
+from ...schemas.jobs.harvests import HarvestSource, SourceFormat
 from ...storage.store import ArtifactStore, below, open_store
 
 #: File suffix → format.
-ENDINGS: dict[str, Format] = {
+ENDINGS: dict[str, SourceFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
@@ -73,7 +73,7 @@ def _inside(root: str, outer: str) -> bool:
     )
 
 
-def find(roots: Sequence[str], source: HarvestSource) -> tuple[str, list[str], Format]:
+def find(roots: Sequence[str], source: HarvestSource) -> tuple[str, list[str], SourceFormat]:
     """Return (root, files in order, format) of a source with a path.
 
     Raises a 400 that names the field.
@@ -134,13 +134,13 @@ def _files(store: ArtifactStore, path: str) -> list[str]:
     )
 
 
-def _of_format(source: HarvestSource, files: list[str]) -> tuple[list[str], Format]:
+def _of_format(source: HarvestSource, files: list[str]) -> tuple[list[str], SourceFormat]:
     formats = {file: ENDINGS.get(file[file.rfind(".") :].lower()) for file in files}
     if source.format != "auto":
         chosen = (
             files if len(files) == 1 else [file for file in files if formats[file] == source.format]
         )
-        kind: Format = source.format
+        kind: SourceFormat = source.format
     else:
         kinds = sorted({result for result in formats.values() if result is not None})
         if len(kinds) != 1:

@@ -22,7 +22,7 @@ UNREADABLE = frozenset({"gone", "capture_failed", "capture_damaged"})
 
 
 @dataclass(frozen=True)
-class Place:
+class BlobPlace:
     """Location of a blob, and the request whose rows it holds."""
 
     key: str
@@ -37,7 +37,9 @@ class Place:
         return PurePosixPath(self.key).name
 
 
-def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | CapturedFile) -> Place:
+def place_in(
+    store: ArtifactStore, job: str, request: int, file: FileEntry | CapturedFile
+) -> BlobPlace:
     """Return the place of a blob that a receipt of `job` names.
 
     Receipts are not trusted: raises MidstreamError("capture_failed") for a path that is not the
@@ -47,10 +49,10 @@ def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | Cap
         raise MidstreamError("capture_failed", fault)
     with Translated(ValueError, lambda error: MidstreamError("capture_failed", str(error))):
         store.check(file.path)
-    return Place(file.path, file.offset, file.bytes, job, request, file.path.partition("/")[0])
+    return BlobPlace(file.path, file.offset, file.bytes, job, request, file.path.partition("/")[0])
 
 
-def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> list[Header]:
+def read_headers(store: ArtifactStore, job: str, places: Sequence[BlobPlace]) -> list[Header]:
     """Return the headers of all of a job's blobs; on a disk one file is open at a time, because
     there may be thousands.
 
@@ -58,7 +60,7 @@ def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> lis
     was written, `capture_failed` if it belongs to another job or cannot be read.
     """
 
-    def read(group: Sequence[Place]) -> list[Header]:
+    def read(group: Sequence[BlobPlace]) -> list[Header]:
         result = []
         with explained(job, group[0]), store.open(group[0].key) as handle:
             for place in group:
@@ -122,7 +124,7 @@ def must_be_there(store: ArtifactStore, job: str) -> None:
 
 
 @contextmanager
-def explained(job: str, place: Place) -> Iterator[None]:
+def explained(job: str, place: BlobPlace) -> Iterator[None]:
     """Turn errors of the disk and of the blob's content into a MidstreamError that names the file.
 
     A deleted blob in a segment reads as zeros, and is reported as damaged: the caller checks with
@@ -146,7 +148,7 @@ def explained(job: str, place: Place) -> Iterator[None]:
         ) from error
 
 
-def header_of(handle: Handle, place: Place) -> Header:
+def header_of(handle: Handle, place: BlobPlace) -> Header:
     """Return the header of the blob at `place`.
 
     Raises DamagedBlob if the blob is truncated or not a capture blob,

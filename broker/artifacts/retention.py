@@ -30,7 +30,7 @@ MEASURE_SHARE = 20
 _logged: set[tuple[ArtifactStore, str]] = set()  # segments whose damage was logged
 
 
-class Usage:
+class CaptureUsage:
     """The space that captures take, against their quota.
 
     May be shared by threads; each process measures separately.

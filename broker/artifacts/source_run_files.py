@@ -12,10 +12,10 @@ from ...schemas.requests.source_runs import RunFile, RunFiles, RunPrompt
 from ...storage.store import ArtifactStore
 from .headers import find_entries, place_in, read_headers
 
-Sites = dict[Hook, list[int]]
+LayersOfHooks = dict[Hook, list[int]]
 
 
-class Blob(NamedTuple):
+class RunBlob(NamedTuple):
     """A durable blob of a run: its location and its manifest."""
 
     file: RunFile
@@ -24,7 +24,7 @@ class Blob(NamedTuple):
 
 def reported(
     store: ArtifactStore, job: str, files: Sequence[tuple[int, CapturedFile]]
-) -> list[Blob]:
+) -> list[RunBlob]:
     """Return the blobs that receipts name. `files`: (prompt, file) of each.
 
     Raises MidstreamError as `read_headers` does.
@@ -33,7 +33,7 @@ def reported(
         store, job, [place_in(store, job, request, file) for request, file in files]
     )
     return [
-        Blob(
+        RunBlob(
             RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32),
             header.manifest,
         )
@@ -41,15 +41,15 @@ def reported(
     ]
 
 
-def on_disk(store: ArtifactStore, job: str, tag: str) -> dict[int, list[Blob]]:
+def on_disk(store: ArtifactStore, job: str, tag: str) -> dict[int, list[RunBlob]]:
     """Return prompt → the blobs of its last complete attempt, or of its last if none is complete.
 
     Raises MidstreamError as `find_entries` does.
     """
-    attempts: dict[int, dict[int, list[Blob]]] = {}
+    attempts: dict[int, dict[int, list[RunBlob]]] = {}
     for path, entry in find_entries(store, job, tag):
         if (entry.manifest.job, entry.manifest.tag) == (job, tag):
-            blob = Blob(
+            blob = RunBlob(
                 RunFile(path=path, offset=entry.offset, bytes=entry.bytes, crc32=entry.crc32),
                 entry.manifest,
             )
@@ -59,12 +59,12 @@ def on_disk(store: ArtifactStore, job: str, tag: str) -> dict[int, list[Blob]]:
     return {request: _last_complete(attempts[request]) for request in sorted(attempts)}
 
 
-def _last_complete(attempts: dict[int, list[Blob]]) -> list[Blob]:
+def _last_complete(attempts: dict[int, list[RunBlob]]) -> list[RunBlob]:
     newest_first = [attempts[attempt] for attempt in sorted(attempts, reverse=True)]
     return next((blobs for blobs in newest_first if not shortfall(blobs)), newest_first[0])
 
 
-def shortfall(blobs: Sequence[Blob]) -> str:
+def shortfall(blobs: Sequence[RunBlob]) -> str:
     """Return why these blobs lack rows of a prompt; empty if they have all."""
     if not blobs:
         return "no rows of this prompt were captured"
@@ -88,7 +88,7 @@ def shortfall(blobs: Sequence[Blob]) -> str:
     return f"{lacking[0][0]} of layer {lacking[0][1]} is in no file" if lacking else ""
 
 
-def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
+def run_files(key: str, blobs: Sequence[RunBlob]) -> RunFiles:
     """Return the files that ranks load. `blobs` must be without a `shortfall`."""
     prompt = run_prompt(blobs)
     return RunFiles(
@@ -101,7 +101,7 @@ def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
     )
 
 
-def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
+def run_prompt(blobs: Sequence[RunBlob]) -> RunPrompt:
     """Return the summary for users. `blobs` must be without a `shortfall`."""
     first, sites = blobs[0].manifest, _sites(blobs)
     elements = sum(
@@ -129,7 +129,7 @@ def _columns(manifest: Manifest) -> int:
     return manifest.hidden_size if manifest.row is None else manifest.row.size
 
 
-def _sites(blobs: Sequence[Blob]) -> Sites:
+def _sites(blobs: Sequence[RunBlob]) -> LayersOfHooks:
     """Return the sites of all stages, in the order of a forward pass."""
     sites: dict[str, set[int]] = {}
     for _, manifest in blobs:

@@ -57,20 +57,22 @@ EVERY_ROLE = (
 DEFAULT_USER = "user default reset off ~* &* +@all"
 
 
-class Role(NamedTuple):
+class RedisRole(NamedTuple):
     """A part of Midstream, and what it needs of Redis."""
 
     keys: tuple[str, ...]
     channels: tuple[str, ...]
 
 
-ROLES: dict[str, Role] = {
-    "api": Role(("~ms:*", *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
-    "worker": Role((*OPEN_KEYS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
+ROLES: dict[str, RedisRole] = {
+    "api": RedisRole(("~ms:*", *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
+    "worker": RedisRole((*OPEN_KEYS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     # if ranks disagree, the relay puts their job back into its queue
-    "relay": Role((*OPEN_KEYS, *QUEUES), (*OUR_CHANNELS, SENT_CHANNEL)),
-    "callbacks": Role((*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
-    "flower": Role(QUEUE_KEYS, QUEUE_CHANNELS),
+    "relay": RedisRole((*OPEN_KEYS, *QUEUES), (*OUR_CHANNELS, SENT_CHANNEL)),
+    "callbacks": RedisRole(
+        (*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)
+    ),
+    "flower": RedisRole(QUEUE_KEYS, QUEUE_CHANNELS),
 }
 #: Flower reads jobs as a second user, with the same password, which may only read them. Its first
 #: user may write to queues; with access to jobs, it could write those too, because Redis 6.2 has no

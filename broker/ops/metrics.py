@@ -24,7 +24,7 @@ from ...schemas.base.records import by_key
 from ...schemas.base.store_calls import BOUNDS, StoreCalls
 from ...schemas.jobs.models import WorkerStats
 from ...schemas.requests.steering import RankSteering, WorkerSteering
-from ...schemas.service.status import Status
+from ...schemas.service.status import ServiceStatus
 from ...storage.calls import CALLS
 
 # `_created` would be an unused second series for every counter.
@@ -161,38 +161,38 @@ for _outcome in ("delivered", "retried", "failed", "disabled", "refused"):
 
 T = TypeVar("T")
 #: Values of the labels, and the value.
-Sample = tuple[tuple[str, ...], float]
+MetricSample = tuple[tuple[str, ...], float]
 
 
-class Reading(NamedTuple, Generic[T]):
+class ScrapedMetric(NamedTuple, Generic[T]):
     """A metric that is read at each scrape. `samples`: returns its samples for a `T`."""
 
     name: str  # without the prefix, and without `_total`, which Prometheus adds to counters
     family: type[CounterMetricFamily] | type[GaugeMetricFamily]
     help: str
     labels: tuple[str, ...]
-    samples: Callable[[T], Iterable[Sample]]
+    samples: Callable[[T], Iterable[MetricSample]]
 
 
-def _one(value: Callable[[T], float]) -> Callable[[T], Iterable[Sample]]:
+def _one(value: Callable[[T], float]) -> Callable[[T], Iterable[MetricSample]]:
     """Return the function that samples a metric without labels."""
     return lambda source: [((), float(value(source)))]
 
 
-def _queues(status: Status) -> Iterator[Sample]:
+def _queues(status: ServiceStatus) -> Iterator[MetricSample]:
     for queue in status.queues:
         yield (queue.model, queue.priority, "sent"), queue.sent
         yield (queue.model, queue.priority, "waiting"), sum(queue.waiting.values())
 
 
-def _workers(status: Status) -> Iterator[Sample]:
+def _workers(status: ServiceStatus) -> Iterator[MetricSample]:
     workers = [worker for worker in status.workers if not worker.queue]
     return iter(Tally((worker.model, str(worker.healthy).lower()) for worker in workers).items())
 
 
 #: Metrics of the whole service, as the API reads them from the ledger.
-OF_SERVICE: tuple[Reading[Status], ...] = (
-    Reading(
+OF_SERVICE: tuple[ScrapedMetric[ServiceStatus], ...] = (
+    ScrapedMetric(
         "jobs",
         CounterMetricFamily,
         "How often jobs entered a state",
@@ -203,56 +203,56 @@ OF_SERVICE: tuple[Reading[Status], ...] = (
             for state, count in states.items()
         ),
     ),
-    Reading(
+    ScrapedMetric(
         "workers",
         GaugeMetricFamily,
         "Live workers, by model and health",
         ("model", "healthy"),
         _workers,
     ),
-    Reading(
+    ScrapedMetric(
         "queue_depth",
         GaugeMetricFamily,
         "Jobs waiting for a worker",
         ("model", "priority", "place"),
         _queues,
     ),
-    Reading(
+    ScrapedMetric(
         "jobs_live",
         GaugeMetricFamily,
         "Jobs that have not ended",
         (),
         _one(lambda status: status.live),
     ),
-    Reading(
+    ScrapedMetric(
         "relay_up",
         GaugeMetricFamily,
         "1 if the relay reported recently",
         (),
         _one(lambda status: status.relay.alive),
     ),
-    Reading(
+    ScrapedMetric(
         "callbacks_up",
         GaugeMetricFamily,
         "1 if the callbacks worker reported recently",
         (),
         _one(lambda status: status.callbacks.alive),
     ),
-    Reading(
+    ScrapedMetric(
         "redis_memory_bytes",
         GaugeMetricFamily,
         "Memory used by Redis",
         (),
         _one(lambda status: status.redis.used_bytes),
     ),
-    Reading(
+    ScrapedMetric(
         "redis_memory_limit_bytes",
         GaugeMetricFamily,
         "Redis maxmemory; 0: no limit",
         (),
         _one(lambda status: status.redis.limit_bytes),
     ),
-    Reading(
+    ScrapedMetric(
         "redis_memory_share",
         GaugeMetricFamily,
         "Redis memory used / limit; 0 without a limit",
@@ -274,30 +274,30 @@ class SteeringReport(NamedTuple):
 
 def _steering(
     name: str, words: str, value: Callable[[WorkerSteering], float]
-) -> Reading[SteeringReport]:
-    def samples(report: SteeringReport) -> Iterator[Sample]:
+) -> ScrapedMetric[SteeringReport]:
+    def samples(report: SteeringReport) -> Iterator[MetricSample]:
         yield (report.worker.model, report.worker.worker), value(report.worker)
 
-    return Reading(f"steering_{name}", GaugeMetricFamily, words, ("model", "worker"), samples)
+    return ScrapedMetric(f"steering_{name}", GaugeMetricFamily, words, ("model", "worker"), samples)
 
 
 def _steering_rank(
     name: str, words: str, value: Callable[[RankSteering], float]
-) -> Reading[SteeringReport]:
-    def samples(report: SteeringReport) -> Iterator[Sample]:
+) -> ScrapedMetric[SteeringReport]:
+    def samples(report: SteeringReport) -> Iterator[MetricSample]:
         return (
             ((report.worker.model, report.worker.worker, str(rank.rank)), value(rank))
             for rank in report.worker.ranks
         )
 
-    return Reading(
+    return ScrapedMetric(
         f"steering_{name}", GaugeMetricFamily, words, ("model", "worker", "rank"), samples
     )
 
 
 #: Metrics of every worker's steering, as the API reads them from the workers' reports.
-OF_STEERING: tuple[Reading[SteeringReport], ...] = (
-    Reading(
+OF_STEERING: tuple[ScrapedMetric[SteeringReport], ...] = (
+    ScrapedMetric(
         "steering_state",
         GaugeMetricFamily,
         "1 for the worker's current state",
@@ -306,7 +306,7 @@ OF_STEERING: tuple[Reading[SteeringReport], ...] = (
             [((report.worker.model, report.worker.worker, report.worker.state), 1)]
         ),
     ),
-    Reading(
+    ScrapedMetric(
         "steering_consistent",
         GaugeMetricFamily,
         "Whether the ranks of a stage agree",
@@ -363,20 +363,20 @@ class WorkerReport(NamedTuple):
 
 def _worker(
     name: str, grows: bool, words: str, value: Callable[[WorkerStats], float]
-) -> Reading[WorkerReport]:
+) -> ScrapedMetric[WorkerReport]:
     family = CounterMetricFamily if grows else GaugeMetricFamily
-    return Reading(
+    return ScrapedMetric(
         name, family, words, ("model",), lambda report: [((report.model,), value(report.stats))]
     )
 
 
 def _rank(
     name: str, grows: bool, words: str, value: Callable[[RankSteering], float]
-) -> Reading[WorkerReport]:
-    def samples(report: WorkerReport) -> Iterator[Sample]:
+) -> ScrapedMetric[WorkerReport]:
+    def samples(report: WorkerReport) -> Iterator[MetricSample]:
         return (((report.model, str(rank.rank)), value(rank)) for rank in report.ranks)
 
-    return Reading(
+    return ScrapedMetric(
         f"rank_{name}",
         CounterMetricFamily if grows else GaugeMetricFamily,
         words,
@@ -452,7 +452,7 @@ REGISTRY.register(STORE)
 
 GROWS, VARIES = True, False
 #: Metrics of one worker, exposed by its own process.
-OF_WORKER: tuple[Reading[WorkerReport], ...] = (
+OF_WORKER: tuple[ScrapedMetric[WorkerReport], ...] = (
     _worker("running_jobs", VARIES, "Jobs held by the worker", lambda stats: stats.jobs),
     _worker(
         "engine_running", VARIES, "Requests running in the engine", lambda stats: stats.running
@@ -528,13 +528,15 @@ OF_WORKER: tuple[Reading[WorkerReport], ...] = (
 )
 
 
-class Readings(Collector, Generic[T]):
+class ScrapedMetrics(Collector, Generic[T]):
     """The metrics of a table.
 
     `sources`: called at each scrape; returns the objects to read, none while none are known.
     """
 
-    def __init__(self, table: tuple[Reading[T], ...], sources: Callable[[], Iterable[T]]) -> None:
+    def __init__(
+        self, table: tuple[ScrapedMetric[T], ...], sources: Callable[[], Iterable[T]]
+    ) -> None:
         self._table, self._sources = table, sources
 
     def describe(self) -> Iterator[Metric]:
@@ -551,5 +553,5 @@ class Readings(Collector, Generic[T]):
             yield family
 
 
-def _family(reading: Reading[Any]) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(reading: ScrapedMetric[Any]) -> CounterMetricFamily | GaugeMetricFamily:
     return reading.family(f"midstream_{reading.name}", reading.help, labels=reading.labels)

@@ -76,14 +76,14 @@ def require(settings: Settings, end: Callable[[int], object] = os._exit) -> None
             "jobs that no replica had yet; set it to 1 or more, "
             "or set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
         )
-    load = Load()
+    load = LogLoading()
     if not _decide(settings, load):
         threading.Thread(
             target=_ask_later, args=(settings, load, end), name="redis durability", daemon=True
         ).start()
 
 
-class Load:
+class LogLoading:
     """The progress of a Redis that loads its log."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Load:
         return True
 
 
-def _decide(settings: Settings, load: Load) -> bool:
+def _decide(settings: Settings, load: LogLoading) -> bool:
     """Return whether Redis has answered and has loaded its log. Raises SettingsError."""
     try:
         with redis_open.client(
@@ -143,7 +143,7 @@ def _decide(settings: Settings, load: Load) -> bool:
     return True
 
 
-def _ask_later(settings: Settings, load: Load, end: Callable[[int], object]) -> None:
+def _ask_later(settings: Settings, load: LogLoading, end: Callable[[int], object]) -> None:
     try:
         while not _decide(settings, load):
             time.sleep(ASK_AGAIN_S)

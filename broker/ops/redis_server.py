@@ -28,7 +28,7 @@ from .private_files import private_folder
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
+SayLine = Callable[[str], None]
 
 #: The oldest Redis that knows every command used here (`ZADD GT`, effect-replicated scripts,
 #: `ZRANGE BYSCORE`).
@@ -111,7 +111,7 @@ def start(
     maxmemory_mib: int = 0,
     appendfsync: str = "everysec",
     password: str = "",
-    say: Say = log.warning,
+    say: SayLine = log.warning,
     waiting: Callable[[], None] = lambda: None,
 ) -> RedisServer:
     """Start a server whose data live in `directory` (created when missing, closed to other
@@ -287,7 +287,7 @@ class _Progress:
             )
 
 
-def _wait_until_loaded(server: RedisServer, say: Say, waiting: Callable[[], None]) -> None:
+def _wait_until_loaded(server: RedisServer, say: SayLine, waiting: Callable[[], None]) -> None:
     progress, say_at = _Progress(server), time.monotonic() + PROGRESS_S
     with redis.Redis.from_url(server.url, socket_timeout=5, retry=None) as client:
         while True:

@@ -22,7 +22,7 @@ TRUSTED_S = 2.0
 #: Seconds of silence after which WAIT does not wait for a replica; it may still be indispensable.
 LAG_S = 2
 
-Address = tuple[str, int]
+RedisAddress = tuple[str, int]
 
 
 class Holders(NamedTuple):
@@ -31,7 +31,7 @@ class Holders(NamedTuple):
     run: str  # the master's run id
     confirmed: int  # number of replicas that have everything, by WAIT
     recent: int  # number of replicas heard from within `LAG_S`
-    having: frozenset[Address]  # replicas that have everything, by INFO
+    having: frozenset[RedisAddress]  # replicas that have everything, by INFO
 
 
 class View(NamedTuple):
@@ -41,16 +41,16 @@ class View(NamedTuple):
 
     epoch: int
     run: str
-    known: frozenset[Address]
-    dispensable: frozenset[Address]
+    known: frozenset[RedisAddress]
+    dispensable: frozenset[RedisAddress]
 
 
 class Agreed(NamedTuple):
     """The view that a majority of sentinels has of the master with this run id."""
 
     run: str
-    known: frozenset[Address]
-    needed: frozenset[Address]
+    known: frozenset[RedisAddress]
+    needed: frozenset[RedisAddress]
 
 
 def holders(run: str, confirmed: int, replication: dict[str, Any], offset: int) -> Holders:
@@ -133,7 +133,7 @@ class Replicas:
             getattr(getattr(pool, "sentinel_manager", None), "sentinels", [])
         )
         self._service: str = getattr(pool, "service_name", "")
-        self._known: frozenset[Address] = frozenset()
+        self._known: frozenset[RedisAddress] = frozenset()
         self._trusted = float("-inf")  # until when (monotonic)
 
     def _sufficient_alone(self, holders: Holders) -> bool | None:

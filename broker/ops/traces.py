@@ -19,8 +19,8 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-(
 SEND_EVERY_S, PATIENCE_S = 1.0, 3.0
 _NS = 1_000_000_000
 
-Kind = Literal["internal", "server", "consumer"]
-Value = str | int | float | bool
+SpanRole = Literal["internal", "server", "consumer"]
+AttributeValue = str | int | float | bool
 
 
 def valid(traceparent: str | None) -> str:
@@ -34,7 +34,7 @@ def trace_id(traceparent: str) -> str | None:
     return traceparent[3:35] or None
 
 
-class Span:
+class TraceSpan:
     """A span, recorded or not.
 
     `traceparent` is for its children: its own, or its parent's if it is not recorded.
@@ -44,7 +44,7 @@ class Span:
         self.traceparent = traceparent
         self._recorded = recorded
 
-    def note(self, **attributes: Value) -> None:
+    def note(self, **attributes: AttributeValue) -> None:
         if self._recorded is not None:
             self._recorded.set_attributes(_named(attributes))
 
@@ -124,17 +124,17 @@ def begin(
     parent: str,
     *,
     root: bool = False,
-    kind: Kind = "internal",
+    kind: SpanRole = "internal",
     at: float | None = None,
-    **attributes: Value,
-) -> Span:
+    **attributes: AttributeValue,
+) -> TraceSpan:
     """Begin a child span of `parent` (a traceparent), `at` (seconds since the epoch; default: now).
 
     `root`: without a parent, the span begins a trace. Without a parent and `root`, nothing is
     recorded: work that was not traced from its beginning is not traced at all.
     """
     if _provider is None or not (parent or root):
-        return Span(parent)
+        return TraceSpan(parent)
     from opentelemetry.trace import SpanKind
 
     span = _provider.get_tracer("midstream", __version__).start_span(
@@ -146,10 +146,10 @@ def begin(
     )
     span_context = span.get_span_context()
     ids = f"{span_context.trace_id:032x}-{span_context.span_id:016x}"
-    return Span(f"00-{ids}-{span_context.trace_flags:02x}", span)
+    return TraceSpan(f"00-{ids}-{span_context.trace_flags:02x}", span)
 
 
-def record(name: str, parent: str, start: float, end: float, **attributes: Value) -> None:
+def record(name: str, parent: str, start: float, end: float, **attributes: AttributeValue) -> None:
     """Record a span that has ended; `start` and `end` in seconds since the epoch.
 
     Clocks of machines differ: an `end` before `start` is replaced by `start`.
@@ -175,5 +175,5 @@ def _context(parent: str) -> Any:
     return set_span_in_context(NonRecordingSpan(span_context), Context())
 
 
-def _named(attributes: dict[str, Value]) -> dict[str, Value]:
+def _named(attributes: dict[str, AttributeValue]) -> dict[str, AttributeValue]:
     return {f"midstream.{name}": value for name, value in attributes.items()}

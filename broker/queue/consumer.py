@@ -30,7 +30,7 @@ EVENTS_S = 0.1
 EVENTS_AT_ONCE = 240
 
 
-class Consumer(CeleryConsumer):
+class WorkerConsumer(CeleryConsumer):
     """Celery's consumer, named by the setting `worker_consumer`."""
 
     _events_wait = False  # a timer that sends them is set

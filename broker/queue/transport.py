@@ -151,7 +151,7 @@ class QoS(kombu_redis.QoS):
             logger.debug("cannot restore abandoned messages: %s", error)
 
 
-class Channel(kombu_redis.Channel):
+class QueueChannel(kombu_redis.Channel):
     """kombu's channel, extended to take several messages together and to keep its client."""
 
     QoS = QoS
@@ -222,13 +222,13 @@ class Channel(kombu_redis.Channel):
         super().close()
 
 
-class Transport(kombu_redis.Transport):
+class QueueTransport(kombu_redis.Transport):
     """The transport of workers and `callbacks`, named in their setting `broker_transport`."""
 
-    Channel = Channel
+    QueueChannel = QueueChannel
 
 
-class SentinelChannel(Channel, kombu_redis.SentinelChannel):
+class SentinelChannel(QueueChannel, kombu_redis.SentinelChannel):
     """The same channel to the master that Sentinel names."""
 
     connection_class = redis_open.MasterConnection
@@ -263,9 +263,9 @@ class SentinelChannel(Channel, kombu_redis.SentinelChannel):
 
 
 class SentinelTransport(kombu_redis.SentinelTransport):
-    """`Transport` for a `redis_url` that names sentinels."""
+    """`QueueTransport` for a `redis_url` that names sentinels."""
 
-    Channel = SentinelChannel
+    QueueChannel = SentinelChannel
 
 
 def transport_of(redis_url: str) -> str:

@@ -41,7 +41,7 @@ RELAY = "relay"  # name of the relay's key pair in `curve_dir`; no worker may us
 COMPLAIN_EVERY_S = 10.0
 REMEMBERED = 1000
 
-Role = Literal["relay", "worker"]
+CurveRole = Literal["relay", "worker"]
 
 
 class KnownClients:
@@ -252,7 +252,7 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
     )
 
 
-def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
+def _kept_keys(role: CurveRole, name: str, folder: Path) -> tuple[Path, Path]:
     """Return the files (private, public) of the existing pair, or of a new one.
 
     An incomplete pair, which a crash can leave, is created again.
@@ -302,7 +302,7 @@ def _check(text: str, where: str) -> None:
         )
 
 
-def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
+def new_keys(role: CurveRole, name: str, folder: Path) -> tuple[Path, Path]:
     """Create a key pair in `folder`, a worker's public key in `folder/clients`; return the files
     (private, public).
 
@@ -326,7 +326,7 @@ def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
     return private, public
 
 
-def _files(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
+def _files(role: CurveRole, name: str, folder: Path) -> tuple[Path, Path]:
     return folder / f"{name}{PRIVATE}", (
         folder / CLIENTS if role == "worker" else folder
     ) / f"{name}{PUBLIC}"

@@ -40,7 +40,7 @@ MAX_FRAME = 64 << 20
 MAX_WORKER_BYTES = 200
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1  # "where do I continue from?"
     MARK = 2  # the answer
     RECEIPT = 3
@@ -71,7 +71,7 @@ class Refusal(Wire):
 
 
 class Frame(NamedTuple):
-    kind: Kind
+    kind: FrameKind
     epoch: str  # 32 hex digits
     seq: int
     payload: bytes
@@ -93,10 +93,10 @@ class ProtocolMismatch(FrameError):
         self.refusal = refusal  # if the frame was one
 
 
-_PREFIX = {kind: bytes([PROTOCOL, kind]) for kind in Kind}
+_PREFIX = {kind: bytes([PROTOCOL, kind]) for kind in FrameKind}
 
 
-def pack(kind: Kind, epoch: str, seq: int, payload: bytes = b"") -> bytes:
+def pack(kind: FrameKind, epoch: str, seq: int, payload: bytes = b"") -> bytes:
     """Return one frame. `epoch`: 32 hex digits; `seq`: 0 to 2**64 − 1."""
     return _PREFIX[kind] + bytes.fromhex(epoch) + seq.to_bytes(8, "big") + payload
 
@@ -118,10 +118,10 @@ def unpack(raw: bytes) -> Frame:
             f"{len(raw)} bytes are too few for a frame, whose header has {HEADER_BYTES}"
         )
     try:
-        kind = Kind(raw[1])
+        kind = FrameKind(raw[1])
     except ValueError:
         raise FrameError(
-            f"unknown kind {raw[1]}; valid: {', '.join(f'{k.value} {k.name}' for k in Kind)}"
+            f"unknown kind {raw[1]}; valid: {', '.join(f'{k.value} {k.name}' for k in FrameKind)}"
         ) from None
     return Frame(
         kind,
@@ -145,7 +145,7 @@ def refuse(raw: bytes, reason: str, detail: str) -> bytes:
         else 0
     )
     refusal = Refusal(reason, detail, PROTOCOL, __version__, peer)
-    return pack(Kind.REFUSED, NO_EPOCH, seq, to_msgpack(refusal))
+    return pack(FrameKind.REFUSED, NO_EPOCH, seq, to_msgpack(refusal))
 
 
 def refusal(frame: Frame) -> Refusal:
@@ -159,7 +159,7 @@ def refusal(frame: Frame) -> Refusal:
 
 
 def _refusal_of_any_version(raw: bytes) -> Refusal | None:
-    if raw[1] != Kind.REFUSED:
+    if raw[1] != FrameKind.REFUSED:
         return None
     try:
         return from_msgpack(raw[HEADER_BYTES:], Refusal)

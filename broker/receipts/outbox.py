@@ -24,7 +24,7 @@ from ...schemas.jobs.receipts import Receipt
 from ...storage.disk import FULL, disk_trouble
 from .curve import ClientKeys
 from .outbox_store import LOCK_WAIT_S, OutboxError, Store
-from .sender import Sender
+from .sender import ReceiptSender
 
 __all__ = ["Outbox", "OutboxError"]
 
@@ -82,7 +82,7 @@ class Outbox:
         self._rearm = False  # the writer must recompute how long it may sleep
         # (since when, up to which number) acknowledged rows are kept
         self._aging: tuple[float, int] | None = None
-        self._sender = Sender(
+        self._sender = ReceiptSender(
             self._store,
             relays,
             acked=self._note_acked,

@@ -41,7 +41,7 @@ from ..ops.liveness import RELAY_ALIVE_S, RELAY_BEAT_S, RELAY_KEY
 from ..ops.replicas import Replicas
 from . import frames
 from .curve import ServerKeys, server_keys
-from .frames import Frame, FrameError, Kind, ProtocolMismatch
+from .frames import Frame, FrameError, FrameKind, ProtocolMismatch
 from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ COMPLAIN_EVERY_S = 10.0
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 #: One outbox epoch, whose receipts are committed in order.
-Stream = tuple[str, int, str]  # worker, rank, epoch
+OutboxEpoch = tuple[str, int, str]  # worker, rank, epoch
 
 
 class Settles(Protocol):
@@ -79,20 +79,22 @@ class ImpostorError(FrameError):
     """A sender identifies as a worker that its key does not belong to."""
 
 
-class Batch:
+class FrameBatch:
     """The frames of one turn, grouped by kind and stream."""
 
     def __init__(self) -> None:
-        self.receipts: OrderedDict[Stream, list[tuple[int, Receipt]]] = OrderedDict()
-        self.losses: list[tuple[Stream, LostRange]] = []
-        self.peers: dict[Stream, bytes] = {}  # where answers go: the latest sender of the stream
-        self.greetings: dict[Stream, int] = {}  # the latest nonce
+        self.receipts: OrderedDict[OutboxEpoch, list[tuple[int, Receipt]]] = OrderedDict()
+        self.losses: list[tuple[OutboxEpoch, LostRange]] = []
+        self.peers: dict[
+            OutboxEpoch, bytes
+        ] = {}  # where answers go: the latest sender of the stream
+        self.greetings: dict[OutboxEpoch, int] = {}  # the latest nonce
 
     def add(self, identity: bytes, frame: Frame) -> None:
         """Add a frame. Raises FrameError if it makes no sense from this peer."""
         worker, rank = frames.peer_of(identity)
         stream = (worker, rank, frame.epoch)
-        if frame.kind is Kind.RECEIPT:
+        if frame.kind is FrameKind.RECEIPT:
             receipt = _decoded(frame.payload)
             if (receipt.worker, receipt.rank) != (worker, rank):
                 raise FrameError(
@@ -103,9 +105,9 @@ class Batch:
                 if fault := path_fault(file.path, receipt.job):
                     raise FrameError(f"receipt {frame.seq}: {fault}")
             self.receipts.setdefault(stream, []).append((frame.seq, receipt))
-        elif frame.kind is Kind.HELLO:
+        elif frame.kind is FrameKind.HELLO:
             self.greetings[stream] = frame.seq
-        elif frame.kind is Kind.LOST:
+        elif frame.kind is FrameKind.LOST:
             self.losses.append((stream, _decoded_loss(frame.payload)))
         else:
             raise FrameError(f"only the relay sends {frame.kind.name}")
@@ -210,9 +212,9 @@ class Relay:
 
     # --- receiving
 
-    def _read_batch(self) -> Batch | None:
+    def _read_batch(self) -> FrameBatch | None:
         """Return the frames that have arrived, up to `BATCH`; None: no frame."""
-        batch, count = Batch(), 0
+        batch, count = FrameBatch(), 0
         while count < BATCH:
             try:
                 message, key = self._receive()
@@ -228,7 +230,7 @@ class Relay:
                 frame = frames.unpack(raw)
                 self._check_key(identity, key)
                 batch.add(identity, frame)
-                self.received += frame.kind is Kind.RECEIPT
+                self.received += frame.kind is FrameKind.RECEIPT
             except ProtocolMismatch as error:
                 self._refuse(identity, raw, "protocol", f"upgrade the older one; {error}")
             except ImpostorError as error:
@@ -276,18 +278,18 @@ class Relay:
 
     # --- committing and answering
 
-    def _commit(self, batch: Batch) -> None:
+    def _commit(self, batch: FrameBatch) -> None:
         """Commit the batch to Redis, and answer once Redis has written it to its log.
 
         While Redis is unreachable, no frames are read: the outboxes keep their receipts. A stream
         that Redis refuses is left unanswered, so that its outbox sends it again later; the others
         continue.
         """
-        marks: dict[Stream, int] = {}
-        answers: list[tuple[Stream, Kind, bytes]] = []
+        marks: dict[OutboxEpoch, int] = {}
+        answers: list[tuple[OutboxEpoch, FrameKind, bytes]] = []
 
         def commit(
-            stream: Stream, call: Callable[[], int], kind: Kind, payload: bytes = b""
+            stream: OutboxEpoch, call: Callable[[], int], kind: FrameKind, payload: bytes = b""
         ) -> None:
             mark = self._settled(stream, call)
             if mark is not None:
@@ -297,7 +299,7 @@ class Relay:
         for stream, receipts in batch.receipts.items():
             receipts.sort(key=lambda numbered: numbered[0])
             crash_point("relay.received")
-            commit(stream, partial(self._settler.settle, *stream, receipts), Kind.ACK)
+            commit(stream, partial(self._settler.settle, *stream, receipts), FrameKind.ACK)
             crash_point("relay.committed")
         for stream, lost in batch.losses:
             log.error(
@@ -308,9 +310,9 @@ class Relay:
                 lost.jobs,
                 lost.message,
             )
-            commit(stream, partial(self._settler.lost, *stream, lost), Kind.ACK)
+            commit(stream, partial(self._settler.lost, *stream, lost), FrameKind.ACK)
         for stream, nonce in batch.greetings.items():
-            commit(stream, partial(self._settler.mark, *stream), Kind.MARK, to_msgpack(nonce))
+            commit(stream, partial(self._settler.mark, *stream), FrameKind.MARK, to_msgpack(nonce))
         if self._redis is not None and marks:
             marks = self._written(self._redis, list(marks))
         for stream, kind, payload in answers:
@@ -319,7 +321,7 @@ class Relay:
                     batch.peers[stream], frames.pack(kind, stream[2], marks[stream], payload)
                 )
 
-    def _written(self, client: "redis.Redis", streams: list[Stream]) -> dict[Stream, int]:
+    def _written(self, client: "redis.Redis", streams: list[OutboxEpoch]) -> dict[OutboxEpoch, int]:
         """Return the streams' marks once Redis has written them to its log: a Redis killed earlier
         would have lost them.
 
@@ -355,7 +357,7 @@ class Relay:
             self._complain("redis", "Redis is unreachable; receipts stay unacknowledged: %s", error)
             return {}
 
-    def _settled(self, stream: Stream, call: Callable[[], int]) -> int | None:
+    def _settled(self, stream: OutboxEpoch, call: Callable[[], int]) -> int | None:
         """Return the mark from `call`, retried while Redis is unreachable; None if Redis refuses,
         or when stopping without Redis.
         """

@@ -27,7 +27,7 @@ from ...schemas.base.version import __version__
 from ...schemas.jobs.receipts import PROTOCOL, LostRange
 from . import frames
 from .curve import ClientKeys
-from .frames import Frame, FrameError, Kind, ProtocolMismatch
+from .frames import Frame, FrameError, FrameKind, ProtocolMismatch
 from .outbox_store import OutboxError, PastEpoch, Store, unique_jobs
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Phase(Enum):
     REFUSED = auto()  # the relay rejects this sender's frames
 
 
-class Sender(threading.Thread):
+class ReceiptSender(threading.Thread):
     """Sends what `store` holds up to the number last given to `committed`.
 
     It calls `acked(n)` when the relay has everything up to n; `forget(epoch)` when the relay knows
@@ -348,7 +348,7 @@ class Sender(threading.Thread):
         if self._phase is Phase.GREET:
             self._nonce = (self._nonce + 1) % 2**32
             hello = frames.Hello(__version__, os.getpid(), self._committed - self._acked)
-            if self._send(socket, Kind.HELLO, self._nonce, to_msgpack(hello)):
+            if self._send(socket, FrameKind.HELLO, self._nonce, to_msgpack(hello)):
                 self._enter(Phase.AWAIT_MARK)
         elif self._phase is Phase.STREAM:
             self._stream(socket)
@@ -367,7 +367,7 @@ class Sender(threading.Thread):
                 if row.payload is None:
                     self._report_missing(socket, row.seq)
                     return
-                if not self._send(socket, Kind.RECEIPT, row.seq, row.payload):
+                if not self._send(socket, FrameKind.RECEIPT, row.seq, row.payload):
                     return
                 crash_point("receipt.sent")
                 self._sent = row.seq
@@ -392,7 +392,7 @@ class Sender(threading.Thread):
             )
 
     def _report_lost(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
-        if self._send(socket, Kind.LOST, lost.last, to_msgpack(lost)):
+        if self._send(socket, FrameKind.LOST, lost.last, to_msgpack(lost)):
             log.error(
                 "outbox %s: receipts lost: %d (jobs %s): %s",
                 self._store.path,
@@ -403,7 +403,7 @@ class Sender(threading.Thread):
             self._lost = lost
             self._enter(Phase.AWAIT_LOST)
 
-    def _send(self, socket: "zmq.Socket[bytes]", kind: Kind, seq: int, payload: bytes) -> bool:
+    def _send(self, socket: "zmq.Socket[bytes]", kind: FrameKind, seq: int, payload: bytes) -> bool:
         try:
             socket.send(frames.pack(kind, self._epoch, seq, payload), zmq.DONTWAIT)
         except zmq.Again:
@@ -421,13 +421,13 @@ class Sender(threading.Thread):
                 return
             try:
                 frame = frames.unpack(raw)
-                if frame.kind is Kind.REFUSED:
+                if frame.kind is FrameKind.REFUSED:
                     self._refused(frames.refusal(frame).reason, frames.refusal(frame).detail)
                 elif frame.epoch != self._epoch:
                     continue  # a late answer about another epoch
-                elif frame.kind is Kind.MARK:
+                elif frame.kind is FrameKind.MARK:
                     self._on_mark(socket, frame)
-                elif frame.kind is Kind.ACK:
+                elif frame.kind is FrameKind.ACK:
                     self._on_ack(frame)
             except ProtocolMismatch as error:
                 self._refused("protocol", error.refusal.detail if error.refusal else str(error))

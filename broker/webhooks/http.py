@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpcore2
 
 from ...schemas.base.version import __version__
-from .targets import Address, refusal, url_fault
+from .targets import IPAddress, refusal, url_fault
 
 SECRET_PREFIX = "whsec_"
 USER_AGENT = f"midstream/{__version__} (webhooks)"
@@ -44,7 +44,7 @@ class NoAnswer(Exception):
     """The receiver did not answer; the message has the symptom."""
 
 
-class Answer(NamedTuple):
+class ReceiverAnswer(NamedTuple):
     status: int
     retry_after: str | None  # the header, as it came
 
@@ -101,7 +101,7 @@ class CheckedBackend(httpcore2.AsyncNetworkBackend):
                 failure = error
         raise failure
 
-    async def _addresses(self, host: str, port: int) -> list[Address]:
+    async def _addresses(self, host: str, port: int) -> list[IPAddress]:
         try:
             return [ip_address(host)]
         except ValueError:
@@ -139,7 +139,7 @@ class Poster:
 
     async def post(
         self, url: str, message_id: str, timestamp: int, body: bytes, secrets: Iterable[str]
-    ) -> Answer:
+    ) -> ReceiverAnswer:
         """Make one attempt.
 
         Raises TargetRefused, or NoAnswer if no HTTP response arrives within the timeout.
@@ -169,9 +169,9 @@ class Poster:
         ) as error:
             raise NoAnswer(_why(error)) from error
 
-    async def _post(self, url: str, headers: list[tuple[str, str]], body: bytes) -> Answer:
+    async def _post(self, url: str, headers: list[tuple[str, str]], body: bytes) -> ReceiverAnswer:
         async with self._pool.stream("POST", url, headers=headers, content=body) as response:
-            answer = Answer(response.status, _header(response.headers, b"retry-after"))
+            answer = ReceiverAnswer(response.status, _header(response.headers, b"retry-after"))
             try:
                 async with asyncio.timeout(DRAIN_S):
                     size = 0

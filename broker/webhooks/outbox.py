@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, cast
 from msgspec import UNSET
 
 from ...schemas.access.webhooks import (
-    Delivery,
     DeliveryAttempt,
     DeliveryPage,
     DeliveryState,
     DisabledEndpoint,
     HookBody,
     HookData,
+    WebhookDelivery,
 )
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, now, to_json
@@ -224,7 +224,7 @@ class WebhookOutbox:
     # --- for users
 
     @reachable
-    async def delivery(self, delivery_id: str, viewer: str | None = None) -> Delivery:
+    async def delivery(self, delivery_id: str, viewer: str | None = None) -> WebhookDelivery:
         """Return a delivery as the tenant `viewer` sees it (None: an admin). Raises not_found."""
         [result] = await self._read([delivery_id], viewer)
         if result is None:
@@ -248,7 +248,7 @@ class WebhookOutbox:
         MidstreamError("invalid_request") for an invalid cursor.
         """
 
-        async def older(place: pages.Place) -> pages.Chunk:
+        async def older(place: pages.PageEnd) -> pages.Chunk:
             if job is None:
                 index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
                 return await pages.older(self._redis, index, place)
@@ -259,10 +259,10 @@ class WebhookOutbox:
             rows = sorted(zip((float(raw or 0) for raw in times), ids, strict=True), reverse=True)
             return [(name, at) for at, name in rows if (at, name) < place][: pages.CHUNK]
 
-        async def read(chunk: pages.Chunk) -> list[Delivery | None]:
+        async def read(chunk: pages.Chunk) -> list[WebhookDelivery | None]:
             return await self._read([name for name, _ in chunk], viewer)
 
-        def wanted(delivery: Delivery) -> bool:
+        def wanted(delivery: WebhookDelivery) -> bool:
             return (
                 tenant in (None, delivery.tenant)
                 and state in (None, delivery.state)
@@ -273,7 +273,7 @@ class WebhookOutbox:
         found, following = await pages.page(place, limit, older, read, wanted, PAGE_SCAN)
         return DeliveryPage(deliveries=found, next=following)
 
-    async def _read(self, ids: Sequence[str], viewer: str | None) -> list[Delivery | None]:
+    async def _read(self, ids: Sequence[str], viewer: str | None) -> list[WebhookDelivery | None]:
         rows = await of_each(
             self._redis,
             ids,
@@ -287,7 +287,7 @@ class WebhookOutbox:
         ]
 
     @reachable
-    async def redeliver(self, delivery_id: str, viewer: str | None = None) -> Delivery:
+    async def redeliver(self, delivery_id: str, viewer: str | None = None) -> WebhookDelivery:
         """Send a delivery in any state again, under its id; a pending one immediately.
 
         Raises not_found, conflict while its receiver is disabled, and too_many_webhooks at its
@@ -338,7 +338,7 @@ def not_found(delivery_id: str) -> MidstreamError:
 
 def _delivery(
     name: str, values: Sequence[bytes | None], log: Sequence[bytes], viewer: str | None
-) -> Delivery | None:
+) -> WebhookDelivery | None:
     record = {
         field: value.decode()
         for field, value in zip(FIELDS, values, strict=True)
@@ -346,7 +346,7 @@ def _delivery(
     }
     if "state" not in record:
         return None
-    return Delivery(
+    return WebhookDelivery(
         id=name,
         job=record["job"] if viewer is None else record.get("shown", record["job"]),
         event=cast(CallbackEvent, record["event"]),

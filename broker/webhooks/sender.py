@@ -3,7 +3,7 @@ records the outcome.
 
 Receivers do not wait for each other: each lane (a tenant's receivers at one host) has its own limit
 in the outbox, and no tenant gets all of a sender's slots. For a simulated clock see `clock_of` (a
-whole process) and `Sender.round` (inside a test).
+whole process) and `WebhookSender.round` (inside a test).
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def clock_of(settings: Settings) -> Callable[[], float]:
     return lambda: now() + float((file.exists() and file.read_text()) or 0)
 
 
-class Sender:
+class WebhookSender:
     """Sends the deliveries that it leases from `outbox`, by the outbox's clock; closes `poster`."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Sender:
         self._ahead = math.inf
 
     @classmethod
-    def over(cls, ledger: Ledger, clock: Callable[[], float] | None = None) -> "Sender":
+    def over(cls, ledger: Ledger, clock: Callable[[], float] | None = None) -> "WebhookSender":
         """Return a sender with the ledger's settings; `clock` defaults to the settings' clock."""
         settings = ledger.settings
         return cls(

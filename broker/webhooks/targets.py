@@ -8,7 +8,7 @@ import re
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from urllib.parse import urlsplit
 
-Address = IPv4Address | IPv6Address
+IPAddress = IPv4Address | IPv6Address
 
 #: Metadata services of clouds, which hand out credentials: never called, regardless of the
 #: settings.
@@ -77,7 +77,7 @@ _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 MAX_HOST = 253
 
 
-def refusal(address: Address, allow_private: bool = False) -> str | None:
+def refusal(address: IPAddress, allow_private: bool = False) -> str | None:
     """Return why nothing may be sent to `address`; None if it is public, or with `allow_private` if
     it is not a cloud metadata address.
     """
@@ -148,7 +148,7 @@ def url_fault(url: str, allow_private: bool) -> str | None:
 def _host_fault(netloc: str, host: str, allow_private: bool) -> str | None:
     if netloc.startswith("["):
         try:
-            address: Address = IPv6Address(host)
+            address: IPAddress = IPv6Address(host)
         except ValueError:
             return f"[{host}] is not an IPv6 address"
         why = refusal(address, allow_private)

@@ -22,7 +22,7 @@ from ...storage.store import ArtifactStore, open_store
 
 
 @dataclass(frozen=True)
-class Place:
+class BlobLocation:
     """Location of a blob: an object of a store, or part of it; without a store, bytes in memory."""
 
     store: ArtifactStore | None
@@ -43,11 +43,13 @@ class Place:
         return self.key.endswith(SEGMENT_SUFFIX)
 
 
-def at(path: Path, offset: int = 0, bytes: int | None = None, crc32: int | None = None) -> Place:
+def at(
+    path: Path, offset: int = 0, bytes: int | None = None, crc32: int | None = None
+) -> BlobLocation:
     """Return the place of a local file as an object of the capture root:
     `<root>/<tag>/<job>/<file>` or `<root>/<tag>/segments/<file>`.
     """
-    return Place(*_within(path, 3), offset, bytes, crc32)
+    return BlobLocation(*_within(path, 3), offset, bytes, crc32)
 
 
 def _within(path: Path, depth: int) -> tuple[ArtifactStore, str]:
@@ -64,14 +66,14 @@ class _Recorded(msgspec.Struct):
     crc32: int
 
 
-class Blob:
+class BlobReader:
     """An open blob.
 
     Raises MidstreamError: `gone` if it was deleted, `capture_damaged` if its bytes are not those
     written.
     """
 
-    def __init__(self, place: Place, data: memoryview, checked: bool = False):
+    def __init__(self, place: BlobLocation, data: memoryview, checked: bool = False):
         """`data`: the bytes of the blob; read-only.
 
         `checked`: its CRC32 is unknown or was already compared.
@@ -157,7 +159,7 @@ def _damaged(path: Path, why: str) -> MidstreamError:
     return MidstreamError("capture_damaged", f"{path} is damaged: {why}")
 
 
-def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list[Place]:
+def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list[BlobLocation]:
     """Find the blobs below `source`, including those in segments.
 
     `source`: a job's folder; if `job` is given, also a tag's folder, the capture root, or a store.
@@ -173,7 +175,7 @@ def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list
         return _loose(store, folder) + list(_in_segments(store, above, name))
     if job is None:
         raise invalid("job", "a store holds captures of many jobs: name one")
-    places: list[Place] = []
+    places: list[BlobLocation] = []
     if isinstance(source, Path):
         store, name = _within(source, 1)
         if name and tag in (None, name):
@@ -185,13 +187,13 @@ def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list
     return places
 
 
-def expand(places: Iterable[Place], job: str | None) -> list[Place]:
+def expand(places: Iterable[BlobLocation], job: str | None) -> list[BlobLocation]:
     """Return `places`, with each whole segment replaced by the places of its blobs: those of `job`,
     or all of them.
 
     Raises MidstreamError for a segment whose manifest is missing or cannot be read.
     """
-    result: list[Place] = []
+    result: list[BlobLocation] = []
     for place in places:
         if place.store is None or not place.in_segment or place.bytes is not None:
             result.append(place)
@@ -214,17 +216,19 @@ def expand(places: Iterable[Place], job: str | None) -> list[Place]:
     return list(dict.fromkeys(result))
 
 
-def _of_tag(store: ArtifactStore, tag: str, job: str) -> list[Place]:
+def _of_tag(store: ArtifactStore, tag: str, job: str) -> list[BlobLocation]:
     return [*_loose(store, f"{tag}/{job}"), *_in_segments(store, tag, job)]
 
 
-def _loose(store: ArtifactStore, folder: str) -> list[Place]:
+def _loose(store: ArtifactStore, folder: str) -> list[BlobLocation]:
     return [
-        Place(store, key) for key in store.children(f"{folder}/") if key.endswith(".safetensors")
+        BlobLocation(store, key)
+        for key in store.children(f"{folder}/")
+        if key.endswith(".safetensors")
     ]
 
 
-def _in_segments(store: ArtifactStore, tag: str, job: str) -> Iterator[Place]:
+def _in_segments(store: ArtifactStore, tag: str, job: str) -> Iterator[BlobLocation]:
     for index in indices(store, tag, job):
         try:
             yield from _of_segment(store, index, job)
@@ -233,12 +237,14 @@ def _in_segments(store: ArtifactStore, tag: str, job: str) -> Iterator[Place]:
             continue
 
 
-def _of_segment(store: ArtifactStore, index: str, job: str | None) -> list[Place]:
+def _of_segment(store: ArtifactStore, index: str, job: str | None) -> list[BlobLocation]:
     folder = index.rpartition("/")[0]
-    with Translated(DamagedBlob, lambda error: _damaged(Place(store, index).path, str(error))):
+    with Translated(
+        DamagedBlob, lambda error: _damaged(BlobLocation(store, index).path, str(error))
+    ):
         entries = list(read_entries(store, index, None if job is None else {job}))
     return [
-        Place(
+        BlobLocation(
             store,
             f"{folder}/{entry.file}",
             entry.offset,
@@ -250,15 +256,15 @@ def _of_segment(store: ArtifactStore, index: str, job: str | None) -> list[Place
     ]
 
 
-def open_blobs(places: Iterable[Place]) -> list[Blob]:
+def open_blobs(places: Iterable[BlobLocation]) -> list[BlobReader]:
     """Open all blobs.
 
     Raises MidstreamError: `gone` if one was deleted before it could be opened, `capture_damaged` if
     one is damaged.
     """
     views: dict[tuple[ArtifactStore | None, str], memoryview] = {}
-    blobs: list[Blob] = []
-    deleted: Place | None = None
+    blobs: list[BlobReader] = []
+    deleted: BlobLocation | None = None
     try:
         for place in places:
             if (spot := (place.store, place.key)) not in views:
@@ -267,7 +273,7 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
             if end > len(views[spot]):
                 raise _damaged(place.path, f"it is cut short: {len(views[spot])} bytes of {end}")
             try:
-                blobs.append(Blob(place, views[spot][place.offset : end]))
+                blobs.append(BlobReader(place, views[spot][place.offset : end]))
             except MidstreamError as error:
                 if error.kind != "gone" or not place.skip_if_deleted:
                     raise
@@ -285,7 +291,7 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
     return blobs
 
 
-def _viewed(place: Place) -> memoryview:
+def _viewed(place: BlobLocation) -> memoryview:
     assert place.store is not None, "bytes in memory are not opened"
     with (
         Translated(FileNotFoundError, lambda error: gone(place.path)),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...schemas.base.errors import MidstreamError
 from ...schemas.model import attention, routing
 from ...schemas.model.attention import AttentionKind
-from ...schemas.model.layer_kinds import Kind
+from ...schemas.model.layer_kinds import LayerKindT
 from ...schemas.model.routing import RoutingKind
 from ...schemas.prompts.selectors import as_ranges
 
@@ -42,7 +42,7 @@ def routing_at(kinds: Sequence[RoutingKind], layer: int) -> RoutingKind:
     return kind
 
 
-def _at(kinds: Sequence[Kind], layer: int, verb: str) -> Kind:
+def _at(kinds: Sequence[LayerKindT], layer: int, verb: str) -> LayerKindT:
     result = [kind for kind in kinds if layer in kind.layers]
     if not result:
         known = as_ranges(number for kind in kinds for number in kind.layers)

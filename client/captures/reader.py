@@ -27,16 +27,16 @@ from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
 from . import tables
 from .attention import pattern
-from .blobs import Blob, Place, at, expand, find, open_blobs
+from .blobs import BlobLocation, BlobReader, at, expand, find, open_blobs
 from .kinds import attention_at, routing_at, usable
 
 if TYPE_CHECKING:
     import pandas
     import xarray
 
-Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
+CaptureSource = Path | str | ArtifactStore | Iterable[Path | str | BlobLocation]
 #: How `CaptureReader.arrays` names sites.
-Names = Literal["midstream", "transformer_lens"]
+HookNaming = Literal["midstream", "transformer_lens"]
 DEFAULT_HOOK = "post_block"
 _PARTIAL = "partial=True reads the available rows"
 #: The most ranges of numbers that a message lists.
@@ -44,7 +44,7 @@ _SHOWN_RANGES = 16
 
 
 @dataclass(frozen=True)
-class Check:
+class VerifyFinding:
     """A finding of `CaptureReader.verify`: about one blob, or about missing requests or rows."""
 
     path: Path  # of the blob; the job's id if whole requests are missing
@@ -59,13 +59,13 @@ class Check:
 class _Request:
     """One attempt at one request: its blobs of all stages."""
 
-    def __init__(self, blobs: Sequence[Blob]):
+    def __init__(self, blobs: Sequence[BlobReader]):
         self.blobs = sorted(
             blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.key, blob.place.offset)
         )
         #: Site → its blobs: a single one, or one per rank, by column, if each rank stored some
         #: columns of the rows.
-        self.sites: dict[tuple[str, int], list[Blob]] = {}
+        self.sites: dict[tuple[str, int], list[BlobReader]] = {}
         for blob in sorted(self.blobs, key=lambda blob: blob.header.manifest.columns):
             for tensor in blob.header.tensors.values():
                 if tensor.site is not None:
@@ -140,7 +140,7 @@ class _Request:
                 }
         return shared
 
-    def rows(self, blob: Blob) -> list[int] | None:
+    def rows(self, blob: BlobReader) -> list[int] | None:
         """Return which rows of the blob's tensors belong to `positions`; None: all."""
         stored = blob.header.manifest.positions
         return (
@@ -150,7 +150,7 @@ class _Request:
         )
 
 
-def _all_columns(blobs: Sequence[Blob]) -> bool:
+def _all_columns(blobs: Sequence[BlobReader]) -> bool:
     """Return whether the blobs of one site, in the order of their columns, hold complete rows."""
     end = 0
     for manifest in (blob.header.manifest for blob in blobs):
@@ -166,14 +166,14 @@ def _all_columns(blobs: Sequence[Blob]) -> bool:
     return False
 
 
-def _requested_positions(blob: Blob) -> list[int]:
+def _requested_positions(blob: BlobReader) -> list[int]:
     manifest = blob.header.manifest
     return (
         sorted([*manifest.positions, *manifest.dropped]) if manifest.dropped else manifest.positions
     )
 
 
-def _tokens(blob: Blob) -> dict[int, int]:
+def _tokens(blob: BlobReader) -> dict[int, int]:
     return dict(zip(blob.raw("positions").tolist(), blob.raw("token_ids").tolist(), strict=True))
 
 
@@ -201,7 +201,7 @@ class CaptureReader(Plotted):
 
     def __init__(
         self,
-        source: Source,
+        source: CaptureSource,
         job: str | None = None,
         *,
         tag: str | None = None,
@@ -211,7 +211,8 @@ class CaptureReader(Plotted):
             source = open_store(source) if "://" in source else Path(source)
         if listed := not isinstance(source, Path | ArtifactStore):
             places = expand(
-                (place if isinstance(place, Place) else at(Path(place)) for place in source), job
+                (place if isinstance(place, BlobLocation) else at(Path(place)) for place in source),
+                job,
             )
         else:
             places = find(source, job, tag)
@@ -232,7 +233,7 @@ class CaptureReader(Plotted):
         reader = cls.__new__(cls)
         parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
         opened = [
-            Blob(Place(None, f"<bytes {number}>"), memoryview(raw), checked=True)
+            BlobReader(BlobLocation(None, f"<bytes {number}>"), memoryview(raw), checked=True)
             for number, raw in enumerate(parts)
         ]
         reader._open(opened, None, tag, partial, first_tag=True, whole=False)
@@ -243,7 +244,7 @@ class CaptureReader(Plotted):
     @classmethod
     def of_job(
         cls,
-        files: Iterable[Path | Place],
+        files: Iterable[Path | BlobLocation],
         job: str,
         *,
         status: str,
@@ -255,7 +256,7 @@ class CaptureReader(Plotted):
         of the job's capture.
         """
         reader = cls.__new__(cls)
-        blobs = open_blobs(file if isinstance(file, Place) else at(file) for file in files)
+        blobs = open_blobs(file if isinstance(file, BlobLocation) else at(file) for file in files)
         for blob in blobs:
             if blob.header.manifest.job != job:
                 raise MidstreamError(
@@ -272,7 +273,7 @@ class CaptureReader(Plotted):
 
     def _open(
         self,
-        blobs: list[Blob],
+        blobs: list[BlobReader],
         job: str | None,
         tag: str | None,
         partial: bool,
@@ -300,7 +301,7 @@ class CaptureReader(Plotted):
                 allowed=", ".join(self.tags),
             )
         self.tag = tag if tag is not None else next(iter(self.tags), "")
-        attempts: dict[int, dict[int, list[Blob]]] = {}
+        attempts: dict[int, dict[int, list[BlobReader]]] = {}
         for blob in blobs:
             manifest = blob.header.manifest
             if manifest.tag == self.tag:
@@ -419,16 +420,16 @@ class CaptureReader(Plotted):
         TransformerLens, such as `blocks.3.hook_resid_post`. Raises MidstreamError that lists the
         captured layers.
         """
-        return self._joined(layer, hook, request, Blob.array)
+        return self._joined(layer, hook, request, BlobReader.array)
 
-    def arrays(self, request: int = 0, *, names: Names = "midstream") -> dict[str, np.ndarray]:
+    def arrays(self, request: int = 0, *, names: HookNaming = "midstream") -> dict[str, np.ndarray]:
         """Return the rows of all captured sites, each as `array` does, by name: `post_block.3`, or
         with `names="transformer_lens"`, `blocks.3.hook_resid_post`.
 
         Hook points that TransformerLens does not have keep Midstream's name.
         """
-        if names not in get_args(Names):
-            raise invalid("names", f"{names!r} is unknown", allowed=", ".join(get_args(Names)))
+        if names not in get_args(HookNaming):
+            raise invalid("names", f"{names!r} is unknown", allowed=", ".join(get_args(HookNaming)))
         known = LENS_NAMES if names == "transformer_lens" else {}
         return {
             f"blocks.{layer}.{known[hook]}" if hook in known else f"{hook}.{layer}": self.array(
@@ -445,14 +446,14 @@ class CaptureReader(Plotted):
         (The array is a copy only if each rank stored some columns of the rows, or if another stage
         dropped some of these rows.)
         """
-        return self._joined(layer, hook, request, Blob.raw)
+        return self._joined(layer, hook, request, BlobReader.raw)
 
     def _joined(
         self,
         layer: int | str,
         hook: str | None,
         request: int,
-        read: Callable[[Blob, str], np.ndarray],
+        read: Callable[[BlobReader, str], np.ndarray],
     ) -> np.ndarray:
         """Return the rows of one site, with the columns of all ranks side by side."""
         merged, blobs, name = self._tensor(layer, hook, request)
@@ -597,7 +598,7 @@ class CaptureReader(Plotted):
         """Return the manifest of the request's first blob."""
         return self._of(request).manifest
 
-    def verify(self) -> list[Check]:
+    def verify(self) -> list[VerifyFinding]:
         """Compare size, CRC32 and content of every blob with its manifests; also return `gaps`.
 
         The capture is complete and undamaged if every check is `ok`.
@@ -606,14 +607,14 @@ class CaptureReader(Plotted):
             _check(blob) for request in self._requests.values() for blob in request.blobs
         ] + self.gaps()
 
-    def gaps(self) -> list[Check]:
+    def gaps(self) -> list[VerifyFinding]:
         """Return a check for each missing part (requests, stages, tensors, dropped positions), and
         for a capture status other than `ok` from the API.
         """
         result = []
         if self.status not in ("", "ok"):
             result.append(
-                Check(
+                VerifyFinding(
                     Path(self.job),
                     0,
                     0,
@@ -623,17 +624,17 @@ class CaptureReader(Plotted):
                 )
             )
         if why := self._missing_requests():
-            result.append(Check(Path(self.job), 0, 0, ok=False, detail=why))
+            result.append(VerifyFinding(Path(self.job), 0, 0, ok=False, detail=why))
         for number, request in self._requests.items():
             path = request.blobs[0].place.path
             if why := request.incomplete():
-                result.append(Check(path, 0, 0, ok=False, detail=why, request=number))
+                result.append(VerifyFinding(path, 0, 0, ok=False, detail=why, request=number))
             if dropped := request.dropped:
                 why = (
                     f"request {number}: positions dropped under overload: "
                     f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)"
                 )
-                result.append(Check(path, 0, 0, ok=False, detail=why, request=number))
+                result.append(VerifyFinding(path, 0, 0, ok=False, detail=why, request=number))
         return result
 
     def _missing_requests(self) -> str:
@@ -670,7 +671,7 @@ class CaptureReader(Plotted):
 
     def _tensor(
         self, layer: int | str, hook: str | None, request: int
-    ) -> tuple[_Request, list[Blob], str]:
+    ) -> tuple[_Request, list[BlobReader], str]:
         if (site := full_name(layer)) and hook is None:
             hook, layer = site
         if not isinstance(layer, int | np.integer):
@@ -713,13 +714,13 @@ def _from_the_end(layer: int, manifest: Manifest) -> int:
     return manifest.num_layers + layer
 
 
-def _last_whole(attempts: dict[int, list[Blob]]) -> _Request:
+def _last_whole(attempts: dict[int, list[BlobReader]]) -> _Request:
     """Return the last complete attempt; if there is none, the last attempt."""
     requests = [_Request(attempts[attempt]) for attempt in sorted(attempts, reverse=True)]
     return next((request for request in requests if not request.missing), requests[0])
 
 
-def _check(blob: Blob) -> Check:
+def _check(blob: BlobReader) -> VerifyFinding:
     manifest, crc, wrong = blob.header.manifest, blob.crc32(), []
     recorded = blob.recorded()
     if recorded is None:
@@ -745,7 +746,7 @@ def _check(blob: Blob) -> Check:
     for name, values in (("positions", manifest.positions), ("token_ids", manifest.token_ids)):
         if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
             wrong.append(f"the tensor {name} does not match the manifest")
-    return Check(
+    return VerifyFinding(
         blob.place.path,
         blob.size,
         crc,

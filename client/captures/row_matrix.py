@@ -13,13 +13,13 @@ from .reader import CaptureReader
 
 #: The rows to take from a request: its last or first captured row, the mean of its rows, all rows,
 #: or the row at a token position.
-Named = Literal["last", "first", "mean", "all"]
-Rows = Named | int
+RowName = Literal["last", "first", "mean", "all"]
+RowChoice = RowName | int
 #: The most ranges of positions that an error message lists.
 SHOWN_RANGES = 16
 
 
-class Sample(NamedTuple):
+class RowOrigin(NamedTuple):
     """The origin of a row of a matrix."""
 
     job: str
@@ -42,7 +42,7 @@ def matrix(
     readers: "CaptureReader | Iterable[CaptureReader]",
     layer: int,
     hook: str | None = None,
-    rows: Rows = "last",
+    rows: RowChoice = "last",
 ) -> SiteRows:
     """Return float32 `[samples, hidden]` over all requests of the readers, in the order of
     `samples`. The array has the rows' `layer` and `hook`.
@@ -75,17 +75,17 @@ def matrix(
 
 
 def samples(
-    readers: "CaptureReader | Iterable[CaptureReader]", rows: Rows = "last"
-) -> list[Sample]:
+    readers: "CaptureReader | Iterable[CaptureReader]", rows: RowChoice = "last"
+) -> list[RowOrigin]:
     """Return the job, request and token position of each row of `matrix(readers, …, rows=rows)`."""
     result = []
     for reader, request in _each(readers):
         positions = reader.positions(request)
         if rows == "mean":
-            result.append(Sample(reader.job, request, None))
+            result.append(RowOrigin(reader.job, request, None))
         else:
             result += [
-                Sample(reader.job, request, positions[index])
+                RowOrigin(reader.job, request, positions[index])
                 for index in _indices(reader, request, rows)
             ]
     return result
@@ -98,7 +98,7 @@ def _each(
     return ((reader, request) for reader in every for request in reader.requests())
 
 
-def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: Rows) -> np.ndarray:
+def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: RowChoice) -> np.ndarray:
     """Select from one request's `[positions, hidden]`; return `[samples, hidden]`."""
     if rows == "mean":
         if not len(array):
@@ -108,15 +108,15 @@ def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: Rows) 
     return array[_indices(reader, request, rows)]
 
 
-def _indices(reader: CaptureReader, request: int, rows: Rows) -> list[int]:
+def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
     """Return the indices of the requested rows among the request's captured rows."""
     positions = reader.positions(request)
     if isinstance(rows, str):
-        if rows not in get_args(Named):
+        if rows not in get_args(RowName):
             raise invalid(
                 "rows",
                 f"{rows!r} is not a selection of rows",
-                allowed=f"{', '.join(get_args(Named))}, or a token position",
+                allowed=f"{', '.join(get_args(RowName))}, or a token position",
             )
         if rows == "all":
             return list(range(len(positions)))

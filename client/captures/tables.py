@@ -7,7 +7,7 @@ import numpy as np
 from ..frames import pandas, xarray
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """The part of `CaptureReader` that tables use."""
 
     job: str
@@ -24,7 +24,7 @@ class Rows(Protocol):
     def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray: ...
 
 
-def data_frame(reader: Rows, hook: str | None, requests: list[int]) -> Any:
+def data_frame(reader: RowSource, hook: str | None, requests: list[int]) -> Any:
     """Return one line per captured row, indexed by request, layer and position; columns: token,
     token_id and the row's elements.
     """
@@ -43,7 +43,7 @@ def data_frame(reader: Rows, hook: str | None, requests: list[int]) -> Any:
     return module.concat(parts)
 
 
-def data_array(reader: Rows, hook: str | None, request: int) -> Any:
+def data_array(reader: RowSource, hook: str | None, request: int) -> Any:
     """Return `[layer, position, dim]` float32 with its coordinates."""
     module = xarray()
     layers, positions = reader.layers(request, hook), reader.positions(request)

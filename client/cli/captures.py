@@ -13,11 +13,11 @@ from ..captures.export import export
 from ..captures.reader import CaptureReader
 from ..render import jobs as show
 from . import options
-from .terminal import Connect, out, say
+from .terminal import Connector, out, say
 
 
 def open_capture(
-    connect: Connect,
+    connect: Connector,
     source: str,
     job: str | None = None,
     tag: str | None = None,
@@ -38,7 +38,7 @@ def open_capture(
 
 
 def show_capture(
-    connect: Connect,
+    connect: Connector,
     source: str,
     /,
     *,
@@ -66,7 +66,7 @@ def show_capture(
 
 
 def check_capture(
-    connect: Connect, source: str, /, *, job: str | None = None, tag: str | None = None
+    connect: Connector, source: str, /, *, job: str | None = None, tag: str | None = None
 ) -> None:
     """Recompute every CRC32 and check that no request, stage, site or position is missing. Raises
     MidstreamError if a check fails.
@@ -81,7 +81,7 @@ def check_capture(
 
 
 def export_capture(
-    connect: Connect,
+    connect: Connector,
     source: str,
     target: str,
     /,

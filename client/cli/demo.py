@@ -35,7 +35,7 @@ from ..render.steering import DIGEST
 from ..sdk.client import Client
 from ..sdk.wire import Answer
 from ..stack.checks.files import held
-from ..stack.checks.finding import Check, Finding, findings_of, graded
+from ..stack.checks.finding import Check, CheckFinding, findings_of, graded
 from ..stack.checks.table import of
 from ..stack.processes import sigterm_as_interrupt
 from ..stack.supervisor import LOCK_FILE, OWN, Supervisor, read_state
@@ -97,7 +97,7 @@ LEAST_SHIFT = 0.5
 
 
 @dataclass
-class Stage:
+class DemoStage:
     """The demo's client, the folder for its figure, and its report."""
 
     client: Client
@@ -131,7 +131,7 @@ def run_demo(
         folder = (data or Path()).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         with _served(url) as client:
-            demonstrate(Stage(client, folder, report))
+            demonstrate(DemoStage(client, folder, report))
         console.rule(f"[bold]Done in {time.monotonic() - began:.0f} s[/]", align="left")
         return report.end()
     with (
@@ -139,7 +139,7 @@ def run_demo(
         _started(_settings(data, console), console) as stack,
         Client(stack.url, stack.settings.admin_key) as client,
     ):
-        stage = Stage(client, Path(stack.settings.data_dir), report)
+        stage = DemoStage(client, Path(stack.settings.data_dir), report)
         demonstrate(stage)
         more = " · open until Ctrl-C" if keep else " · [dim]--keep leaves it open[/]"
         _line(console, f"\n  the page: [bold]{stack.url}/[/]{more}")
@@ -178,7 +178,7 @@ def _served(url: str) -> Iterator[Client]:
                 client.modules.delete(MODULE, MODEL_NAME)
 
 
-def demonstrate(stage: Stage) -> None:
+def demonstrate(stage: DemoStage) -> None:
     """Patch, capture and steer the served demo model, and check each result."""
     stage.report.add(findings_of(DEMONSTRATED, stage))
 
@@ -229,7 +229,7 @@ def _heading(console: Console, title: str, text: str) -> None:
     console.rule(f"[bold]{title}[/]: {text}", align="left")
 
 
-def _capture(stage: Stage) -> Iterator[Finding]:
+def _capture(stage: DemoStage) -> Iterator[CheckFinding]:
     """Capture every layer at every prompt token, and check the rows."""
     client, console = stage.client, stage.report.console
     _heading(
@@ -276,7 +276,7 @@ def _capture(stage: Stage) -> Iterator[Finding]:
     )
 
 
-def _steer(stage: Stage) -> Iterator[Finding]:
+def _steer(stage: DemoStage) -> Iterator[CheckFinding]:
     """Complete prompts without and with steering by a module, show both, and check the ranks."""
     client, console = stage.client, stage.report.console
     _heading(
@@ -358,7 +358,7 @@ def _steer(stage: Stage) -> Iterator[Finding]:
     )
 
 
-def _patch(stage: Stage) -> Iterator[Finding]:
+def _patch(stage: DemoStage) -> Iterator[CheckFinding]:
     """Trace the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262), and draw the
     result in the terminal and as a figure.
     """

@@ -18,7 +18,7 @@ from ..stack.checks.finding import findings_of
 from ..stack.checks.service import Service
 from ..stack.processes import sigterm_as_interrupt
 from .options import overrides
-from .start import DataDir
+from .start import DataDirOption
 from .terminal import AsJson, Url, err, out, print_json
 
 #: Seconds of the timed pairs, with which all measurements take about three minutes.
@@ -46,7 +46,7 @@ def doctor(
         str | None,
         typer.Option(help="With --deep and --plan: the checkpoint; default: the settings' model."),
     ] = None,
-    data_dir: DataDir = None,
+    data_dir: DataDirOption = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any setting; repeatable."),

@@ -16,20 +16,20 @@ from ..render import readings
 from ..sdk.client import Client
 from ..sdk.wire import given
 from . import options
-from .terminal import Connect, first_model, out
+from .terminal import Connector, first_model, out
 
 #: Tag of the rows that probes are trained on.
 _TAG = "probe-training"
 
 
-class Example(msgspec.Struct):
+class TrainingLine(msgspec.Struct):
     """A line of a training file of a probe."""
 
     text: str
     label: str | int | bool
 
 
-def module(connect: Connect, name: str, file: str, /, **fields: Any) -> FitResult:
+def module(connect: Connector, name: str, file: str, /, **fields: Any) -> FitResult:
     """Learn a module, and register it if it works on held-out examples. A line of the file has
     `positive` and `negative`, or one of them, or `prompt` and `target`.
     """
@@ -40,7 +40,7 @@ def module(connect: Connect, name: str, file: str, /, **fields: Any) -> FitResul
     return connect().fit_module(None, **_named(connect(), name, fields))
 
 
-def lens(connect: Connect, name: str, file: str, /, **fields: Any) -> JacobianLens:
+def lens(connect: Connector, name: str, file: str, /, **fields: Any) -> JacobianLens:
     """Compute a Jacobian lens from a corpus, and register it. A line of the file has `text`."""
     fields["prompts"] = [line["text"] for line in _lines(file) if "text" in line]
     return connect().fit_lens(None, **_named(connect(), name, fields))
@@ -59,7 +59,7 @@ def _lines(file: str) -> list[dict[str, Any]]:
 
 
 def probe(
-    connect: Connect,
+    connect: Connector,
     name: str,
     file: str,
     /,
@@ -95,7 +95,7 @@ def probe(
     return client.probes.put(name, found, model=served, **given(**fields))
 
 
-def read_examples(file: Path) -> list[Example]:
+def read_examples(file: Path) -> list[TrainingLine]:
     """Read labelled texts, one JSON object per line.
 
     Raises MidstreamError that names an invalid line.
@@ -112,7 +112,7 @@ def read_examples(file: Path) -> list[Example]:
             ),
         ):
             if line.strip():
-                examples.append(msgspec.json.decode(line, type=Example))
+                examples.append(msgspec.json.decode(line, type=TrainingLine))
     if not examples:
         raise invalid("FILE", f"{file} has no lines")
     return examples
@@ -121,7 +121,7 @@ def read_examples(file: Path) -> list[Example]:
 def _rows(
     client: Client,
     model: str,
-    examples: list[Example],
+    examples: list[TrainingLine],
     layer: int,
     hook: HookName | str,
     rows: Literal["last", "mean", "all"],

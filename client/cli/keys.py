@@ -12,7 +12,7 @@ from ...schemas.base.errors import invalid
 from ...schemas.base.settings import load_settings
 from ..render.jobs import minute
 from ..sdk.service import key_request
-from .terminal import Connect, err
+from .terminal import Connector, err
 
 #: User of a Redis process → where Redis' own configuration names the user and its password.
 SERVER_SETTINGS = {
@@ -24,7 +24,7 @@ MAX_DATABASE = (1 << 31) - 2
 
 
 def key(
-    connect: Connect,
+    connect: Connector,
     name: str,
     /,
     *,
@@ -45,7 +45,7 @@ def key(
     return connect().keys.create(name, tenant=tenant, scopes=scopes, expires_in=expires_in)
 
 
-def show_key(_: Connect, created: CreatedKey) -> None:
+def show_key(_: Connector, created: CreatedKey) -> None:
     """Print the key alone to standard output, for a shell's variable."""
     until = "" if created.expires is None else f"; expires: {minute(created.expires)}"
     scopes = ", ".join(created.scopes)
@@ -56,7 +56,7 @@ def show_key(_: Connect, created: CreatedKey) -> None:
 
 async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
     from ...broker.ledger.jobs.ledger import Ledger
-    from ...broker.ledger.people.keys import Keys
+    from ...broker.ledger.people.keys import LedgerKeys
     from ..stack.supervisor import own_redis_url
 
     settings = load_settings()
@@ -74,16 +74,16 @@ async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
         raise invalid("redis_url", "no Redis configured", allowed=allowed)
     ledger = Ledger.connect(settings)
     try:
-        return await Keys(ledger).create(request)
+        return await LedgerKeys(ledger).create(request)
     finally:
         await ledger.close()
 
 
-def show_lines(_: Connect, lines: Sequence[str]) -> None:
+def show_lines(_: Connector, lines: Sequence[str]) -> None:
     print("\n".join(lines))
 
 
-def admin_key(_: Connect, /) -> list[str]:
+def admin_key(_: Connector, /) -> list[str]:
     """Return a new random key for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file:
     MIDSTREAM_ADMIN_KEY_FILE).
     """
@@ -93,7 +93,7 @@ def admin_key(_: Connect, /) -> list[str]:
 
 
 def curve(
-    _: Connect, role: Literal["relay", "worker"], name: str, /, *, folder: str = "curve"
+    _: Connector, role: Literal["relay", "worker"], name: str, /, *, folder: str = "curve"
 ) -> list[str]:
     """Create the key pair of the relay or of a worker (`name`: its worker_id): NAME.key is private
     and goes to its owner, NAME.pub is public.
@@ -116,7 +116,7 @@ def curve(
 
 
 def acl(
-    _: Connect,
+    _: Connector,
     /,
     *,
     folder: str = "acl",

@@ -25,9 +25,9 @@ from ..sdk.bridge import bridge, target_of
 from ..sdk.client import Client
 from . import captures, fits, keys, options
 from .jobs import print_result
-from .terminal import Connect, err, out, print_json, say
+from .terminal import Connector, err, out, print_json, say
 
-#: A call of the client, such as `modules.get`, or a function of `Connect`, names and fields.
+#: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields.
 Act = str | Callable[..., Any]
 
 
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     name: str
     plural: str
     acts: Mapping[str, Act]  # verb → what it does
-    show: Callable[[Connect, Any], None] | None = None  # None: as `render.records` shows it
+    show: Callable[[Connector, Any], None] | None = None  # None: as `render.records` shows it
     paged: bool = False  # whether a list has the newest only, as many as `limit`
 
 
@@ -49,13 +49,15 @@ def _calls(group: str, *verbs: str) -> dict[str, Act]:
 # --- Jobs and harvests
 
 
-def _show_job(connect: Connect, view: JobView) -> None:
+def _show_job(connect: Connector, view: JobView) -> None:
     out.print(records.one(view))
     if view.state is State.SUCCEEDED:
         print_result(connect(), connect().result(view.id))
 
 
-def _export_job(connect: Connect, job: str, path: str = "-", /, *, pair: int | None = None) -> str:
+def _export_job(
+    connect: Connector, job: str, path: str = "-", /, *, pair: int | None = None
+) -> str:
     """Write a job's result as JSON, or draw it if the path is that of a figure."""
     result = connect().result(job)
     if path == "-":
@@ -70,7 +72,7 @@ def _export_job(connect: Connect, job: str, path: str = "-", /, *, pair: int | N
 
 
 def _stream(
-    connect: Connect,
+    connect: Connector,
     harvest: str,
     to: str,
     /,
@@ -87,7 +89,7 @@ def _stream(
     return f"{harvest} handed to {to}"
 
 
-def _check_harvest(connect: Connect, uri: str, /) -> None:
+def _check_harvest(connect: Connector, uri: str, /) -> None:
     """Recompute checksums, keys, order and counts from the files. Raises MidstreamError if anything
     differs.
     """
@@ -103,15 +105,15 @@ def _check_harvest(connect: Connect, uri: str, /) -> None:
 # --- Named things
 
 
-def _put_module(connect: Connect, name: str, /, *files: str, **fields: Any) -> ModuleView:
+def _put_module(connect: Connector, name: str, /, *files: str, **fields: Any) -> ModuleView:
     return connect().modules.put(name, options.steering(files, "FILE"), **fields)
 
 
-def _export_module(connect: Connect, name: str, path: str, /, **fields: Any) -> str:
+def _export_module(connect: Connector, name: str, path: str, /, **fields: Any) -> str:
     return f"{name} written to {path} as {connect().modules.export(name, path, **fields)}"
 
 
-def _put_probe(connect: Connect, name: str, file: str = "", /, **fields: Any) -> Any:
+def _put_probe(connect: Connector, name: str, file: str = "", /, **fields: Any) -> Any:
     """Register the weights of a `.npz` file with `weight` [k, hidden] and, optionally, `bias`."""
     if file:
         allowed = "a .npz file with `weight` and, optionally, `bias`"
@@ -128,17 +130,17 @@ def _put_probe(connect: Connect, name: str, file: str = "", /, **fields: Any) ->
     return connect().probes.put(name, **fields)
 
 
-def _put_global(connect: Connect, /, *entries: str, **fields: Any) -> GlobalView:
+def _put_global(connect: Connector, /, *entries: str, **fields: Any) -> GlobalView:
     return connect().global_steering.put(options.steering(entries, "ENTRY"), **fields)
 
 
-def _show_global(_: Connect, view: GlobalView) -> None:
+def _show_global(_: Connector, view: GlobalView) -> None:
     out.print(steering.global_line(view), soft_wrap=True)
     if view.entries:
         out.print(steering.entries(view.entries))
 
 
-def _show_ranks(_: Connect, found: Dynamic) -> None:
+def _show_ranks(_: Connector, found: Dynamic) -> None:
     for worker in found.workers:
         out.print(steering.worker_line(worker), soft_wrap=True)
         out.print(steering.ranks(worker, found.determinism))
@@ -148,7 +150,7 @@ def _show_ranks(_: Connect, found: Dynamic) -> None:
 # --- The service
 
 
-def _tenant(connect: Connect, name: str | None = None, /) -> Any:
+def _tenant(connect: Connector, name: str | None = None, /) -> Any:
     tenants = connect().tenants
     if name is not None and name not in (known := [view.name for view in tenants.list()]):
         raise MidstreamError(
@@ -160,12 +162,12 @@ def _tenant(connect: Connect, name: str | None = None, /) -> Any:
     return tenants.get(name)
 
 
-def _put_tenant(connect: Connect, name: str, /, **limits: Any) -> Any:
+def _put_tenant(connect: Connector, name: str, /, **limits: Any) -> Any:
     """Set all limits of a tenant; omitted limits follow the service's settings. 0: no limit."""
     return connect().tenants.put(name, wire.checked(limits, Limits))
 
 
-def _show_secrets(_: Connect, listed: Any) -> None:
+def _show_secrets(_: Connector, listed: Any) -> None:
     """Print the secret alone to standard output, for a shell's variable."""
     print(listed.secrets[0].secret)
     for former in listed.secrets[1:]:
@@ -173,11 +175,11 @@ def _show_secrets(_: Connect, listed: Any) -> None:
         err.print(f"also valid until {until}: {former.secret}", style="dim")
 
 
-def _models(connect: Connect, /) -> list[str]:
+def _models(connect: Connector, /) -> list[str]:
     return connect().models()
 
 
-def _server(connect: Connect, /) -> Health:
+def _server(connect: Connector, /) -> Health:
     client: Client = connect()
     with Translated(
         httpx2.TransportError, lambda error: wire.unreachable(client.url, error), hidden=True
@@ -185,7 +187,7 @@ def _server(connect: Connect, /) -> Health:
         return wire.decode(httpx2.get(f"{client.url}/healthz", timeout=3.0), Health)
 
 
-def _show_server(connect: Connect, health: Health) -> None:
+def _show_server(connect: Connector, health: Health) -> None:
     say(f"midstream {__version__}\nserver {health.version} at {connect().url}")
 
 

@@ -33,7 +33,7 @@ from .captures import open_capture
 from .jobs import follow, print_result, print_view, report_end
 from .terminal import (
     AsJson,
-    Fields,
+    FieldsOption,
     File,
     Model,
     Url,
@@ -52,15 +52,15 @@ R = TypeVar("R", bound=SweepRequest)
 _SHARED = ("clean", "corrupt", "answer", "foil", "spans")
 
 LAYERS = "all, 3, 0-5, or 0-5,9,-1."
-Layers = Annotated[str | None, typer.Option(help=f"Capture these layers: {LAYERS}")]
-Hooks = Annotated[
+LayersOption = Annotated[str | None, typer.Option(help=f"Capture these layers: {LAYERS}")]
+HooksOption = Annotated[
     str | None,
     typer.Option(
         metavar=options.HOOKS_FORM,
         help="At these hooks, each with its own layers or with --layers; default: post_block.",
     ),
 ]
-Steer = Annotated[
+SteerOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar=options.STEER, help="Add a vector, apply op=…, or use a named module; repeatable."
@@ -77,7 +77,7 @@ Figure = Annotated[
 Pair = Annotated[int | None, typer.Option(help="Show this pair; default: the mean of all.")]
 Clean = Annotated[str | None, typer.Option(help="The prompt with the right answer.")]
 Corrupt = Annotated[str | None, typer.Option(help="A prompt with a different answer.")]
-Answer = Annotated[
+AnswerOption = Annotated[
     str | None, typer.Option(help="The answer to --clean, usually with a leading space.")
 ]
 Foil = Annotated[
@@ -109,16 +109,16 @@ def submit(
             help="Fields of the request (JSON, TOML), or prompts: one a line, or a JSON list.",
         ),
     ] = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     model: Model = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(help="PNG or JPEG file that is part of each prompt, in a chat; repeatable."),
     ] = None,
-    layers: Layers = None,
-    hooks: Hooks = None,
+    layers: LayersOption = None,
+    hooks: HooksOption = None,
     positions: Positions = None,
-    steer: Steer = None,
+    steer: SteerOption = None,
     max_tokens: MaxTokens = None,
     wait: Wait = True,
     verbose: Annotated[
@@ -163,12 +163,12 @@ def sweep(
     client: Client,
     clean: Clean = None,
     corrupt: Corrupt = None,
-    answer: Answer = None,
+    answer: AnswerOption = None,
     foil: Foil = None,
     hooks: CellHooks = None,
     layers: CellLayers = None,
     file: File = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     model: Model = None,
     figure: Figure = None,
     save: Annotated[Path | None, typer.Option(help="Save as JSON, for PatchStudy.load.")] = None,
@@ -205,12 +205,12 @@ def attribute(
     client: Client,
     clean: Clean = None,
     corrupt: Corrupt = None,
-    answer: Answer = None,
+    answer: AnswerOption = None,
     foil: Foil = None,
     hooks: CellHooks = None,
     layers: CellLayers = None,
     file: File = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     model: Model = None,
     figure: Figure = None,
     pair: Pair = None,
@@ -279,7 +279,9 @@ def _finish(
 
 
 @with_client
-def dose(client: Client, file: File = None, set_: Fields = None, json_: AsJson = False) -> None:
+def dose(
+    client: Client, file: File = None, set_: FieldsOption = None, json_: AsJson = False
+) -> None:
     """Weigh the effect of steering against its damage, by layer and scale."""
     fields = _of_a_model(client, options.fields(file, set_))
     result = client.dose(None, **fields)
@@ -300,9 +302,9 @@ def lens(
         list[str] | None,
         typer.Option(help="Token whose rank to show: its text, with its leading space, or its id."),
     ] = None,
-    steer: Steer = None,
+    steer: SteerOption = None,
     file: File = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     model: Model = None,
     figure: Figure = None,
     json_: AsJson = False,
@@ -354,7 +356,7 @@ def attention(
     ] = None,
     figure: Figure = None,
     request: Annotated[int, typer.Option(help="Which prompt of the job.")] = 0,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     model: Model = None,
     json_: AsJson = False,
     url: Url = None,
@@ -441,10 +443,10 @@ def harvest(
             "line, or a JSON list.",
         ),
     ] = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     model: Model = None,
-    layers: Layers = None,
-    hooks: Hooks = None,
+    layers: LayersOption = None,
+    hooks: HooksOption = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of all sequences; default: the whole source.")
     ] = None,
@@ -468,7 +470,7 @@ def survey(
     client: Client,
     harvest: Annotated[str, typer.Argument(metavar="HARVEST", help="The harvest's id.")],
     file: File = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     feature: Annotated[
         int | None, typer.Option(help="Whose examples are shown; default: the first listed.")
     ] = None,

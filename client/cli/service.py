@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.service.status import Status
+from ...schemas.service.status import ServiceStatus
 from ..render import status as show_status
 from .terminal import AsJson, Url, connect, out, print_json
 
@@ -52,7 +52,9 @@ def top(
             return
 
 
-def _update(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, RenderableType]:
+def _update(
+    ask: Callable[[], ServiceStatus], url: str, before: ServiceStatus
+) -> tuple[ServiceStatus, RenderableType]:
     """Return the new status and its rendering; if the service does not answer, the last status and
     the error.
     """

@@ -82,7 +82,7 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
 
 
 def _facts(
-    data: Path, stack: discovery.Stack | None, known: Iterable[str], alive: dict[str, int]
+    data: Path, stack: discovery.RunningStack | None, known: Iterable[str], alive: dict[str, int]
 ) -> dict[str, object]:
     usage = shutil.disk_usage(data if data.is_dir() else Path("/"))
     return {
@@ -104,7 +104,7 @@ def _facts(
     }
 
 
-def _print_stack(stack: discovery.Stack, alive: dict[str, int]) -> None:
+def _print_stack(stack: discovery.RunningStack, alive: dict[str, int]) -> None:
     minutes, seconds = divmod(int(now() - stack.started), 60)
     since = (
         f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
@@ -122,7 +122,7 @@ def _print_stack(stack: discovery.Stack, alive: dict[str, int]) -> None:
     out.print(_disk_line(stack.data), markup=False, soft_wrap=True)
 
 
-def _answer(stack: discovery.Stack) -> str:
+def _answer(stack: discovery.RunningStack) -> str:
     if not stack.url:
         return "starting"
     try:
@@ -258,7 +258,7 @@ def down(
     out.print(f"stopped the stack on {data}", markup=False, soft_wrap=True)
 
 
-def _signal(stack: discovery.Stack) -> None:
+def _signal(stack: discovery.RunningStack) -> None:
     """Send SIGTERM to the stack's process, but not to another process that has reused its pid."""
     try:
         handle = os.pidfd_open(stack.pid)

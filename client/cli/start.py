@@ -18,7 +18,9 @@ from .options import HOOKS_FORM, overrides
 _GIVEN = "midstream.vllm_flags"
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
-DataDir = Annotated[Path | None, typer.Option(help="Folder for Redis data, captures and logs.")]
+DataDirOption = Annotated[
+    Path | None, typer.Option(help="Folder for Redis data, captures and logs.")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
@@ -92,7 +94,7 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="Checkpoint folder or hub name; default: the demo model.")
     ] = None,
-    data_dir: DataDir = None,
+    data_dir: DataDirOption = None,
     port: Annotated[int | None, typer.Option(help="Port of the API; 0: any free port.")] = None,
     flower_port: Annotated[
         int | None, typer.Option(help="Port of Flower; 0: any free port.")
@@ -131,7 +133,7 @@ def up(
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint folder or hub name.")],
-    data_dir: DataDir = None,
+    data_dir: DataDirOption = None,
     set_: Set = None,
 ) -> None:
     """Run the whole stack with this model until Ctrl-C, with the flags of `vllm serve`.

@@ -25,7 +25,7 @@ Url = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str | None, typer.Option(help="The model; default: the first one served.")]
-Fields = Annotated[
+FieldsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -42,7 +42,7 @@ Wait = Annotated[
 ]
 
 #: Returns the client, which connects when it is first asked for.
-Connect = Callable[[], Client]
+Connector = Callable[[], Client]
 
 
 def connect(given: str | None) -> Client:
@@ -50,7 +50,7 @@ def connect(given: str | None) -> Client:
 
 
 @contextmanager
-def connecting(url: str | None) -> Iterator[Connect]:
+def connecting(url: str | None) -> Iterator[Connector]:
     """Yield what returns the client, for commands that may need none."""
     with ExitStack() as stack:
         yield cache(lambda: stack.enter_context(connect(url)))

@@ -23,8 +23,8 @@ from . import options
 from .kinds import Kind, find, kinds_with
 from .terminal import (
     AsJson,
-    Connect,
-    Fields,
+    Connector,
+    FieldsOption,
     File,
     Model,
     Url,
@@ -47,7 +47,7 @@ def _kind(verb: str) -> Any:
     return typer.Argument(metavar="KIND", help=f"{names}.", autocompletion=complete)
 
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Its name or id.")]
+NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Its name or id.")]
 #: Number of the entries that are listed of kinds of which there may be many.
 LISTED = 20
 
@@ -67,7 +67,7 @@ def _given(*names: str | None) -> list[str]:
 @contextmanager
 def _acting(
     name: str, verb: str, url: str | None
-) -> Iterator[tuple[Kind, Connect, Callable[..., Any]]]:
+) -> Iterator[tuple[Kind, Connector, Callable[..., Any]]]:
     """Yield the kind, what connects to the service, and the verb's act. Calling the act raises
     MidstreamError for names and fields that it does not take, and for values of other types.
     """
@@ -93,7 +93,7 @@ def _acting(
         yield kind, connect, acting
 
 
-def _show(kind: Kind, connect: Connect, answer: Any, as_json: bool) -> None:
+def _show(kind: Kind, connect: Connector, answer: Any, as_json: bool) -> None:
     """Print what an act returned; an act that returns nothing has printed it."""
     if answer is None or print_json(answer, as_json):
         return
@@ -109,7 +109,7 @@ def list_(
         int | None, typer.Option(help="Number of entries, newest first; default: 20.")
     ] = None,
     model: Model = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -125,9 +125,9 @@ def list_(
 
 def get(
     kind: Annotated[str, _kind("get")],
-    name: Name = None,
+    name: NameArgument = None,
     model: Model = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -152,7 +152,7 @@ def put(
     ] = None,
     file: File = None,
     model: Model = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -164,10 +164,10 @@ def put(
 
 def change(
     kind: Annotated[str, _kind("change")],
-    name: Name = None,
+    name: NameArgument = None,
     file: File = None,
     model: Model = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -183,7 +183,7 @@ def delete(
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Names or ids.")
     ] = None,
     model: Model = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     url: Url = None,
 ) -> None:
     """Delete things. Requests that were accepted with a name keep what it named; files below the
@@ -211,7 +211,7 @@ def export(
         ),
     ] = None,
     model: Model = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     url: Url = None,
 ) -> None:
     """Write a thing to a file for other programs; a job's result to standard output by default."""
@@ -225,7 +225,7 @@ def export(
 def check(
     kind: Annotated[str, _kind("check")],
     name: Annotated[str, typer.Argument(help="A job's id, a folder or a URI.")],
-    set_: Fields = None,
+    set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -242,7 +242,7 @@ def create(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Of a key: a label; of CURVE keys: ROLE NAME."),
     ] = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -258,7 +258,7 @@ def fit(
         str, typer.Argument(help="Examples as JSON lines: see the guides to fits and probes.")
     ],
     model: Model = None,
-    set_: Fields = None,
+    set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:

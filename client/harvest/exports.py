@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 
 from ...schemas.base.errors import invalid
-from ...storage.harvests import Shard, Site, open as open_harvest
+from ...storage.harvests import HarvestShard, HookLayer, open as open_harvest
 from ...storage.shards import shard_buffers, site_name
 
 GAPS = "the harvest's positions leave gaps: training reads whole documents"
 #: (name, dtype, bits) of a tensor.
-Tensor = tuple[str, str, np.ndarray]
+NamedBits = tuple[str, str, np.ndarray]
 
 
-def to_parquet(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
+def to_parquet(
+    uri: str, folder: str | Path, sites: Sequence[HookLayer] | None = None
+) -> list[Path]:
     """Write one Parquet file for each shard, with the columns of `table`; return the paths, in
     order.
     """
@@ -26,7 +28,7 @@ def to_parquet(uri: str, folder: str | Path, sites: Sequence[Site] | None = None
     return _files(uri, folder, sites, "parquet", parquet.write_table)
 
 
-def to_arrow(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
+def to_arrow(uri: str, folder: str | Path, sites: Sequence[HookLayer] | None = None) -> list[Path]:
     """Write one Arrow file (IPC) for each shard, with the columns of `table`; return the paths, in
     order.
     """
@@ -42,7 +44,7 @@ def to_arrow(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) 
 def _files(
     uri: str,
     folder: str | Path,
-    sites: Sequence[Site] | None,
+    sites: Sequence[HookLayer] | None,
     ending: str,
     write: Callable[[Any, Path], None],
 ) -> list[Path]:
@@ -55,7 +57,7 @@ def _files(
     return paths
 
 
-def table(shard: Shard, sites: Sequence[Site]) -> Any:
+def table(shard: HarvestShard, sites: Sequence[HookLayer]) -> Any:
     """Return a pyarrow table: `document`, `position`, `token_id` int64, and for each site a column
     `<hook>.<layer>` of lists of `width` floats.
     """
@@ -102,8 +104,8 @@ def to_hidden_states(
 
 
 def documents(
-    shards: Sequence[Shard], hook: str, layers: Sequence[int]
-) -> Iterator[tuple[int, list[Tensor]]]:
+    shards: Sequence[HarvestShard], hook: str, layers: Sequence[int]
+) -> Iterator[tuple[int, list[NamedBits]]]:
     """Yield (document, tensors of its file) for the documents of a unit, given all its shards.
 
     Raises MidstreamError if the harvested positions of a document leave gaps.

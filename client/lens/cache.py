@@ -7,7 +7,7 @@ import numpy as np
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ..captures.reader import CaptureReader
-from .names import BLOCK, PATTERN, Card, Key, Site, site_of
+from .names import BLOCK, PATTERN, CacheKey, Card, NamedSite, site_of
 
 #: Methods of TransformerLens' cache that this one lacks → the reason.
 REFUSED: dict[str, str] = {
@@ -69,7 +69,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         self,
         reader: CaptureReader,
         card: Card,
-        sites: Sequence[Site],
+        sites: Sequence[NamedSite],
         prompts: Sequence[Sequence[int]],
         batch: bool = True,
         gradients: "ActivationCache | None" = None,
@@ -113,7 +113,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         except MidstreamError:
             return False
 
-    def __getitem__(self, key: Key) -> np.ndarray:
+    def __getitem__(self, key: CacheKey) -> np.ndarray:
         plain = _plain(key)
         if plain is not None and self.gradients is not None:
             return self.gradients[plain]
@@ -130,7 +130,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         rows = np.stack([self._of(site, request) for request in range(len(self.prompts))])
         return rows if self.has_batch_dim else rows[0]
 
-    def _of(self, site: Site, request: int) -> np.ndarray:
+    def _of(self, site: NamedSite, request: int) -> np.ndarray:
         if site.name == PATTERN:
             return self.reader.attention(site.layer, request=request)
         (hook,) = BLOCK[site.name]
@@ -194,7 +194,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         if apply_ln:
             raise invalid("apply_ln", _LN, allowed="False")
         last, count = self.card.num_layers, self._layers(layer, self.card.num_layers)
-        parts: dict[str, Key] = {}
+        parts: dict[str, CacheKey] = {}
         for item in range(min(count + 1, last)):
             parts[f"{item}_pre"] = ("resid_pre", item)
             if (incl_mid and item < count) or (mlp_input and item == count):
@@ -226,7 +226,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         if mode not in ("all", "attn", "mlp"):
             raise invalid("mode", f"{mode!r} is not known", allowed="all, attn, mlp")
         count = self._layers(layer, self.card.num_layers)
-        parts: dict[str, Key] = {"embed": ("resid_pre", 0)} if incl_embeds else {}
+        parts: dict[str, CacheKey] = {"embed": ("resid_pre", 0)} if incl_embeds else {}
         for item in range(count + 1 if mlp_input and count < self.card.num_layers else count):
             if mode != "mlp":
                 parts[f"{item}_attn_out"] = ("attn_out", item)
@@ -234,7 +234,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
                 parts[f"{item}_mlp_out"] = ("mlp_out", item)
         return self._stacked(parts, pos_slice, return_labels)
 
-    def _stacked(self, parts: Mapping[str, Key], pos_slice: Any, labels: bool) -> Any:
+    def _stacked(self, parts: Mapping[str, CacheKey], pos_slice: Any, labels: bool) -> Any:
         if not parts:
             raise invalid("layer", "no components are below it", allowed="a higher layer")
         chosen = (

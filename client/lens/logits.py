@@ -15,7 +15,7 @@ from .cache import refused
 
 #: Request to the server: (index of the prompt, positions, number of top tokens, ids of named
 #: tokens) → predictions from the last layer's rows.
-Ask = Callable[[int, list[int], int, list[int]], LensReading]
+AskLens = Callable[[int, list[int], int, list[int]], LensReading]
 #: Bytes of a response for each row, and for each token of a row.
 _ROW_BYTES, _TOKEN_BYTES = 14, 8
 REFUSED: dict[str, str] = dict.fromkeys(
@@ -30,7 +30,7 @@ class Predictions:
     A place is (index of the prompt, position).
     """
 
-    def __init__(self, ask: Ask, prompts: Sequence[Sequence[int]], vocab: int, limit_kib: int):
+    def __init__(self, ask: AskLens, prompts: Sequence[Sequence[int]], vocab: int, limit_kib: int):
         self.prompts, self.vocab = [list(prompt) for prompt in prompts], vocab
         self._ask, self._limit = ask, limit_kib << 10
         self._top: dict[tuple[int, int], tuple[list[int], list[float]]] = {}

@@ -21,7 +21,7 @@ from ..sdk.fields import ReadingFields
 from ..values import is_torch
 from .cache import ActivationCache, refused
 from .logits import Logits, Predictions
-from .names import PATTERN, Card, Filter, Site, chosen, hooks_of
+from .names import PATTERN, Card, Filter, NamedSite, chosen, hooks_of
 from .ops import Op
 
 #: Number of top tokens at each prompt's last position that every run fetches.
@@ -105,7 +105,7 @@ def _config(card: Card) -> Config:
 #: What is an address, and not a model's name: with a scheme, or a host with its port.
 _ADDRESS = re.compile(r"https?://.*|[\w.-]+:\d{1,5}/?")
 #: (an activation's name, several names, or a function of the name; the edit).
-Hook = tuple[Any, Op]
+LensHook = tuple[Any, Op]
 #: A text, several texts, or token ids `[pos]` or `[batch, pos]`.
 Input = Any
 
@@ -141,7 +141,7 @@ class HookedModel:
         name = wire.only_model(self.client.models()) if model is None else model
         self.card = msgspec.convert(self.client.model(name), Card)
         self.cfg = _config(self.card)
-        self._hooks: list[Hook] = []
+        self._hooks: list[LensHook] = []
 
     def __repr__(self) -> str:
         return (
@@ -168,7 +168,7 @@ class HookedModel:
         input: Input,
         names_filter: Filter = None,
         *,
-        fwd_hooks: Sequence[Hook] = (),
+        fwd_hooks: Sequence[LensHook] = (),
         return_type: str | None = "logits",
         remove_batch_dim: bool = False,
         prepend_bos: bool | None = None,
@@ -203,7 +203,7 @@ class HookedModel:
     def run_with_hooks(
         self,
         input: Input,
-        fwd_hooks: Sequence[Hook] = (),
+        fwd_hooks: Sequence[LensHook] = (),
         return_type: str | None = "logits",
         *,
         bwd_hooks: Sequence[Any] = (),
@@ -224,7 +224,7 @@ class HookedModel:
 
     @contextmanager
     def hooks(
-        self, fwd_hooks: Sequence[Hook] = (), bwd_hooks: Sequence[Any] = ()
+        self, fwd_hooks: Sequence[LensHook] = (), bwd_hooks: Sequence[Any] = ()
     ) -> Iterator["HookedModel"]:
         """Apply these edits to every run and generation within the block, before the call's own
         edits.
@@ -258,7 +258,7 @@ class HookedModel:
         top_p: float | None = None,
         stop_at_eos: bool = True,
         seed: int | None = None,
-        fwd_hooks: Sequence[Hook] = (),
+        fwd_hooks: Sequence[LensHook] = (),
         prepend_bos: bool | None = None,
         return_type: str = "input",
         **fields: Unpack[ReadingFields],
@@ -416,14 +416,14 @@ def _check_backward(run: "_Run", scalar: Mapping[str, Any] | None, return_type: 
         raise invalid("incl_bwd", "gradients are of the unedited model", hint="omit edits")
 
 
-def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
+def edits_of(hooks: Sequence[LensHook], card: Card) -> dict[str, Any]:
     """Convert edits to a request's `steering` and `patch`, and to attention `patterns`.
 
     Raises MidstreamError for a Python function, for a name that is not an activation, and if edits
     of one row are not listed in the order in which they are applied.
     """
     result: dict[str, Any] = {"steering": [], "patch": [], "patterns": {}}
-    last: dict[Site, Op] = {}
+    last: dict[NamedSite, Op] = {}
     for number, pair in enumerate(hooks):
         at = f"fwd_hooks[{number}]"
         if not isinstance(pair, tuple) or len(pair) != 2:
@@ -474,7 +474,7 @@ class _Run:
         self,
         model: HookedModel,
         input: Input,
-        hooks: Sequence[Hook],
+        hooks: Sequence[LensHook],
         prepend_bos: bool | None,
         fields: dict[str, Any],
         together: bool = True,
@@ -531,7 +531,9 @@ class _Run:
             self.known.learn(reading, reading.request)
         return result
 
-    def gradients(self, sites: Sequence[Site], scalar: Mapping[str, Any] | None) -> ActivationCache:
+    def gradients(
+        self, sites: Sequence[NamedSite], scalar: Mapping[str, Any] | None
+    ) -> ActivationCache:
         """Capture the gradients at `sites` that are rows: of the mean loss, or of `scalar`."""
         rows = [site for site in sites if site.name != PATTERN]
         capture = {

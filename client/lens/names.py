@@ -55,10 +55,10 @@ _FULL = re.compile(r"blocks\.(?P<layer>\d{1,6})\.(?P<name>.+)")
 
 #: An activation as users name it: `blocks.3.hook_z`, or a short name with its layer, such as
 #: `("z", 3)`.
-Key = str | tuple[Any, ...]
+CacheKey = str | tuple[Any, ...]
 
 
-class Site(NamedTuple):
+class NamedSite(NamedTuple):
     """One activation: a name of `BLOCK` in one layer."""
 
     name: str
@@ -104,13 +104,13 @@ class Card(ModelFacts, kw_only=True):
             return (self.hidden_size,)
         return (row.heads, row.width) if BANK[hook] in OF_HEADS else (row.size,)
 
-    def sites(self) -> list[Site]:
+    def sites(self) -> list[NamedSite]:
         """Return all served activations, layer by layer in the order of the forward pass."""
         names = [name for name in BLOCK if self.has(name)]
-        return [Site(name, layer) for layer in range(self.num_layers) for name in names]
+        return [NamedSite(name, layer) for layer in range(self.num_layers) for name in names]
 
 
-def site_of(key: Key, card: Card, field: str = "name") -> Site:
+def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
     """Return the activation that a key names.
 
     Raises MidstreamError naming `field`, with the reason and the valid names.
@@ -146,7 +146,7 @@ def site_of(key: Key, card: Card, field: str = "name") -> Site:
         )
     if not card.has(name):
         raise MidstreamError("not_found", f"{name}: {card.why_not(name)}", field=field)
-    return Site(name, layer % card.num_layers)
+    return NamedSite(name, layer % card.num_layers)
 
 
 def _is_number(value: Any) -> bool:
@@ -159,10 +159,10 @@ def _absent(name: str) -> str:
 
 
 #: The filter of `run_with_cache`: None for all activations, one, several, or a predicate of a name.
-Filter = None | str | Sequence[Key] | Callable[[str], bool]
+Filter = None | str | Sequence[CacheKey] | Callable[[str], bool]
 
 
-def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Site]:
+def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[NamedSite]:
     """Return the activations that a filter selects, in the order of the forward pass.
 
     Raises MidstreamError as `site_of` does, and if the filter selects none.
@@ -175,7 +175,7 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Site]
         is_key = isinstance(names, str) or (
             isinstance(names, tuple) and len(names) in (2, 3) and _is_number(names[1])
         )
-        keys: Iterable[Key] = [names] if is_key else names  # type: ignore[list-item]
+        keys: Iterable[CacheKey] = [names] if is_key else names  # type: ignore[list-item]
         named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
         sites = [site for site in card.sites() if site in named]
     if not sites:
@@ -187,7 +187,7 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Site]
     return sites
 
 
-def hooks_of(sites: Iterable[Site]) -> dict[Hook, list[int]]:
+def hooks_of(sites: Iterable[NamedSite]) -> dict[Hook, list[int]]:
     """Return the hook points, with their layers, that must be captured for these activations."""
     result: dict[Hook, set[int]] = {}
     for site in sites:

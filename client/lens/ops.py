@@ -18,18 +18,18 @@ from ...schemas.base.errors import Translated, invalid
 from ...schemas.requests.interventions import PLACE
 from ..values import is_torch
 from .cache import ActivationCache
-from .names import BLOCK, PATTERN, Card, Site
+from .names import BLOCK, PATTERN, Card, NamedSite
 
 #: How a request expresses the edit: as an entry of `steering`, as an entry of `patch`, or as an
 #: attention pattern.
-Kind = Literal["steering", "patch", "pattern"]
+OpKind = Literal["steering", "patch", "pattern"]
 
 
 @dataclass(frozen=True, eq=False)
 class Op:
     """An edit, not yet bound to an activation."""
 
-    kind: Kind
+    kind: OpKind
     name: str  # of the function in this module
     order: int  # edits of a row are applied in ascending order
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Op:
     def __repr__(self) -> str:
         return f"ops.{self.name}(…)"
 
-    def entries(self, site: Site, card: Card, at: str) -> list[dict[str, Any]]:
+    def entries(self, site: NamedSite, card: Card, at: str) -> list[dict[str, Any]]:
         """Return the request's entries for one activation.
 
         Raises MidstreamError naming `at` if the op is not valid for the activation.
@@ -154,7 +154,7 @@ def positions_of(pos: Any) -> Any:
 
 
 def _op(
-    kind: Kind, name: str, family: str, pos: Any, heads: Any, rows: Any = None, **fields: Any
+    kind: OpKind, name: str, family: str, pos: Any, heads: Any, rows: Any = None, **fields: Any
 ) -> Op:
     fields = {
         "positions": positions_of(pos),

@@ -15,12 +15,12 @@ from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.jobs.sweeps import SweepResult
-from ...storage.harvests import Harvest
+from ...storage.harvests import CompleteHarvest
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
-from ..probes import Fit
+from ..probes import TrainedProbe
 from ..sdk.answers.attribution import Attribution, attribution_of, estimated, marks
-from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled
+from ..sdk.answers.grid import MEANING, PairGrid, described, grid_of, titled
 from ..sdk.readings import Features, Lens, lens_of
 from .attention import Panel, panels_of, written
 from .readings import shown
@@ -170,7 +170,7 @@ def heatmap(
     )
 
 
-def grid_figure(grid: Grid, path: Path | str | None = None) -> "Figure":
+def grid_figure(grid: PairGrid, path: Path | str | None = None) -> "Figure":
     """Draw a grid without its sweep result, and so without prompts in the title."""
     return _saved(path, "path", lambda: _draw_grid(grid, [MEANING[grid.metric]]))
 
@@ -182,7 +182,7 @@ class _Panel(NamedTuple):
 
 
 def _draw_grid(
-    grid: Grid,
+    grid: PairGrid,
     title: list[str],
     rows: Sequence[Sequence[_Panel]] = (),
     limits: tuple[float, float] | None = None,
@@ -434,7 +434,7 @@ def _draw_heat(
 
 
 def harvest_figure(
-    harvest: Harvest, path: Path | str | None = None, count: int = 10_000
+    harvest: CompleteHarvest, path: Path | str | None = None, count: int = 10_000
 ) -> "Figure":
     """Draw the distribution of the norms of the first `count` rows, for each site."""
     first = slice(0, min(count, len(harvest)))
@@ -472,7 +472,7 @@ def probe_figure(result: ProbeResult, path: Path | str | None = None) -> "Figure
     return _chart(path, draw)
 
 
-def fit_figure(fit: Fit, path: Path | str | None = None) -> "Figure":
+def fit_figure(fit: TrainedProbe, path: Path | str | None = None) -> "Figure":
     """Draw accuracy and AUROC on the held-out rows beside those on shuffled labels."""
     metrics = fit.metrics
 
@@ -532,9 +532,9 @@ PLOTS: dict[type, Callable[..., "Figure"]] = {
     Attribution: attribution_figure,
     CaptureReader: capture_figure,
     Features: features_figure,
-    Fit: fit_figure,
-    Grid: grid_figure,
-    Harvest: harvest_figure,
+    TrainedProbe: fit_figure,
+    PairGrid: grid_figure,
+    CompleteHarvest: harvest_figure,
     JobResult: job_figure,
     Lens: lens_figure,
     ProbeResult: probe_figure,

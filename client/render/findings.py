@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from ..stack.checks.finding import Finding
+from ..stack.checks.finding import CheckFinding
 
 _STYLES = {"info": "dim", "ok": "green", "warn": "yellow", "fail": "bold red"}
 #: Width of the column with a finding's subject. It is fixed, because findings are printed one by
@@ -19,9 +19,9 @@ class Report:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.findings: list[Finding] = []
+        self.findings: list[CheckFinding] = []
 
-    def add(self, findings: Iterable[Finding]) -> None:
+    def add(self, findings: Iterable[CheckFinding]) -> None:
         for finding in findings:
             self.findings.append(finding)
             self.console.print(_text(finding), soft_wrap=True)
@@ -45,7 +45,7 @@ class Report:
         return 1 if self.failed else 0
 
 
-def _text(finding: Finding) -> Text:
+def _text(finding: CheckFinding) -> Text:
     """Return one line, and another one for each further line and for the advice."""
     advice = f"\n→ {finding.advice}" if finding.advice else ""
     return Text.assemble(

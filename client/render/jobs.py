@@ -15,7 +15,7 @@ from ...schemas.base.records import by_key
 from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, RankReport
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
-from ..captures.reader import CaptureReader, Check
+from ..captures.reader import CaptureReader, VerifyFinding
 
 #: Returns the text of an entry's cell, as rich markup.
 Cell = Callable[[Any], str]
@@ -240,7 +240,7 @@ def capture(reader: CaptureReader) -> Table:
     return shown
 
 
-def checks(result: Sequence[Check]) -> Table:
+def checks(result: Sequence[VerifyFinding]) -> Table:
     """Return a table of checks, failed checks first."""
     failed_first = sorted(result, key=lambda check: check.ok)
     shown = lines("Files compared with their manifests", _CHECK, failed_first[:TABLE_ROWS])

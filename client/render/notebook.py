@@ -17,7 +17,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import JobResult, Output
 from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.requests.steering import GlobalView
-from ...schemas.service.status import Status
+from ...schemas.service.status import ServiceStatus
 from .. import frames
 from . import (
     attention as maps,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
-    from ..sdk.answers.grid import Grid
+    from ..sdk.answers.grid import PairGrid
     from ..sdk.mapping.map import Mapped
     from ..sdk.readings import Features, Lens
     from ..sdk.wire import Answer
@@ -205,7 +205,7 @@ def mapped_html(item: "Mapped") -> str:
     ) + _job_html(item.result)
 
 
-def grid_html(grid: "Grid") -> str:
+def grid_html(grid: "PairGrid") -> str:
     """Return the heatmap, if matplotlib is installed, and the strongest cells."""
     drawn = _png(lambda: plot(grid, None))
     return (_image("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
@@ -221,5 +221,5 @@ _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
     JobResult: _job_html,
     GlobalView: lambda view: html(steering.global_line(view), steering.entries(view.entries)),
-    Status: lambda now: html(status.status(now, "")),
+    ServiceStatus: lambda now: html(status.status(now, "")),
 }

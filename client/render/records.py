@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.access.keys import KeyView, TenantView
-from ...schemas.access.webhooks import Delivery, DeliveryAttempt, DisabledEndpoint
+from ...schemas.access.webhooks import DeliveryAttempt, DisabledEndpoint, WebhookDelivery
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
@@ -488,7 +488,7 @@ SHOWN: dict[type, Shown] = {
         },
     ),
     # the receiver is below the webhook's id, for the same reason
-    Delivery: Shown(
+    WebhookDelivery: Shown(
         "Webhooks",
         {
             "id": lambda delivery: f"{delivery.id}\n→ {escape(delivery.url)}",

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
-from ...schemas.service.status import QueueStatus, Status
+from ...schemas.service.status import QueueStatus, ServiceStatus
 from .jobs import count, size
 
 #: Column titles in the table of jobs, by state.
@@ -25,7 +25,7 @@ _NAME = 22
 DESYNC_SHOWN_S = 24 * 3600.0
 
 
-def status(now: Status, url: str, before: Status | None = None) -> RenderableType:
+def status(now: ServiceStatus, url: str, before: ServiceStatus | None = None) -> RenderableType:
     """Render the service's status. `before`: an earlier status, from which rates per second are
     computed.
     """
@@ -46,7 +46,7 @@ def status(now: Status, url: str, before: Status | None = None) -> RenderableTyp
     return Group(*parts)
 
 
-def _head(now: Status, url: str) -> Text:
+def _head(now: ServiceStatus, url: str) -> Text:
     redis = now.redis
     memory = (
         f"{size(redis.used_bytes)} of {size(redis.limit_bytes)} ({redis.share:.0%})"
@@ -107,7 +107,7 @@ def _table(
     return result
 
 
-def _jobs(now: Status, before: Status | None) -> Table:
+def _jobs(now: ServiceStatus, before: ServiceStatus | None) -> Table:
     rows = []
     for model, counts in now.counts.items():
         rate = "–"

@@ -9,10 +9,10 @@ from rich.table import Table
 from ...schemas.base.records import to_json
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.steering import (
-    Agreement,
     Dynamic,
     EntryView,
     GlobalView,
+    RankAgreement,
     WorkerSteering,
 )
 from .jobs import TABLE_ROWS, count, size, table
@@ -79,7 +79,7 @@ def worker_line(worker: WorkerSteering) -> str:
     return f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {waits}{desyncs}"
 
 
-def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
+def ranks(worker: WorkerSteering, agreement: RankAgreement) -> Table:
     """Return a table of the status of one worker's ranks; ranks of an inconsistent stage are red.
 
     `queues`: unsent receipts, and bytes of rows that wait for the disk.

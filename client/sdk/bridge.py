@@ -17,16 +17,16 @@ from ...storage.file_store import sync
 from ...storage.harvests import StreamedUnit
 from ...storage.shards import shard_buffers
 from ...storage.store import open_store
-from ..harvest.exports import Tensor, documents
+from ..harvest.exports import NamedBits, documents
 from .client import Client
 
 #: Seconds between two looks at what a trainer has taken; and for which a unit is waited for.
 PAUSE_S, LONGEST_S = 0.1, 25.0
-Samples = Iterable[tuple[int, list[Tensor]]]
+Samples = Iterable[tuple[int, list[NamedBits]]]
 
 
 @dataclass(frozen=True)
-class Folder:
+class TransferFolder:
     """Files `hs_<document>.safetensors`, as `FileTransfer` of hs_connectors reads them.
 
     The files of a unit are staged in a folder and moved from there, one by one; the empty folder
@@ -117,17 +117,21 @@ class Mooncake:
         return list(self._offered.values())
 
 
-def target_of(to: str, harvest: str) -> Folder | Mooncake:
+def target_of(to: str, harvest: str) -> TransferFolder | Mooncake:
     """Return the target `file:FOLDER`, `tcp://MASTER:PORT` or `rdma://MASTER:PORT`."""
     kind, _, place = to.partition(":")
     if kind not in ("file", "tcp", "rdma") or not place.strip("/"):
         allowed = "file:FOLDER, tcp://HOST:PORT, rdma://HOST:PORT"
         raise invalid("--output", f"{to!r} is no target", allowed=allowed)
-    return Folder(Path(place), harvest) if kind == "file" else Mooncake(harvest, place[2:], kind)
+    return (
+        TransferFolder(Path(place), harvest)
+        if kind == "file"
+        else Mooncake(harvest, place[2:], kind)
+    )
 
 
 def bridge(
-    client: Client, harvest: str, target: Folder | Mooncake, consumer: str, limit: int
+    client: Client, harvest: str, target: TransferFolder | Mooncake, consumer: str, limit: int
 ) -> None:
     """Hand all documents of the stream to the target, at all layers of the first hook, while fewer
     than `limit` samples wait there; acknowledge units that are safe.

@@ -29,7 +29,7 @@ from ...schemas.jobs.jobs import JobView
 from .. import values
 from . import fields, wire
 from .transport import Transport
-from .wire import Call
+from .wire import HttpCall
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,18 +102,18 @@ class Calls(Generic[M]):
         """The same calls as coroutines, over the same transport."""
         return type(self)(self._io)
 
-    async def _send(self, call: Call) -> httpx2.Response:
+    async def _send(self, call: HttpCall) -> httpx2.Response:
         """Return the response, regardless of its status. Raises ServerUnreachable."""
         with Translated(
             httpx2.TransportError, lambda error: wire.unreachable(self._io.url, error), hidden=True
         ):
             return await self._io.send(call)
 
-    async def _ask(self, call: Call, kind: type[T]) -> T:
+    async def _ask(self, call: HttpCall, kind: type[T]) -> T:
         """Return the body of a successful response as `kind`; raises what `wire.decode` raises."""
         return wire.decode(await self._send(call), kind)
 
-    async def _do(self, call: Call) -> None:
+    async def _do(self, call: HttpCall) -> None:
         """Send a call whose response has no body; raises what `wire.raise_problem` raises."""
         wire.raise_problem(await self._send(call))
 
@@ -121,7 +121,7 @@ class Calls(Generic[M]):
         """Submit a job, and return it without waiting. Arguments as for `wire.submission`."""
         return await self._ask_patiently(wire.submission(path, body, key), JobView)
 
-    async def _ask_patiently(self, call: Call, kind: type[T], seconds: float = REPEAT_S) -> T:
+    async def _ask_patiently(self, call: HttpCall, kind: type[T], seconds: float = REPEAT_S) -> T:
         """Like `_ask`, but repeat the call for `seconds` while the server does not answer: only
         for calls that are safe to repeat.
         """

@@ -10,13 +10,13 @@ import numpy as np
 
 from ...schemas.jobs.captures import CapturePage
 from ..captures.reader import CaptureReader
-from ..captures.row_matrix import Rows, matrix
+from ..captures.row_matrix import RowChoice, matrix
 from . import wire
 from .answers import download
 from .calls import Awaits, Calls, M, call, finish
 from .jobs import Jobs
-from .server import Server
-from .wire import Call, JobLike, ManifestFile
+from .server import ServerCalls
+from .wire import HttpCall, JobLike, ManifestEntry
 
 
 class Captures(Calls[M]):
@@ -56,7 +56,7 @@ class Captures(Calls[M]):
 
     @call
     async def matrix(
-        self, jobs: Iterable[JobLike], layer: int, hook: str | None = None, rows: Rows = "last"
+        self, jobs: Iterable[JobLike], layer: int, hook: str | None = None, rows: RowChoice = "last"
     ) -> np.ndarray:
         """Return `midstream.matrix` of the captures of several jobs: float32 `[samples, hidden]`
         over all their requests.
@@ -69,7 +69,7 @@ class Captures(Calls[M]):
     ) -> CapturePage:
         """Return one page of stored captures, newest first; its `next` is the next `cursor`."""
         return await self._ask(
-            Call("GET", "/v1/captures", params=wire.given(tag=tag, limit=limit, cursor=cursor)),
+            HttpCall("GET", "/v1/captures", params=wire.given(tag=tag, limit=limit, cursor=cursor)),
             CapturePage,
         )
 
@@ -79,16 +79,16 @@ class Captures(Calls[M]):
 
         Raises `gone` if they were deleted before, `conflict` while the job runs.
         """
-        await self._do(Call("DELETE", wire.capture_path(job_id)))
+        await self._do(HttpCall("DELETE", wire.capture_path(job_id)))
 
     async def _words(self, job_id: JobLike, ids: Sequence[int]) -> Sequence[str]:
         model = (await Jobs[Awaits](self._io).get(job_id)).model
-        return (await Server[Awaits](self._io).detokenize(model, ids)).token_strs
+        return (await ServerCalls[Awaits](self._io).detokenize(model, ids)).token_strs
 
     async def _open(
         self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool
     ) -> CaptureReader:
-        manifest = await self._ask(Call("GET", wire.capture_path(job_id)), wire.Manifest)
+        manifest = await self._ask(HttpCall("GET", wire.capture_path(job_id)), wire.ReadManifest)
         download.check(manifest, job_id, partial)
         result = download.in_place(manifest, job_id) if folder is None else None
         if result:
@@ -100,7 +100,7 @@ class Captures(Calls[M]):
             paths.append(path or await self._download(target, job_id, file))
         return download.reader(manifest, job_id, paths, tag, partial)
 
-    async def _download(self, target: Path, job_id: str, file: ManifestFile) -> Path:
+    async def _download(self, target: Path, job_id: str, file: ManifestEntry) -> Path:
         async with self._io.stream(
             method="GET", url=wire.capture_path(job_id, "files", file.name)
         ) as streamed:

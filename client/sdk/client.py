@@ -16,7 +16,7 @@ from .jobs import Jobs
 from .mapping.map import over
 from .readings import Readings
 from .registered import (
-    GlobalSteering,
+    GlobalSteeringCalls,
     Jacobians,
     Lenses,
     Loras,
@@ -26,7 +26,7 @@ from .registered import (
     Saes,
     SourceRuns,
 )
-from .server import Server
+from .server import ServerCalls
 from .service import Disabled, Keys, Secrets, Tenants, Webhooks
 from .sweeps import Attributions, Sweeps
 from .transport import AwaitingTransport, BlockingTransport, Transport
@@ -68,12 +68,12 @@ class Verbs(Calls[M]):
     dose = verb(Jobs.dose)
     fit_module = verb(Fits.module)
     fit_lens = verb(Fits.lens)
-    models = verb(Server.models)
-    model = verb(Server.model)
-    ready = verb(Server.ready)
-    status = verb(Server.status)
-    tokenize = verb(Server.tokenize)
-    detokenize = verb(Server.detokenize)
+    models = verb(ServerCalls.models)
+    model = verb(ServerCalls.model)
+    ready = verb(ServerCalls.ready)
+    status = verb(ServerCalls.status)
+    tokenize = verb(ServerCalls.tokenize)
+    detokenize = verb(ServerCalls.detokenize)
 
     def __init__(self, io: Transport, blocking: bool = False):
         super().__init__(io, blocking)
@@ -85,7 +85,7 @@ class Verbs(Calls[M]):
         self.fits: Fits[M] = Fits(io, blocking)
         self.harvests: Harvests[M] = Harvests(io, blocking)
         self.modules: Modules[M] = Modules(io, blocking)
-        self.global_steering: GlobalSteering[M] = GlobalSteering(io, blocking)
+        self.global_steering: GlobalSteeringCalls[M] = GlobalSteeringCalls(io, blocking)
         self.source_runs: SourceRuns[M] = SourceRuns(io, blocking)
         self.probes: Probes[M] = Probes(io, blocking)
         self.policies: Policies[M] = Policies(io, blocking)

@@ -10,9 +10,9 @@ from ...schemas.jobs.openai import ChatRequest, CompletionRequest
 from ..images import with_images
 from . import wire
 from .calls import Awaits, Calls, M, call
-from .fields import Chat, ChatFields, CompletionFields, Prompt
+from .fields import Chat, ChatFields, CompletionFields, PromptInput
 from .jobs import Jobs
-from .wire import Answer, Call
+from .wire import Answer, HttpCall
 
 
 class Completions(Calls[M]):
@@ -23,7 +23,7 @@ class Completions(Calls[M]):
         self,
         /,
         model: str,
-        prompt: Prompt | Sequence[Prompt],
+        prompt: PromptInput | Sequence[PromptInput],
         **fields: Unpack[CompletionFields],
     ) -> Answer:
         """Call `POST /v1/completions` with OpenAI's and Midstream's fields."""
@@ -52,7 +52,7 @@ class Completions(Calls[M]):
         """Return the answer to a held request. If the server stops holding it, wait for its job,
         and return the answer from the job's result.
         """
-        response = await self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
+        response = await self._send(HttpCall("POST", path, body=body, timeout=wire.HELD_S))
         if response.status_code != 202:
             return wire.answer(response)
         jobs, view = Jobs[Awaits](self._io), wire.decode(response, JobView)

@@ -27,7 +27,7 @@ ASK_S = 3.0
 
 
 @dataclass(frozen=True)
-class Stack:
+class RunningStack:
     """State of a running `midstream up`, from its state file."""
 
     data: Path
@@ -45,7 +45,7 @@ def data_dir(settings: Settings) -> Path:
     return Path(settings.data_dir).expanduser().resolve()
 
 
-def running(data: Path) -> Stack | None:
+def running(data: Path) -> RunningStack | None:
     """Return the stack that runs on a data directory; None if there is none, or if its process or
     state file belongs to another user.
     """
@@ -55,7 +55,7 @@ def running(data: Path) -> Stack | None:
         instance = instance_of(pid) if Path(f"/proc/{pid}").stat().st_uid == os.getuid() else ""
         if not instance or not (data / STATE_FILE).exists():  # it ended in between
             return None
-        return Stack(
+        return RunningStack(
             data=data,
             pid=pid,
             instance=instance,
@@ -141,7 +141,7 @@ def find_url(
     return url
 
 
-def _check_instance(stack: Stack) -> None:
+def _check_instance(stack: RunningStack) -> None:
     """Check that this stack answers at its address. Raises ServerUnreachable if another stack does.
 
     No answer is not an error: the stack may be restarting.

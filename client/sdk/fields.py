@@ -13,9 +13,9 @@ import numpy as np
 
 from ...schemas.access.handling import Priority
 from ...schemas.artifacts.conditions import Aggregation
-from ...schemas.artifacts.probes import ProbeUse, Side
+from ...schemas.artifacts.probes import ProbeSide, ProbeUse
 from ...schemas.base.states import CallbackEvent
-from ...schemas.jobs.fits import FitExample, Registration
+from ...schemas.jobs.fits import FitExample, RegisterWhen
 from ...schemas.jobs.harvests import (
     HarvestCut,
     HarvestPositions,
@@ -40,7 +40,7 @@ from ...schemas.prompts.sites import At
 from ...schemas.readings.features import FeatureSpec
 from ...schemas.readings.installed import ReaderSpec
 from ...schemas.readings.lens import LensSpec
-from ...schemas.requests.attributions import Method, Verify
+from ...schemas.requests.attributions import EstimateMethod, Verify
 from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from ...schemas.requests.sweep_paths import SweepPath
 from ...schemas.requests.trainings import FitMethod
@@ -51,30 +51,30 @@ Some: TypeAlias = T | Sequence[T]
 #: The fields of an object, as a dict.
 Fields = Mapping[str, Any]
 #: A vector or a matrix: numpy, torch, or lists of numbers.
-Array = np.ndarray | Sequence[Any] | Any
-#: A steering entry: a struct, or its fields with tensors as `Array`.
-Steering = SteeringSpec | Fields
-#: A patch: a struct, or its fields; `source` may be a run's name or an `Array`.
-Patch = PatchSpec | Fields
+ArrayInput = np.ndarray | Sequence[Any] | Any
+#: A steering entry: a struct, or its fields with tensors as `ArrayInput`.
+SteeringEntry = SteeringSpec | Fields
+#: A patch: a struct, or its fields; `source` may be a run's name or an `ArrayInput`.
+PatchInput = PatchSpec | Fields
 Capture = CaptureSpec | Fields
 #: Layers, heads or dimensions: "all", numbers, ranges such as "0-5,-1", or a list of them.
 Numbers = str | int | Sequence[int] | range
 #: Token positions: a name such as "all_prompt", numbers, or a part of the prompt's text.
-Positions = str | int | Sequence[Any] | Span | Fields
-Hook = HookName | str
+PositionsInput = str | int | Sequence[Any] | Span | Fields
+HookInput = HookName | str
 #: A text, or its token ids.
-Prompt = str | Sequence[int]
+PromptInput = str | Sequence[int]
 Chat = Sequence[Fields]
 #: Name → probability bias or other number, by token id.
 TokenBias = Mapping[int, float]
 
 
-class Observed(TypedDict, total=False):
+class ObservedFields(TypedDict, total=False):
     """What is done with the activations of prompts, and what is read from them."""
 
     capture: Capture | None
-    steering: Some[Steering] | None
-    patch: Some[Patch] | None
+    steering: Some[SteeringEntry] | None
+    patch: Some[PatchInput] | None
     probes: Some[str | ProbeUse | Fields] | None
     policies: Some[str] | None
     conversation: str | None
@@ -126,11 +126,11 @@ class OfModel(TypedDict, total=False):
     model: str
 
 
-class Prompted(OfModel, total=False):
+class PromptFields(OfModel, total=False):
     """Prompts of a job: one, several, or conversations."""
 
-    prompt: Prompt
-    prompts: Some[Prompt]
+    prompt: PromptInput
+    prompts: Some[PromptInput]
     messages: Chat | Sequence[Chat]
 
 
@@ -141,11 +141,11 @@ class JobSampled(Sampled, total=False):
     sampling: Sampling | Fields | None
 
 
-class MapFields(OfModel, Observed, JobSampled, Handled, total=False):
+class MapFields(OfModel, ObservedFields, JobSampled, Handled, total=False):
     """The fields of a job without its prompts."""
 
 
-class JobFields(Prompted, Observed, JobSampled, Handled, total=False):
+class JobFields(PromptFields, ObservedFields, JobSampled, Handled, total=False):
     """`POST /v1/jobs`."""
 
 
@@ -156,14 +156,14 @@ class RunFields(MapFields, total=False):
     progress: bool
 
 
-class ReadingFields(OfModel, Observed, Handled, total=False):
+class ReadingFields(OfModel, ObservedFields, Handled, total=False):
     """The fields of a job without its prompts and sampling."""
 
 
 class FeatureFields(ReadingFields, total=False):
     """The job that reads features, and where."""
 
-    positions: Positions
+    positions: PositionsInput
     at: At | None
     max_tokens: int
     timeout: float | None
@@ -173,9 +173,9 @@ class FeatureFields(ReadingFields, total=False):
 class SweepSites(OfModel, total=False):
     """What a sweep patches, and how it measures the effect."""
 
-    hooks: Some[Hook] | None
+    hooks: Some[HookInput] | None
     layers: Numbers | None
-    positions: Positions | None
+    positions: PositionsInput | None
     axis: Axis | None
     heads: Numbers | None
     neurons: Neurons | Fields | None
@@ -208,7 +208,7 @@ class SweepFields(Paired, StudyFields, total=False):
 class AttributionFields(SweepFields, total=False):
     """`POST /v1/attributions`."""
 
-    method: Method | None
+    method: EstimateMethod | None
     steps: int | None
     verify: Verify | Fields | None
     seed: int | None
@@ -219,10 +219,10 @@ class AttributionFields(SweepFields, total=False):
 class AttributeFields(AttributionFields, total=False):
     """An attribution, and the prompts of its only pair."""
 
-    clean: Prompt | None
-    corrupt: Prompt | None
-    answer: Prompt | None
-    foil: Prompt | None
+    clean: PromptInput | None
+    corrupt: PromptInput | None
+    answer: PromptInput | None
+    foil: PromptInput | None
 
 
 class AnyFitFields(Handled, total=False):
@@ -240,23 +240,23 @@ class FitFields(AnyFitFields, total=False):
 
     method: FitMethod
     layers: Numbers
-    hook: Hook | None
-    positive: Sequence[Prompt] | None
-    negative: Sequence[Prompt] | None
+    hook: HookInput | None
+    positive: Sequence[PromptInput] | None
+    negative: Sequence[PromptInput] | None
     examples: Sequence[FitExample | Fields] | None
-    read: Positions | None
-    positions: Positions | None
+    read: PositionsInput | None
+    positions: PositionsInput | None
     held_out: float | None
     steps: int | None
     batch: int | None
     learning_rate: float | None
-    register: Registration | None
+    register: RegisterWhen | None
 
 
 class LensFitFields(AnyFitFields, total=False):
     """`POST /v1/jacobians/fit`."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptInput]
     folder: str | None
     layers: Numbers | None
     skip_first: int | None
@@ -269,13 +269,13 @@ class HarvestFields(TypedDict, total=False):
     model: str
     source: HarvestSource | Fields
     layers: Numbers | None
-    hook: Hook | None
-    hooks: Some[Hook] | Fields | None
+    hook: HookInput | None
+    hooks: Some[HookInput] | Fields | None
     cut: HarvestCut | Fields | None
     positions: HarvestPositions | Fields | None
     at: At | None
     generate: Sampling | Fields | None
-    steering: Some[Steering] | None
+    steering: Some[SteeringEntry] | None
     lora: str | None
     dtype: str | None
     shards: HarvestShards | Fields | None
@@ -295,7 +295,7 @@ class SurveyFields(Handled, total=False):
     context: int | None
 
 
-class OpenAIFields(Observed, Sampled, Handled, total=False):
+class OpenAIFields(ObservedFields, Sampled, Handled, total=False):
     """What both OpenAI-style calls take."""
 
     capture_wait: bool
@@ -338,11 +338,11 @@ class ChatFields(OpenAIFields, total=False):
 class ProbeFields(TypedDict, total=False):
     """`PUT /v1/probes/{name}`."""
 
-    weight: Array
-    bias: Array | None
+    weight: ArrayInput
+    bias: ArrayInput | None
     layer: int
-    hook: Hook | None
-    at: Side | None
+    hook: HookInput | None
+    at: ProbeSide | None
     labels: Sequence[str] | None
     thresholds: float | Sequence[float | None] | None
     aggregation: Aggregation | None

@@ -23,7 +23,7 @@ from . import wire
 from .calls import Awaits, Calls, M, call, stream
 from .fields import HarvestFields, SurveyFields
 from .jobs import Jobs
-from .wire import Call, JobLike
+from .wire import HttpCall, JobLike
 
 if TYPE_CHECKING:
     from ...storage.harvests import StreamedUnit
@@ -32,7 +32,7 @@ _HARVESTS = "/v1/harvests"
 #: Seconds between two polls while waiting for a harvest.
 POLL_S = 1.0
 
-Progress = Callable[[HarvestView], None]
+OnHarvestView = Callable[[HarvestView], None]
 HarvestLike = str | HarvestView
 
 
@@ -72,22 +72,27 @@ class Harvests(Calls[M]):
         """
         body = values.request(request, dict(fields), HarvestRequest)
         headers = {"idempotency-key": idempotency_key or wire.idempotency_key()}
-        call = Call("POST", _HARVESTS, body=body, headers=headers)
+        call = HttpCall("POST", _HARVESTS, body=body, headers=headers)
         return await self._ask_patiently(call, HarvestView)
 
     @call
     async def get(self, harvest: HarvestLike) -> HarvestView:
         """Return a harvest's state and counts. Raises `not_found`."""
-        return await self._ask(Call("GET", _path(harvest)), HarvestView)
+        return await self._ask(HttpCall("GET", _path(harvest)), HarvestView)
 
     @call
     async def list(self, *, limit: int | None = None) -> HarvestPage:
         """Return the newest harvests."""
-        return await self._ask(Call("GET", _HARVESTS, params=wire.given(limit=limit)), HarvestPage)
+        return await self._ask(
+            HttpCall("GET", _HARVESTS, params=wire.given(limit=limit)), HarvestPage
+        )
 
     @call
     async def wait(
-        self, harvest: HarvestLike, progress: Progress | None = None, timeout: float | None = None
+        self,
+        harvest: HarvestLike,
+        progress: OnHarvestView | None = None,
+        timeout: float | None = None,
     ) -> HarvestView:
         """Wait until a harvest has succeeded, and return it; `midstream.harvest.open(view.uri)`
         reads it.
@@ -98,7 +103,7 @@ class Harvests(Calls[M]):
         TimeoutError after `timeout` seconds. Survives an API restart.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        call = Call("GET", _path(harvest))
+        call = HttpCall("GET", _path(harvest))
         while True:
             view = await self._ask_patiently(call, HarvestView, wire.PATIENCE_S)
             if progress is not None:
@@ -132,22 +137,22 @@ class Harvests(Calls[M]):
     @call
     async def pause(self, harvest: HarvestLike) -> HarvestView:
         """Stop computing; finished shards are kept. Raises `conflict` for one that has ended."""
-        return await self._ask(Call("POST", _path(harvest, "pause")), HarvestView)
+        return await self._ask(HttpCall("POST", _path(harvest, "pause")), HarvestView)
 
     @call
     async def resume(self, harvest: HarvestLike) -> HarvestView:
         """Continue with the unfinished shards. Raises `conflict` for one that has ended."""
-        return await self._ask(Call("POST", _path(harvest, "resume")), HarvestView)
+        return await self._ask(HttpCall("POST", _path(harvest, "resume")), HarvestView)
 
     @call
     async def cancel(self, harvest: HarvestLike) -> HarvestView:
         """Cancel a harvest; it cannot be resumed. Raises `conflict` for one that has ended."""
-        return await self._ask(Call("POST", _path(harvest, "cancel")), HarvestView)
+        return await self._ask(HttpCall("POST", _path(harvest, "cancel")), HarvestView)
 
     @call
     async def delete(self, harvest: HarvestLike) -> None:
         """Delete a harvest's files and record. Raises `conflict` for one that has not ended."""
-        await self._do(Call("DELETE", _path(harvest)))
+        await self._do(HttpCall("DELETE", _path(harvest)))
 
     @stream
     async def stream(
@@ -196,7 +201,7 @@ class Harvests(Calls[M]):
         Raises `conflict` for a harvest that is no stream or did not succeed, `gone` for units that
         were dropped, `invalid_request` for an unknown consumer.
         """
-        call = Call(
+        call = HttpCall(
             "GET",
             _path(harvest, "stream"),
             params=wire.given(consumer=consumer, after=after, wait=wait),
@@ -212,7 +217,7 @@ class Harvests(Calls[M]):
 
         Raises what `next_units` raises.
         """
-        call = Call(
+        call = HttpCall(
             "POST",
             _path(harvest, "stream", "ack"),
             body=StreamCursor(consumer=consumer, cursor=cursor),

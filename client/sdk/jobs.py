@@ -17,13 +17,13 @@ from . import wire
 from .answers.progress import prompts_bar
 from .calls import Awaits, Calls, M, call, stream
 from .fields import JobFields
-from .server import Server
-from .wire import Call, JobLike
+from .server import ServerCalls
+from .wire import HttpCall, JobLike
 
 
-def poll(job_id: JobLike, version: str, seconds: float) -> Call:
+def poll(job_id: JobLike, version: str, seconds: float) -> HttpCall:
     headers = {"if-none-match": version} if version else {}
-    return Call(
+    return HttpCall(
         "GET",
         wire.job_path(job_id),
         params={"wait": round(seconds, 3)},
@@ -55,14 +55,14 @@ class Jobs(Calls[M]):
         except MidstreamError as error:
             if request is not None or "model" in fields or error.field != "model":
                 raise
-            served = await Server[Awaits](self._io).models()
+            served = await ServerCalls[Awaits](self._io).models()
             body = wire.job_request(None, {"model": wire.only_model(served), **fields})
         return await self._submit("/v1/jobs", body, idempotency_key)
 
     @call
     async def get(self, job_id: JobLike) -> JobView:
         """Return the job's current state, without waiting. Raises `not_found`."""
-        return await self._ask(Call("GET", wire.job_path(job_id)), JobView)
+        return await self._ask(HttpCall("GET", wire.job_path(job_id)), JobView)
 
     @call
     async def list(
@@ -75,7 +75,7 @@ class Jobs(Calls[M]):
     ) -> JobPage:
         """Return one page of jobs, newest first; its `next` is the `cursor` of the next page."""
         return await self._ask(
-            Call(
+            HttpCall(
                 "GET",
                 "/v1/jobs",
                 params=wire.given(state=state, model=model, limit=limit, cursor=cursor),
@@ -117,7 +117,7 @@ class Jobs(Calls[M]):
         """Return the result of a job that succeeded. Raises the job's error if it failed, and
         `conflict` if it has not ended.
         """
-        return await self._ask(Call("GET", wire.job_path(job_id, "result")), JobResult)
+        return await self._ask(HttpCall("GET", wire.job_path(job_id, "result")), JobResult)
 
     @call
     async def run(
@@ -196,4 +196,4 @@ class Jobs(Calls[M]):
     @call
     async def cancel(self, job_id: JobLike) -> JobView:
         """Request cancellation; raises `conflict` if the job has ended."""
-        return await self._ask(Call("POST", wire.job_path(job_id, "cancel")), JobView)
+        return await self._ask(HttpCall("POST", wire.job_path(job_id, "cancel")), JobView)

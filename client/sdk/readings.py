@@ -32,12 +32,12 @@ from .attention import (
 )
 from .calls import Awaits, Calls, M, call
 from .captures import Captures
-from .fields import FeatureFields, Fields, Numbers, Positions, ReadingFields, RunFields
+from .fields import FeatureFields, Fields, Numbers, PositionsInput, ReadingFields, RunFields
 from .jobs import Jobs
-from .server import Server
+from .server import ServerCalls
 
 #: Names of autoencoders, or name → how many features to return per token.
-Saes = Sequence[str] | Mapping[str, int]
+SaeChoice = Sequence[str] | Mapping[str, int]
 TOP_K = 10
 
 
@@ -197,7 +197,7 @@ class Readings(Calls[M]):
 
     async def _texts(self, model: str, tokens: Sequence[int]) -> dict[int, str]:
         """Token id → its text."""
-        answer = await Server[Awaits](self._io).detokenize(model, tokens)
+        answer = await ServerCalls[Awaits](self._io).detokenize(model, tokens)
         return dict(zip(tokens, answer.token_strs, strict=True))
 
     @call
@@ -207,7 +207,7 @@ class Readings(Calls[M]):
         prompt: Any,
         *,
         layers: Numbers = "all",
-        positions: Positions = "all_prompt",
+        positions: PositionsInput = "all_prompt",
         top_k: int = 5,
         tokens: Sequence[int | str] = (),
         hook: str | None = None,
@@ -260,9 +260,9 @@ class Readings(Calls[M]):
         self,
         /,
         prompt: Any,
-        saes: Saes,
+        saes: SaeChoice,
         *,
-        positions: Positions = "all_prompt",
+        positions: PositionsInput = "all_prompt",
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,

@@ -41,15 +41,15 @@ from ..notebook import Listing
 from ..values import packed
 from . import wire
 from .calls import Calls, M, call
-from .fields import Array, ProbeFields, Steering
-from .wire import Call, of_model
+from .fields import ArrayInput, ProbeFields, SteeringEntry
+from .wire import HttpCall, of_model
 
 if TYPE_CHECKING:
-    from ..probes import Fit
+    from ..probes import TrainedProbe
 
 R = TypeVar("R")
 #: The forms in which a module or global steering may be given.
-SteeringInput = Steering | Sequence[Steering] | Mapping[str, Array] | Path | str
+SteeringInput = SteeringEntry | Sequence[SteeringEntry] | Mapping[str, ArrayInput] | Path | str
 
 #: Timeout in seconds of a change to global steering: the server responds when every worker has
 #: checked it, or when one has timed out.
@@ -82,12 +82,12 @@ def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
         return vectors.read(steering)
 
 
-def _run(method: str, name: str, model: str | None) -> Call:
+def _run(method: str, name: str, model: str | None) -> HttpCall:
     """Build a call on a source run; `name` may also be the id of its job."""
-    return Call(method, f"{_RUNS}/{quote(name, safe='')}", params=of_model(model))
+    return HttpCall(method, f"{_RUNS}/{quote(name, safe='')}", params=of_model(model))
 
 
-class Named(Calls[M], Generic[M, R]):
+class NamedCalls(Calls[M], Generic[M, R]):
     """Calls on the objects of one kind, which the server stores under names, for each model.
 
     `model` may be omitted if the server serves only one.
@@ -102,23 +102,23 @@ class Named(Calls[M], Generic[M, R]):
 
     def _call(
         self, method: str, name: str, model: str | None = None, more: str = "", body: Any = None
-    ) -> Call:
+    ) -> HttpCall:
         """Build a call on one object. Raises MidstreamError for an invalid name: it becomes part of
         the path.
         """
         path = f"{self._path}/{wire.checked(name, PathName, 'name')}{more}"
-        return Call(method, path, body, of_model(model), timeout=self._timeout)
+        return HttpCall(method, path, body, of_model(model), timeout=self._timeout)
 
     async def _put(self, **fields: Any) -> R:
         """Register an object whose files are on the server."""
         body: Any = wire.checked(fields, self._request, "")
-        call = Call("POST", self._path, body, timeout=self._put_timeout)
+        call = HttpCall("POST", self._path, body, timeout=self._put_timeout)
         return await self._ask(call, self._record)
 
     @call
     async def list(self, model: str | None = None) -> Listing[R]:
         """Return all of a model."""
-        call = Call("GET", self._path, params=of_model(model), timeout=self._timeout)
+        call = HttpCall("GET", self._path, params=of_model(model), timeout=self._timeout)
         page: Any = await self._ask(call, self._page)
         return Listing(getattr(page, self._page.__struct_fields__[0]))
 
@@ -133,7 +133,7 @@ class Named(Calls[M], Generic[M, R]):
         await self._do(self._call("DELETE", name, model))
 
 
-class Modules(Named[M, ModuleView]):
+class Modules(NamedCalls[M, ModuleView]):
     """Calls on steering modules. Changes apply to later requests; running requests keep the
     steering with which they began.
     """
@@ -180,12 +180,14 @@ class Modules(Named[M, ModuleView]):
             )
 
 
-class GlobalSteering(Calls[M]):
+class GlobalSteeringCalls(Calls[M]):
     """Calls on global steering, which applies to every request to a model that begins later."""
 
     async def _about(self, method: str, path: str, kind: type[R], model: str | None) -> R:
         """Send a call about the state of all ranks."""
-        return await self._ask(Call(method, path, None, of_model(model), timeout=CHANGE_S), kind)
+        return await self._ask(
+            HttpCall(method, path, None, of_model(model), timeout=CHANGE_S), kind
+        )
 
     @call
     async def put(self, steering: SteeringInput, model: str | None = None) -> GlobalView:
@@ -196,7 +198,7 @@ class GlobalSteering(Calls[M]):
         has changed on any worker then.
         """
         body = GlobalRequest(steering=entries_of(steering), model=model)
-        return await self._ask(Call("PUT", _GLOBAL, body, timeout=CHANGE_S), GlobalView)
+        return await self._ask(HttpCall("PUT", _GLOBAL, body, timeout=CHANGE_S), GlobalView)
 
     @call
     async def delete(self, model: str | None = None) -> GlobalView:
@@ -214,7 +216,7 @@ class GlobalSteering(Calls[M]):
         return await self._about("GET", _DYNAMIC, Dynamic, model)
 
 
-class Loras(Named[M, Lora]):
+class Loras(NamedCalls[M, Lora]):
     """Calls on LoRA adapters."""
 
     _path, _record, _request, _page = "/v1/loras", Lora, LoraRequest, LoraPage
@@ -232,7 +234,7 @@ class Loras(Named[M, Lora]):
         return await self._put(name=name, path=path, model=model, description=description)
 
 
-class Saes(Named[M, Sae]):
+class Saes(NamedCalls[M, Sae]):
     """Calls on sparse autoencoders."""
 
     _path, _record, _request, _page = "/v1/saes", Sae, SaeRequest, SaePage
@@ -259,7 +261,7 @@ class Saes(Named[M, Sae]):
         )
 
 
-class Lenses(Named[M, TunedLens]):
+class Lenses(NamedCalls[M, TunedLens]):
     """Calls on tuned lenses."""
 
     _path, _record, _request = "/v1/lenses", TunedLens, TunedLensRequest
@@ -286,7 +288,7 @@ class Lenses(Named[M, TunedLens]):
         )
 
 
-class Jacobians(Named[M, JacobianLens]):
+class Jacobians(NamedCalls[M, JacobianLens]):
     """Calls on Jacobian lenses."""
 
     _path, _record, _request = "/v1/jacobians", JacobianLens, JacobianLensRequest
@@ -305,14 +307,14 @@ class Jacobians(Named[M, JacobianLens]):
         return await self._put(name=name, path=path, model=model, description=description)
 
 
-class Probes(Named[M, Probe]):
+class Probes(NamedCalls[M, Probe]):
     """Calls on linear probes."""
 
     _path, _record, _page = "/v1/probes", Probe, ProbePage
 
     @call
     async def put(
-        self, /, name: str, fit: Fit | None = None, **fields: Unpack[ProbeFields]
+        self, /, name: str, fit: TrainedProbe | None = None, **fields: Unpack[ProbeFields]
     ) -> Probe:
         """Store a probe under a name; requests use it as `probes=[name]`.
 
@@ -331,7 +333,7 @@ class Probes(Named[M, Probe]):
         return await self._ask(self._call("PUT", name, body=request), Probe)
 
 
-class Policies(Named[M, Policy]):
+class Policies(NamedCalls[M, Policy]):
     """Calls on policies."""
 
     _path, _record, _page = "/v1/policies", Policy, PolicyPage
@@ -364,7 +366,7 @@ class SourceRuns(Calls[M]):
     ) -> RunPage:
         """Return one page of named source runs, newest first; its `next` is the next `cursor`."""
         params = wire.given(model=model, limit=limit, cursor=cursor)
-        return await self._ask(Call("GET", _RUNS, params=params), RunPage)
+        return await self._ask(HttpCall("GET", _RUNS, params=params), RunPage)
 
     @call
     async def get(self, name: str, model: str | None = None) -> RunView:

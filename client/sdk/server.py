@@ -8,14 +8,14 @@ from urllib.parse import quote
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized
-from ...schemas.service.status import Status
+from ...schemas.service.status import ServiceStatus
 from . import wire
 from .calls import Calls, M, call
 from .fields import Chat
-from .wire import Call
+from .wire import HttpCall
 
 
-class Server(Calls[M]):
+class ServerCalls(Calls[M]):
     """Calls on the server itself."""
 
     @call
@@ -23,7 +23,7 @@ class Server(Calls[M]):
         """Return the names of the served models."""
         return [
             entry["id"]
-            for entry in (await self._ask(Call("GET", "/v1/models"), dict[str, Any]))["data"]
+            for entry in (await self._ask(HttpCall("GET", "/v1/models"), dict[str, Any]))["data"]
         ]
 
     @call
@@ -31,7 +31,9 @@ class Server(Calls[M]):
         """Return the facts of one model, as `GET /v1/models/{name}` gives them. Raises
         `not_found`.
         """
-        return await self._ask(Call("GET", f"/v1/models/{quote(name, safe='')}"), dict[str, Any])
+        return await self._ask(
+            HttpCall("GET", f"/v1/models/{quote(name, safe='')}"), dict[str, Any]
+        )
 
     @call
     async def ready(self) -> bool:
@@ -40,7 +42,7 @@ class Server(Calls[M]):
         An unreachable server counts as not ready and raises nothing.
         """
         try:
-            return (await self._send(Call("GET", "/readyz", timeout=5.0))).status_code == 200
+            return (await self._send(HttpCall("GET", "/readyz", timeout=5.0))).status_code == 200
         except MidstreamError:
             return False
 
@@ -61,7 +63,7 @@ class Server(Calls[M]):
             "add_special_tokens": add_special_tokens,
             **wire.given(prompt=prompt, messages=None if messages is None else list(messages)),
         }
-        return await self._ask(Call("POST", "/v1/tokenize", body=body), Tokenized)
+        return await self._ask(HttpCall("POST", "/v1/tokenize", body=body), Tokenized)
 
     @call
     async def detokenize(self, model: str, tokens: Sequence[int]) -> Detokenized:
@@ -69,12 +71,12 @@ class Server(Calls[M]):
         (`token_strs`).
         """
         body = DetokenizeRequest(model=model, tokens=[int(token) for token in tokens])
-        return await self._ask(Call("POST", "/v1/detokenize", body=body), Detokenized)
+        return await self._ask(HttpCall("POST", "/v1/detokenize", body=body), Detokenized)
 
     @call
-    async def status(self) -> Status:
+    async def status(self) -> ServiceStatus:
         """Return the state of queues, workers, relay, webhooks and Redis.
 
         Raises `forbidden` without the scope `observe`.
         """
-        return await self._ask(Call("GET", "/v1/status", timeout=10.0), Status)
+        return await self._ask(HttpCall("GET", "/v1/status", timeout=10.0), ServiceStatus)

@@ -18,18 +18,18 @@ from ...schemas.access.keys import (
     TenantView,
 )
 from ...schemas.access.webhooks import (
-    Delivery,
     DeliveryPage,
     DeliveryState,
     DisabledEndpoint,
     DisabledList,
     RotateRequest,
     SecretList,
+    WebhookDelivery,
 )
 from ..notebook import Listing
 from . import wire
 from .calls import Calls, M, call
-from .wire import Call
+from .wire import HttpCall
 
 _KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
 _DELIVERIES, _SECRETS, _DISABLED = (
@@ -52,8 +52,8 @@ def key_request(
     )
 
 
-def _tenant(method: str, name: str, limits: Limits | None = None) -> Call:
-    return Call(method, f"{_TENANTS}/{wire.checked(name, TenantName, 'tenant')}", body=limits)
+def _tenant(method: str, name: str, limits: Limits | None = None) -> HttpCall:
+    return HttpCall(method, f"{_TENANTS}/{wire.checked(name, TenantName, 'tenant')}", body=limits)
 
 
 def _delivery(delivery_id: str) -> str:
@@ -77,17 +77,17 @@ class Keys(Calls[M]):
         `expires_in`: seconds, or a text such as `90d` or `12h`.
         """
         body = key_request(name, tenant, scopes, expires_in)
-        return await self._ask(Call("POST", _KEYS, body=body), CreatedKey)
+        return await self._ask(HttpCall("POST", _KEYS, body=body), CreatedKey)
 
     @call
     async def list(self) -> Listing[KeyView]:
         """Return all keys, without their secrets."""
-        return Listing((await self._ask(Call("GET", _KEYS), KeyList)).keys)
+        return Listing((await self._ask(HttpCall("GET", _KEYS), KeyList)).keys)
 
     @call
     async def delete(self, key_id: str) -> None:
         """Revoke a key: every process rejects it within five seconds. Raises `not_found`."""
-        await self._do(Call("DELETE", f"{_KEYS}/{wire.checked(key_id, KeyId, 'id')}"))
+        await self._do(HttpCall("DELETE", f"{_KEYS}/{wire.checked(key_id, KeyId, 'id')}"))
 
 
 class Tenants(Calls[M]):
@@ -96,13 +96,13 @@ class Tenants(Calls[M]):
     @call
     async def list(self) -> Listing[TenantView]:
         """Return all tenants, with the limits in effect and their usage."""
-        return Listing((await self._ask(Call("GET", _TENANTS), TenantList)).tenants)
+        return Listing((await self._ask(HttpCall("GET", _TENANTS), TenantList)).tenants)
 
     @call
     async def get(self, name: str | None = None) -> TenantView:
         """Return the limits in effect and the usage of a tenant, by default the key's own."""
         return await self._ask(
-            Call("GET", "/v1/tenant") if name is None else _tenant("GET", name), TenantView
+            HttpCall("GET", "/v1/tenant") if name is None else _tenant("GET", name), TenantView
         )
 
     @call
@@ -130,24 +130,26 @@ class Webhooks(Calls[M]):
         `cursor`.
         """
         params = wire.given(job=job, state=state, tenant=tenant, limit=limit, cursor=cursor)
-        return await self._ask(Call("GET", _DELIVERIES, params=params), DeliveryPage)
+        return await self._ask(HttpCall("GET", _DELIVERIES, params=params), DeliveryPage)
 
     @call
-    async def get(self, delivery_id: str) -> Delivery:
+    async def get(self, delivery_id: str) -> WebhookDelivery:
         """Return one webhook and its attempts. `delivery_id`: its `webhook-id`.
 
         Raises `not_found`, also if the record has expired.
         """
-        return await self._ask(Call("GET", _delivery(delivery_id)), Delivery)
+        return await self._ask(HttpCall("GET", _delivery(delivery_id)), WebhookDelivery)
 
     @call
-    async def redeliver(self, delivery_id: str) -> Delivery:
+    async def redeliver(self, delivery_id: str) -> WebhookDelivery:
         """Send a webhook again under the same id; if it is waiting for its next attempt, send it
         immediately.
 
         Raises `conflict` while its receiver is disabled.
         """
-        return await self._ask(Call("POST", f"{_delivery(delivery_id)}/redeliver"), Delivery)
+        return await self._ask(
+            HttpCall("POST", f"{_delivery(delivery_id)}/redeliver"), WebhookDelivery
+        )
 
 
 class Secrets(Calls[M]):
@@ -158,7 +160,7 @@ class Secrets(Calls[M]):
         """Return the secrets that sign webhooks about jobs of this key, newest first; create one if
         there is none.
         """
-        return await self._ask(Call("GET", _SECRETS), SecretList)
+        return await self._ask(HttpCall("GET", _SECRETS), SecretList)
 
     @call
     async def create(self, *, keep_former_s: float | str = _DAY_S, own: bool = False) -> SecretList:
@@ -168,7 +170,7 @@ class Secrets(Calls[M]):
         `own`: the secret is for webhooks about this key's jobs only.
         """
         body = wire.checked({"keep_former_s": keep_former_s, "own": own}, RotateRequest)
-        return await self._ask(Call("POST", _SECRETS, body=body), SecretList)
+        return await self._ask(HttpCall("POST", _SECRETS, body=body), SecretList)
 
 
 class Disabled(Calls[M]):
@@ -177,10 +179,10 @@ class Disabled(Calls[M]):
     @call
     async def list(self, *, tenant: str | None = None) -> Listing[DisabledEndpoint]:
         """Return them, by default those of all tenants that the key may see."""
-        call = Call("GET", _DISABLED, params=wire.given(tenant=tenant))
+        call = HttpCall("GET", _DISABLED, params=wire.given(tenant=tenant))
         return Listing((await self._ask(call, DisabledList)).endpoints)
 
     @call
     async def delete(self, url: str, *, tenant: str | None = None) -> None:
         """Resume webhooks to this receiver. Raises `not_found` when it is not disabled."""
-        await self._do(Call("DELETE", _DISABLED, params=wire.given(url=url, tenant=tenant)))
+        await self._do(HttpCall("DELETE", _DISABLED, params=wire.given(url=url, tenant=tenant)))

@@ -27,7 +27,7 @@ from ...schemas.jobs.sweeps import (
 from .. import values
 from . import wire
 from .answers.attribution import Attribution, attribution_of
-from .answers.progress import Progress as Progress, SweepEvent as SweepEvent
+from .answers.progress import OnSweepEvent as OnSweepEvent, SweepEvent as SweepEvent
 from .calls import Awaits, Calls, M, call, stream
 from .fields import AttributeFields, SweepFields
 from .jobs import Jobs
@@ -84,7 +84,7 @@ class Gridded(Calls[M]):
     _kind = "sweep"
 
     async def _awaited_result(
-        self, job_id: JobLike, progress: Progress | None, cancel: bool
+        self, job_id: JobLike, progress: OnSweepEvent | None, cancel: bool
     ) -> JobResult:
         jobs = Jobs[Awaits](self._io)
         try:
@@ -139,7 +139,7 @@ class Sweeps(Gridded[M]):
         /,
         request: SweepRequest | None = None,
         *,
-        progress: Progress | None = None,
+        progress: OnSweepEvent | None = None,
         **fields: Unpack[SweepFields],
     ) -> SweepResult:
         """Submit a sweep, wait, and return its grids.
@@ -150,7 +150,7 @@ class Sweeps(Gridded[M]):
 
     @call
     async def result(
-        self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False
+        self, job_id: JobLike, progress: OnSweepEvent | None = None, *, cancel: bool = False
     ) -> SweepResult:
         """Wait for a sweep, and return its grids. Raises the sweep's error if it failed, and
         `not_found` for a job that is not a sweep.
@@ -204,7 +204,7 @@ class Attributions(Gridded[M]):
         /,
         request: AttributionRequest | None = None,
         *,
-        progress: Progress | None = None,
+        progress: OnSweepEvent | None = None,
         **fields: Unpack[AttributeFields],
     ) -> Attribution:
         """Submit an attribution, wait, and return its estimates beside the exact values.
@@ -218,7 +218,7 @@ class Attributions(Gridded[M]):
 
     @call
     async def result(
-        self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False
+        self, job_id: JobLike, progress: OnSweepEvent | None = None, *, cancel: bool = False
     ) -> Attribution:
         """Wait for an attribution, and return its estimates beside the exact values. Raises its
         error if it failed, and `not_found` for a job that is not an attribution.

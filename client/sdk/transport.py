@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpx2
 
-from .wire import Call
+from .wire import HttpCall
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 CHUNK = 1 << 20
 
 
-class Streamed(Protocol):
+class StreamedResponse(Protocol):
     """A response whose body is read as it arrives."""
 
     response: httpx2.Response
@@ -39,10 +39,10 @@ class Transport(Protocol):
     url: str
     blocks: bool
 
-    async def send(self, call: Call) -> httpx2.Response:
+    async def send(self, call: HttpCall) -> httpx2.Response:
         """Send a request. Raises httpx2.TransportError."""
 
-    def stream(self, **arguments: Any) -> AbstractAsyncContextManager[Streamed]:
+    def stream(self, **arguments: Any) -> AbstractAsyncContextManager[StreamedResponse]:
         """Send a request, and read its body as a stream. `arguments`: those of
         `httpx2.Client.stream`.
 
@@ -72,11 +72,11 @@ class BlockingTransport:
     def close(self) -> None:
         self._http.close()
 
-    async def send(self, call: Call) -> httpx2.Response:
+    async def send(self, call: HttpCall) -> httpx2.Response:
         return self._http.request(**call.arguments())
 
     @asynccontextmanager
-    async def stream(self, **arguments: Any) -> AsyncIterator[Streamed]:
+    async def stream(self, **arguments: Any) -> AsyncIterator[StreamedResponse]:
         with self._http.stream(**arguments) as response:
             yield _BlockingStream(response)
 
@@ -109,11 +109,11 @@ class AwaitingTransport:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def send(self, call: Call) -> httpx2.Response:
+    async def send(self, call: HttpCall) -> httpx2.Response:
         return await self._http.request(**call.arguments())
 
     @asynccontextmanager
-    async def stream(self, **arguments: Any) -> AsyncIterator[Streamed]:
+    async def stream(self, **arguments: Any) -> AsyncIterator[StreamedResponse]:
         async with self._http.stream(**arguments) as response:
             yield _AwaitingStream(response)
 

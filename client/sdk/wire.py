@@ -41,7 +41,7 @@ from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .. import notebook, values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked
-from .fields import Patch, Steering
+from .fields import PatchInput, SteeringEntry
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class VersionMismatch(MidstreamError):
 
 
 @dataclass(frozen=True)
-class Call:
+class HttpCall:
     """One HTTP request, not yet sent."""
 
     method: str
@@ -143,7 +143,7 @@ class Answer(Suggesting):
 JobLike = str | JobView | JobResult | CaptureResults | Answer
 
 
-class ManifestFile(msgspec.Struct):
+class ManifestEntry(msgspec.Struct):
     """A capture file in the response of `GET /v1/captures/{id}`: the fields that a reader needs."""
 
     name: str
@@ -154,11 +154,11 @@ class ManifestFile(msgspec.Struct):
     link: str | None = None
 
 
-class Manifest(msgspec.Struct):
+class ReadManifest(msgspec.Struct):
     """The response of `GET /v1/captures/{id}`: the fields that a reader needs."""
 
     status: str
-    files: list[ManifestFile] = []
+    files: list[ManifestEntry] = []
     root: str | None = None
     detail: str = ""
 
@@ -170,12 +170,12 @@ def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobReques
     return values.request(request, fields, JobRequest)
 
 
-def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
+def pack_steering(entries: SteeringEntry | Sequence[SteeringEntry]) -> list[SteeringSpec]:
     """Return steering entries with tensors packed. Raises MidstreamError naming the field."""
     return checked(entries, list[SteeringSpec], "steering")
 
 
-def pack_patch(entries: Patch | Sequence[Patch]) -> list[PatchSpec]:
+def pack_patch(entries: PatchInput | Sequence[PatchInput]) -> list[PatchSpec]:
     """Return patches with vectors packed. Raises MidstreamError naming the field."""
     return checked(entries, list[PatchSpec], "patch")
 
@@ -272,10 +272,10 @@ def idempotency_key() -> str:
     return uuid.uuid4().hex
 
 
-def submission(path: str, body: Any, key: str | None) -> Call:
+def submission(path: str, body: Any, key: str | None) -> HttpCall:
     """Return the call that submits a job. `key`: idempotency key; None: a new one."""
     headers = {"idempotency-key": key or idempotency_key(), "prefer": "respond-async"}
-    return Call("POST", path, body=body, headers=headers)
+    return HttpCall("POST", path, body=body, headers=headers)
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:

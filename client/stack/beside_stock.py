@@ -16,13 +16,13 @@ from ...schemas.base.records import now
 from ...schemas.base.settings import Settings
 from ..sdk.client import Client
 from .checks.facts import host_facts
-from .checks.finding import Finding, findings_of
+from .checks.finding import CheckFinding, findings_of
 from .checks.rig import Rig
 from .checks.table import of
 from .processes import Child, members, wait_for
 from .supervisor import (
     READY_TIMEOUT_S,
-    Say,
+    Announce,
     Supervisor,
     answers,
     child_environment,
@@ -35,8 +35,8 @@ GPU_SHARE = 0.45
 
 
 def measured(
-    settings: Settings, seconds: float, killed: Sequence[str], say: Say
-) -> Iterator[Finding]:
+    settings: Settings, seconds: float, killed: Sequence[str], say: Announce
+) -> Iterator[CheckFinding]:
     """Start both servers, take all measurements, and stop everything.
 
     Raises MidstreamError if a server does not start.
@@ -53,7 +53,7 @@ def measured(
         say("stopping both")
     yield from findings_of(of("end"), lambda: [*stack.survivors(), *members(process)])
     created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now()))
-    yield Finding("info", "verified", f"{created}, {time.monotonic() - began:.0f} s")
+    yield CheckFinding("info", "verified", f"{created}, {time.monotonic() - began:.0f} s")
 
 
 def for_both(settings: Settings, gpu: bool) -> Settings:

@@ -54,14 +54,14 @@ if TYPE_CHECKING:
     from ...broker.ops.redis_server import RedisServer
     from ...schemas.jobs.models import ModelInfo
 
-Say = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 #: Settings of a stack that runs beside others on this machine.
 OWN: dict[str, Any] = {"api_port": 0, "flower_port": 0, "redis_url": "", "relay_url": ""}
 
 
-class Part(NamedTuple):
+class ChildSpec(NamedTuple):
     """Parameters of one child process."""
 
     module: str
@@ -71,15 +71,15 @@ class Part(NamedTuple):
 
 #: The children that are started after Redis, in this order.
 MODULES = {
-    "relay": Part("midstream.broker.relay", 15.0),
+    "relay": ChildSpec("midstream.broker.relay", 15.0),
     # finishes the jobs it holds; each start loads the model
-    "worker": Part("midstream.workers", 60.0, longest_pause_s=30.0),
-    "api": Part("midstream.api", 15.0),
-    "callbacks": Part("midstream.broker.callbacks", 15.0),
+    "worker": ChildSpec("midstream.workers", 60.0, longest_pause_s=30.0),
+    "api": ChildSpec("midstream.api", 15.0),
+    "callbacks": ChildSpec("midstream.broker.callbacks", 15.0),
 }
 #: With the setting `gradients`: a worker whose engine computes gradients.
-GRADIENTS = Part("midstream.workers", 60.0, longest_pause_s=30.0)
-FLOWER = Part("midstream.broker.flower", 5.0, longest_pause_s=30.0)
+GRADIENTS = ChildSpec("midstream.workers", 60.0, longest_pause_s=30.0)
+FLOWER = ChildSpec("midstream.broker.flower", 5.0, longest_pause_s=30.0)
 #: Secret → the children that get it. The worker gets none, because it may run code that comes with
 #: its model.
 SECRET_HOLDERS = {
@@ -116,7 +116,7 @@ class Supervisor:
     def __init__(
         self,
         settings: Settings,
-        say: Say = print,
+        say: Announce = print,
         waiting: Callable[[], None] = lambda: None,
         fixed: Collection[str] = (),
     ):
@@ -565,7 +565,7 @@ class Supervisor:
             self._unwritten = False
 
 
-def prepare(settings: Settings, data: Path, say: Say, fixed: Collection[str] = ()) -> Settings:
+def prepare(settings: Settings, data: Path, say: Announce, fixed: Collection[str] = ()) -> Settings:
     """Return the settings with absolute folders, free ports and a model. `fixed`: as for
     `Supervisor`.
 
@@ -659,7 +659,7 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _available_port(name: str, host: str, port: int, say: Say | None) -> int:
+def _available_port(name: str, host: str, port: int, say: Announce | None) -> int:
     """Return `port` if it can be bound, and for 0 a free port.
 
     Otherwise says that a free port is used, and returns it; without `say`, raises SettingsError.

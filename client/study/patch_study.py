@@ -39,7 +39,7 @@ from .. import frames, values
 from ..render import figures, notebook
 from ..sdk import sweeps, wire
 from ..sdk.answers import grid as grids
-from ..sdk.answers.grid import Effect, Grid
+from ..sdk.answers.grid import CellEffect, PairGrid
 from ..sdk.answers.progress import bar
 from ..sdk.calls import Awaits, Blocking, call
 from ..sdk.client import AsyncClient, Client, Verbs
@@ -53,7 +53,7 @@ C = TypeVar("C", Client, AsyncClient)
 P = ParamSpec("P")
 S = TypeVar("S")
 #: A pair as users write it; as a tuple: clean, corrupt, answer, foil.
-Pair = SweepPair | Mapping[str, Any] | Sequence[str | list[int] | None]
+PairInput = SweepPair | Mapping[str, Any] | Sequence[str | list[int] | None]
 #: The format and version of a saved study.
 _FORMAT, _VERSION = "midstream patch study", 1
 
@@ -126,7 +126,7 @@ class _Study(Generic[C]):
 
     @classmethod
     def pairs(
-        cls, pairs: Sequence[Pair], *, client: C | None = None, model: str | None = None
+        cls, pairs: Sequence[PairInput], *, client: C | None = None, model: str | None = None
     ) -> Self:
         """Build a study of several pairs; their grids must have the same number of columns (see
         `spans`).
@@ -187,11 +187,11 @@ class _Study(Generic[C]):
             raise _no_sweep()
         return self._result
 
-    def grid(self, pair: int | None = None) -> Grid:
+    def grid(self, pair: int | None = None) -> PairGrid:
         """Return the grids of one pair, or of the mean over all pairs, as numpy arrays."""
         return grids.grid_of(self.result, pair)
 
-    def top(self, count: int = 10, pair: int | None = None) -> list[Effect]:
+    def top(self, count: int = 10, pair: int | None = None) -> list[CellEffect]:
         """Return the cells that change the metric most, strongest first."""
         return self.grid(pair).top(count)
 
@@ -285,7 +285,7 @@ class _Study(Generic[C]):
 
     def _zoomed(
         self,
-        region: Region | Effect | None,
+        region: Region | CellEffect | None,
         hooks: Any,
         layers: Any,
         columns: Any,
@@ -297,7 +297,7 @@ class _Study(Generic[C]):
         last, result = self.request, self.result
         # the other direction patches the other prompt
         reversed_ = fields.get("direction", result.direction) != result.direction
-        if isinstance(region, Effect):
+        if isinstance(region, CellEffect):
             region = _around(region, result)
         if region is not None:
             hooks, layers, columns = (
@@ -348,7 +348,7 @@ class _Study(Generic[C]):
         /,
         *,
         spans: Sequence[PairSpan | Mapping[str, Any]] | None = None,
-        progress: bool | sweeps.Progress = True,
+        progress: bool | sweeps.OnSweepEvent = True,
         **fields: Unpack[StudyFields],
     ) -> Self:
         """Submit a sweep, wait, and keep its result; return the study.
@@ -366,10 +366,10 @@ class _Study(Generic[C]):
     async def zoom(
         self,
         /,
-        region: Region | Effect | None = None,
+        region: Region | CellEffect | None = None,
         *,
         columns: Sequence[str | int] | None = None,
-        progress: bool | sweeps.Progress = True,
+        progress: bool | sweeps.OnSweepEvent = True,
         **fields: Unpack[StudyFields],
     ) -> Self:
         """Sweep a part of this study's grid, each token of the columns and each layer separately
@@ -387,7 +387,7 @@ class _Study(Generic[C]):
 
     async def _swept(
         self,
-        progress: bool | sweeps.Progress,
+        progress: bool | sweeps.OnSweepEvent,
         spans: Sequence[PairSpan | Mapping[str, Any]] | None = None,
         **fields: Any,
     ) -> Self:
@@ -430,13 +430,13 @@ class AsyncPatchStudy(_Study[AsyncClient]):
             yield client
 
 
-def _pairs(pairs: Sequence[Pair]) -> list[SweepPair]:
+def _pairs(pairs: Sequence[PairInput]) -> list[SweepPair]:
     if not pairs:
         raise invalid("pairs", "give at least one pair")
     return [_pair(pair, f"pairs[{number}]") for number, pair in enumerate(pairs)]
 
 
-def _pair(pair: Pair, field: str = "") -> SweepPair:
+def _pair(pair: PairInput, field: str = "") -> SweepPair:
     """Convert a pair in any form. Raises MidstreamError naming the field."""
     if isinstance(pair, SweepPair):
         return pair
@@ -451,7 +451,7 @@ def _fields(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-def _around(cell: Effect, result: SweepResult) -> Region:
+def _around(cell: CellEffect, result: SweepResult) -> Region:
     """Return the region around a cell: its hook and tokens, and the layers between it and the next
     swept layers or within the window.
     """
@@ -520,7 +520,7 @@ def _column(labels: list[str], column: str | int) -> int:
 
 
 @contextmanager
-def _shown(progress: bool | sweeps.Progress) -> Iterator[sweeps.Progress | None]:
+def _shown(progress: bool | sweeps.OnSweepEvent) -> Iterator[sweeps.OnSweepEvent | None]:
     """Yield the callable that gets the sweep's events: None, a bar, or the user's callable."""
     if progress is not True:
         yield progress or None

@@ -17,18 +17,18 @@ from ...schemas.base.tensors import Tensor
 _MAX_OTHER_MEMBERS = 64
 
 
-class Array(NamedTuple):
+class PlainArray(NamedTuple):
     """Contiguous little-endian numbers; unlike `Tensor`, of any number of dimensions."""
 
     dtype: DType
     shape: tuple[int, ...]
     data: bytes
 
-    def rows(self) -> "list[Array]":
+    def rows(self) -> "list[PlainArray]":
         """Return the arrays along the first dimension."""
         size = ITEM_BYTES[self.dtype] * math.prod(self.shape[1:])
         return [
-            Array(self.dtype, self.shape[1:], self.data[at : at + size])
+            PlainArray(self.dtype, self.shape[1:], self.data[at : at + size])
             for at in range(0, len(self.data), size)
         ]
 
@@ -48,14 +48,16 @@ class Array(NamedTuple):
         return Tensor(dtype=self.dtype, shape=list(self.shape), data=self.data)
 
 
-def array_of(values: np.ndarray) -> Array:
+def array_of(values: np.ndarray) -> PlainArray:
     """Convert a numpy array: float16 and float32 unchanged, other numbers rounded to float32.
     Raises ValueError if it is not numeric.
     """
     if values.dtype.kind not in "fiu":
         raise ValueError(f"it holds {values.dtype}; valid: numbers")
     dtype: DType = "float16" if values.dtype == np.float16 else "float32"
-    return Array(dtype, values.shape, np.ascontiguousarray(values, DTYPES[dtype].raw).tobytes())
+    return PlainArray(
+        dtype, values.shape, np.ascontiguousarray(values, DTYPES[dtype].raw).tobytes()
+    )
 
 
 class Archive(NamedTuple):

@@ -21,7 +21,7 @@ from ...schemas.requests.specs import SteeringSpec
 from ...storage.formats import module_files
 from ..values import checked
 from . import gguf, numpy_file, torch_file
-from .arrays import Array
+from .arrays import PlainArray
 
 #: Export format → the file suffixes that imply it.
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -164,24 +164,26 @@ def _of_zip(raw: bytes) -> list[SteeringSpec]:
 
 def _of_value(value: Any) -> list[SteeringSpec]:
     """Return the vectors in the value of a torch file."""
-    if isinstance(value, Array):
+    if isinstance(value, PlainArray):
         return [_bare({"vector": value})]
     if (
         isinstance(value, dict)
         and {"activations", "layer_indices"} <= value.keys()
-        and isinstance(value["activations"], Array)
+        and isinstance(value["activations"], PlainArray)
     ):
         array = value["activations"]
         fields = value | {"activations": lens_vectors.packed(array.dtype, array.shape, array.data)}
         return _of_lens([{name: field for name, field in fields.items() if field is not None}])
-    if not isinstance(value, dict) or not any(isinstance(item, Array) for item in value.values()):
+    if not isinstance(value, dict) or not any(
+        isinstance(item, PlainArray) for item in value.values()
+    ):
         raise ValueError(
             "it holds no tensors by name: save a tensor, or a dictionary from a layer or "
             "site to a tensor"
         )
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, PlainArray] = {}
     for key, item in value.items():
-        if not isinstance(item, Array):
+        if not isinstance(item, PlainArray):
             raise ValueError(f"its {key!r:.80} is not a tensor; valid: tensors by layer or site")
         if str(key) in arrays:
             raise ValueError(f"it names {key} twice: as a text and as a number")
@@ -191,7 +193,7 @@ def _of_value(value: Any) -> list[SteeringSpec]:
     return _of_names(arrays)
 
 
-def _of_names(arrays: Mapping[str, Array]) -> list[SteeringSpec]:
+def _of_names(arrays: Mapping[str, PlainArray]) -> list[SteeringSpec]:
     """Convert arrays whose names are an entry's fields, layers, or sites."""
     if arrays.keys() <= module_files.SHAPES.keys():
         return [_bare(arrays)]
@@ -204,7 +206,7 @@ def _of_names(arrays: Mapping[str, Array]) -> list[SteeringSpec]:
     return [SteeringSpec(layers=layer, vector=_flat(array).tensor()) for layer, array in result]
 
 
-def _bare(arrays: Mapping[str, Array]) -> SteeringSpec:
+def _bare(arrays: Mapping[str, PlainArray]) -> SteeringSpec:
     """Return an entry without layers."""
     fields: dict[str, Any] = {
         name: (_flat(array) if name == "vector" else array).tensor()
@@ -213,7 +215,7 @@ def _bare(arrays: Mapping[str, Array]) -> SteeringSpec:
     return SteeringSpec(**fields)
 
 
-def _flat(array: Array) -> Array:
+def _flat(array: PlainArray) -> PlainArray:
     """Remove leading dimensions of size 1."""
     shape = array.shape
     while len(shape) > 1 and shape[0] == 1:
@@ -221,7 +223,7 @@ def _flat(array: Array) -> Array:
     return array._replace(shape=shape)
 
 
-def _loreft(arrays: Mapping[str, Array]) -> SteeringSpec:
+def _loreft(arrays: Mapping[str, PlainArray]) -> SteeringSpec:
     """Convert a LoReFT: pyreft stores R as `[hidden_size, rank]`, and W and b as a linear layer."""
     if arrays.keys() != set(_LOREFT):
         raise ValueError(f"its LoReFT has {', '.join(sorted(arrays))}; valid: {', '.join(_LOREFT)}")
@@ -234,7 +236,7 @@ def _loreft(arrays: Mapping[str, Array]) -> SteeringSpec:
     transposed = np.frombuffer(rotation.data, f"<u{size}").reshape(rotation.shape).T
     return _bare(
         {
-            "rotation": Array(rotation.dtype, transposed.shape, transposed.tobytes()),
+            "rotation": PlainArray(rotation.dtype, transposed.shape, transposed.tobytes()),
             "weight": arrays["weight"],
             "bias": arrays["bias"],
         }
@@ -322,7 +324,7 @@ def _at_layers(spec: SteeringSpec, layers: LayerSelector | None) -> list[Steerin
     where = _numbers(layers)
     if len(where) != vector.shape[0]:
         raise ValueError(f"it has {vector.shape[0]} rows for {len(where)} layers: name as many")
-    rows = Array(vector.dtype, tuple(vector.shape), vector.data).rows()
+    rows = PlainArray(vector.dtype, tuple(vector.shape), vector.data).rows()
     return [
         SteeringSpec(layers=layer, vector=row.tensor())
         for layer, row in zip(where, rows, strict=True)

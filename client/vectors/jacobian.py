@@ -9,7 +9,7 @@ from ...schemas.artifacts.jacobian_lenses import SKIP_FIRST, JacobianRecord
 from ...schemas.base.limits import MAX_TUNED_BYTES
 from ...storage.formats.jacobian_files import output_matrix, write
 from . import torch_file
-from .arrays import Array
+from .arrays import PlainArray
 
 
 def convert(
@@ -32,7 +32,7 @@ def convert(
         )
     jacobians, dtype, width = {}, "float32", value.get("d_model")
     for layer, matrix in value["J"].items():
-        shape = list(matrix.shape) if isinstance(matrix, Array) else type(matrix).__name__
+        shape = list(matrix.shape) if isinstance(matrix, PlainArray) else type(matrix).__name__
         if not isinstance(layer, int) or shape != [width, width]:
             raise ValueError(f"{path.name}: J[{layer!r}] is {shape}; valid: [{width}, {width}]")
         jacobians[layer], dtype = matrix.numpy(), matrix.dtype

@@ -10,12 +10,12 @@ import numpy as np
 
 from ...schemas.base.errors import Translated
 from ...storage.formats.tensor_files import npy_header
-from .arrays import Array, array_of, member, opened
+from .arrays import PlainArray, array_of, member, opened
 
 MAGIC = b"\x93NUMPY"
 
 
-def read_npy(raw: bytes) -> Array:
+def read_npy(raw: bytes) -> PlainArray:
     """Read an array: float16 and float32 unchanged, other numbers rounded to float32. Raises
     ValueError.
     """
@@ -35,7 +35,7 @@ def read_npy(raw: bytes) -> Array:
     return array_of(values)
 
 
-def read_npz(raw: bytes) -> dict[str, Array]:
+def read_npz(raw: bytes) -> dict[str, PlainArray]:
     """Read the arrays by name. Raises ValueError that names the invalid member."""
     archive = opened(raw, stored=False)
     result = {}

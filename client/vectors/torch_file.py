@@ -20,7 +20,7 @@ import numpy as np
 
 from ...schemas.base.dtypes import ITEM_BYTES, DType
 from ...schemas.base.limits import MAX_FILE_HEADER, MAX_VECTOR_FILE
-from .arrays import Archive, Array, member, opened
+from .arrays import Archive, PlainArray, member, opened
 
 #: The pickle's name in the archive.
 PICKLE = "data.pkl"
@@ -68,8 +68,8 @@ class _View:
 
 
 def read(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
-    """Return the saved value: an `Array`, or a dictionary or list of `Array`s, numbers and texts;
-    float64 is rounded to float32. `most`: limit on the bytes of all arrays.
+    """Return the saved value: a `PlainArray`, or a dictionary or list of `PlainArray`s, numbers and
+    texts; float64 is rounded to float32. `most`: limit on the bytes of all arrays.
 
     Raises ValueError with the reason.
     """
@@ -240,7 +240,7 @@ class _Storages:
             return [self.resolved(item) for item in value]
         return self._array(value) if isinstance(value, _View) else value
 
-    def _array(self, view: _View) -> Array:
+    def _array(self, view: _View) -> PlainArray:
         """Return the view as a contiguous array.
 
         Raises ValueError if elements are missing, or if the view repeats stored elements.
@@ -269,7 +269,7 @@ class _Storages:
         values = np.lib.stride_tricks.as_strided(
             stored, view.shape, [stride * size for stride in view.strides], writeable=False
         )
-        return Array(
+        return PlainArray(
             dtype or "float32", view.shape, (values if dtype else values.astype("<f4")).tobytes()
         )
 

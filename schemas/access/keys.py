@@ -33,7 +33,7 @@ KEY_PREFIX = "ms_"
 #: The longest lifetime of a key: dates beyond it may not be representable.
 MAX_KEY_EXPIRES_S = 100 * 365 * 24 * 3600
 
-Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
+NaturalInt64 = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 Sources = Annotated[
     list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]],
     msgspec.Meta(max_length=MAX_SOURCES),
@@ -43,15 +43,15 @@ Sources = Annotated[
 class Limits(Record, omit_defaults=True):
     """Limits of a tenant; null means the setting `limit_*` of the same name; 0 means no limit."""
 
-    requests_per_minute: Natural | None = None  # submissions
+    requests_per_minute: NaturalInt64 | None = None  # submissions
     # prompt tokens plus `max_tokens`, summed over all submitted prompts
-    tokens_per_minute: Natural | None = None
-    jobs_in_flight: Natural | None = None  # jobs that have been accepted and have not ended
-    capture_mib: Natural | None = None  # capture files and harvests that are not deleted
-    sweep_cells: Natural | None = None  # cells of sweeps that have not ended
-    modules: Natural | None = None  # named steering modules, of all models
-    module_mib: Natural | None = None  # vectors and entries of those modules
-    harvests: Natural | None = None  # harvests that have not ended
+    tokens_per_minute: NaturalInt64 | None = None
+    jobs_in_flight: NaturalInt64 | None = None  # jobs that have been accepted and have not ended
+    capture_mib: NaturalInt64 | None = None  # capture files and harvests that are not deleted
+    sweep_cells: NaturalInt64 | None = None  # cells of sweeps that have not ended
+    modules: NaturalInt64 | None = None  # named steering modules, of all models
+    module_mib: NaturalInt64 | None = None  # vectors and entries of those modules
+    harvests: NaturalInt64 | None = None  # harvests that have not ended
     # entries of the setting of this name, or folders below them, that may be harvested; null: all
     harvest_sources: Sources | None = None
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # weight of its share of the engine
@@ -67,7 +67,7 @@ class Tenant(Record):
     limits: Limits = Limits()
 
 
-class Key(Record):
+class StoredKey(Record):
     """Stored API key, without its secret."""
 
     id: KeyId
@@ -112,7 +112,7 @@ class KeyList(Record):
     keys: list[KeyView]
 
 
-class Usage(Record):
+class TenantUsage(Record):
     """A tenant's current usage."""
 
     jobs_in_flight: int
@@ -130,7 +130,7 @@ class TenantView(Record):
 
     name: str
     limits: Limits  # in effect: settings filled in
-    usage: Usage
+    usage: TenantUsage
 
 
 class TenantList(Record):

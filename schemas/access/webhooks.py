@@ -42,7 +42,7 @@ class DeliveryAttempt(Record):
     seconds: float = 0.0
 
 
-class Delivery(Record):
+class WebhookDelivery(Record):
     """One event for one receiver; `id` is the `webhook-id` of all its attempts."""
 
     id: str
@@ -58,7 +58,7 @@ class Delivery(Record):
 
 
 class DeliveryPage(Record):
-    deliveries: list[Delivery]
+    deliveries: list[WebhookDelivery]
     next: str | None = None
 
 

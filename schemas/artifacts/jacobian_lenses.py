@@ -9,7 +9,7 @@ import msgspec
 from ..base.limits import MAX_COUNT, MAX_MODULE_NAME, MAX_TUNED, NAME_PATTERN, Count, Index
 from ..base.records import Record
 from ..prompts.selectors import LayerSelector
-from .registered import FolderRequest, Kind
+from .registered import ArtifactKind, FolderRequest
 from .tuned_lenses import TunedLens
 
 #: Leading positions that fits leave out, and tokens of a prompt that they use: the field's.
@@ -97,7 +97,7 @@ class JacobianLensPage(Record):
     jacobians: list[JacobianLens]
 
 
-JACOBIAN_LENSES = Kind(
+JACOBIAN_LENSES = ArtifactKind(
     "jacobian",
     "jacobians",
     "Jacobian lens",

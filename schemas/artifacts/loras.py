@@ -5,7 +5,7 @@ they may change.
 from ..access.handling import Handling
 from ..base.limits import MAX_LORAS, Reference
 from ..base.records import Record
-from .registered import Folder, FolderRequest, Kind
+from .registered import ArtifactKind, FolderRequest, RegisteredFolder
 
 
 class LoraModule(Record):
@@ -60,7 +60,7 @@ class LoraRequest(FolderRequest):
     """Body of `POST /v1/loras`."""
 
 
-class Lora(Folder, kw_only=True):
+class Lora(RegisteredFolder, kw_only=True):
     """A registered adapter, as the ledger stores it and the API returns it."""
 
     rank: int  # the largest rank of its modules
@@ -76,4 +76,6 @@ class LoraPage(Record):
     loras: list[Lora]
 
 
-LORAS = Kind("lora", "loras", "adapter", Lora, LoraRequest, LoraPage, "ms:loras:", MAX_LORAS)
+LORAS = ArtifactKind(
+    "lora", "loras", "adapter", Lora, LoraRequest, LoraPage, "ms:loras:", MAX_LORAS
+)

@@ -22,14 +22,14 @@ from ..base.records import Plotted, Record, Wire
 from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..prompts.selectors import Hook, HookName
 from .conditions import Aggregation, Decay, Decision, StoredPolicy, Threshold
-from .registered import Kind, Registered, Registration
+from .registered import ArtifactKind, Registered, Registration
 
 #: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits the
 #: generated tokens for as long as the aggregate is at or above it.
-Action = Literal["none", "flag", "stop", "steer"]
+ProbeAction = Literal["none", "flag", "stop", "steer"]
 ProbeLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 #: Before or after the interventions of the same site.
-Side = Literal["before", "after"]
+ProbeSide = Literal["before", "after"]
 
 
 class ProbeRequest(Registration, kw_only=True):
@@ -43,7 +43,7 @@ class ProbeRequest(Registration, kw_only=True):
     layer: Annotated[int, msgspec.Meta(ge=-MAX_LAYER, le=MAX_LAYER)]  # negative: from the end
     bias: NumbersOrTensor | None = None
     hook: HookName = "post_block"
-    at: Side = "before"
+    at: ProbeSide = "before"
     # null: `0`, `1`, …
     labels: Annotated[list[ProbeLabel], msgspec.Meta(max_length=MAX_PROBE_LABELS)] | None = None
     #: A single number applies to every label.
@@ -67,7 +67,7 @@ class ProbeContent(Record):
     tensors: list[str]  # content hashes: weight `[k, hidden_size]` and bias `[k]`, float32
     labels: list[str]
     thresholds: list[float | None]
-    at: Side = "before"
+    at: ProbeSide = "before"
     aggregation: Aggregation = "last"
     decay: float = 0.0
 
@@ -90,7 +90,7 @@ class Probe(Registered, kw_only=True):
     def tensors(self) -> list[str]:
         return self.content.tensors
 
-    def stored(self, action: Action, *, tokens: bool = False) -> "StoredProbe":
+    def stored(self, action: ProbeAction, *, tokens: bool = False) -> "StoredProbe":
         return StoredProbe(
             name=self.name,
             digest=self.digest,
@@ -107,7 +107,9 @@ class ProbePage(Record):
     probes: list[Probe]
 
 
-PROBES = Kind("probe", "probes", "probe", Probe, ProbeRequest, ProbePage, "ms:probes:", MAX_PROBES)
+PROBES = ArtifactKind(
+    "probe", "probes", "probe", Probe, ProbeRequest, ProbePage, "ms:probes:", MAX_PROBES
+)
 
 
 class ProbeUse(Record):
@@ -118,7 +120,7 @@ class ProbeUse(Record):
     """
 
     probe: Reference
-    action: Action = "none"
+    action: ProbeAction = "none"
     tokens: bool = False  # return the score of each token, not only the aggregate
     # a named steering module; required for `steer`, and valid only for it
     module: Reference | None = None

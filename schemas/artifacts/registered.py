@@ -51,7 +51,7 @@ class Registered(Record):
         return msgspec.structs.replace(self, replaced=previous.digest)
 
 
-class Folder(Registered, kw_only=True):
+class RegisteredFolder(Registered, kw_only=True):
     """Fields of every artifact that stays in a folder on the server."""
 
     path: str
@@ -62,7 +62,7 @@ T = TypeVar("T", bound=Registered)
 
 
 @dataclass(frozen=True)
-class Kind(Generic[T]):
+class ArtifactKind(Generic[T]):
     """A kind of registered artifact, for the ledger and the routes."""
 
     singular: str  # in the names of handlers

@@ -7,7 +7,7 @@ import msgspec
 from ..base.limits import MAX_SAE_WIDTH, MAX_SAES, Count, Index
 from ..base.records import Record
 from ..prompts.selectors import Hook, HookName
-from .registered import Folder, FolderRequest, Kind
+from .registered import ArtifactKind, FolderRequest, RegisteredFolder
 
 #: How a pre-activation becomes an activation, by SAELens' names.
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
@@ -50,7 +50,7 @@ class SaeRequest(FolderRequest):
     layer: Index | None = None  # likewise
 
 
-class Sae(Folder, kw_only=True):
+class Sae(RegisteredFolder, kw_only=True):
     """A registered SAE, as the ledger stores it and the API returns it."""
 
     hook: Hook
@@ -75,4 +75,6 @@ class SaePage(Record):
     saes: list[Sae]
 
 
-SAES = Kind("sae", "saes", "sparse autoencoder", Sae, SaeRequest, SaePage, "ms:saes:", MAX_SAES)
+SAES = ArtifactKind(
+    "sae", "saes", "sparse autoencoder", Sae, SaeRequest, SaePage, "ms:saes:", MAX_SAES
+)

@@ -3,7 +3,7 @@
 from ..base.limits import MAX_TUNED
 from ..base.records import Record
 from ..prompts.selectors import Hook, HookName
-from .registered import Folder, FolderRequest, Kind
+from .registered import ArtifactKind, FolderRequest, RegisteredFolder
 
 #: Hook points whose rows the final norm and the head can read: the stream, and what is added to it.
 LENS_HOOKS: tuple[Hook, ...] = ("pre_attn", "attn_out", "post_attn", "mlp_out", "post_block")
@@ -27,7 +27,7 @@ class TunedLensRequest(FolderRequest):
     residual: bool = False  # the maps give what is added to a row: h + W h + b instead of W h + b
 
 
-class TunedLens(Folder, kw_only=True):
+class TunedLens(RegisteredFolder, kw_only=True):
     """A registered tuned lens, as the ledger keeps it and as it is shown."""
 
     hook: Hook
@@ -47,7 +47,7 @@ class TunedLensPage(Record):
     lenses: list[TunedLens]
 
 
-TUNED_LENSES = Kind(
+TUNED_LENSES = ArtifactKind(
     "lens",
     "lenses",
     "tuned lens",

@@ -17,7 +17,7 @@ from .errors import Translated, suggestion
 from .limits import MAX_IMAGE
 from .records import Record, to_json
 from .secret_files import is_burnt, is_exposed
-from .tuning import Count, Natural, Positive, Tuning
+from .tuning import Natural, Positive, PositiveInt, Tuning
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -124,22 +124,22 @@ class Settings(Record):
     model: str = ""  # a checkpoint folder or hub name
     model_name: str = ""  # the name in requests; empty: last part of `model`
     dtype: Literal["auto", DType] = "auto"
-    max_model_len: Count | None = None  # tokens; default: the model's own
-    tensor_parallel_size: Count = 1
-    pipeline_parallel_size: Count = 1
+    max_model_len: PositiveInt | None = None  # tokens; default: the model's own
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
     # how vLLM's ranks are started: `mp` in processes of their own, also a single one on a GPU;
     # `ray` on the machines of a Ray cluster
     executor: Literal["auto", "mp", "ray"] = "auto"
     # machines that share one engine without Ray: `python -m midstream.workers.follower` on all but
     # the first
-    nodes: Count = 1
+    nodes: PositiveInt = 1
     node_rank: Natural = 0  # index of this machine; 0: the machine with the worker
     node_master: str = ""  # host:port of the first machine, where the ranks of all machines meet
     runner: Literal["auto", "v1", "v2"] = "auto"
     # false: torch.compile and graphs (slower start, faster steps); default: only on the CPU
     enforce_eager: bool | None = None
-    max_num_seqs: Count = 64  # requests in one engine step
-    max_num_batched_tokens: Count = 2048  # tokens in one engine step
+    max_num_seqs: PositiveInt = 64  # requests in one engine step
+    max_num_batched_tokens: PositiveInt = 2048  # tokens in one engine step
     enable_prefix_caching: bool = True
     # `tenant`: requests reuse only blocks of the same tenant
     prefix_cache_scope: Literal["shared", "tenant"] = "shared"
@@ -152,8 +152,8 @@ class Settings(Record):
     kv_cache_gib: Positive = 1.0  # CPU only
     # tokens in a block of the KV cache, of which only whole blocks are shared; default: the
     # platform's
-    block_size: Count | None = None
-    num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
+    block_size: PositiveInt | None = None
+    num_gpu_blocks: PositiveInt | None = None  # override of the KV cache's size in blocks
     # vLLM's own options: the table [engine] of the file, see `workers.engine.option_check`
     engine_options: dict[str, Any] = {}
 
@@ -161,8 +161,10 @@ class Settings(Record):
     # folder below which adapters may be registered, at the same path on API and worker machines;
     # empty: none are served
     lora_dir: str = ""
-    max_loras: Count = 4  # distinct adapters in one engine step
-    max_cpu_loras: Count = 16  # adapters that each rank keeps loaded; jobs that need more wait
+    max_loras: PositiveInt = 4  # distinct adapters in one engine step
+    max_cpu_loras: PositiveInt = (
+        16  # adapters that each rank keeps loaded; jobs that need more wait
+    )
     # the highest rank of an adapter; memory for it is reserved `max_loras` times
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
 
@@ -231,9 +233,9 @@ class Settings(Record):
     capture_ttl_s: Natural = 0  # captures are deleted this long after the end of their job; 0: kept
 
     # Source runs and sweeps
-    sweep_cells: Count = 20_000  # cells of one sweep
+    sweep_cells: PositiveInt = 20_000  # cells of one sweep
     # cells of all sweeps that have not ended; beyond it, new sweeps are rejected
-    sweep_cells_waiting: Count = 200_000
+    sweep_cells_waiting: PositiveInt = 200_000
 
     # Harvests
     # folders or bucket URIs in which harvests may be stored, separated by commas; empty: a folder
@@ -250,7 +252,7 @@ class Settings(Record):
     worker_id: str = ""  # stable over restarts; empty: host name and model
     capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
     lease_s: Positive = 15.0  # a running job's lease; renewed every third of it
-    max_attempts: Count = 5
+    max_attempts: PositiveInt = 5
     # jobs that were accepted for another model identity than the served one
     on_model_change: Literal["fail", "wait"] = "fail"
 
@@ -287,7 +289,7 @@ class Settings(Record):
     # HTTP
     max_wait_s: Positive = 600.0  # the longest a response is held
     # after this time, a finished job's result is deleted, and its state reads `expired`
-    result_ttl_s: Count = 7 * 24 * 3600
+    result_ttl_s: PositiveInt = 7 * 24 * 3600
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     fault: str = ""  # tests only: a named fault, such as `apply:rank=1`
 

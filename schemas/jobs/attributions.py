@@ -11,7 +11,7 @@ import msgspec
 from ..base.limits import MAX_ATTRIBUTION_STEPS, MAX_LISTED_SCORES, Index, Reference
 from ..base.records import Record
 from ..prompts.selectors import Hook, KeyedByHook
-from ..requests.attributions import Edge, FeatureScore, Method, Verify, Why
+from ..requests.attributions import Edge, EstimateMethod, FeatureScore, Verify, Why
 from .sweeps import CellPlace, SweepRequest, SweepResult
 
 
@@ -21,7 +21,7 @@ class AttributionRequest(SweepRequest, kw_only=True):
     `path` is not valid.
     """
 
-    method: Method = "attribution"
+    method: EstimateMethod = "attribution"
     # points between the two prompts at which gradients are taken; null: 1, and 8 for `integrated`
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTRIBUTION_STEPS)] | None = None
     verify: Verify | None = None  # `adaptive` requires it; null there: the defaults
@@ -44,7 +44,7 @@ class CheckedCell(CellPlace, kw_only=True):
     off: bool  # the effects differ by more than the noise floor and the tolerance
 
 
-class Agreement(Record):
+class EstimateAgreement(Record):
     """How well the estimates of some cells agree with their exact values."""
 
     cells: int  # with both
@@ -92,8 +92,10 @@ class PairAttribution(KeyedByHook, Record):
     base: float | None  # of the patched prompt on the gradient worker, as `Baseline.value`
     source: float | None
     checked: list[CheckedCell] = []
-    all: Agreement | None = None  # over all cells with an exact value: the chosen ones raise it
-    random: Agreement | None = None  # over the random cells alone, which stand for the grid
+    all: EstimateAgreement | None = (
+        None  # over all cells with an exact value: the chosen ones raise it
+    )
+    random: EstimateAgreement | None = None  # over the random cells alone, which stand for the grid
     recall: Recall | None = None  # null: no exact values beyond the top cells
     not_looked_at: NotLookedAt | None = None  # of `adaptive`
     edges: list[Edge] = []
@@ -107,7 +109,7 @@ class AttributionResult(SweepResult, kw_only=True):
     computed, and the estimates of each pair.
     """
 
-    method: Method
+    method: EstimateMethod
     steps: int
     seed: int
     verify: Verify | None

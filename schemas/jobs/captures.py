@@ -116,7 +116,7 @@ class BlobEntry(msgspec.Struct):
     manifest: Manifest
 
 
-class Blob(Record, kw_only=True):
+class CaptureBlob(Record, kw_only=True):
     """One durable blob of captured rows: a file, or with `offset` and `bytes` a part of one."""
 
     path: str  # of the file, relative to the capture root
@@ -135,7 +135,7 @@ class Blob(Record, kw_only=True):
     non_finite: int = 0  # rows of it with values that are not finite
 
 
-class ManifestFile(Blob, kw_only=True):
+class ManifestFile(CaptureBlob, kw_only=True):
     """One durable blob: rows of `sites` × `positions`, `[hidden_size]` of `dtype` each."""
 
     name: str  # of the blob within the job

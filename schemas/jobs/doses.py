@@ -23,9 +23,9 @@ from ..base.limits import (
 )
 from ..base.records import Record, Suggesting, drawn
 from ..prompts.selectors import LayerSelector
-from ..requests.steering import Entries
+from ..requests.steering import SteeringEntries
 
-Texts = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_DOSE_PROMPTS)]
+DosePrompts = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_DOSE_PROMPTS)]
 Scale = Annotated[float, msgspec.Meta(ge=-1e4, le=1e4)]
 Bound = Annotated[float, msgspec.Meta(ge=0, le=100)]
 Word = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_TEXT)]
@@ -56,11 +56,11 @@ class DoseRequest(Handling, kw_only=True):
     """
 
     model: Name
-    prompts: Texts
-    steering: Entries
+    prompts: DosePrompts
+    steering: SteeringEntries
     scales: Annotated[list[Scale], msgspec.Meta(min_length=1, max_length=MAX_DOSE_SCALES)]
     effect: DoseEffect
-    held_out: Texts  # texts that have nothing to do with the effect
+    held_out: DosePrompts  # texts that have nothing to do with the effect
     layers: LayerSelector | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=4, le=MAX_DOSE_TOKENS)] = 32  # of a continuation
     # a cell is safe if it adds at most this to the loss on `held_out`, in nats per token

@@ -48,7 +48,7 @@ from ..requests.trainings import BY_GRADIENT, FitMethod, Training
 
 #: When the module is registered. `if_better`: if its effect on held-out examples exceeds the
 #: effect's standard error.
-Registration = Literal["if_better", "always", "never"]
+RegisterWhen = Literal["if_better", "always", "never"]
 Prompts = Annotated[list[Text | TokenIds], msgspec.Meta(max_length=MAX_FIT_EXAMPLES)]
 
 
@@ -88,7 +88,7 @@ class FitRequest(Handling, kw_only=True):
     batch: Annotated[int, msgspec.Meta(ge=1, le=MAX_FIT_BATCH)] = 8  # examples of one step
     # of Adam: the most that one step changes a row, about, as a share of the row's norm
     learning_rate: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.01
-    register: Registration = "if_better"
+    register: RegisterWhen = "if_better"
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
     metadata: Metadata = {}
 

@@ -39,13 +39,13 @@ from .jobs import SamplingRequest
 FORMAT = "midstream-harvest-1"
 MANIFEST = "manifest.json"
 
-Format = Literal["auto", "jsonl", "parquet", "arrow"]
+SourceFormat = Literal["auto", "jsonl", "parquet", "arrow"]
 DocumentKind = Literal["text", "chat", "tokens"]
 #: Treatment of a document longer than `max_length`: `truncate` drops the rest; `split` makes
 #: further sequences of the rest; `pack` also joins documents, with the end-of-text token between
 #: them, so that every sequence of a unit except the last is full.
-Fit = Literal["truncate", "split", "pack"]
-Seed = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
+FitMode = Literal["truncate", "split", "pack"]
+ShuffleSeed = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 #: A document in the request itself.
 Line = Text | TokenIds
 
@@ -61,7 +61,7 @@ class HarvestSource(Record, kw_only=True):
     # relative to an entry of the setting `harvest_sources`
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)] | None = None
     # `auto`: by the names' extensions; a Hugging Face datasets folder is `arrow`
-    format: Format = "auto"
+    format: SourceFormat = "auto"
     kind: DocumentKind = "text"  # the field's content: a text, a conversation, or token ids
     field: Name = "text"  # column, or field of a line's JSON object
 
@@ -77,7 +77,7 @@ class HarvestCut(Record, kw_only=True):
 
     # tokens; null: the model's maximum
     max_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
-    fit: Fit = "truncate"
+    fit: FitMode = "truncate"
     # add the tokenizer's special tokens, such as BOS, to texts; conversations have their template's
     special_tokens: bool = True
 
@@ -91,7 +91,7 @@ class HarvestPositions(Record, kw_only=True):
     every: Count = 1  # every n-th position of a document, from its first
     # the number of positions of each document, sampled from those that the other fields leave
     sample: Count | None = None
-    seed: Seed = 0  # of the sampling
+    seed: ShuffleSeed = 0  # of the sampling
     prompt: bool = True  # with `generate`: also harvest the rows of the prompt
     # of each document, with what was generated: `last`, `head_and_tail`, or `around` token ids
     window: Span | None = None
@@ -106,7 +106,7 @@ class HarvestPositions(Record, kw_only=True):
                 "has those of a text)"
             )
 
-    def check_window(self, fit: Fit) -> None:
+    def check_window(self, fit: FitMode) -> None:
         """Raises ValueError for a window beside fields that choose positions differently."""
         if self.window is None:
             return
@@ -122,7 +122,7 @@ class HarvestShards(Record, kw_only=True):
     # approximate size of the rows in a shard, over all stages
     mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARD_MIB)] = 64
     # seed of the order of rows in a shard; null: ordered by document and position
-    shuffle: Seed | None = 0
+    shuffle: ShuffleSeed | None = 0
 
 
 class HarvestStream(Record, kw_only=True):

@@ -51,7 +51,7 @@ from ..requests.specs import (
 )
 from ..requests.steering import GlobalSteering
 from .attributions import AttributionResult
-from .captures import Blob, CaptureState
+from .captures import CaptureBlob, CaptureState
 from .doses import DoseResult
 from .fits import FitOutcome
 from .kinds import KindName
@@ -330,10 +330,10 @@ class Output(Record):
 
 
 #: What a worker stores for a job: of a fit or a dose, its outcome instead of outputs.
-Outcome = list[Output] | FitOutcome | DoseResult
+StoredOutcome = list[Output] | FitOutcome | DoseResult
 
 
-class FileEntry(Blob, kw_only=True):
+class FileEntry(CaptureBlob, kw_only=True):
     """A durable capture blob as the user sees it."""
 
     positions: int

@@ -7,7 +7,7 @@ from ..base.records import Published, Record, to_msgpack
 from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..requests.specs import CaptureSpec
-from ..requests.steering import Load
+from ..requests.steering import RankLoad
 from .certificates import Certificate, Started
 
 #: The digits of an identity shown in errors, in tables and on the page.
@@ -117,9 +117,9 @@ def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
     return hashlib.sha256(raw).hexdigest(), raw
 
 
-class WorkerStats(Load, kw_only=True):
-    """A worker's current activity. Figures of its ranks are a few seconds old: those of `Load` are
-    of all ranks, or of the rank with the most rows.
+class WorkerStats(RankLoad, kw_only=True):
+    """A worker's current activity. Figures of its ranks are a few seconds old: those of `RankLoad`
+    are of all ranks, or of the rank with the most rows.
     """
 
     at: float  # seconds since the epoch

@@ -224,14 +224,14 @@ class CachedTokens(Record):
     cached_tokens: int
 
 
-class Usage(Record):
+class TokenUsage(Record):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
 
-class Answer(ReadingAnswers):
+class OpenAIAnswer(ReadingAnswers):
     """Fields of every answer and chunk.
 
     `created` is in seconds since the epoch; `id` is the job's.
@@ -285,16 +285,16 @@ class CompletionChoice(Record):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # with `prompt_logprobs`
 
 
-class Completion(Answer, kw_only=True):
+class Completion(OpenAIAnswer, kw_only=True):
     """Answer of `POST /v1/completions`."""
 
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: TokenUsage
 
 
-class CompletionChunk(Answer, kw_only=True):
+class CompletionChunk(OpenAIAnswer, kw_only=True):
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
 
 
 class ChatLogprob(Record):
@@ -309,11 +309,11 @@ class ChatLogprobs(Record):
     refusal: None = None
 
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class AnswerMessage(Record):
-    role: Role
+    role: ChatRole
     content: str | None
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -328,11 +328,11 @@ class ChatChoice(Record):
     token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
 
 
-class ChatCompletion(Answer, kw_only=True):
+class ChatCompletion(OpenAIAnswer, kw_only=True):
     """Answer of `POST /v1/chat/completions`."""
 
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     prompt_token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # with `prompt_logprobs`
 
@@ -347,7 +347,7 @@ class CallPart(Record):
 
 
 class Delta(Record):
-    role: Role | UnsetType = UNSET
+    role: ChatRole | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[CallPart] | UnsetType = UNSET
 
@@ -361,10 +361,10 @@ class ChatChunkChoice(Record):
     token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
 
 
-class ChatChunk(Answer, kw_only=True):
+class ChatChunk(OpenAIAnswer, kw_only=True):
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | UnsetType = UNSET  # of the first chunk, with `return_token_ids`
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
 
 
 class ModelCard(ModelFacts, kw_only=True, forbid_unknown_fields=True):

@@ -34,7 +34,7 @@ from ..prompts.selectors import (
     HookName,
     KeyedByHook,
     LayerSelector,
-    Place,
+    PositionNumber,
     PromptPositions,
 )
 from ..requests.attributions import Estimate, StoredAttribution
@@ -64,7 +64,7 @@ Axis = Literal["position", "together", "head", "head_position", "neuron"]
 HEAD_AXES: frozenset[Axis] = frozenset({"head", "head_position"})
 
 #: The expected continuation of a prompt.
-Answer = (
+ExpectedAnswer = (
     Annotated[str, msgspec.Meta(max_length=MAX_ANSWER_TEXT)]
     | Annotated[list[Index], msgspec.Meta(max_length=MAX_ANSWER_TOKENS)]
 )
@@ -72,7 +72,9 @@ Answer = (
 
 TopCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_NEURONS)]
 #: (clean, corrupt) positions.
-Counterparts = Annotated[list[tuple[Place, Place]], msgspec.Meta(max_length=MAX_POSITIONS)]
+Counterparts = Annotated[
+    list[tuple[PositionNumber, PositionNumber]], msgspec.Meta(max_length=MAX_POSITIONS)
+]
 Hooks = Annotated[list[HookName], msgspec.Meta(min_length=1, max_length=MAX_HOOKS)]
 
 
@@ -93,8 +95,8 @@ class SweepPair(Record):
     clean: Text | TokenIds
     corrupt: Text | TokenIds | None = None
     # the right continuation of `clean`; null only with metric `kl`
-    answer: Answer | None = None
-    foil: Answer | None = None  # the right continuation of `corrupt`
+    answer: ExpectedAnswer | None = None
+    foil: ExpectedAnswer | None = None  # the right continuation of `corrupt`
     # of the patched prompt, instead of the sweep's
     positions: PromptPositions | None = None
     # columns of several tokens, instead of positions; the same names in every pair

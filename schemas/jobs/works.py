@@ -14,7 +14,7 @@ from .sweep_units import Units
 from .sweeps import StoredSweep
 
 
-class Facts(NamedTuple):
+class WorkFacts(NamedTuple):
     """What is asked of every job. The defaults are those of a job that answers its prompts."""
 
     title: str = ""  # the text by which people recognise it; empty: its first prompt
@@ -33,8 +33,8 @@ class Work(Record, tag="prompts", dict=True):
     """Answering the job's prompts, and no more."""
 
     @cached_property
-    def facts(self) -> Facts:
-        return Facts()
+    def facts(self) -> WorkFacts:
+        return WorkFacts()
 
     def continues(self, request: int) -> bool:
         """Return whether a prompt of the job is continued; otherwise its own tokens count."""
@@ -51,10 +51,10 @@ class SweepWork(Work, tag="sweep"):
         return Units(self.sweep)
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> WorkFacts:
         pairs, units, cells = self.sweep.pairs, self.units, self.sweep.num_exact
         prompts = (pairs[0].source_tokens, pairs[0].base_tokens)
-        return Facts(
+        return WorkFacts(
             title=" → ".join("".join(tokens) for tokens in prompts if tokens),
             tokens=units.tokens,
             requests=units.requests,
@@ -71,8 +71,8 @@ class HarvestWork(Work, tag="harvest"):
     part: HarvestPart
 
     @cached_property
-    def facts(self) -> Facts:
-        return Facts(
+    def facts(self) -> WorkFacts:
+        return WorkFacts(
             tokens=self.part.tokens,
             requests=MAX_COUNT,
             writes_files=self.part.role in ("run", "survey"),
@@ -87,8 +87,8 @@ class FitWork(Work, tag="fit"):
     fit: StoredFit
 
     @cached_property
-    def facts(self) -> Facts:
-        return Facts(title=self.fit.title, tokens=self.fit.tokens)
+    def facts(self) -> WorkFacts:
+        return WorkFacts(title=self.fit.title, tokens=self.fit.tokens)
 
 
 class DoseWork(Work, tag="dose"):

@@ -14,12 +14,12 @@ class LayerKind(Published):
     layers: list[int]  # ascending
 
 
-Kind = TypeVar("Kind", bound=LayerKind)
+LayerKindT = TypeVar("LayerKindT", bound=LayerKind)
 
 
-def grouped(kinds: Iterable[Kind]) -> list[Kind]:
+def grouped(kinds: Iterable[LayerKindT]) -> list[LayerKindT]:
     """Merge kinds that differ only in their layers."""
-    result: dict[bytes, tuple[Kind, list[int]]] = {}
+    result: dict[bytes, tuple[LayerKindT, list[int]]] = {}
     for kind in kinds:
         key = msgspec.msgpack.encode(msgspec.structs.replace(kind, layers=[]))
         result.setdefault(key, (kind, []))[1].extend(kind.layers)
@@ -30,7 +30,7 @@ def grouped(kinds: Iterable[Kind]) -> list[Kind]:
     return sorted(joined, key=lambda kind: kind.layers)
 
 
-def of_layers(kinds: Iterable[Kind], layers: Collection[int]) -> list[Kind]:
+def of_layers(kinds: Iterable[LayerKindT], layers: Collection[int]) -> list[LayerKindT]:
     """Return the kinds restricted to `layers`, without kinds that have none of these layers."""
     cut = [
         msgspec.structs.replace(kind, layers=[layer for layer in kind.layers if layer in layers])

@@ -21,7 +21,7 @@ _INSIDE, _STRIDE = 1 << 40, 1 << 20
 #: The most tokens of one image that have places.
 MAX_IMAGE_TOKENS = _STRIDE
 
-Format = Literal["PNG", "JPEG"]
+ImageFormat = Literal["PNG", "JPEG"]
 
 
 class ImageRef(Record):
@@ -60,13 +60,13 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def check_image(data: bytes) -> Format:
+def check_image(data: bytes) -> ImageFormat:
     """Return the format of an image file, from only its header.
 
     Raises ImageError for another format, or for more than `MAX_IMAGE_PIXELS` pixels.
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
-        name: Format = "PNG"
+        name: ImageFormat = "PNG"
         width, height = struct.unpack(">II", data[16:24])
     elif data.startswith(b"\xff\xd8\xff"):
         name = "JPEG"

@@ -195,10 +195,10 @@ PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
 #: Names in requests; `image`: the tokens of all images of the prompt.
 RequestedName = Literal["last_prompt", "all_prompt", "all_generated", "all", "image"]
 #: The range of valid positions.
-Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
+PositionNumber = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
 
 
-class Window(Record, omit_defaults=True):
+class PositionWindow(Record, omit_defaults=True):
     """Absolute positions `[start, stop)`; without `stop`, to the last generated token. `step`: only
     every step-th of them, from the first.
     """
@@ -209,7 +209,7 @@ class Window(Record, omit_defaults=True):
 
 
 #: The resolved form, stored and sent to ranks: a name, ascending absolute positions, or a window.
-PositionSelector = PositionName | list[int] | Window
+PositionSelector = PositionName | list[int] | PositionWindow
 
 
 _KINDS = ("text", "image", *WINDOWS)
@@ -233,9 +233,9 @@ class Span(Windowed, omit_defaults=True):
     """
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
-    occurrence: Place | None = 0
-    start: Place | None = None
-    stop: Place | None = None
+    occurrence: PositionNumber | None = 0
+    start: PositionNumber | None = None
+    stop: PositionNumber | None = None
     image: Annotated[int, msgspec.Meta(ge=-MAX_IMAGE - 1, le=MAX_IMAGE)] | Literal["all"] | None = (
         None
     )
@@ -289,7 +289,7 @@ class Span(Windowed, omit_defaults=True):
         return self.image is None and (self.start, self.stop, self.every) != (None, None, None)
 
 
-_Places = Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)]
+_Places = Annotated[list[PositionNumber | Span], msgspec.Meta(max_length=MAX_POSITIONS)]
 #: Positions in requests: a name, a list of positions and spans, or one span.
 RequestedPositions = RequestedName | _Places | Span
 #: The same where nothing is generated.
@@ -495,7 +495,7 @@ def _of_images(span: Span, images: Sequence[ImageRef], at: str) -> list[int]:
     return [inside(image, token) for image in chosen for token in range(span.start, span.stop)]
 
 
-def _window(span: Span, prompt_tokens: int, at: str) -> Window:
+def _window(span: Span, prompt_tokens: int, at: str) -> PositionWindow:
     """Resolve a range's negative positions from the prompt's end. Raises SelectorError."""
     for name, place in (("start", span.start), ("stop", span.stop)):
         if place is not None and place < -prompt_tokens:
@@ -513,14 +513,14 @@ def _window(span: Span, prompt_tokens: int, at: str) -> Window:
             (f"the range from {start} up to {stop} is empty in a prompt of length {prompt_tokens}"),
             at,
         )
-    return Window(start=start, stop=stop, step=span.every or 1)
+    return PositionWindow(start=start, stop=stop, step=span.every or 1)
 
 
 def _counted(place: int, prompt_tokens: int) -> int:
     return place + prompt_tokens if place < 0 else place
 
 
-def _inside(window: Window, prompt_tokens: int, at: str) -> range:
+def _inside(window: PositionWindow, prompt_tokens: int, at: str) -> range:
     """Return a range in a list of positions. Raises SelectorError if it is not in the prompt."""
     if window.stop is None:
         raise SelectorError(
@@ -586,7 +586,7 @@ def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
             "all_prompt": 0,
             "all": 0,
         }[selector]
-    return selector.start if isinstance(selector, Window) else min(selector)
+    return selector.start if isinstance(selector, PositionWindow) else min(selector)
 
 
 def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
@@ -595,7 +595,7 @@ def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
     """
     if isinstance(selector, str):
         return prompt_tokens if selector in ("last_prompt", "all_prompt") else sys.maxsize
-    if isinstance(selector, Window):
+    if isinstance(selector, PositionWindow):
         return sys.maxsize if selector.stop is None else selector.stop
     return max(selector) + 1
 
@@ -611,7 +611,7 @@ def select(
     selector: PositionSelector, start: int, stop: int, prompt_tokens: int
 ) -> list[int] | range:
     """Return the absolute positions in `[start, stop)` that a resolved selector has, ascending."""
-    if isinstance(selector, Window):
+    if isinstance(selector, PositionWindow):
         end = stop if selector.stop is None else min(stop, selector.stop)
         if selector.step == 1:
             return range(max(start, selector.start), end)

@@ -23,7 +23,7 @@ OptionValue = (
 )
 
 
-Options = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS)]
+ReaderOptions = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS)]
 
 
 class ReaderSpec(SitesSpec, kw_only=True):
@@ -34,7 +34,7 @@ class ReaderSpec(SitesSpec, kw_only=True):
     name: Name
     positions: RequestedPositions = "last_prompt"
     at: At = "before"
-    options: Options = {}
+    options: ReaderOptions = {}
 
     @property
     def references(self) -> list[tuple[str, str]]:
@@ -76,7 +76,7 @@ ARRAY_BYTES: dict[str, int] = {
 }
 
 
-class Array(Record):
+class ReadArray(Record):
     """An array of numbers: little-endian, in C order; in JSON `data` is base64 text."""
 
     dtype: ArrayDType
@@ -110,7 +110,7 @@ class ReaderPart(Wire, tag="reader"):
     of: int  # sites of the whole reading, over all stages
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
-    arrays: dict[str, Array]
+    arrays: dict[str, ReadArray]
 
 
 class ReaderResult(Record):
@@ -119,7 +119,7 @@ class ReaderResult(Record):
     sites: dict[str, list[int]]  # hook → layers
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
-    arrays: dict[str, Array]
+    arrays: dict[str, ReadArray]
 
 
 class ReaderReading(Record):

@@ -18,10 +18,10 @@ from .installed import ReaderList, ReaderPart, ReaderReading, StoredReader
 from .lens import LensPart, LensReading, LensSpec, StoredLens
 
 #: A reading of any kind, as a job stores it.
-Reading = StoredLens | StoredFeatures | StoredReader
+AnyStoredReading = StoredLens | StoredFeatures | StoredReader
 #: A part of any kind.
-Part = LensPart | FeaturesPart | ReaderPart
-part_decoder = msgspec.msgpack.Decoder(Part)
+ReadingPart = LensPart | FeaturesPart | ReaderPart
+part_decoder = msgspec.msgpack.Decoder(ReadingPart)
 
 
 class ReadingRequest(Adapted, kw_only=True):

@@ -19,7 +19,7 @@ from ..base.records import Record
 Queue = Literal["", "gradients"]
 GRADIENTS: Queue = "gradients"
 
-Method = Literal["attribution", "integrated", "edges", "adaptive"]
+EstimateMethod = Literal["attribution", "integrated", "edges", "adaptive"]
 #: Why a cell is computed exactly: among the largest estimates, drawn at random, known to be
 #: estimated badly, or chosen by the method `adaptive`.
 Why = Literal["top", "random", "doubtful", "adaptive"]
@@ -51,7 +51,7 @@ class Verify(Record):
 class StoredAttribution(Record, omit_defaults=True):
     """The resolved method of an attribution, in its `StoredSweep`."""
 
-    method: Method
+    method: EstimateMethod
     steps: int  # points between the prompts at which gradients are taken
     seed: int  # of the random cells
     keep: int  # how many edges or features are listed, strongest first

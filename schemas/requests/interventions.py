@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
 #: The ranks' families of interventions. An op may map to several: `add_matched` is `add` with
 #: `norm_match`.
-Family = Literal[
+OpFamily = Literal[
     "replace",
     "replace_masked",
     "lowrank",
@@ -28,7 +28,7 @@ Family = Literal[
 #: a rewrite changes a token's row, all families compute in float32, and the result is rounded once.
 #: Without a rewrite, a single shift is added in the model's dtype; several shifts are summed in
 #: float32 and added in one operation.
-Effect = Literal["rewrite", "shift"]
+EditEffect = Literal["rewrite", "shift"]
 
 #: Number of scalars of one pool entry: columns of the ranks' `scalars`.
 SCALARS = 7
@@ -100,9 +100,9 @@ class Intervention:
     `of_each_term`, which are in the first entry of each term.
     """
 
-    name: Family
+    name: OpFamily
     op: SteeringOp
-    effect: Effect
+    effect: EditEffect
     result: str  # in users' terms; v̂ = v/‖v‖
     formula: str  # in the kernels' terms, with what the pool holds
     source: str
@@ -336,7 +336,7 @@ EVERY: tuple[Intervention, ...] = (*FAMILIES, INSTALLED)
 PLAIN: tuple[Intervention, ...] = tuple(family for family in FAMILIES if not family.fields)
 #: Name → index in `EVERY`, which is also its row in the ranks' `site_rows`.
 PLACE: dict[str, int] = {family.name: place for place, family in enumerate(EVERY)}
-FAMILY: dict[Family, Intervention] = {family.name: family for family in EVERY}
+FAMILY: dict[OpFamily, Intervention] = {family.name: family for family in EVERY}
 #: Op → its family, followed by variants.
 VARIANTS: dict[SteeringOp, tuple[Intervention, ...]] = {
     op: tuple(family for family in PLAIN if family.op == op) for op in get_args(SteeringOp)

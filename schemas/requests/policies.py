@@ -10,7 +10,7 @@ import msgspec
 from ..access.keys import Caller
 from ..artifacts.conditions import Condition, Mode
 from ..artifacts.probes import StoredProbe
-from ..artifacts.registered import Kind, Registered, Registration
+from ..artifacts.registered import ArtifactKind, Registered, Registration
 from ..base.edit_sizes import EditLimit
 from ..base.limits import (
     MAX_POLICIES,
@@ -36,7 +36,7 @@ class Steer(Record, tag_field="action", tag="steer"):
     limit: EditLimit | None = None  # of the relative size of its edits, beside the module's own
 
 
-class Window(Record, tag_field="action", tag="capture"):
+class CaptureWindow(Record, tag_field="action", tag="capture"):
     """The rows of `layers` at the token, and at those `before` and `after` it, are stored."""
 
     layers: LayerSelector
@@ -53,11 +53,11 @@ class Webhook(Record, tag_field="action", tag="webhook"):
 
 #: What happens when a policy turns on. `flag` marks the result, and sends the webhook
 #: `job.flagged` to jobs whose `callback_events` ask for it; `stop` ends the request.
-Action = Literal["flag", "stop"] | Steer | Window | Webhook
+PolicyAction = Literal["flag", "stop"] | Steer | CaptureWindow | Webhook
 #: Stands for a name or a URL that is another tenant's.
 HIDDEN = "hidden"
 #: Of requests, at the site of a policy's probe or before it in the forward pass.
-Edits = Literal["refuse", "allow"]
+EditsAllowed = Literal["refuse", "allow"]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -67,12 +67,12 @@ class PolicyRequest(Registration, kw_only=True):
     probe: Reference
     condition: Condition
     # in their order; only `steer` several times
-    actions: Annotated[list[Action], msgspec.Meta(max_length=MAX_POLICY_ACTIONS)]
+    actions: Annotated[list[PolicyAction], msgspec.Meta(max_length=MAX_POLICY_ACTIONS)]
     mode: Mode = "shadow"
     share: Share = 0.0  # of the requests, in mode `canary`
     all_traffic: bool = False  # applies to every request to the model; otherwise to those naming it
     # of all traffic, while it may act: whether requests may edit rows that its probe reads
-    edits: Edits = "refuse"
+    edits: EditsAllowed = "refuse"
 
     def __post_init__(self) -> None:
         once = [kind for kind in self.kinds if kind != "steer"]
@@ -103,7 +103,7 @@ class PolicyChange(Record):
     mode: Mode | None = None
     share: Share | None = None  # null: 0, or the present one in mode `canary`
     all_traffic: bool | None = None
-    edits: Edits | None = None
+    edits: EditsAllowed | None = None
 
 
 class PolicyVersion(Record):
@@ -171,7 +171,7 @@ class PolicyPage(Record):
     policies: list[Policy]
 
 
-POLICIES = Kind(
+POLICIES = ArtifactKind(
     "policy", "policies", "policy", Policy, PolicyRequest, PolicyPage, "ms:policies:", MAX_POLICIES
 )
 #: The policies that a request names.

@@ -14,7 +14,7 @@ from .specs import Tag
 RunState = Literal["pending", "ready", "failed", "deleted"]
 
 
-class Run(Record, omit_defaults=True):
+class RunRecord(Record, omit_defaults=True):
     """The record of a named run in the ledger.
 
     A job's captures never change, so the rows that a run refers to do not change either.
@@ -43,7 +43,7 @@ class RunPrompt(KeyedByHook, Record):
     bytes: int  # of the rows
 
 
-class RunView(Run, omit_defaults=False, kw_only=True):
+class RunView(RunRecord, omit_defaults=False, kw_only=True):
     """Answer of `GET /v1/runs/{name}`; the listing omits `prompts`."""
 
     state: RunState

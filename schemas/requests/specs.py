@@ -32,20 +32,20 @@ from ..prompts.selectors import (
     Hook,
     HookName,
     LayerSelector,
-    Place,
+    PositionNumber,
     PositionSelector,
+    PositionWindow,
     RequestedPositions,
     Span,
-    Window,
     end_position,
     lowest_position,
     select,
 )
 from ..prompts.sites import At, SitesSpec
 from ..readings.lens import NamedToken
-from ..readings.readings import Reading
+from ..readings.readings import AnyStoredReading
 from .harvest_work import HarvestPlace
-from .interventions import FAMILY, MEANINGS, Family, SteeringOp
+from .interventions import FAMILY, MEANINGS, OpFamily, SteeringOp
 from .scalars import ScalarSpec, StoredScalar
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root. (`(?!\n)`, because
@@ -61,7 +61,7 @@ RunName = Annotated[
 
 #: Layout of captured rows in files, see `docs/capture.md`; `auto`: `segment` for small captures,
 #: `packed` for others.
-Layout = Literal["auto", "packed", "per_file", "segment"]
+FileLayout = Literal["auto", "packed", "per_file", "segment"]
 #: Names of consumers of the rows: `filesystem`, `memory`, `logging`, and installed consumers.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
@@ -88,7 +88,7 @@ class CaptureSpec(SitesSpec):
     at: At = "before"
     dtype: RowDType = "model"
     tag: Tag = "default"
-    layout: Layout = "auto"
+    layout: FileLayout = "auto"
     consumers: Consumers = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
     # at hooks with heads: store only these heads, one after the other; null: all
     heads: HeadSelector | None = None
@@ -179,7 +179,11 @@ class PatchSource(Record):
     run: Name | None = None
     prompt: Index = 0
     # a list: one for each patched position, in ascending order of the patched positions
-    position: Place | Annotated[list[Place], msgspec.Meta(max_length=MAX_POSITIONS)] | None = None
+    position: (
+        PositionNumber
+        | Annotated[list[PositionNumber], msgspec.Meta(max_length=MAX_POSITIONS)]
+        | None
+    ) = None
     mean: bool = False
     positions: RequestedPositions | None = None  # of the mean
     vector: NumbersOrTensor | None = None  # `[hidden_size]`
@@ -237,7 +241,7 @@ class CheckedSteering(Record, kw_only=True):
 
     layers: list[int]
     hook: Hook
-    family: Family
+    family: OpFamily
     tensors: list[str]  # in the family's order; in a mask, 1: written, 0: not written
     scale: float = 1.0  # factor of the vector, if the family has a scale
     numbers: list[float] = []  # in the family's order
@@ -264,7 +268,7 @@ class CheckedSteering(Record, kw_only=True):
 #: Whose an edit is; the operator is above the request.
 Owner = Literal["request", "operator"]
 #: Which threads of a rank's writer consume a request's rows.
-Work = Literal["writer", "harvest", "reading"]
+WriterWork = Literal["writer", "harvest", "reading"]
 
 
 class StoredSteering(CheckedSteering, kw_only=True):
@@ -294,11 +298,11 @@ class StoredCapture(Record, omit_defaults=True):
     every_n: int = 1
     at: At = "before"
     dtype: RowDType = "model"
-    layout: Layout = "auto"
+    layout: FileLayout = "auto"
     consumers: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
     # the reading for which the rows are captured; they are not stored, and `consumers` has only
     # `readings.READER`
-    reading: Reading | None = None
+    reading: AnyStoredReading | None = None
     row: RowShape | None = None  # null: the model's hidden size
     beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
     heads: list[int] = []  # stored heads, ascending; empty: whole rows
@@ -419,7 +423,7 @@ def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stage
     return positions * (sites * hidden_size * ITEM_BYTES[dtype] + stages * POSITION_BYTES)
 
 
-class Entry(Record):
+class EntryPoint(Record):
     """The entry point of a request's forward pass (re-entry): at `layer`, with the rows of
     `pre_attn` that a run saved for the same tokens.
 
@@ -468,7 +472,7 @@ class RankSpec(Record):
     # computed the tokens; encoded under the name that it had in earlier versions
     worker_reports_end: bool = msgspec.field(default=False, name="told_when_over")
     global_version: int = 0  # of the global steering with which the request began
-    entry: Entry | None = None  # only in requests for one token; their `digest` is unique
+    entry: EntryPoint | None = None  # only in requests for one token; their `digest` is unique
     grade: Grade | None = None
     # key of a run of the same tokens without interventions, whose kept KV blocks are used for
     # positions before `first_affected`
@@ -490,7 +494,7 @@ class RankSpec(Record):
         return self.job, self.request, self.attempt
 
     @property
-    def work(self) -> Work:
+    def work(self) -> WriterWork:
         """Return which threads of a rank consume its rows."""
         return (
             "harvest"
@@ -559,7 +563,7 @@ class SteeringRow(Record):
         entries share pool entries.
         """
         # (hook, layer, family) → indices of the entries that apply there
-        applied: dict[tuple[Hook, int, Family], tuple[int, ...]] = {}
+        applied: dict[tuple[Hook, int, OpFamily], tuple[int, ...]] = {}
         for number, entry in enumerate(self.entries):
             for layer in entry.layers:
                 site = entry.hook, layer, entry.family
@@ -607,7 +611,7 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     # bank, positions, gate, limit and owner → the last group with these
     last_group: dict[object, int] = {}
     # (hook, layer, family) → the last group that applies the family there
-    last_applied: dict[tuple[Hook, int, Family], int] = {}
+    last_applied: dict[tuple[Hook, int, OpFamily], int] = {}
     for entry in steering:
         if entry.family == "replace" and any(
             (entry.hook, layer, "replace_masked") in last_applied for layer in entry.layers
@@ -674,7 +678,7 @@ def shared_by(entry: StoredSteering) -> tuple[object, ...]:
     return hashable(entry.positions), entry.gate, entry.limit, entry.owner
 
 
-def hashable(positions: PositionSelector) -> str | tuple[int, ...] | Window:
+def hashable(positions: PositionSelector) -> str | tuple[int, ...] | PositionWindow:
     return tuple(positions) if isinstance(positions, list) else positions
 
 

@@ -31,7 +31,7 @@ from .specs import (
 )
 from .trainings import Training
 
-Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+SteeringEntries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
 class SteeringTemplate(CheckedSteering, kw_only=True):
@@ -76,7 +76,7 @@ class ModuleRequest(Registration, kw_only=True):
     entries that name modules.
     """
 
-    steering: Entries
+    steering: SteeringEntries
     # of each entry; the stricter counts where an entry has its own. It holds wherever the module is
     # used
     limit: EditLimit | None = None
@@ -149,7 +149,7 @@ class GlobalRequest(Record):
     ignored.
     """
 
-    steering: Entries
+    steering: SteeringEntries
     model: Name | None = None  # null: the only served model
 
 
@@ -195,7 +195,7 @@ class GlobalSteering(Record):
 # --- Status reported by the ranks
 
 
-class Load(Published):
+class RankLoad(Published):
     """What a rank holds and does; rows and entries are those of its steering table."""
 
     rows_used: int
@@ -211,7 +211,7 @@ class Load(Published):
     kv_cache: float = 0.0  # share of the KV cache in use in that step, 0 to 1
 
 
-class RankSteering(Load, kw_only=True, forbid_unknown_fields=True):
+class RankSteering(RankLoad, kw_only=True, forbid_unknown_fields=True):
     """The report of one rank from `midstream_status`."""
 
     rank: int
@@ -259,7 +259,7 @@ class StageAgreement(Record):
     checksums: dict[int, str]  # rank → checksum
 
 
-class Agreement(Record):
+class RankAgreement(Record):
     """The agreement of all queried workers; a worker that did not respond, or a rank without a
     checksum, counts as inconsistent.
     """
@@ -273,7 +273,7 @@ class Dynamic(Record):
     """Answer of `GET /v1/steering/dynamic`."""
 
     workers: list[WorkerSteering]
-    determinism: Agreement
+    determinism: RankAgreement
 
 
 class GlobalView(Record):

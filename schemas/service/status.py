@@ -46,7 +46,7 @@ class DesyncStatus(Published):
     detail: str
 
 
-class Status(Published):
+class ServiceStatus(Published):
     """Answer of `GET /v1/status`."""
 
     version: str  # of this API

@@ -42,7 +42,7 @@ class Matrix(NamedTuple):
     dtype: str = "float32"
 
 
-class Content(NamedTuple):
+class JacobianContent(NamedTuple):
     """Contents of a file."""
 
     digest: str
@@ -95,7 +95,7 @@ def write(
             os.close(descriptor)
 
 
-def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
+def check_on(folder: Path, num_layers: int, hidden_size: int) -> JacobianContent:
     """Return the content of a Jacobian lens that fits the model.
 
     Reads the whole file. Raises a 400 that names `path`.
@@ -117,7 +117,7 @@ def check_on(folder: Path, num_layers: int, hidden_size: int) -> Content:
             lambda error: TensorFileError(f"{FILE}: metadata {RECORD!r}: {error}"),
         ):
             fit = None if raw is None else msgspec.json.decode(raw, type=JacobianRecord)
-        return Content(file.digest().hex(), layers, file.bytes, vocabulary, fit)
+        return JacobianContent(file.digest().hex(), layers, file.bytes, vocabulary, fit)
 
 
 def lens_of(request: JacobianLensRequest, model: ModelInfo, root: str) -> JacobianLens:

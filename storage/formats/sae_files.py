@@ -98,7 +98,7 @@ class SaeContent(NamedTuple):
     digest: str  # of all files' bytes
 
 
-class Feature(NamedTuple):
+class ThresholdFeature(NamedTuple):
     """One feature as a threshold rule: its activation is p = row · `encoder` + `bias` where p >
     `threshold`, else 0.
 
@@ -337,7 +337,7 @@ def tensors_of(form: SaeForm, file: TensorFile) -> dict[str, np.ndarray]:
     }
 
 
-def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature:
+def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> ThresholdFeature:
     """Returns a feature as a threshold rule. Raises SaeError for an SAE in which an activation
     depends on more than its own feature's weights.
 
@@ -356,7 +356,7 @@ def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -
         opening = math.exp(numbers["r_mag"])
         encoder, shift = encoder * opening, shift * opening
         bias, threshold = numbers["b_mag"], numbers["b_mag"] - numbers["b_gate"] * opening
-    return Feature(
+    return ThresholdFeature(
         encoder.astype(np.float32),
         np.array(tensors["W_dec"][feature]),
         bias - shift,

@@ -30,7 +30,7 @@ class TensorFileError(ValueError):
     """Fault in a file; the message names the file, then what is valid."""
 
 
-class Place(NamedTuple):
+class StoredTensor(NamedTuple):
     """Location of a tensor: its bytes in a safetensors file, or a member of an npz file."""
 
     shape: list[int]
@@ -111,21 +111,22 @@ class TensorFile:
 
     # --- The two formats ---
 
-    def _of_safetensors(self) -> dict[str, Place]:
+    def _of_safetensors(self) -> dict[str, StoredTensor]:
         with Translated(DamagedBlob, lambda error: TensorFileError(f"{self._name}: {error}")):
             self.metadata, tensors = whole_header(self._bytes_at, self.bytes)
         for name, place in tensors.items():
             _check_shape(self._name, name, place.shape)
         return {
-            name: Place(place.shape, place.dtype, place.start) for name, place in tensors.items()
+            name: StoredTensor(place.shape, place.dtype, place.start)
+            for name, place in tensors.items()
         }
 
     def _bytes_at(self, start: int, count: int) -> bytes:
         self._file.seek(start)
         return self._file.read(count)
 
-    def _of_npz(self, most: int, tensors: int) -> dict[str, Place]:
-        places: dict[str, Place] = {}
+    def _of_npz(self, most: int, tensors: int) -> dict[str, StoredTensor]:
+        places: dict[str, StoredTensor] = {}
         try:
             self._zip = zipfile.ZipFile(self._file)
             if sum(member.file_size for member in self._zip.infolist()) > most:
@@ -143,7 +144,7 @@ class TensorFile:
                         "order"
                     )
                 _check_shape(self._name, name, list(shape))
-                places[name] = Place(list(shape), dtype.str, member=member.filename)
+                places[name] = StoredTensor(list(shape), dtype.str, member=member.filename)
         except (
             zipfile.BadZipFile,
             NotImplementedError,
@@ -163,7 +164,7 @@ class TensorFile:
         ):
             return npy_header(stream)
 
-    def _member(self, place: Place) -> np.ndarray:
+    def _member(self, place: StoredTensor) -> np.ndarray:
         assert self._zip is not None
         with (
             Translated(

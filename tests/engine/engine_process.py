@@ -23,7 +23,7 @@ from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, runs_named
-from midstream.schemas.requests.specs import DIMS_PREFIX, Entry, Grade
+from midstream.schemas.requests.specs import DIMS_PREFIX, EntryPoint, Grade
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.ranks.control import disagreement
@@ -39,7 +39,7 @@ class Command(msgspec.Struct, omit_defaults=True):
     jobs: list[Job] = []
     vectors: dict[str, Tensor] = {}
     runs: dict[str, RunFiles] = {}  # `run_key` → where its rows are, for all that the jobs may name
-    entries: dict[str, Entry] = {}  # job → where the forward of its requests may begin
+    entries: dict[str, EntryPoint] = {}  # job → where the forward of its requests may begin
     grades: dict[str, list[Grade]] = {}  # job → what is asked about each of its requests
     blocks: dict[str, str] = {}  # job → the run for whose cells its KV cache is kept
     files: dict[str, bytes] = {}  # images of all jobs by their digests

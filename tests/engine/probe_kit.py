@@ -9,7 +9,7 @@ from aggregate_kit import aggregate
 from host import Host, steer
 from reference import Edit, Reference
 
-from midstream.schemas.artifacts.probes import Action, ProbeContent, ProbeScore, StoredProbe
+from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.requests.specs import StoredSteering
 
@@ -30,7 +30,7 @@ class Weights:
         self,
         host: Host,
         layer: int,
-        action: Action = "none",
+        action: ProbeAction = "none",
         *,
         name: str = "p",
         tokens: bool = True,
@@ -114,7 +114,7 @@ class Gate:
     aggregation: str = "last"
     decay: float = 0.0
 
-    def probe(self, host: Host, action: Action = "steer") -> StoredProbe:
+    def probe(self, host: Host, action: ProbeAction = "steer") -> StoredProbe:
         thresholds = [
             self.threshold if number == self.label else None
             for number in range(len(self.weights.bias))

@@ -9,7 +9,7 @@ from reference import Reference
 from rows_kit import check_rows
 from tiny import LAYERS
 
-from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.prompts.selectors import PositionWindow
 
 ALL = list(range(LAYERS))
 
@@ -24,7 +24,7 @@ def test_each_position_selector_names_the_rows_that_it_says(v1: Host, reference:
         "some": [0, 3, 149],
         "window": range(148, 153),
     }
-    chosen = {"some": [0, 3, -1], "window": Window(start=148, stop=153)}
+    chosen = {"some": [0, 3, -1], "window": PositionWindow(start=148, stop=153)}
     jobs = {
         name: v1.job(prompt_of(150), max_tokens=6, capture=capture_of(ALL, chosen.get(name, name)))
         for name in wanted

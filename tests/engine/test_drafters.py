@@ -26,7 +26,7 @@ from tolerances import FP32_LOGPROBS
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, Output
-from midstream.schemas.prompts.selectors import HOOKS, Window
+from midstream.schemas.prompts.selectors import HOOKS, PositionWindow
 from midstream.schemas.requests.specs import Grade
 from midstream.workers.engine.vllm import VllmEngine
 
@@ -257,7 +257,7 @@ def test_an_edit_that_overflows_fails_and_leaves_nothing_behind(drafting: Drafti
     text = host.run(first)[first.id][0].token_ids
     attacks = [
         host.job(prompt(20 + n), max_tokens=24, steering=[steer(huge, [0, 1], positions=p)])
-        for n, p in enumerate(("all", Window(40)))
+        for n, p in enumerate(("all", PositionWindow(40)))
     ]
     host.run(*attacks)
     for attack in attacks:

@@ -13,7 +13,7 @@ from host import Host, capture_of, prompt_of
 from safetensors.numpy import save_file
 from tiny import HIDDEN, LAYERS
 
-from midstream.api.resolve.edits.features import FeatureFiles, Named, check_specs
+from midstream.api.resolve.edits.features import FeatureFiles, NamedFeatures, check_specs
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
@@ -151,7 +151,9 @@ def steering(host: Host, root: Path, sae: Sae, **fields: Any) -> list[StoredStee
     spec = SteeringSpec(sae=sae.name, **fields)
     (numbers,) = check_specs([spec], {sae.name: sae}).values()
     rows = FeatureFiles(str(root)).read(sae, numbers)
-    named = Named({sae.name: sae}, {(sae.name, number): row for number, row in rows.items()})
+    named = NamedFeatures(
+        {sae.name: sae}, {(sae.name, number): row for number, row in rows.items()}
+    )
     per_prompt, blobs = resolve_edits(
         [], [spec], Bounds(_model(host), [PromptFacts(64)]), ModelState(features=named)
     )

@@ -10,7 +10,7 @@ from patching_kit import for_everyone
 from tiny import LAYERS
 
 from midstream.schemas.jobs.jobs import Job
-from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.prompts.selectors import PositionWindow
 from midstream.schemas.requests.specs import StoredSteering
 
 ALL = list(range(LAYERS))
@@ -20,7 +20,7 @@ BLOCK = 128
 def overflowing(host: Host, start: int = 0) -> list[StoredSteering]:
     """Added at two layers, the vector is finite at the first and not at the second."""
     name = host.vector(np.full(host.info["hidden_size"], LARGE[host.info["dtype"]]))
-    return [steer(name, [0, 1], positions=Window(start))]
+    return [steer(name, [0, 1], positions=PositionWindow(start))]
 
 
 def capturing(host: Host, prompt: list[int], **others: object) -> Job:

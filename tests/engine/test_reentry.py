@@ -18,7 +18,7 @@ from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.schemas.requests.source_runs import run_key
-from midstream.schemas.requests.specs import Entry, Grade
+from midstream.schemas.requests.specs import EntryPoint, Grade
 
 VECTOR = np.random.default_rng(17).normal(size=HIDDEN).astype(np.float32)
 BLOCK = 128
@@ -59,7 +59,7 @@ def ask(
     """
     options["bases"] = {job.id: base for job in cells if base}
     entries = {
-        job.id: Entry(key, min(entry.layers[0] for entry in job.steering[0]))
+        job.id: EntryPoint(key, min(entry.layers[0] for entry in job.steering[0]))
         for job in cells
         if key
     }
@@ -171,7 +171,9 @@ def test_reentry_with_cached_blocks_starts_at_the_patched_token(
     # under the same name: nothing of the base is taken for it
     other = [prompt[0], *prompt_of(39, seed=74)]
     astray, count = cell(cached, other, edit_of(3, 17)), counting(cached)
-    cached.run_any(astray, entries={astray.id: Entry(key, 0)}, grades={astray.id: [Grade(EVERY)]})
+    cached.run_any(
+        astray, entries={astray.id: EntryPoint(key, 0)}, grades={astray.id: [Grade(EVERY)]}
+    )
     np.testing.assert_allclose(
         graded(cached.receipts(astray)),
         patched_truth(reference, other, edit_of(3, 17)),

@@ -14,7 +14,7 @@ from size_kit import both_sides, check_sizes, sizes_of
 from tiny import LAYERS
 from tolerances import FP32_ROWS
 
-from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.prompts.selectors import PositionWindow
 from midstream.schemas.requests.specs import StoredSteering
 
 ALL = list(range(LAYERS))
@@ -84,13 +84,13 @@ def test_a_vector_is_sent_to_the_ranks_once(v1: Host) -> None:
 # --- Ranges of positions --------------------------------------------------------------------------
 
 
-def over(host: Host, edit: Edit, window: Window) -> list[StoredSteering]:
+def over(host: Host, edit: Edit, window: PositionWindow) -> list[StoredSteering]:
     """The edit at a range of positions."""
     (entry,) = host.steering(edit)
     return [replace(entry, positions=window)]
 
 
-def named(window: Window, total: int) -> list[int]:
+def named(window: PositionWindow, total: int) -> list[int]:
     return list(range(min(window.start, total), min(window.stop or total, total)))
 
 
@@ -105,7 +105,13 @@ def test_a_range_is_edited_once_per_position_over_chunks_and_decode_steps(
         Edit(1, direction(71), op="add", scale=0.3, norm_match=True),
         Edit(1, direction(71), op="clamp", low=0.5, high=1.0, strength=0.5),
     ]
-    windows = [Window(3), Window(130), Window(152), Window(60, 70), Window(148, 153)]
+    windows = [
+        PositionWindow(3),
+        PositionWindow(130),
+        PositionWindow(152),
+        PositionWindow(60, 70),
+        PositionWindow(148, 153),
+    ]
     jobs = [
         v1.job(
             prompt_of(150, seed=n),
@@ -133,13 +139,13 @@ def test_the_prompt_below_a_range_is_shared_with_plain_requests_both_ways(
     prompt, edit = prompt_of(300, seed=1000 + start), Edit(1, direction(71))
     capture = capture_of(ALL, "last_prompt")
     steered = cached.job(
-        prompt, max_tokens=3, capture=capture, steering=over(cached, edit, Window(start))
+        prompt, max_tokens=3, capture=capture, steering=over(cached, edit, PositionWindow(start))
     )
     plain = cached.job(prompt, max_tokens=3, capture=capture)
     both = (plain, steered) if turn == "plain first" else (steered, plain)
     outputs = {job.id: cached.run(job)[job.id] for job in both}
     assert [outputs[job.id][0].cached_tokens for job in both] == [0, shared * BLOCK]
-    where = named(Window(start), 302)
+    where = named(PositionWindow(start), 302)
     check_rows(cached, reference, steered, outputs[steered.id], [edit._replace(positions=where)])
     check_rows(cached, reference, plain, outputs[plain.id])
 
@@ -149,7 +155,7 @@ def test_the_next_chat_turn_reuses_blocks_of_a_range(cached: Host, reference: Re
     where the prompt ended.
     """
     edit, first = Edit(1, direction(71)), prompt_of(300, seed=75)
-    steering = over(cached, edit, Window(200))
+    steering = over(cached, edit, PositionWindow(200))
     job = cached.job(first, max_tokens=141, steering=steering)
     second = first + cached.run(job)[job.id][0].token_ids[:140]
     again = cached.job(
@@ -223,7 +229,7 @@ def test_an_edit_beyond_a_failing_limit_fails_its_request_alone(v1: Host) -> Non
     late = v1.job(
         prompt_of(20),
         max_tokens=12,
-        steering=[steer(vector, [2], 50.0, Window(25), limit=-0.7)],
+        steering=[steer(vector, [2], 50.0, PositionWindow(25), limit=-0.7)],
     )
     v1.run_any(bad, good, late)
     assert v1.receipts(good)[0].status == "ok"

@@ -36,8 +36,8 @@ from sweep_rig import check_attribution
 from tokenizers import Tokenizer
 
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.ledger.named.steering import Steering
-from midstream.broker.ledger.recovery.harvests import Harvests
+from midstream.broker.ledger.named.steering import LedgerSteering
+from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import StoredPolicy
 from midstream.schemas.base.errors import MidstreamError
@@ -230,7 +230,7 @@ async def _harvest(ledger: Ledger, client: Observed, verdict: Verdict) -> None:
     """Every token of every document has its row at both layers once, in the order of its seed, bit
     for bit what the engine gives.
     """
-    view = await Harvests(ledger).view(client.id)
+    view = await LedgerHarvests(ledger).view(client.id)
     verdict.seen["harvests"] += 1
     verdict.seen["harvests paused"] += bool(client.paused)
     if (
@@ -494,7 +494,7 @@ RESULTS = {"sweep": _sweep, "attribution": _attribution, "fit": lambda *_: iter(
 
 async def _modules(ledger: Ledger, observed: list[Observed], verdict: Verdict) -> None:
     """Every fit registered its module, no other did, and the same fit learned the same numbers."""
-    registered = {module.name: module for module in await Steering(ledger).modules(MODEL)}
+    registered = {module.name: module for module in await LedgerSteering(ledger).modules(MODEL)}
     digests: dict[int, set[str]] = defaultdict(set)
     for client in observed:
         if client.plan.way != "fit":
@@ -731,7 +731,7 @@ async def _left_over(ledger: Ledger, verdict: Verdict) -> None:
     for name, number in usage.items():
         if number and not name.endswith("/bytes"):
             verdict.say("left over", f"{number} of {name} are counted as used, and nothing runs")
-    if still := await Harvests(ledger).live():
+    if still := await LedgerHarvests(ledger).live():
         verdict.say("left over", f"harvests {still} are looked after, and all are over")
     captured = [
         name

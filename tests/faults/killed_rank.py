@@ -20,11 +20,11 @@ from midstream.schemas.readings.lens import StoredLens
 from midstream.storage import file_store
 from midstream.workers.runner.files.commands import COMMAND
 from midstream.workers.runner.plane.data_plane import DataPlane
-from midstream.workers.runner.readings.readings import Readings
+from midstream.workers.runner.readings.readings import ReadingConsumer
 from midstream.workers.runner.rows import connect, link
 from midstream.workers.runner.rows.arena import Arena
 from midstream.workers.runner.rows.capture import RowStream
-from midstream.workers.runner.rows.delivery import Delivery, ForwardedReceipts
+from midstream.workers.runner.rows.delivery import ForwardedReceipts, RowDelivery
 
 #: Environment variable by which a test finds the processes that a rank has started.
 FOLDER = "MIDSTREAM_TEST_RANK"
@@ -48,14 +48,14 @@ POINTS = {
     ),
     "message sent": Point(os, "write", most=24, counts=lambda _, raw: len(raw) == COMMAND.size),
     "part sent": Point(RowStream, "push", most=24),
-    "request handed over": Point(Delivery, "submit"),
+    "request handed over": Point(RowDelivery, "submit"),
     "many messages held": Point(
         DataPlane, "plan", counts=lambda plane, _: len(plane._delivery.held) > 8
     ),
     "writers behind": Point(
         DataPlane, "plan", counts=lambda plane, _: plane._delivery.backlog.size > 4096
     ),
-    "reading computed": Point(Readings, "consume", most=1),
+    "reading computed": Point(ReadingConsumer, "consume", most=1),
     "own file renamed": crash(file_store, "capture.renamed")._replace(most=1),
     "reading's receipt wanted": Point(ForwardedReceipts, "append", follows=False, most=1),
     "reading's receipt sent": Point(ForwardedReceipts, "append", most=1),

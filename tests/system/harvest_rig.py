@@ -9,7 +9,7 @@ from ledger_kit import worker_info
 from midstream_fake_engine.model import HIDDEN_SIZE, identity_of
 from sweep_rig import Rig
 
-from midstream.broker.ledger.recovery.harvests import Harvests, new_harvest_id
+from midstream.broker.ledger.recovery.harvests import LedgerHarvests, new_harvest_id
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.harvests import OVER, HarvestSource, HarvestView, StoredHarvest
 from midstream.schemas.jobs.models import WorkerInfo
@@ -37,7 +37,7 @@ def stored(
 
 async def work(rig: Rig, runs: Attempts, harvest_id: str, parts: int = 10_000) -> HarvestView:
     """Run jobs of the harvest, one after the other, until it is over or so many were run."""
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     done: set[str] = set()
     while len(done) < parts:
         view = await harvests.view(harvest_id)

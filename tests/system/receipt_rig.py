@@ -156,7 +156,7 @@ class Peer:
         self.socket.connect(url)
         self.epoch = frames.new_epoch()
 
-    def ask(self, kind: frames.Kind, seq: int, payload: bytes = b"") -> frames.Frame:
+    def ask(self, kind: frames.FrameKind, seq: int, payload: bytes = b"") -> frames.Frame:
         self.socket.send(frames.pack(kind, self.epoch, seq, payload))
         return self.answer()
 

@@ -28,9 +28,9 @@ from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, ma
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
-from midstream.broker.ledger.jobs.sweeps import Sweeps
+from midstream.broker.ledger.jobs.sweeps import LedgerSweeps
 from midstream.broker.ledger.named.registry import Registry
-from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.artifacts.conditions import Condition, Schedule
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
@@ -51,8 +51,8 @@ from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.prompts.selectors import as_ranges
 from midstream.schemas.requests.policies import (
     POLICIES,
-    Action,
     Policy,
+    PolicyAction,
     PolicyRequest,
     PolicyVersion,
 )
@@ -251,7 +251,7 @@ class Rig:
     async def __aenter__(self) -> "Rig":
         self._serving.start()
         self.ledger = Ledger.connect(self.settings)
-        self.sweeps = Sweeps(self.ledger)
+        self.sweeps = LedgerSweeps(self.ledger)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -272,7 +272,7 @@ class Rig:
         worker = worker_info(model=engine.info.name, boot=boot, identity=engine.info.identity)
         await self.ledger.publish_model(engine.info, worker)
         self.engine = engine
-        watch = RankWatch(Steering(self.ledger), engine, self.settings, boot, self._tell)
+        watch = RankWatch(LedgerSteering(self.ledger), engine, self.settings, boot, self._tell)
         try:
             await watch.start()
             yield Attempts(self.ledger, engine, watch, "w1", boot, asyncio.Event())
@@ -295,7 +295,7 @@ class Rig:
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         return job_id
 
-    async def watch(self, threshold: float, *actions: Action) -> None:
+    async def watch(self, threshold: float, *actions: PolicyAction) -> None:
         """Have a policy `guard` read all traffic: the fake engine's scores are positions; without
         `actions`, it stops.
         """

@@ -9,7 +9,7 @@ import httpx2
 import redis
 from edge import Api, Hand, running
 
-from midstream.broker.ledger.people.keys import Keys, new_key
+from midstream.broker.ledger.people.keys import LedgerKeys, new_key
 from midstream.schemas.access.keys import CreatedKey, KeyRequest
 
 ADMIN = new_key()
@@ -43,7 +43,7 @@ class Caller:
             scopes=list(scopes or ("submit", "read")),
             expires_in=expires_in,
         )  # type: ignore[arg-type]
-        self.key: CreatedKey = hand.do(Keys(hand.ledger).create(request))
+        self.key: CreatedKey = hand.do(LedgerKeys(hand.ledger).create(request))
         self.tenant = tenant
         self.http = httpx2.Client(base_url=api.url, headers=bearer(self.key.key), timeout=60)
 

@@ -17,7 +17,7 @@ from edge import Api, Hand, refused, running
 from refusal_kit import refuses
 from typer.testing import CliRunner
 
-from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Claim
 from midstream.client import CaptureReader, Client
 from midstream.client.cli import main
@@ -558,7 +558,7 @@ def test_a_deletion_does_not_interrupt_a_download(api: Api, hand: Hand) -> None:
     assert zlib.crc32(b"".join(content)) == file.crc32
     blob = api.settings.capture_root / file.path
     assert blob.stat().st_blocks > 0
-    hand.do(Captures(hand.ledger).sweep(now() + 3600))
+    hand.do(LedgerCaptures(hand.ledger).sweep(now() + 3600))
     assert not blob.exists()
 
 
@@ -586,7 +586,7 @@ def test_captures_past_their_ttl_are_deleted(api: Api, hand: Hand) -> None:
     (file, _) = api.http.get(f"/v1/captures/{old}").json()["files"]
     created = api.view(old)["created"]
     with Hand(msgspec.structs.replace(api.settings, capture_ttl_s=1000)) as expiring:
-        captures = Captures(expiring.ledger)
+        captures = LedgerCaptures(expiring.ledger)
         assert (
             expiring.do(captures.sweep(at=created + 999)),
             expiring.do(captures.sweep(at=created + 1_000_000)),

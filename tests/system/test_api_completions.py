@@ -21,7 +21,7 @@ from wait_kit import wait_until
 
 from midstream import returned_rows
 from midstream.broker.ledger.jobs.ledger import Claim
-from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import CaptureResults
 from midstream.schemas.jobs.openai import ONLY
@@ -499,7 +499,7 @@ def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(
             hand.store(claim)
             hand.receipt(claim, rank=0)
             hand.receipt(claim, rank=1, checksum="0000000000000bad")
-            hand.do(Steering(hand.ledger).clear_desync(hand.worker))
+            hand.do(LedgerSteering(hand.ledger).clear_desync(hand.worker))
 
         asked = pool.submit(api.http.post, "/v1/completions", json=body)
         disagree()

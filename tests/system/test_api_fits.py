@@ -11,7 +11,7 @@ from edge import HIDDEN, MODEL, Api, Hand, refused
 from ledger_kit import IDENTITY
 
 from midstream import Client
-from midstream.broker.ledger.recovery.harvests import Harvests
+from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseCell, DoseResult
@@ -261,5 +261,5 @@ def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand
     assert hand.job(plain).steering in ([], [[]])
     assert [[entry.limit for entry in each] for each in hand.job(steered).steering] == [[-0.7]]
     assert (sweep.status_code, "edit_limit" in sweep.json()["detail"]) == (403, True), sweep.text
-    (edit,) = hand.do(Harvests(hand.ledger).stored(harvested.json()["id"])).edits
+    (edit,) = hand.do(LedgerHarvests(hand.ledger).stored(harvested.json()["id"])).edits
     assert edit.limit == -0.7

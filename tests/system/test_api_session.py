@@ -26,7 +26,7 @@ from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
 from midstream.broker.ledger.people import sessions
 from midstream.broker.ledger.people.sessions import SESSION, SESSIONS, Sessions, name_of
 from midstream.broker.ops.redis_server import RedisServer
-from midstream.schemas.access.keys import CreatedKey, Key
+from midstream.schemas.access.keys import CreatedKey, StoredKey
 from midstream.schemas.access.sessions import MAX_LOGIN_KEY, SESSION_S, Session
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack, now, to_msgpack
@@ -193,7 +193,7 @@ def test_the_sessions_of_a_key_are_limited(
 
     def create(created: CreatedKey) -> None:
         packed = hand.do(hand.ledger.redis.hget("ms:keys", created.id))
-        made.append(hand.do(stored.create(from_msgpack(packed, Key))))
+        made.append(hand.do(stored.create(from_msgpack(packed, StoredKey))))
 
     for _ in range(3):
         create(key)

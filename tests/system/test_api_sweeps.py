@@ -12,7 +12,7 @@ from edge import HIDDEN, MODEL, Api, Hand, refused, running
 from server_sent import parse
 
 from midstream import Client, PatchStudy
-from midstream.broker.ledger.jobs.sweeps import Sweeps
+from midstream.broker.ledger.jobs.sweeps import LedgerSweeps
 from midstream.broker.ledger.results.sweep_result import sweep_cell, sweep_start
 from midstream.client import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
@@ -226,7 +226,7 @@ def test_a_running_sweep_shows_its_request_and_its_cells_so_far(api: Api, hand: 
         UnitRecord(unit=units[1].number, reason="why", attempt=1),
     ]
     cells = [sweep_cell(sweep, unit, record) for unit, record in zip(units, records, strict=True)]
-    keeping = Sweeps(hand.ledger).keep(
+    keeping = LedgerSweeps(hand.ledger).keep(
         claim.job, claim.attempt, list(zip(records, cells, strict=True)), 1, 1
     )
     assert hand.do(keeping) == "kept"

@@ -7,7 +7,7 @@ import pytest
 from edge import MODEL, Api, Hand, refused
 from refusal_kit import refuses
 
-from midstream.broker.ledger.people.keys import Keys
+from midstream.broker.ledger.people.keys import LedgerKeys
 from midstream.client import Client
 from midstream.schemas.access.keys import KeyRequest, Scope
 from midstream.schemas.base.errors import MidstreamError
@@ -18,7 +18,7 @@ HOOK = "https://receiver.example/hook"
 def key_for(hand: Hand, tenant: str, scopes: list[Scope] | None = None) -> dict[str, str]:
     """Headers of a new key."""
     made = hand.do(
-        Keys(hand.ledger).create(
+        LedgerKeys(hand.ledger).create(
             KeyRequest(name="test", tenant=tenant, scopes=scopes or ["submit", "read"])
         )
     )

@@ -41,7 +41,7 @@ from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.requests.attributions import (
     GRADIENTS,
-    Method,
+    EstimateMethod,
     StoredAttribution,
     Verify,
 )
@@ -62,7 +62,10 @@ BODY = {
 
 
 def attribution(
-    method: Method = "attribution", verify: Verify | None = None, budget: int = 0, **changes: Any
+    method: EstimateMethod = "attribution",
+    verify: Verify | None = None,
+    budget: int = 0,
+    **changes: Any,
 ) -> StoredSweep:
     how = StoredAttribution(method=method, steps=1, seed=7, keep=10, verify=verify, budget=budget)
     return sweep(*BOTH, attribution=how, **changes)

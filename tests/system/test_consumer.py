@@ -10,7 +10,7 @@ from kombu import Connection, Message
 from kombu.utils.imports import symbol_by_name
 
 from midstream.broker.queue.celery_app import make_app
-from midstream.broker.queue.consumer import Consumer, settle
+from midstream.broker.queue.consumer import WorkerConsumer, settle
 from midstream.broker.queue.transport import is_closed
 from midstream.schemas.base.settings import Settings
 
@@ -74,7 +74,7 @@ def test_a_lost_connection_that_cannot_be_closed_does_not_end_the_worker(
         raise AttributeError("'NoneType' object has no attribute 'hostname'")
 
     monkeypatch.setattr(CeleryConsumer, "on_connection_error_after_connected", fail)
-    consumer = Consumer.__new__(Consumer)
+    consumer = WorkerConsumer.__new__(WorkerConsumer)
     if still_connected:  # then it is a bug, not the closing
         with pytest.raises(AttributeError):
             consumer.on_connection_error_after_connected(ConnectionError())
@@ -85,5 +85,5 @@ def test_a_lost_connection_that_cannot_be_closed_does_not_end_the_worker(
 def test_every_worker_uses_this_consumer() -> None:
     assert (
         symbol_by_name(make_app(Settings(redis_url="redis://127.0.0.1:1/0")).conf.worker_consumer)
-        is Consumer
+        is WorkerConsumer
     )

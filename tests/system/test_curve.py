@@ -14,7 +14,7 @@ from wait_kit import wait_until
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
-from midstream.broker.receipts.frames import Kind
+from midstream.broker.receipts.frames import FrameKind
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.base.records import to_msgpack
 
@@ -101,12 +101,12 @@ def test_receipts_for_another_workers_id_are_refused(
     [job] = jobs.claim(1, 1)
     with Peer(relay.url, b"w/0/x", other) as impostor:
         for kind, payload in (
-            (Kind.HELLO, b""),
-            (Kind.RECEIPT, to_msgpack(receipt(job, 0))),
-            (Kind.LOST, b""),
+            (FrameKind.HELLO, b""),
+            (FrameKind.RECEIPT, to_msgpack(receipt(job, 0))),
+            (FrameKind.LOST, b""),
         ):
             answer = impostor.ask(kind, 1, payload)
-            assert answer.kind is Kind.REFUSED
+            assert answer.kind is FrameKind.REFUSED
             refusal = frames.refusal(answer)
             assert refusal.reason == "identity"
             assert (
@@ -116,10 +116,10 @@ def test_receipts_for_another_workers_id_are_refused(
     assert jobs.arrived(job) == {}
     assert "identifies as worker 'w'" in relay.log.read_text()
     with Peer(relay.url, b"other/0/x", other) as itself:
-        assert itself.ask(Kind.HELLO, 1).kind is Kind.MARK
+        assert itself.ask(FrameKind.HELLO, 1).kind is FrameKind.MARK
         (keys.clients / "other.pub").unlink()
-        wait_until(lambda: itself.ask(Kind.HELLO, 2).kind is Kind.REFUSED)
-        assert "has no key here" in frames.refusal(itself.ask(Kind.HELLO, 3)).detail
+        wait_until(lambda: itself.ask(FrameKind.HELLO, 2).kind is FrameKind.REFUSED)
+        assert "has no key here" in frames.refusal(itself.ask(FrameKind.HELLO, 3)).detail
 
 
 def test_a_sender_with_missing_or_wrong_curve_keys_logs_why(

@@ -23,7 +23,7 @@ from refusal_kit import refuses
 
 from midstream.broker.artifacts import retention
 from midstream.broker.ledger.jobs import captures as captures_module
-from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.client import CaptureReader
 from midstream.schemas.base.records import now
@@ -41,8 +41,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def captures(ledger: Ledger) -> Captures:
-    return Captures(ledger)
+def captures(ledger: Ledger) -> LedgerCaptures:
+    return LedgerCaptures(ledger)
 
 
 async def ended(ledger: Ledger, url: str, sequence: int = 1, **changes: Any) -> Job:
@@ -85,7 +85,7 @@ def files_in(root: Path) -> list[str]:
 @pytest.mark.parametrize("layout", ["packed", "segment"])
 @pytest.mark.parametrize("end", ["error", "cancel"])
 async def test_files_written_after_an_early_deletion_are_removed(
-    ledger: Ledger, captures: Captures, root: Path, redis_url: str, layout: str, end: str
+    ledger: Ledger, captures: LedgerCaptures, root: Path, redis_url: str, layout: str, end: str
 ) -> None:
     job, _ = await ended_by_its_first_error(ledger, redis_url, end, root)
     await captures.delete(job.id)
@@ -105,7 +105,11 @@ async def test_files_written_after_an_early_deletion_are_removed(
 
 
 async def test_a_deletion_continues_while_receipts_arrive(
-    ledger: Ledger, captures: Captures, root: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger,
+    captures: LedgerCaptures,
+    root: Path,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, sequence = await ended_by_its_first_error(ledger, redis_url, "error", root)
     await captures.delete(job.id)
@@ -125,7 +129,7 @@ async def test_a_deletion_continues_while_receipts_arrive(
 
 
 async def test_a_deletion_recorded_only_on_disk_is_completed(
-    ledger: Ledger, captures: Captures, root: Path
+    ledger: Ledger, captures: LedgerCaptures, root: Path
 ) -> None:
     """Redis has lost its last second."""
 
@@ -147,16 +151,20 @@ async def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(
         job = await ended(here, redis_url)
         write(tmp_path / "captures", finished(job.id))
         with refuses(match="their files are still on disk", kind="internal"):
-            await Captures(elsewhere).delete(job.id)
+            await LedgerCaptures(elsewhere).delete(job.id)
         with pytest.raises(OSError, match="no"):
-            await Captures(elsewhere).sweep(now() + 3600)
+            await LedgerCaptures(elsewhere).sweep(now() + 3600)
         assert files_in(tmp_path / "captures") != []
-        await Captures(here).sweep(now() + 3600)
+        await LedgerCaptures(here).sweep(now() + 3600)
         assert (files_in(tmp_path / "captures"), await here.redis.zcard("ms:deleting")) == ([], 0)
 
 
 async def test_undeletable_captures_do_not_block_other_deletions(
-    ledger: Ledger, captures: Captures, root: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger,
+    captures: LedgerCaptures,
+    root: Path,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stuck, fine = [await ended(ledger, redis_url, n) for n in (1, 2)]
     write(root, finished(stuck.id, layout="packed"), finished(fine.id, layout="packed"))
@@ -180,7 +188,7 @@ async def test_the_age_of_captures_counts_from_the_end_of_their_job(
     redis_url: str, tmp_path: Path, end: str
 ) -> None:
     async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
-        captures = Captures(ledger)
+        captures = LedgerCaptures(ledger)
         (tmp_path / "captures").mkdir()
         accepted = now() - 5000  # it was queued for long
         before = now()

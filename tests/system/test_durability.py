@@ -160,7 +160,7 @@ def test_receipts_are_not_acknowledged_while_redis_has_no_log(
 
 
 def test_a_load_without_progress_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = redis_durability.Load()
+    load = redis_durability.LogLoading()
     assert load.watch({"loading": 1, "loading_loaded_bytes": 5})
     monkeypatch.setattr(redis_durability, "STALLED_S", -1.0)
     assert load.watch({"loading": 1, "loading_loaded_bytes": 6}), "it has made progress"

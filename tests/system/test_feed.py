@@ -13,7 +13,7 @@ from ledger_kit import make_job, open_ledger
 from midstream.api.operations import job_feed
 from midstream.api.operations.job_feed import Audience, JobFeed, Subscriber
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.ledger.jobs.watch import Watcher
+from midstream.broker.ledger.jobs.watch import JobWatcher
 
 FEEDS = 10
 #: Only ends what hangs.
@@ -22,7 +22,7 @@ LONG_S = 60.0
 
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[tuple[Ledger, JobFeed]]:
-    async with open_ledger(url) as ledger, Watcher(ledger) as watcher:
+    async with open_ledger(url) as ledger, JobWatcher(ledger) as watcher:
         await watcher._hearing.wait()  # until then changes may be missed, and feeds begin again
         feed = JobFeed(ledger, watcher)
         yield ledger, feed

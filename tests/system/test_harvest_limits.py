@@ -20,7 +20,7 @@ from tenant_kit import ADMIN, Caller, asking, bearer
 
 from midstream.broker.ledger.core import tenants
 from midstream.broker.ledger.core.scripts import Scripts
-from midstream.broker.ledger.recovery.harvests import SURVEYS, Harvests
+from midstream.broker.ledger.recovery.harvests import SURVEYS, LedgerHarvests
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
@@ -45,7 +45,7 @@ async def counted_anew(rig: Rig) -> list[str]:
 
 @having(**{"limits.harvests": 7})
 async def test_no_more_harvests_are_open_than_a_tenant_may_have(rig: Rig) -> None:
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     many = [stored(rig, ["one"], SITES) for _ in range(60)]
     answers = await asyncio.gather(
         *[harvests.submit(each) for each in many], return_exceptions=True
@@ -63,14 +63,14 @@ async def test_no_more_harvests_are_open_than_a_tenant_may_have(rig: Rig) -> Non
 
 
 async def test_one_key_names_one_harvest_however_often_it_is_sent(rig: Rig) -> None:
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     sent = [harvests.submit(stored(rig, ["one"], SITES), ("key", "body")) for _ in range(40)]
     assert len(set(await asyncio.gather(*sent))) == 1
     assert len(await harvests.live()) == len((await harvests.list(None, 100)).harvests) == 1
 
 
 async def test_a_key_names_its_harvest_as_long_as_the_record_is_kept(rig: Rig) -> None:
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     first = await harvests.submit(stored(rig, ["one"], SITES), ("key", "body"))
     assert await rig.ledger.redis.ttl("ms:idem:key") == -1
     await harvests.ask(first, "cancel")
@@ -86,7 +86,7 @@ async def test_a_tenant_keeps_no_more_records_than_the_limit(
 ) -> None:
     monkeypatch.setattr(tenants, "MAX_HARVESTS_KEPT", 2)
 
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     made = [await harvests.submit(stored(rig, ["one"], SITES)) for _ in range(2)]
     for harvest_id in made:
         await harvests.ask(harvest_id, "cancel")
@@ -99,7 +99,7 @@ async def test_a_tenant_keeps_no_more_records_than_the_limit(
 
 
 async def test_an_older_redis_offers_no_unit_whose_shards_are_dropped(rig: Rig) -> None:
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     harvest = stored(
         rig,
         DOCUMENTS,
@@ -134,7 +134,7 @@ async def test_accepted_surveys_count_towards_the_limit(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tenants, "MAX_SURVEYS", 3)
-    harvest_id = await Harvests(rig.ledger).submit(stored(rig, ["one"], SITES))
+    harvest_id = await LedgerHarvests(rig.ledger).submit(stored(rig, ["one"], SITES))
     jobs = [survey_of(harvest_id) for _ in range(9)]
     answers = await asyncio.gather(
         *[rig.ledger.submit(job, {}) for job in jobs], return_exceptions=True
@@ -157,7 +157,7 @@ async def test_accepted_surveys_count_towards_the_limit(
         bytes=7,
         crc32=0,
     )
-    await Harvests(rig.ledger).keep_survey(claim.job, claim.attempt, entry)
+    await LedgerHarvests(rig.ledger).keep_survey(claim.job, claim.attempt, entry)
     with pytest.raises(MidstreamError, match="under way: 3"):
         await rig.ledger.submit(survey_of(harvest_id), {})
     with pytest.raises(MidstreamError, match="changed or unregistered"):
@@ -166,7 +166,7 @@ async def test_accepted_surveys_count_towards_the_limit(
 
 @having(**{"limits.capture_mib": 1})
 async def test_a_tenant_at_its_quota_gets_no_survey(rig: Rig) -> None:
-    harvest_id = await Harvests(rig.ledger).submit(stored(rig, ["one"], SITES))
+    harvest_id = await LedgerHarvests(rig.ledger).submit(stored(rig, ["one"], SITES))
     await rig.ledger.redis.hset("ms:usage", "default/bytes", 1 << 20)
     with refuses(match="the limit is 1 MiB", kind="capture_limit"):
         await rig.ledger.submit(survey_of(harvest_id), {})
@@ -177,7 +177,7 @@ async def test_surveys_take_no_place_of_a_part_and_wait_in_the_ledger(
 ) -> None:
     monkeypatch.setattr(attempts, "ELSEWHERE_S", 0.01)
     ledger, begun, go = rig.ledger, asyncio.Semaphore(0), asyncio.Event()
-    harvest_id = await Harvests(ledger).submit(stored(rig, ["one"], SITES))
+    harvest_id = await LedgerHarvests(ledger).submit(stored(rig, ["one"], SITES))
     surveys = [survey_of(harvest_id, identity=identity_of(rig.settings)) for _ in range(3)]
     for job in surveys:
         await ledger.submit(job, {})
@@ -208,7 +208,7 @@ async def test_surveys_take_no_place_of_a_part_and_wait_in_the_ledger(
 
 
 async def test_listings_do_not_read_the_lines_of_harvests(rig: Rig) -> None:
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     ours = await harvests.submit(stored(rig, DOCUMENTS, SITES))
     theirs = await harvests.submit(stored(rig, DOCUMENTS, SITES, tenant="another"))
     assert await rig.ledger.redis.memory_usage(f"ms:harvest:{ours}") < 2000
@@ -225,7 +225,7 @@ async def test_what_a_harvest_writes_is_charged_until_it_is_deleted(rig: Rig) ->
     async def used() -> int:
         return (await rig.ledger.tenants.usage("default")).capture_bytes
 
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     async with rig.worker() as runs:
         harvest = stored(rig, DOCUMENTS, SITES, row_bytes=1024, shards=HarvestShards(mib=1))
         await harvests.submit(harvest)

@@ -19,7 +19,7 @@ from midstream_fake_engine.model import VOCABULARY, make_tokenizer, residual_row
 from sweep_rig import Rig, having
 
 from midstream.broker.artifacts.headers import find_entries
-from midstream.broker.ledger.recovery.harvests import TRIES, Harvests, job_id_of
+from midstream.broker.ledger.recovery.harvests import TRIES, LedgerHarvests, job_id_of
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.client.harvest import open
@@ -58,8 +58,8 @@ async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) ->
 
 async def submitted(rig: Rig, documents: list[Any] = DOCUMENTS, **changes: Any) -> StoredHarvest:
     harvest = stored(rig, documents, SITES, **{**SHARDS, **changes})
-    await Harvests(rig.ledger).submit(harvest)
-    await Harvests(rig.ledger).advance(harvest.id)
+    await LedgerHarvests(rig.ledger).submit(harvest)
+    await LedgerHarvests(rig.ledger).advance(harvest.id)
     return harvest
 
 
@@ -76,7 +76,7 @@ async def under_way(rig: Rig) -> AsyncIterator[tuple[Attempts, StoredHarvest, Ta
     """A harvest whose first part, the task's name, has kept the first of its two units, and goes
     on once the file `gate` is gone.
     """
-    harvests, gate = Harvests(rig.ledger), Path(rig.settings.data_dir) / "gate"
+    harvests, gate = LedgerHarvests(rig.ledger), Path(rig.settings.data_dir) / "gate"
     gate.write_text("20")  # documents; a unit has 14
     async with rig.worker(fault=f"turnstile:file={gate}") as runs:
         harvest = await submitted(rig)
@@ -98,7 +98,7 @@ async def test_a_repeated_submission_waits_until_the_first_is_durable(
 
     monkeypatch.setattr(rig.ledger, "written", written)
     first, again, third = (stored(rig, ["one"], SITES) for _ in range(3))
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     assert await harvests.submit(first, ("key", "body")) == first.id
     assert (await harvests.submit(again, ("key", "body")), len(waits)) == (first.id, 2)
     # as if the first had ended before its record was made
@@ -157,7 +157,7 @@ async def test_a_harvest_waits_while_a_policy_of_all_traffic_does_not_fit_the_mo
             msgspec.structs.replace(rig.engine.info, hooks=["mlp_out"]), live(rig)
         )
         harvest = await submitted(rig)
-        view = await Harvests(rig.ledger).view(harvest.id)
+        view = await LedgerHarvests(rig.ledger).view(harvest.id)
         assert (
             view.jobs,
             "'guard', which applies to all traffic, reads hook post_block" in view.reason,
@@ -209,7 +209,7 @@ async def test_a_plan_that_is_stored_after_the_seal_is_removed(
     monkeypatch.setattr(serving.HarvestAttempt, "_put", late)
     async with rig.worker() as runs:
         harvest = await submitted(rig, DOCUMENTS[:20])
-        (job,) = (await Harvests(rig.ledger).view(harvest.id)).jobs
+        (job,) = (await LedgerHarvests(rig.ledger).view(harvest.id)).jobs
         first = asyncio.create_task(runs.run(job, "harvest"))
         while (await rig.ledger.view(job)).attempt < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -255,12 +255,12 @@ async def test_a_harvest_pauses_until_its_store_takes_rows(
         async with rig.worker() as runs:
             harvest = await submitted(rig, uri=str(tmp_path / "store"))
             working = asyncio.create_task(work(rig, runs, harvest.id))
-            while (view := await Harvests(rig.ledger).view(harvest.id)).state != "paused":
+            while (view := await LedgerHarvests(rig.ledger).view(harvest.id)).state != "paused":
                 assert not working.done(), "nothing has stopped it"
                 await asyncio.sleep(0.01)
             assert why in view.reason
             await asyncio.sleep(0.3)
-            assert (await Harvests(rig.ledger).view(harvest.id)).units_done == view.units_done
+            assert (await LedgerHarvests(rig.ledger).view(harvest.id)).units_done == view.units_done
             mend()
             view = await working
         assert (view.state, view.reason) == ("succeeded", "")
@@ -268,7 +268,7 @@ async def test_a_harvest_pauses_until_its_store_takes_rows(
 
 
 async def test_a_paused_harvest_goes_on_with_what_is_missing(rig: Rig) -> None:
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     async with rig.worker() as runs:
         harvest = await submitted(rig)
         await work(rig, runs, harvest.id, parts=2)
@@ -293,14 +293,14 @@ async def test_a_cancelled_harvest_keeps_nothing_and_has_no_manifest(rig: Rig) -
         runs.stop([running.get_name()], AttemptOutcome.RELEASED)
         await running
     assert await rig.ledger.redis.keys(f"ms:harvest-units:{harvest.id}:*")
-    assert (await Harvests(rig.ledger).ask(harvest.id, "cancel")).state == "cancelled"
+    assert (await LedgerHarvests(rig.ledger).ask(harvest.id, "cancel")).state == "cancelled"
     assert not await rig.ledger.redis.keys(f"ms:harvest-units:{harvest.id}:*")
     with pytest.raises(MidstreamError, match=r"has no manifest\.json"):
         open(harvest.uri)
 
 
 async def test_an_accepted_cancel_is_final(rig: Rig, tmp_path: Path) -> None:
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     async with under_way(rig) as (_, harvest, running):
         view = await harvests.ask(harvest.id, "cancel")
         assert (view.state, view.reason) == ("running", "being cancelled")
@@ -333,7 +333,7 @@ async def test_a_cancel_while_a_harvest_is_sealed_leaves_no_manifest(
 
 
 async def test_a_harvest_whose_manifest_is_being_written_is_not_cancelled(rig: Rig) -> None:
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     harvest = await submitted(rig, DOCUMENTS[:20])
     await rig.ledger.redis.hset(f"ms:harvest:{harvest.id}", "closing", 1)
     for wanted in ("cancel", "pause"):
@@ -357,7 +357,7 @@ async def test_a_part_does_not_recreate_the_record_of_a_deleted_harvest(
 
     async with rig.worker() as runs:
         harvest = await submitted(rig)
-        (job,) = (await Harvests(rig.ledger).view(harvest.id)).jobs
+        (job,) = (await LedgerHarvests(rig.ledger).view(harvest.id)).jobs
         assert await runs.run(job, "harvest") is AttemptOutcome.CANCELLED
     assert not await rig.ledger.redis.exists(f"ms:harvest:{harvest.id}")
     assert (await rig.ledger.view(job)).state == "cancelled"
@@ -366,7 +366,7 @@ async def test_a_part_does_not_recreate_the_record_of_a_deleted_harvest(
 
 async def test_a_submission_that_comes_late_does_not_put_a_part_out(rig: Rig) -> None:
     """Another process has cancelled the harvest since this one read its record."""
-    harvests = Harvests(rig.ledger)
+    harvests = LedgerHarvests(rig.ledger)
     harvest = stored(rig, ["one"], SITES)
     await harvests.submit(harvest)
     await harvests.ask(harvest.id, "cancel")
@@ -426,7 +426,7 @@ async def test_a_seal_that_finds_fewer_parts_than_were_planned_removes_nothing(r
     harvest, _ = await harvested(rig)
     await rig.ledger.redis.delete(f"ms:harvest-done:{harvest.id}")
     again = object.__new__(serving.HarvestAttempt)
-    again._harvests = Harvests(rig.ledger)
+    again._harvests = LedgerHarvests(rig.ledger)
     with pytest.raises(MidstreamError, match="no files were removed"):
         await again._seal(harvest, open_store(harvest.uri))
     check_rows(checked(harvest.uri), DOCUMENTS, [("post_block", 1), ("post_block", 3)])

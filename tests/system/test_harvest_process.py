@@ -28,7 +28,7 @@ from midstream.schemas.jobs.harvests import (
     SurveyTask,
 )
 from midstream.schemas.requests.harvest_work import Survey
-from midstream.workers.serving.harvests.cut import Document
+from midstream.workers.serving.harvests.cut import CutDocument
 from midstream.workers.serving.harvests.process import EXIT_MEMORY, SourceProcess, SourceReader
 
 MIB = 1 << 20
@@ -68,7 +68,7 @@ def reader(process: SourceProcess, folder: Path, path: str, **changes: Any) -> S
     )
 
 
-async def everything(made: SourceReader) -> tuple[HarvestPlan, list[Document]]:
+async def everything(made: SourceReader) -> tuple[HarvestPlan, list[CutDocument]]:
     plan = await made.plan()
     return plan, [document for unit in plan.units for document in await made.read(plan, unit)]
 

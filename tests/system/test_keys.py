@@ -26,7 +26,7 @@ from wait_kit import wait_until
 
 from midstream.api.responses.events import PING_S
 from midstream.api.web.auth import KNOWN_S
-from midstream.broker.ledger.people.keys import Keys, is_right, new_key, parse
+from midstream.broker.ledger.people.keys import LedgerKeys, is_right, new_key, parse
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.client import Client
 from midstream.client.cli.main import app as cli
@@ -100,7 +100,7 @@ def test_an_unknown_id_costs_the_same_work_as_a_wrong_secret(
     )
     shown = parse(new_key())
     assert shown is not None
-    for key in (hand.do(Keys(hand.ledger).get(Caller(api, hand, "acme").key.id)), None):
+    for key in (hand.do(LedgerKeys(hand.ledger).get(Caller(api, hand, "acme").key.id)), None):
         assert not is_right(shown, key, now())
     assert [len(other) for _, other in compared] == [64, 64]
 

@@ -33,9 +33,9 @@ from sweep_rig import sweep, sweep_job
 from midstream.broker.ledger.core import scripts, tenants
 from midstream.broker.ledger.core.memory_pressure import SAMPLE_S
 from midstream.broker.ledger.core.scripts import Scripts
-from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.broker.ops import redis_server
 from midstream.schemas.access.keys import Limits, Tenant, scoped
@@ -197,7 +197,7 @@ async def test_a_tenants_own_capture_files_count_until_they_are_deleted(
         assert (await not_taken(ledger, make_job(capture=True, tenant="t"))).kind == "capture_limit"
         await ledger.submit(make_job(capture=True, tenant="t"), {}, operator_tags=["t"])
         await ledger.submit(make_job(tenant="t"), {})
-        await Captures(ledger).delete(mine.id)
+        await LedgerCaptures(ledger).delete(mine.id)
         assert (await ledger.tenants.usage("t")).capture_bytes == 0
         await ledger.submit(make_job(capture=True, tenant="t"), {})
 
@@ -263,7 +263,7 @@ def a_module(
     return Module(**(fields | changes)), blobs
 
 
-async def no_module(steering: Steering, *asked: Any, **changes: Any) -> MidstreamError:
+async def no_module(steering: LedgerSteering, *asked: Any, **changes: Any) -> MidstreamError:
     with pytest.raises(MidstreamError) as told:
         await steering.put_module(*a_module(*asked, **changes))
     return told.value
@@ -271,7 +271,7 @@ async def no_module(steering: Steering, *asked: Any, **changes: Any) -> Midstrea
 
 async def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis_url: str) -> None:
     async with open_ledger(redis_url, **{"limits.modules": 2}) as ledger:
-        steering = Steering(ledger)
+        steering = LedgerSteering(ledger)
         await steering.put_module(*a_module("one"))
         await steering.put_module(*a_module("two", model="another"))
         error = await no_module(steering, "three")
@@ -300,7 +300,7 @@ async def test_a_module_that_replaces_another_needs_room_for_the_difference_only
     redis_url: str,
 ) -> None:
     async with open_ledger(redis_url, **{"limits.module_mib": 2}) as ledger:
-        steering = Steering(ledger)
+        steering = LedgerSteering(ledger)
         large, small = a_module("one", 6), a_module("one", 1)
         await steering.put_module(*large)  # of eight vectors, less what entries take
         error = await no_module(steering, "two", 2)
@@ -325,7 +325,7 @@ async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_versio
 ) -> None:
     async with open_ledger(redis_url, **{"limits.modules": 3}) as ledger:
         await ledger.publish_model(model_info(), worker_info())
-        steering = Steering(ledger)
+        steering = LedgerSteering(ledger)
         for module in (
             *map(a_module, ("one", "two", "three")),
             a_module("one", tenant="u"),
@@ -403,7 +403,7 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
                 assert time.monotonic() < deadline
             for answer in (last, api.http.put("/v1/steering/global", json=entries)):
                 refused(answer, 503, kind="overloaded")
-            assert hand.do(Steering(hand.ledger).open_check(MODEL, [], {})), (
+            assert hand.do(LedgerSteering(hand.ledger).open_check(MODEL, [], {})), (
                 "what steers everyone can be taken away all the same"
             )
             client.config_set("maxmemory", 20 << 20)

@@ -26,12 +26,12 @@ from midstream.client.cli import main as cli
 from midstream.client.extras import import_trouble
 from midstream.client.sdk.discovery import STATE_FILE
 from midstream.client.stack.checks import disk_checks, engine_checks, redis_checks
-from midstream.client.stack.checks.finding import Finding, findings_of
+from midstream.client.stack.checks.finding import CheckFinding, findings_of
 from midstream.client.stack.checks.service import Service
 from midstream.client.stack.checks.table import of
 from midstream.schemas.base.records import from_json
 from midstream.schemas.requests.specs import StoredSteering
-from midstream.schemas.service.status import Status
+from midstream.schemas.service.status import ServiceStatus
 
 SERVED = {"relay", "worker", "callbacks"}  # those that serve their metrics themselves
 ADMIN_KEY = "ms_abcdef012345_" + "s3cr3t" * 8
@@ -284,7 +284,7 @@ def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx2.Res
 
 
 def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx2.Response) -> None:
-    status = from_json(httpx2.get(f"{stack.url}/v1/status", timeout=LONG_S).content, Status)
+    status = from_json(httpx2.get(f"{stack.url}/v1/status", timeout=LONG_S).content, ServiceStatus)
     (worker,) = status.workers
     assert (worker.worker, worker.tp, worker.healthy) == ("w1", 2, True)
     assert worker.stats is not None
@@ -331,7 +331,7 @@ def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk_checks, f"FSYNC_{level}_MS", math.inf)
 
 
-def bad(stack: Seen) -> dict[str, Finding]:
+def bad(stack: Seen) -> dict[str, CheckFinding]:
     """What the doctor does not like, by what it is about; a fake model has nothing to certify."""
     found = findings_of(of("quick"), Service(stack.settings, stack.settings.redis_url, stack.url))
     return {
@@ -423,7 +423,7 @@ def lonely(stack: Seen) -> Seen:
 
 
 def test_the_status_counts_what_waits_by_priority_and_tenant(lonely: Seen) -> None:
-    status = from_json(httpx2.get(f"{lonely.url}/v1/status", timeout=LONG_S).content, Status)
+    status = from_json(httpx2.get(f"{lonely.url}/v1/status", timeout=LONG_S).content, ServiceStatus)
     (queue,) = status.queues
     assert (queue.priority, queue.sent, queue.waiting) == ("batch", 1, {"alice": 2})
     assert status.queued == status.live == 3

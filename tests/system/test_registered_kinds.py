@@ -16,7 +16,7 @@ from midstream.api.openapi import document
 from midstream.api.routes.registered import FromFolder, folder_routes
 from midstream.broker.ledger.named.registry import PUT_TRIES, Registry, look_up
 from midstream.schemas.artifacts.probes import PROBES
-from midstream.schemas.artifacts.registered import FolderRequest, Kind, Registered
+from midstream.schemas.artifacts.registered import ArtifactKind, FolderRequest, Registered
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import Record
 from midstream.schemas.base.settings import Settings
@@ -41,7 +41,7 @@ class RulerPage(Record):
     rulers: list[Ruler]
 
 
-RULERS = Kind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, "ms:rulers:", 2)
+RULERS = ArtifactKind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, "ms:rulers:", 2)
 
 
 def ruler(name: str, digest: str = "d") -> Ruler:

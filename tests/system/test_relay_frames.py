@@ -13,7 +13,7 @@ from wait_kit import wait_until
 
 from midstream import __version__
 from midstream.broker.receipts import frames
-from midstream.broker.receipts.frames import Kind
+from midstream.broker.receipts.frames import FrameKind
 from midstream.broker.receipts.outbox import Outbox, OutboxError
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile
@@ -30,35 +30,45 @@ def test_the_answer_to_hello_is_the_mark_and_the_nonce(relay: RelayProcess, jobs
     (job,) = jobs.claim(1, 3)
     with Peer(relay.url) as peer:
         hello = to_msgpack(frames.Hello(__version__, os.getpid(), 0))
-        assert peer.ask(Kind.HELLO, 77, hello) == (Kind.MARK, peer.epoch, 0, to_msgpack(77))
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))) == (
-            Kind.ACK,
+        assert peer.ask(FrameKind.HELLO, 77, hello) == (
+            FrameKind.MARK,
+            peer.epoch,
+            0,
+            to_msgpack(77),
+        )
+        assert peer.ask(FrameKind.RECEIPT, 1, to_msgpack(receipt(job, 0))) == (
+            FrameKind.ACK,
             peer.epoch,
             1,
             b"",
         )
-        assert peer.ask(Kind.HELLO, 78, hello) == (Kind.MARK, peer.epoch, 1, to_msgpack(78))
+        assert peer.ask(FrameKind.HELLO, 78, hello) == (
+            FrameKind.MARK,
+            peer.epoch,
+            1,
+            to_msgpack(78),
+        )
 
 
 def test_invalid_identities_and_frames_are_refused_without_effect(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path
 ) -> None:
     (job,) = jobs.claim(1, 1)
-    good = frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(receipt(job, 0)))
+    good = frames.pack(FrameKind.RECEIPT, frames.new_epoch(), 1, to_msgpack(receipt(job, 0)))
 
     def names(path: str) -> bytes:
         naming = msgspec.structs.replace(receipt(job, 0), files=[CapturedFile(path, 1, 0, 1)])
-        return frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(naming))
+        return frames.pack(FrameKind.RECEIPT, frames.new_epoch(), 1, to_msgpack(naming))
 
     cases = [
         (b"w/0/a", b"", "too few"),
         (b"w/0/b", bytes([PROTOCOL, 99]) + bytes(24), "unknown kind 99"),
         (
             b"w/0/c",
-            frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, b"\xc1"),
+            frames.pack(FrameKind.RECEIPT, frames.new_epoch(), 1, b"\xc1"),
             "receipt cannot be read",
         ),
-        (b"w/0/d", frames.pack(Kind.ACK, frames.new_epoch(), 1), "only the relay sends"),
+        (b"w/0/d", frames.pack(FrameKind.ACK, frames.new_epoch(), 1), "only the relay sends"),
         (b"someone else", good, "worker/rank/instance"),
         (b"v/0/e", good, "which is not its sender"),
         (b"w/0/f", names("../secret"), "not a capture file of job"),
@@ -70,23 +80,23 @@ def test_invalid_identities_and_frames_are_refused_without_effect(
         with Peer(relay.url, identity) as peer:
             peer.socket.send(raw)
             answer = peer.answer()
-            assert answer.kind is Kind.REFUSED
+            assert answer.kind is FrameKind.REFUSED
             assert reason in frames.refusal(answer).detail
     assert jobs.arrived(job) == {}
     with Peer(relay.url) as peer:
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
+        assert peer.ask(FrameKind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
 
 
 def test_an_oversized_frame_closes_only_its_connection(relay: RelayProcess, jobs: Jobs) -> None:
     (job,) = jobs.claim(1, 1)
     with Peer(relay.url) as peer, Peer(relay.url, b"w/1/test") as oversized:
-        oversized.ask(Kind.HELLO, 1, to_msgpack(frames.Hello(__version__, 1, 0)))
+        oversized.ask(FrameKind.HELLO, 1, to_msgpack(frames.Hello(__version__, 1, 0)))
         monitor = oversized.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         oversized.socket.send(bytes(frames.MAX_FRAME + 1))
         assert monitor.poll(LONG_S * 1000), "the relay has taken it"
         oversized.socket.disable_monitor()
         monitor.close()
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
+        assert peer.ask(FrameKind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
 
 
 # -- versions

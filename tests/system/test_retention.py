@@ -24,7 +24,7 @@ from ledger_kit import (
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker.ledger.core.scripts import BLOB_TTL_FACTOR
-from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ledger.results import views
 from midstream.schemas.base.errors import MidstreamError
@@ -85,7 +85,7 @@ async def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
                 await ledger.result(job.id)
         await Reaper(ledger, ledger.settings).sweep(now() + RESULT_TTL_S)
         with pytest.raises(MidstreamError, match="deleted"):
-            await Captures(ledger).check(captured.id)
+            await LedgerCaptures(ledger).check(captured.id)
         for key in await ledger.redis.keys("ms:*"):  # Redis deletes these by itself, soon enough
             ttl = await ledger.redis.ttl(key)
             if 0 < ttl <= BLOB_TTL_FACTOR * RESULT_TTL_S or (key.startswith(MARK) and ttl > 0):

@@ -28,7 +28,7 @@ from ledger_kit import (
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
-from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import DeliveryAttempt
@@ -168,7 +168,7 @@ async def test_ranks_that_disagree_cost_the_job_one_attempt_and_the_next_says_wh
 async def test_late_receipts_of_ledgers_that_are_settled_do_not_mark_the_worker_again(
     ledger: Ledger, settle: Settler
 ) -> None:
-    steering = Steering(ledger)
+    steering = LedgerSteering(ledger)
 
     async def disagree(seq: int, boot: str, epoch: int) -> bool:
         job = await running_job(ledger, steer=True)

@@ -26,14 +26,14 @@ from ledger_kit import (
 from refusal_kit import refuses
 
 from midstream.broker.ledger.core import scripts
-from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named import source_runs as runs_module
-from midstream.broker.ledger.named.source_runs import SourceRuns
+from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, State
-from midstream.schemas.requests.source_runs import Run, RunFiles, RunView, run_key
+from midstream.schemas.requests.source_runs import RunFiles, RunRecord, RunView, run_key
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.file_store import DELETED
 from midstream.workers.engine.protocol import Locate
@@ -50,8 +50,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def runs(ledger: Ledger) -> SourceRuns:
-    return SourceRuns(ledger)
+def runs(ledger: Ledger) -> LedgerRuns:
+    return LedgerRuns(ledger)
 
 
 def run_job(prompts: int = 1, name: str = "clean", **changes: Any) -> Job:
@@ -104,7 +104,7 @@ def told(files: RunFiles) -> tuple[Any, ...]:
     return files.key, files.sites, files.positions, files.hidden_size, files.bytes, places
 
 
-async def named(runs: SourceRuns, name: str = "clean") -> Run:
+async def named(runs: LedgerRuns, name: str = "clean") -> RunRecord:
     run = await runs.lookup(MODEL, name)
     assert run is not None
     return run
@@ -117,7 +117,7 @@ async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
 
 
 async def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(
-    ledger: Ledger, runs: SourceRuns
+    ledger: Ledger, runs: LedgerRuns
 ) -> None:
     first, second = run_job(), run_job()
     assert await ledger.submit(first, {}, ("key", "body")) == (first.id, True)
@@ -144,7 +144,7 @@ async def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(
 
 
 async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason(
-    ledger: Ledger, runs: SourceRuns, redis_url: str, tmp_path: Path
+    ledger: Ledger, runs: LedgerRuns, redis_url: str, tmp_path: Path
 ) -> None:
     job = run_job()
     attempt = await claimed(ledger, job)
@@ -182,7 +182,7 @@ async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason
 
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
 async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(
-    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str, layout: str
+    ledger: Ledger, runs: LedgerRuns, root: Path, redis_url: str, layout: str
 ) -> None:
     """A week later receipts are gone; two weeks later so is the job; and Redis may be lost
     altogether.
@@ -243,18 +243,18 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
     for path in root.rglob("*.pp1.*"):
         path.unlink()
     if layout != "segment":
-        assert (await refusal(SourceRuns(ledger).files(key)))[1].endswith(
+        assert (await refusal(LedgerRuns(ledger).files(key)))[1].endswith(
             "post_block of layer 2 is in no file"
         )
 
 
 # field case 31
 async def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(
-    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str
+    ledger: Ledger, runs: LedgerRuns, root: Path, redis_url: str
 ) -> None:
     job = await ready(ledger, redis_url, root)
     run, key = await named(runs), run_key(job.id, 0, TAG)
-    await Captures(ledger).delete(job.id)
+    await LedgerCaptures(ledger).delete(job.id)
     for forgotten in ("", f"ms:capture:{job.id}"):
         # long after the deletion its record is gone, too
         if forgotten:
@@ -277,12 +277,12 @@ async def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_
 async def test_run_names_of_deleted_captures_expire(
     ledger: Ledger, redis_url: str, tmp_path: Path
 ) -> None:
-    runs, at = SourceRuns(ledger), now()
+    runs, at = LedgerRuns(ledger), now()
     await ledger.publish_model(model_info(name=MODEL), worker_info())
     jobs = [
         await ready(ledger, redis_url, tmp_path / "captures", name=name) for name in ("old", "kept")
     ]
-    await Captures(ledger).delete(jobs[0].id)
+    await LedgerCaptures(ledger).delete(jobs[0].id)
     assert await runs.prune(at) == 0
     # as they expire
     await ledger.redis.delete(f"ms:capture:{jobs[0].id}", f"ms:job:{jobs[0].id}")
@@ -294,7 +294,7 @@ async def test_run_names_of_deleted_captures_expire(
 
 
 async def test_deleting_a_run_deletes_its_captures_and_a_name_that_still_refers_to_it(
-    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, runs: LedgerRuns, root: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await ready(ledger, redis_url, root)
     following = run_job()
@@ -302,30 +302,30 @@ async def test_deleting_a_run_deletes_its_captures_and_a_name_that_still_refers_
     assert (await refusal(runs.delete(MODEL, "clean")))[0] == "conflict"
     assert await runs.names(MODEL) == ["clean"]
     await runs.delete(MODEL, job.id)
-    assert (await Captures(ledger).list()).captures[0].job == following.id
+    assert (await LedgerCaptures(ledger).list()).captures[0].job == following.id
     assert await runs.names(MODEL) == ["clean"]
     await finish(ledger, redis_url, following, root)
     await runs.delete(MODEL, "clean")
-    assert (await runs.names(MODEL), (await Captures(ledger).list()).captures) == ([], [])
+    assert (await runs.names(MODEL), (await LedgerCaptures(ledger).list()).captures) == ([], [])
     assert not list(root.rglob("*.safetensors"))
     await ready(ledger, redis_url, root)
-    delete, last = Captures.delete, run_job()
+    delete, last = LedgerCaptures.delete, run_job()
 
-    async def and_meanwhile(captures: Captures, job_id: str) -> None:
+    async def and_meanwhile(captures: LedgerCaptures, job_id: str) -> None:
         await delete(captures, job_id)
         await ledger.submit(last, {})
 
-    monkeypatch.setattr(Captures, "delete", and_meanwhile)
+    monkeypatch.setattr(LedgerCaptures, "delete", and_meanwhile)
     await runs.delete(MODEL, "clean")
     assert (await runs.view(MODEL, "clean")).job == last.id
 
 
 async def test_runs_are_listed_newest_first_in_pages_with_what_became_of_each(
-    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str
+    ledger: Ledger, runs: LedgerRuns, root: Path, redis_url: str
 ) -> None:
     jobs = [await ready(ledger, redis_url, root, name=f"run-{number}") for number in range(3)]
     await ledger.submit(run_job(name="run-3"), {})
-    await Captures(ledger).delete(jobs[0].id)
+    await LedgerCaptures(ledger).delete(jobs[0].id)
     await ledger.heartbeat(worker_info())
     await runs.record_held(WORKER, [run_key(jobs[1].id, 0, TAG)], 60)
     await runs.lease({"job_user": [run_key(jobs[1].id, 0, TAG), run_key(jobs[1].id, 1, TAG)]}, 60)
@@ -369,7 +369,7 @@ async def test_a_run_in_use_does_not_expire(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=60) as ledger:
-        captures, runs, root = Captures(ledger), SourceRuns(ledger), tmp_path / "captures"
+        captures, runs, root = LedgerCaptures(ledger), LedgerRuns(ledger), tmp_path / "captures"
         job = await ready(ledger, redis_url, root)
         later = now()
 
@@ -397,7 +397,7 @@ async def test_a_dead_workers_lease_lapses_and_explicit_deletion_ignores_leases(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=60) as ledger:
-        captures, runs, root = Captures(ledger), SourceRuns(ledger), tmp_path / "captures"
+        captures, runs, root = LedgerCaptures(ledger), LedgerRuns(ledger), tmp_path / "captures"
         jobs = [await ready(ledger, redis_url, root, name=name) for name in ("old", "wanted")]
         await runs.lease({"job_user": [run_key(job.id, 0, TAG) for job in jobs]}, 3600)
         await captures.delete(jobs[1].id)
@@ -408,7 +408,7 @@ async def test_a_dead_workers_lease_lapses_and_explicit_deletion_ignores_leases(
 
 
 async def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(
-    ledger: Ledger, runs: SourceRuns, root: Path, redis_url: str
+    ledger: Ledger, runs: LedgerRuns, root: Path, redis_url: str
 ) -> None:
     jobs = [await ready(ledger, redis_url, root, name=name) for name in ("here", "gone")]
     await runs.delete(MODEL, "gone")

@@ -13,7 +13,7 @@ from midstream_fake_engine.model import NUM_LAYERS
 from stack import Stack, stack_with
 from wait_kit import wait_until
 
-from midstream.broker.ledger.named.source_runs import SourceRuns
+from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunRow, RunView, row_name, run_key
@@ -91,11 +91,11 @@ def ended(stack: Stack, job: str) -> float:
 
 
 def view(stack: Stack, name: str) -> RunView:
-    return stack.do(lambda ledger: SourceRuns(ledger).view(MODEL, name))
+    return stack.do(lambda ledger: LedgerRuns(ledger).view(MODEL, name))
 
 
 def delete(stack: Stack, name: str) -> None:
-    stack.do(lambda ledger: SourceRuns(ledger).delete(MODEL, name))
+    stack.do(lambda ledger: LedgerRuns(ledger).delete(MODEL, name))
 
 
 def until(stack: Stack, name: str, holds: Callable[[RunView], bool]) -> RunView:
@@ -141,7 +141,7 @@ def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_oth
     assert until(stack, "in-use", lambda found: found.in_use == 1).state == "ready"
     following = [patched(stack, "in-use", job, send=False) for _ in range(4)]
     delete(stack, "in-use")
-    assert stack.do(lambda ledger: SourceRuns(ledger).lookup(MODEL, "in-use")) is None
+    assert stack.do(lambda ledger: LedgerRuns(ledger).lookup(MODEL, "in-use")) is None
     for each in following:
         enqueue(stack.app, each, "generate", MODEL)
     why = f"run 'in-use': source run {run_key(job, 0, 't')}: its captures were deleted"

@@ -30,7 +30,7 @@ from midstream import __version__
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs.ledger import ClaimRefused, Ledger
 from midstream.broker.ledger.named import steering as broker_steering
-from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
@@ -101,8 +101,8 @@ async def ledger(redis_url: str) -> AsyncIterator[Ledger]:
 
 
 @pytest.fixture
-def steering(ledger: Ledger) -> Steering:
-    return Steering(ledger)
+def steering(ledger: Ledger) -> LedgerSteering:
+    return LedgerSteering(ledger)
 
 
 async def pinned(ledger: Ledger) -> dict[str, set[str]]:
@@ -124,7 +124,7 @@ async def later(seconds: float, call: Awaitable[Any]) -> Any:
     return await call
 
 
-async def change(steering: Steering, *tensors: str) -> GlobalSteering:
+async def change(steering: LedgerSteering, *tensors: str) -> GlobalSteering:
     entries = [entry(tensor) for tensor in tensors]
     check = await steering.open_check(MODEL, entries, blobs(*tensors))
     return await steering.set_global(MODEL, check, entries)
@@ -142,7 +142,7 @@ async def claimed(ledger: Ledger, job: Job, ranks: int = 1) -> Job:
 
 # field case 43
 async def test_state_of_another_version_names_both_versions(
-    ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, steering: LedgerSteering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def later(value: object) -> bytes:
         return to_msgpack(msgspec.msgpack.decode(to_msgpack(value)) | {"tomorrow": 1})
@@ -151,7 +151,7 @@ async def test_state_of_another_version_names_both_versions(
         newer.setattr(scripts, "__version__", "9.0.0")
         newer.setattr(scripts, "to_msgpack", later)
         scripts.source.cache_clear()
-        theirs = Steering(ledger)
+        theirs = LedgerSteering(ledger)
         await theirs.put_module(module(A), blobs(A))
         newer.setattr(broker_steering, "__version__", "9.0.0")
         newer.setattr(broker_steering, "to_msgpack", lambda value: b"\xc3")
@@ -194,7 +194,7 @@ async def test_state_of_another_version_names_both_versions(
 
 
 async def test_checks_are_open_to_workers_until_they_are_closed_or_over(
-    ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, steering: LedgerSteering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await steering.look(MODEL, WORKER) == (0, "", "", [])
     first = await steering.open_check(MODEL, [entry(A)], blobs(A))
@@ -218,7 +218,9 @@ async def test_checks_are_open_to_workers_until_they_are_closed_or_over(
     assert (await steering.look(MODEL, WORKER)).checks == []
 
 
-async def test_a_check_becomes_the_global_steering_once(ledger: Ledger, steering: Steering) -> None:
+async def test_a_check_becomes_the_global_steering_once(
+    ledger: Ledger, steering: LedgerSteering
+) -> None:
     check = await steering.open_check(MODEL, [entry(A)], blobs(A))
     assert (await steering.standing(MODEL, []))[1] == GlobalSteering()
     made = await steering.set_global(MODEL, check, [entry(A)])
@@ -239,7 +241,7 @@ async def test_a_check_becomes_the_global_steering_once(ledger: Ledger, steering
 
 
 async def test_a_claim_brings_the_global_steering_of_its_moment(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     before = await queued_job(ledger)
     assert (await claimed(ledger, before)).global_steering == GlobalSteering()
@@ -257,7 +259,7 @@ async def test_a_claim_brings_the_global_steering_of_its_moment(
 
 
 async def test_a_claimed_job_keeps_the_tensors_of_its_global_steering(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     job = await queued_job(ledger)
     await change(steering, A)
@@ -271,7 +273,7 @@ async def test_a_claimed_job_keeps_the_tensors_of_its_global_steering(
 
 
 async def test_a_repeated_claim_begins_under_the_global_steering_that_it_returns(
-    ledger: Ledger, steering: Steering, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, steering: LedgerSteering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection broke before the reply arrived; meanwhile the steering was changed."""
     monkeypatch.setattr("secrets.token_hex", lambda _: "the same call")
@@ -286,7 +288,7 @@ async def test_a_repeated_claim_begins_under_the_global_steering_that_it_returns
 
 
 async def test_a_job_whose_global_steering_cannot_be_read_fails(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     """A worker does not claim before its ranks have checked what is in force: this one was away."""
     job = await queued_job(ledger)
@@ -298,7 +300,7 @@ async def test_a_job_whose_global_steering_cannot_be_read_fails(
 
 
 async def test_a_requeued_job_forgets_its_global_steering(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     job = await queued_job(ledger)
     await change(steering, A)
@@ -313,7 +315,7 @@ async def test_a_requeued_job_forgets_its_global_steering(
 
 
 async def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     job = await queued_job(ledger)
     await ledger.redis.hset("ms:desync", WORKER, "rank 1 differs")
@@ -330,7 +332,7 @@ async def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal
 
 
 async def test_only_current_reports_of_live_workers_count(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     for told in (report("w1"), report("w2", "old boot"), report("dead"), report("other")):
         await steering.report(told)
@@ -347,7 +349,7 @@ async def test_only_current_reports_of_live_workers_count(
 
 
 async def test_a_report_answers_the_questions_up_to_the_one_it_names(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     await ledger.heartbeat(worker_info())
     first, second = await steering.ask(MODEL), await steering.ask(MODEL)
@@ -365,7 +367,7 @@ async def test_a_report_answers_the_questions_up_to_the_one_it_names(
 async def test_a_report_of_another_version_counts_as_none(ledger: Ledger) -> None:
     await ledger.heartbeat(worker_info())
     await ledger.redis.set(f"ms:steering-report:{WORKER}", to_msgpack({"worker": WORKER, "new": 1}))
-    (account,) = await Steering(ledger).accounts(MODEL)
+    (account,) = await LedgerSteering(ledger).accounts(MODEL)
     assert account.report is None
 
 
@@ -374,7 +376,7 @@ async def test_a_report_of_another_version_counts_as_none(ledger: Ledger) -> Non
 
 
 async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     joy = module(A, B)
     assert await steering.put_module(joy, blobs(A, B)) is None
@@ -398,7 +400,7 @@ async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
 
 
 async def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     formers = await asyncio.gather(
         *[steering.put_module(module(name), blobs(name)) for name in TENSORS]
@@ -411,7 +413,7 @@ async def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(
 
 
 async def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     # field case 26
     joy = module(A)
@@ -433,7 +435,7 @@ async def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(
 
 
 async def test_unregistering_racing_a_submission_is_atomic(
-    ledger: Ledger, steering: Steering
+    ledger: Ledger, steering: LedgerSteering
 ) -> None:
     # field case 26
     accepted = refused = 0
@@ -471,7 +473,7 @@ async def test_unregistering_racing_a_submission_is_atomic(
 class Broker:
     loop: asyncio.AbstractEventLoop
     ledger: Ledger
-    steering: Steering
+    steering: LedgerSteering
 
     def do(self, call: Any) -> Any:
         return self.loop.run_until_complete(call)
@@ -554,7 +556,7 @@ class Pins(RuleBasedStateMachine):
 def broker(redis_url: str) -> Iterator[Broker]:
     loop = asyncio.new_event_loop()
     ledger = Ledger.connect(settings_for(redis_url))
-    yield Broker(loop, ledger, Steering(ledger))
+    yield Broker(loop, ledger, LedgerSteering(ledger))
     loop.run_until_complete(ledger.close())
     loop.close()
 

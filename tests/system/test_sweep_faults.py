@@ -15,7 +15,7 @@ from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, having, pair, swe
 
 from midstream.broker.ledger.core.scripts import SHELVED_S
 from midstream.broker.ledger.named.probes import watched_model, with_policies
-from midstream.broker.ledger.named.source_runs import SourceRuns
+from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.base.records import now, to_msgpack
@@ -266,9 +266,9 @@ async def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(rig: Rig) ->
 async def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, ending: AttemptOutcome
 ) -> None:
-    leasing, lease = asyncio.Event(), SourceRuns.lease
+    leasing, lease = asyncio.Event(), LedgerRuns.lease
 
-    async def swallowing(self: SourceRuns, held: Any, seconds: float) -> None:
+    async def swallowing(self: LedgerRuns, held: Any, seconds: float) -> None:
         """A cancellation that comes together with the answer, as redis-py takes it."""
         await lease(self, held, seconds)
         leasing.set()
@@ -276,7 +276,7 @@ async def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
             await asyncio.sleep(50)
 
     job_id = await rig.submit(sweep())
-    monkeypatch.setattr(SourceRuns, "lease", swallowing)
+    monkeypatch.setattr(LedgerRuns, "lease", swallowing)
     async with rig.worker() as runs:
         running = asyncio.create_task(runs.run_job(job_id))
         await leasing.wait()

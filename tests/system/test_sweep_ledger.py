@@ -6,9 +6,9 @@ import pytest
 from ledger_kit import BOOT, EPOCH, WORKER, open_ledger, receipt, settler
 from sweep_rig import CLEAN, pair, sweep, sweep_job
 
-from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.ledger.jobs.sweeps import Sweeps
+from midstream.broker.ledger.jobs.sweeps import LedgerSweeps
 from midstream.broker.ledger.results.sweep_result import sweep_cell
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Job, State
@@ -20,11 +20,11 @@ from midstream.schemas.jobs.works import SweepWork
 MODEL = "tiny"
 
 
-async def begun(ledger: Ledger, **changes: Any) -> tuple[Job, Sweeps]:
+async def begun(ledger: Ledger, **changes: Any) -> tuple[Job, LedgerSweeps]:
     job = sweep_job(sweep(**changes), MODEL)
     await ledger.submit(job, {})
     assert await ledger.claim(job.id, WORKER, BOOT, 2, job.identity) is not None
-    return job, Sweeps(ledger)
+    return job, LedgerSweeps(ledger)
 
 
 def cell(job: Job, number: int, **changes: Any) -> tuple[UnitRecord, SweepCell | None]:
@@ -140,7 +140,7 @@ async def test_captures_of_a_sweep_are_listed_shown_and_deleted(
     async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
         ledger.settings.capture_root.mkdir(parents=True)
         job, sweeps = await begun(ledger)
-        captures = Captures(ledger)
+        captures = LedgerCaptures(ledger)
         assert [(entry.tags, entry.status) for entry in (await captures.list()).captures] == [
             (["base", "source"], "pending")
         ]
@@ -175,4 +175,4 @@ async def test_captures_of_a_sweep_are_listed_shown_and_deleted(
 
 async def test_an_ablation_captures_no_source(ledger: Ledger) -> None:
     await begun(ledger, pairs=[pair(CLEAN, CLEAN)], ablation="zeros")
-    assert [entry.tags for entry in (await Captures(ledger).list()).captures] == [["base"]]
+    assert [entry.tags for entry in (await LedgerCaptures(ledger).list()).captures] == [["base"]]

@@ -20,7 +20,7 @@ from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, PatchWindow, SweepResult
 from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
-from midstream.workers.engine.protocol import EngineRequest, Progress
+from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.sweeps import attempt as sweeps
 
@@ -176,7 +176,7 @@ async def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(
 
         async def answered_once_both_have_begun(
             ask: EngineRequest,
-        ) -> AsyncGenerator[Progress, None]:
+        ) -> AsyncGenerator[NewOutput, None]:
             awaited.discard(ask.job)
             while awaited:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

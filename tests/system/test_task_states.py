@@ -245,7 +245,7 @@ def test_a_part_that_is_put_back_is_rejected_without_a_warning(
 
     message = app.amqp.as_task_v2("id", "part", args=("job",))
     headers = {**message.headers, "id": "id", "task": "part"}
-    request = task_states.JobRequest(
+    request = task_states.TaskRequest(
         SimpleNamespace(
             headers=headers,
             body=message.body,

@@ -11,7 +11,7 @@ from edge import MODEL, Api, Hand, model_info, refused
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 
 from midstream.broker.ledger.jobs.ledger import new_job_id
-from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.client import Client
 from midstream.schemas.access.keys import Limits
@@ -293,7 +293,7 @@ def test_only_admins_see_why_a_worker_does_not_serve(
         detail="rank 1: job_plan-b of theirs",
         at=0.0,
     )
-    hand.do(Steering(hand.ledger).report(report))
+    hand.do(LedgerSteering(hand.ledger).report(report))
     told = ours.http.get("/v1/steering/dynamic")
     assert (told.status_code, "plan-b" in told.text) == (200, False)
     assert "plan-b" in Caller(api, hand, "ops", "admin").http.get("/v1/steering/dynamic").text

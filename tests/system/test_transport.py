@@ -13,7 +13,7 @@ from kombu.asynchronous import Hub, get_event_loop, set_event_loop
 from kombu.transport import redis as kombu_redis
 
 from midstream.broker.queue.celery_app import make_app, queue
-from midstream.broker.queue.transport import AT_ONCE, Transport
+from midstream.broker.queue.transport import AT_ONCE, QueueTransport
 from midstream.schemas.base.settings import Settings
 from midstream.workers.app import make_worker_app
 
@@ -33,7 +33,7 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def connection(redis_url: str) -> Iterator[Connection]:
-    with Connection(redis_url, transport=Transport, transport_options=OPTIONS) as connection:
+    with Connection(redis_url, transport=QueueTransport, transport_options=OPTIONS) as connection:
         yield connection
 
 
@@ -123,7 +123,7 @@ def test_unacknowledged_messages_of_a_dead_worker_are_redelivered(
         client.zadd("unacked_index", {message.delivery_tag: 1}, xx=True)
         message.channel.qos._on_collect.cancel()
         message.channel.qos._delivered.clear()
-    transport = kombu_redis.Transport if stock else Transport
+    transport = kombu_redis.Transport if stock else QueueTransport
     with Connection(redis_url, transport=transport, transport_options=OPTIONS) as other:
         other.default_channel.qos.restore_visible(interval=1)
         again = [
@@ -220,5 +220,5 @@ def test_a_failed_acknowledgement_is_a_warning(
 
 def test_workers_use_this_transport_and_flower_sees_a_broker_that_it_knows() -> None:
     settings = Settings(redis_url="redis://127.0.0.1:1/0", engine="fake", model="fake-model")
-    assert isinstance(make_worker_app(settings).connection_for_read().transport, Transport)
+    assert isinstance(make_worker_app(settings).connection_for_read().transport, QueueTransport)
     assert make_app(settings).connection().as_uri().startswith("redis://")

@@ -11,7 +11,7 @@ from wait_kit import holding
 
 from midstream.broker.ledger.jobs import watch
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.ledger.jobs.watch import Watcher
+from midstream.broker.ledger.jobs.watch import JobWatcher
 from midstream.schemas.jobs.jobs import Event, Job
 
 
@@ -32,7 +32,7 @@ async def until_heard(ledger: Ledger, others: set[str]) -> None:
     await holding(heard)
 
 
-async def until_remembered(watcher: Watcher, job: Job) -> None:
+async def until_remembered(watcher: JobWatcher, job: Job) -> None:
     """Until the message of the job's last change has come."""
     await holding(lambda: job.id in watcher.remembered)
 
@@ -47,7 +47,7 @@ async def test_many_waiters_on_one_connection_are_woken_by_the_change(
 ) -> None:
     async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
         others = await subscribers(ledger)  # another test's server may be connected
-        watcher = await stack.enter_async_context(Watcher(ledger))
+        watcher = await stack.enter_async_context(JobWatcher(ledger))
         jobs = [make_job() for _ in range(10)]
         for job in jobs:
             await ledger.submit(job, {})
@@ -68,7 +68,7 @@ async def test_many_waiters_on_one_connection_are_woken_by_the_change(
 async def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeout(
     redis_url: str, no_polling: None
 ) -> None:
-    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+    async with open_ledger(redis_url) as ledger, JobWatcher(ledger) as watcher:
         job = await running_job(ledger)
         assert await watcher.changed(job.id, 1, 30) == 2
         began = time.monotonic()
@@ -83,7 +83,7 @@ async def test_a_job_rolled_back_by_redis_wakes_waiters(
 ) -> None:
     monkeypatch.setattr(watch, "POLL_S", 0.1)
 
-    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+    async with open_ledger(redis_url) as ledger, JobWatcher(ledger) as watcher:
         job = make_job()
         attempt = await claimed(ledger, job)
         # of an attempt that was lost with Redis' last second
@@ -98,7 +98,7 @@ async def test_a_job_rolled_back_by_redis_wakes_waiters(
 async def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_polling: None) -> None:
     async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
         others = await subscribers(ledger)
-        watcher = await stack.enter_async_context(Watcher(ledger))
+        watcher = await stack.enter_async_context(JobWatcher(ledger))
         await until_heard(ledger, others)
         job = await queued_job(ledger)
         await until_remembered(watcher, job)  # who is not connected yet looks by itself
@@ -114,7 +114,7 @@ async def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_poll
 async def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling: None) -> None:
     async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
         others = await subscribers(ledger)
-        watcher = await stack.enter_async_context(Watcher(ledger))
+        watcher = await stack.enter_async_context(JobWatcher(ledger))
         await until_heard(ledger, others)
         job = await running_job(ledger)
         await until_remembered(watcher, job)
@@ -125,7 +125,7 @@ async def test_a_late_waiter_is_answered_from_memory(redis_url: str, no_polling:
 async def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
     redis_url: str, no_polling: None
 ) -> None:
-    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+    async with open_ledger(redis_url) as ledger, JobWatcher(ledger) as watcher:
         job = await running_job(ledger)
         last = (await ledger.events(job.id))[-1].id
         assert await watcher.has_events(job.id, last, 0.2) is False
@@ -145,7 +145,7 @@ async def test_a_wait_ends_without_notifications(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # field case 38
     monkeypatch.setattr(watch, "POLL_S", 0.1)
-    async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
+    async with open_ledger(redis_url) as ledger, JobWatcher(ledger) as watcher:
         job = await running_job(ledger)
         waiting = asyncio.create_task(watcher.changed(job.id, 2, 60))
         await asyncio.sleep(0.2)
@@ -161,7 +161,7 @@ async def test_notifications_from_before_a_reconnect_are_discarded(
 
     async with open_ledger(redis_url) as ledger:
         others = await subscribers(ledger)
-        async with Watcher(ledger) as watcher:
+        async with JobWatcher(ledger) as watcher:
             await until_heard(ledger, others)
             job = make_job()
             attempt = await claimed(ledger, job)

@@ -19,7 +19,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.schemas.access.handling import Callback
-from midstream.schemas.access.webhooks import Delivery
+from midstream.schemas.access.webhooks import WebhookDelivery
 from midstream.schemas.base.settings import Settings, to_environment
 from midstream.schemas.base.tuning import Tuning
 
@@ -90,7 +90,7 @@ async def finish_jobs(ledger: Ledger, url: str, count: int) -> set[str]:
     return {job.id for job in jobs}
 
 
-async def settled(ledger: Ledger) -> list[Delivery]:
+async def settled(ledger: Ledger) -> list[WebhookDelivery]:
     """All deliveries once none is pending."""
     outbox = WebhookOutbox(ledger)
     async with asyncio.timeout(60):

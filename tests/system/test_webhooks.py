@@ -37,9 +37,9 @@ from midstream.broker.webhooks import outbox
 from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.secrets import WebhookSecrets
-from midstream.broker.webhooks.sender import LADDER_S, Sender
+from midstream.broker.webhooks.sender import LADDER_S, WebhookSender
 from midstream.schemas.access.handling import Callback
-from midstream.schemas.access.webhooks import Delivery, DeliveryAttempt
+from midstream.schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.base.states import ENDS, CallbackEvent
@@ -59,7 +59,7 @@ class Service:
             ledger.settings.tuning.webhook_timeout_s,
             sender.get("resolve"),
         )
-        self.sender = Sender(self.outbox, self.secrets, self.poster, ledger.settings)
+        self.sender = WebhookSender(self.outbox, self.secrets, self.poster, ledger.settings)
 
     async def job(self, url: str, events: Sequence[CallbackEvent] = ENDS, **changes: Any) -> Job:
         """One that has succeeded."""
@@ -74,7 +74,7 @@ class Service:
         await self.sender.round()
         return job
 
-    async def only(self) -> Delivery:
+    async def only(self) -> WebhookDelivery:
         [delivery] = (await self.outbox.deliveries("default")).deliveries
         return delivery
 
@@ -297,7 +297,7 @@ async def test_a_clock_that_is_set_back_delays_no_webhook(
     await made.job(receiver.url("/new"))
     made.ahead = -7200.0
     if restarted:
-        made.sender = Sender(made.outbox, made.secrets, made.poster, made.ledger.settings)
+        made.sender = WebhookSender(made.outbox, made.secrets, made.poster, made.ledger.settings)
     await made.sender.round()
     assert len(receiver.at("/new")) == 1
     made.ahead += 40.0  # a pause of at most 6 s, and a lease of 30

@@ -23,7 +23,7 @@ from stack import Stack, unsuccessful
 from wait_kit import wait_until
 
 from midstream import __version__
-from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.client import CaptureReader
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
@@ -441,7 +441,7 @@ def test_the_callbacks_worker_deletes_expired_captures(stack: Stack) -> None:
                 ]
 
     stack.wait(
-        jobs[0], until=lambda _: not stack.do(lambda ledger: Captures(ledger).list()).captures
+        jobs[0], until=lambda _: not stack.do(lambda ledger: LedgerCaptures(ledger).list()).captures
     )
     stack.wait(jobs[0], until=lambda _: not left())
     assert unsuccessful(map(stack.view, jobs)) == {}

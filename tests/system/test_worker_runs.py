@@ -17,7 +17,7 @@ from midstream_fake_engine.model import HIDDEN_SIZE, identity_of
 from wait_kit import holding
 
 from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
-from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.settings import Settings
@@ -26,7 +26,7 @@ from midstream.schemas.jobs.jobs import Job, JobView, Output, Sampling, State, S
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.schemas.requests.steering import SteeringTemplate
 from midstream.workers.engine.prompts.format_check import FormatsBusy
-from midstream.workers.engine.protocol import EngineRequest, Progress
+from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.engine.ranks.collective import Quarantined
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
@@ -62,7 +62,7 @@ class Harness:
         self.aborted: list[tuple[str, int]] = []
         self.engine.abort = self._abort  # type: ignore[method-assign]
         self.watch = RankWatch(
-            Steering(self.ledger), self.engine, self.settings, "boot", self._tell
+            LedgerSteering(self.ledger), self.engine, self.settings, "boot", self._tell
         )
         self.runs = Attempts(self.ledger, self.engine, self.watch, "w1", "boot", self.died)
 
@@ -123,13 +123,13 @@ async def at(
 
 # field case 38
 async def test_a_cancellation_that_something_swallowed_still_stops_the_run(at: Harness) -> None:
-    async def deaf(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    async def deaf(ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         with contextlib.suppress(asyncio.CancelledError):
             # once, or a failure of this test would never end
             await asyncio.sleep(60)
         while True:
             await asyncio.sleep(0.01)
-            yield Progress(ask.request, "a", [1])
+            yield NewOutput(ask.request, "a", [1])
 
     at.engine.generate = deaf  # type: ignore[method-assign]
     job_id = await at.submit(prompts=2)
@@ -145,14 +145,14 @@ async def test_a_cancellation_that_something_swallowed_still_stops_the_run(at: H
 async def test_one_failing_prompt_fails_the_job_and_stops_the_others(at: Harness) -> None:
     stopped: list[int] = []
 
-    async def second_fails(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    async def second_fails(ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         if ask.request == 1:
             raise MidstreamError("capture_failed", "rank 0: no space")
         try:
             await asyncio.sleep(60)
         finally:
             stopped.append(ask.request)
-        yield Progress(ask.request, "", [])
+        yield NewOutput(ask.request, "", [])
 
     at.engine.generate = second_fails  # type: ignore[method-assign]
     job_id = await at.submit(prompts=3)
@@ -180,8 +180,8 @@ async def test_a_request_that_ends_without_output_fails_the_job(
 ) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.VERDICT_S", 0.05)
 
-    async def silent(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
-        yield Progress(ask.request, "a", [1])
+    async def silent(ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
+        yield NewOutput(ask.request, "a", [1])
 
     at.engine.generate = silent  # type: ignore[method-assign]
     job_id = await at.submit()
@@ -191,7 +191,7 @@ async def test_a_request_that_ends_without_output_fails_the_job(
 
 
 async def test_jobs_of_a_dead_engine_are_released_and_resent(at: Harness) -> None:
-    async def dying(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    async def dying(ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         raise MidstreamError("engine_failed", "gone")
         yield
 
@@ -244,11 +244,11 @@ async def test_the_late_outputs_of_a_lost_attempt_change_nothing(at: Harness) ->
 async def test_a_late_lost_notice_does_not_stop_the_next_attempt(at: Harness) -> None:
     beaten = asyncio.Event()
 
-    async def lasting(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    async def lasting(ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         if ask.attempt == 1:
             await asyncio.sleep(600)  # until the next one stops it
         await beaten.wait()
-        yield Progress(
+        yield NewOutput(
             ask.request, "a", [1], Output(ask.request, "a", [1], "length", len(ask.token_ids))
         )
 
@@ -294,8 +294,8 @@ async def test_when_ranks_disagree_only_the_affected_requests_run_again(at: Harn
 async def test_a_resync_waits_for_claims_and_for_attempts_under_global_steering(
     at: Harness,
 ) -> None:
-    check = await Steering(at.ledger).open_check("fake-model", [SHIFT], {VECTOR: PACKED})
-    await Steering(at.ledger).set_global("fake-model", check, [SHIFT])
+    check = await LedgerSteering(at.ledger).open_check("fake-model", [SHIFT], {VECTOR: PACKED})
+    await LedgerSteering(at.ledger).set_global("fake-model", check, [SHIFT])
     claim, asked, goes_on = at.ledger.claim, asyncio.Event(), asyncio.Event()
 
     async def slow(*arguments: Any, **options: Any) -> Any:
@@ -317,7 +317,7 @@ async def test_a_resync_waits_for_claims_and_for_attempts_under_global_steering(
 
 
 async def test_a_possibly_desynced_rank_costs_one_attempt(at: Harness) -> None:
-    async def unsure(ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    async def unsure(ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         raise Quarantined("rank 1 kept what it should have dropped")
         yield
 

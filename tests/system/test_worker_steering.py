@@ -15,7 +15,7 @@ from midstream_fake_engine.model import HIDDEN_SIZE
 from stack import Stack, stack_with
 from wait_kit import wait_until
 
-from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.client import Client
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.steering import WorkerSteering
@@ -39,7 +39,7 @@ stack = stack_with(
 
 
 def reports(stack: Stack) -> dict[str, WorkerSteering]:
-    found = stack.do(lambda ledger: Steering(ledger).accounts(MODEL))
+    found = stack.do(lambda ledger: LedgerSteering(ledger).accounts(MODEL))
     return {account.info.worker: account.report for account in found if account.report}
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
-from midstream.workers.runner.probes.kinds import Kind
+from midstream.workers.runner.probes.kinds import ProbeGroup
 
 
 def aggregate(
@@ -13,7 +13,7 @@ def aggregate(
     before: np.ndarray | None = None,
     first: int = 0,
 ) -> np.ndarray:
-    """Of scores `[positions, labels]`, see `Kind.aggregated`."""
+    """Of scores `[positions, labels]`, see `ProbeGroup.aggregated`."""
     content = ProbeContent(
         hook="post_block",
         layer=0,
@@ -24,4 +24,4 @@ def aggregate(
         decay=decay,
     )
     probe = StoredProbe(name="p", digest=content.digest, content=content)
-    return Kind([probe]).aggregated(scores, before, first)[0]
+    return ProbeGroup([probe]).aggregated(scores, before, first)[0]

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from sweep_kit import FAILED, LAYERS, PEAK, grid, pair, result
 
 from midstream.schemas.jobs.attributions import (
-    Agreement,
     AttributionResult,
     CheckedCell,
+    EstimateAgreement,
     PairAttribution,
     Recall,
 )
@@ -45,8 +45,8 @@ def estimated(**given: Any) -> PairAttribution:
         "base": -9.0,
         "source": 4.8,
         "checked": CHECKED,
-        "all": Agreement(cells=2, spearman=0.9, unchanged=0),
-        "random": Agreement(cells=4, spearman=0.5, unchanged=1),
+        "all": EstimateAgreement(cells=2, spearman=0.9, unchanged=0),
+        "random": EstimateAgreement(cells=4, spearman=0.5, unchanged=1),
         "recall": Recall(top=4, known=6, found=3, recall=0.75),
         "forwards": 3.4,
     }

@@ -16,8 +16,8 @@ from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
 from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.gradients import attention
-from midstream.workers.gradients.pairs import Pair
-from midstream.workers.gradients.points import Points, Site
+from midstream.workers.gradients.pairs import PairRuns
+from midstream.workers.gradients.points import Points, SiteKey
 
 PointsOf = Callable[[str], Points]
 #: What TransformerLens computed, and how far an own number may be from it, of the largest.
@@ -122,9 +122,9 @@ def sweep(
     )
 
 
-def exact(points: Points, stored: StoredSweep, site: Site) -> Callable[[int], float]:
+def exact(points: Points, stored: StoredSweep, site: SiteKey) -> Callable[[int], float]:
     """Column → effect in nats of the patched forward pass itself, at one site."""
-    pair = Pair(points, stored, 0, sites=[site])
+    pair = PairRuns(points, stored, 0, sites=[site])
     run = pair.run(grad=False)
     base, differences = pair.replaced(site, run)
     prompt, at = pair.stored.base, np.array(pair.columns.base)
@@ -136,7 +136,7 @@ def exact(points: Points, stored: StoredSweep, site: Site) -> Callable[[int], fl
         written[:, dims] += differences[:, dims]
         places = pair.columns.member[column].bool().numpy()
 
-        def edit(_: Site, rows: torch.Tensor) -> torch.Tensor:
+        def edit(_: SiteKey, rows: torch.Tensor) -> torch.Tensor:
             edited = rows.clone()
             edited[:, at[places]] = written[places].to(rows.dtype)
             return edited

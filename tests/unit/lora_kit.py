@@ -5,13 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from midstream.schemas.artifacts.loras import LoraUse
-from midstream.workers.runner.plane.loras import Loras
+from midstream.workers.runner.plane.loras import LoadedAdapters
 
 #: An adapter that vLLM holds under the number 1.
 ADAPTER = LoraUse(name="a", digest="d" * 64)
 
 
-def holding_adapter(rows: int) -> tuple[Loras, Any]:
+def holding_adapter(rows: int) -> tuple[LoadedAdapters, Any]:
     """The adapters of a rank that holds `ADAPTER`, and what stands for vLLM's manager: it computes
     each of so many rows with it.
     """
@@ -20,6 +20,6 @@ def holding_adapter(rows: int) -> tuple[Loras, Any]:
         lora_index_to_id=[1],
         _last_mapping=SimpleNamespace(index_mapping=(1,) * rows),
     )
-    loras = Loras(SimpleNamespace(_adapter_manager=manager), Path("/nowhere"))
+    loras = LoadedAdapters(SimpleNamespace(_adapter_manager=manager), Path("/nowhere"))
     loras._digests[1] = ADAPTER.digest
     return loras, manager

@@ -18,7 +18,7 @@ from midstream import __version__
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client.captures.reader import CaptureReader
 from midstream.kernels import WHOLE, in_family
-from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.receipts import Receipt
@@ -30,12 +30,12 @@ from midstream.schemas.requests.specs import (
     steering_digest,
 )
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.runner.base.config import Place
+from midstream.workers.runner.base.config import RankPlace
 from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.plane.reentry import ReentryGate
-from midstream.workers.runner.rows.connect import Connect
+from midstream.workers.runner.rows.connect import RowConnection
 
 CAPACITY = 64
 VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))
@@ -68,7 +68,7 @@ class Rig:
         traced: bool = False,
         gate: ReentryGate | None = None,
         loras: Any = None,
-        connect: Connect = nearby,
+        connect: RowConnection = nearby,
         **options: Any,
     ) -> None:
         """`world` ranks are one stage.
@@ -93,7 +93,7 @@ class Rig:
         self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, **sizes)
         self.plane = DataPlane(
             config,
-            Place(rank=rank, world=world, tp=rank, pp=0, stages=1),
+            RankPlace(rank=rank, world=world, tp=rank, pp=0, stages=1),
             self._rank.sites,
             self._rank.buffers,
             num_layers=2,
@@ -262,7 +262,7 @@ WEIGHT = np.random.default_rng(0).normal(size=(1, HIDDEN)).astype(np.float32)
 
 def probed(
     rig: Rig,
-    action: Action,
+    action: ProbeAction,
     number: int = 1,
     *,
     weight: np.ndarray = WEIGHT,

@@ -16,7 +16,7 @@ import torch
 from midstream import __version__
 from midstream.broker.receipts.outbox import Outbox
 from midstream.kernels import STREAM, WHOLE, pair_site, single_site
-from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Planned
+from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, OpInputs
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import HOOKS
@@ -38,10 +38,10 @@ from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
 from midstream.workers.runner.files.desk import Desk
 from midstream.workers.runner.files.ended import EndedRequest
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Origin
-from midstream.workers.runner.hooks.sites import Buffers, Site
+from midstream.workers.runner.hooks.sites import Buffers, RankSite
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.capture import Ports, Recording
-from midstream.workers.runner.rows.delivery import Delivery, Near
+from midstream.workers.runner.rows.delivery import Near, RowDelivery
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.planner import Planner, Tracked
 from midstream.workers.runner.rows.slot_table import Slots, StepTokens
@@ -78,12 +78,12 @@ def plane_config(folder: Path, **changed: Any) -> PlaneConfig:
 
 def nearby(
     arena: Arena, config: PlaneConfig, rank: int, *, gives_way: bool, **options: Any
-) -> Delivery:
+) -> RowDelivery:
     """See `DataPlane`'s `connect`: threads of this process write the files."""
     outbox = Outbox(Path(config.outbox_dir), config.worker, rank, config.relay_url)
     backlog = Backlog()
     near = Near(arena, Desk(arena.memory, config, outbox, backlog, **options))
-    return Delivery(near, near, backlog)
+    return RowDelivery(near, near, backlog)
 
 
 def make_buffers(
@@ -155,7 +155,7 @@ class Rank:
     ) -> None:
         """`runs_root`: the capture root that source runs are read from."""
         self.sites = [
-            Site(
+            RankSite(
                 hook,
                 layer,
                 "pair" if HOOKS.index(hook) % 2 == 0 else "single",
@@ -248,7 +248,7 @@ class Rank:
                 getattr(self.buffers, name)[index : index + 1]
                 if name in ("plan", "site_rows")
                 else getattr(self.buffers, name)
-                for name in ("ring", *Planned._fields)
+                for name in ("ring", *OpInputs._fields)
             ]
             if site.busy or self._traced:
                 if site.kind == "pair":

@@ -1,9 +1,11 @@
 """The strongest examples of a feature, by a look at all rows at once."""
 
-from midstream.workers.surveys.rows import Block
+from midstream.workers.surveys.rows import DocumentRows
 
 
-def examples_of(rows: Block, feature: int, top: int, context: int) -> list[tuple[object, ...]]:
+def examples_of(
+    rows: DocumentRows, feature: int, top: int, context: int
+) -> list[tuple[object, ...]]:
     """All rows by value, document and position; the first of each document; with neighbours."""
     values = rows.values[:, feature].tolist()
     keys = list(zip(rows.documents.tolist(), rows.positions.tolist(), strict=True))

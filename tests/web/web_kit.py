@@ -31,7 +31,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expec
 from stack import Stack
 from wait_kit import wait_until
 
-from midstream.broker.ledger.people.keys import Keys, new_key
+from midstream.broker.ledger.people.keys import LedgerKeys, new_key
 from midstream.schemas.access.keys import CreatedKey, KeyRequest
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class User:
             request = KeyRequest(
                 name=f"{tenant}'s laptop", tenant=tenant, scopes=list(scopes or ("submit", "read"))
             )  # type: ignore[arg-type]
-            key = site.stack.do(lambda ledger: Keys(ledger).create(request))
+            key = site.stack.do(lambda ledger: LedgerKeys(ledger).create(request))
         self.tenant, self.key, self.id = tenant, key.key, key.id
         self.http = httpx2.Client(
             base_url=site.url, headers={"Authorization": f"Bearer {key.key}"}, timeout=LONG_S

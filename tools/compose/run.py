@@ -26,7 +26,7 @@ from images import bases, build, fetch_packages, served
 from rich.console import Console
 
 from midstream.client import Client
-from midstream.client.cli.demo import Stage, demonstrate
+from midstream.client.cli.demo import DemoStage, demonstrate
 from midstream.client.render.findings import Report
 from midstream.client.stack.checks.finding import graded
 from midstream.schemas.jobs.jobs import State
@@ -452,7 +452,7 @@ def test(
             with Client(stack.api, tenants_key(stack)) as client:
                 (cache / "demo").mkdir(parents=True, exist_ok=True)
                 if not brief:
-                    demonstrate(Stage(client, cache / "demo", verdict))
+                    demonstrate(DemoStage(client, cache / "demo", verdict))
                 scaled_workers(stack, client, verdict)
                 if brief:
                     return 1 if verdict.failed else 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from midstream.workers.runner.support.replacements import replacements
 from midstream.workers.runner.support.seam_table import SEAMS, Seam
-from midstream.workers.runner.support.vllm_source import Source
+from midstream.workers.runner.support.vllm_source import VllmFolder
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 
@@ -21,7 +21,7 @@ def file_of(version: str) -> Path:
     return DATA / f"vllm-{version}.txt"
 
 
-def lines(source: Source) -> Iterator[str]:
+def lines(source: VllmFolder) -> Iterator[str]:
     """Yield the lines of an extract: each place, and below it what it has."""
     for seam in SEAMS:
         yield seam.where
@@ -34,7 +34,7 @@ def lines(source: Source) -> Iterator[str]:
                 yield f"    {name} = ..."
 
 
-def unpack(version: str, folder: Path) -> Source:
+def unpack(version: str, folder: Path) -> VllmFolder:
     """Write an extract's names as a package into `folder`."""
     made: dict[str, list[str]] = {"vllm._version": [f"version = '{version}'"]}
     for line in file_of(version).read_text().splitlines():
@@ -50,7 +50,7 @@ def unpack(version: str, folder: Path) -> Source:
         path = path / "__init__.py" if is_package else path.with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(text))
-    return Source(folder / "vllm")
+    return VllmFolder(folder / "vllm")
 
 
 def _ours(seam: Seam) -> list[tuple[str, ast.FunctionDef]]:
@@ -68,5 +68,5 @@ def _parameters(arguments: ast.arguments) -> str:
 
 
 if __name__ == "__main__":
-    package = Source(Path(sys.argv[1]))
+    package = VllmFolder(Path(sys.argv[1]))
     file_of(package.version).write_text("\n".join(lines(package)) + "\n")

@@ -16,9 +16,9 @@ from msgspec import inspect as shapes
 
 from midstream.broker.ledger.recovery.harvests import Out
 from midstream.broker.receipts import frames
-from midstream.broker.receipts.frames import Hello, Kind, Refusal
+from midstream.broker.receipts.frames import FrameKind, Hello, Refusal
 from midstream.schemas.access.handling import Callback
-from midstream.schemas.access.keys import Key, Tenant
+from midstream.schemas.access.keys import StoredKey, Tenant
 from midstream.schemas.access.sessions import Session
 from midstream.schemas.access.webhooks import DeliveryAttempt
 from midstream.schemas.artifacts.jacobian_lenses import JacobianLens
@@ -51,7 +51,7 @@ from midstream.schemas.readings.features import FeaturesPart
 from midstream.schemas.readings.installed import ReaderPart
 from midstream.schemas.readings.lens import LensPart
 from midstream.schemas.requests.harvest_work import HarvestPart
-from midstream.schemas.requests.source_runs import Run, RunFiles
+from midstream.schemas.requests.source_runs import RunFiles, RunRecord
 from midstream.schemas.requests.specs import RankSpec
 from midstream.schemas.requests.steering import (
     Module,
@@ -76,7 +76,7 @@ MSGPACK: tuple[Any, ...] = (
     DoseWork,
     Output,
     RankSpec,
-    Run,
+    RunRecord,
     RunFiles,
     UnitRecord,
     FitResult,
@@ -87,7 +87,7 @@ MSGPACK: tuple[Any, ...] = (
     WorkerSteering,
     Tensor,
     TokenizerBundle,
-    Key,
+    StoredKey,
     Tenant,
     Lora,
     LensPart,
@@ -124,15 +124,15 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("Tensor", "dtype"): "float32",
     ("Tensor", "shape"): [1, 2],
     ("Tensor", "data"): b"\0\0\x80?\0\0\0@",
-    ("Array", "dtype"): "float32",
-    ("Array", "shape"): [1, 2],
-    ("Array", "data"): b"\0\0\x80?\0\0\0@",
+    ("ReadArray", "dtype"): "float32",
+    ("ReadArray", "shape"): [1, 2],
+    ("ReadArray", "data"): b"\0\0\x80?\0\0\0@",
     ("Job", "kind"): "harvest",
     ("Job", "work"): HarvestWork(part=HarvestPart(harvest="text", part=3)),
     ("StoredSteering", "positions"): [1, 2],
     ("StoredCapture", "positions"): "last_prompt",
     ("SteeringTemplate", "positions"): "all_prompt",
-    ("Run", "name"): "source",
+    ("RunRecord", "name"): "source",
     ("Column", "places"): [(1, 2)],
     ("CaptureSpec", "hook"): None,
     ("CaptureSpec", "layers"): None,
@@ -242,7 +242,7 @@ def written() -> dict[str, dict[str, str]]:
     }
     epoch = "0123456789abcdef" * 2
     return found | {
-        "Frame": {kind.name: frames.pack(kind, epoch, 7, b"payload").hex() for kind in Kind}
+        "Frame": {kind.name: frames.pack(kind, epoch, 7, b"payload").hex() for kind in FrameKind}
     }
 
 

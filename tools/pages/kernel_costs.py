@@ -12,7 +12,7 @@ from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.hooks.architectures import ARCHITECTURES
 from midstream.workers.runner.hooks.site_costs import (
     CASES,
-    Shape,
+    RankShape,
     StepCost,
     launches,
     step_cost,
@@ -20,24 +20,24 @@ from midstream.workers.runner.hooks.site_costs import (
 
 ROWS = 64
 _LLAMA = ARCHITECTURES["LlamaForCausalLM"][0]
-SHAPES: tuple[Shape, ...] = (
-    Shape("Llama-3.1-8B, TP=1", _LLAMA, 32, 4096, 8.03e9),
-    Shape("Llama-3.1-8B, TP=4", _LLAMA, 32, 4096, 8.03e9, tp=4),
-    Shape("Llama-3.3-70B, TP=4", _LLAMA, 80, 8192, 70.6e9, tp=4),
+SHAPES: tuple[RankShape, ...] = (
+    RankShape("Llama-3.1-8B, TP=1", _LLAMA, 32, 4096, 8.03e9),
+    RankShape("Llama-3.1-8B, TP=4", _LLAMA, 32, 4096, 8.03e9, tp=4),
+    RankShape("Llama-3.3-70B, TP=4", _LLAMA, 80, 8192, 70.6e9, tp=4),
 )
 
 
-def _single(shape: Shape, hooks: Collection[Hook]) -> Sequence[tuple[Hook, ...]]:
+def _single(shape: RankShape, hooks: Collection[Hook]) -> Sequence[tuple[Hook, ...]]:
     return [(hook,) for hook in HOOKS if hook in hooks and hook in shape.variant.taps] * (
         shape.layers
     )
 
 
-def _merged(shape: Shape, hooks: Collection[Hook]) -> Sequence[tuple[Hook, ...]]:
+def _merged(shape: RankShape, hooks: Collection[Hook]) -> Sequence[tuple[Hook, ...]]:
     return launches(shape.variant, hooks, shape.layers)
 
 
-def _today(shape: Shape, hooks: Collection[Hook]) -> None:
+def _today(shape: RankShape, hooks: Collection[Hook]) -> None:
     return None
 
 
@@ -50,7 +50,7 @@ DESIGNS = {
 
 
 def cost(
-    shape: Shape,
+    shape: RankShape,
     hooks: Collection[Hook],
     design: str,
     *,

@@ -58,7 +58,7 @@ class Cost(NamedTuple):
     printed: str
 
 
-def server_cpu(stack: discovery.Stack) -> float:
+def server_cpu(stack: discovery.RunningStack) -> float:
     """CPU seconds of all processes of the server so far."""
     pids = [pid for session, _ in stack.processes.values() for pid in members(session)]
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
@@ -69,7 +69,7 @@ def run(
     python: Path | str,
     source: str,
     environment: dict[str, str],
-    stack: discovery.Stack | None = None,
+    stack: discovery.RunningStack | None = None,
 ) -> Cost:
     """`stack`: whose CPU time counts, too. Raises SystemExit with the program's errors."""
     served = server_cpu(stack) if stack else 0.0

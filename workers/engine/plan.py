@@ -16,7 +16,7 @@ from ...schemas.model.banks import BANKS, asked_hooks
 from ...schemas.prompts.selectors import HOOKS, Hook
 from ...schemas.requests.interventions import EVERY, FAMILIES, MAX_RANK, SCALARS
 from ..runner.hooks.architectures import PRE_NORM, UnsupportedArchitectureError, Variant, variant_of
-from ..runner.hooks.site_costs import CASES, Shape, StepCost, step_cost
+from ..runner.hooks.site_costs import CASES, RankShape, StepCost, step_cost
 from .plan_inside import Inside, inside_of
 
 #: Copies of constants in `kernels.plan`, which imports torch; a test compares them.
@@ -59,7 +59,7 @@ class Linear(NamedTuple):
         )
 
 
-class Model(NamedTuple):
+class ModelShape(NamedTuple):
     """A checkpoint's shape, as its config.json says."""
 
     architecture: str
@@ -83,7 +83,7 @@ class Model(NamedTuple):
         return [hook for hook in HOOKS if hook in self.variant.taps]
 
 
-class Memory(NamedTuple):
+class MemoryPart(NamedTuple):
     """A part of a rank's memory."""
 
     name: str
@@ -93,7 +93,7 @@ class Memory(NamedTuple):
     setting: str = ""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Work that the sites add to a decode step of `max_num_seqs` requests."""
 
     hooks: str
@@ -102,7 +102,7 @@ class Work(NamedTuple):
     share: float  # of a step of stock vLLM
 
 
-class Stream(NamedTuple):
+class CaptureBytes(NamedTuple):
     """Bytes that a capture of every request at every token writes."""
 
     captured: str
@@ -110,19 +110,19 @@ class Stream(NamedTuple):
     bytes_per_s: float
 
 
-class Plan(NamedTuple):
-    model: Model
+class EnginePlan(NamedTuple):
+    model: ModelShape
     hooks: list[Hook]
     layers: int  # of the largest stage
     ring: Ring | None  # None on the CPU
     step_s: float  # of stock vLLM, estimated
-    memory: list[Memory]
-    work: list[Work]
-    streams: list[Stream]
+    memory: list[MemoryPart]
+    work: list[StepWork]
+    streams: list[CaptureBytes]
     limits: list[str]
 
 
-def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
+def model_of(config: Mapping[str, Any], dtype: str = "auto") -> ModelShape:
     """Returns the shape that a config.json describes.
 
     Raises UnsupportedArchitectureError, and KeyError for a missing field.
@@ -139,7 +139,7 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
     if not variant.known:
         # assume Llama's layers, which most models have: the real layers are not loaded
         variant = Variant("", PRE_NORM)
-    return Model(
+    return ModelShape(
         architecture,
         variant,
         int(text["num_hidden_layers"]),
@@ -220,14 +220,14 @@ def _weight_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> float:
 
 
 def plan(
-    model: Model,
+    model: ModelShape,
     settings: Settings,
     *,
     gpu: bool = True,
     tokens_per_second: float = 5000.0,
     gpu_bytes: int = 0,
     host_bytes: int = 0,
-) -> Plan:
+) -> EnginePlan:
     """Plans one engine. `gpu_bytes`, `host_bytes`: memory of one GPU and its machine; 0: unknown.
 
     Raises UnsupportedArchitectureError for a hook that the model does not have.
@@ -247,7 +247,7 @@ def plan(
             memory_bytes=gpu_bytes,
             size_mib=settings.tuning.capture_buffer_mib,
         )
-    shape = Shape(
+    shape = RankShape(
         model.architecture,
         model.variant,
         layers,
@@ -263,7 +263,7 @@ def plan(
         ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
         size_mib=settings.tuning.capture_queue_mib,
     )
-    return Plan(
+    return EnginePlan(
         model,
         [*hooks, *present],
         layers,
@@ -274,34 +274,34 @@ def plan(
             *_inside(model, settings, model.inside.sites(inside, layers), ring, gpu=gpu),
             *_adapters(model, settings, layers, gpu=gpu),
             # beside the buffers, in host memory
-            Memory(
+            MemoryPart(
                 "queue",
                 queue,
                 "host",
                 "captured rows that wait for the writers, page-locked on a GPU",
                 "capture_queue_mib",
             ),
-            Memory(
+            MemoryPart(
                 "row store",
                 settings.tuning.row_store_mib << 20,
                 "host",
                 "rows kept for prompts that the prefix cache serves",
                 "row_store_mib",
             ),
-            Memory(
+            MemoryPart(
                 "vectors",
                 settings.tuning.vector_cache_mib << 20,
                 "host",
                 "steering vectors",
                 "vector_cache_mib",
             ),
-            Memory(
+            MemoryPart(
                 "prepared rows",
                 KEPT_BYTES,
                 "host",
                 "configurations laid out for the pool, page-locked on a GPU",
             ),
-            Memory(
+            MemoryPart(
                 "source runs",
                 settings.tuning.run_cache_mib << 20,
                 "host",
@@ -315,7 +315,7 @@ def plan(
     )
 
 
-def _hooks(model: Model, settings: Settings) -> list[Hook]:
+def _hooks(model: ModelShape, settings: Settings) -> list[Hook]:
     named, _ = asked_hooks(settings.hooks)
     if not named:
         return model.hooks
@@ -331,7 +331,7 @@ def _hooks(model: Model, settings: Settings) -> list[Hook]:
 
 def buffers(
     width: int, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool
-) -> list[Memory]:
+) -> list[MemoryPart]:
     """Return the bytes of a rank's buffers for one bank, named as in `runner.rows.buffers.Buffers`;
     on a CPU they are in the host's memory.
 
@@ -377,13 +377,14 @@ def buffers(
         "sizes": (sites * capacity * 4, "relative sizes of edits", "max_num_batched_tokens"),
     }
     return [
-        Memory(name, size, where, about, setting) for name, (size, about, setting) in sizes.items()
+        MemoryPart(name, size, where, about, setting)
+        for name, (size, about, setting) in sizes.items()
     ]
 
 
 def _inside(
-    model: Model, settings: Settings, sites: Mapping[str, int], ring: Ring | None, *, gpu: bool
-) -> list[Memory]:
+    model: ModelShape, settings: Settings, sites: Mapping[str, int], ring: Ring | None, *, gpu: bool
+) -> list[MemoryPart]:
     """Returns the ring and the tables of each bank inside attention and MLP, from `buffers`.
 
     `sites`: bank → number of its sites.
@@ -396,7 +397,7 @@ def _inside(
         parts.append(rows._replace(name=f"{bank}: ring", about=f"captured rows of {named}"))
         total = sum(part.bytes for part in tables)
         parts.append(
-            Memory(
+            MemoryPart(
                 f"{bank}: tables",
                 total,
                 rows.where,
@@ -407,7 +408,7 @@ def _inside(
     return parts
 
 
-def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> list[Memory]:
+def _adapters(model: ModelShape, settings: Settings, layers: int, *, gpu: bool) -> list[MemoryPart]:
     """Returns the memory that vLLM reserves for the LoRA adapters of a step, and that of the
     adapters that a rank keeps loaded, all with `max_lora_rank`.
     """
@@ -427,14 +428,14 @@ def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> li
         * sum(linear.lora_width() for linear in model.linears)
     )
     return [
-        Memory(
+        MemoryPart(
             "adapters",
             step,
             "GPU" if gpu else "host",
             "LoRA matrices of the adapters of one step",
             "max_loras",
         ),
-        Memory(
+        MemoryPart(
             "loaded adapters", loaded, "host", "LoRA adapters that a rank keeps", "max_cpu_loras"
         ),
     ]
@@ -443,7 +444,7 @@ def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> li
 # -- Work and bytes
 
 
-def _work(shape: Shape, hooks: Collection[Hook], settings: Settings) -> list[Work]:
+def _work(shape: RankShape, hooks: Collection[Hook], settings: Settings) -> list[StepWork]:
     """Returns the work with the hooks that the settings name, and with `post_block` alone, which
     most uses need.
     """
@@ -464,11 +465,13 @@ def _work(shape: Shape, hooks: Collection[Hook], settings: Settings) -> list[Wor
                 captured=captured,
                 configurations=rows,
             )
-            works.append(Work(name, case, cost, cost.seconds / shape.step_s()))
+            works.append(StepWork(name, case, cost, cost.seconds / shape.step_s()))
     return works
 
 
-def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) -> list[Stream]:
+def _streams(
+    model: ModelShape, hooks: Collection[Hook], tokens_per_second: float
+) -> list[CaptureBytes]:
     """Returns the bytes of captures. The first rank of the stage that has a layer writes its rows,
     so each row counts once.
     """
@@ -476,7 +479,7 @@ def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) ->
     if len(hooks) > 1:
         sets[f"every layer at {len(hooks)} hooks"] = model.layers * len(hooks)
     return [
-        Stream(name, sites * model.row_bytes, sites * model.row_bytes * tokens_per_second)
+        CaptureBytes(name, sites * model.row_bytes, sites * model.row_bytes * tokens_per_second)
         for name, sites in sets.items()
     ]
 
@@ -485,7 +488,7 @@ def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) ->
 
 
 def _limits(
-    model: Model,
+    model: ModelShape,
     settings: Settings,
     hooks: Collection[Hook],
     layers: int,

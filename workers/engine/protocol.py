@@ -17,7 +17,7 @@ from ...schemas.prompts.chat import ToolUse
 from ...schemas.prompts.images import ImageRef, ImageSpan
 from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.source_runs import RunFiles
-from ...schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteering
+from ...schemas.requests.specs import EntryPoint, Grade, StoredCapture, StoredSteering
 from ...schemas.requests.steering import GlobalSteering, RankSteering
 from ..runner.probes.probe_news import Scored
 
@@ -50,7 +50,7 @@ class EngineRequest:
     # tag → how many of the job's prompts have a capture under it
     captured: dict[str, int] = field(default_factory=dict)
     stream: bool = False
-    entry: Entry | None = None
+    entry: EntryPoint | None = None
     grade: Grade | None = None
     base: str = ""  # see `RankSpec`
     keep_blocks: str = ""  # see `RankSpec`
@@ -105,18 +105,18 @@ def check_lengths(job: Job, info: ModelInfo) -> None:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """New output of one prompt since the last `Progress`: a delta, never the whole."""
+class NewOutput:
+    """New output of one prompt since the last `NewOutput`: a delta, never the whole."""
 
     request: int  # index of the prompt in its job
     text: str
     token_ids: list[int]
-    finished: Output | None = None  # the whole output; only in the last `Progress`
+    finished: Output | None = None  # the whole output; only in the last `NewOutput`
     # of returned tokens, by position, if the request streams its probes' scores
     scores: Sequence[Scored] = ()
     said: MessageDelta | None = None  # the parsed text of a streamed job with tools
     logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if requested
-    prompt: Prompted | None = None  # only in the first `Progress`, if requested
+    prompt: Prompted | None = None  # only in the first `NewOutput`, if requested
     stopped_by: str = ""  # with `finished`: the probe that ended the request
 
 
@@ -165,7 +165,7 @@ class Runs(Protocol):
     async def release_vectors(self, names: Sequence[str]) -> None:
         """Release these tensors; they may stay cached."""
 
-    def generate(self, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    def generate(self, ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         """Generate for one prompt; the last item carries `finished`.
 
         Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops

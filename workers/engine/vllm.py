@@ -72,7 +72,7 @@ from .prompts.tool_calls import ToolParsers, ToolReader
 from .prompts.tool_families import candidates
 from .proof.certificate import Access, certify, keep
 from .proof.comparison import source_of, suspects
-from .protocol import EngineRequest, Progress
+from .protocol import EngineRequest, NewOutput
 from .ranks.control import RankControl, rank_steering, row_demand
 from .ranks.rank_spec import rank_spec
 from .ranks.request_ends import Ends
@@ -366,7 +366,7 @@ class VllmEngine(RankControl):
         self._tool_reader(ask, params)  # tools are a format too
         await self._formats.check(params, ask.tenant, ask.job)
 
-    async def generate(self, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         ask, prompt = await self._prompt(ask)
         spec = rank_spec(ask)
         request_id = f"{ask.job}.{ask.request}.{ask.attempt}"

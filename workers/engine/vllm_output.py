@@ -18,7 +18,7 @@ from ...schemas.requests.specs import RankSpec
 from ..runner.base.packed_spec import pack
 from ..runner.probes.probe_news import SCORES, STOPPED_BY, Scored
 from .prompts.tool_calls import ToolReader
-from .protocol import EngineRequest, Progress
+from .protocol import EngineRequest, NewOutput
 
 #: Stands for minus infinity, which JSON does not have; vLLM's server writes the same.
 LEAST_LOGPROB = -9999.0
@@ -86,7 +86,7 @@ class OutputJoiner:
         self._logprobs: list[TokenLogprob] | None = None
         self._scored = -1  # the last position whose scores were passed on
 
-    def add(self, output: RequestOutput) -> Progress | None:
+    def add(self, output: RequestOutput) -> NewOutput | None:
         part, scores = output.outputs[0], self._scores(output)
         self._text.append(part.text)
         self._token_ids += part.token_ids
@@ -108,7 +108,7 @@ class OutputJoiner:
         if self._reader is not None and self._stream:
             text = self._reader.read(part.text, part.token_ids, output.finished)
         prompt, self._begun = None if self._begun else self._prompt, True
-        progress = Progress(
+        progress = NewOutput(
             self._request, part.text, list(part.token_ids), None, scores, text, logprobs, prompt
         )
         if not output.finished:

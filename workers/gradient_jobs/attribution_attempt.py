@@ -6,7 +6,7 @@ import time
 
 from msgspec.structs import replace
 
-from ...broker.ledger.jobs.sweeps import Sweeps
+from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...broker.ledger.results.attribution_cells import chosen_cells
 from ...broker.ledger.results.attribution_result import estimated_pair
 from ...broker.ledger.results.sweep_result import sweep_start, sweep_summary
@@ -27,7 +27,7 @@ class AttributionAttempt:
 
     def __init__(self, bench: Bench[GradientEngine], attempt: Attempt) -> None:
         self._ledger, self._engine, self._fetch = bench.ledger, bench.engine, bench.fetch
-        self._sweeps, self._attempt, self._job = Sweeps(bench.ledger), attempt, attempt.job
+        self._sweeps, self._attempt, self._job = LedgerSweeps(bench.ledger), attempt, attempt.job
         work = attempt.job.work_as(SweepWork)
         self._sweep, self._units = work.sweep, work.units
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ...broker.ledger.named.registry import Registry
-from ...broker.ledger.named.steering import Steering
+from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.access.keys import scoped
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLensRequest, StoredLensFit
 from ...schemas.base.errors import MidstreamError
@@ -167,7 +167,7 @@ class FitAttempt:
             training=training,
         )
         await self._check_current()
-        steering = Steering(self._ledger)
+        steering = LedgerSteering(self._ledger)
         await patiently(lambda: steering.put_module(module, blobs), f"module of {job.id}")
         return module.digest
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...broker.artifacts.source_run_files import on_disk, run_files, shortfall
-from ...broker.ledger.jobs.captures import Captures
+from ...broker.ledger.jobs.captures import LedgerCaptures
 from ...broker.ledger.jobs.ledger import Ledger, new_job_id
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
@@ -28,10 +28,10 @@ from ...schemas.prompts.selectors import Hook
 from ...schemas.requests.source_runs import run_key
 from ...schemas.requests.specs import StoredCapture
 from ...storage.store import ArtifactStore
-from ..engine.proof.comparison import STREAM_TENSORS, Difference, Prompt, differences
+from ..engine.proof.comparison import STREAM_TENSORS, ComparedPrompt, Difference, differences
 from ..engine.protocol import NotYet
 from ..runner.edits.source_runs import RunStore
-from ..runner.hooks.sites import Site
+from ..runner.hooks.sites import RankSite
 from .loading import refused
 from .points import Points
 
@@ -116,7 +116,7 @@ def prompt_of(vocab_size: int, num_layers: int, max_model_len: int) -> tuple[lis
     return tokens, sorted({0, *range(length - 1, 0, -max(1, length // COMPARED))})
 
 
-async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) -> Prompt:
+async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) -> ComparedPrompt:
     """Return rows that a vLLM worker of the model computed for the fixed prompt, at every layer.
 
     Raises RowsAwaited while no vLLM worker takes the capture job, and
@@ -138,7 +138,7 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
         expires=now() + PATIENCE_S,
         identity=info.identity,
     )
-    captures = Captures(ledger)
+    captures = LedgerCaptures(ledger)
     await ledger.submit(job, {})
     try:
         await _ended(ledger, job.id)
@@ -146,7 +146,7 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
     finally:
         with contextlib.suppress(MidstreamError):  # retention deletes what is left
             await captures.delete(job.id)
-    return Prompt(tokens, positions, rows)
+    return ComparedPrompt(tokens, positions, rows)
 
 
 async def _ended(ledger: Ledger, job_id: str) -> None:
@@ -171,7 +171,9 @@ async def _ended(ledger: Ledger, job_id: str) -> None:
 def _read(
     store: ArtifactStore, job_id: str, info: ModelInfo, capture: StoredCapture
 ) -> dict[tuple[Hook, int], torch.Tensor]:
-    sites = [Site(hook, at, "single") for hook, layers in capture.sites.items() for at in layers]
+    sites = [
+        RankSite(hook, at, "single") for hook, layers in capture.sites.items() for at in layers
+    ]
     runs = RunStore(store, sites, info.hidden_size)
     blobs = on_disk(store, job_id, TAG).get(0, [])
     if why := shortfall(blobs):
@@ -186,7 +188,7 @@ def _read(
     }
 
 
-def compared(points: Points, served: Prompt, dtype: str) -> list[Difference]:
+def compared(points: Points, served: ComparedPrompt, dtype: str) -> list[Difference]:
     """Return the difference of each hook in each layer. Raises MidstreamError("gradients_refused")
     for the first that is beyond its tolerance.
     """

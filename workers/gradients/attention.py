@@ -29,8 +29,8 @@ class Attended(NamedTuple):
 
 #: Receives `q`, `k` or `v` and its tensor `[batch, heads, tokens, head size]`; returns what the
 #: model goes on with.
-Watcher = Callable[[Hook, torch.Tensor, Attended], torch.Tensor]
-WATCHERS: WeakKeyDictionary[nn.Module, Watcher] = WeakKeyDictionary()
+AttentionWatcher = Callable[[Hook, torch.Tensor, Attended], torch.Tensor]
+WATCHERS: WeakKeyDictionary[nn.Module, AttentionWatcher] = WeakKeyDictionary()
 
 
 def scores(query: torch.Tensor, key: torch.Tensor, attended: Attended) -> torch.Tensor:

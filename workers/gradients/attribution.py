@@ -22,8 +22,8 @@ import torch
 from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook
 from .attention import Attended, repeated, scores
-from .pairs import Pair, require_finite
-from .points import Points, Run, Site
+from .pairs import PairRuns, require_finite
+from .points import ForwardPass, Points, SiteKey
 
 #: Hook points before the attention of their own layer; the rows of all others are next read by the
 #: attention of the following layer.
@@ -55,7 +55,7 @@ class PairEstimate:
 
 
 @dataclass(frozen=True)
-class Options:
+class EstimateOptions:
     """How cells are estimated."""
 
     steps: int = 0  # of integrated gradients; 0: first order
@@ -68,14 +68,14 @@ class Options:
 
 
 def estimate_pair(
-    points: Points, sweep: StoredSweep, number: int, options: Options = Options()
+    points: Points, sweep: StoredSweep, number: int, options: EstimateOptions = EstimateOptions()
 ) -> PairEstimate:
     """Return the estimates of all cells of pair `number`.
 
     Raises PairError and NonFiniteGradient, which concern this pair alone, and
     UnsupportedArchitectureError for a hook point that the model lacks.
     """
-    pair = Pair(points, sweep, number, options.mask)
+    pair = PairRuns(points, sweep, number, options.mask)
     doubts: dict[Hook, np.ndarray] = {}
     if options.steps:
         run = pair.run(grad=False)
@@ -100,7 +100,9 @@ def estimate_pair(
     return PairEstimate(pair.base, pair.source, unpatched, grids, doubts)
 
 
-def _by_hook(pair: Pair, cells: dict[Site, np.ndarray], scale: float) -> dict[Hook, np.ndarray]:
+def _by_hook(
+    pair: PairRuns, cells: dict[SiteKey, np.ndarray], scale: float
+) -> dict[Hook, np.ndarray]:
     """Return hook → cells of its layers, summed over the window. `cells`: in nats, by site."""
     layers = pair.sweep.layers
     return {
@@ -109,7 +111,9 @@ def _by_hook(pair: Pair, cells: dict[Site, np.ndarray], scale: float) -> dict[Ho
     }
 
 
-def _integrated(pair: Pair, run: Run, options: Options) -> dict[Site, np.ndarray]:
+def _integrated(
+    pair: PairRuns, run: ForwardPass, options: EstimateOptions
+) -> dict[SiteKey, np.ndarray]:
     """Return the cells of each site, in nats, `[columns]`."""
     shares = [(step + 0.5) / options.steps for step in range(options.steps)]
     # from the last layer to the first: sites that share a backward pass are close together
@@ -117,7 +121,7 @@ def _integrated(pair: Pair, run: Run, options: Options) -> dict[Site, np.ndarray
     moves = [(site, share) for site in ordered for share in shares]
     copies = len(pair.metric.suffixes)
     size = max(1, options.batch // copies)
-    cells: dict[Site, np.ndarray] = {}
+    cells: dict[SiteKey, np.ndarray] = {}
     slope: torch.Tensor | float = 0.0
     for start in range(0, len(moves), size):
         options.check()
@@ -133,7 +137,7 @@ def _integrated(pair: Pair, run: Run, options: Options) -> dict[Site, np.ndarray
 # --- Saturated attention
 
 
-def _attention_sites(pair: Pair, options: Options) -> set[Site]:
+def _attention_sites(pair: PairRuns, options: EstimateOptions) -> set[SiteKey]:
     """Return the sites that the QK correction and the doubts need beyond the sweep's own."""
     corrected = {layer for hook, layer in pair.sites if hook in KINDS}
     layers = corrected if options.correct else set()
@@ -142,13 +146,15 @@ def _attention_sites(pair: Pair, options: Options) -> set[Site]:
     return {(hook, layer) for layer in layers for hook in (*KINDS, "v", "z")}
 
 
-def _reader(site: Site) -> int:
+def _reader(site: SiteKey) -> int:
     """Return the layer whose attention next reads the rows of a site."""
     hook, layer = site
     return layer if hook in _BEFORE_ATTENTION else layer + 1
 
 
-def _corrected(pair: Pair, run: Run, gradients: dict[Site, torch.Tensor], site: Site) -> np.ndarray:
+def _corrected(
+    pair: PairRuns, run: ForwardPass, gradients: dict[SiteKey, torch.Tensor], site: SiteKey
+) -> np.ndarray:
     """Return the cells at `q` or `k` of one layer, in nats, with the softmax computed exactly."""
     kind, layer = site
     base, differences = pair.replaced(site, run)
@@ -166,7 +172,9 @@ def _corrected(pair: Pair, run: Run, gradients: dict[Site, torch.Tensor], site: 
     return cells
 
 
-def _doubts(pair: Pair, run: Run, gradients: dict[Site, torch.Tensor]) -> dict[Site, np.ndarray]:
+def _doubts(
+    pair: PairRuns, run: ForwardPass, gradients: dict[SiteKey, torch.Tensor]
+) -> dict[SiteKey, np.ndarray]:
     """Return Σ over heads and places of |exact − first order| of the queries and of the keys that
     the source prompt has at a cell's places, in the attention that next reads them.
     """
@@ -243,7 +251,7 @@ class _Sensitivity:
 
 
 def _sensitivities(
-    points: Points, run: Run, gradients: torch.Tensor, layer: int
+    points: Points, run: ForwardPass, gradients: torch.Tensor, layer: int
 ) -> Iterator[_Sensitivity]:
     """Yield the heads of one layer in chunks.
 

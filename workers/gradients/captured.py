@@ -12,13 +12,13 @@ from ...schemas.requests.scalars import StoredScalar
 from ...schemas.requests.specs import StoredCapture
 from ..engine.protocol import EngineRequest
 from ..engine.ranks.rank_spec import rank_spec
-from ..runner.files.finished_rows import Columns, FinishedCapture
+from ..runner.files.finished_rows import BankColumns, FinishedCapture
 from ..runner.readings.sae import Autoencoder
 from .pairs import loss, require_finite
-from .points import Points, Site
+from .points import Points, SiteKey
 
 
-def sites_of(captures: Sequence[StoredCapture]) -> list[Site]:
+def sites_of(captures: Sequence[StoredCapture]) -> list[SiteKey]:
     """Return the sites of all of these captures, each once."""
     every = (capture.sites.items() for capture in captures)
     return list(
@@ -42,7 +42,7 @@ def finished(
     """
     tokens, spec, result = list(ask.token_ids), rank_spec(ask), []
     assert spec is not None, "the request has captures"
-    gradients: list[tuple[StoredScalar, dict[Site, torch.Tensor]]] = []
+    gradients: list[tuple[StoredScalar, dict[SiteKey, torch.Tensor]]] = []
     for capture in ask.captures:
         stored = capture.gradient
         assert stored is not None, "a gradient job captures gradients only"
@@ -55,7 +55,7 @@ def finished(
             gradients.append((stored, known))
         positions = list(capture.select(0, len(tokens), len(tokens)))
         dtype = points.model.dtype if capture.dtype == "model" else getattr(torch, capture.dtype)
-        columns = None if capture.row is None else Columns(capture.row, 0, capture.row.size)
+        columns = None if capture.row is None else BankColumns(capture.row, 0, capture.row.size)
         parts = [slice(None)] if columns is None else columns.chosen(capture.heads)
         buffers: dict[tuple[str, int], memoryview] = {}
         overflowed: dict[tuple[str, int], int] = {}
@@ -98,7 +98,7 @@ class Scalar(NamedTuple):
 
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     positions: Sequence[int] = ()
-    site: Site | None = None
+    site: SiteKey | None = None
 
 
 def scalar_of(
@@ -137,8 +137,8 @@ def scalar_of(
 
 
 def gradient_rows(
-    points: Points, tokens: Sequence[int], scalar: Scalar, sites: Sequence[Site]
-) -> tuple[float, dict[Site, torch.Tensor]]:
+    points: Points, tokens: Sequence[int], scalar: Scalar, sites: Sequence[SiteKey]
+) -> tuple[float, dict[SiteKey, torch.Tensor]]:
     """Return a scalar's value, and site → d scalar / d row, `[tokens, width]` in the model's dtype.
 
     Raises UnsupportedArchitectureError for a hook point that the model lacks, and

@@ -19,15 +19,15 @@ from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook
 from ...schemas.requests.attributions import Edge, EdgeEnd
 from ..runner.hooks.architectures import UnsupportedArchitectureError
-from .pairs import Pair, require_finite, rows_at
-from .points import Points, Run, Site, weight_of
+from .pairs import PairRuns, require_finite, rows_at
+from .points import ForwardPass, Points, SiteKey, weight_of
 
 #: Bytes of senders' rows at a time: positions are taken in chunks of about this size.
 CHUNK_BYTES = 64 << 20
-_EMBEDDING: Site = ("pre_attn", 0)
-Kind = Literal["head", "q", "k", "v"]
+_EMBEDDING: SiteKey = ("pre_attn", 0)
+EdgeReader = Literal["head", "q", "k", "v"]
 #: Receivers in attention → the hook points of their projections' outputs.
-_PROJECTED: dict[Kind, Hook] = {"q": "q_proj", "k": "k_proj", "v": "v"}
+_PROJECTED: dict[EdgeReader, Hook] = {"q": "q_proj", "k": "k_proj", "v": "v"}
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def edge_scores(
     into_mlp: Hook = "pre_attn" if parallel else "post_attn"
     written: tuple[Hook, ...] = ("z", "mlp_out")
     read: set[Hook] = {"pre_attn", "mlp_in", into_mlp, *_PROJECTED.values()}
-    sent: list[Site] = [_EMBEDDING, *((hook, layer) for hook in written for layer in layers)]
-    received: list[Site] = [
+    sent: list[SiteKey] = [_EMBEDDING, *((hook, layer) for hook in written for layer in layers)]
+    received: list[SiteKey] = [
         ("post_block", last),
         *((hook, layer) for hook in read for layer in layers),
     ]
-    pair = Pair(points, sweep, number, sites=sent)
+    pair = PairRuns(points, sweep, number, sites=sent)
     run = pair.run(grad=False)
     if steps == 1:
         pair.require_slope()
@@ -108,7 +108,7 @@ def _nodes(points: Points) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     """Return all senders and all receivers, as `_sent` and `_received` order them."""
     senders, receivers = [EdgeEnd(kind="embed", layer=-1)], list[EdgeEnd]()
 
-    def heads(kind: Kind, layer: int, hook: Hook) -> list[EdgeEnd]:
+    def heads(kind: EdgeReader, layer: int, hook: Hook) -> list[EdgeEnd]:
         return [EdgeEnd(kind=kind, layer=layer, head=head) for head in range(points.heads(hook))]
 
     for layer in range(points.num_layers):
@@ -120,7 +120,7 @@ def _nodes(points: Points) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     return senders, [*receivers, EdgeEnd(kind="logits", layer=points.num_layers)]
 
 
-def _sent(pair: Pair, run: Run, where: slice) -> Iterator[torch.Tensor]:
+def _sent(pair: PairRuns, run: ForwardPass, where: slice) -> Iterator[torch.Tensor]:
     """Yield the differences of what the senders add to the stream at some places, float32
     `[senders, places, hidden_size]`, on one device.
     """
@@ -136,7 +136,11 @@ def _sent(pair: Pair, run: Run, where: slice) -> Iterator[torch.Tensor]:
 
 
 def _received(
-    points: Points, run: Run, gradients: dict[Site, torch.Tensor], at: list[int], into_mlp: Hook
+    points: Points,
+    run: ForwardPass,
+    gradients: dict[SiteKey, torch.Tensor],
+    at: list[int],
+    into_mlp: Hook,
 ) -> Iterator[torch.Tensor]:
     """Yield ∂m/∂(input of each receiver) at some positions, float32 `[receivers, places,
     hidden_size]`, on one device. `into_mlp`: the hook point that the norm before an MLP reads.

@@ -46,7 +46,7 @@ from ..engine.protocol import (
     EngineRequest,
     EstimateRequest,
     Fetch,
-    Progress,
+    NewOutput,
 )
 from ..engine.vllm import configured, facts_of
 from ..runner.base.actions import ActionLedger
@@ -64,7 +64,7 @@ from .points import Points
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Called between steps of a computation; raises if its job was stopped.
-Check = Callable[[], None]
+StopCheck = Callable[[], None]
 
 _IDLE_LOOKS = 8  # within `gradients_idle_s`
 FLUSH_S = 5.0  # the longest that the end waits for the relay
@@ -180,7 +180,7 @@ class TransformersEngine:
 
     # -- Computations
 
-    async def run(self, work: Callable[[Points, Check], T]) -> T:
+    async def run(self, work: Callable[[Points, StopCheck], T]) -> T:
         """Return what `work(points, check)` returns in the thread that computes.
 
         Loads the model if it is not in memory. `work` calls `check` often: it raises once the
@@ -223,7 +223,7 @@ class TransformersEngine:
         logger.info("model loaded and compared in %.1f s", time.monotonic() - began)
         return self._loaded
 
-    async def _compute(self, work: Callable[[Check], T]) -> T:
+    async def _compute(self, work: Callable[[StopCheck], T]) -> T:
         stopped = threading.Event()
 
         def check() -> None:
@@ -284,7 +284,7 @@ class TransformersEngine:
         return {"actions": ledger.count, "checksum": ledger.checksum, "epoch": ledger.epoch}
 
     async def estimate(self, ask: EstimateRequest) -> Estimate:
-        def work(points: Points, check: Check) -> Estimate:
+        def work(points: Points, check: StopCheck) -> Estimate:
             assert self._loaded is not None
             with Translated(
                 MidstreamError, lambda error: MidstreamError("intervention_failed", error.detail)
@@ -321,7 +321,7 @@ class TransformersEngine:
         settings = self._settings
         return load_registered(sae, settings.sae_root, settings.tuning.sae_cache_mib << 20)
 
-    async def generate(self, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         """Compute the gradient rows of one prompt, and pass them on; no token is generated."""
         if ask.global_steering.entries:
             raise refused(
@@ -330,7 +330,7 @@ class TransformersEngine:
             )
         tensors = {name: torch.tensor(to_numpy(kept)) for name, (kept, _) in self._tensors.items()}
 
-        def work(points: Points, check: Check) -> list[FinishedCapture]:
+        def work(points: Points, check: StopCheck) -> list[FinishedCapture]:
             assert self._loaded is not None
             sites = captured.sites_of(ask.captures)
             kept = max(len(each.gradient.positions) for each in ask.captures if each.gradient)
@@ -349,7 +349,7 @@ class TransformersEngine:
             finish_reason="length",
             prompt_tokens=len(ask.token_ids),
         )
-        yield Progress(ask.request, "", [], output)
+        yield NewOutput(ask.request, "", [], output)
 
     # -- What requests name
 

@@ -13,12 +13,12 @@ from ...schemas.prompts.selectors import Hook
 from ...schemas.requests.attributions import Estimate, FeatureScore, StoredAttribution
 from ..engine.protocol import EstimateRequest
 from ..runner.readings.sae import Autoencoder
-from .attribution import Options, estimate_pair
+from .attribution import EstimateOptions, estimate_pair
 from .edges import edge_scores
 from .features import feature_effects
 from .loading import GIB, refused
 from .memory import Footprint
-from .points import Points, Site
+from .points import Points, SiteKey
 
 #: The most prompts in one pass of integrated gradients.
 MOST_AT_ONCE = 8
@@ -27,7 +27,7 @@ MOST_AT_ONCE = 8
 def at_once(
     footprint: Footprint,
     tokens: int,
-    sites: list[Site],
+    sites: list[SiteKey],
     free: int,
     *,
     least: int = 1,
@@ -69,7 +69,7 @@ def estimate(
     sweep, stored = ask.sweep, ask.sweep.attributed
     assert stored is not None, "the sweep of an attribution"
     if stored.sae is not None:
-        sites: list[Site] = [(stored.sae.hook, stored.sae.layer)]
+        sites: list[SiteKey] = [(stored.sae.hook, stored.sae.layer)]
     elif stored.method == "edges":
         edges_of: tuple[Hook, ...] = ("z", "mlp_out", "q_proj", "k_proj", "v", "mlp_in", "pre_attn")
         sites = [(hook, layer) for hook in edges_of for layer in range(points.num_layers)]
@@ -85,7 +85,7 @@ def estimate(
         return Estimate(
             base=found.base.value, source=_value(found.source), edges=found.top(stored.keep)
         )
-    options = Options(
+    options = EstimateOptions(
         steps=stored.steps if stored.method == "integrated" else 0,
         batch=batch,
         correct=stored.method != "integrated",  # at `q` and `k` only
@@ -116,7 +116,7 @@ def _features(
     points: Points,
     sweep: StoredSweep,
     pair: int,
-    site: Site,
+    site: SiteKey,
     sae: Autoencoder,
     how: StoredAttribution,
 ) -> Estimate:

@@ -13,8 +13,8 @@ import torch
 
 from ...schemas.jobs.sweeps import StoredSweep
 from ..runner.readings.sae import Autoencoder
-from .pairs import Pair, require_finite, rows_at
-from .points import Points, Site
+from .pairs import PairRuns, require_finite, rows_at
+from .points import Points, SiteKey
 
 #: Rows that are encoded at a time for their mean.
 _ROWS = 64
@@ -36,7 +36,7 @@ def feature_effects(
     points: Points,
     sweep: StoredSweep,
     number: int,
-    site: Site,
+    site: SiteKey,
     sae: Autoencoder,
     top: int,
     draw: int = 0,
@@ -48,7 +48,7 @@ def feature_effects(
     In an ablation with zeros, activations and error are zero, and the biases stay; with `mean`,
     activations are the mean over the prompt. Raises PairError and NonFiniteGradient.
     """
-    pair = Pair(points, sweep, number, sites=[site])
+    pair = PairRuns(points, sweep, number, sites=[site])
     run = pair.run()
     pair.require_slope()
     scale = pair.scale()

@@ -18,7 +18,7 @@ from ..engine.proof.reference import free_bytes
 from .estimates import at_once
 from .loading import GIB, free_on, refused
 from .memory import Footprint
-from .points import Points, Run, Site
+from .points import ForwardPass, Points, SiteKey
 
 #: Random vectors on which the error of a sketch is measured; each costs every prompt one more
 #: vector-Jacobian product.
@@ -56,7 +56,7 @@ def fit_jacobian_lens(
     wanted = sorted({*layers})
     if not wanted or wanted[0] < 0 or wanted[-1] >= points.num_layers - 1:
         raise ValueError(f"layers are {list(layers)}; valid: some of 0 to {points.num_layers - 2}")
-    sites: list[Site] = [("post_block", layer) for layer in (*wanted, points.num_layers - 1)]
+    sites: list[SiteKey] = [("post_block", layer) for layer in (*wanted, points.num_layers - 1)]
     width = points.hidden_size
     rank = width if fit.rank is None else min(fit.rank, width)
     random = torch.Generator().manual_seed(fit.seed)
@@ -143,7 +143,7 @@ def fit_to_folder(
             yield tokens
 
     longest = min(max(map(len, stored.prompts)), stored.fit.max_tokens)
-    sites: list[Site] = [("post_block", layer) for layer in stored.layers]
+    sites: list[SiteKey] = [("post_block", layer) for layer in stored.layers]
     batch = at_once(Footprint(points), longest, sites, free_on(points), most=BATCH)
     jacobians, record = fit_jacobian_lens(
         points, prompts(), stored.layers, stored.fit, check, batch
@@ -158,7 +158,7 @@ def fit_to_folder(
 
 
 def _products(
-    run: Run, sites: Sequence[Site], places: slice, vectors: torch.Tensor
+    run: ForwardPass, sites: Sequence[SiteKey], places: slice, vectors: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return the products of vectors `[n, hidden]` with one prompt's Jacobian by each site's rows,
     `[n, hidden]` on the host: gradients of the sum over target places, averaged over source places.

@@ -20,7 +20,7 @@ from ...schemas.requests.trainings import BY_GRADIENT, FitEffect, FitPoint, FitS
 from .estimates import at_once
 from .loading import free_on
 from .memory import Footprint
-from .points import Points, Run, Site
+from .points import ForwardPass, Points, SiteKey
 
 #: scikit-learn's C, as in `client.probes`.
 STRENGTH = 1.0
@@ -31,15 +31,15 @@ PASS_TOKENS = 4096
 LOOKS, PATIENCE = 20, 4
 
 #: Field of a steering entry → float32 tensor: `vector` of op `add`, or those of op `lowrank`.
-Tensors = Mapping[str, Tensor]
-Texts = Sequence[FitTokens]
+EntryTensors = Mapping[str, Tensor]
+FitTexts = Sequence[FitTokens]
 
 
 @dataclass(frozen=True)
 class Fitted:
     """A learned module, and its effect on held-out examples."""
 
-    tensors: Mapping[int, Tensors]  # by layer
+    tensors: Mapping[int, EntryTensors]  # by layer
     examples: int
     sites: list[FitSite]
     effect: FitEffect
@@ -123,7 +123,7 @@ def auroc(positive: Tensor, negative: Tensor) -> float:
 # --- Edits
 
 
-def edited(rows: Tensor, tensors: Tensors) -> Tensor:
+def edited(rows: Tensor, tensors: EntryTensors) -> Tensor:
     """Return `rows` `[..., width]` with an edit: s + v, or LoReFT's s + Rᵀ(W s + b − R s)
     (arXiv:2404.03592), R and W `[rank, width]`, b `[rank]`.
     """
@@ -158,7 +158,7 @@ def orthonormal(basis: Tensor) -> Tensor:
     return (columns * factor.diagonal().sign()).T
 
 
-def edits_of(parameters: Mapping[int, Tensors]) -> dict[int, Tensors]:
+def edits_of(parameters: Mapping[int, EntryTensors]) -> dict[int, EntryTensors]:
     """Return the edit of each layer as a module has it."""
     return {
         layer: {
@@ -202,7 +202,7 @@ def fit(
 class _Fit:
     def __init__(self, points: Points, wanted: StoredModuleFit, check: Callable[[], None]) -> None:
         self.points, self.wanted, self.check = points, wanted, check
-        self.sites: list[Site] = [(wanted.hook, layer) for layer in wanted.layers]
+        self.sites: list[SiteKey] = [(wanted.hook, layer) for layer in wanted.layers]
         self.pass_tokens = PASS_TOKENS
 
     def direction(self) -> Fitted:
@@ -210,7 +210,7 @@ class _Fit:
         positive, held_positive = self._split(wanted.positive)
         negative, held_negative = self._split(wanted.negative)
         rows = [self._read(side) for side in (positive, negative, held_positive, held_negative)]
-        fitted: dict[int, Tensors] = {}
+        fitted: dict[int, EntryTensors] = {}
         sites = []
         for layer in wanted.layers:
             here, there, *held = (side[layer].double() for side in rows)
@@ -243,7 +243,7 @@ class _Fit:
         order = _batches(len(examples), request.batch, generator)
         interval = -(-request.steps // LOOKS)
         losses, recent = list[FitPoint](), list[float]()
-        best: tuple[float, int, Mapping[int, Tensors]] = (float("inf"), 0, {})
+        best: tuple[float, int, Mapping[int, EntryTensors]] = (float("inf"), 0, {})
         for step in range(request.steps + 1):
             if step:
                 optimizer.zero_grad()
@@ -273,7 +273,7 @@ class _Fit:
         ]
         return Fitted(fitted, len(examples), sites, effect, steps, losses)
 
-    def _split(self, examples: Texts) -> tuple[Texts, Texts]:
+    def _split(self, examples: FitTexts) -> tuple[FitTexts, FitTexts]:
         """Return training and held-out examples, at least four. Lists of the same length are split
         alike, so that no pair is divided.
         """
@@ -282,7 +282,7 @@ class _Fit:
         count = max(4, round(self.wanted.request.held_out * len(examples)))
         return [examples[i] for i in order[count:]], [examples[i] for i in order[:count]]
 
-    def _read(self, examples: Texts) -> dict[int, Tensor]:
+    def _read(self, examples: FitTexts) -> dict[int, Tensor]:
         """Return layer → float32 `[examples, width]`, the mean over each example's positions."""
         means: dict[int, list[Tensor]] = {layer: [] for layer in self.wanted.layers}
         for chunk in _passes(examples, self.pass_tokens):
@@ -292,7 +292,9 @@ class _Fit:
                 means[site[1]].append(chosen.sum(1) / places.sum(1))
         return {layer: torch.cat(parts) for layer, parts in means.items()}
 
-    def _loss(self, examples: Texts, parameters: Mapping[int, Tensors], backward: bool) -> float:
+    def _loss(
+        self, examples: FitTexts, parameters: Mapping[int, EntryTensors], backward: bool
+    ) -> float:
         """Return the mean loss in nats per target token; `backward` adds its gradient to the
         parameters.
         """
@@ -312,8 +314,8 @@ class _Fit:
 
     def _effect(
         self,
-        examples: Texts,
-        edits: Mapping[int, Tensors],
+        examples: FitTexts,
+        edits: Mapping[int, EntryTensors],
         doses: Mapping[int, list[Tensor]] | None = None,
     ) -> FitEffect:
         """Return the effect of edits on the targets. `doses`: gets the relative size of each edited
@@ -328,15 +330,15 @@ class _Fit:
 
     def _log_probabilities(
         self,
-        chunk: Texts,
-        edits: Mapping[int, Tensors],
+        chunk: FitTexts,
+        edits: Mapping[int, EntryTensors],
         doses: Mapping[int, list[Tensor]] | None = None,
         grad: bool = False,
     ) -> Tensor:
         """Return the log-probability of each example's target, `[examples]`."""
         places = self._places(chunk)
 
-        def edit(site: Site, rows: Tensor) -> Tensor:
+        def edit(site: SiteKey, rows: Tensor) -> Tensor:
             given = rows.float()
             made = edited(given, edits[site[1]])
             if doses is not None:
@@ -357,12 +359,12 @@ class _Fit:
             )
         return torch.stack(sums)
 
-    def _run(self, chunk: Texts, sites: Sequence[Site], **options: Any) -> Run:
+    def _run(self, chunk: FitTexts, sites: Sequence[SiteKey], **options: Any) -> ForwardPass:
         self.check()
         tokens = self.points.batch([example.token_ids for example in chunk])
         return self.points.run(tokens, sites, **options)
 
-    def _places(self, chunk: Texts) -> Tensor:
+    def _places(self, chunk: FitTexts) -> Tensor:
         """Return which rows are read or edited, `[examples, tokens, 1]`."""
         longest = max(len(example.token_ids) for example in chunk)
         places = torch.zeros(len(chunk), longest, 1, dtype=torch.bool)
@@ -378,7 +380,7 @@ def _batches(examples: int, size: int, generator: torch.Generator) -> Iterator[l
         yield from (batch.tolist() for batch in order.split(size))
 
 
-def _passes(examples: Texts, most: int) -> list[list[FitTokens]]:
+def _passes(examples: FitTexts, most: int) -> list[list[FitTokens]]:
     """Cut examples into forward passes of at most `most` tokens with padding, in their order."""
     passes: list[list[FitTokens]] = []
     longest = 0

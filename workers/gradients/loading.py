@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...schemas.base.errors import MidstreamError, Translated
-from ..engine.proof.comparison import Source
+from ..engine.proof.comparison import Checkpoint
 from ..engine.proof.reference import NotComparableError, configured, free_bytes
 from ..runner.hooks.architectures import UnsupportedArchitectureError
 from . import attention
@@ -32,7 +32,7 @@ class Device(NamedTuple):
     free: int
 
 
-def load_points(source: Source, dtype: str, setting: str) -> Points:
+def load_points(source: Checkpoint, dtype: str, setting: str) -> Points:
     """Load the checkpoint. `setting`: the setting `gradients_device`.
 
     Raises MidstreamError("gradients_refused") for a checkpoint whose gradients cannot be computed
@@ -63,7 +63,7 @@ def load_points(source: Source, dtype: str, setting: str) -> Points:
     return Points(model)
 
 
-def bare_points(source: Source, dtype: str) -> tuple[Any, Any, Points]:
+def bare_points(source: Checkpoint, dtype: str) -> tuple[Any, Any, Points]:
     """Return the checkpoint's config, transformers' class, and its hook points without weights.
 
     Raises MidstreamError("gradients_refused") for a checkpoint that has no gradients.

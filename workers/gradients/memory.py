@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .points import Points, Site
+from .points import Points, SiteKey
 
 #: Lengths of the runs that are measured, in tokens.
 _LENGTHS = (8, 16, 24)
@@ -23,7 +23,7 @@ _PER_LOGIT = 48
 SLACK_BYTES = 64 << 20
 
 
-class Memory(NamedTuple):
+class PassMemory(NamedTuple):
     """Bytes of one pass forward and back."""
 
     parameters: int
@@ -64,8 +64,8 @@ class Footprint:
         return sum(size for place, size in seen.items() if place not in owned)
 
     def memory(
-        self, tokens: int, batch: int = 1, sites: Collection[Site] = (), kept: int = 1
-    ) -> Memory:
+        self, tokens: int, batch: int = 1, sites: Collection[SiteKey] = (), kept: int = 1
+    ) -> PassMemory:
         """Return the memory of a run of `batch` prompts of `tokens` tokens.
 
         `sites`: whose gradients are computed; `kept`: positions whose logits are computed.
@@ -74,7 +74,7 @@ class Footprint:
         activations = batch * max(float(np.polyval(self._curve, tokens)), 0.0)
         rows = sum(points.width(hook) for hook, _ in sites) * tokens * batch
         logits = batch * kept * points.model.config.get_text_config().vocab_size * _PER_LOGIT
-        return Memory(
+        return PassMemory(
             self._parameters,
             int(activations),
             2 * rows * points.model.dtype.itemsize,

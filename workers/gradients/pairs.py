@@ -15,7 +15,7 @@ from ...schemas.base.records import by_key
 from ...schemas.jobs.sweep_units import Units
 from ...schemas.jobs.sweeps import Baseline, Metric, StoredPair, StoredSweep
 from ...schemas.prompts.selectors import resolve_layers
-from .points import Points, Run, Site
+from .points import ForwardPass, Points, SiteKey
 
 #: `recovered` divides by the difference of the two prompts, in nats: the limit of exact sweeps.
 LEAST_DIFFERENCE = 0.1
@@ -95,14 +95,14 @@ class PairMetric:
         return -loss(logits[sequence, : len(tokens)], tokens)
 
 
-class Part(NamedTuple):
+class CellColumns(NamedTuple):
     """Columns whose cells write the same dimensions of a row."""
 
     columns: list[int]
     dims: torch.Tensor | slice  # indices, or bool [width]
 
 
-class Columns:
+class PairColumns:
     """The columns of one pair.
 
     A place is (position in the patched prompt, position in the source). `member[c, u]`: whether
@@ -128,7 +128,7 @@ class Columns:
         for number, column in enumerate(written):
             self.member[number, [index[place] for place in column]] = 1.0
 
-    def parts(self, differences: torch.Tensor) -> list[Part]:
+    def parts(self, differences: torch.Tensor) -> list[CellColumns]:
         """Return the columns that are not skipped, by the dimensions that they write.
 
         `differences`: patched − unpatched row of each place, `[places, width]`, which order
@@ -149,10 +149,10 @@ class Columns:
                     moved = differences[self.member[numbers[0]].bool()].double()
                     order = moved.abs().sum(0).argsort(descending=True, stable=True)
                 chosen = order[slice(*ranks)]
-            result.append(Part(numbers, chosen))
+            result.append(CellColumns(numbers, chosen))
         return result
 
-    def sums(self, product: torch.Tensor, parts: Sequence[Part]) -> np.ndarray:
+    def sums(self, product: torch.Tensor, parts: Sequence[CellColumns]) -> np.ndarray:
         """Return the cells of one layer, float64 `[columns]`; NaN for skipped columns.
 
         `product`: effect of each element of the rows, `[places, width]`; `parts`: of its layer.
@@ -172,7 +172,7 @@ class Columns:
         return np.stack([layers[[number[at] for at in window]].sum(0) for window in windows])
 
 
-class Pair:
+class PairRuns:
     """One pair's unpatched runs, which all estimates start from."""
 
     def __init__(
@@ -181,16 +181,16 @@ class Pair:
         sweep: StoredSweep,
         number: int,
         mask: torch.Tensor | None = None,
-        sites: Sequence[Site] = (),
+        sites: Sequence[SiteKey] = (),
     ) -> None:
         """`sites`: whose rows are replaced, by default the sweep's."""
         self.points, self.sweep, self.stored = points, sweep, sweep.pairs[number]
-        self.columns = Columns(sweep, number, mask)
+        self.columns = PairColumns(sweep, number, mask)
         self.metric = PairMetric(sweep.metric, self.stored)
         self.sites = list(sites) or [(hook, at) for hook in sweep.hooks for at in sweep.layers]
-        self._source: dict[Site, torch.Tensor] = {}
+        self._source: dict[SiteKey, torch.Tensor] = {}
 
-    def run(self, extra: Collection[Site] = (), *, grad: bool = True) -> Run:
+    def run(self, extra: Collection[SiteKey] = (), *, grad: bool = True) -> ForwardPass:
         """Run both prompts, keep the source's rows, and set `value`, `base` and `source`.
 
         `extra`: sites beyond those that are replaced, of both runs. Returns the run of the prompt
@@ -198,7 +198,7 @@ class Pair:
         """
         sites, metric = {*self.sites, *extra}, self.metric
 
-        def run(prompt: list[int], grad: bool) -> Run:
+        def run(prompt: list[int], grad: bool) -> ForwardPass:
             batch = self.points.batch(metric.sequences(prompt))
             return self.points.run(batch, sites, keep=metric.keep(prompt), grad=grad)
 
@@ -216,7 +216,7 @@ class Pair:
         require_finite({("", -1): self.value.detach()})
         return patched
 
-    def replaced(self, site: Site, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    def replaced(self, site: SiteKey, run: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
         """Return unpatched rows, and patched − unpatched rows, at all places of the pair's columns,
         both float32 `[places, width]`. `run`: the unpatched run.
         """
@@ -231,8 +231,11 @@ class Pair:
         return base, self.sweep.alpha * (source - base)
 
     def along(
-        self, run: Run, moves: Sequence[tuple[Site, float]], read: Collection[Site] = ()
-    ) -> tuple[Run, dict[Site, torch.Tensor]]:
+        self,
+        run: ForwardPass,
+        moves: Sequence[tuple[SiteKey, float]],
+        read: Collection[SiteKey] = (),
+    ) -> tuple[ForwardPass, dict[SiteKey, torch.Tensor]]:
         """Run the prompt once for each move, in one batch: with the rows of its site that share of
         the way to the patched ones. Return the run, and site → gradient of the metrics' sum.
 
@@ -240,7 +243,7 @@ class Pair:
         """
         prompt, copies = self.stored.base, len(self.metric.suffixes)
 
-        def edit(site: Site, rows: torch.Tensor) -> torch.Tensor:
+        def edit(site: SiteKey, rows: torch.Tensor) -> torch.Tensor:
             edited = rows
             for number, (moved, share) in enumerate(moves):
                 if moved == site and share:
@@ -266,7 +269,7 @@ class Pair:
         """Return the gradient at each place, `[places, width]` float64, of the prompt's copies."""
         return gradients.double().sum(0)[self.columns.base]
 
-    def cells(self, site: Site, run: Run, slope: torch.Tensor) -> np.ndarray:
+    def cells(self, site: SiteKey, run: ForwardPass, slope: torch.Tensor) -> np.ndarray:
         """Return the cells of a site in nats, `[columns]`. Raises NonFiniteGradient."""
         differences = self.replaced(site, run)[1]
         product = differences.double() * slope

@@ -28,12 +28,12 @@ from ..runner.hooks.taps import Tap, Taps
 from .attention import WATCHERS, Attended
 
 #: (hook, layer of the model)
-Site = tuple[Hook, int]
+SiteKey = tuple[Hook, int]
 #: Receives a site and its rows `[batch, tokens, width]`; returns the rows with which the model
 #: continues.
-Edit = Callable[[Site, torch.Tensor], torch.Tensor]
+SiteEdit = Callable[[SiteKey, torch.Tensor], torch.Tensor]
 #: Some columns of a tensor.
-Columns: TypeAlias = torch.Tensor | slice
+ColumnIndex: TypeAlias = torch.Tensor | slice
 
 #: Taps of vLLM's layers whose norms fuse additions → taps of transformers' layers. All other
 #: layouts agree.
@@ -47,14 +47,14 @@ _INPUT_NORM = ("input_layernorm", "ln_1", "self_attn_layer_norm")
 _FUSED, _INTERLEAVED = ("c_attn", "qkv_proj"), ("query_key_value",)
 
 
-class Place(NamedTuple):
+class HookPoint(NamedTuple):
     """A hook point of every layer: columns of the tensor at `tap`, or without a tap, the queries,
     keys or values inside attention, `[batch, heads, tokens, head size]`.
     """
 
     width: int
     tap: Tap | None
-    columns: Columns = slice(None)
+    columns: ColumnIndex = slice(None)
     heads: int = 1
 
     def rows(self, raw: torch.Tensor) -> torch.Tensor:
@@ -73,24 +73,24 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Run:
+class ForwardPass:
     """One forward pass. Tensors have a graph if gradients were requested."""
 
-    places: dict[Hook, Place]
+    places: dict[Hook, HookPoint]
     shape: torch.Size  # [batch, tokens]
     logits: torch.Tensor = field(init=False)  # [batch, kept positions, vocabulary]
-    raw: dict[Site, torch.Tensor] = field(default_factory=dict)  # as the model has them
+    raw: dict[SiteKey, torch.Tensor] = field(default_factory=dict)  # as the model has them
     attended: dict[int, Attended] = field(default_factory=dict)  # by layer
 
-    def rows(self, site: Site) -> torch.Tensor:
+    def rows(self, site: SiteKey) -> torch.Tensor:
         """Return the rows of a site, `[batch, tokens, width]`, without a graph."""
         return self.view(site, self.raw[site].detach())
 
-    def view(self, site: Site, raw: torch.Tensor) -> torch.Tensor:
+    def view(self, site: SiteKey, raw: torch.Tensor) -> torch.Tensor:
         """Return the rows of a site in a tensor like `raw[site]`, `[batch, tokens, width]`."""
         return self.places[site[0]].rows(raw).reshape(*self.shape, -1)
 
-    def gradients(self, scalar: torch.Tensor) -> dict[Site, torch.Tensor]:
+    def gradients(self, scalar: torch.Tensor) -> dict[SiteKey, torch.Tensor]:
         """Return site → d scalar / d rows, `[batch, tokens, width]` in the model's dtype; frees the
         graph.
         """
@@ -144,20 +144,20 @@ class Points:
         self.absent: dict[Hook, str] = dict(adapter.variant.absent)
         self.absent["router"] = "gradients do not pass through the choice of experts"
         (query, in_query), (key, in_key), _ = self.projections
-        self.places: dict[Hook, Place] = {
-            **{hook: Place(hidden, tap) for hook, tap in self.taps.items()},
-            "z": Place(queries, Tap(output, "input"), heads=heads),
-            "q_proj": Place(queries, Tap(query, "output"), in_query, heads),
-            "k_proj": Place(keys, Tap(key, "output"), in_key, key_heads),
-            "q": Place(queries, None, heads=heads),
-            "k": Place(keys, None, heads=key_heads),
-            "v": Place(keys, None, heads=key_heads),
+        self.places: dict[Hook, HookPoint] = {
+            **{hook: HookPoint(hidden, tap) for hook, tap in self.taps.items()},
+            "z": HookPoint(queries, Tap(output, "input"), heads=heads),
+            "q_proj": HookPoint(queries, Tap(query, "output"), in_query, heads),
+            "k_proj": HookPoint(keys, Tap(key, "output"), in_key, key_heads),
+            "q": HookPoint(queries, None, heads=heads),
+            "k": HookPoint(keys, None, heads=key_heads),
+            "v": HookPoint(keys, None, heads=key_heads),
         }
         if down is None:
             self.absent["mlp_act"] = "the neurons of its experts are in one fused kernel"
         else:
             neurons = weight_of(layer.get_submodule(down)).shape[0]
-            self.places["mlp_act"] = Place(neurons, Tap(down, "input"))
+            self.places["mlp_act"] = HookPoint(neurons, Tap(down, "input"))
         self.hooks = tuple(hook for hook in FORWARD if hook in self.places)
 
     @property
@@ -174,7 +174,7 @@ class Points:
         """Return the number of elements of a row."""
         return self.place(hook).width
 
-    def place(self, hook: Hook) -> Place:
+    def place(self, hook: Hook) -> HookPoint:
         """Raises UnsupportedArchitectureError for a hook point that the model lacks."""
         if hook not in self.places:
             raise UnsupportedArchitectureError(
@@ -192,21 +192,21 @@ class Points:
     def run(
         self,
         tokens: torch.Tensor,
-        sites: Collection[Site] = (),
+        sites: Collection[SiteKey] = (),
         *,
         keep: Sequence[int] = (),
-        edit: Edit | None = None,
+        edit: SiteEdit | None = None,
         grad: bool = False,
-    ) -> Run:
+    ) -> ForwardPass:
         """Run the model on `tokens`, `[batch, tokens]`.
 
         `sites`: whose rows are kept, and passed to `edit`; `keep`: positions whose logits are
         computed, by default the last; `grad`: rows and logits have a graph, from the first site on.
         Raises UnsupportedArchitectureError for a hook point that the model lacks.
         """
-        run = Run(self.places, tokens.shape)
+        run = ForwardPass(self.places, tokens.shape)
 
-        def visit(site: Site, raw: torch.Tensor) -> torch.Tensor:
+        def visit(site: SiteKey, raw: torch.Tensor) -> torch.Tensor:
             if grad and site[0] == "pre_attn":
                 # another tensor: what read `post_block` of the layer below read it before
                 raw = raw.view_as(raw)
@@ -243,7 +243,7 @@ class Points:
 
 def _projections(
     layer: nn.Module, block: str, heads: int, queries: int, keys: int
-) -> list[tuple[str, Columns]]:
+) -> list[tuple[str, ColumnIndex]]:
     """Return module and columns of queries, keys and values. `queries`, `keys`: their sizes."""
     if path := _part(layer, *(f"{block}.{name}" for name in _FUSED)):
         starts = (0, queries, queries + keys, queries + 2 * keys)
@@ -255,7 +255,10 @@ def _projections(
 
 
 def _register(
-    module: nn.Module, tap: Tap, site: Site, visit: Callable[[Site, torch.Tensor], torch.Tensor]
+    module: nn.Module,
+    tap: Tap,
+    site: SiteKey,
+    visit: Callable[[SiteKey, torch.Tensor], torch.Tensor],
 ) -> Any:
     """Register a hook that passes a site's tensor to `visit`."""
 

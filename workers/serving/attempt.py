@@ -11,11 +11,11 @@ from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.named.source_runs import SourceRuns
+from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Record, from_json, to_json
 from ...schemas.base.tensors import Tensor, content_hash
-from ...schemas.jobs.jobs import Event, EventKind, Job, Outcome
+from ...schemas.jobs.jobs import Event, EventKind, Job, StoredOutcome
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.jobs.works import Work
 from ..engine.admission import CellSlots
@@ -147,7 +147,7 @@ class Bench(Generic[E]):
         self.running: dict[str, Attempt] = {}  # by the job's id
         self.surveys = 0  # that run or are about to run
         #: Called with every heartbeat: they renew what jobs hold in the ledger.
-        self.renewals: list[Callable[[SourceRuns], Awaitable[None]]] = []
+        self.renewals: list[Callable[[LedgerRuns], Awaitable[None]]] = []
 
     def slots(self, limit: int, work: type[Work]) -> CellSlots:
         """Return slots for `limit` requests of all jobs with such work: fewer while other jobs run,
@@ -175,7 +175,7 @@ class Run(NamedTuple):
     """How a worker runs jobs of a kind."""
 
     # runs a claimed job to its outcome; None: it was handed on to another queue
-    work: Callable[[Attempt], Awaitable[Outcome | None]]
+    work: Callable[[Attempt], Awaitable[StoredOutcome | None]]
     # holds a place for a job that is about to be claimed, by its id; false: there is none
     room: Callable[[str], AbstractAsyncContextManager[bool]] = lambda _: contextlib.nullcontext(
         True

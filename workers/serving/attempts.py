@@ -30,7 +30,7 @@ from .redis_retry import UNAVAILABLE, patiently
 logger = logging.getLogger(__name__)
 
 #: Returns kind of job → what runs it on a worker.
-Runs = Callable[[Bench[Any]], Mapping[str, Run]]
+RunsOf = Callable[[Bench[Any]], Mapping[str, Run]]
 
 #: A request may see the engine's death before the watch on the engine does: wait this long for the
 #: watch.
@@ -56,7 +56,7 @@ class Attempts:
         boot: str,
         engine_died: asyncio.Event,
         unreachable: Callable[[], str] = lambda: "",
-        runs: Runs = runs_of,
+        runs: RunsOf = runs_of,
     ):
         """`unreachable` returns why the artifact store takes no writes; empty while it does.
 

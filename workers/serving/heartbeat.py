@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.named.source_runs import SourceRuns
+from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import WorkerInfo
@@ -47,7 +47,7 @@ class Heartbeat:
             settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE)
         )
         self._settings = settings
-        self._sources = SourceRuns(self._ledger)
+        self._sources = LedgerRuns(self._ledger)
         self._attempts = attempts
         self._period_s = settings.lease_s / RENEWALS_PER_LEASE
         self._info = info

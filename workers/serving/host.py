@@ -21,7 +21,7 @@ import msgspec
 from celery import Celery
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.named.steering import Steering
+from ...broker.ledger.named.steering import LedgerSteering
 from ...broker.ledger.recovery.reaper import Reaper
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import now
@@ -36,7 +36,7 @@ from ..engine.identity import BOOT
 from ..engine.protocol import Engine, GradientEngine
 from ..engines import make_engine
 from .attempt import AttemptOutcome
-from .attempts import Attempts, Runs
+from .attempts import Attempts, RunsOf
 from .heartbeat import Heartbeat
 from .kinds import runs_of
 from .metrics import WorkerMetrics, versions
@@ -64,7 +64,7 @@ class EngineHost:
         app: Celery,
         settings: Settings,
         on_death: Callable[[str], None],
-        runs: Runs = runs_of,
+        runs: RunsOf = runs_of,
     ):
         """`runs`: see `Attempts`."""
         self._app = app
@@ -205,7 +205,7 @@ class EngineHost:
         self._engine = engine
         died = asyncio.Event()
         watch = self._rank_watch = RankWatch(
-            Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
+            LedgerSteering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
         )
         self._attempts = Attempts(
             self._ledger,

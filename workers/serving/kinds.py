@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER, Harvests
+from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER, LedgerHarvests
 from ...schemas.artifacts.probes import TokenScores
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.doses import DoseResult
@@ -19,7 +19,7 @@ from ...schemas.prompts.images import digest_of
 from ...schemas.requests.harvest_work import SHARDS_AT_ONCE
 from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ..engine.doses import measure
-from ..engine.protocol import Engine, GeneratingEngine, Progress, StoredArtifact
+from ..engine.protocol import Engine, GeneratingEngine, NewOutput, StoredArtifact
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, Bench, Run
 from .harvests.attempt import HarvestAttempt
@@ -120,7 +120,7 @@ class _Parts:
     """The parts of harvests that run on a worker, or are about to run."""
 
     def __init__(self, bench: Bench[GeneratingEngine]) -> None:
-        self._bench, self._harvests, self._held = bench, Harvests(bench.ledger), 0
+        self._bench, self._harvests, self._held = bench, LedgerHarvests(bench.ledger), 0
 
     @asynccontextmanager
     async def room(self, job_id: str) -> AsyncIterator[bool]:
@@ -206,7 +206,7 @@ def _artifacts_of(job: Job) -> list[Sequence[StoredArtifact]]:
     return [artifacts for artifacts in (adapters, list(of_readings.values())) if artifacts]
 
 
-def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
+def score_events(progress: NewOutput, job: Job, attempt: int) -> list[Event]:
     """Return one event per token in `progress`, with the scores of the probes that the job named;
     policies' are left out.
     """
@@ -238,7 +238,7 @@ def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
     ]
 
 
-def _token_event(progress: Progress, attempt: int) -> Event:
+def _token_event(progress: NewOutput, attempt: int) -> Event:
     data = {
         "index": progress.request,
         "text": progress.text,

@@ -12,7 +12,7 @@ from platform import python_version
 
 from prometheus_client import REGISTRY
 
-from ...broker.ops.metrics import OF_WORKER, STORE, Readings, WorkerReport
+from ...broker.ops.metrics import OF_WORKER, STORE, ScrapedMetrics, WorkerReport
 from ...schemas.base.records import now
 from ...schemas.base.store_calls import StoreCalls
 from ...schemas.base.version import __version__
@@ -45,7 +45,7 @@ class WorkerMetrics:
         # when rates were last computed, and prompt and generated tokens at that time
         self._since = (time.monotonic(), 0, 0)
         self._rates = (0.0, 0.0)
-        self._readings = Readings(
+        self._readings = ScrapedMetrics(
             OF_WORKER,
             lambda: [WorkerReport(self._model, self.stats(), list(self._watch.ranks))],
         )

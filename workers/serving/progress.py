@@ -25,10 +25,10 @@ class Totals:
     cells: int = 0
 
 
-class Prompt:
+class PromptProgress:
     """One prompt in the engine."""
 
-    def __init__(self, attempt: "AttemptProgress", tokens: int, span: traces.Span) -> None:
+    def __init__(self, attempt: "AttemptProgress", tokens: int, span: traces.TraceSpan) -> None:
         self._attempt, self._tokens, self._span = attempt, tokens, span
         self._begun = False
 
@@ -79,13 +79,13 @@ class AttemptProgress:
         logs.bind(job=job.id, attempt=claim.attempt, trace_id=traces.trace_id(job.trace))
 
     @contextmanager
-    def prompt(self, request: int, tokens: int) -> Iterator[Prompt]:
+    def prompt(self, request: int, tokens: int) -> Iterator[PromptProgress]:
         """Enclose the time in the engine of prompt `request`, which has `tokens` tokens."""
         span = traces.begin(
             "prompt", self.span.traceparent, job=self._job.id, request=request, prompt_tokens=tokens
         )
         with logs.bound(request=request):
-            prompt = Prompt(self, tokens, span)
+            prompt = PromptProgress(self, tokens, span)
             try:
                 yield prompt
             except BaseException as error:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import cast
 
-from ...broker.ledger.named.steering import Steering
+from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
 from ...schemas.base.settings import Settings
@@ -62,7 +62,7 @@ class RankWatch:
 
     def __init__(
         self,
-        broker: Steering,
+        broker: LedgerSteering,
         engine: Engine,
         settings: Settings,
         boot: str,

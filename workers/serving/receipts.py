@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
-from ...broker.ledger.jobs.sweeps import Sweeps
+from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...schemas.jobs.receipts import Receipt
 from .redis_retry import patiently
 
@@ -32,7 +32,7 @@ class ReceiptReader:
 
     def __init__(self, ledger: Ledger, job_id: str, world: int) -> None:
         """`world`: number of ranks, each of which reports on every request."""
-        self._ledger, self._sweeps, self._job_id = ledger, Sweeps(ledger), job_id
+        self._ledger, self._sweeps, self._job_id = ledger, LedgerSweeps(ledger), job_id
         self._world, self._what = world, f"receipts of {job_id}"
         self._waits: list[_Wait] = []
         self._reading: asyncio.Task[None] | None = None

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.named.source_runs import SourceRuns
+from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.receipts import READ_LATER
 from ...schemas.requests.source_runs import RunFiles, parse_key
@@ -31,7 +31,7 @@ class SourceRunLeases:
     """Leases on source runs. Used from the engine's event loop only."""
 
     def __init__(self, ledger: Ledger, engine: GeneratingEngine, worker: str) -> None:
-        self._sources, self._engine, self._worker = SourceRuns(ledger), engine, worker
+        self._sources, self._engine, self._worker = LedgerRuns(ledger), engine, worker
         self._lease_s = ledger.settings.lease_s
         self._store = open_store(ledger.settings.artifacts)
         # job → keys of the runs that it holds, or waits for
@@ -66,7 +66,7 @@ class SourceRunLeases:
         finally:
             await self._let_go(job, keys)
 
-    async def renew(self, sources: SourceRuns) -> None:
+    async def renew(self, sources: LedgerRuns) -> None:
         """Renews the leases of all held runs, and reports the runs in this worker's memory; called
         with every heartbeat, which supplies `sources` on its own connections.
         """

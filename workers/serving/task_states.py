@@ -36,7 +36,7 @@ class PutBack(Ignore):
         self.why = why
 
 
-class JobRequest(Request):
+class TaskRequest(Request):
     """Celery's side of one task; it sends the events that Flower shows."""
 
     def on_failure(

@@ -10,7 +10,7 @@ from ...schemas.jobs.jobs import TERMINAL, JobView, State
 from ...schemas.jobs.kinds import KINDS
 from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
-from .task_states import JobRequest, PutBack, Told
+from .task_states import PutBack, TaskRequest, Told
 
 #: Pause before a message goes back to the queue because the engine is dead or does not serve:
 #: without it messages would circulate rapidly until the consumer closes.
@@ -18,7 +18,7 @@ REJECT_PAUSE_S = 0.2
 
 
 class JobTask(Task):
-    Request = JobRequest
+    Request = TaskRequest
 
 
 def register_tasks(app: Celery, host: EngineHost) -> None:

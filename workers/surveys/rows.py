@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError
-from ...storage.harvests import Harvest
+from ...storage.harvests import CompleteHarvest
 
 
-class Block(NamedTuple):
+class DocumentRows(NamedTuple):
     """Rows of a document, or of several, ordered by document and position."""
 
     documents: np.ndarray  # int64 [rows]
@@ -20,13 +20,13 @@ class Block(NamedTuple):
     token_ids: np.ndarray  # int64 [rows]
     values: np.ndarray  # float32 [rows, width]
 
-    def part(self, start: int, stop: int) -> "Block":
-        return Block(*[column[start:stop] for column in self])
+    def part(self, start: int, stop: int) -> "DocumentRows":
+        return DocumentRows(*[column[start:stop] for column in self])
 
 
 def by_document(
-    harvest: Harvest, hook: str, layer: int, context: int = 0
-) -> Iterator[tuple[Block, int, int]]:
+    harvest: CompleteHarvest, hook: str, layer: int, context: int = 0
+) -> Iterator[tuple[DocumentRows, int, int]]:
     """Yield the rows of each document at a site, with one shard in memory: blocks of one document,
     and the part `[start, stop)` of each that no other block has; up to `context` rows around it are
     in others too.
@@ -42,7 +42,9 @@ def by_document(
             if (document, piece.positions[0]) <= last or (np.diff(piece.positions) <= 0).any():
                 raise MidstreamError("capture_damaged", f"document {document} is not in its place")
             last = (document, piece.positions[-1])
-            rows = Block(*map(np.concatenate, zip(rows, piece, strict=True))) if rows else piece
+            rows = (
+                DocumentRows(*map(np.concatenate, zip(rows, piece, strict=True))) if rows else piece
+            )
             stop = len(rows.positions) - (0 if is_whole else context)
             if stop > start:
                 yield rows, start, stop
@@ -52,7 +54,7 @@ def by_document(
             yield rows, start, len(rows.positions)
 
 
-def _pieces(harvest: Harvest, hook: str, layer: int) -> Iterator[tuple[Block, bool]]:
+def _pieces(harvest: CompleteHarvest, hook: str, layer: int) -> Iterator[tuple[DocumentRows, bool]]:
     """Yield the rows that a document has in a shard, and whether it has none in later shards for
     certain; only inside a shard are rows mixed.
     """
@@ -60,7 +62,7 @@ def _pieces(harvest: Harvest, hook: str, layer: int) -> Iterator[tuple[Block, bo
         keys = shard.keys()
         order = np.lexsort((keys.positions, keys.documents))
         values = shard.rows(hook, layer).astype(np.float32, copy=False)
-        rows = Block(*[column[order] for column in (*keys, values)])
+        rows = DocumentRows(*[column[order] for column in (*keys, values)])
         shard.close()
         starts = np.flatnonzero(np.diff(rows.documents, prepend=-1)).tolist()
         for start, stop in pairwise([*starts, len(order)]):
@@ -86,7 +88,7 @@ class Examples:
             "around": np.zeros((features, top, width), np.float32),
         }
 
-    def add(self, rows: Block, start: int = 0, stop: int | None = None) -> None:
+    def add(self, rows: DocumentRows, start: int = 0, stop: int | None = None) -> None:
         """Take rows `[start, stop)` of one document; the others are context. Call it in the order
         of the rows.
         """

@@ -11,13 +11,13 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import SurveyEntry, SurveyTask
 from ...schemas.requests.harvest_work import Survey
-from ...storage.harvests import Harvest, open as open_harvest
+from ...storage.harvests import CompleteHarvest, open as open_harvest
 from ...storage.shards import put, shard_buffers
 from ..engine.model_identity import digests_in
-from ..engine.proof.comparison import Source, reference_of
-from ..engine.proof.reference import NotComparableError, Reference
+from ..engine.proof.comparison import Checkpoint, reference_of
+from ..engine.proof.reference import NotComparableError, TransformersReference
 from ..runner.readings.sae import CHUNK_BYTES, Autoencoder, load_registered
-from .rows import Block, Examples, by_document
+from .rows import DocumentRows, Examples, by_document
 
 #: A survey uses this part of the machine's cores at most, and gives way to the model like helper
 #: threads of ranks: it gets an eighth of the time of a thread that it competes with.
@@ -26,7 +26,7 @@ NICENESS = 10
 #: Bytes of a token's logits, by token of the vocabulary, while predictions are compared.
 LOGIT_BYTES = 64
 #: What an engine without a checkpoint would record in its harvests.
-NO_CHECKPOINT = Source(refused="this engine has no checkpoint")
+NO_CHECKPOINT = Checkpoint(refused="this engine has no checkpoint")
 
 
 def run_survey(task: SurveyTask) -> SurveyEntry:
@@ -68,7 +68,7 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
 
 
 def featured(
-    sae: Autoencoder, documents: Iterable[tuple[Block, int, int]], top: int, context: int
+    sae: Autoencoder, documents: Iterable[tuple[DocumentRows, int, int]], top: int, context: int
 ) -> Examples:
     """Return the figures and examples of all features. `documents`: as `by_document` yields them,
     with `context`. Activations are computed for a bounded
@@ -88,7 +88,7 @@ def featured(
     return examples
 
 
-def heads(harvests: Sequence[Harvest], data_dir: str) -> list[Reference]:
+def heads(harvests: Sequence[CompleteHarvest], data_dir: str) -> list[TransformersReference]:
     """Load the final norm and output matrix of the checkpoint that computed each harvest, in
     transformers and float32. Raises `invalid_request` where that is impossible: for a reason that
     the checkpoint's own worker recorded, if its files are missing here or have changed since, or if
@@ -103,8 +103,8 @@ def heads(harvests: Sequence[Harvest], data_dir: str) -> list[Reference]:
     return [loaded[0], loaded[-1]]
 
 
-def _head(harvest: Harvest, data_dir: str) -> Reference:
-    source = Source(*harvest.manifest.checkpoint or NO_CHECKPOINT)
+def _head(harvest: CompleteHarvest, data_dir: str) -> TransformersReference:
+    source = Checkpoint(*harvest.manifest.checkpoint or NO_CHECKPOINT)
     try:
         if source.refused:
             raise NotComparableError(source.refused)
@@ -121,7 +121,7 @@ def _head(harvest: Harvest, data_dir: str) -> Reference:
 
 
 def divergences(
-    models: Sequence[Reference], harvests: Sequence[Harvest], survey: Survey
+    models: Sequence[TransformersReference], harvests: Sequence[CompleteHarvest], survey: Survey
 ) -> tuple[Examples, np.ndarray]:
     """Return the tokens with the largest KL(first ‖ second) of the next-token distributions, and
     that of each row, in nats, from float64 log-probabilities; 0 where a row is not finite.

@@ -8,7 +8,7 @@ import msgspec
 
 from ....broker.artifacts.corpora import find, roots_of, store_of
 from ....broker.ledger.named.registry import Lookup
-from ....broker.ledger.recovery.harvests import SURVEYS, Harvests, new_harvest_id
+from ....broker.ledger.recovery.harvests import SURVEYS, LedgerHarvests, new_harvest_id
 from ....schemas.access.keys import Caller, Limits
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.base.dtypes import ITEM_BYTES
@@ -176,7 +176,7 @@ def plan_survey(
 
 
 async def check_comparable(
-    first: StoredHarvest, second: StoredHarvest, state: HarvestState, harvests: Harvests
+    first: StoredHarvest, second: StoredHarvest, state: HarvestState, harvests: LedgerHarvests
 ) -> None:
     """Raises a 400 naming `against` unless both harvests have the rows from which the predictions
     of their models at the same tokens follow. `state`: of the second harvest.

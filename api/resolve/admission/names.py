@@ -14,20 +14,27 @@ import msgspec
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.probes import watched_model
 from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup, look_up
-from ....broker.ledger.named.source_runs import SourceRuns
-from ....broker.ledger.named.steering import Steering
+from ....broker.ledger.named.source_runs import LedgerRuns
+from ....broker.ledger.named.steering import LedgerSteering
 from ....schemas.access.keys import Caller, own, scoped, shown
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ....schemas.artifacts.loras import LORAS, StoredLora
 from ....schemas.artifacts.probes import PROBES, ProbeUse, StoredProbe
-from ....schemas.artifacts.registered import Kind
+from ....schemas.artifacts.registered import ArtifactKind
 from ....schemas.artifacts.saes import SAES
 from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.policies import POLICIES, Policy
 from ....schemas.requests.specs import PatchSpec, SteeringSpec
 from ..edits.directions import DirectionFiles, check_directed
-from ..edits.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
+from ..edits.features import (
+    NONE,
+    FeatureFiles,
+    FeatureVectors,
+    NamedFeatures,
+    check_range,
+    check_specs,
+)
 from ..edits.loras import named_lora
 from ..edits.model_state import NOTHING, ModelState, find_runs
 from ..edits.patches import runs_of
@@ -58,7 +65,9 @@ NO_NAMES = Referents()
 class Names:
     """Finds what requests to a model name. Belongs to one event loop."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, steering: Steering, served: Served):
+    def __init__(
+        self, settings: Settings, ledger: Ledger, steering: LedgerSteering, served: Served
+    ):
         self._ledger, self._steering, self._served = ledger, steering, served
         self._features = FeatureFiles(settings.sae_root)
         self._directions = DirectionFiles(settings.lens_root)
@@ -99,7 +108,7 @@ class Names:
         return Referents(found=found._replace(gradients=await self._ledger.gradients(info)))
 
     async def look_up(
-        self, info: ModelInfo, named: Iterable[tuple[Kind[Any], str | None]]
+        self, info: ModelInfo, named: Iterable[tuple[ArtifactKind[Any], str | None]]
     ) -> Lookup:
         """Return the named artifacts of the model; a name that is None stands for none."""
         given = [(kind, name) for kind, name in named if name is not None]
@@ -133,7 +142,7 @@ class Names:
         )
         runs = await find_runs(self._ledger, info.name, patch, caller)
         every_run = (
-            await SourceRuns(self._ledger, caller).names(info.name)
+            await LedgerRuns(self._ledger, caller).names(info.name)
             if len(runs) < len(needed)
             else []
         )
@@ -148,7 +157,7 @@ class Names:
 
     async def features(
         self, info: ModelInfo, specs: Sequence[SteeringSpec], found: Lookup | None = None
-    ) -> Named:
+    ) -> NamedFeatures:
         """Return the features and directions that steering names. Raises a 400 naming the field.
 
         `found`: the artifacts that it names, if they are known.
@@ -162,7 +171,7 @@ class Names:
                 lenses[spec.jacobian] = named_jacobian(spec.jacobian, f"{at}.jacobian", info, found)
             if spec.sae is not None and spec.sae not in saes:
                 saes[spec.sae] = named_sae(spec.sae, f"{at}.sae", info, found)
-        rows: dict[tuple[str, int], Rows] = {}
+        rows: dict[tuple[str, int], FeatureVectors] = {}
         for name, features in check_specs(specs, saes).items():
             result = await anyio.to_thread.run_sync(
                 self._features.read, saes[name], features, limiter=self._reading_files
@@ -178,7 +187,7 @@ class Names:
                 list(ids.values()),
                 limiter=self._reading_files,
             )
-        return Named(saes, rows, lenses, plain) if saes or lenses else NONE
+        return NamedFeatures(saes, rows, lenses, plain) if saes or lenses else NONE
 
 
 def modules_of(parsed: ParsedRequest) -> list[str]:
@@ -194,7 +203,7 @@ def names_something(parsed: ParsedRequest) -> bool:
     return bool(artifacts or parsed.readings or modules_of(parsed) or runs_of(parsed.patch))
 
 
-def _artifacts_of(parsed: ParsedRequest) -> list[tuple[Kind[Any], str | None]]:
+def _artifacts_of(parsed: ParsedRequest) -> list[tuple[ArtifactKind[Any], str | None]]:
     probes = (use.probe if isinstance(use, ProbeUse) else use for use in parsed.probes)
     return [
         (LORAS, parsed.lora),
@@ -207,6 +216,6 @@ def _artifacts_of(parsed: ParsedRequest) -> list[tuple[Kind[Any], str | None]]:
 
 def _artifacts_of_steering(
     specs: Sequence[SteeringSpec],
-) -> list[tuple[Kind[Any], str | None]]:
+) -> list[tuple[ArtifactKind[Any], str | None]]:
     jacobians = ((JACOBIAN_LENSES, spec.jacobian) for spec in specs)
     return [*jacobians, *((SAES, spec.sae) for spec in specs)]

@@ -23,8 +23,8 @@ from ....schemas.requests.interventions import FAMILY, NORMS
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
 from ....storage.formats.sae_files import (
-    Feature,
     SaeError,
+    ThresholdFeature,
     check_ruled,
     decoder_row,
     feature_of,
@@ -44,21 +44,21 @@ _TARGET = next(number for number in FAMILY["feature"].numbers if number.name == 
 _REMEMBERED = 1024
 
 
-class Rows(NamedTuple):
+class FeatureVectors(NamedTuple):
     """The vectors of a feature that steering uses."""
 
     # float32 [d_in]: what one unit of activation adds to the row, as the SAE normalises it
     decoder: np.ndarray
-    rule: Feature | None  # None if other features decide about its activation (topk)
+    rule: ThresholdFeature | None  # None if other features decide about its activation (topk)
 
 
-class Named(NamedTuple):
+class NamedFeatures(NamedTuple):
     """The autoencoders that a request's steering names, the features of each that it steers, and
     the lenses whose directions it names.
     """
 
     saes: Mapping[str, Sae] = {}
-    rows: Mapping[tuple[str, int], Rows] = {}  # (name, feature)
+    rows: Mapping[tuple[str, int], FeatureVectors] = {}  # (name, feature)
     lenses: Mapping[str, JacobianLens] = {}
     # place of a spec with `jacobian` in the body → the specs that it stands for
     directions: Mapping[str, list[SteeringSpec]] = {}
@@ -70,7 +70,7 @@ class Named(NamedTuple):
         return saes | {f"jacobian/{lens.name}": lens.digest for lens in self.lenses.values()}
 
 
-NONE = Named()
+NONE = NamedFeatures()
 
 
 class FeatureFiles:
@@ -82,9 +82,9 @@ class FeatureFiles:
     def __init__(self, root: str) -> None:
         """`root`: the setting `sae_dir`."""
         self._root = root
-        self._known: OrderedDict[tuple[str, int], Rows] = OrderedDict()
+        self._known: OrderedDict[tuple[str, int], FeatureVectors] = OrderedDict()
 
-    def read(self, sae: Sae, features: Iterable[int]) -> dict[int, Rows]:
+    def read(self, sae: Sae, features: Iterable[int]) -> dict[int, FeatureVectors]:
         """Raises a 400 when the files are not what was registered."""
         needed = dict.fromkeys(features)
         missing = [feature for feature in needed if (sae.digest, feature) not in self._known]
@@ -96,7 +96,7 @@ class FeatureFiles:
             self._known.popitem(last=False)
         return rows
 
-    def _from_files(self, sae: Sae, features: Iterable[int]) -> dict[int, Rows]:
+    def _from_files(self, sae: Sae, features: Iterable[int]) -> dict[int, FeatureVectors]:
         with (
             Translated(
                 (SaeError, MidstreamError),
@@ -112,14 +112,16 @@ class FeatureFiles:
                 )
             tensors = tensors_of(sae.form, file)
         return {
-            feature: Rows(
+            feature: FeatureVectors(
                 decoder_row(sae.form, tensors, feature), _rule(sae.form, tensors, feature)
             )
             for feature in features
         }
 
 
-def _rule(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature | None:
+def _rule(
+    form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int
+) -> ThresholdFeature | None:
     try:
         return feature_of(form, tensors, feature)
     except SaeError:
@@ -186,7 +188,7 @@ def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
         raise invalid(f"{at}.value", str(error)) from error
 
 
-def plain_spec(spec: SteeringSpec, named: Named) -> SteeringSpec:
+def plain_spec(spec: SteeringSpec, named: NamedFeatures) -> SteeringSpec:
     """Return a spec of op `add` as plain steering by `value` times the decoder row.
 
     Other specs are returned unchanged; so is `add` for an SAE that normalises rows, where the added
@@ -211,7 +213,7 @@ def plain_spec(spec: SteeringSpec, named: Named) -> SteeringSpec:
 
 
 def resolve_feature(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], named: Named
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], named: NamedFeatures
 ) -> tuple[SteeringTemplate, list[Any]]:
     """Return the entry for a spec whose edit depends on the row, and the positions in each prompt;
     add the entry's tensors to `blobs`. Raises a 400 naming the field.
@@ -229,7 +231,7 @@ def resolve_feature(
         if spec.op in ("clamp", "ablate")
         # One that always reads 0: setting it to `value` adds `value` units, as `add` requires,
         # whatever the real feature's activation.
-        else Feature(np.zeros_like(rows.decoder), rows.decoder, 0.0, 0.0)
+        else ThresholdFeature(np.zeros_like(rows.decoder), rows.decoder, 0.0, 0.0)
     )
     assert rule is not None, "checked"
     made = apply_rules([("positions", positions_of_each)], filled, bounds, at)
@@ -263,7 +265,7 @@ def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
     return result
 
 
-def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, Rows]) -> None:
+def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, FeatureVectors]) -> None:
     """Raises a 400 for vectors beyond the range of the model's dtype."""
     limit = DTYPES.get(model.dtype, DTYPES["float32"]).largest
     for feature, value in rows.items():

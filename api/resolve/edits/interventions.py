@@ -239,7 +239,7 @@ def check_limit(family: Intervention, number: Number, value: float) -> None:
 
 # --- All of them
 
-Rule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
+FieldRule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
 
 NUMBERS = tuple(dict.fromkeys(name for family in PLAIN for name in numbers_of(family)))
 GIVEN = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
@@ -249,12 +249,12 @@ OPTIONS = tuple(
 
 #: Rules that decide to which rows and heads the tensors belong; the other rules check the tensors
 #: after they are widened to these.
-PLACE_RULES: tuple[Rule, ...] = (
+PLACE_RULES: tuple[FieldRule, ...] = (
     ("hook", lambda spec, bounds: one_hook(spec.hook or "post_block", bounds)),
     ("heads", lambda spec, bounds: of_spec(spec, bounds.model)),
 )
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[FieldRule, ...] = (
     *PLACE_RULES,
     ("layers", edited_layers),
     ("positions", positions_of_each),

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.named.source_runs import SourceRuns
+from ....broker.ledger.named.source_runs import LedgerRuns
 from ....schemas.access.keys import Caller, shown
 from ....schemas.base.errors import MidstreamError, invalid, unknown
 from ....schemas.prompts.selectors import FORWARD, Hook
 from ....schemas.requests.policies import Policy
-from ....schemas.requests.source_runs import Run, RunPrompt, RunState, RunView
+from ....schemas.requests.source_runs import RunPrompt, RunRecord, RunState, RunView
 from ....schemas.requests.specs import PatchSpec
 from ....schemas.requests.steering import GlobalSteering, Module
-from .features import NONE, Named
+from .features import NONE, NamedFeatures
 
 #: Kind of an error when a run's files are read → the run's state.
 STATE_OF_KIND: dict[str, RunState] = {
@@ -33,7 +33,7 @@ class ModelState:
     # by what the request calls them: a name, or a job's id
     runs: Mapping[str, RunView] = field(default_factory=dict)
     run_names: Sequence[str] = ()  # of all runs, if a requested one does not exist
-    features: Named = NONE  # that steering names
+    features: NamedFeatures = NONE  # that steering names
     #: Policies of all traffic that refuse edits which hide a request from them.
     guards: Sequence[Policy] = ()
 
@@ -65,7 +65,7 @@ async def find_runs(
     for spec in patch:
         if spec.source.run is not None:
             requested.setdefault(spec.source.run, set()).add(spec.source.prompt)
-    runs = SourceRuns(ledger, caller)
+    runs = LedgerRuns(ledger, caller)
     result = {}
     for name, prompts in requested.items():
         if (run := await runs.lookup(model, name)) is not None:
@@ -75,7 +75,7 @@ async def find_runs(
     return result
 
 
-async def _read_run(runs: SourceRuns, run: Run, prompts: set[int]) -> RunView:
+async def _read_run(runs: LedgerRuns, run: RunRecord, prompts: set[int]) -> RunView:
     standing = await runs.standing(run)
     if standing.state != "ready":
         return _view(run, standing.state, standing.detail, None)
@@ -87,14 +87,16 @@ async def _read_run(runs: SourceRuns, run: Run, prompts: set[int]) -> RunView:
         return _view(run, STATE_OF_KIND[error.kind], error.detail, None)
 
 
-async def _of_another_model(ledger: Ledger, runs: SourceRuns, model: str, name: str) -> Run | None:
+async def _of_another_model(
+    ledger: Ledger, runs: LedgerRuns, model: str, name: str
+) -> RunRecord | None:
     for info in await ledger.models():
         if info.name != model and (run := await runs.lookup(info.name, name)) is not None:
             return run
     return None
 
 
-def _view(run: Run, state: RunState, detail: str, prompts: list[RunPrompt] | None) -> RunView:
+def _view(run: RunRecord, state: RunState, detail: str, prompts: list[RunPrompt] | None) -> RunView:
     return RunView(
         name=shown(run.name),
         model=run.model,

@@ -19,9 +19,9 @@ from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.prompts.selectors import (
     Hook,
     PositionSelector,
+    PositionWindow,
     SelectorError,
     Span,
-    Window,
     as_ranges,
     resolve_hook,
     resolve_layers,
@@ -98,7 +98,7 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
             ("nothing would be patched: with one generated token, none is fed back to the model"),
             "",
         )
-    if not isinstance(selector, Window):
+    if not isinstance(selector, PositionWindow):
         return selector
     text = (
         f"the model computes positions 0 to {end - 1} at most; the last generated token "
@@ -137,7 +137,7 @@ RULES: tuple[tuple[str, Callable[[PatchSpec, Bounds], Any]], ...] = (
 
 
 @dataclass(frozen=True)
-class Patch:
+class ResolvedPatch:
     """One patch spec, and where it acts."""
 
     spec: PatchSpec
@@ -174,7 +174,7 @@ VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shap
 
 
 def _of_vector(
-    patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[list[StoredSteering]]:
     vector = patch.spec.source.vector
     assert vector is not None
@@ -191,7 +191,7 @@ def _of_vector(
 
 
 def _of_module(
-    patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[list[StoredSteering]]:
     name, at = patch.spec.source.module, patch.source("module")
     module = model_state.modules.get(name or "")
@@ -240,7 +240,7 @@ def _check_reach(at: str, reach: float, bounds: Bounds) -> None:
 
 
 def _of_run(
-    patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[list[StoredSteering]]:
     """Return an entry for each source position and layer, per prompt."""
     run = _run(patch, bounds, model_state)
@@ -269,7 +269,7 @@ def _of_run(
     return per_prompt
 
 
-def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
+def _run(patch: ResolvedPatch, bounds: Bounds, model_state: ModelState) -> RunView:
     name, model, at = patch.spec.source.run, bounds.model, patch.source("run")
     run = model_state.runs.get(name or "")
     if run is None:
@@ -306,7 +306,7 @@ def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
     return run
 
 
-def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
+def _prompt(patch: ResolvedPatch, run: RunView, bounds: Bounds) -> RunPrompt:
     prompt = {prompt.request: prompt for prompt in run.prompts or []}.get(patch.spec.source.prompt)
     if prompt is None:
         detail = (
@@ -326,7 +326,7 @@ def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
     return prompt
 
 
-def _check_captured(patch: Patch, run: RunView, prompt: RunPrompt) -> None:
+def _check_captured(patch: ResolvedPatch, run: RunView, prompt: RunPrompt) -> None:
     name = patch.spec.source.run
     if patch.hook not in prompt.sites:
         listing = "; ".join(
@@ -348,7 +348,7 @@ def _check_captured(patch: Patch, run: RunView, prompt: RunPrompt) -> None:
 
 
 def _rows_of(
-    patch: Patch, written: PositionSelector, prompt: RunPrompt, which: str
+    patch: ResolvedPatch, written: PositionSelector, prompt: RunPrompt, which: str
 ) -> dict[tuple[int | None, tuple[int, ...]], PositionSelector]:
     """Map each source position to the positions that get its row, ordered by their first.
 
@@ -408,7 +408,7 @@ def _check_has(positions: Iterable[int], prompt: RunPrompt) -> None:
         )
 
 
-def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
+def _mean_of(patch: ResolvedPatch, prompt: RunPrompt) -> tuple[int, ...]:
     """Return the positions of the run over which the mean is taken; empty means all that it has.
 
     Raises SelectorError.
@@ -418,7 +418,9 @@ def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
         return ()
     selector = resolve_positions(positions, prompt.tokens, _no_text)
     last = prompt.positions[-1]
-    if selector == "all_generated" or (isinstance(selector, Window) and selector.stop is None):
+    if selector == "all_generated" or (
+        isinstance(selector, PositionWindow) and selector.stop is None
+    ):
         present = set(prompt.positions)
         chosen = [
             position
@@ -431,7 +433,7 @@ def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
                 f"{as_ranges(prompt.positions, SHOWN_RANGES)}"
             )
     else:
-        if isinstance(selector, Window):
+        if isinstance(selector, PositionWindow):
             # check the ends of a long range before listing all its positions
             steps = (cast(int, selector.stop) - 1 - selector.start) // selector.step
             _check_has([selector.start, selector.start + steps * selector.step], prompt)
@@ -450,7 +452,7 @@ def _no_text(span: Span) -> list[int]:
 
 #: Kind of source → function that resolves it per prompt.
 SOURCES: dict[
-    str, Callable[[Patch, Bounds, ModelState, dict[str, bytes]], list[list[StoredSteering]]]
+    str, Callable[[ResolvedPatch, Bounds, ModelState, dict[str, bytes]], list[list[StoredSteering]]]
 ] = {
     "run": _of_run,
     "vector": _of_vector,
@@ -483,7 +485,7 @@ def resolve_patches(
             )
             raise invalid(f"{at}.source.run", detail, allowed="vector, module or zeros")
         made = apply_rules(RULES, spec, bounds, at)
-        patch = Patch(spec, at, made["hook"], made["layers"], made["positions"])
+        patch = ResolvedPatch(spec, at, made["hook"], made["layers"], made["positions"])
         model_state.check_seen(at, patch.hook, patch.layers)
         kind = next(name for name in SOURCES if getattr(spec.source, name) not in (None, False))
         total += _most_entries(patch)
@@ -512,7 +514,7 @@ def resolve_patches(
     return per_prompt
 
 
-def _most_entries(patch: Patch) -> int:
+def _most_entries(patch: ResolvedPatch) -> int:
     """Return the largest number of entries that a patch may need, over all prompts."""
     if patch.spec.source.run is None:
         return len(patch.positions)

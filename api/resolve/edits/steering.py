@@ -38,7 +38,7 @@ from ....schemas.requests.specs import (
 from ....schemas.requests.steering import GlobalSteering, Module, SteeringTemplate
 from ..positions.captures import Bounds, apply_rules, positions_of_each
 from ..positions.gates import Gated, gated_entries
-from .features import NONE, Named, plain_spec, resolve_feature
+from .features import NONE, NamedFeatures, plain_spec, resolve_feature
 from .installed_ops import check_not_installed, resolve_installed
 from .interventions import check_limit, check_without, limit_of, reach_of, resolve_entry
 from .model_state import NOTHING, ModelState, unknown_module
@@ -103,7 +103,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 # --- A named module in a request
 
 #: Fields that are valid together with `module`.
-Entry = TypeVar("Entry", SteeringTemplate, StoredSteering)
+EntryT = TypeVar("EntryT", SteeringTemplate, StoredSteering)
 BESIDE_MODULE = ("module", "scale", "positions", "limit")
 
 
@@ -299,7 +299,7 @@ def _check_scales(
             _check_scale(entry, reach, scale, bounds, f"scales[{number}]", f"{at}'s")
 
 
-def _reaches(spec: SteeringSpec, at: str, features: Named) -> list[float]:
+def _reaches(spec: SteeringSpec, at: str, features: NamedFeatures) -> list[float]:
     """Return for each entry of a spec other than a module, see `Module.reach`."""
     return [
         reach_of(plain) for plain in features.directions.get(at) or [plain_spec(spec, features)]
@@ -340,7 +340,7 @@ def _placed(
     return [(limited(entry, limit, at), positions) for entry, positions in placed]
 
 
-def limited(entry: Entry, limit: EditLimit | None, at: str) -> Entry:
+def limited(entry: EntryT, limit: EditLimit | None, at: str) -> EntryT:
     """Return the entry with the stricter of its own limit and `limit`, of the spec at `at`."""
     if limit is None:
         return entry
@@ -362,7 +362,7 @@ def check_limited(entries: Iterable[SteeringTemplate | StoredSteering], field: s
 
 
 def _entries_of(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: NamedFeatures
 ) -> list[Placed]:
     """Return the entries of a spec other than a module, with their positions in each prompt."""
     if at in features.directions:
@@ -371,7 +371,7 @@ def _entries_of(
 
 
 def _entry_of(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: NamedFeatures
 ) -> Placed:
     if spec.extension is not None:
         return resolve_installed(spec, bounds, at, blobs)
@@ -391,7 +391,7 @@ def _entry_of(
 
 
 @dataclass(frozen=True)
-class Content:
+class SteeringContent:
     """Entries for prompts that are not known yet."""
 
     entries: list[SteeringTemplate]
@@ -407,9 +407,9 @@ class Content:
 def resolve_module(
     specs: Sequence[SteeringSpec],
     model: ModelInfo,
-    features: Named = NONE,
+    features: NamedFeatures = NONE,
     limit: EditLimit | None = None,
-) -> Content:
+) -> SteeringContent:
     """Return the content of a named module, each entry with `limit` or its own, if that is
     stricter. Raises a 400 naming the field.
     """
@@ -431,12 +431,12 @@ def resolve_module(
         entries += [limited(entry, limit, at) for entry in made]
         reach += _reaches(spec, at, features)
     _check_room([_unresolved(entry) for entry in entries], "", model)
-    return Content(entries, reach, blobs)
+    return SteeringContent(entries, reach, blobs)
 
 
 def resolve_global(
     specs: Sequence[SteeringSpec], model: ModelInfo, model_state: ModelState
-) -> Content:
+) -> SteeringContent:
     """Return the content of global steering. Raises a 400 naming the field."""
     check_number(specs, model_state)
     blobs: dict[str, bytes] = {}
@@ -464,7 +464,7 @@ def resolve_global(
             )
             raise invalid(place, f"the lists have {listed} positions in total", allowed=allowed)
     _check_room([_unresolved(entry) for entry in entries], "", model, share=GLOBAL_SHARE)
-    return Content(entries, [], blobs)
+    return SteeringContent(entries, [], blobs)
 
 
 def _unresolved(entry: SteeringTemplate) -> StoredSteering:

@@ -18,11 +18,11 @@ from ....schemas.prompts.images import ImageRef
 from ....schemas.prompts.selectors import (
     Hook,
     PositionSelector,
+    PositionWindow,
     RequestedPositions,
     SelectorError,
     Span,
     SpanFinder,
-    Window,
     no_text,
     resolve_layers,
     resolve_positions,
@@ -101,7 +101,7 @@ def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
     """Raises SelectorError for a range that begins after the last position that the request may
     have.
     """
-    if isinstance(positions, Window) and positions.start >= total:
+    if isinstance(positions, PositionWindow) and positions.start >= total:
         raise SelectorError(
             (
                 f"position {positions.start} is out of range: the prompt and the generated "

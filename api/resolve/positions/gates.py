@@ -14,7 +14,7 @@ import msgspec
 from ....schemas.artifacts.probes import Probe, ProbeUse
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.prompts.selectors import PositionSelector, Window
+from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ....schemas.requests.specs import Owner, SteeringSpec, StoredSteering
 from .captures import Bounds
 
@@ -112,11 +112,11 @@ def gated_entries(
 
 def generated(positions: PositionSelector, prompt_tokens: int) -> PositionSelector | None:
     """Return the part of `positions` after the prompt; None if there is none, or for a list."""
-    if isinstance(positions, Window):
+    if isinstance(positions, PositionWindow):
         skipped = -(-max(prompt_tokens - positions.start, 0) // positions.step)
         start = positions.start + skipped * positions.step
         return (
-            Window(start=start, stop=positions.stop, step=positions.step)
+            PositionWindow(start=start, stop=positions.stop, step=positions.step)
             if positions.stop is None or start < positions.stop
             else None
         )

@@ -3,8 +3,8 @@ can serve other calls.
 
 (`tokenizers` holds the GIL for a part of its work: a second for 8 MiB of text.) A helper is started
 when it is first needed, and again if it has died. `python -m
-midstream.api.resolve.prompts.tokenizer_pool` runs a helper: it reads `Ask`s from standard input and
-writes `Answer`s to standard output.
+midstream.api.resolve.prompts.tokenizer_pool` runs a helper: it reads `PoolRequest`s from standard
+input and writes `PoolAnswer`s to standard output.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ KEPT = 4
 TRIM_CHARACTERS = 64 * 1024
 
 
-class Ask(Wire):
+class PoolRequest(Wire):
     tokenizer: str  # content hash of the bundle
     bundle: bytes  # empty: the helper has it cached
     texts: list[str]
@@ -63,13 +63,13 @@ class Ask(Wire):
     rendering: Rendering = PLAIN  # of the conversation
 
 
-class Answer(Wire):
+class PoolAnswer(Wire):
     unknown: bool  # the bundle has to be sent along
     ids: list[bytes]  # int32, of each text
     text: str = ""  # of the conversation
     too_long: tuple[int, int] | None = None  # index of a text, its number of tokens
     problem: Problem | None = None
-    offsets: list[bytes] = []  # int32 pairs, of each text; see `Ask.offsets`
+    offsets: list[bytes] = []  # int32 pairs, of each text; see `PoolRequest.offsets`
 
 
 class Helpers:
@@ -100,7 +100,7 @@ class Helpers:
         for batch in _batches(texts):
             try:
                 answer = await self._ask(
-                    Ask(tokenizer, b"", batch, [], special_tokens, limit, offsets), fetch
+                    PoolRequest(tokenizer, b"", batch, [], special_tokens, limit, offsets), fetch
                 )
             except TooLong as error:
                 raise TooLong(len(result) + error.index, error.tokens) from None
@@ -125,7 +125,8 @@ class Helpers:
         template rejects it.
         """
         answer = await self._ask(
-            Ask(tokenizer, b"", [], list(messages), False, limit, rendering=rendering), fetch
+            PoolRequest(tokenizer, b"", [], list(messages), False, limit, rendering=rendering),
+            fetch,
         )
         return np.frombuffer(answer.ids[0], np.int32), answer.text
 
@@ -133,7 +134,7 @@ class Helpers:
         for process in [*self._all]:
             await self._end(process)
 
-    async def _ask(self, ask: Ask, fetch: Callable[[], Awaitable[bytes]]) -> Answer:
+    async def _ask(self, ask: PoolRequest, fetch: Callable[[], Awaitable[bytes]]) -> PoolAnswer:
         if self._free.statistics().tasks_waiting >= MAX_WAITING:
             raise MidstreamError(
                 "overloaded", "too many long prompts are waiting to be tokenised: try again later"
@@ -234,7 +235,7 @@ class BundleHelpers:
         )
 
 
-async def _exchange(process: asyncio.subprocess.Process, ask: Ask) -> Answer:
+async def _exchange(process: asyncio.subprocess.Process, ask: PoolRequest) -> PoolAnswer:
     assert process.stdin is not None
     assert process.stdout is not None
     raw = to_msgpack(ask)
@@ -242,7 +243,7 @@ async def _exchange(process: asyncio.subprocess.Process, ask: Ask) -> Answer:
     process.stdin.write(raw)
     await process.stdin.drain()
     size = int.from_bytes(await process.stdout.readexactly(8), "big")
-    return from_msgpack(await process.stdout.readexactly(size), Answer)
+    return from_msgpack(await process.stdout.readexactly(size), PoolAnswer)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -261,29 +262,29 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 # --- The helper
 
 
-def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:
+def answer(ask: PoolRequest, codecs: "OrderedDict[str, Codec]") -> PoolAnswer:
     if ask.bundle:
         codecs[ask.tokenizer] = Codec(from_msgpack(ask.bundle, TokenizerBundle))
         while len(codecs) > KEPT:
             codecs.popitem(last=False)
     codec = codecs.get(ask.tokenizer)
     if codec is None:
-        return Answer(True, [])
+        return PoolAnswer(True, [])
     codecs.move_to_end(ask.tokenizer)
     texts = ask.texts
     if ask.messages:
         try:
             texts = [codec.render(ask.messages, ask.rendering)]
         except MidstreamError as error:
-            return Answer(False, [], problem=error.problem())
+            return PoolAnswer(False, [], problem=error.problem())
     ids, offsets = [], []
     for index, result in enumerate(codec.encode_here(texts, ask.special_tokens, ask.offsets)):
         if len(result.ids) > ask.limit:
-            return Answer(False, [], too_long=(index, len(result.ids)))
+            return PoolAnswer(False, [], too_long=(index, len(result.ids)))
         ids.append(result.ids.tobytes())
         if result.offsets is not None:
             offsets.append(result.offsets.tobytes())
-    return Answer(False, ids, texts[0] if ask.messages else "", offsets=offsets)
+    return PoolAnswer(False, ids, texts[0] if ask.messages else "", offsets=offsets)
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
@@ -293,7 +294,7 @@ def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
     """
     codecs: OrderedDict[str, Codec] = OrderedDict()
     while head := questions.read(8):
-        ask = from_msgpack(questions.read(int.from_bytes(head, "big")), Ask)
+        ask = from_msgpack(questions.read(int.from_bytes(head, "big")), PoolRequest)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         raw = to_msgpack(answer(ask, codecs))
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -7,7 +7,7 @@ import msgspec
 
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
-from ....schemas.artifacts.registered import Kind
+from ....schemas.artifacts.registered import ArtifactKind
 from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TUNED_LENSES, TunedLens
 from ....schemas.base.errors import Translated, invalid
 from ....schemas.jobs.models import ModelInfo
@@ -19,7 +19,7 @@ from ..prompts.tokenizer import Codec, TooLong
 from .reading_captures import reading_captures
 
 #: Field of a lens → the kind of what it names, whose maps rows go through first.
-_MAPS: dict[str, Kind[Any]] = {"tuned": TUNED_LENSES, "jacobian": JACOBIAN_LENSES}
+_MAPS: dict[str, ArtifactKind[Any]] = {"tuned": TUNED_LENSES, "jacobian": JACOBIAN_LENSES}
 
 
 # --- What a request names -------------------------------------------------------------------------

@@ -36,13 +36,13 @@ from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, resolve_la
 from ....schemas.prompts.windows import When
 from ....schemas.requests.policies import (
     POLICIES,
+    CaptureWindow,
     Policy,
     PolicyChange,
     PolicyRequest,
     PolicyVersion,
     Steer,
     Webhook,
-    Window,
 )
 from ....schemas.requests.specs import CaptureSpec, SteeringSpec, StoredCapture, probe_captures
 from ....schemas.requests.steering import Module
@@ -371,7 +371,7 @@ def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> Non
             result.modules[key] = msgspec.structs.replace(next(modules), name=key)
             entry = SteeringSpec(module=key, scale=action.scale, limit=action.limit)
             result.gated.append(Gated(at, entry, scores.name, "operator"))
-        elif isinstance(action, Window):
+        elif isinstance(action, CaptureWindow):
             when = When(probe=scores.name, at_least=0, before=action.before, after=action.after)
             capture = CaptureSpec(
                 hook=action.hook,

@@ -5,13 +5,13 @@ from typing import Any
 
 from ....schemas.prompts.selectors import Hook, PositionSelector
 from ....schemas.prompts.sites import At
-from ....schemas.readings.readings import Reading
+from ....schemas.readings.readings import AnyStoredReading
 from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import StoredCapture
 
 
 def reading_captures(
-    reading: Reading,
+    reading: AnyStoredReading,
     sites: Mapping[Hook, list[int]],
     positions: list[PositionSelector],
     at: At,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ....schemas.artifacts.probes import PROBES
-from ....schemas.artifacts.registered import Kind
+from ....schemas.artifacts.registered import ArtifactKind
 from ....schemas.artifacts.saes import SAES
 from ....schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ....schemas.base.errors import invalid
@@ -47,7 +47,7 @@ READINGS: dict[str, ReadingKind] = {
 
 
 #: Kind in `references` of a reading's spec → kind of registered artifact.
-ARTIFACTS: dict[str, Kind[Any]] = {
+ARTIFACTS: dict[str, ArtifactKind[Any]] = {
     "sae": SAES,
     "tuned": TUNED_LENSES,
     "jacobian": JACOBIAN_LENSES,

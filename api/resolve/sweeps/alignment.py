@@ -24,7 +24,7 @@ SHOWN_BLOCKS = 16
 CLEAN, CORRUPT = "clean", "corrupt"
 
 
-class Tokens(NamedTuple):
+class PromptTokens(NamedTuple):
     """A prompt as its tokens; `words`: the text of each."""
 
     ids: Sequence[int]
@@ -59,8 +59,8 @@ class Aligned:
 
 
 def align(
-    clean: Tokens,
-    corrupt: Tokens,
+    clean: PromptTokens,
+    corrupt: PromptTokens,
     how: Alignment | Sequence[tuple[int, int]] = "auto",
     patched: str = CORRUPT,
 ) -> Aligned:
@@ -84,7 +84,7 @@ def align(
 # --- The ways to align
 
 
-def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
+def _shifted(clean: PromptTokens, corrupt: PromptTokens, shift: int, how: str) -> Aligned:
     """Pair clean position p with corrupt position p + shift where both exist."""
     made = Aligned(
         [
@@ -112,7 +112,7 @@ def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
     return made
 
 
-def _by_diff(clean: Tokens, corrupt: Tokens) -> Aligned:
+def _by_diff(clean: PromptTokens, corrupt: PromptTokens) -> Aligned:
     """Align equal tokens at both ends, and the tokens between them by a diff."""
     made = Aligned()
     for tag, first, last, other, end in _blocks(clean.ids, corrupt.ids):
@@ -141,7 +141,9 @@ def _by_diff(clean: Tokens, corrupt: Tokens) -> Aligned:
     return made
 
 
-def _why_alone(clean: Tokens, corrupt: Tokens, first: int, last: int, other: int, end: int) -> str:
+def _why_alone(
+    clean: PromptTokens, corrupt: PromptTokens, first: int, last: int, other: int, end: int
+) -> str:
     if other == end:
         return f"{clean.quoted(first, last)} is in the clean prompt only, so it has no counterpart"
     if first == last:
@@ -189,7 +191,7 @@ def _matches(some: Sequence[int], rest: Sequence[int]) -> int:
     return sum(count * counts[token] for token, count in Counter(some).items())
 
 
-def _differences(clean: Tokens, corrupt: Tokens) -> list[str]:
+def _differences(clean: PromptTokens, corrupt: PromptTokens) -> list[str]:
     """Return notes on prompts of equal length that were aligned position by position."""
     differ = [
         place
@@ -215,7 +217,7 @@ def _differences(clean: Tokens, corrupt: Tokens) -> list[str]:
     ]
 
 
-def _moved(clean: Tokens, corrupt: Tokens, first: int, stop: int) -> str:
+def _moved(clean: PromptTokens, corrupt: PromptTokens, first: int, stop: int) -> str:
     """Return tokens that both prompts have, at different positions; empty if there are none, or too
     many to compare.
     """
@@ -231,7 +233,7 @@ def _moved(clean: Tokens, corrupt: Tokens, first: int, stop: int) -> str:
 
 
 def _listed(
-    clean: Tokens, corrupt: Tokens, pairs: Sequence[tuple[int, int]], patched: str
+    clean: PromptTokens, corrupt: PromptTokens, pairs: Sequence[tuple[int, int]], patched: str
 ) -> Aligned:
     """Apply the user's list of pairs.
 
@@ -272,7 +274,9 @@ def _listed(
     return made
 
 
-def _fill_in(made: Aligned, clean: Tokens, corrupt: Tokens, of_clean: str, of_corrupt: str) -> None:
+def _fill_in(
+    made: Aligned, clean: PromptTokens, corrupt: PromptTokens, of_clean: str, of_corrupt: str
+) -> None:
     """Record the reason for all positions without a counterpart."""
     paired = {one for one, _ in made.pairs}, {other for _, other in made.pairs}
     made.clean_alone = {
@@ -295,7 +299,10 @@ class Matched(NamedTuple):
 
 
 def match_spans(
-    name: str, clean: Sequence[int], corrupt: Sequence[int], texts: tuple[Tokens, Tokens]
+    name: str,
+    clean: Sequence[int],
+    corrupt: Sequence[int],
+    texts: tuple[PromptTokens, PromptTokens],
 ) -> Matched:
     """Pair the tokens of two corresponding spans, given as ascending positions; spans of unequal
     length are paired from their ends.
@@ -319,7 +326,7 @@ def match_spans(
     )
 
 
-def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: Tokens) -> Matched:
+def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: PromptTokens) -> Matched:
     """Pair a span of the clean prompt with its counterparts in the corrupt one."""
     needed = set(clean)
     pairs = [(place, other) for place, other in aligned.pairs if place in needed]
@@ -338,7 +345,7 @@ def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: Tokens) 
     )
 
 
-def _words(text: Tokens, places: Sequence[int]) -> str:
+def _words(text: PromptTokens, places: Sequence[int]) -> str:
     shown = "".join(text.words[place] for place in places)
     return repr(shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + "…")
 

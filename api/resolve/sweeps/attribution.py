@@ -9,7 +9,7 @@ from ....schemas.artifacts.saes import StoredSae
 from ....schemas.base.errors import Excluded, check_excluded, invalid
 from ....schemas.jobs.attributions import AttributionRequest
 from ....schemas.jobs.sweeps import StoredSweep, SweepPair
-from ....schemas.requests.attributions import Method, StoredAttribution, Verify
+from ....schemas.requests.attributions import EstimateMethod, StoredAttribution, Verify
 
 #: Points between the prompts if the request names none.
 INTEGRATED_STEPS = 8
@@ -68,7 +68,7 @@ def check_method(body: AttributionRequest) -> None:
     )
 
 
-def _of_cells(method: Method, verify: Verify) -> list[Excluded]:
+def _of_cells(method: EstimateMethod, verify: Verify) -> list[Excluded]:
     return [
         Excluded(
             "verify.budget",
@@ -84,7 +84,7 @@ def _of_cells(method: Method, verify: Verify) -> list[Excluded]:
     ]
 
 
-def _of_features(method: Method, verify: Verify | None, keep: int) -> list[Excluded]:
+def _of_features(method: EstimateMethod, verify: Verify | None, keep: int) -> list[Excluded]:
     chosen = verify or Verify()
     return [
         Excluded(

@@ -22,7 +22,7 @@ OF_HEADS = (*BANKS["query"], *BANKS["key"])
 TOGETHER = "all positions"
 
 
-class Part(NamedTuple):
+class ColumnPart(NamedTuple):
     """The part of a row that a column writes, in the column's own fields."""
 
     label: str = ""
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     ranks: tuple[int, int] | None = None
 
 
-def parts_of(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[Part]:
+def parts_of(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[ColumnPart]:
     """Return the parts of a row that the columns of the request's axis write; a single unlimited
     part for axes of whole rows. Raises a 400.
     """
@@ -40,10 +40,12 @@ def parts_of(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> 
         return _heads(request, hooks, model)
     if request.neurons is not None:
         return _neurons(request, request.neurons, hooks, model)
-    return [Part()]
+    return [ColumnPart()]
 
 
-def columns_on(request: SweepRequest, columns: list[Column], parts: Sequence[Part]) -> list[Column]:
+def columns_on(
+    request: SweepRequest, columns: list[Column], parts: Sequence[ColumnPart]
+) -> list[Column]:
     """Return the columns of the grid. `columns`: one for each requested position or span."""
     if request.axis == "position":
         return columns
@@ -69,7 +71,7 @@ def _placed(column: Column, at_position: bool) -> str:
     )
 
 
-def _part_of(column: Column, part: Part, where: str = "") -> Column:
+def _part_of(column: Column, part: ColumnPart, where: str = "") -> Column:
     label = ", ".join(filter(None, (part.label, where))) or column.label
     return Column(
         label=label,
@@ -128,7 +130,7 @@ def _check_fields(request: SweepRequest) -> None:
     )
 
 
-def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[Part]:
+def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[ColumnPart]:
     sizes = [_heads_at(f"hooks[{index}]", hook, model) for index, hook in enumerate(hooks)]
     for index, size in enumerate(sizes):
         if size != sizes[0]:
@@ -143,7 +145,7 @@ def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> li
     count, width = sizes[0]
     with Translated(SelectorError, lambda error: invalid("heads", str(error))):
         chosen = resolve_layers("all" if request.heads is None else request.heads, count, "head")
-    return [Part(f"head {head}", head, _dims(head, width)) for head in chosen]
+    return [ColumnPart(f"head {head}", head, _dims(head, width)) for head in chosen]
 
 
 def _dims(head: int, width: int) -> str:
@@ -175,7 +177,7 @@ def _heads_at(field: str, hook: Hook, model: ModelInfo) -> tuple[int, int]:
 
 def _neurons(
     request: SweepRequest, neurons: Neurons, hooks: Sequence[Hook], model: ModelInfo
-) -> list[Part]:
+) -> list[ColumnPart]:
     least = min(model.row_size(hook) for hook in hooks)
     if neurons.sets is not None:
         return list(_sets(neurons.sets, least))
@@ -187,7 +189,10 @@ def _neurons(
             raise invalid(
                 name, f"{neurons.each} exceeds the dimensions of a row", allowed=f"1 to {least}"
             )
-        return [Part(f"neuron #{rank + 1}", ranks=(rank, rank + 1)) for rank in range(neurons.each)]
+        return [
+            ColumnPart(f"neuron #{rank + 1}", ranks=(rank, rank + 1))
+            for rank in range(neurons.each)
+        ]
     parts = []
     for index, count in enumerate(neurons.top or []):
         if count > least:
@@ -196,17 +201,17 @@ def _neurons(
                 f"{count} exceeds the dimensions of a row",
                 allowed=f"1 to {min(least, MAX_NEURONS)}",
             )
-        parts.append(Part(f"top {count}", ranks=(0, count)))
+        parts.append(ColumnPart(f"top {count}", ranks=(0, count)))
     return parts
 
 
-def _sets(sets: Sequence[object], width: int) -> Iterator[Part]:
+def _sets(sets: Sequence[object], width: int) -> Iterator[ColumnPart]:
     for index, chosen in enumerate(sets):
         try:
             dims = resolve_layers(chosen, width, "neuron")  # type: ignore[arg-type]
         except SelectorError as error:
             raise invalid(f"neurons.sets[{index}]", str(error)) from error
-        yield Part(
+        yield ColumnPart(
             f"neurons {as_ranges(dims, 2)}" if len(dims) > 1 else f"neuron {dims[0]}",
             dims=as_ranges(dims),
         )

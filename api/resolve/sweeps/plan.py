@@ -27,11 +27,11 @@ from ....schemas.prompts.selectors import (
     Hook,
     LayerSelector,
     PositionSelector,
+    PositionWindow,
     PromptPositions,
     SelectorError,
     Span,
     SpanFinder,
-    Window,
     no_text,
     resolve_layers,
     resolve_positions,
@@ -44,8 +44,17 @@ from ..edits.patches import mask_tensor
 from ..edits.steering import NO_POSITION
 from ..positions.captures import Bounds, one_hook
 from ..prompts.tokenizer import Codec
-from .alignment import CLEAN, CORRUPT, Aligned, Matched, Tokens, align, match_span, match_spans
-from .columns import Part, columns_on, parts_of
+from .alignment import (
+    CLEAN,
+    CORRUPT,
+    Aligned,
+    Matched,
+    PromptTokens,
+    align,
+    match_span,
+    match_spans,
+)
+from .columns import ColumnPart, columns_on, parts_of
 from .limits import check_limits, too_many_cells
 from .paths import resolve_path
 from .prompts import read_prompts
@@ -57,7 +66,7 @@ NO_SOURCE = -1
 NO_STEERING = GlobalSteering()
 
 
-class Planned(NamedTuple):
+class PlannedSweep(NamedTuple):
     """A sweep that can run, and its mask: content hash → MessagePack `Tensor`."""
 
     sweep: StoredSweep
@@ -89,7 +98,7 @@ async def plan_sweep(
     codec: Codec,
     settings: Settings,
     global_steering: GlobalSteering = NO_STEERING,
-) -> Planned:
+) -> PlannedSweep:
     """Resolve a sweep. Raises a 400 with the path of the first invalid field."""
     _check_model(model)
     _check_fields(request)
@@ -120,7 +129,7 @@ async def plan_sweep(
         path=path,
     )
     check_limits(sweep, model, settings, global_steering)
-    return Planned(sweep, blobs)
+    return PlannedSweep(sweep, blobs)
 
 
 # --- Checks that do not need the prompts
@@ -335,7 +344,7 @@ def _store_pairs(
     request: SweepRequest,
     pairs: Sequence[_Pair],
     answers: dict[str, Continuation],
-    parts: Sequence[Part],
+    parts: Sequence[ColumnPart],
     limit: int,
 ) -> list[StoredPair]:
     _check_cost(request, pairs, limit)
@@ -350,7 +359,10 @@ def _store_pairs(
 
 
 def _store_pair(
-    request: SweepRequest, pair: _Pair, answers: dict[str, Continuation], parts: Sequence[Part]
+    request: SweepRequest,
+    pair: _Pair,
+    answers: dict[str, Continuation],
+    parts: Sequence[ColumnPart],
 ) -> StoredPair:
     notes: list[str] = []
     aligned = _aligned(request, pair)
@@ -449,8 +461,8 @@ def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
         return align(_tokens(pair.clean), _tokens(pair.corrupt), how, pair.patched)
 
 
-def _tokens(prompt: ReadPrompt) -> Tokens:
-    return Tokens(prompt.ids, prompt.words)
+def _tokens(prompt: ReadPrompt) -> PromptTokens:
+    return PromptTokens(prompt.ids, prompt.words)
 
 
 def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> Iterator[Column]:
@@ -527,7 +539,7 @@ def _resolved(
 
 def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
     """Raises SelectorError for a range beyond the prompt: a sweep generates no tokens."""
-    if isinstance(positions, Window):
+    if isinstance(positions, PositionWindow):
         for name, place in (("start", positions.start), ("stop", (positions.stop or 1) - 1)):
             if place >= tokens:
                 raise SelectorError(

@@ -47,7 +47,7 @@ class Parts:
 
 
 Piece = bytes | Parts
-Command = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
+RedisCommand = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
 
 
 class PipelinedRedis(redis.asyncio.Redis):
@@ -56,7 +56,7 @@ class PipelinedRedis(redis.asyncio.Redis):
     A cancelled caller does not get the answer; its command is executed nevertheless.
     """
 
-    _waiting: list[Command]
+    _waiting: list[RedisCommand]
     _in_flight: set["asyncio.Task[None]"]
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
@@ -82,7 +82,7 @@ class PipelinedRedis(redis.asyncio.Redis):
         self._in_flight.discard(task)
         self._send_groups()
 
-    async def _send_group(self, group: list[Command]) -> None:
+    async def _send_group(self, group: list[RedisCommand]) -> None:
         """Set every command's answer, or the error that it or the whole group caused."""
         answers: list[Any]
         try:

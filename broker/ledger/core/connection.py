@@ -18,7 +18,7 @@ from . import scripts
 from .aof_barrier import AofBarrier
 from .auto_pipeline import PipelinedRedis
 from .memory_pressure import MemoryPressure
-from .tenants import Tenants, limits_of, refusal
+from .tenants import LedgerTenants, limits_of, refusal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,7 +62,7 @@ async def of_each(
     return answers
 
 
-class Connection:
+class LedgerConnection:
     """One asyncio Redis client, and what every change of the ledger needs.
 
     Belongs to the event loop on which it is first used.
@@ -72,7 +72,7 @@ class Connection:
         # redis-py types each answer as the union of all that it can be configured to return
         self.redis: Any = client
         self.settings = settings
-        self.tenants = Tenants(self.redis, settings)
+        self.tenants = LedgerTenants(self.redis, settings)
         self._pressure = MemoryPressure(self.redis, settings.redis_allow_lossy)
         self._written = AofBarrier(self.redis, settings.redis_replicas, settings.redis_allow_lossy)
         self._scripts = scripts.Scripts(client)

@@ -19,7 +19,7 @@ from ....schemas.access.keys import unscoped
 from ....schemas.artifacts.conditions import StoredPolicy
 from ....schemas.artifacts.loras import use_of
 from ....schemas.artifacts.probes import ProbeScore
-from ....schemas.artifacts.registered import Kind, Registered
+from ....schemas.artifacts.registered import ArtifactKind, Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import now, to_json, to_msgpack
@@ -33,7 +33,7 @@ from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, LostRange
 from ....schemas.requests.attributions import Queue
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.policies import Policy
-from ....schemas.requests.source_runs import Run
+from ....schemas.requests.source_runs import RunRecord
 from ....schemas.requests.steering import Module
 from ...queue.celery_app import SEPARATOR, channels_of
 from ...queue.messages import SENT_CHANNEL, templates
@@ -114,7 +114,7 @@ STAMP: dict[State, str] = {
 KeptUnit = tuple[int, bytes, bytes, bool]
 
 
-class Registry(Protocol):
+class ScriptClient(Protocol):
     """A redis-py client, synchronous or asynchronous."""
 
     def register_script(self, script: str) -> Any: ...
@@ -126,7 +126,7 @@ class Scripts:
     Reloaded after a Redis restart.
     """
 
-    def __init__(self, client: Registry) -> None:
+    def __init__(self, client: ScriptClient) -> None:
         self._bound = {name: client.register_script(source(name)) for name in NAMES}
 
     def __getattr__(self, name: str) -> Any:
@@ -282,7 +282,7 @@ def submit(
     key, body = idempotency or (None, None)
     run = None
     if job.run:
-        run = Run(
+        run = RunRecord(
             name=job.run,
             model=job.model,
             job=job.id,
@@ -446,7 +446,7 @@ def put_module(
 
 def put_pinned(
     settings: Settings,
-    kind: Kind[Any],
+    kind: ArtifactKind[Any],
     record: Registered,
     former: bytes | None,
     blobs: Mapping[str, bytes],

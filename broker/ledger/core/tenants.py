@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ....schemas.access.keys import Limits, Tenant, TenantView, Usage
+from ....schemas.access.keys import Limits, Tenant, TenantUsage, TenantView
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import MAX_HARVESTS_KEPT, MAX_SURVEYS
 from ....schemas.base.records import from_msgpack, now, to_msgpack
@@ -164,7 +164,7 @@ def refusal(
     )
 
 
-class Tenants:
+class LedgerTenants:
     """Tenants in a redis.asyncio client's Redis, such as a ledger's. Belongs to its event loop."""
 
     def __init__(self, redis: Any, settings: Settings) -> None:
@@ -191,7 +191,7 @@ class Tenants:
         raw = await self._redis.hgetall(TENANTS)
         return [from_msgpack(raw[name], Tenant) for name in sorted(raw)]
 
-    async def usage(self, name: str) -> Usage:
+    async def usage(self, name: str) -> TenantUsage:
         """Return a tenant's current usage, and what it has submitted in this clock minute."""
         counted = await self._redis.hmget(
             USAGE, [f"{name}/{what}" for what in ("jobs", "cells", "bytes")]
@@ -201,7 +201,7 @@ class Tenants:
         minute, requests, tokens = (int(number or 0) for number in rates)
         current = minute == int(now() // 60)
         sizes: list[bytes] = await self._redis.hvals(f"ms:module-bytes:{name}")
-        return Usage(
+        return TenantUsage(
             jobs_in_flight=jobs,
             sweep_cells=cells,
             capture_bytes=kept,

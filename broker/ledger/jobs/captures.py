@@ -50,7 +50,7 @@ def _entry(job: str, created: float, values: Any) -> CaptureEntry | None:
     )
 
 
-class Captures(LedgerPart):
+class LedgerCaptures(LedgerPart):
     """Captures of a ledger, in the artifact store of its settings.
 
     Belongs to the ledger's event loop.

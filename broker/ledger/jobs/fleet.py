@@ -10,7 +10,7 @@ from ....schemas.jobs.models import SHOWN_IDENTITY, GradientInfo, ModelInfo, Wor
 from ....schemas.requests.attributions import Queue
 from ....schemas.service.compatibility import OLDEST_WIRE, WIRE
 from ..core import scripts
-from ..core.connection import Connection, reachable
+from ..core.connection import LedgerConnection, reachable
 
 
 def _encoded(info: ModelInfo | WorkerInfo) -> bytes:
@@ -18,7 +18,7 @@ def _encoded(info: ModelInfo | WorkerInfo) -> bytes:
     return to_json(msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE))
 
 
-class Fleet(Connection):
+class Fleet(LedgerConnection):
     """The models that workers have served, and the live workers."""
 
     def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:

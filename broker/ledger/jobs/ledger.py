@@ -26,8 +26,8 @@ from ....schemas.jobs.jobs import (
     JobPage,
     JobResult,
     JobView,
-    Outcome as JobOutcome,
     State,
+    StoredOutcome as JobOutcome,
 )
 from ....schemas.jobs.kinds import kind_of
 from ....schemas.jobs.sweeps import UnitRecord
@@ -97,7 +97,7 @@ def _steered(job: Job, version: int, entries: bytes) -> Job:
     return msgspec.structs.replace(job, global_steering=steering)
 
 
-class Outcome(NamedTuple):
+class JobSnapshot(NamedTuple):
     """A job as it was at one moment."""
 
     view: JobView
@@ -468,7 +468,7 @@ class Ledger(Fleet):
         return views.view(_record(job_id, values), self.settings)
 
     @reachable
-    async def outcome(self, job_id: str) -> Outcome:
+    async def outcome(self, job_id: str) -> JobSnapshot:
         """Return the job with its result, and whether Redis has logged both, in one round trip.
 
         Raises not_found.
@@ -482,8 +482,10 @@ class Ledger(Fleet):
             persistence_in(persistence)
         )
         if view.state is State.EXPIRED or kind_of(view.kind).grid:
-            return Outcome(view, written=written)
-        return Outcome(view, views.result(view, record, outputs, receipts, self.settings), written)
+            return JobSnapshot(view, written=written)
+        return JobSnapshot(
+            view, views.result(view, record, outputs, receipts, self.settings), written
+        )
 
     @reachable
     async def result(self, job_id: str) -> JobResult:

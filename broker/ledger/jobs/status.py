@@ -13,7 +13,7 @@ from ....schemas.service.status import (
     QueueStatus,
     RedisStatus,
     RelayStatus,
-    Status,
+    ServiceStatus,
 )
 from ...ops.liveness import REAPER_KEY, RELAY_KEY
 from .ledger import Ledger, reachable
@@ -24,7 +24,7 @@ NAME_OF_STEP = {"0": "high", "3": "interactive", "6": "batch", "9": "low"}
 
 
 @reachable
-async def read_status(ledger: Ledger, held: int = 0) -> Status:
+async def read_status(ledger: Ledger, held: int = 0) -> ServiceStatus:
     """Return the status. `held`: number of responses that the caller holds open.
 
     Raises MidstreamError("unavailable") while Redis is unreachable.
@@ -41,7 +41,7 @@ async def read_status(ledger: Ledger, held: int = 0) -> Status:
         counts, live, queued, queues, relay, sweep, pending, first = await pipe.execute()
     workers = [judged(worker) for worker in await ledger.workers(queue=None)]
     at = now()
-    return Status(
+    return ServiceStatus(
         version=__version__,
         at=at,
         held=held,

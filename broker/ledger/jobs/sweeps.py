@@ -20,7 +20,7 @@ from .ledger import LedgerPart, not_found, reachable, unit_decoder
 #: Units in one script call: few enough to hold Redis for a few milliseconds only.
 BATCH = 500
 
-Kept = Literal["kept", "stale", "cancelling"]
+UnitFate = Literal["kept", "stale", "cancelling"]
 
 
 class SweepSnapshot(NamedTuple):
@@ -31,7 +31,7 @@ class SweepSnapshot(NamedTuple):
     last_event: str  # id of the last event that `result` surely includes; empty: no events
 
 
-class Sweeps(LedgerPart):
+class LedgerSweeps(LedgerPart):
     """Sweep units in a ledger. Belongs to the ledger's event loop."""
 
     @reachable
@@ -101,7 +101,7 @@ class Sweeps(LedgerPart):
         units: Iterable[tuple[UnitRecord, SweepCell | EstimatedPair | None]],
         ranks: int,
         stages: int,
-    ) -> Kept:
+    ) -> UnitFate:
         """Store unit records, in this order, each with its event (none if it is neither a cell nor
         an estimate), and drop their receipts.
 
@@ -129,7 +129,7 @@ class Sweeps(LedgerPart):
                 raise not_found(job.id)
             if outcome != "kept":
                 break
-        return cast(Kept, outcome)
+        return cast(UnitFate, outcome)
 
 
 def _event(shown: SweepCell | EstimatedPair, attempt: int) -> Event:

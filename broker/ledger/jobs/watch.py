@@ -108,7 +108,7 @@ class Waiter:
         self.on_events = on_events  # whether events of the job's stream wake it
 
 
-class Watcher:
+class JobWatcher:
     """Waits for changes of jobs on one pub/sub connection. Belongs to one event loop.
 
     Use as `async with Watcher(ledger)`, or `start()` and `close()`.
@@ -128,7 +128,7 @@ class Watcher:
         self.on_change: Callable[[str], None] | None = None
         self.on_gap: Callable[[], None] | None = None
 
-    async def __aenter__(self) -> "Watcher":
+    async def __aenter__(self) -> "JobWatcher":
         self.start()
         return self
 

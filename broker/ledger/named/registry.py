@@ -5,7 +5,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from ....schemas.artifacts.registered import Kind, Registered
+from ....schemas.artifacts.registered import ArtifactKind, Registered
 from ....schemas.base.errors import MidstreamError, invalid, unknown
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import from_msgpack
@@ -23,12 +23,12 @@ class Lookup(NamedTuple):
     """Artifacts of one model that a request names, read together."""
 
     model: str = ""
-    records: Mapping[tuple[str, str], Any] = {}  # (`Kind.plural`, name) → those that exist
-    # `Kind.plural` → all names, of kinds of which a named one does not exist
+    records: Mapping[tuple[str, str], Any] = {}  # (`ArtifactKind.plural`, name) → those that exist
+    # `ArtifactKind.plural` → all names, of kinds of which a named one does not exist
     names: Mapping[str, Sequence[str]] = {}
     gradients: GradientInfo | None = None  # of the model's gradient workers, if asked for
 
-    def known(self, kind: Kind[T], name: str, field: str) -> T:
+    def known(self, kind: ArtifactKind[T], name: str, field: str) -> T:
         """Return the artifact of this name. Raises a 400 naming `field` and the names that
         exist.
         """
@@ -38,7 +38,7 @@ class Lookup(NamedTuple):
             raise unknown(kind.noun, name, self.model, names, field=field, kind="invalid_request")
         return record
 
-    def present(self, kind: Kind[T], names: Iterable[str]) -> list[T]:
+    def present(self, kind: ArtifactKind[T], names: Iterable[str]) -> list[T]:
         """Return those of these names that exist, in this order."""
         given = ((kind.plural, name) for name in names)
         return [self.records[of] for of in given if of in self.records]
@@ -48,7 +48,9 @@ NOTHING_FOUND = Lookup()
 
 
 @reachable
-async def look_up(ledger: Ledger, model: str, named: Iterable[tuple[Kind[Any], str]]) -> Lookup:
+async def look_up(
+    ledger: Ledger, model: str, named: Iterable[tuple[ArtifactKind[Any], str]]
+) -> Lookup:
     """Return the named artifacts, read in one round trip; the names of a kind take a second one, if
     one does not exist.
     """
@@ -76,7 +78,7 @@ class Registry(Generic[T]):
     All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
 
-    def __init__(self, ledger: Ledger, kind: Kind[T]) -> None:
+    def __init__(self, ledger: Ledger, kind: ArtifactKind[T]) -> None:
         self._ledger, self._kind = ledger, kind
         self._redis: Any = ledger.redis
 

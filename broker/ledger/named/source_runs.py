@@ -20,10 +20,10 @@ from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, State
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.requests.source_runs import (
-    Run,
     RunFiles,
     RunPage,
     RunPrompt,
+    RunRecord,
     RunState,
     RunView,
     parse_key,
@@ -31,18 +31,18 @@ from ....schemas.requests.source_runs import (
 from ....storage.store import open_store
 from ...artifacts import source_run_files
 from ...artifacts.headers import UNREADABLE, must_be_there
-from ...artifacts.source_run_files import Blob, unusable
+from ...artifacts.source_run_files import RunBlob, unusable
 from ..core import scripts
-from ..jobs.captures import Captures
+from ..jobs.captures import LedgerCaptures
 from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable
 from ..results import pages
 
 #: Job ids name the captures of their jobs; names of runs must not begin like this.
 JOB_PREFIX = "job_"
 
-Runs = list[Run]
+RunRecords = list[RunRecord]
 Views = list[RunView]
-Blobs = list[Blob]
+Blobs = list[RunBlob]
 Receipts = list[Receipt]
 
 #: Seconds between two searches for names of runs that the ledger no longer knows.
@@ -68,7 +68,7 @@ Standings = list[RunReadiness | None]
 DELETED = RunReadiness("deleted", "its captures were deleted")
 
 
-class SourceRuns(LedgerPart):
+class LedgerRuns(LedgerPart):
     """Source runs of a ledger, in the capture root of its settings.
 
     Belongs to the ledger's event loop.
@@ -88,7 +88,7 @@ class SourceRuns(LedgerPart):
     # --- resolving names
 
     @reachable
-    async def lookup(self, model: str, name_or_job: str) -> Run | None:
+    async def lookup(self, model: str, name_or_job: str) -> RunRecord | None:
         """Return the run with this name, or the captures of the job with this id under its first
         tag (the user's); None if there is no such run.
 
@@ -111,7 +111,7 @@ class SourceRuns(LedgerPart):
             DEFAULT_TENANT if tenant is None else tenant.decode()
         ):
             return None
-        return Run(
+        return RunRecord(
             name=name_or_job,
             model=model,
             job=name_or_job,
@@ -127,12 +127,12 @@ class SourceRuns(LedgerPart):
         return sorted(names if self._caller is None else own(self._caller.tenant, names))
 
     @reachable
-    async def standing(self, run: Run) -> RunReadiness:
+    async def standing(self, run: RunRecord) -> RunReadiness:
         """Return the state of a run, and the reason if it is not ready."""
         (standing,) = await self._known([run.job])
         return standing or DELETED
 
-    async def prompts(self, run: Run, only: Collection[int] | None = None) -> list[RunPrompt]:
+    async def prompts(self, run: RunRecord, only: Collection[int] | None = None) -> list[RunPrompt]:
         """Return the run's captured prompts, ascending; `only`: just these, if they were captured.
 
         Raises MidstreamError: `conflict` while its job runs, `capture_failed` if it failed or rows
@@ -205,22 +205,22 @@ class SourceRuns(LedgerPart):
         )
 
     async def delete(self, model: str, name: str) -> None:
-        """Delete the captures, as `Captures.delete` does, and then the name; jobs that hold the run
-        keep its rows until they end.
+        """Delete the captures, as `LedgerCaptures.delete` does, and then the name; jobs that hold
+        the run keep its rows until they end.
 
         May be repeated. Raises MidstreamError: `not_found`, `conflict` while its job runs,
         `internal` when the disk refuses.
         """
         run = await self._existing(model, name)
         try:
-            await Captures(self._ledger).delete(run.job)
+            await LedgerCaptures(self._ledger).delete(run.job)
         except MidstreamError as error:
             if error.kind not in ("gone", "not_found"):  # deleted before, perhaps long ago
                 raise
         await self._forget(run)
 
     @reachable
-    async def _forget(self, run: Run) -> None:
+    async def _forget(self, run: RunRecord) -> None:
         await self._scripts.delete_run(
             args=scripts.pack(self._settings, model=run.model, name=run.name, job=run.job)
         )
@@ -233,7 +233,7 @@ class SourceRuns(LedgerPart):
         if at < self._pruned + PRUNE_S:
             return 0
         self._pruned = at
-        removed: Runs = []
+        removed: RunRecords = []
         for model in await self._ledger.models():
             runs = await self._named(model.name)
             known = await self._known([run.job for run in runs]) if runs else []
@@ -279,14 +279,14 @@ class SourceRuns(LedgerPart):
 
     # --- internals
 
-    async def _existing(self, model: str, name: str) -> Run:
+    async def _existing(self, model: str, name: str) -> RunRecord:
         run = await self.lookup(model, name)
         if run is None:
             raise unknown("source run", name, model, await self.names(model))
         return run
 
     @reachable
-    async def _named(self, model: str) -> Runs:
+    async def _named(self, model: str) -> RunRecords:
         runs = [_decoded(packed) for packed in await self._redis.hvals(_names(model))]
         return (
             runs
@@ -308,7 +308,7 @@ class SourceRuns(LedgerPart):
         return [_readiness(*answers[at], *answers[at + 1]) for at in range(0, len(answers), 2)]
 
     @reachable
-    async def _views(self, runs: Runs, model: str) -> Views:
+    async def _views(self, runs: RunRecords, model: str) -> Views:
         if not runs:
             return []
         known = await self._known([run.job for run in runs])
@@ -421,7 +421,7 @@ def _readiness(
     return RunReadiness("ready", bytes=int(size or 0))
 
 
-def _decoded(packed: bytes) -> Run:
+def _decoded(packed: bytes) -> RunRecord:
     with Translated(
         msgspec.ValidationError,
         lambda error: MidstreamError(
@@ -432,10 +432,10 @@ def _decoded(packed: bytes) -> Run:
             ),
         ),
     ):
-        return from_msgpack(packed, Run)
+        return from_msgpack(packed, RunRecord)
 
 
-def _place(run: Run) -> tuple[float, str]:
+def _place(run: RunRecord) -> tuple[float, str]:
     """Return the position of a run in the listing."""
     return run.created, run.job
 

@@ -49,7 +49,7 @@ RACES = 16
 UNKNOWN = "(unknown)"
 
 
-class Kept(NamedTuple, Generic[T_co]):
+class StoredItem(NamedTuple, Generic[T_co]):
     """A stored item of a model's steering: its kind, and the field with its writer's version."""
 
     kind: type[T_co]
@@ -57,11 +57,11 @@ class Kept(NamedTuple, Generic[T_co]):
     written_by: str
 
 
-ENTRIES = Kept(list[SteeringTemplate], "the global steering", "current_by")
+ENTRIES = StoredItem(list[SteeringTemplate], "the global steering", "current_by")
 
 
-def a_module(name: str) -> Kept[Module]:
-    return Kept(Module, f"the module {shown(name)!r}", f"module_by:{name}")
+def a_module(name: str) -> StoredItem[Module]:
+    return StoredItem(Module, f"the module {shown(name)!r}", f"module_by:{name}")
 
 
 def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamError:
@@ -96,7 +96,7 @@ class Account(NamedTuple):
         )
 
 
-class Steering(LedgerPart):
+class LedgerSteering(LedgerPart):
     """Steering in a ledger's Redis. Belongs to the ledger's event loop.
 
     All calls raise MidstreamError("unavailable") while Redis is unreachable.
@@ -362,7 +362,7 @@ class Steering(LedgerPart):
             changed=float(changed or 0),
         )
 
-    async def _read(self, model: str, kept: Kept[T], packed: bytes) -> T:
+    async def _read(self, model: str, kept: StoredItem[T], packed: bytes) -> T:
         """Decode a stored item. Raises MidstreamError("version_mismatch")."""
         try:
             return from_msgpack(packed, kept.kind)

@@ -1,5 +1,5 @@
-"""API keys in `ms:keys`, id → packed `Key` with a hash of the secret; the secret itself is never
-stored.
+"""API keys in `ms:keys`, id → packed `StoredKey` with a hash of the secret; the secret itself is
+never stored.
 
 A secret has 256 random bits, so its plain SHA-256 cannot be brute-forced, and is fast enough to
 check on each request.
@@ -18,10 +18,10 @@ from ....schemas.access.keys import (
     DEFAULT_TENANT,
     KEY_PREFIX,
     CreatedKey,
-    Key,
     KeyRequest,
     KeyView,
     Scope,
+    StoredKey,
 )
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_msgpack, now, to_msgpack
@@ -38,10 +38,10 @@ _KEY = re.compile(
     rf"{KEY_PREFIX}([0-9a-z]{{{ID_LENGTH}}})_([A-Za-z0-9]{{{SECRET_LENGTH[0]},{SECRET_LENGTH[1]}}})"
 )
 
-# The method `Keys.list` hides the builtin inside the class.
+# The method `LedgerKeys.list` hides the builtin inside the class.
 
 
-class Shown(NamedTuple):
+class PresentedKey(NamedTuple):
     """The parts of a key as presented by its user."""
 
     id: str
@@ -49,13 +49,17 @@ class Shown(NamedTuple):
 
 
 #: Compared with the presented key when its id is unknown, so that the check takes as long.
-UNKNOWN = Shown("", hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).hexdigest())
+UNKNOWN = PresentedKey("", hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).hexdigest())
 
 
-def parse(text: str) -> Shown | None:
+def parse(text: str) -> PresentedKey | None:
     """Parse a key; None if the text is not formatted like one."""
     match = _KEY.fullmatch(text)
-    return None if match is None else Shown(match[1], hashlib.sha256(match[2].encode()).hexdigest())
+    return (
+        None
+        if match is None
+        else PresentedKey(match[1], hashlib.sha256(match[2].encode()).hexdigest())
+    )
 
 
 def new_key() -> str:
@@ -68,9 +72,9 @@ def new_key() -> str:
 OF_SETTINGS: dict[str, Scope] = {"admin_key": "admin", "observe_key": "observe"}
 
 
-def of_settings(settings: Settings) -> dict[str, Key]:
+def of_settings(settings: Settings) -> dict[str, StoredKey]:
     """Return the keys of the settings, by id. Raises SettingsError naming the setting."""
-    keys: dict[str, Key] = {}
+    keys: dict[str, StoredKey] = {}
     for setting, scope in OF_SETTINGS.items():
         if not (text := getattr(settings, setting)):
             continue
@@ -88,7 +92,7 @@ def of_settings(settings: Settings) -> dict[str, Key]:
                 f"{name}: has the id of another setting's key: `midstream create admin-key` prints "
                 "another one"
             )
-        keys[shown.id] = Key(
+        keys[shown.id] = StoredKey(
             id=shown.id,
             name=f"the setting {setting}",
             tenant=DEFAULT_TENANT,
@@ -99,7 +103,7 @@ def of_settings(settings: Settings) -> dict[str, Key]:
     return keys
 
 
-def is_right(shown: Shown, key: Key | None, at: float) -> bool:
+def is_right(shown: PresentedKey, key: StoredKey | None, at: float) -> bool:
     """Return whether `key` matches the presented one and has not expired.
 
     Constant time, even for a missing key.
@@ -108,11 +112,11 @@ def is_right(shown: Shown, key: Key | None, at: float) -> bool:
     return same and key is not None and not has_expired(key, at)
 
 
-def has_expired(key: Key, at: float) -> bool:
+def has_expired(key: StoredKey, at: float) -> bool:
     return key.expires is not None and at >= key.expires
 
 
-def view_of(key: Key) -> KeyView:
+def view_of(key: StoredKey) -> KeyView:
     return KeyView(
         id=key.id,
         name=key.name,
@@ -123,7 +127,7 @@ def view_of(key: Key) -> KeyView:
     )
 
 
-class Keys:
+class LedgerKeys:
     """API keys in the ledger's Redis.
 
     All calls raise MidstreamError("unavailable") while it is unreachable.
@@ -140,7 +144,7 @@ class Keys:
             text = new_key()
             shown = parse(text)
             assert shown is not None
-            key = Key(
+            key = StoredKey(
                 id=shown.id,
                 name=request.name,
                 tenant=request.tenant,
@@ -153,7 +157,7 @@ class Keys:
                 return CreatedKey(**msgspec.structs.asdict(view_of(key)), key=text)
 
     @reachable
-    async def get(self, key_id: str) -> Key | None:
+    async def get(self, key_id: str) -> StoredKey | None:
         raw = await self._redis.hget(KEYS, key_id)
         return None if raw is None else _decoded(raw)
 
@@ -169,7 +173,7 @@ class Keys:
         }
 
     @reachable
-    async def list(self) -> Sequence[Key]:
+    async def list(self) -> Sequence[StoredKey]:
         """Return all keys, including expired ones; oldest first."""
         return sorted(
             map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id)
@@ -197,7 +201,7 @@ async def any_key(settings: Settings) -> bool:
     """
     ledger = Ledger.connect(settings)
     try:
-        return await Keys(ledger).any()
+        return await LedgerKeys(ledger).any()
     finally:
         await ledger.close()
 
@@ -212,7 +216,7 @@ def _holds(raw: bytes, at: float) -> bool:
         return False
 
 
-def _decoded(raw: bytes) -> Key:
+def _decoded(raw: bytes) -> StoredKey:
     with Translated(
         msgspec.ValidationError,
         lambda error: MidstreamError(
@@ -223,4 +227,4 @@ def _decoded(raw: bytes) -> Key:
             ),
         ),
     ):
-        return from_msgpack(raw, Key)
+        return from_msgpack(raw, StoredKey)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ....schemas.access.keys import Key
+from ....schemas.access.keys import StoredKey
 from ....schemas.access.sessions import MAX_SESSIONS, SESSION_S, Session
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import from_msgpack, now, to_msgpack
@@ -43,7 +43,7 @@ class Sessions:
         self._redis: Any = ledger.redis
 
     @reachable
-    async def create(self, key: Key) -> NewSession:
+    async def create(self, key: StoredKey) -> NewSession:
         """Create a session of `key`, which ends with the key. Raises `too_many_sessions`."""
         at = now()
         expires = min(at + SESSION_S, key.expires or at + SESSION_S)

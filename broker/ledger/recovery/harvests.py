@@ -57,8 +57,8 @@ REFUSED = {
 #: Numbers of the parts that write the plan and the manifest, and of surveys.
 PLANS, SEALS, SURVEYS = -1, -2, -3
 
-Wanted = Literal["run", "pause", "cancel"]
-Kept = Literal["kept", "stale", "cancelling", "unknown"]
+WantedState = Literal["run", "pause", "cancel"]
+PartFate = Literal["kept", "stale", "cancelling", "unknown"]
 Changed = Literal["changed", "unwanted", "sealing", "cancelling", "over", "gone"]
 #: Replaces the request's lines in the stored specification. The lines have their own key until the
 #: harvest ends, so that listings do not read them.
@@ -91,7 +91,7 @@ def not_found(harvest_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown harvest {harvest_id}")
 
 
-class Harvests(HarvestStreams):
+class LedgerHarvests(HarvestStreams):
     """Harvests in a ledger. Belongs to the ledger's event loop."""
 
     # --- accepting and reading
@@ -196,7 +196,7 @@ class Harvests(HarvestStreams):
     # --- the user's side
 
     @reachable
-    async def ask(self, harvest_id: str, action: Wanted) -> HarvestView:
+    async def ask(self, harvest_id: str, action: WantedState) -> HarvestView:
         """Pause, resume or cancel the harvest.
 
         Raises not_found, and conflict if it has ended, is complete or is being cancelled.
@@ -237,7 +237,9 @@ class Harvests(HarvestStreams):
         """Return whether the job is a survey, which reads a finished harvest."""
         return bool(await self._redis.hexists(f"ms:job:{job_id}", "survey"))
 
-    async def planned(self, job: Job, attempt: int, plan: HarvestPlan, file: CheckedFile) -> Kept:
+    async def planned(
+        self, job: Job, attempt: int, plan: HarvestPlan, file: CheckedFile
+    ) -> PartFate:
         """Record that the plan is durable in the harvest's store."""
         fields = {
             "units": len(plan.units),
@@ -248,11 +250,11 @@ class Harvests(HarvestStreams):
         }
         return await self._keep(job, attempt, set=fields)
 
-    async def closing(self, job: Job, attempt: int) -> Kept:
+    async def closing(self, job: Job, attempt: int) -> PartFate:
         """Record that the manifest is about to be written: cancelling is no longer possible."""
         return await self._keep(job, attempt, set={"closing": 1})
 
-    async def sealed(self, job: Job, attempt: int) -> Kept:
+    async def sealed(self, job: Job, attempt: int) -> PartFate:
         """Record that the manifest is durable."""
         return await self._keep(job, attempt, set={"sealed": 1})
 
@@ -288,7 +290,7 @@ class Harvests(HarvestStreams):
         requests: Sequence[int],
         ranks: int,
         stages: int,
-    ) -> Kept:
+    ) -> PartFate:
         """Record a unit whose shards are durable; an existing record is not replaced."""
         counts = {
             "units_done": 1,
@@ -311,17 +313,17 @@ class Harvests(HarvestStreams):
             stages=stages,
         )
 
-    async def keep_part(self, job: Job, attempt: int, file: CheckedFile) -> Kept:
+    async def keep_part(self, job: Job, attempt: int, file: CheckedFile) -> PartFate:
         """Record that the part's manifest is durable, and drop its units."""
         return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
 
-    async def keep_survey(self, job: Job, attempt: int, entry: SurveyEntry) -> Kept:
+    async def keep_survey(self, job: Job, attempt: int, entry: SurveyEntry) -> PartFate:
         """Record a survey whose file is durable; its harvest has succeeded."""
         return await self._keep(
             job, attempt, survey=True, record=to_json(entry), counts={"bytes": entry.bytes}
         )
 
-    async def trouble(self, job: Job, attempt: int, reason: str) -> Kept:
+    async def trouble(self, job: Job, attempt: int, reason: str) -> PartFate:
         """Record why a worker waits, which is shown until a unit is kept.
 
         The harvest can be cancelled meanwhile.
@@ -329,7 +331,7 @@ class Harvests(HarvestStreams):
         return await self._keep(job, attempt, set={"trouble": reason}, clear=["closing"])
 
     @reachable
-    async def _keep(self, job: Job, attempt: int, **report: Any) -> Kept:
+    async def _keep(self, job: Job, attempt: int, **report: Any) -> PartFate:
         """Run lua/harvests/keep_harvest.lua, which documents its arguments and outcomes."""
         harvest = job.work_as(HarvestWork).part
         arguments = scripts.pack(
@@ -340,7 +342,7 @@ class Harvests(HarvestStreams):
             part=harvest.part,
             **{"set": {}, "clear": [], **report},
         )
-        return cast(Kept, (await self._scripts.keep_harvest(args=arguments)).decode())
+        return cast(PartFate, (await self._scripts.keep_harvest(args=arguments)).decode())
 
     # --- advancing
 

@@ -22,12 +22,12 @@ from ....schemas.requests.attributions import Queue
 from ...queue.celery_app import UNACKED, lists_of, queue_of
 from ...queue.messages import job_of_task
 from ..core import scripts
-from ..jobs.captures import Captures
+from ..jobs.captures import LedgerCaptures
 from ..jobs.ledger import Ledger, of_each, reachable
 from ..jobs.status import relay_since
-from ..named.source_runs import SourceRuns
+from ..named.source_runs import LedgerRuns
 from ..results.views import listing
-from .harvests import Harvests
+from .harvests import LedgerHarvests
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +99,9 @@ class Reaper:
         self._redis = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
         self._recount_at = 0.0
-        self._captures = Captures(ledger)
-        self._runs = SourceRuns(ledger)
-        self._harvests = Harvests(ledger)
+        self._captures = LedgerCaptures(ledger)
+        self._runs = LedgerRuns(ledger)
+        self._harvests = LedgerHarvests(ledger)
 
     @reachable
     async def sweep(self, at: float | None = None) -> ReaperReport:

@@ -23,7 +23,7 @@ SAMPLE = 2
 #: too small: rounding and noise are most of them.
 FAINT = 0.1
 
-Records = Mapping[int, UnitRecord]
+KnownUnits = Mapping[int, UnitRecord]
 
 
 def unchanged(metric: Metric, base: float) -> float:
@@ -31,7 +31,7 @@ def unchanged(metric: Metric, base: float) -> float:
     return 0.0 if metric == "recovered" else base
 
 
-def exact_units(sweep: StoredSweep, pair: int, records: Records) -> Iterable[Unit]:
+def exact_units(sweep: StoredSweep, pair: int, records: KnownUnits) -> Iterable[Unit]:
     """Return the pair's units with exact values: its cells, or with `sae` the chosen features."""
     units, attribution = Units(sweep), sweep.attributed
     if attribution is None or attribution.sae is None:
@@ -99,7 +99,7 @@ def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why,
     }
 
 
-def cells_to_compute(sweep: StoredSweep, pair: int, records: Records) -> set[int] | None:
+def cells_to_compute(sweep: StoredSweep, pair: int, records: KnownUnits) -> set[int] | None:
     """Return the numbers of the pair's cells to compute now; None: all of them.
 
     For `adaptive` the next round, from what the records say; empty once it is over.
@@ -121,7 +121,7 @@ class Round(NamedTuple):
     left: NotLookedAt  # as it is before this round
 
 
-def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: Records) -> Round:
+def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: KnownUnits) -> Round:
     """Return the next round of the method `adaptive`. It depends on the records alone, so that an
     attempt after a killed worker continues.
 

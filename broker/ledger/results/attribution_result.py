@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from ....schemas.base.records import by_key
 from ....schemas.jobs.attributions import (
-    Agreement,
     AttributionResult,
     CheckedCell,
+    EstimateAgreement,
     EstimatedPair,
     PairAttribution,
     Recall,
@@ -17,7 +17,7 @@ from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import StoredSweep, Unit, UnitRecord
 from ....schemas.requests.attributions import Estimate
 from .attribution_cells import (
-    Records,
+    KnownUnits,
     adaptive_round,
     effects,
     estimated_values,
@@ -31,7 +31,7 @@ LEAST_CELLS = 3
 
 
 def attribution_result(
-    sweep: StoredSweep, records: Records, seconds: float | None
+    sweep: StoredSweep, records: KnownUnits, seconds: float | None
 ) -> AttributionResult:
     """Return the result so far; arguments as for `sweep_result`."""
     attribution, exact = sweep.attributed, sweep_result(sweep, records, seconds)
@@ -53,7 +53,7 @@ def estimated_pair(sweep: StoredSweep, pair: int, record: UnitRecord) -> Estimat
     )
 
 
-def pair_attribution(sweep: StoredSweep, pair: int, records: Records) -> PairAttribution:
+def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> PairAttribution:
     """Return the estimates of a pair, and how they agree with the cells in `records`."""
     units = Units(sweep)
     record = records.get(units.estimate(pair).number)
@@ -80,7 +80,7 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: Records) -> PairAtt
     )
 
 
-def _withheld(sweep: StoredSweep, pair: int, records: Records) -> str:
+def _withheld(sweep: StoredSweep, pair: int, records: KnownUnits) -> str:
     """Return why a pair's estimates are not shown, because a sweep gives no values either: a prompt
     failed, or policies have not read it yet. Empty: they are shown.
     """
@@ -97,7 +97,9 @@ def _withheld(sweep: StoredSweep, pair: int, records: Records) -> str:
 class _Comparison:
     """The chosen cells of a pair: estimates and exact values."""
 
-    def __init__(self, sweep: StoredSweep, pair: int, estimate: Estimate, records: Records) -> None:
+    def __init__(
+        self, sweep: StoredSweep, pair: int, estimate: Estimate, records: KnownUnits
+    ) -> None:
         self._sweep, self._pair, self._records, self._units = sweep, pair, records, Units(sweep)
         numbers = self._units.cells_of(pair)
         self._estimates = estimated_values(sweep, pair, estimate)
@@ -158,13 +160,13 @@ class _Comparison:
             and (value := record.value) is not None
         }
 
-    def agreement(self, numbers: Iterable[int]) -> Agreement | None:
+    def agreement(self, numbers: Iterable[int]) -> EstimateAgreement | None:
         known = self._known(numbers)
         if not known:
             return None
         values = [self._estimates[number] or 0.0 for number in known]
         exact = [self._records[number].value or 0.0 for number in known]
-        return Agreement(
+        return EstimateAgreement(
             cells=len(known),
             spearman=spearman(values, exact),
             unchanged=sum(

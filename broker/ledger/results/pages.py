@@ -8,7 +8,7 @@ from ....schemas.base.errors import invalid
 
 T = TypeVar("T")
 #: Creation time and id of the last entry of a page: the next page begins after it.
-Place = tuple[float, str]
+PageEnd = tuple[float, str]
 #: Ids with their creation times, newest first.
 Chunk = list[tuple[str, float]]
 
@@ -21,7 +21,7 @@ def format_cursor(score: float, last: str) -> str:
     return f"{score!r}:{last}"
 
 
-def parse_cursor(cursor: str | None) -> Place:
+def parse_cursor(cursor: str | None) -> PageEnd:
     """Return the place after which to continue.
 
     Raises MidstreamError("invalid_request") for an invalid cursor.
@@ -34,7 +34,7 @@ def parse_cursor(cursor: str | None) -> Place:
     return float(match[1]), match[2]
 
 
-async def older(redis: Any, listed: str, place: Place) -> Chunk:
+async def older(redis: Any, listed: str, place: PageEnd) -> Chunk:
     """Return the next `CHUNK` entries of the sorted set `listed` after a place."""
     score, last = place
     result: Chunk = []
@@ -52,9 +52,9 @@ async def older(redis: Any, listed: str, place: Place) -> Chunk:
 
 
 async def page(
-    place: Place,
+    place: PageEnd,
     limit: int,
-    older: Callable[[Place], Awaitable[Chunk]],
+    older: Callable[[PageEnd], Awaitable[Chunk]],
     read: Callable[[Chunk], Awaitable[Iterable[T | None]]],
     wanted: Callable[[T], bool],
     scan: int = SCAN,

@@ -22,13 +22,13 @@ from ....schemas.jobs.sweeps import (
     UnitRecord,
 )
 from ....schemas.prompts.selectors import Hook
+from .attribution_cells import KnownUnits
 from .sweep_metrics import noise_floor
 
 Grid = list[list[float | None]]  # [layers][columns]
-Records = Mapping[int, UnitRecord]
 
 
-def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) -> SweepResult:
+def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepResult:
     """Return the result so far. `records`: number of the unit → its record, for all finished units.
 
     `seconds`: duration of the sweep; None: not ended.
@@ -61,7 +61,7 @@ def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) ->
     )
 
 
-def sweep_summary(sweep: StoredSweep, records: Records, seconds: float | None) -> SweepSummary:
+def sweep_summary(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepSummary:
     """Return the progress of the sweep; arguments as for `sweep_result`."""
     units, pairs = Units(sweep), range(len(sweep.pairs))
     cells = units.cell_numbers
@@ -134,12 +134,14 @@ def grid_of(sweep: StoredSweep, pair: int, values: Mapping[int, float | None]) -
     }
 
 
-def _grids(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, Grid]:
+def _grids(sweep: StoredSweep, records: KnownUnits, pair: int) -> dict[Hook, Grid]:
     numbers = Units(sweep).cells_of(pair)
     return grid_of(sweep, pair, {number: _value(records.get(number)) for number in numbers})
 
 
-def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list[list[list[int]]]]:
+def _neurons(
+    sweep: StoredSweep, records: KnownUnits, pair: int
+) -> dict[Hook, list[list[list[int]]]]:
     """Return the neurons of each cell whose column selects them by rank; empty on other axes."""
     if all(column.ranks is None for column in sweep.pairs[pair].columns):
         return {}
@@ -183,7 +185,7 @@ def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float |
 
 
 def _pair_result(
-    sweep: StoredSweep, records: Records, pair: int, grids: dict[Hook, Grid]
+    sweep: StoredSweep, records: KnownUnits, pair: int, grids: dict[Hook, Grid]
 ) -> PairResult:
     units, stored = Units(sweep), sweep.pairs[pair]
     return PairResult(
@@ -216,7 +218,7 @@ def _baseline(pair: StoredPair, record: UnitRecord | None) -> Baseline | None:
     return Baseline(value=record.value, logprob=record.logprob, foil_logprob=record.foil_logprob)
 
 
-def noise_floor_of(sweep: StoredSweep, records: Records, pair: int) -> float | None:
+def noise_floor_of(sweep: StoredSweep, records: KnownUnits, pair: int) -> float | None:
     """Return `PairResult.noise_floor`."""
     units = Units(sweep)
     values = [_value(records.get(unit.number)) for unit in units.noise(pair)]
@@ -227,7 +229,7 @@ def noise_floor_of(sweep: StoredSweep, records: Records, pair: int) -> float | N
     )
 
 
-def _skipped(sweep: StoredSweep, records: Records) -> list[Skipped]:
+def _skipped(sweep: StoredSweep, records: KnownUnits) -> list[Skipped]:
     """Return the cells known to have no value, grouped by pair, hook, column and reason."""
     units = Units(sweep)
     result: defaultdict[tuple[int, int, int, str], list[int]] = defaultdict(list)

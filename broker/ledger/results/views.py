@@ -30,9 +30,9 @@ from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ..core.record import JobRecord
+from .attribution_cells import KnownUnits
 from .outcomes import GRIDS, outcome
 from .readings import readings
-from .sweep_result import Records
 
 #: Ranges of positions that a detail lists; the rest are only counted.
 SHOWN_RANGES = 8
@@ -60,7 +60,7 @@ def result(
     outputs: bytes | None,
     receipts: Iterable[bytes],
     settings: Settings,
-    swept: tuple[StoredSweep, Records] | None = None,
+    swept: tuple[StoredSweep, KnownUnits] | None = None,
 ) -> JobResult:
     """Return the result of a job. `view` is of `record`; `outputs` and `receipts` as stored;
     receipts of one attempt, in any order. `swept`: of a sweep, with its unit records.

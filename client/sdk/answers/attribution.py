@@ -9,12 +9,17 @@ import msgspec
 
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.records import Plotted, by_key
-from ....schemas.jobs.attributions import Agreement, AttributionResult, CheckedCell, PairAttribution
+from ....schemas.jobs.attributions import (
+    AttributionResult,
+    CheckedCell,
+    EstimateAgreement,
+    PairAttribution,
+)
 from ....schemas.jobs.jobs import JobResult
 from ....schemas.jobs.sweeps import Baseline, SweepResult
 from ....schemas.requests.attributions import Edge, EdgeEnd, FeatureScore
 from ... import frames
-from .grid import Grid, grid_of, records
+from .grid import PairGrid, grid_of, records
 
 if TYPE_CHECKING:
     import pandas
@@ -95,12 +100,12 @@ class Attribution(Plotted):
         return [(number, item) for number, item in numbered if self.pair in (None, number)]
 
     @property
-    def estimates(self) -> Grid:
+    def estimates(self) -> PairGrid:
         """The estimates, `[layers, columns]` for each hook; NaN: none."""
         return grid_of(estimated(self.result), self.pair)
 
     @property
-    def exact(self) -> Grid:
+    def exact(self) -> PairGrid:
         """The exact values; NaN: not computed."""
         return grid_of(self.result, self.pair)
 
@@ -224,7 +229,7 @@ def attribution_of(result: JobResult) -> Attribution:
     return Attribution(result.id, result.attribution)
 
 
-def _mean(agreements: Iterable[Agreement | None]) -> float | None:
+def _mean(agreements: Iterable[EstimateAgreement | None]) -> float | None:
     known = [item.spearman for item in agreements if item and item.spearman is not None]
     return math.fsum(known) / len(known) if known else None
 

@@ -14,9 +14,9 @@ from zlib_ng import zlib_ng
 from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.captures import path_fault
 from ....storage.store import open_store
-from ...captures.blobs import Place
+from ...captures.blobs import BlobLocation
 from ...captures.reader import CaptureReader
-from ..wire import Manifest, ManifestFile
+from ..wire import ManifestEntry, ReadManifest
 
 #: `<tag>.p<request>.pp<stage>.safetensors`; with `.<hook>.<layer>` before the suffix if each tensor
 #: has its own file.
@@ -31,7 +31,7 @@ LINK_S = 20.0
 _REFUSED = {"pending": "conflict", "error": "capture_failed", "timed_out": "receipts_timed_out"}
 
 
-def check(manifest: Manifest, job_id: str, partial: bool) -> None:
+def check(manifest: ReadManifest, job_id: str, partial: bool) -> None:
     """Check that the job's files are complete. Raises MidstreamError with the reason if there are
     none, or if some are missing and `partial` is false.
     """
@@ -45,7 +45,7 @@ def check(manifest: Manifest, job_id: str, partial: bool) -> None:
         raise MidstreamError(kind, detail, hint="partial=True reads the available rows")
 
 
-def in_place(manifest: Manifest, job_id: str) -> list[Place]:
+def in_place(manifest: ReadManifest, job_id: str) -> list[BlobLocation]:
     """Return the blobs below the server's capture root if all of them are complete on this machine;
     otherwise an empty list.
     """
@@ -61,14 +61,21 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
         return []
     local = all(sizes[file.path] >= file.offset + file.bytes for file in manifest.files)
     return (
-        [Place(store, file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
+        [
+            BlobLocation(store, file.path, file.offset, file.bytes, file.crc32)
+            for file in manifest.files
+        ]
         if local
         else []
     )
 
 
 def reader(
-    manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool
+    manifest: ReadManifest,
+    job_id: str,
+    files: Iterable[Path | BlobLocation],
+    tag: str | None,
+    partial: bool,
 ) -> CaptureReader:
     """Return a reader of `files`: all files that the manifest names, downloaded or in place."""
     return CaptureReader.of_job(
@@ -89,7 +96,7 @@ def target_folder(folder: Path | str | None) -> Path:
     return target
 
 
-def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
+def from_link(folder: Path, job_id: str, file: ManifestEntry) -> Path | None:
     """Download a file directly from the store, and check it. Returns None on failure: the caller
     then uses the API, which has the file or reports the error.
 
@@ -123,7 +130,7 @@ class Saved:
     that the server named.
     """
 
-    def __init__(self, folder: Path, job_id: str, file: ManifestFile):
+    def __init__(self, folder: Path, job_id: str, file: ManifestEntry):
         if not FILE_NAME.fullmatch(file.name):
             raise MidstreamError(
                 "capture_failed",
@@ -163,7 +170,7 @@ class Saved:
         self._partial.rename(self.path)
 
 
-def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes]) -> Path:
+def save(folder: Path, job_id: str, file: ManifestEntry, chunks: Iterable[bytes]) -> Path:
     """Write a whole download. Raises what `Saved` raises."""
     with Saved(folder, job_id, file) as saved:
         for chunk in chunks:

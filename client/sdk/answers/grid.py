@@ -37,7 +37,7 @@ _NAMES = 2
 _PROMPT = 120
 
 
-class Effect(NamedTuple):
+class CellEffect(NamedTuple):
     """One cell of a grid."""
 
     hook: Hook
@@ -52,7 +52,7 @@ class Effect(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid(Plotted):
+class PairGrid(Plotted):
     """One pair's grids, or the mean over all pairs.
 
     Arrays: `[layers, columns]` float64, NaN where a cell has no value.
@@ -107,11 +107,11 @@ class Grid(Plotted):
         )
         return self.base - (reach or 1.0), self.base + (reach or 1.0)
 
-    def cells(self) -> Iterator[Effect]:
+    def cells(self) -> Iterator[CellEffect]:
         """Yield the cells whose effect is known, ordered by hook, layer and column."""
         for hook in self.hooks:
             for row, column in np.argwhere(~np.isnan(self.effects[hook])).tolist():
-                yield Effect(
+                yield CellEffect(
                     hook, self.layers[row], column, self.labels[column], self.positions[column],
                     float(self.values[hook][row, column]), float(self.effects[hook][row, column]),
                     self.heads[column] if self.heads else -1,
@@ -133,11 +133,11 @@ class Grid(Plotted):
         return values if self.axis == "head" else values.reshape(len(self.layers), heads, -1)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return one line for each cell whose effect is known, with the fields of `Effect`.
+        """Return one line for each cell whose effect is known, with the fields of `CellEffect`.
 
         Raises MidstreamError without pandas.
         """
-        return frames.pandas().DataFrame(self.cells(), columns=list(Effect._fields))
+        return frames.pandas().DataFrame(self.cells(), columns=list(CellEffect._fields))
 
     def to_xarray(self) -> "xarray.Dataset":
         """Return `value` and `effect` `[hook, layer, column]`, NaN where a cell has none.
@@ -177,12 +177,12 @@ class Grid(Plotted):
     def _repr_html_(self) -> str:
         return str(notebook.rendered("grid_html", self))
 
-    def top(self, count: int) -> list[Effect]:
+    def top(self, count: int) -> list[CellEffect]:
         """Return the cells with the largest effects, strongest first."""
         return sorted(self.cells(), key=lambda cell: -abs(cell.effect))[:count]
 
 
-def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
+def grid_of(result: SweepResult, pair: int | None = None) -> PairGrid:
     """Return the grids of one pair, or with None the mean over all pairs.
 
     Raises MidstreamError if there is no such pair.
@@ -198,7 +198,7 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
     bases = np.array([_base(result.metric, value.base) for value in chosen])
     labels = _labels(chosen)
     floors = [value.noise_floor for value in chosen if value.noise_floor is not None]
-    return Grid(
+    return PairGrid(
         metric=result.metric,
         hooks=result.hooks,
         layers=result.layers,
@@ -308,7 +308,7 @@ def _ablated(result: SweepResult) -> str:
     ]
 
 
-def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
+def _conditions(result: SweepResult, grid: PairGrid) -> Iterator[str]:
     yield MEANING[result.metric]
     if result.metric != "recovered" and not math.isnan(grid.base):
         yield f"unpatched {grid.base:.3g}"

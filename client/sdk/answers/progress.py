@@ -14,14 +14,14 @@ from ...notebook import in_notebook
 
 #: The events that only sweeps and attributions have.
 SweepEvent = SweepStart | EstimatedPair | SweepCell | SweepSummary
-Progress = Callable[[SweepEvent], None]
+OnSweepEvent = Callable[[SweepEvent], None]
 
 #: Seconds before a bar appears: jobs that end sooner show none.
 DELAY_S = 1.0
 
 
 @contextmanager
-def bar(title: str = "sweep") -> Iterator[Progress | None]:
+def bar(title: str = "sweep") -> Iterator[OnSweepEvent | None]:
     """Yield a bar to call with a sweep's events; None if standard error is not a terminal and this
     is not a notebook.
     """

@@ -22,12 +22,12 @@ from ....schemas.requests.policies import Policy
 _NOT_IN_BASE = {*Handling.__struct_fields__, "metadata", "model", "prompts", "messages"}
 
 #: (kind, name) of an artifact that requests refer to by name.
-Named = tuple[str, str]
+ArtifactRef = tuple[str, str]
 #: The requests whose names are looked up; both types have the same fields for them.
-Request = JobRequest | ChatRequest
+NamedRequest = JobRequest | ChatRequest
 
 
-def named(request: Request) -> Iterator[Named]:
+def named(request: NamedRequest) -> Iterator[ArtifactRef]:
     """Yield what the request names: modules, autoencoders, source runs, tuned and Jacobian lenses,
     probes, policies and an adapter.
     """
@@ -51,7 +51,7 @@ def named(request: Request) -> Iterator[Named]:
         yield "lora", request.lora
 
 
-def operators(card: dict[str, Any], policies: Sequence[Policy]) -> dict[Named, str]:
+def operators(card: dict[str, Any], policies: Sequence[Policy]) -> dict[ArtifactRef, str]:
     """Return the digests of what the operator applies to every request to the model: extensions,
     and policies of all traffic.
     """
@@ -80,7 +80,7 @@ def identity(card: dict[str, Any]) -> str:
     return str(result)
 
 
-def used(view: JobView) -> dict[Named, str]:
+def used(view: JobView) -> dict[ArtifactRef, str]:
     """Return the digest of each artifact that the job used, as resolved when it was accepted."""
     result = {("module", name): digest for name, digest in view.modules.items()} | {
         ("run", name): job for name, job in view.runs.items()
@@ -91,7 +91,7 @@ def used(view: JobView) -> dict[Named, str]:
     return result
 
 
-def check(view: JobView, identity: str, names: dict[Named, str], steering: int) -> None:
+def check(view: JobView, identity: str, names: dict[ArtifactRef, str], steering: int) -> None:
     """Check that the job was computed by the model `identity`, with the contents `names`, under the
     version `steering` of global steering.
 
@@ -116,7 +116,7 @@ def check(view: JobView, identity: str, names: dict[Named, str], steering: int) 
         raise MidstreamError("conflict", "global steering was changed while prompts were computed")
 
 
-def base(request: JobRequest, identity: str, names: dict[Named, str], steering: str) -> bytes:
+def base(request: JobRequest, identity: str, names: dict[ArtifactRef, str], steering: str) -> bytes:
     """Return the digest of everything that decides a result, except the prompt.
 
     `identity`: that of the model. `steering`: the digest of global steering.

@@ -33,7 +33,7 @@ from ..captures import Captures
 from ..fields import MapFields
 from ..jobs import Jobs
 from ..registered import (
-    GlobalSteering,
+    GlobalSteeringCalls,
     Jacobians,
     Lenses,
     Loras,
@@ -43,7 +43,7 @@ from ..registered import (
     Saes,
     SourceRuns,
 )
-from ..server import Server
+from ..server import ServerCalls
 from ..transport import Transport
 from . import key as map_key
 from .cache import MapCache
@@ -149,7 +149,7 @@ class _Plan:
     request: JobRequest  # without prompts
     base: bytes
     identity: str  # of the model
-    names: dict[map_key.Named, str]
+    names: dict[map_key.ArtifactRef, str]
     steering: int  # version of global steering
 
 
@@ -209,7 +209,7 @@ async def over(
         raise invalid("keep_captures", "needs a cache and a capture", allowed="cache=…, capture=…")
     io = calls._io
     if "model" not in fields:
-        fields["model"] = wire.only_model(await Server[Awaits](io).models())
+        fields["model"] = wire.only_model(await ServerCalls[Awaits](io).models())
     total = len(prompts) if isinstance(prompts, Sized) else None
     store = await io.work(MapCache, cache) if cache is not None else None
     try:
@@ -253,21 +253,21 @@ async def _plan(io: Transport, fields: dict[str, Any]) -> _Plan:
 
 
 async def standing(
-    io: Transport, request: map_key.Request
-) -> tuple[str, dict[map_key.Named, str], GlobalView]:
+    io: Transport, request: map_key.NamedRequest
+) -> tuple[str, dict[map_key.ArtifactRef, str], GlobalView]:
     """Return what decides the results of a request next to itself, now: the model's identity,
     the content of what it names and of what applies to every request, and global steering.
     Raises `not_found`.
     """
     model = request.model
-    card = await Server[Awaits](io).model(model)
+    card = await ServerCalls[Awaits](io).model(model)
     watching = map_key.operators(card, await Policies[Awaits](io).list(model))
     named = sorted(set(map_key.named(request)))
     names = watching | {item: await _digest(io, item, model) for item in named}
-    return map_key.identity(card), names, await GlobalSteering[Awaits](io).get(model)
+    return map_key.identity(card), names, await GlobalSteeringCalls[Awaits](io).get(model)
 
 
-async def _digest(io: Transport, named: map_key.Named, model: str) -> str:
+async def _digest(io: Transport, named: map_key.ArtifactRef, model: str) -> str:
     """Return the digest of a name's present content. Raises `not_found`."""
     kind, name = named
     if kind == "run":

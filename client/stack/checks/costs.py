@@ -8,7 +8,7 @@ import httpx2
 import numpy as np
 
 from ....schemas.base.errors import MidstreamError
-from .finding import Finding
+from .finding import CheckFinding
 from .promises import judge
 from .rig import BATCH, EVERY_ROW, GENTLE, HTTP_S, LAYERS, LENGTH, Rig
 
@@ -19,7 +19,7 @@ TOKENS, MOST_TOKENS, CALL_S = 16, 512, 1.5
 LEAST_PAIRS, MOST_PAIRS = 4, 40
 
 
-def costs(rig: Rig) -> Iterator[Finding]:
+def costs(rig: Rig) -> Iterator[CheckFinding]:
     """Time the same calls to both servers in turns; judge the ratios of each round.
 
     An idle call is compared with stock vLLM; the others with the faster of these two.

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from ....schemas.base.settings import is_loopback
 from ....storage.store import Demanding, open_store
-from .finding import Finding, graded, timed
+from .finding import CheckFinding, graded, timed
 from .service import Service
 
 #: Milliseconds of a write with fsync; every group of capture files and receipts waits for several.
@@ -22,7 +22,7 @@ DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
 FSYNCS = 20
 
 
-def data_disk(service: Service) -> Iterator[Finding]:
+def data_disk(service: Service) -> Iterator[CheckFinding]:
     """Name the folders that artifacts are registered from, and check the data directory's disk, if
     they are on this machine. Raises OSError.
     """
@@ -33,14 +33,14 @@ def data_disk(service: Service) -> Iterator[Finding]:
             f"registered from {settings.sae_root}, lenses from {settings.lens_root}, adapters from "
             f"{settings.lora_dir or 'nowhere (lora_dir is empty)'}"
         )
-        yield Finding("ok", "folders", text)
+        yield CheckFinding("ok", "folders", text)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
 
 
-def _disk(data: Path) -> Iterator[Finding]:
+def _disk(data: Path) -> Iterator[CheckFinding]:
     """Check the disk's free space, and how long it takes to write with fsync. Raises OSError."""
     if not data.is_dir():
-        yield Finding("ok", "disk", f"{data} is not on this machine: not checked")
+        yield CheckFinding("ok", "disk", f"{data} is not on this machine: not checked")
         return
     free = shutil.disk_usage(data).free
     advice = "delete captures (`midstream delete capture`, capture_ttl_s), or set capture_quota_mib"
@@ -58,7 +58,7 @@ def _disk(data: Path) -> Iterator[Finding]:
     yield from _memory(data, Path("/proc/mounts"))
 
 
-def _memory(data: Path, mounts: Path) -> Iterator[Finding]:
+def _memory(data: Path, mounts: Path) -> Iterator[CheckFinding]:
     """Say which pages a folder in memory has. Raises OSError."""
     entries = [line.split(" ")[1:4] for line in mounts.read_text().splitlines()]
     within = [entry for entry in entries if data.is_relative_to(entry[0])]
@@ -68,10 +68,10 @@ def _memory(data: Path, mounts: Path) -> Iterator[Finding]:
         slow = (
             "pages of 4 KiB: with the mount option huge=always captures are written twice as fast"
         )
-        yield Finding("ok", "memory", f"{folder} has {'huge pages' if huge else slow}")
+        yield CheckFinding("ok", "memory", f"{folder} has {'huge pages' if huge else slow}")
 
 
-def store(service: Service) -> Iterator[Finding]:
+def store(service: Service) -> Iterator[CheckFinding]:
     """Write, read and delete a small object in the bucket; for a folder outside `data_dir`, check
     its disk. Raises OSError, ValueError and MidstreamError.
     """
@@ -97,12 +97,14 @@ def store(service: Service) -> Iterator[Finding]:
     unfit = store.unfit() if isinstance(store, Demanding) else ""
     if trouble := wrong if read != b"midstream" else unfit:
         advice = "use another server: docs/object-storage.md lists tested servers"
-        yield Finding("fail", "artifact store", trouble, advice)
+        yield CheckFinding("fail", "artifact store", trouble, advice)
         return
     address = urlsplit(settings.artifact_endpoint)
     if address.scheme == "http" and not is_loopback(address.hostname or ""):
         found = f"{settings.artifact_endpoint} is not encrypted"
-        yield Finding("warn", "artifact store", found, "use https:// outside a private network")
+        yield CheckFinding(
+            "warn", "artifact store", found, "use https:// outside a private network"
+        )
     found = f"{settings.artifacts} stored an object in {took:.0f} ms"
     advice = "receipts of captures wait for the store: use a nearer one"
     yield graded("artifact store", took, found, advice, STORE_WARN_MS, math.inf)

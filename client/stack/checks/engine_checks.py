@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from ....schemas.base.settings import SettingsError
 from ...extras import COMPANIONS_ADVICE, companions_trouble, import_trouble
-from .finding import Finding, graded
+from .finding import CheckFinding, graded
 from .service import Service
 
 
-def vllm(service: Service) -> Iterator[Finding]:
+def vllm(service: Service) -> Iterator[CheckFinding]:
     """Check this environment's vLLM; yield nothing if it is not installed.
 
     Options are checked only if any are set, because the check imports vLLM. Raises SeamError.
@@ -24,14 +24,14 @@ def vllm(service: Service) -> Iterator[Finding]:
         return
     if (trouble := import_trouble("torch")) != "":
         yield (
-            Finding(
+            CheckFinding(
                 "warn",
                 "vllm",
                 "not checked: importing torch takes too long, so this machine is busy",
                 "run it again when it has less to do",
             )
             if trouble is None
-            else Finding(
+            else CheckFinding(
                 "fail",
                 "vllm",
                 f"torch cannot be imported: {trouble}",
@@ -40,7 +40,7 @@ def vllm(service: Service) -> Iterator[Finding]:
         )
         return
     if trouble := companions_trouble():
-        yield Finding("fail", "vllm", trouble, COMPANIONS_ADVICE)
+        yield CheckFinding("fail", "vllm", trouble, COMPANIONS_ADVICE)
         return
     caveats = verify(source)
     required = service.settings.compare == "require"  # then the engine refuses what is unproven
@@ -49,13 +49,13 @@ def vllm(service: Service) -> Iterator[Finding]:
     try:
         for caveat in check_options(service.settings):
             advice = "remove it from the table [engine], or compare rows with a reference yourself"
-            yield Finding("fail" if required else "warn", "vllm options", caveat, advice)
+            yield CheckFinding("fail" if required else "warn", "vllm options", caveat, advice)
     except SettingsError as error:
         advice = "docs/engine-options.md lists what is accepted"
-        yield Finding("fail", "vllm options", str(error), advice)
+        yield CheckFinding("fail", "vllm options", str(error), advice)
 
 
-def extensions(service: Service) -> Iterator[Finding]:
+def extensions(service: Service) -> Iterator[CheckFinding]:
     """Yield the extensions that packages of this environment offer, and whether the setting names
     them; does not import the packages. Raises SettingsError if it names others.
     """
@@ -68,5 +68,5 @@ def extensions(service: Service) -> Iterator[Finding]:
                 "; a worker with these settings does not load it, because the setting extensions "
                 f"does not name {offer.package}"
             )
-        yield Finding("ok", "extensions", about)
+        yield CheckFinding("ok", "extensions", about)
     check_installed(service.settings.extensions)

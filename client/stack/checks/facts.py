@@ -13,7 +13,7 @@ import msgspec
 
 from ....schemas.base.settings import SECRETS, Settings
 from ....schemas.base.version import __version__
-from .finding import Finding
+from .finding import CheckFinding
 from .plan import host_bytes
 from .rig import Rig
 from .service import Service
@@ -46,17 +46,17 @@ def host_facts() -> dict[str, str]:
     return facts
 
 
-def machine(_: object) -> list[Finding]:
+def machine(_: object) -> list[CheckFinding]:
     """Name versions and hardware of this machine."""
     return _listed(host_facts())
 
 
-def settings(subject: Service | Rig) -> list[Finding]:
+def settings(subject: Service | Rig) -> list[CheckFinding]:
     """Name the settings that differ from the defaults."""
     return _listed({"settings": changed(subject.settings)})
 
 
-def model(rig: Rig) -> list[Finding]:
+def model(rig: Rig) -> list[CheckFinding]:
     """Name the facts of the loaded model."""
     card = rig.card
     facts = {
@@ -85,5 +85,5 @@ def changed(settings: Settings) -> str:
     )
 
 
-def _listed(facts: Mapping[str, str]) -> list[Finding]:
-    return [Finding("info", name, value) for name, value in facts.items() if value]
+def _listed(facts: Mapping[str, str]) -> list[CheckFinding]:
+    return [CheckFinding("info", name, value) for name, value in facts.items() if value]

@@ -11,7 +11,7 @@ from ....schemas.base.errors import MidstreamError
 from ...sdk.client import Client
 from ...sdk.wire import Answer
 from ..processes import wait_for
-from .finding import Finding
+from .finding import CheckFinding
 from .promises import judge
 from .rig import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, Rig
 
@@ -20,7 +20,7 @@ JOBS, JOB_PROMPTS, JOB_TOKENS = 12, 4, 16
 RECOVERY_S = 300.0
 
 
-def receipts(rig: Rig) -> Iterator[Finding]:
+def receipts(rig: Rig) -> Iterator[CheckFinding]:
     """Count what is missing or wrong when a held response arrives, edits by every rank included."""
     answer = rig.client.completion(
         rig.card["id"],
@@ -40,7 +40,9 @@ def receipts(rig: Rig) -> Iterator[Finding]:
     yield held(rig.client, [answer], absent, steered=True)
 
 
-def held(client: Client, answers: Sequence[Answer], wrong: int = 0, *, steered: bool) -> Finding:
+def held(
+    client: Client, answers: Sequence[Answer], wrong: int = 0, *, steered: bool
+) -> CheckFinding:
     """Judge captures of held responses: their status, the files' checksums, and ranks that
     disagree, or that edited nothing if `steered`.
 
@@ -70,7 +72,7 @@ def held(client: Client, answers: Sequence[Answer], wrong: int = 0, *, steered: 
     )
 
 
-def durability(rig: Rig) -> Iterator[Finding]:
+def durability(rig: Rig) -> Iterator[CheckFinding]:
     """Kill processes while jobs run; count the accepted jobs whose captures are not complete."""
     lost, notes = 0, []
     for name in rig.killed:

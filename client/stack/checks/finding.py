@@ -20,7 +20,7 @@ SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 TIMEOUT_S = 5.0
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckFinding(msgspec.Struct, frozen=True):
     """One line of `midstream doctor` and `demo`."""
 
     level: Level
@@ -37,13 +37,13 @@ class Check(NamedTuple):
 
     depths: tuple[Depth, ...]
     about: str  # of its findings; several are separated by commas
-    take: Callable[[Any], Iterable[Finding]]
+    take: Callable[[Any], Iterable[CheckFinding]]
     advice: str = ""  # if it cannot be taken
 
 
 def findings_of(
     checks: Iterable[Check], subject: Any, say: Callable[[str], None] = lambda line: None
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """Take checks of a subject in turn. One that raises fails, with the error as its reason."""
     for check in checks:
         say(f"checking: {check.about}")
@@ -53,17 +53,17 @@ def findings_of(
             ours = type(error).__module__.startswith("midstream")
             why = str(error) if ours else f"{type(error).__name__}: {error}"
             for about in check.about.split(", "):
-                yield Finding("fail", about, why, check.advice)
+                yield CheckFinding("fail", about, why, check.advice)
 
 
 def graded(
     about: str, value: float, found: str, advice: str = "", warn: float = 1, fail: float = 1
-) -> Finding:
+) -> CheckFinding:
     """Judge a value, or what is wrong: from `fail` on it fails, from `warn` on it is worth a
     warning, and else needs no advice.
     """
     level: Level = "fail" if value >= fail else "warn" if value >= warn else "ok"
-    return Finding(level, about, found, "" if level == "ok" else advice)
+    return CheckFinding(level, about, found, "" if level == "ok" else advice)
 
 
 def timed(times: int, call: Callable[[], object]) -> tuple[float, str]:
@@ -77,17 +77,19 @@ def timed(times: int, call: Callable[[], object]) -> tuple[float, str]:
     return middle, f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {times}"
 
 
-def clock_finding(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:
+def clock_finding(about: str, ahead: float, warn: float = SKEW_WARN_S) -> CheckFinding:
     """Judge a clock that is `ahead` seconds ahead of this machine's. `warn`: tolerated seconds."""
     text = f"{abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
     advice = "leases and deadlines depend on clocks: run NTP on both machines"
     return graded(about, abs(ahead), text, advice, warn, SKEW_FAIL_S)
 
 
-def version_finding(about: str, version: str, more: str = "") -> Finding:
+def version_finding(about: str, version: str, more: str = "") -> CheckFinding:
     """Judge the version of another process by this command's."""
     text = f"version {version}{' ' + more if more else ''}"
     if version == __version__:
-        return Finding("ok", about, text)
+        return CheckFinding("ok", about, text)
     text += f"; this command's version is {__version__}"
-    return Finding("warn", about, text, "run one version everywhere: see the notes on upgrades")
+    return CheckFinding(
+        "warn", about, text, "run one version everywhere: see the notes on upgrades"
+    )

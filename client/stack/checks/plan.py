@@ -11,17 +11,17 @@ import msgspec
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.settings import Settings
-from .finding import Finding
+from .finding import CheckFinding
 
 if TYPE_CHECKING:
-    from ....workers.engine.plan import Plan
+    from ....workers.engine.plan import EnginePlan
 
 MIB = 1 << 20
 
 
 def planned(
     settings: Settings, gpu: bool, tokens_per_second: float, gpu_memory_gib: float
-) -> "Plan":
+) -> "EnginePlan":
     """Plan for the settings' model, a folder with a config.json.
 
     Raises MidstreamError.
@@ -55,7 +55,7 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def findings(plan: "Plan") -> Iterator[Finding]:
+def findings(plan: "EnginePlan") -> Iterator[CheckFinding]:
     """Yield a plan's facts: the memory of each rank, at most; what is added to a decode step; what
     is written to the disk if every request is captured at every token; and limits.
 
@@ -101,8 +101,8 @@ def findings(plan: "Plan") -> Iterator[Finding]:
         yield _fact("limit", limit)
 
 
-def _fact(about: str, found: str, *figures: float) -> Finding:
-    return Finding("info", about, found, figures=list(figures))
+def _fact(about: str, found: str, *figures: float) -> CheckFinding:
+    return CheckFinding("info", about, found, figures=list(figures))
 
 
 def _memory(count: int, where: str) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import Finding, Level
+from .finding import CheckFinding, Level
 
 #: Percentiles of the bootstrapped median that bound a figure's interval, and the number of draws.
 INTERVAL, DRAWS = (2.5, 97.5), 2000
@@ -36,7 +36,9 @@ PROMISES = {
 }
 
 
-def judge(name: str, figures: Sequence[float], detail: str, limit: float | None = None) -> Finding:
+def judge(
+    name: str, figures: Sequence[float], detail: str, limit: float | None = None
+) -> CheckFinding:
     """Judge a promise by its figures: one, or one for each pair. It fails if their median and the
     median's whole interval are above the limit, or if a figure is missing or not a number; if only
     the median is above it, the measurement cannot decide.
@@ -48,12 +50,14 @@ def judge(name: str, figures: Sequence[float], detail: str, limit: float | None 
     measured = [float(figure) for figure in figures]
     bound = f"at most {_number(most)}{unit}: {text}\n{detail}"
     if not measured or not all(map(math.isfinite, measured)):
-        return Finding("fail", name, f"not measured, {bound}", "", measured, most)
+        return CheckFinding("fail", name, f"not measured, {bound}", "", measured, most)
     figure, (low, high) = float(np.median(measured)), interval(measured)
     spread = f" [{_number(low)}, {_number(high)}]" if len(measured) > 1 else ""
     level: Level = "ok" if figure <= most else "warn" if low <= most else "fail"
     advice = "not decided: measure longer (--seconds)" if level == "warn" else ""
-    return Finding(level, name, f"{_number(figure)}{unit}{spread}, {bound}", advice, measured, most)
+    return CheckFinding(
+        level, name, f"{_number(figure)}{unit}{spread}, {bound}", advice, measured, most
+    )
 
 
 def interval(figures: Sequence[float]) -> tuple[float, float]:

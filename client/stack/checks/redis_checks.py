@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from ....schemas.base.settings import Settings
-from .finding import TIMEOUT_S, Finding, Level, clock_finding, graded, timed
+from .finding import TIMEOUT_S, CheckFinding, Level, clock_finding, graded, timed
 from .service import Service
 
 #: Milliseconds of a round trip to Redis: above the first, held responses and receipts are slow;
@@ -17,7 +17,7 @@ MEMORY_WARN = 0.7
 PINGS = 20
 
 
-def redis_server(service: Service) -> Iterator[Finding]:
+def redis_server(service: Service) -> Iterator[CheckFinding]:
     """Check that Redis answers, and then everything about it. Raises redis.RedisError."""
     if not service.redis_url:
         found = "Redis URL not configured, and no `midstream up` is running on the data directory"
@@ -25,7 +25,7 @@ def redis_server(service: Service) -> Iterator[Finding]:
             "set MIDSTREAM_REDIS_URL, or set MIDSTREAM_DATA_DIR to the data directory of a "
             "running `midstream up`"
         )
-        yield Finding("warn", "redis", found, advice)
+        yield CheckFinding("warn", "redis", found, advice)
         return
     from ....broker.ops import redis_open
     from ....broker.ops.redis_server import OLDEST
@@ -50,7 +50,7 @@ def redis_server(service: Service) -> Iterator[Finding]:
     yield clock_finding("redis clock", seconds + micros / 1e6 - time.time())
 
 
-def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
+def _memory(info: dict[str, Any], settings: Settings) -> Iterator[CheckFinding]:
     policy, used, limit = (
         str(info["maxmemory_policy"]),
         int(info["used_memory"]),
@@ -62,7 +62,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
     yield graded("redis eviction", evicts, f"maxmemory-policy is {policy}{loss}", advice)
     if removed := int(info["evicted_keys"]):
         text = f"keys evicted since Redis started: {removed}; jobs are lost"
-        yield Finding("fail", "redis eviction", text, "resubmit the missing jobs")
+        yield CheckFinding("fail", "redis eviction", text, "resubmit the missing jobs")
     share, most = used / limit if limit else 0.0, settings.tuning.redis_fill_limit
     text = (
         f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB used ({share:.0%}); submissions are "
@@ -74,7 +74,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
     yield graded("redis memory", share, text, advice, MEMORY_WARN, most)
 
 
-def default_user(client: Any, version: tuple[int, ...]) -> Iterator[Finding]:
+def default_user(client: Any, version: tuple[int, ...]) -> Iterator[CheckFinding]:
     """Yield whether a restart would drop data for want of the default user's rights, see
     `broker.ops.acl`. Nothing if this user may not ask.
     """
@@ -88,14 +88,14 @@ def default_user(client: Any, version: tuple[int, ...]) -> Iterator[Finding]:
                 "`ACL SETUSER default off ~* &* +@all`, and the same in its aclfile, before a "
                 "restart"
             )
-            yield Finding("fail", "redis users", text, advice)
+            yield CheckFinding("fail", "redis users", text, advice)
 
 
-def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:
+def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[CheckFinding]:
     """Judge the append-only file."""
     if {info.get(f"aof_last_{kind}_status", "ok") for kind in ("write", "bgrewrite")} != {"ok"}:
         advice = "check Redis' log and its free disk space"
-        yield Finding("fail", "redis AOF", "the last write or rewrite failed", advice)
+        yield CheckFinding("fail", "redis AOF", "the last write or rewrite failed", advice)
     on, loaded = f"on, appendfsync {appendfsync}: may lose", info.get("loading_loaded_perc", 0)
     cases: tuple[tuple[bool, Level, str, str], ...] = (
         # while loading, Redis reports the AOF as off
@@ -122,7 +122,9 @@ def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Findi
         (True, "ok", f"{on} up to a second of accepted jobs if its machine fails", ""),
     )
     yield next(
-        Finding(level, "redis AOF", found, advice) for holds, level, found, advice in cases if holds
+        CheckFinding(level, "redis AOF", found, advice)
+        for holds, level, found, advice in cases
+        if holds
     )
 
 

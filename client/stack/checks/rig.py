@@ -14,7 +14,7 @@ from ....schemas.jobs.certificates import Certificate
 from ....schemas.jobs.jobs import JobView
 from ...sdk.client import Client
 from ..processes import wait_for
-from ..supervisor import Say, Supervisor
+from ..supervisor import Announce, Supervisor
 
 #: Prompts of a call, and their tokens.
 BATCH, LENGTH = 32, 48
@@ -39,7 +39,7 @@ class Rig:
     stock: str  # address of stock vLLM's server
     seconds: float  # for the timed pairs
     killed: Sequence[str]  # the processes to kill
-    say: Say
+    say: Announce
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
     @cached_property

@@ -6,7 +6,7 @@ import numpy as np
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.tensors import content_hash, from_numpy
-from .finding import Finding
+from .finding import CheckFinding
 from .promises import judge
 from .rig import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, Rig
 
@@ -18,7 +18,7 @@ BATCH_LAW = "post_block: rows in a mixed batch = those alone"
 EPS, LEAST_NOISE = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}, 1e-3
 
 
-def certificate(rig: Rig) -> Iterator[Finding]:
+def certificate(rig: Rig) -> Iterator[CheckFinding]:
     """Count the laws that fail in the certificate of the loaded model."""
     if (found := rig.certificate) is None:
         raise MidstreamError("internal", "the model was not certified (setting certify)")
@@ -32,7 +32,7 @@ def certificate(rig: Rig) -> Iterator[Finding]:
     )
 
 
-def neighbour(rig: Rig) -> Iterator[Finding]:
+def neighbour(rig: Rig) -> Iterator[CheckFinding]:
     """Compare a prompt's rows beside a steered request with those alone and beside the same request
     unsteered, bit for bit.
 
@@ -68,7 +68,7 @@ def neighbour(rig: Rig) -> Iterator[Finding]:
     )
 
 
-def noise(rig: Rig) -> Iterator[Finding]:
+def noise(rig: Rig) -> Iterator[CheckFinding]:
     """Compare a prompt's rows alone with those in a batch: what a change of the batch does to rows
     of the same request.
     """

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from ....schemas.base.settings import Settings, is_loopback
 from ....schemas.jobs.models import WorkerInfo
-from ....schemas.service.status import Status
+from ....schemas.service.status import ServiceStatus
 from ...sdk import wire
 from ...sdk.client import Client
-from .finding import SKEW_WARN_S, Finding, clock_finding, graded, version_finding
+from .finding import SKEW_WARN_S, CheckFinding, clock_finding, graded, version_finding
 from .service import Service
 
 #: Allowed difference from the API's clock: HTTP's `Date` has whole seconds, and servers may repeat
@@ -26,19 +26,21 @@ DESYNC_WARN_S = 24 * 3600.0
 MISDIRECTED = STATUS_OF_KIND["misdirected"]
 
 
-def api(service: Service) -> Iterator[Finding]:
+def api(service: Service) -> Iterator[CheckFinding]:
     """Check that the API answers, its version and clock, whether a job would run, its models and
     keys. Raises MidstreamError if there is no answer.
     """
     answer, ready = service.get("/healthz", keyed=False), service.get("/readyz")
     version = answer.headers.get(wire.VERSION_HEADER)
     if version is None:
-        yield Finding("fail", "api", f"the server at {service.url} is not Midstream", "give --url")
+        yield CheckFinding(
+            "fail", "api", f"the server at {service.url} is not Midstream", "give --url"
+        )
         return
     if answer.status_code == MISDIRECTED:
         problem = answer.json()
         advice = f"give --url with one of: {problem['allowed']}"
-        yield Finding("fail", "api", problem["detail"], advice)
+        yield CheckFinding("fail", "api", problem["detail"], advice)
         return
     yield version_finding("api", version, f"at {service.url}")
     if date := answer.headers.get("date"):
@@ -55,7 +57,7 @@ def api(service: Service) -> Iterator[Finding]:
     yield _keys(service)
 
 
-def parts(service: Service) -> Iterator[Finding]:
+def parts(service: Service) -> Iterator[CheckFinding]:
     """Check workers, relay, callbacks, webhooks and queues, as the service reports them. Raises
     MidstreamError if neither the API nor Redis has the status.
     """
@@ -69,7 +71,7 @@ def parts(service: Service) -> Iterator[Finding]:
     yield from judged(status, service.settings)
 
 
-async def _from_redis(redis_url: str) -> Status:
+async def _from_redis(redis_url: str) -> ServiceStatus:
     from ....broker.ledger.jobs.ledger import Ledger
     from ....broker.ledger.jobs.status import read_status
 
@@ -80,19 +82,19 @@ async def _from_redis(redis_url: str) -> Status:
         await ledger.close()
 
 
-def judged(status: Status, settings: Settings) -> Iterator[Finding]:
+def judged(status: ServiceStatus, settings: Settings) -> Iterator[CheckFinding]:
     """Judge a status."""
     relay, callbacks = status.relay, status.callbacks
     if not status.workers:
         advice = "start one (`python -m midstream.workers`), and check its log"
-        yield Finding("fail", "workers", "none is running", advice)
+        yield CheckFinding("fail", "workers", "none is running", advice)
     for worker in status.workers:
         yield from _worker(worker, status.at, settings)
     found = f"at {relay.url}, receipts accepted: {relay.received}"
     yield (
         version_finding("relay", relay.version, found)
         if relay.alive
-        else Finding(
+        else CheckFinding(
             "fail",
             "relay",
             "not seen for 15 s: captures and interventions wait for it, then time out",
@@ -117,16 +119,16 @@ def judged(status: Status, settings: Settings) -> Iterator[Finding]:
         if queue.model not in served:
             waiting = queue.sent + sum(queue.waiting.values())
             found = f"no worker serves {queue.model}; jobs waiting: {waiting}"
-            yield Finding("fail", "queue", found, f"start a worker for {queue.model}")
+            yield CheckFinding("fail", "queue", found, f"start a worker for {queue.model}")
 
 
-def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[Finding]:
+def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[CheckFinding]:
     about, stats = f"worker {worker.worker}", worker.stats
     more = f"serves {worker.model} (TP {worker.tp}, PP {worker.pp}) on {worker.host}"
     yield (
         version_finding(about, worker.version, more)
         if worker.healthy
-        else Finding(
+        else CheckFinding(
             "fail",
             about,
             f"{worker.model}: {worker.detail or 'unhealthy'}",
@@ -144,13 +146,13 @@ def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[Findi
             f"{(at - stats.last_desync_at) / 60:.0f} min ago: {stats.last_desync}"
         )
         advice = "the affected jobs were retried; if it recurs, suspect the hardware"
-        yield Finding("warn", about, found, advice)
+        yield CheckFinding("warn", about, found, advice)
     if stats.outbox > OUTBOX_WARN:
         advice = "check that the relay is running and reachable from the worker"
-        yield Finding("warn", about, f"{stats.outbox} receipts wait for the relay", advice)
+        yield CheckFinding("warn", about, f"{stats.outbox} receipts wait for the relay", advice)
 
 
-def _model(card: dict[str, Any]) -> Iterator[Finding]:
+def _model(card: dict[str, Any]) -> Iterator[CheckFinding]:
     """Yield the proven hook points of a model, and those that are not served."""
     about, certificate, absent = (
         f"model {card.get('id')}",
@@ -158,16 +160,16 @@ def _model(card: dict[str, Any]) -> Iterator[Finding]:
         card.get("absent") or {},
     )
     if why := card.get("dtype_reason"):
-        yield Finding("ok", about, f"computes in {card['dtype']}: {why}")
+        yield CheckFinding("ok", about, f"computes in {card['dtype']}: {why}")
     for entry in card.get("extensions") or []:
         code = (
             f"{entry['kind']} {entry['name']} of {entry['package']} {entry['version']}, code "
             f"{entry['digest'][:12]}: {', '.join(entry['checked'])}"
         )
-        yield Finding("ok", about, code)
+        yield CheckFinding("ok", about, code)
     if certificate is None:
         advice = "start the worker with the setting certify=true"
-        yield Finding("warn", about, "its hook points were not certified", advice)
+        yield CheckFinding("warn", about, "its hook points were not certified", advice)
         return
     proven = ", ".join(certificate["proven"]) or "no hook"
     text = f"certified in {certificate['seconds']:.1f} s: {proven}"
@@ -180,7 +182,7 @@ def _model(card: dict[str, Any]) -> Iterator[Finding]:
     yield graded(about, bool(certificate["absent"]), text, advice, fail=math.inf)
 
 
-def _keys(service: Service) -> Finding:
+def _keys(service: Service) -> CheckFinding:
     """Check whether the API requires keys, and accepts the configured one."""
     without_key, with_key = (
         service.get("/v1/tenant", keyed=keyed).status_code for keyed in (False, True)
@@ -190,6 +192,6 @@ def _keys(service: Service) -> Finding:
         found = f"required; the configured key is {valid}"
         return graded("keys", with_key == 401, found, "set MIDSTREAM_API_KEY", fail=math.inf)
     if is_loopback(urlsplit(service.url).hostname or ""):
-        return Finding("ok", "keys", "not required; the address is loopback")
+        return CheckFinding("ok", "keys", "not required; the address is loopback")
     text = f"{service.url} requires no keys: anyone who can reach it has full access"
-    return Finding("fail", "keys", text, "`midstream create key`, then unset MIDSTREAM_AUTH")
+    return CheckFinding("fail", "keys", text, "`midstream create key`, then unset MIDSTREAM_AUTH")

@@ -19,7 +19,7 @@ from . import (
     rows,
     service_checks,
 )
-from .finding import Check, Depth, Finding
+from .finding import Check, CheckFinding, Depth
 from .promises import judge
 
 #: Seconds that stopped processes may take to end: an engine frees gigabytes.
@@ -31,7 +31,7 @@ def of(depth: Depth) -> list[Check]:
     return [check for check in CHECKS if depth in check.depths]
 
 
-def _left(pids: Callable[[], list[int]]) -> Iterator[Finding]:
+def _left(pids: Callable[[], list[int]]) -> Iterator[CheckFinding]:
     wait_for(lambda: not pids(), END_S)
     yield judge("processes", [len(pids())], "all that were started")
 

@@ -31,7 +31,7 @@ from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
 from midstream.schemas.requests.specs import RankSpec, StoredSteering
 from midstream.schemas.requests.steering import RankSteering
-from midstream.workers.engine.protocol import EngineRequest, Progress
+from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.engine.ranks.control import RankControl, row_demand
 from midstream.workers.engine.ranks.rank_spec import rank_spec
 from midstream.workers.runner.probes.probe_news import Scored
@@ -108,7 +108,7 @@ class FakeEngine(RankControl):
     async def check(self, ask: EngineRequest) -> None:
         """Formats are ignored."""
 
-    async def generate(self, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+    async def generate(self, ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         attempt = ask.job, ask.attempt
         self._active[attempt] += 1
         try:
@@ -123,7 +123,7 @@ class FakeEngine(RankControl):
 
     async def _generate(
         self, ask: EngineRequest, spec: RankSpec | None
-    ) -> AsyncGenerator[Progress, None]:
+    ) -> AsyncGenerator[NewOutput, None]:
         steering = spec.steering if spec is not None else []
         async with self._rows.admitted(row_demand(spec)), self._slots, self._stepping():
             if (faults := self.faults.get("generate")) is not None and int(
@@ -251,7 +251,7 @@ class _Writing:
         elif len(self.token_ids) >= sampling.max_tokens:
             self.finish_reason = "length"
 
-    def progress(self) -> Progress:
+    def progress(self) -> NewOutput:
         until = (
             len(self._text)
             if self.finish_reason
@@ -267,7 +267,7 @@ class _Writing:
         )
         output = self._output() if self.finish_reason else None
         stopped_by = self._probe if self.finish_reason == self._reason else ""
-        return Progress(self._ask.request, text, tokens, output, scores, stopped_by=stopped_by)
+        return NewOutput(self._ask.request, text, tokens, output, scores, stopped_by=stopped_by)
 
     def _score(self, position: int) -> Scored:
         """Score a prompt as the fake ranks do."""

@@ -19,7 +19,7 @@ from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
 from midstream.schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.runner.base.actions import ActionLedger, Kind
+from midstream.workers.runner.base.actions import ActionKind, ActionLedger
 
 from .model import HIDDEN_SIZE
 
@@ -246,7 +246,7 @@ class FakeRank:
         missing = set(row.mean if row.position is None else (row.position,)) - set(run.positions)
         return f"source run {row.key} has no row at position {min(missing)}" if missing else ""
 
-    def _fold(self, kind: Kind, *content: str | int) -> None:
+    def _fold(self, kind: ActionKind, *content: str | int) -> None:
         if kind == "steer" and self._faults.strikes("desync", self.rank):
             return
         self.ledger.fold(self.step, kind, *content)

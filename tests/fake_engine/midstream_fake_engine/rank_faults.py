@@ -132,7 +132,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 def inject(plane: Any, faults: Faults) -> None:
     """Make a rank's data plane fail where `faults` say so, from now on."""
-    from midstream.workers.runner.plane.step_edits import Edits
+    from midstream.workers.runner.plane.step_edits import EditsPart
 
     banks = plane._banks
     wrap_ledger(plane.actions, faults)
@@ -146,7 +146,7 @@ def inject(plane: Any, faults: Faults) -> None:
     wrap(banks.first.planner, "commit", functools.partial(_commit_first, faults))
     wrap(banks, "settle", functools.partial(_settle, faults))
     wrap(banks, "take", functools.partial(_take, faults))
-    edits = next(part for part in plane._parts if isinstance(part, Edits))
+    edits = next(part for part in plane._parts if isinstance(part, EditsPart))
     edits._rows = copy.copy(edits._rows)  # global steering has the same tables
     wrap(edits._rows, "acquire", functools.partial(_acquire, faults))
     if plane.loras is not None:
@@ -179,7 +179,7 @@ def wrap_runs(runs: Any, faults: Faults) -> None:
 def wrap_writer(writer: Any, faults: Faults) -> None:
     """Faults of `Writer`."""
     from midstream.schemas.requests.harvest_work import HARVEST
-    from midstream.workers.runner.files.finished_rows import Outcome
+    from midstream.workers.runner.files.finished_rows import ConsumerOutcome
 
     def action(original: Callable[..., Any], name: str, consumers: Any) -> Any:
         if writer._diverted is None and name in ("filesystem", HARVEST):
@@ -190,7 +190,7 @@ def wrap_writer(writer: Any, faults: Faults) -> None:
             if "write" in faults:
                 error = "write failed: fault injected: write"
                 return lambda captures: (
-                    [Outcome(error=error, unavailable=name == HARVEST)] * len(captures)
+                    [ConsumerOutcome(error=error, unavailable=name == HARVEST)] * len(captures)
                 )
         return original(name, consumers)
 

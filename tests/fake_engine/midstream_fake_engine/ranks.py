@@ -25,7 +25,7 @@ from midstream.workers.engine.identity import BOOT
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.ranks.collective import check_apply_results
 from midstream.workers.runner.files.finished_rows import FinishedCapture
-from midstream.workers.runner.files.writer import WriteJob, Writer, make_writer
+from midstream.workers.runner.files.writer import CaptureWriter, WriteJob, make_writer
 from midstream.workers.runner.probes.gates import gates_of, open_among, shown
 from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.readings.installed_readers import LoadedReader
@@ -80,7 +80,7 @@ class FakeRanks:
         self._installed = installed or {}
         self._identity, self._weights = identity_of(settings), weights_of(settings)
         self._outboxes: list[Outbox] = []
-        self._writers: list[Writer] = []
+        self._writers: list[CaptureWriter] = []
         self._grades = FakeGrades(
             open_store(settings.artifacts), lambda: self.ranks[-1].runs, self._weights
         )

@@ -7,7 +7,7 @@ import pytest
 from refusal_kit import refuses
 
 from midstream.api.responses.events import resume_point
-from midstream.api.responses.openai_shapes import ChoicePart, Wanted
+from midstream.api.responses.openai_shapes import ChoicePart, WantedParts
 from midstream.api.responses.outcome import matches
 from midstream.api.responses.sent import Sent
 from midstream.api.routes.captures import parse_layers
@@ -295,7 +295,7 @@ def test_a_stream_resumes_after_the_last_event_id(header: str | None, after: str
 
 
 def said(sent: Sent, text: str) -> str:
-    return sent.unsent(Event(event="token", data={"index": 0, "text": text}), Wanted()).text
+    return sent.unsent(Event(event="token", data={"index": 0, "text": text}), WantedParts()).text
 
 
 def test_a_second_attempt_resends_no_text_and_may_not_contradict() -> None:
@@ -303,7 +303,7 @@ def test_a_second_attempt_resends_no_text_and_may_not_contradict() -> None:
     assert [said(sent, "he"), said(sent, "llo")] == ["he", "llo"]
     sent.restart()
     assert [said(sent, "hel"), said(sent, "lo w"), said(sent, "orld")] == ["", " w", "orld"]
-    assert sent.upto(ChoicePart("hello world!"), Wanted()).text == "!"
+    assert sent.upto(ChoicePart("hello world!"), WantedParts()).text == "!"
     sent = Sent()
     said(sent, "hello")
     sent.restart()
@@ -317,7 +317,7 @@ def test_a_second_attempt_does_not_resend_calls_or_tokens() -> None:
     """
     token = {"token_id": 5, "token": "x", "logprob": -1.0}
     call = {"index": 0, "id": "c", "name": "f"}
-    sent, wanted = Sent(), Wanted(logprobs=0)
+    sent, wanted = Sent(), WantedParts(logprobs=0)
 
     def event(ids: list[int], *calls: dict[str, Any]) -> Event:
         delta = {"calls": list(calls)}

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from midstream import __version__
 from midstream.broker.receipts import frames
-from midstream.broker.receipts.frames import FrameError, Kind, ProtocolMismatch
+from midstream.broker.receipts.frames import FrameError, FrameKind, ProtocolMismatch
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile, Receipt, receipt_decoder
 
@@ -37,15 +37,15 @@ RECEIPT = Receipt(
 @given(st.binary(max_size=80))
 def test_any_bytes_are_a_frame_or_a_frame_error(raw: bytes) -> None:
     try:
-        assert isinstance(frames.unpack(raw).kind, Kind)
+        assert isinstance(frames.unpack(raw).kind, FrameKind)
     except FrameError:
-        assert frames.unpack(frames.refuse(raw, "malformed", "why")).kind is Kind.REFUSED
+        assert frames.unpack(frames.refuse(raw, "malformed", "why")).kind is FrameKind.REFUSED
 
 
 # field case 43
 @pytest.mark.parametrize("theirs", [0, 2, 255])
 def test_a_frame_of_another_version_names_both_versions(theirs: int) -> None:
-    raw = bytes([theirs]) + frames.pack(Kind.RECEIPT, EPOCH, 1, b"anything")[1:]
+    raw = bytes([theirs]) + frames.pack(FrameKind.RECEIPT, EPOCH, 1, b"anything")[1:]
     with pytest.raises(
         ProtocolMismatch,
         match=rf"protocol {theirs}\b.* this side uses {PROTOCOL} \(midstream {__version__}\)",

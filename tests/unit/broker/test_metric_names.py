@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 from tree import PACKAGES, ROOT, imports_of, sources
 
 from midstream.api.routes import service as _service  # noqa: F401
-from midstream.broker.ops.metrics import OF_WORKER, Readings
+from midstream.broker.ops.metrics import OF_WORKER, ScrapedMetrics
 
 
 class Metric(NamedTuple):
@@ -33,7 +33,7 @@ def listed() -> set[Metric]:
 def there() -> set[Metric]:
     """Those that any process registers. (A worker registers its own when its engine runs.)"""
     found = set()
-    for collector in [*REGISTRY._collector_to_names, Readings(OF_WORKER, list)]:
+    for collector in [*REGISTRY._collector_to_names, ScrapedMetrics(OF_WORKER, list)]:
         labels = getattr(collector, "_labelnames", None)
         for family in collector.describe() if hasattr(collector, "describe") else ():
             if family.name.startswith("midstream_") and not family.name.startswith(

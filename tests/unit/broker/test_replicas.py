@@ -3,9 +3,9 @@
 from typing import Any
 
 from midstream.broker.ops.replicas import (
-    Address,
     Agreed,
     Holders,
+    RedisAddress,
     Replicas,
     View,
     agreed,
@@ -15,7 +15,7 @@ from midstream.broker.ops.replicas import (
 )
 
 R2, R3 = ("r2", 1), ("r3", 1)
-BOTH, NONE = frozenset({R2, R3}), frozenset[Address]()
+BOTH, NONE = frozenset({R2, R3}), frozenset[RedisAddress]()
 
 
 def said(**changed: Any) -> dict[str, Any]:

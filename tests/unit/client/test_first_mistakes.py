@@ -62,8 +62,8 @@ def test_a_hooked_model_takes_an_address_or_a_client(given: Any) -> None:
 
 
 def test_a_slow_server_is_not_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = wire.Call.arguments
-    monkeypatch.setattr(wire.Call, "arguments", lambda call: arguments(call) | {"timeout": 0.2})
+    arguments = wire.HttpCall.arguments
+    monkeypatch.setattr(wire.HttpCall, "arguments", lambda call: arguments(call) | {"timeout": 0.2})
     with socket.create_server(("127.0.0.1", 0)) as silent:
         slow = refusal(Client(f"127.0.0.1:{silent.getsockname()[1]}").models)
     assert isinstance(slow, ServerTimeout)

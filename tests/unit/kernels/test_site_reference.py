@@ -27,7 +27,7 @@ from midstream.kernels.plan import (
     EDITS_AT,
     ROWS_PER_TOKEN,
     Does,
-    Planned,
+    OpInputs,
     SitePlan,
     build_group,
     laid_out,
@@ -222,7 +222,7 @@ class Layer(torch.nn.Module):
         self.requires_grad_(False)
 
     def site(self) -> list[torch.Tensor]:
-        return [self.ring, *(getattr(self, name) for name in Planned._fields)]
+        return [self.ring, *(getattr(self, name) for name in OpInputs._fields)]
 
 
 class PairLayer(Layer):

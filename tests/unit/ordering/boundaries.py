@@ -11,14 +11,14 @@ from midstream.workers.runner.edits.steering_tables import RowTable
 from midstream.workers.runner.edits.vector_pool import EntryPool
 from midstream.workers.runner.files.ended import EndedRequest
 from midstream.workers.runner.files.layouts import Filesystem
-from midstream.workers.runner.files.streams import Stream
+from midstream.workers.runner.files.streams import RecordingFile
 from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.rows import buffers, finite_check
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.buffers import Staging
 from midstream.workers.runner.rows.capture import Recording, RowStream
-from midstream.workers.runner.rows.delivery import Delivery
+from midstream.workers.runner.rows.delivery import RowDelivery
 from midstream.workers.runner.rows.finite_check import FiniteCheck
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.planner import Planner
@@ -53,9 +53,9 @@ BOUNDARIES: list[tuple[Any, str, bool]] = [
     (Scorer, "take", False),
     (Scorer, "settle", False),
     (Watch, "results", False),
-    (Delivery, "submit", False),
+    (RowDelivery, "submit", False),
     (RowStream, "push", False),
-    (Stream, "_put", False),  # in a writer: rows of a running request
+    (RecordingFile, "_put", False),  # in a writer: rows of a running request
     (EndedRequest, "finish", False),
     (Filesystem, "consume", False),
     (file_store.FileWriter, "commit", False),

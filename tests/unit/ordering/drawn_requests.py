@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from midstream import __version__
-from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.model.banks import BANK, RESIDUAL, RowShape
 from midstream.schemas.prompts.selectors import lowest_position, select
@@ -98,7 +98,7 @@ class Asked:
                 labels=["x"],
                 thresholds=[1e9 if self.gate is None else self.gate],
             )
-            action: Action = "flag" if self.gate is None else "steer"
+            action: ProbeAction = "flag" if self.gate is None else "steer"
             probes = [
                 StoredProbe(
                     name="p", digest=content.digest, content=content, actions=[action], tokens=True

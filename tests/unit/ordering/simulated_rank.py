@@ -53,14 +53,14 @@ from midstream.schemas.requests.source_runs import RunFile, RunFiles, is_row, ru
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import open_store
-from midstream.workers.runner.base.config import Place
+from midstream.workers.runner.base.config import RankPlace
 from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping, RequestCaptures, RowIndex
 from midstream.workers.runner.files import desk
-from midstream.workers.runner.files.finished_rows import Columns
-from midstream.workers.runner.hooks.sites import Buffers, Site, Sizes, buffers_of
+from midstream.workers.runner.files.finished_rows import BankColumns
+from midstream.workers.runner.hooks.sites import Buffers, RankSite, Sizes, buffers_of
 from midstream.workers.runner.plane.data_plane import DataPlane
-from midstream.workers.runner.rows.banks import Part
+from midstream.workers.runner.rows.banks import BankPart
 
 #: Token rows of a step, requests that run together, and requests of a simulation.
 CAPACITY, TOGETHER, REQUESTS = 40, 5, 12
@@ -172,10 +172,10 @@ class Simulation:
         draws = self._draws
         banks = {
             RESIDUAL: [
-                Site(hook, layer, "single", group=STREAM if hook == "post_block" else WHOLE)  # type: ignore[arg-type]
+                RankSite(hook, layer, "single", group=STREAM if hook == "post_block" else WHOLE)  # type: ignore[arg-type]
                 for hook, layer in SITES[RESIDUAL]
             ],
-            "query": [Site(hook, layer, "single") for hook, layer in SITES["query"]],  # type: ignore[arg-type]
+            "query": [RankSite(hook, layer, "single") for hook, layer in SITES["query"]],  # type: ignore[arg-type]
         }
         self._sites = banks
         self._buffers = {
@@ -210,13 +210,18 @@ class Simulation:
         )
         self.plane = DataPlane(
             config,
-            Place(rank=0, world=1, tp=0, pp=0, stages=1),
+            RankPlace(rank=0, world=1, tp=0, pp=0, stages=1),
             banks[RESIDUAL],
             self._buffers[RESIDUAL],
             num_layers=2,
             traced=self._traced,
             inside=[
-                Part("query", banks["query"], self._buffers["query"], Columns(SHAPE, 0, SHAPE.size))
+                BankPart(
+                    "query",
+                    banks["query"],
+                    self._buffers["query"],
+                    BankColumns(SHAPE, 0, SHAPE.size),
+                )
             ],
             connect=nearby,
         )

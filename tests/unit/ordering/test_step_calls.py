@@ -19,7 +19,7 @@ from lora_kit import ADAPTER, holding_adapter
 from rank_kit import plane_config, view_of
 
 from midstream import __version__
-from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import (
     RankSpec,
@@ -28,9 +28,9 @@ from midstream.schemas.requests.specs import (
     probe_captures,
     steering_digest,
 )
-from midstream.workers.runner.base.config import Place
+from midstream.workers.runner.base.config import RankPlace
 from midstream.workers.runner.base.engine_step import NewRequest
-from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of
+from midstream.workers.runner.hooks.sites import RankSite, Sizes, buffers_of
 from midstream.workers.runner.plane.data_plane import DataPlane
 
 LAYERS, HIDDEN, PROMPT, MOST, STEPS = 32, 4, 2, 256, 48
@@ -51,7 +51,7 @@ WEIGHTS = [from_numpy(np.zeros((1, HIDDEN), dtype=np.float32)), from_numpy(np.on
 OURS = tuple(f"/{folder}/" for folder in ("workers", "kernels", "schemas", "broker", "storage"))
 
 
-def probe(action: Action, threshold: float) -> StoredProbe:
+def probe(action: ProbeAction, threshold: float) -> StoredProbe:
     content = ProbeContent(
         hook="post_block",
         layer=LAYERS // 2,
@@ -79,7 +79,7 @@ class Load:
                 self._step([], 1)
 
     def _make(self, folder: Path) -> None:
-        sites = [Site("post_block", layer, "pair") for layer in range(LAYERS)]
+        sites = [RankSite("post_block", layer, "pair") for layer in range(LAYERS)]
         rows = MOST * PROMPT
         sizes = Sizes(
             ring_rows=2 * LAYERS * rows,
@@ -101,7 +101,7 @@ class Load:
         )
         self.plane = DataPlane(
             config,
-            Place(rank=0, world=1, tp=0, pp=0, stages=1),
+            RankPlace(rank=0, world=1, tp=0, pp=0, stages=1),
             sites,
             self._buffers,
             num_layers=LAYERS,

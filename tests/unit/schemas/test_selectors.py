@@ -15,10 +15,10 @@ from midstream.schemas.prompts.selectors import (
     FORWARD,
     HOOKS,
     INSIDE,
+    PositionWindow,
     RequestedPositions,
     SelectorError,
     Span,
-    Window,
     cut_positions,
     depends_on_prompt,
     lowest_position,
@@ -187,11 +187,11 @@ def test_positions_for_prompts_of_every_length_lose_what_is_beyond_the_prompt() 
 @pytest.mark.parametrize(
     ("wish", "positions"),
     [
-        (Span(start=1), Window(start=1)),
-        (Span(start=7), Window(start=7)),
-        (Span(start=-8), Window(start=0)),
-        (Span(start=-8, stop=-1), Window(start=0, stop=2)),
-        (Span(start=1, stop=9), Window(start=1, stop=9)),
+        (Span(start=1), PositionWindow(start=1)),
+        (Span(start=7), PositionWindow(start=7)),
+        (Span(start=-8), PositionWindow(start=0)),
+        (Span(start=-8, stop=-1), PositionWindow(start=0, stop=2)),
+        (Span(start=1, stop=9), PositionWindow(start=1, stop=9)),
         (Span(stop=-3), None),
         ([Span(start=1, stop=9), 8], [1, 2]),
         ([Span(start=-9), 8], [0, 1, 2]),
@@ -208,14 +208,14 @@ def test_ranges_for_prompts_of_every_length_are_cut_where_a_prompt_of_three_ends
 @pytest.mark.parametrize(
     ("wish", "positions"),
     [
-        (Span(start=5), Window(start=5)),
-        (Span(start=5, stop=9), Window(start=5, stop=9)),
-        (Span(stop=4), Window(start=0, stop=4)),
-        (Span(start=-3), Window(start=7)),
-        (Span(start=-3, stop=-1), Window(start=7, stop=9)),
-        (Span(start=2, stop=-2), Window(start=2, stop=8)),
-        (Span(start=10), Window(start=10)),
-        (Span(start=8, stop=14), Window(start=8, stop=14)),
+        (Span(start=5), PositionWindow(start=5)),
+        (Span(start=5, stop=9), PositionWindow(start=5, stop=9)),
+        (Span(stop=4), PositionWindow(start=0, stop=4)),
+        (Span(start=-3), PositionWindow(start=7)),
+        (Span(start=-3, stop=-1), PositionWindow(start=7, stop=9)),
+        (Span(start=2, stop=-2), PositionWindow(start=2, stop=8)),
+        (Span(start=10), PositionWindow(start=10)),
+        (Span(start=8, stop=14), PositionWindow(start=8, stop=14)),
         ([Span(start=2, stop=5)], [2, 3, 4]),
         ([0, Span(start=-2, stop=10), 8, Span(start=7, stop=-1)], [0, 7, 8, 9]),
     ],
@@ -348,14 +348,18 @@ def test_only_prompt_end_selectors_depend_on_it(prompt: int, data) -> None:
 
 def test_a_window_survives_the_way_to_the_ranks_and_has_a_digest_of_its_own() -> None:
     entry = StoredSteering(
-        layers=[0], hook="post_block", positions=Window(start=5), family="add", tensors=["v"]
+        layers=[0],
+        hook="post_block",
+        positions=PositionWindow(start=5),
+        family="add",
+        tensors=["v"],
     )
     assert from_msgpack(to_msgpack(entry), StoredSteering) == entry
     assert msgspec.convert(msgspec.to_builtins(entry), StoredSteering) == entry
     positions: list[Any] = [
-        Window(start=5),
-        Window(start=5, stop=9),
-        Window(start=6),
+        PositionWindow(start=5),
+        PositionWindow(start=5, stop=9),
+        PositionWindow(start=6),
         [5, 6, 7, 8],
         "all",
     ]

@@ -84,8 +84,8 @@ def lost(value: Any, raw: Any, at: str = "$") -> list[str]:
     return [place for one, was, key in inner for place in lost(one, was, f"{at}.{key}")]
 
 
-@pytest.mark.parametrize("kind", list(frames.Kind), ids=lambda kind: kind.name)
-def test_golden_frames_decode(kind: frames.Kind) -> None:
+@pytest.mark.parametrize("kind", list(frames.FrameKind), ids=lambda kind: kind.name)
+def test_golden_frames_decode(kind: frames.FrameKind) -> None:
     frame = frames.unpack(bytes.fromhex(KEPT["Frame"]["now"][kind.name]))
     assert frame == frames.Frame(kind, "0123456789abcdef" * 2, 7, b"payload")
 
@@ -93,7 +93,10 @@ def test_golden_frames_decode(kind: frames.Kind) -> None:
 #: Name of a union → its members.
 UNIONS = {"FitOutcome": {"FitResult", "LensFitResult"}}
 #: Read from what this very process or a child of it wrote, or from a file of this machine.
-OF_THIS_MACHINE = {"PlaneConfig", "JobRequest", "Request", "Reply", "Command", "Message", "Answer"}
+OF_THIS_MACHINE = {
+    *("PlaneConfig", "JobRequest", "ReadRequest", "Reply"),
+    *("DeskCommand", "DeskMessage", "DeskAnswer", "PoolRequest", "PoolAnswer"),
+}
 
 
 def decoded_types() -> Iterator[tuple[str, str]]:

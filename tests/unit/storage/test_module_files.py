@@ -16,7 +16,7 @@ from midstream.schemas.base.dtypes import ITEM_BYTES, DType
 from midstream.schemas.base.tensors import Tensor, from_numpy
 from midstream.schemas.requests.interventions import FAMILY, INSTALLED, STEERING_FIELDS
 from midstream.schemas.requests.specs import SteeringSpec
-from midstream.schemas.requests.steering import Entries
+from midstream.schemas.requests.steering import SteeringEntries
 from midstream.storage.formats import module_files
 from midstream.storage.formats.module_files import (
     MAX_ENTRIES,
@@ -180,7 +180,7 @@ def test_the_file_format_covers_every_entry_field() -> None:
         *("jacobian", "token", "swap", "limit"),
     }  # a file has its vectors, and names nothing
     assert named == set(SteeringSpec.__struct_fields__)
-    assert next(found.max_length for found in Entries.__metadata__) == MAX_ENTRIES
+    assert next(found.max_length for found in SteeringEntries.__metadata__) == MAX_ENTRIES
 
 
 # --- What cannot be right ---

@@ -17,22 +17,22 @@ from capture_kit import finished, values
 from safetensors.numpy import load, load_file
 
 from midstream.storage import blobs, file_store
-from midstream.storage.blobs import SEGMENT_ALIGNMENT, Blob, read_entries
+from midstream.storage.blobs import SEGMENT_ALIGNMENT, FileBytes, read_entries
 from midstream.storage.file_store import FileSegment
 from midstream.storage.store import open_store
 from midstream.workers.runner.files.layouts import blob_of
 
 
-def blob(request: int = 0, rows: int = 3) -> Blob:
+def blob(request: int = 0, rows: int = 3) -> FileBytes:
     capture = finished(request=request, positions=range(rows), dtype="float32")
     return blob_of(capture, capture.sites)
 
 
-def pending(key: str, rows: int = 3) -> tuple[str, Blob]:
+def pending(key: str, rows: int = 3) -> tuple[str, FileBytes]:
     return key, blob(rows=rows)
 
 
-def publish(root: Path, files: Sequence[tuple[str, Blob]]) -> None:
+def publish(root: Path, files: Sequence[tuple[str, FileBytes]]) -> None:
     blobs.publish(open_store(root), files)
 
 

@@ -32,14 +32,14 @@ _SHOWN_CHARS = 120
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedOptions:
     """Options for `AsyncEngineArgs`, and caveats that name the unproven ones."""
 
     options: dict[str, Any]
     caveats: list[str]
 
 
-def accepted(settings: Settings) -> Accepted:
+def accepted(settings: Settings) -> AcceptedOptions:
     """Returns the options that the settings pass to vLLM.
 
     Raises SettingsError that names every refused option with the reason.
@@ -59,7 +59,7 @@ def accepted(settings: Settings) -> Accepted:
             caveats.append(UNPROVEN + doubt)
     if wrong:
         raise SettingsError("; ".join(wrong))
-    return Accepted(options, caveats)
+    return AcceptedOptions(options, caveats)
 
 
 def _require_allowed(name: str, types: Mapping[str, Any]) -> None:

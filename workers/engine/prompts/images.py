@@ -20,7 +20,7 @@ from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.prompts.images import ImageRef, ImageSpan, of_image
-from ....schemas.prompts.selectors import PositionSelector, Window
+from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ..protocol import EngineRequest
 
 #: Architectures whose rows of prompts with images were compared with transformers'.
@@ -69,9 +69,9 @@ class Expansion(NamedTuple):
         """Map a selector of positions in the prompt as written to the expanded prompt."""
         if isinstance(selector, str):
             return selector
-        if isinstance(selector, Window):
+        if isinstance(selector, PositionWindow):
             stop = None if selector.stop is None else self.place(selector.stop, at).start
-            return Window(start=self.place(selector.start, at).start, stop=stop)
+            return PositionWindow(start=self.place(selector.start, at).start, stop=stop)
         return sorted({position for written in selector for position in self.place(written, at)})
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Family:
+class ToolFamily:
     """A parser of vLLM, and what a chat template must have for it to be chosen."""
 
     parser: str
@@ -18,15 +18,15 @@ class Family:
 
 
 #: Families whose templates are unmistakable.
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: tuple[ToolFamily, ...] = (
     # Qwen2.5, Qwen3, Hermes 2 and 3
-    Family(
+    ToolFamily(
         "hermes",
         markers=("<tool_call>", '{"name": <function-name>, "arguments": <args-'),
         others=("<function=", "<arg_key>"),
     ),
     # Llama 3.1 to 3.3; Llama 4 writes other headers
-    Family(
+    ToolFamily(
         "llama3_json",
         markers=(
             "<|start_header_id|>",
@@ -34,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
             'Respond in the format {"name": function name, "parameters": dictionary of argument',
         ),
     ),
-    Family("mistral", markers=("[AVAILABLE_TOOLS]", "[TOOL_CALLS]")),
+    ToolFamily("mistral", markers=("[AVAILABLE_TOOLS]", "[TOOL_CALLS]")),
 )
 #: Marker in a chat template → parsers that may fit, of which the operator chooses.
 CANDIDATES: dict[str, tuple[str, ...]] = {

@@ -32,26 +32,26 @@ from ....schemas.requests.specs import StoredCapture, StoredSteering, content_ke
 from ...runner.certificate.laws import (
     STREAM,
     TOLERANCES,
-    Finding,
-    Law,
-    Shape,
+    JudgedShape,
+    LawFinding,
+    LawFindings,
     judge_boundary,
     judge_entered,
     verdict,
     verdict_inside,
 )
-from ...runner.certificate.plans import Copy, EditRun, Judgement, Plan, direction
+from ...runner.certificate.plans import CertificatePlan, Copy, EditRun, Judgement, direction
 from ..protocol import EngineRequest
 from ..requests import trial_request
 from .comparison import (
     BEYOND,
     STREAM_TENSORS,
+    Checkpoint,
+    ComparedPrompt,
     Comparison,
     Difference,
-    Head,
-    Prompt,
-    Rows,
-    Source,
+    FinalLogits,
+    RowsOfSites,
     figures,
     longer,
     suspects,
@@ -97,7 +97,7 @@ class Access:
 async def certify(
     access: Access,
     info: ModelInfo,
-    source: Source,
+    source: Checkpoint,
     *,
     trusted: bool = False,
     required: bool = False,
@@ -196,7 +196,7 @@ def keep(certificate: Certificate, folder: Path) -> Path:
     return path
 
 
-def _figure(law: Law) -> LawFigure:
+def _figure(law: LawFindings) -> LawFigure:
     tolerance, _ = TOLERANCES[law.kind]
     figure = law.figure * tolerance
     return LawFigure(
@@ -237,7 +237,7 @@ class _Run:
         self._number = MIXED
         self.readings: dict[str, str] = {}  # kind of reading → why it is not served
 
-    async def findings(self) -> tuple[list[Finding], dict[str, str]]:
+    async def findings(self) -> tuple[list[LawFinding], dict[str, str]]:
         """Run the requests; return the findings, and law → why it was not compared."""
         self._positions = positions = [
             *self._compared,
@@ -268,7 +268,7 @@ class _Run:
         for rank in answers:
             for hook, of_layers in rank.items():
                 sizes[hook] |= {int(layer): size for layer, size in of_layers.items()}
-        plan = Plan(
+        plan = CertificatePlan(
             base=BASE,
             tokens=[*self._prompt, *self._generated],
             positions=positions,
@@ -311,7 +311,7 @@ class _Run:
         layers, skipped = self._layers[:kept], {}
         base = [*self._prompt, *self._generated]
         prompts = [
-            Prompt(
+            ComparedPrompt(
                 base,
                 self._positions,
                 await self._rows_of(BASE, self._positions, self._hooks, layers),
@@ -345,7 +345,7 @@ class _Run:
         )
         if "post_block" in hooks and logits:
             rows = await self._rows_of(BASE, later, ["post_block"], self._layers[-1:])
-            head = Head(
+            head = FinalLogits(
                 rows["post_block", self._layers[-1]],
                 torch.stack([_floats(logit) for logit in logits]),
             )
@@ -355,7 +355,7 @@ class _Run:
             )
         return await comparing.judge(prompts, head), skipped
 
-    async def _long(self, length: int, layers: Sequence[int]) -> Prompt:
+    async def _long(self, length: int, layers: Sequence[int]) -> ComparedPrompt:
         tokens = (
             np.random.default_rng(_SEED + 1)
             .integers(self._info.vocab_size // 8, self._info.vocab_size // 2, size=length)
@@ -365,7 +365,7 @@ class _Run:
         captured = self._capture({hook: list(layers) for hook in self._hooks}, positions, "long")
         output = await self._generate(number, tokens, [captured], max_tokens=2)
         await self._ended([number])
-        return Prompt(
+        return ComparedPrompt(
             [*tokens, *output.token_ids],
             positions,
             await self._rows_of(number, positions, self._hooks, layers),
@@ -373,7 +373,7 @@ class _Run:
 
     async def _rows_of(
         self, request: int, positions: Sequence[int], hooks: Sequence[Hook], layers: Sequence[int]
-    ) -> Rows:
+    ) -> RowsOfSites:
         selection = {
             "request": request,
             "positions": list(positions),
@@ -384,7 +384,7 @@ class _Run:
         return {(hook, layer): self._rows(raw) for rank in ranks for hook, layer, raw in rank}
 
     async def _run_batch(
-        self, plan: Plan, everything: StoredCapture, sizes: dict[str, dict[int, float]]
+        self, plan: CertificatePlan, everything: StoredCapture, sizes: dict[str, dict[int, float]]
     ) -> None:
         """Run all requests after the base in one batch, and the edit of the last layer after it;
         add them to `plan`.
@@ -576,10 +576,10 @@ class _Run:
                 )
             await asyncio.sleep(0.002)
 
-    def _stages(self, judgements: Sequence[Judgement]) -> Iterator[Finding]:
+    def _stages(self, judgements: Sequence[Judgement]) -> Iterator[LawFinding]:
         """Yields findings on the rows that one stage hands to the next, of the recording ranks."""
         recording = [judgement.edges for judgement in judgements if judgement.edges]
-        shape = Shape(self._hooks, torch.finfo(getattr(torch, self._info.dtype)).eps)
+        shape = JudgedShape(self._hooks, torch.finfo(getattr(torch, self._info.dtype)).eps)
         for held, before, after in zip(self._access.stages, recording, recording[1:], strict=False):
             layer = held[-1]
             if "last" in before and "first" in after:

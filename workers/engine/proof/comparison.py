@@ -18,7 +18,7 @@ from ....schemas.base.settings import Settings
 from ....schemas.jobs.certificates import LawFigure
 from ....schemas.prompts.selectors import HOOKS, INSIDE, Hook
 from ...runner.hooks.config_rules import as_served
-from .reference import NotComparableError, Reference, Tensors
+from .reference import NamedTensors, NotComparableError, TransformersReference
 
 #: Tolerance, in multiples of the error that transformers' own model has in that dtype against
 #: float32: both implementations round, but in different places.
@@ -52,10 +52,10 @@ _NO_SUSPECTS = re.compile(
     r"|initializer|dropout|model_type|dtype|cache|^architectures"
 )
 
-Rows = Mapping[tuple[Hook, int], torch.Tensor]  # float32 `[positions, hidden]`
+RowsOfSites = Mapping[tuple[Hook, int], torch.Tensor]  # float32 `[positions, hidden]`
 
 
-class Source(NamedTuple):
+class Checkpoint(NamedTuple):
     """The served checkpoint, for transformers to load; `refused`: why it is not compared."""
 
     path: str = ""
@@ -67,15 +67,15 @@ class Source(NamedTuple):
     content: str = ""  # see `model_identity.content_of`; empty: not read
 
 
-class Prompt(NamedTuple):
+class ComparedPrompt(NamedTuple):
     """A request's tokens, and the engine's rows at some of its positions."""
 
     tokens: Sequence[int]
     positions: Sequence[int]
-    rows: Rows
+    rows: RowsOfSites
 
 
-class Head(NamedTuple):
+class FinalLogits(NamedTuple):
     """`post_block` rows of the model's last layer, `[rows, hidden]`, and the logits that vLLM's
     sampler got for them, `[rows, vocabulary]`.
     """
@@ -109,12 +109,12 @@ class Difference(NamedTuple):
 
 
 class Traced(Protocol):
-    """transformers' model of the checkpoint, as `differences` uses it; see `Reference`."""
+    """transformers' model of the checkpoint, as `differences` uses it: `TransformersReference`."""
 
     @property
     def routed(self) -> Sequence[bool]: ...
 
-    def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> Sequence[Tensors]: ...
+    def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> Sequence[NamedTensors]: ...
 
     def round(self, dtype: torch.dtype) -> None: ...
 
@@ -127,9 +127,9 @@ class Comparison:
     transformers' model is read while the certification run continues.
     """
 
-    def __init__(self, source: Source, dtype: str) -> None:
+    def __init__(self, source: Checkpoint, dtype: str) -> None:
         self.refused = source.refused
-        self.reference: Reference | None = None
+        self.reference: TransformersReference | None = None
         self._source, self._dtype = source, dtype
         self._planned = asyncio.Event()
         self._read = asyncio.create_task(self._prepare())
@@ -145,12 +145,14 @@ class Comparison:
         finally:
             self._planned.set()
 
-    async def plan(self) -> Reference | None:
+    async def plan(self) -> TransformersReference | None:
         """Return the reference, whose weights may not be read yet; None if `refused` says why."""
         await self._planned.wait()
         return None if self.refused else self.reference
 
-    async def judge(self, prompts: Sequence[Prompt], head: Head | None) -> list[Difference]:
+    async def judge(
+        self, prompts: Sequence[ComparedPrompt], head: FinalLogits | None
+    ) -> list[Difference]:
         """Return the largest difference of each hook in each kept layer, over all prompts; empty if
         `refused` says why.
         """
@@ -168,7 +170,7 @@ class Comparison:
         return []
 
 
-def source_of(settings: Settings, config: Any, quantization: str) -> Source:
+def source_of(settings: Settings, config: Any, quantization: str) -> Checkpoint:
     """Return the source that transformers reads. `config`: vLLM's `ModelConfig`; `quantization` of
     its weights, or "".
     """
@@ -181,7 +183,7 @@ def source_of(settings: Settings, config: Any, quantization: str) -> Source:
         f"its weights are quantised ({quantization})": bool(quantization),
     }
     overrides = dict(settings.engine_options.get("hf_overrides") or {})
-    return Source(
+    return Checkpoint(
         path=config.model,
         architecture=config.architectures[0],
         revision=getattr(config.hf_config, "_commit_hash", None) or config.revision,
@@ -192,8 +194,8 @@ def source_of(settings: Settings, config: Any, quantization: str) -> Source:
     )
 
 
-def reference_of(source: Source) -> Reference:
-    return Reference(
+def reference_of(source: Checkpoint) -> TransformersReference:
+    return TransformersReference(
         source.path,
         architecture=source.architecture,
         revision=source.revision,
@@ -203,12 +205,12 @@ def reference_of(source: Source) -> Reference:
 
 
 def differences(
-    reference: Traced, prompts: Sequence[Prompt], head: Head | None, dtype: str
+    reference: Traced, prompts: Sequence[ComparedPrompt], head: FinalLogits | None, dtype: str
 ) -> list[Difference]:
     """Return all differences, in order of layers and hooks. Raises NotComparableError."""
     exact = [reference.trace(prompt.tokens, prompt.positions) for prompt in prompts]
     logits = reference.logits(head.rows) if head else None
-    rounded: Sequence[Sequence[Tensors] | None] = [None] * len(prompts)
+    rounded: Sequence[Sequence[NamedTensors] | None] = [None] * len(prompts)
     rounded_logits = None
     if dtype != "float32":
         reference.round(getattr(torch, dtype))
@@ -251,7 +253,13 @@ def differences(
 
 
 def _layer_differences(
-    layer: int, rows: Rows, exact: Tensors, rounded: Tensors | None, floor: float, *, median: bool
+    layer: int,
+    rows: RowsOfSites,
+    exact: NamedTensors,
+    rounded: NamedTensors | None,
+    floor: float,
+    *,
+    median: bool,
 ) -> Iterator[Difference]:
     added = (exact["output"] - exact["input"]).norm(dim=-1)
     for hook in (hook for hook in (*HOOKS, *INSIDE) if (hook, layer) in rows):

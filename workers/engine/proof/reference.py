@@ -36,7 +36,7 @@ MOST_LAYERS = 24
 
 #: Name of a layer's tensor (`input`, `output`, `self_attn.output`, …) → its rows at the compared
 #: positions.
-Tensors = Mapping[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]
 
 
 class NotComparableError(Exception):
@@ -115,7 +115,7 @@ def _plain(module: nn.Module) -> Hashable:
     )
 
 
-class Reference:
+class TransformersReference:
     """One checkpoint in transformers. Every method may raise NotComparableError."""
 
     def __init__(
@@ -188,7 +188,7 @@ class Reference:
         for weight in self._model.parameters():
             weight.data = weight.data.to(dtype)
 
-    def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> list[Tensors]:
+    def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> list[NamedTensors]:
         """Return, for each kept layer, every tensor that has a row for each token."""
         traces: list[dict[str, torch.Tensor]] = [{} for _ in range(self.truncation.layers)]
         handles = []

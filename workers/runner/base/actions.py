@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal[
+ActionKind = Literal[
     "row_admit",
     "row_release",
     "steer",
@@ -19,7 +19,7 @@ Kind = Literal[
 ]
 
 #: Kind of action → the values that are folded into the checksum. Rejected actions are not folded.
-KINDS: dict[Kind, tuple[str, ...]] = {
+KINDS: dict[ActionKind, tuple[str, ...]] = {
     "row_admit": ("key", "crc32 of the bytes written"),
     "row_release": ("key",),
     "steer": ("job", "request", "attempt", "digest"),
@@ -46,7 +46,7 @@ class ActionLedger:
         self.epoch = 0  # number of restarts
         self.state = 0
 
-    def fold(self, step: int, kind: Kind, *content: str | int) -> None:
+    def fold(self, step: int, kind: ActionKind, *content: str | int) -> None:
         """Account for one applied action in engine step `step`.
 
         Raises ValueError when `content` does not match `KINDS`.

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ....kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
+from ....kernels.plan import COLUMNS, ROWS_PER_TOKEN, OpInputs
 from ....schemas.requests.interventions import EVERY, SCALARS
 from .config import PlaneConfig
 
@@ -19,7 +19,7 @@ def layout(config: PlaneConfig) -> dict[str, Any]:
         SCALARS,
         COLUMNS,
         ROWS_PER_TOKEN,
-        Planned._fields,
+        OpInputs._fields,
     )
     shapes = (
         config.hooks,

@@ -18,7 +18,7 @@ VARIABLE = "_MIDSTREAM_PLANE"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Position of this rank: global rank, number of ranks, rank in its stage, stage, number of
     stages, in the order of the fields.
     """

@@ -43,7 +43,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """Load of the whole engine: requests in this step, waiting requests, and the share of the KV
     cache in use.
     """

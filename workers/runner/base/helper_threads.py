@@ -12,20 +12,20 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 Question = TypeVar("Question")
-Answer = TypeVar("Answer")
+ResultT = TypeVar("ResultT")
 
 
 class LateError(Exception):
     """The code took too long, or is still busy with an abandoned call."""
 
 
-class HelperThread(Generic[Question, Answer]):
+class HelperThread(Generic[Question, ResultT]):
     """Runs one function in its own thread, one call at a time."""
 
     def __init__(
         self,
         name: str,
-        call: Callable[[Question], Answer],
+        call: Callable[[Question], ResultT],
         patience_s: float,
         over: str = "capture",
     ) -> None:
@@ -35,14 +35,14 @@ class HelperThread(Generic[Question, Answer]):
         self.patience_s = patience_s
         self._name, self._call, self._over = name, call, over
         self._turn = threading.Lock()
-        self._calls: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[Answer | Exception]]] = (
+        self._calls: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[ResultT | Exception]]] = (
             queue.SimpleQueue()
         )
         self._busy = threading.Event()
         self._since = 0.0  # start of the last call
         threading.Thread(target=self._run, name=f"midstream-{name}", daemon=True).start()
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: Question) -> ResultT:
         """Call the function; return its result.
 
         Raises what the function raises (RuntimeError if that is no Exception), and LateError.
@@ -53,7 +53,7 @@ class HelperThread(Generic[Question, Answer]):
                     f"it has been busy with another {self._over} for "
                     f"{time.monotonic() - self._since:.0f} s"
                 )
-            answer: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+            answer: queue.SimpleQueue[ResultT | Exception] = queue.SimpleQueue()
             self._since = time.monotonic()
             self._busy.set()
             self._calls.put((question, answer))
@@ -74,7 +74,7 @@ class HelperThread(Generic[Question, Answer]):
             answer.put(result)
             del question, answer, result  # the rows' memory is not kept until the next call
 
-    def _result(self, question: Question) -> Answer | Exception:
+    def _result(self, question: Question) -> ResultT | Exception:
         try:
             return self._call(question)
         except Exception as error:

@@ -19,11 +19,19 @@ from ....schemas.readings.lens import StoredLens
 from ..hooks.routing_kinds import choosers
 from ..hooks.sites import decoder, held_layers, without_sites
 from .certify_inside import InsideLaws
-from .laws import Finding, Shape, judge_boundary, judge_edit, judge_layer, judge_same, rowwise
-from .module_laws import ModuleLaws, Stage
-from .observed import Observed
-from .plans import Judgement, Plan
-from .together import Together
+from .laws import (
+    JudgedShape,
+    LawFinding,
+    judge_boundary,
+    judge_edit,
+    judge_layer,
+    judge_same,
+    rowwise,
+)
+from .module_laws import JudgedStage, ModuleLaws
+from .observed import ObservedRequests
+from .plans import CertificatePlan, Judgement
+from .together import StageRanks
 
 if TYPE_CHECKING:
     from ..hooks.architectures import Adapter
@@ -49,7 +57,7 @@ class Certifier:
         self._inside, self._plane, self._config = inside, plane, config
         self._model: Any = worker.get_model()
         layers = dict(held_layers(self._model, adapter))
-        self._stage = Stage(
+        self._stage = JudgedStage(
             model=self._model,
             adapter=adapter,
             layers=layers,
@@ -59,16 +67,16 @@ class Certifier:
             records=get_tp_group().rank_in_group == 0,
         )
         self._layers, self._shape, self._records = layers, self._stage.shape, self._stage.records
-        self._together = Together(get_tp_group())
-        self._seen = Observed(plane, worker, adapter, layers, traced=traced)
+        self._together = StageRanks(get_tp_group())
+        self._seen = ObservedRequests(plane, worker, adapter, layers, traced=traced)
         self._kept = self._seen.kept
-        self._findings: list[Finding] = []
+        self._findings: list[LawFinding] = []
         self._skipped: dict[str, str] = {}
 
     # --- While requests run
 
     def watch(self, request: int) -> None:
-        """See `Observed.watch`."""
+        """See `ObservedRequests.watch`."""
         self._seen.watch(request)
 
     def unwatch(self) -> None:
@@ -112,7 +120,7 @@ class Certifier:
 
     # --- Judging
 
-    def judge(self, plan: Plan) -> Judgement:
+    def judge(self, plan: CertificatePlan) -> Judgement:
         """Judge all laws of `plan`.
 
         Every rank of a stage calls the same modules in the same order, since these reduce over the
@@ -141,7 +149,7 @@ class Certifier:
             self._skipped["rows in a mixed batch"] = "no step had more than one request"
         return Judgement(self._findings, self._skipped, edges, modules.readings)
 
-    def _judge_rows(self, plan: Plan, edges: dict[str, bytes]) -> None:
+    def _judge_rows(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
         if self._records:
             self._sums(plan)
             self._copies(plan)
@@ -149,7 +157,7 @@ class Certifier:
             self._states(plan)
             self._edges(plan, edges)
 
-    def _judge_inside(self, plan: Plan) -> None:
+    def _judge_inside(self, plan: CertificatePlan) -> None:
         prompt, compared = (
             range(plan.first + 1),
             [position for position in plan.positions if position <= plan.first],
@@ -177,12 +185,14 @@ class Certifier:
         )
         self._findings += laws.findings(self._together)
 
-    def _attempt(self, law: str, judge: Callable[[Plan], None], plan: Plan) -> None:
+    def _attempt(
+        self, law: str, judge: Callable[[CertificatePlan], None], plan: CertificatePlan
+    ) -> None:
         """Judge a law; if no rank can call its module alone, the law is only skipped."""
         if why := self._together.attempt(law, lambda: judge(plan)):
             self._skipped[law] = f"its module cannot be called separately: {why}"
 
-    def _sums(self, plan: Plan) -> None:
+    def _sums(self, plan: CertificatePlan) -> None:
         rows = self._kept.of(plan.base, plan.positions)
         for layer in self._layers:
             self._findings += judge_layer(self._shape, rows, layer)
@@ -193,7 +203,7 @@ class Certifier:
                     )
                 )
 
-    def _copies(self, plan: Plan) -> None:
+    def _copies(self, plan: CertificatePlan) -> None:
         for copy in plan.copies:
             got, expected = (
                 self._kept.of(copy.request, copy.positions),
@@ -208,7 +218,7 @@ class Certifier:
                         )
                     )
 
-    def _edits(self, plan: Plan, edges: dict[str, bytes]) -> None:
+    def _edits(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
         for edit in plan.edits:
             for layer, position, scale in zip(
                 edit.layers, edit.positions, edit.scales, strict=True
@@ -247,14 +257,14 @@ class Certifier:
         """Return whether this rank has the rows that enter the next layer."""
         return layer + 1 in self._layers and "pre_attn" in self._shape.hooks
 
-    def _states(self, plan: Plan) -> None:
+    def _states(self, plan: CertificatePlan) -> None:
         positions = [position for position in plan.positions if position <= plan.first]
         for layer, states in self._seen.aux.items():
             if "post_block" in self._shape.hooks:
                 rows = self._kept.of(plan.base, positions)("post_block", layer)
                 figure = rowwise(rows, states[positions].float(), self._shape.tolerance("same"))
                 self._findings.append(
-                    Finding(
+                    LawFinding(
                         "post_block = vLLM's EAGLE-3 auxiliary state",
                         ("post_block",),
                         layer,
@@ -263,7 +273,7 @@ class Certifier:
                     )
                 )
 
-    def _edges(self, plan: Plan, edges: dict[str, bytes]) -> None:
+    def _edges(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
         rows = self._kept.of(plan.base, plan.positions)
         if {"pre_attn", "post_block"} <= set(self._shape.hooks):
             edges["first"] = self._raw(rows("pre_attn", min(self._layers)))
@@ -281,12 +291,12 @@ class Certifier:
 
 def _shape(
     adapter: "Adapter", layers: Mapping[int, nn.Module], hooks: Sequence[Hook], dtype: torch.dtype
-) -> Shape:
+) -> JudgedShape:
     routing = {number for number, layer in layers.items() if choosers(layer)}
     # A later stage does not know the layers of earlier ones, and assumes that they have experts:
     # most models have experts in all layers but the first.
     first = min(routing if get_pp_group().is_first_rank else layers) if routing else len(layers)
-    return Shape(
+    return JudgedShape(
         [hook for hook in HOOKS if hook in hooks],
         torch.finfo(dtype).eps,
         lambda layer: adapter.of(layer).laws,

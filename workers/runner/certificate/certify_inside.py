@@ -15,12 +15,12 @@ from ....schemas.model.attention import AttentionKind
 from ....schemas.prompts.selectors import Hook
 from ..hooks.attention_kinds import kind_of
 from ..plane.inside_hooks import Inner
-from .laws import Finding, Rows, Shape, rowwise
+from .laws import JudgedShape, LawFinding, RowsAt, rowwise
 from .module_laws import first_output
-from .together import Together
+from .together import StageRanks
 
 #: (hook, layer) → rows on this rank; None if another rank records them.
-Held = Callable[[Hook, int], torch.Tensor | None]
+HeldRows = Callable[[Hook, int], torch.Tensor | None]
 #: (hook, layer) → the recording rank's rows `[rows, hidden]`, on all ranks of the stage.
 Shared = Callable[[Hook, int], torch.Tensor]
 
@@ -34,10 +34,10 @@ class InsideLaws:
         self,
         inners: Mapping[Hook, Sequence[Inner]],
         layers: Mapping[int, nn.Module],
-        shape: Shape,
+        shape: JudgedShape,
         *,
-        held: Held,
-        compared: Rows | None,
+        held: HeldRows,
+        compared: RowsAt | None,
         places: Sequence[int],
         shared: Shared,
         dtype: torch.dtype,
@@ -55,12 +55,12 @@ class InsideLaws:
         )
         self._dtype, self._device = dtype, device
 
-    def findings(self, together: Together) -> Iterator[Finding]:
+    def findings(self, together: StageRanks) -> Iterator[LawFinding]:
         """Yield the findings of all laws whose hooks are present.
 
         If a module raises on all ranks, its law has no finding, and the run continues.
         """
-        laws: list[Callable[[int, int], Iterator[Finding]]] = [
+        laws: list[Callable[[int, int], Iterator[LawFinding]]] = [
             self._output,
             self._down,
             self._router,
@@ -69,7 +69,7 @@ class InsideLaws:
         ]
         for law in laws:
             for place, number in enumerate(self._layers):
-                found: list[Finding] = []
+                found: list[LawFinding] = []
                 judge = partial(_judge, law, place, number, found)
                 together.attempt(f"{law.__name__.strip('_')} of layer {number}", judge)
                 yield from found
@@ -79,7 +79,7 @@ class InsideLaws:
         rows = self._held(hook, number)
         return None if rows is None else rows.to(self._dtype).to(self._device)
 
-    def _through(self, hook: Hook, into: Hook, place: int, number: int) -> Iterator[Finding]:
+    def _through(self, hook: Hook, into: Hook, place: int, number: int) -> Iterator[LawFinding]:
         """Judge whether the projection after `hook` computes the rows of `into`, directly or with a
         norm after the branch.
         """
@@ -101,15 +101,15 @@ class InsideLaws:
             rowwise(item.float().cpu(), expected, tolerance, median=self._shape.routes(number))
             for item in candidates
         )
-        yield Finding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
+        yield LawFinding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
 
-    def _output(self, place: int, number: int) -> Iterator[Finding]:
+    def _output(self, place: int, number: int) -> Iterator[LawFinding]:
         yield from self._through("z", "attn_out", place, number)
 
-    def _down(self, place: int, number: int) -> Iterator[Finding]:
+    def _down(self, place: int, number: int) -> Iterator[LawFinding]:
         yield from self._through("mlp_act", "mlp_out", place, number)
 
-    def _router(self, place: int, number: int) -> Iterator[Finding]:
+    def _router(self, place: int, number: int) -> Iterator[LawFinding]:
         if "router" not in self._inners or "mlp_in" not in self._shape.hooks:
             return
         logits = first_output(self._inners["router"][place].module(self._shared("mlp_in", number)))
@@ -118,9 +118,9 @@ class InsideLaws:
             figure = rowwise(
                 logits.float().cpu(), rows[self._places], self._shape.tolerance("module")
             )
-            yield Finding("gate(mlp_in) = router", ("router",), number, figure, "module")
+            yield LawFinding("gate(mlp_in) = router", ("router",), number, figure, "module")
 
-    def _attention(self, place: int, number: int) -> Iterator[Finding]:
+    def _attention(self, place: int, number: int) -> Iterator[LawFinding]:
         hooks: tuple[Hook, ...] = ("q", "k", "v", "z")
         if not set(hooks) <= self._inners.keys():
             return
@@ -132,7 +132,7 @@ class InsideLaws:
         if kind is None or kind.refused:
             return
         output = attend(query, key, value, kind, self._inners["k"][place].columns.row.width)
-        yield Finding(
+        yield LawFinding(
             "attention(q, k, v) = z",
             ("q", "k", "v"),
             number,
@@ -140,7 +140,7 @@ class InsideLaws:
             "batch",
         )
 
-    def _projections(self, place: int, number: int) -> Iterator[Finding]:
+    def _projections(self, place: int, number: int) -> Iterator[LawFinding]:
         if not {"q_proj", "k_proj", "q", "k"} <= self._inners.keys():
             return
         rows = [
@@ -182,11 +182,16 @@ class InsideLaws:
                 rowwise(row[place_of].reshape(rows_of.shape).float().cpu(), rows_of, tolerance)
                 for row in candidates
             )
-            yield Finding(f"norm and rotary embedding of {hook}", (hook,), number, figure, "module")
+            yield LawFinding(
+                f"norm and rotary embedding of {hook}", (hook,), number, figure, "module"
+            )
 
 
 def _judge(
-    law: Callable[[int, int], Iterator[Finding]], place: int, number: int, found: list[Finding]
+    law: Callable[[int, int], Iterator[LawFinding]],
+    place: int,
+    number: int,
+    found: list[LawFinding],
 ) -> None:
     found += law(place, number)
 

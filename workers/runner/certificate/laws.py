@@ -87,10 +87,10 @@ NEIGHBOURS: Mapping[Hook, Sequence[Hook]] = {
 #: Hooks without which a model has no usable residual stream.
 STREAM: Sequence[Hook] = ("pre_attn", "post_block")
 
-Rows = Callable[[Hook, int], torch.Tensor]  # (hook, layer) → `[rows, hidden]`
+RowsAt = Callable[[Hook, int], torch.Tensor]  # (hook, layer) → `[rows, hidden]`
 
 
-class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+class LawFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     """One law in one layer.
 
     `figure` is relative to the tolerance: at most 1 where the law holds; infinite where rows are
@@ -109,7 +109,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.figure <= 1.0  # False for NaN
 
 
-class Shape(NamedTuple):
+class JudgedShape(NamedTuple):
     """Facts about the model that a judge needs."""
 
     hooks: Sequence[Hook]
@@ -178,7 +178,7 @@ def visible(
 # --- Laws of one layer
 
 
-def sums(shape: Shape, layer: int) -> list[tuple[Hook, Mapping[Hook, float]]]:
+def sums(shape: JudgedShape, layer: int) -> list[tuple[Hook, Mapping[Hook, float]]]:
     """Return (sum, term → multiplier) of a layer: the architecture's laws whose hooks are all
     installed.
     """
@@ -192,38 +192,38 @@ def named(terms: Mapping[Hook, float]) -> str:
     )
 
 
-def judge_layer(shape: Shape, rows: Rows, layer: int) -> list[Finding]:
+def judge_layer(shape: JudgedShape, rows: RowsAt, layer: int) -> list[LawFinding]:
     """Judge the sums of one layer, and whether each branch is visible in them."""
     findings, tolerance = [], shape.tolerance("sum")
     for total, terms in sums(shape, layer):
         parts = {hook: factor * rows(hook, layer) for hook, factor in terms.items()}
         whole = rows(total, layer)
         figure = elementwise(whole, list(parts.values()), tolerance)
-        findings.append(Finding(f"{total} = {named(terms)}", (total, *terms), layer, figure))
+        findings.append(LawFinding(f"{total} = {named(terms)}", (total, *terms), layer, figure))
         for branch in parts.keys() & {"attn_out", "mlp_out"}:
             rest = [part for hook, part in parts.items() if hook != branch]
             share = visible(parts[branch], whole, rest, tolerance)
             findings.append(
-                Finding(f"{branch} is visible in {total}", (branch,), layer, share, "seen")
+                LawFinding(f"{branch} is visible in {total}", (branch,), layer, share, "seen")
             )
     return findings
 
 
 def judge_boundary(
-    shape: Shape, leaving: torch.Tensor, entered: torch.Tensor, layer: int
-) -> Finding:
+    shape: JudgedShape, leaving: torch.Tensor, entered: torch.Tensor, layer: int
+) -> LawFinding:
     """Compare `post_block` of `layer` with `pre_attn` of the next layer."""
     figure = elementwise(entered, [leaving], shape.tolerance("same"))
-    return Finding(
+    return LawFinding(
         "pre_attn[L+1] = post_block[L]", ("post_block", "pre_attn"), layer, figure, "same"
     )
 
 
 def judge_same(
-    shape: Shape, law: str, hook: Hook, layer: int, got: torch.Tensor, expected: torch.Tensor
-) -> Finding:
+    shape: JudgedShape, law: str, hook: Hook, layer: int, got: torch.Tensor, expected: torch.Tensor
+) -> LawFinding:
     """Compare the rows of a hook with those of the same tokens in another batch."""
-    return Finding(
+    return LawFinding(
         law,
         (hook,),
         layer,
@@ -233,18 +233,18 @@ def judge_same(
 
 
 def judge_module(
-    shape: Shape, got: torch.Tensor, expected: torch.Tensor, layer: int, hooks: Sequence[str]
-) -> Finding:
+    shape: JudgedShape, got: torch.Tensor, expected: torch.Tensor, layer: int, hooks: Sequence[str]
+) -> LawFinding:
     """Compare the output of the layer's own MLP, for the rows of its input, with the rows of
     `mlp_out`.
     """
     figure = rowwise(got, expected, shape.tolerance("module"), median=shape.routes(layer))
-    return Finding(f"MLP({hooks[0]}) = mlp_out", tuple(hooks), layer, figure, "module")
+    return LawFinding(f"MLP({hooks[0]}) = mlp_out", tuple(hooks), layer, figure, "module")
 
 
 def judge_parts(
-    shape: Shape, got: torch.Tensor, entered: torch.Tensor, leaving: torch.Tensor, layer: int
-) -> list[Finding]:
+    shape: JudgedShape, got: torch.Tensor, entered: torch.Tensor, leaving: torch.Tensor, layer: int
+) -> list[LawFinding]:
     """Compare the output of the layer's own MLP for the rows of `mlp_in`, up to one factor, with
     `post_block` − `post_attn`.
 
@@ -254,14 +254,14 @@ def judge_parts(
     law, hooks = "post_block = post_attn + MLP(mlp_in)", ("mlp_in", "post_attn", "post_block")
     share = visible(part, leaving, [entered], tolerance)
     return [
-        Finding(
+        LawFinding(
             law,
             hooks,
             layer,
             sumwise(leaving, [entered, part], tolerance, median=shape.routes(layer)),
             "module",
         ),
-        Finding("MLP(mlp_in) is visible in post_block", ("mlp_in",), layer, share, "seen"),
+        LawFinding("MLP(mlp_in) is visible in post_block", ("mlp_in",), layer, share, "seen"),
     ]
 
 
@@ -276,14 +276,14 @@ def factor_of(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def judge_edit(
-    shape: Shape,
+    shape: JudgedShape,
     hook: Hook,
     layer: int,
-    edited: Rows,
-    plain: Rows,
+    edited: RowsAt,
+    plain: RowsAt,
     added: torch.Tensor,
     entered: torch.Tensor | None,
-) -> list[Finding]:
+) -> list[LawFinding]:
     """Judge, at the position where a vector is `added` at `hook` of `layer`, which rows it reaches
     and which it must not.
 
@@ -296,7 +296,7 @@ def judge_edit(
     for item in have[: have.index(hook) + 1]:
         figure = rowwise(edited(item, layer), plain(item, layer), shape.tolerance("batch"))
         findings.append(
-            Finding(f"{law}nothing before it", (hook, item), layer, figure, "batch", edit=True)
+            LawFinding(f"{law}nothing before it", (hook, item), layer, figure, "batch", edit=True)
         )
     for total, terms in sums(shape, layer):
         if hook in terms:
@@ -305,7 +305,7 @@ def judge_edit(
             ]
             figure = sumwise(edited(total, layer), parts, shape.tolerance("edit"))
             findings.append(
-                Finding(
+                LawFinding(
                     f"{law}{total} has it", (hook, total, *terms), layer, figure, "edit", edit=True
                 )
             )
@@ -320,7 +320,7 @@ def judge_edit(
     if reader is not None and reader in have:
         moved = rowwise(edited(reader, layer), plain(reader, layer), shape.tolerance("reach"))
         findings.append(
-            Finding(
+            LawFinding(
                 f"{law}{reader} sees it",
                 (hook, reader),
                 layer,
@@ -333,11 +333,15 @@ def judge_edit(
 
 
 def judge_entered(
-    shape: Shape, leaving: torch.Tensor, added: torch.Tensor, entered: torch.Tensor, layer: int
-) -> Finding:
+    shape: JudgedShape,
+    leaving: torch.Tensor,
+    added: torch.Tensor,
+    entered: torch.Tensor,
+    layer: int,
+) -> LawFinding:
     """Judge whether an edit of `post_block` reaches the input of the next layer."""
     figure = sumwise(entered, [leaving, added], shape.tolerance("edit"))
-    return Finding(
+    return LawFinding(
         "edit at post_block: pre_attn[L+1] has it",
         ("post_block", "pre_attn"),
         layer,
@@ -354,7 +358,7 @@ def judge_entered(
 PROVING = frozenset({"sum", "same", "module", "logits"})
 
 
-class Law(msgspec.Struct, frozen=True):
+class LawFindings(msgspec.Struct, frozen=True):
     """All findings of one law."""
 
     law: str
@@ -371,7 +375,7 @@ class Law(msgspec.Struct, frozen=True):
         return self.figure <= 1.0
 
 
-def combine(findings: Iterable[Finding]) -> list[Law]:
+def combine(findings: Iterable[LawFinding]) -> list[LawFindings]:
     """Combine the findings of each law, with the figure of the worst."""
     combined = []
     for law, of_law in by_key((finding.law, finding) for finding in findings).items():
@@ -379,17 +383,17 @@ def combine(findings: Iterable[Finding]) -> list[Law]:
         failing = tuple(sorted({finding.layer for finding in of_law if not finding.ok}))
         layers = tuple(sorted({finding.layer for finding in of_law}))
         of_worst = worst.kind, worst.hooks, worst.figure, worst.layer
-        combined.append(Law(law, *of_worst, len(of_law), failing, layers))
+        combined.append(LawFindings(law, *of_worst, len(of_law), failing, layers))
     return combined
 
 
 def verdict(
     hooks: Sequence[Hook],
-    findings: Iterable[Finding],
+    findings: Iterable[LawFinding],
     num_layers: int,
     *,
     unshown: dict[Hook, str] | None = None,
-) -> tuple[dict[Hook, str], list[Law]]:
+) -> tuple[dict[Hook, str], list[LawFindings]]:
     """Return hook → why it is not proven (proven hooks are missing), and all laws.
 
     A failed law shows that one of its hooks is wrong, but not which. The smallest set of hooks that
@@ -436,8 +440,8 @@ def verdict(
 
 
 def verdict_inside(
-    hooks: Sequence[str], findings: Iterable[Finding], num_layers: int
-) -> tuple[dict[str, str], list[Law]]:
+    hooks: Sequence[str], findings: Iterable[LawFinding], num_layers: int
+) -> tuple[dict[str, str], list[LawFindings]]:
     """Return the verdict on hooks inside attention and MLP: hook → why it is not proven, and all
     laws.
 
@@ -472,7 +476,7 @@ def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
     return set(order)
 
 
-def _why(broken: Sequence[Law], hook: str) -> str:
+def _why(broken: Sequence[LawFindings], hook: str) -> str:
     law = max((law for law in broken if hook in law.hooks), key=lambda law: law.figure)
     layers = [layer for layer in law.failing if layer >= 0]
     where = (

@@ -17,10 +17,19 @@ from vllm.distributed import get_tp_group
 from ....schemas.prompts.selectors import Hook
 from ..hooks.output_head import FINAL_NORM
 from ..hooks.sites import language_model
-from ..readings.logit_lens import Lens
-from .laws import Finding, Rows, Shape, factor_of, judge_module, judge_parts, rowwise, sumwise
-from .observed import Observed
-from .plans import Plan, direction, places
+from ..readings.logit_lens import LensReader
+from .laws import (
+    JudgedShape,
+    LawFinding,
+    RowsAt,
+    factor_of,
+    judge_module,
+    judge_parts,
+    rowwise,
+    sumwise,
+)
+from .observed import ObservedRequests
+from .plans import CertificatePlan, direction, places
 
 if TYPE_CHECKING:
     from ..hooks.architectures import Adapter
@@ -35,7 +44,7 @@ NUDGES = 8
 
 
 @dataclass(frozen=True)
-class Stage:
+class JudgedStage:
     """The part of the loaded model that a rank holds, with facts for judging it."""
 
     model: Any
@@ -43,7 +52,7 @@ class Stage:
     layers: Mapping[int, nn.Module]
     parent: nn.Module  # module that holds the layers
     dtype: torch.dtype
-    shape: Shape
+    shape: JudgedShape
     records: bool  # this rank records the rows of its stage
 
     def added(self, scale: float) -> torch.Tensor:
@@ -71,10 +80,10 @@ class ModuleLaws:
 
     def __init__(
         self,
-        stage: Stage,
-        observed: Observed,
+        stage: JudgedStage,
+        observed: ObservedRequests,
         lens: object,
-        findings: list[Finding],
+        findings: list[LawFinding],
         skipped: dict[str, str],
     ) -> None:
         """`lens`: the rank's logit lens reader, if any. Results are added to `findings` and
@@ -85,7 +94,7 @@ class ModuleLaws:
         self._findings, self._skipped = findings, skipped
         self.readings: dict[str, str] = {}  # kind of reading → why the run disproved it
 
-    def mlp(self, plan: Plan) -> None:
+    def mlp(self, plan: CertificatePlan) -> None:
         """Compare the outputs of the layers' MLPs, for captured and for edited rows, with the rows
         of the next hook.
         """
@@ -155,7 +164,7 @@ class ModuleLaws:
                 into = "post_block" if as_difference else "mlp_out"
                 law = f"edit at mlp_in: {into} has it"
                 self._findings.append(
-                    Finding(law, ("mlp_in", into), number, min(figures), "module", edit=True)
+                    LawFinding(law, ("mlp_in", into), number, min(figures), "module", edit=True)
                 )
 
     def _nudges(self, number: int) -> torch.Tensor:
@@ -167,8 +176,8 @@ class ModuleLaws:
         return 1 + torch.finfo(self._stage.dtype).eps * torch.linspace(0, 1, copies)[:, None]
 
     def _judge_mlp(
-        self, rows: Rows, output: torch.Tensor, number: int, source: Hook, *, as_difference: bool
-    ) -> list[Finding]:
+        self, rows: RowsAt, output: torch.Tensor, number: int, source: Hook, *, as_difference: bool
+    ) -> list[LawFinding]:
         if as_difference:
             return judge_parts(
                 self._shape,
@@ -212,7 +221,7 @@ class ModuleLaws:
             for norm in behind
         )
 
-    def embedding(self, plan: Plan) -> None:
+    def embedding(self, plan: CertificatePlan) -> None:
         """Compare the embedded tokens, up to one factor, with the first `pre_attn`."""
         embed = getattr(self._stage.model, "embed_input_ids", None)
         if embed is None or "pre_attn" not in self._shape.hooks or 0 not in self._stage.layers:
@@ -235,7 +244,7 @@ class ModuleLaws:
             rowwise(rows, factor_of(item, rows) * item, self._shape.tolerance("module"))
             for item in given
         )
-        finding = Finding("pre_attn[0] = embedding", ("pre_attn",), 0, figure, "module")
+        finding = LawFinding("pre_attn[0] = embedding", ("pre_attn",), 0, figure, "module")
         names = [
             name for name, child in self._stage.parent.named_children() if _between(name, child)
         ]
@@ -246,7 +255,7 @@ class ModuleLaws:
                 f"{', '.join(names)} lies between the embedding and the first layer"
             )
 
-    def logits(self, plan: Plan) -> None:
+    def logits(self, plan: CertificatePlan) -> None:
         """Apply the model's final norm, up to one factor, and output matrix to the last
         `post_block`; compare the result with the logits that vLLM's sampler got.
         """
@@ -302,12 +311,14 @@ class ModuleLaws:
             self._skipped[law] = "vLLM's own logits were not seen"
         else:
             self._findings.append(
-                Finding(law, ("post_block",), last, max(figures.values()), "logits")
+                LawFinding(law, ("post_block",), last, max(figures.values()), "logits")
             )
         if plan.final and (plan.final.request, plan.first) in self._observed.logits:
-            self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit", edit=True))
+            self._findings.append(
+                LawFinding(edit, ("post_block",), last, best[-1], "edit", edit=True)
+            )
 
-    def lens(self, plan: Plan) -> None:
+    def lens(self, plan: CertificatePlan) -> None:
         """Compare the logits of the lens, which copies the final norm and this rank's shard of the
         output matrix, with those that vLLM's sampler got. Unlike in `logits`, no factor is allowed.
         """
@@ -317,7 +328,7 @@ class ModuleLaws:
             for position in plan.positions
             if (plan.base, position) in self._observed.logits
         ]
-        if not isinstance(lens, Lens) or not self._stage.records or not places:
+        if not isinstance(lens, LensReader) or not self._stage.records or not places:
             return
         rows = self._kept.of(plan.base, [position for _, position in places])(
             "post_block", self._stage.adapter.num_layers - 1

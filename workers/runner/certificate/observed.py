@@ -10,8 +10,8 @@ from vllm.distributed import get_pp_group
 
 from ....schemas.base.dtypes import DTYPES
 from ....schemas.jobs.receipts import Receipt
-from ..files.finished_rows import FinishedCapture, Outcome
-from .laws import Rows
+from ..files.finished_rows import ConsumerOutcome, FinishedCapture
+from .laws import RowsAt
 
 if TYPE_CHECKING:
     from ..base.engine_step import StepView
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..plane.data_plane import DataPlane
 
 
-class Kept:
+class KeptRows:
     """Keeps captured rows and receipts in place of consumers and outbox. Called from writer
     threads.
     """
@@ -30,7 +30,7 @@ class Kept:
         self.rows: dict[tuple[int, str, int], dict[int, torch.Tensor]] = {}
         self.ended: dict[int, str] = {}  # request → why it failed; empty: it succeeded
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         for capture in captures:
             for hook, layers in capture.sites.items():
                 for layer in layers:
@@ -46,7 +46,7 @@ class Kept:
                         self.rows.setdefault((capture.spec.request, hook, layer), {}).update(
                             zip(capture.positions, held, strict=True)
                         )
-        return [Outcome()] * len(captures)
+        return [ConsumerOutcome()] * len(captures)
 
     def receipt(self, receipt: Receipt) -> None:
         with self._lock:
@@ -54,7 +54,7 @@ class Kept:
                 "" if receipt.status == "ok" else receipt.message or receipt.status
             )
 
-    def of(self, request: int, positions: Sequence[int]) -> Rows:
+    def of(self, request: int, positions: Sequence[int]) -> RowsAt:
         """Return a function (hook, layer) → float32 rows of a request at these positions.
 
         The function raises KeyError for a row that was not captured.
@@ -64,7 +64,7 @@ class Kept:
         ).float()
 
 
-class Observed:
+class ObservedRequests:
     """Rows, logits and final hidden states of the requests, from now until `close`."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Observed:
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
         # (request, position) → the final hidden state of these logits
         self.final: dict[tuple[int, int], torch.Tensor] = {}
-        self.kept = Kept()
+        self.kept = KeptRows()
         plane.divert(self.kept)
         plan, compute_logits = plane.plan, self._model.compute_logits
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from ....schemas.prompts.selectors import Hook
-from .laws import Finding
+from .laws import LawFinding
 
 
 class EditRun(msgspec.Struct):
@@ -30,7 +30,7 @@ class Copy(msgspec.Struct):
     positions: list[int]
 
 
-class Plan(msgspec.Struct):
+class CertificatePlan(msgspec.Struct):
     """Requests, by number, whose rows all ranks judge."""
 
     base: int
@@ -45,7 +45,7 @@ class Plan(msgspec.Struct):
 class Judgement(msgspec.Struct):
     """Judgement of one rank."""
 
-    findings: list[Finding]
+    findings: list[LawFinding]
     not_compared: dict[str, str]  # law → why it was not judged
     # float32 rows at the stage's first and last layer, for the neighbouring stages
     edges: dict[str, bytes]

@@ -30,7 +30,7 @@ class NoAnswerError(FailedAloneError):
     """
 
 
-class Together:
+class StageRanks:
     """The ranks of this rank's stage."""
 
     def __init__(self, group: Any) -> None:

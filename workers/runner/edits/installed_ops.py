@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ....kernels.installed import OPS, Edit
+from ....kernels.installed import OPS, InstalledEdit
 from ....schemas.extensions import MAX_OP_OPTIONS, Extension, OpTerms, Option
 from ....schemas.requests.specs import StoredSteering
 from ..base.extensions import ExtensionError, Offer, code_of, declared, digest
@@ -77,7 +77,7 @@ def check_here(entries: Iterable[StoredSteering]) -> None:
             )
 
 
-def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, Edit]:
+def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, InstalledEdit]:
     content = digest(offer)
     op: OpCode = code_of(offer)
     terms = declared(op, OpTerms)
@@ -118,7 +118,7 @@ def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, Edit]:
     ), edit
 
 
-def _check(edit: Edit, facts: Extension, hidden_size: int) -> None:
+def _check(edit: InstalledEdit, facts: Extension, hidden_size: int) -> None:
     """Raises ValueError if the op fails a check on random rows, or what the op raises."""
     assert facts.op is not None
     generator = np.random.default_rng(_SEED)

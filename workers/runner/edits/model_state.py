@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ....schemas.base.tensors import Tensor
 from ....schemas.requests.specs import MAX_STEERING_ROWS, steering_rows
 from ....schemas.requests.steering import GlobalSteering
-from ..hooks.sites import Site
+from ..hooks.sites import RankSite
 from .steering_tables import Tables
 
 
@@ -19,7 +19,7 @@ class RankState:
     Methods raise LookupError or ValueError to refuse a call, and then change nothing.
     """
 
-    def __init__(self, sites: Sequence[Site], num_layers: int, table: Tables) -> None:
+    def __init__(self, sites: Sequence[RankSite], num_layers: int, table: Tables) -> None:
         """`num_layers`: layers of the whole model, of which this stage holds some."""
         self._hooks = list(dict.fromkeys(site.hook for site in sites))
         self._num_layers = num_layers

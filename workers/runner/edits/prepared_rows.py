@@ -19,7 +19,7 @@ import torch
 from ....schemas.requests.source_runs import is_row
 from ....schemas.requests.specs import SteeringRow, steering_rows
 from ..base.packed_spec import unpack
-from .vector_pool import Joined
+from .vector_pool import JoinedRow
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ class PreparedRows:
 
     def __init__(
         self,
-        make: Callable[[SteeringRow], Joined],
+        make: Callable[[SteeringRow], JoinedRow],
         holds: Callable[[str], bool],
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
         """`make` lays a row out, in any thread. `holds` returns whether this rank has a tensor."""
         self._make, self._holds, self._room = make, holds, kept_bytes
-        self._kept: OrderedDict[str, Joined] = OrderedDict()  # by `SteeringRow.key`
+        self._kept: OrderedDict[str, JoinedRow] = OrderedDict()  # by `SteeringRow.key`
         self._size = 0  # bytes of all kept rows
         self._under_way: dict[str, Future[None]] = {}  # rows that the thread lays out now
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class PreparedRows:
         if self._thread.is_alive() and not self._expected.full():
             self._expected.put(rows)
 
-    def get(self, spec: SteeringRow) -> Joined:
+    def get(self, spec: SteeringRow) -> JoinedRow:
         """Return the row's content. Raises what `make` raises."""
         names = {name for entry in spec.entries for name in entry.tensors}
         if any(map(is_row, names)):
@@ -92,7 +92,7 @@ class PreparedRows:
             self._kept.clear()
             self._size = 0
 
-    def _keep(self, key: str, joined: Joined) -> None:
+    def _keep(self, key: str, joined: JoinedRow) -> None:
         with self._lock:
             if (previous := self._kept.pop(key, None)) is not None:
                 self._size -= previous.size

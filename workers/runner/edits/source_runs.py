@@ -18,7 +18,7 @@ from ....schemas.prompts.selectors import Hook, as_ranges
 from ....schemas.requests.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
 from ....storage.formats.capture_blobs import Header, read_header
 from ....storage.store import TRANSIENT, ArtifactStore
-from ..hooks.sites import Site
+from ..hooks.sites import RankSite
 
 #: safetensors' name of a dtype → torch's; rows are kept in the dtype of their capture.
 _DTYPES = {facts.file: getattr(torch, name) for name, facts in DTYPES.items()}
@@ -40,7 +40,7 @@ class RunStore:
     then.
     """
 
-    def __init__(self, store: ArtifactStore, sites: Sequence[Site], hidden_size: int) -> None:
+    def __init__(self, store: ArtifactStore, sites: Sequence[RankSite], hidden_size: int) -> None:
         self._store, self._hidden_size = store, hidden_size
         self._sites: set[tuple[str, int]] = {(site.hook, site.layer) for site in sites}
         self._runs: dict[str, _LoadedRun] = {}

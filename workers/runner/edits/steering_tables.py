@@ -8,16 +8,16 @@ import torch
 
 from ....kernels.plan import Does, does_of, laid_out
 from ....schemas.base.tensors import Tensor, content_hash, to_numpy
-from ....schemas.requests.interventions import FAMILIES, FAMILY, PLACE, Family
+from ....schemas.requests.interventions import FAMILIES, FAMILY, PLACE, OpFamily
 from ....schemas.requests.source_runs import ZEROS, is_row
 from ....schemas.requests.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
 from ..base.actions import ActionLedger
 from ..base.host_memory import locked_copy
-from ..files.finished_rows import Columns
-from ..hooks.sites import Buffers, Site
+from ..files.finished_rows import BankColumns
+from ..hooks.sites import Buffers, RankSite
 from .prepared_rows import PreparedRows
 from .source_runs import RunStore
-from .vector_pool import Content, EntryPool, Joined, joined
+from .vector_pool import EntryPool, JoinedRow, RowContent, joined
 
 
 class VectorStore:
@@ -79,11 +79,11 @@ class RowTable:
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        sites: Sequence[RankSite],
         buffers: Buffers,
         vectors: VectorStore,
         runs: RunStore,
-        columns: Columns | None = None,
+        columns: BankColumns | None = None,
         prepared: PreparedRows | None = None,
     ) -> None:
         """`columns`: the columns of rows that this rank holds; None: all of the hidden size.
@@ -176,11 +176,11 @@ class RowTable:
     def _all_rows(self) -> list[int]:
         return list(range(self._buffers.site_rows.shape[2] - 1, 0, -1))
 
-    def joined(self, spec: SteeringRow) -> Joined:
+    def joined(self, spec: SteeringRow) -> JoinedRow:
         """Return the content of a row, ready to be written. Raises what `content` raises."""
         return self._join(self.content(spec))
 
-    def _join(self, content: Content) -> Joined:
+    def _join(self, content: RowContent) -> JoinedRow:
         """Join `content`, which has whole rows; of sharded rows, only this rank's columns are kept
         for writing. The checksum covers whole rows, so that all ranks agree on it.
         """
@@ -202,12 +202,12 @@ class RowTable:
         shards = torch.unique(torch.nonzero(vectors)[:, 1] // self._columns.size)
         if len(shards) > 1 or family == "add_matched":
             raise ValueError(
-                f"{FAMILY[cast(Family, family)].written} adds up columns of {len(shards)} "
+                f"{FAMILY[cast(OpFamily, family)].written} adds up columns of {len(shards)} "
                 "tensor-parallel ranks: "
                 f"its tensors must lie within {self._columns.size} columns, which one rank holds"
             )
 
-    def content(self, spec: SteeringRow) -> Content:
+    def content(self, spec: SteeringRow) -> RowContent:
         """Return (site of this rank, family) → the row's entries there: vectors in the pool's
         dtype, scalars float32.
 
@@ -243,7 +243,7 @@ class RowTable:
 
     def _laid_out(self, family: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
         vectors, scalars = laid_out(family, does)
-        if FAMILY[cast(Family, family)].sums:
+        if FAMILY[cast(OpFamily, family)].sums:
             self._check_alone(family, vectors)
         vectors = vectors.to(self._buffers.pool.dtype)
         if not bool(torch.isfinite(vectors).all()):
@@ -326,10 +326,10 @@ class Tables:
     def add(
         self,
         bank: str,
-        sites: Sequence[Site],
+        sites: Sequence[RankSite],
         buffers: Buffers,
         runs: RunStore,
-        columns: Columns | None = None,
+        columns: BankColumns | None = None,
     ) -> RowTable:
         """Return the table of another bank, see `RowTable`."""
         self._of_banks[bank] = RowTable(sites, buffers, self.vectors, runs, columns, self.prepared)

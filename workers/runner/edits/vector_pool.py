@@ -17,24 +17,24 @@ from ..base.host_memory import locked_copy
 from ..hooks.sites import Buffers
 
 #: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
-Held = tuple[torch.Tensor, torch.Tensor]
+HeldVectors = tuple[torch.Tensor, torch.Tensor]
 #: int64 `[runs, 4]`: site, family, first entry and number of entries of each. One object: Python's
 #: garbage collector visits every one, and there are as many runs as requests times layers.
-Runs = np.ndarray
+RunTable = np.ndarray
 #: (site, family) → its vectors and scalars. An object that several sites share is stored once.
-Content = Mapping[tuple[int, int], Held]
+RowContent = Mapping[tuple[int, int], HeldVectors]
 
 
-class Joined(NamedTuple):
+class JoinedRow(NamedTuple):
     """A row's content ready for upload: its distinct entries, concatenated.
 
     The tensors are on the CPU, and never change.
     """
 
-    content: Content  # parts of the tensors below
+    content: RowContent  # parts of the tensors below
     vectors: torch.Tensor  # [entries, hidden_size]
     scalars: torch.Tensor  # [entries, SCALARS]
-    runs: Runs  # the first entry counts from 0
+    runs: RunTable  # the first entry counts from 0
     crc32: int  # of (site, family) and bytes of all content
 
     def fingerprint(self) -> int:
@@ -47,12 +47,12 @@ class Joined(NamedTuple):
         return int(self.vectors.nbytes + self.scalars.nbytes)
 
 
-def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bool) -> Joined:
+def joined(content: RowContent, hidden_size: int, dtype: torch.dtype, *, pinned: bool) -> JoinedRow:
     """Concatenate a row's content. `hidden_size`, `dtype`: of the pool. `pinned`: into page-locked
     memory, so that uploads do not block.
     """
     # id of held tensors → these, their checksum, and the sites and families that share them
-    shared: dict[int, tuple[Held, int, list[tuple[int, int]]]] = {}
+    shared: dict[int, tuple[HeldVectors, int, list[tuple[int, int]]]] = {}
     crc = 0
     for place, what in content.items():
         if id(what) not in shared:
@@ -68,14 +68,14 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
     if pinned:
         vectors, scalars = locked_copy(vectors), locked_copy(scalars)
     runs: list[tuple[int, int, int, int]] = []
-    parts: dict[tuple[int, int], Held] = {}
+    parts: dict[tuple[int, int], HeldVectors] = {}
     first = 0
     for (value, _), _, places in shared.values():
         part = vectors[first : first + len(value)], scalars[first : first + len(value)]
         runs += [(*place, first, len(value)) for place in places]
         parts |= dict.fromkeys(places, part)
         first += len(value)
-    return Joined(
+    return JoinedRow(
         {place: parts[place] for place in content},
         vectors,
         scalars,
@@ -94,11 +94,11 @@ class EntryPool:
         self._buffers = buffers
         self._device = buffers.pool.device
         self._capacity = len(buffers.pool) - 1
-        self._runs: dict[int, Runs] = {}  # by row
+        self._runs: dict[int, RunTable] = {}  # by row
         self._end = 1  # entries from here on are free; there may be gaps before it
         self.used = 0  # entries
 
-    def write(self, row: int, content: Joined) -> None:
+    def write(self, row: int, content: JoinedRow) -> None:
         """Write a row's content into free entries.
 
         Raises RuntimeError, and changes nothing, when there are too few.
@@ -188,7 +188,7 @@ class EntryPool:
         sites, families, firsts, _ = self._index(self._runs[row]).t()
         self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
 
-    def _index(self, numbers: Sequence[int] | Runs) -> torch.Tensor:
+    def _index(self, numbers: Sequence[int] | RunTable) -> torch.Tensor:
         return self._on_device(torch.as_tensor(numbers, dtype=torch.int64))
 
     def _on_device(self, values: torch.Tensor) -> torch.Tensor:

@@ -30,17 +30,17 @@ from .commands import (
     COMMAND,
     EXIT_NO_RECEIPTS,
     LENGTH,
-    Answer,
     Begun,
     Closed,
-    Command,
+    DeskAnswer,
+    DeskCommand,
+    DeskStatus,
     Freed,
     Setup,
     Spilled,
-    Status,
     StatusAsked,
 )
-from .desk import Desk, Message
+from .desk import Desk, DeskMessage
 
 #: Added to the niceness of a process that gives way: it gets an eighth of the time of one of the
 #: model's threads that it competes with.
@@ -67,8 +67,8 @@ def main() -> None:
 
 
 def _commands(
-    source: Any, memory: SharedMemory, answer: Callable[[Answer], None]
-) -> Iterator[tuple[Command, np.ndarray]]:
+    source: Any, memory: SharedMemory, answer: Callable[[DeskAnswer], None]
+) -> Iterator[tuple[DeskCommand, np.ndarray]]:
     """Iterate over the rank's messages, each with a lease of the memory; the rank is told when
     nothing refers to that any more.
     """
@@ -77,15 +77,15 @@ def _commands(
         lease = memory.lease()
         weakref.finalize(lease, answer, Freed(number)).atexit = False
         raw = cast(bytes, lease[start : start + length])
-        yield from_msgpack(raw, cast(type[Command], Command)), lease
+        yield from_msgpack(raw, cast(type[DeskCommand], DeskCommand)), lease
         del raw, lease
 
 
 def _serve(
-    commands: Iterator[tuple[Command, np.ndarray]],
+    commands: Iterator[tuple[DeskCommand, np.ndarray]],
     memory: SharedMemory,
     parent: int,
-    answer: Callable[[Answer], None],
+    answer: Callable[[DeskAnswer], None],
 ) -> None:
     desk = _begun(cast(Setup, next(commands)[0]), memory, answer)
     for message, lease in commands:
@@ -94,16 +94,16 @@ def _serve(
                 with open(f"/proc/{parent}/fd/{held}", "r+b") as file:
                     memory.map(begin, len(memory.bytes), file.fileno())
             case StatusAsked():
-                answer(Status(desk.outbox.depth(), desk.writer.totals, CALLS.read()))
+                answer(DeskStatus(desk.outbox.depth(), desk.writer.totals, CALLS.read()))
             case Closed():
                 desk.close()
                 return
             case _:
-                desk.receive(cast(Message, message), lease)
+                desk.receive(cast(DeskMessage, message), lease)
         del message, lease
 
 
-def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[Answer], None]) -> Desk:
+def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[DeskAnswer], None]) -> Desk:
     config, rank = setup.config, setup.rank
     logs.configure(config.log_format, config.log_level, "rowd", worker=config.worker, rank=rank)
     arm(config.fault, Path(config.outbox_dir).parent)
@@ -127,7 +127,7 @@ def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[Answer], None])
     return desk
 
 
-def _answer(descriptor: int, lock: threading.RLock, answer: Answer) -> None:
+def _answer(descriptor: int, lock: threading.RLock, answer: DeskAnswer) -> None:
     """Tell the rank something, from any thread; while a thread does so, it may free memory, and
     tell that, too.
     """

@@ -10,7 +10,7 @@ import struct
 from ....schemas.base.records import Wire
 from ....schemas.base.store_calls import StoreCalls
 from ..base.config import PlaneConfig
-from .desk import Message
+from .desk import DeskMessage
 
 #: Number of a message, where it begins in the memory, and its bytes.
 COMMAND = struct.Struct("<QQQ")
@@ -36,14 +36,14 @@ class Spilled(Wire, tag="spilled"):
 
 
 class StatusAsked(Wire, tag="status"):
-    """The rank asks for a `Status`."""
+    """The rank asks for a `DeskStatus`."""
 
 
 class Closed(Wire, tag="closed"):
     """The last message: write what is queued, and end."""
 
 
-Command = Message | Setup | Spilled | StatusAsked | Closed
+DeskCommand = DeskMessage | Setup | Spilled | StatusAsked | Closed
 
 
 class Begun(Wire, tag="begun"):
@@ -58,7 +58,7 @@ class Freed(Wire, tag="freed"):
     number: int
 
 
-class Status(Wire, tag="state"):
+class DeskStatus(Wire, tag="state"):
     """The counts of a rank."""
 
     outbox: int = 0  # receipts that the relay has not acknowledged
@@ -66,4 +66,4 @@ class Status(Wire, tag="state"):
     store: dict[str, StoreCalls] = {}
 
 
-Answer = Begun | Freed | Status
+DeskAnswer = Begun | Freed | DeskStatus

@@ -2,7 +2,7 @@
 
 A package offers a consumer by an entry point of the group `midstream.capture_consumers`, which has
 the consumer's name. The entry point's object is a class or function that is called without
-arguments, once per process, and returns a `Consumer`. See `docs/capture.md`.
+arguments, once per process, and returns a `CaptureConsumer`. See `docs/capture.md`.
 """
 
 import copy
@@ -19,7 +19,7 @@ from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.specs import memory_bytes
 from ..base.helper_threads import HelperThread, LateError
-from .finished_rows import Consumer, FinishedCapture, Outcome
+from .finished_rows import CaptureConsumer, ConsumerOutcome, FinishedCapture
 from .layouts import blob_of
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ BUILT_IN = ("filesystem", "memory", "logging")  # built-in consumers that reques
 PATIENCE_S = 10.0
 
 
-class Memory:
+class MemoryConsumer:
     """The consumer `memory`: returns the rows in the receipt, as a safetensors blob, and writes
     nothing.
     """
@@ -41,10 +41,10 @@ class Memory:
         """`limit`: bytes of one capture, counted by `memory_bytes` as at its admission."""
         self._limit = limit
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         return [self._consume(capture) for capture in captures]
 
-    def _consume(self, capture: FinishedCapture) -> Outcome:
+    def _consume(self, capture: FinishedCapture) -> ConsumerOutcome:
         size = memory_bytes(
             len(capture.positions),
             sum(map(len, capture.sites.values())),
@@ -52,8 +52,8 @@ class Memory:
             capture.dtype,
         )
         if size <= self._limit:
-            return Outcome(rows=b"".join(blob_of(capture, capture.sites).buffers))
-        return Outcome(
+            return ConsumerOutcome(rows=b"".join(blob_of(capture, capture.sites).buffers))
+        return ConsumerOutcome(
             error=(
                 f"{size} bytes of rows exceed the response limit of {self._limit} "
                 f"({self._limit >> 10} KiB, tuning.memory_limit_kib)"
@@ -75,7 +75,7 @@ class Logging:
             lines.addHandler(handler)
             lines.setLevel(logging.INFO)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         for capture in captures:
             lines.info(
                 "captured job=%s request=%d tag=%s pp=%d positions=%d hidden=%d dtype=%s: %s",
@@ -88,7 +88,7 @@ class Logging:
                 capture.dtype,
                 _norms(capture),
             )
-        return [Outcome()] * len(captures)
+        return [ConsumerOutcome()] * len(captures)
 
 
 def _norms(capture: FinishedCapture) -> str:
@@ -120,30 +120,32 @@ class Installed:
     duration can stop the writers.
     """
 
-    def __init__(self, name: str, consumer: Consumer, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, name: str, consumer: CaptureConsumer, patience_s: float = PATIENCE_S
+    ) -> None:
         self._consumer = consumer
         self.thread = HelperThread(f"capture consumer {name}", self._call, patience_s)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         """Pass copies of the captures to the consumer. Raises what the consumer raises, and
         TypeError if it does not return one outcome per capture.
         """
         try:
             return self.thread.ask([_copy(capture) for capture in captures])
         except LateError as error:
-            return [Outcome(error=str(error))] * len(captures)
+            return [ConsumerOutcome(error=str(error))] * len(captures)
 
-    def _call(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def _call(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         outcomes = list(self._consumer.consume(captures))
         if len(outcomes) != len(captures) or not all(
-            isinstance(outcome, Outcome) for outcome in outcomes
+            isinstance(outcome, ConsumerOutcome) for outcome in outcomes
         ):
             raise TypeError(
                 f"consume() must return one Outcome per capture: {len(outcomes)} returned for "
                 f"{len(captures)}"
             )
         # only built-in consumers may return files and rows
-        return [Outcome(error=outcome.error) for outcome in outcomes]
+        return [ConsumerOutcome(error=outcome.error) for outcome in outcomes]
 
 
 def _copy(capture: FinishedCapture) -> FinishedCapture:
@@ -177,7 +179,7 @@ def installed() -> dict[str, Installed]:
             )
             continue
         try:
-            make: Callable[[], Consumer] = entry.load()
+            make: Callable[[], CaptureConsumer] = entry.load()
             consumers[entry.name] = Installed(entry.name, make())
         except KeyboardInterrupt:
             raise

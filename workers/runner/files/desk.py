@@ -15,16 +15,16 @@ import numpy as np
 from ....broker.receipts.outbox import Outbox
 from ....schemas.base.records import Wire
 from ....schemas.jobs.receipts import Receipt
-from ....schemas.requests.specs import Work
+from ....schemas.requests.specs import WriterWork
 from ....storage.file_store import scratch
 from ....storage.store import open_store
 from ..base.backlog import Backlog
 from ..base.config import PlaneConfig
 from ..base.shared_memory import SharedMemory
 from .ended import EndedRequest
-from .extents import Block, BlockPlace
-from .finished_rows import Consumer, Origin
-from .streams import Stream, StreamFiles, StreamOpened
+from .extents import BlockPlace, RowBlock
+from .finished_rows import CaptureConsumer, Origin
+from .streams import RecordingFile, StreamFiles, StreamOpened
 from .writer import make_writer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class OriginSet(Wire, tag="origin"):
     origin: Origin
 
 
-Message = EndedRequest | StreamedRows | StreamDropped | Delivered | OriginSet
+DeskMessage = EndedRequest | StreamedRows | StreamDropped | Delivered | OriginSet
 
 
 class Desk:
@@ -76,8 +76,8 @@ class Desk:
         backlog: Backlog,
         *,
         begin: Callable[[], None] = lambda: None,
-        readings: Consumer | None = None,
-        works: tuple[Work, ...] = ("writer", "harvest", "reading"),
+        readings: CaptureConsumer | None = None,
+        works: tuple[WriterWork, ...] = ("writer", "harvest", "reading"),
     ) -> None:
         """`backlog`, `begin`, `readings`, `works`: see `Writer`."""
         store = open_store(config.capture_root)
@@ -96,7 +96,7 @@ class Desk:
             works,
         )
         self._files = StreamFiles(store, partial(scratch, Path(config.spill_dir)), self._of_rank)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, RecordingFile] = {}
 
     def _of_rank(self) -> Origin:
         assert self._origin is not None, "a rank says first where its rows are from"
@@ -109,7 +109,7 @@ class Desk:
         self.outbox.close()
 
     def receive(
-        self, message: Message, memory: np.ndarray, prepared: Mapping[int, Any] | None = None
+        self, message: DeskMessage, memory: np.ndarray, prepared: Mapping[int, Any] | None = None
     ) -> None:
         """Do what a message wants, in time. `memory`: the shared memory, uint8, of which views last
         until the message's rows are not needed. `prepared`: what readers prepared for the request.
@@ -141,10 +141,10 @@ class Desk:
         """
         try:
             if rows.opened is not None:
-                stream = Stream(rows.opened, self._files.begin, self._memory.wait)
+                stream = RecordingFile(rows.opened, self._files.begin, self._memory.wait)
                 self._streams[rows.stream] = stream
             stream = self._streams[rows.stream]
-            stream.push([Block(memory, place) for place in rows.blocks], rows.landing)
+            stream.push([RowBlock(memory, place) for place in rows.blocks], rows.landing)
         except Exception:
             logger.exception("a stream of captured rows cannot go on")
             self._streams.pop(rows.stream, None)

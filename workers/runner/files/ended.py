@@ -22,7 +22,7 @@ from .edit_sizes import RecordedSizes
 from .extents import BlockPlace, ExtentPlace
 from .finished_rows import FinishedCapture, Origin
 from .recorded import CaptureShape, MemoryRows, Recorded
-from .streams import Stream
+from .streams import RecordingFile
 from .writer import InterventionError, WriteJob
 
 
@@ -63,7 +63,7 @@ class EndedRequest(Wire, tag="ended"):
         memory: np.ndarray,
         wait: Callable[[int], None],
         origin: Origin,
-        streams: Mapping[int, Stream | None],
+        streams: Mapping[int, RecordingFile | None],
         prepared: Mapping[int, Any],
     ) -> WriteJob:
         """Return what a writer does for the request. `memory`: the shared memory, uint8. `wait`:
@@ -110,7 +110,7 @@ class EndedRequest(Wire, tag="ended"):
         memory: np.ndarray,
         wait: Callable[[int], None],
         origin: Origin,
-        stream: Stream | None,
+        stream: RecordingFile | None,
         prepared: Any,
     ) -> FinishedCapture:
         """Build a capture, in a writer thread.
@@ -135,7 +135,7 @@ class EndedRequest(Wire, tag="ended"):
         ended: EndedCapture,
         memory: np.ndarray,
         origin: Origin,
-        stream: Stream | None = None,
+        stream: RecordingFile | None = None,
         prepared: Any = None,
     ) -> FinishedCapture:
         """Return a capture of the request, whose rows have landed, as it is to be stored.

@@ -29,7 +29,7 @@ class BlockPlace(Wire):
     positions: list[int] = []  # empty: `count` from `first` on, one after another
 
 
-class Block:
+class RowBlock:
     """A recording's rows at its captured positions in a range."""
 
     def __init__(self, memory: np.ndarray, place: BlockPlace) -> None:
@@ -87,7 +87,7 @@ class Extent:
     on.
     """
 
-    block: Block
+    block: RowBlock
     at: int
     first_position: int
     count: int
@@ -107,7 +107,7 @@ class Extent:
         return found
 
     def unsound(self, dtype: str) -> np.ndarray | None:
-        """Return `Block.unsound` of these rows."""
+        """Return `RowBlock.unsound` of these rows."""
         return self.block.unsound(dtype, self.at, self.count)
 
     def among(self, positions: Sequence[int]) -> "list[Extent]":
@@ -131,7 +131,9 @@ def places_of(extents: Iterable[Extent]) -> list[ExtentPlace]:
 
 
 def extents_at(places: Iterable[ExtentPlace], memory: np.ndarray) -> list[Extent]:
-    return [run for place, first, stop in places for run in Block(memory, place).runs(first, stop)]
+    return [
+        run for place, first, stop in places for run in RowBlock(memory, place).runs(first, stop)
+    ]
 
 
 def bytes_of(

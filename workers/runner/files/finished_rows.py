@@ -15,11 +15,11 @@ from ....schemas.model.banks import RowShape
 from ....schemas.model.layer_kinds import of_layers
 from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import RankSpec, StoredCapture
-from ....storage.blobs import Blob
+from ....storage.blobs import FileBytes
 
 
 @dataclass(frozen=True)
-class Columns:
+class BankColumns:
     """Columns of a bank's rows that this rank holds. See `schemas.model.banks`."""
 
     row: RowShape  # shape of the whole row
@@ -99,9 +99,9 @@ class FinishedCapture(Origin):
     unsound: tuple[str, int, int] | None = None
     # result of the reader's `prepare` when the request began, for a capture that is read
     prepared: Any = None
-    columns: Columns | None = None  # of the rows; None: those of the residual bank
+    columns: BankColumns | None = None  # of the rows; None: those of the residual bank
     # returns the blob if the rows are in a file that the store can adopt, else None
-    whole: "Callable[[FinishedCapture], Blob | None]" = lambda _: None
+    whole: "Callable[[FinishedCapture], FileBytes | None]" = lambda _: None
 
     @property
     def num_rows(self) -> int:
@@ -181,7 +181,7 @@ class ReadingError(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ConsumerOutcome:
     """A consumer's result for one capture."""
 
     error: str = ""  # why the consumer failed; empty: it succeeded
@@ -190,12 +190,12 @@ class Outcome:
     rows: bytes = b""  # rows to return in the receipt
 
 
-class Consumer(Protocol):
+class CaptureConsumer(Protocol):
     """Gets the captures that name it. Called from writer threads; an installed consumer gets one
     call at a time.
     """
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> Sequence[Outcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> Sequence[ConsumerOutcome]:
         """Consume captures; return one outcome per capture, in order.
 
         A consumer must copy data that it needs after the call, because the rows' memory is reused.

@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ....broker.artifacts.retention import Usage
+from ....broker.artifacts.retention import CaptureUsage
 from ....schemas.base.records import by_key
 from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
 from ....schemas.jobs.receipts import CapturedFile
-from ....storage.blobs import SEGMENT_ALIGNMENT, Blob, append, make_blob, publish
+from ....storage.blobs import SEGMENT_ALIGNMENT, FileBytes, append, make_blob, publish
 from ....storage.store import TRANSIENT, ArtifactStore, NotInPlaceError, Rewriting, Segment
-from .finished_rows import FinishedCapture, Outcome
+from .finished_rows import ConsumerOutcome, FinishedCapture
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Sites = dict[str, list[int]]
-Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
+FileSites = dict[str, list[int]]
+Write = Callable[[Sequence[FinishedCapture]], Sequence[ConsumerOutcome]]
 
 #: Approximate bytes of a position in a blob, without its rows: two integers, and their text in the
 #: manifest.
@@ -51,7 +51,7 @@ class StoreConfig:
 
 
 #: Layout → its blobs, as (suffix of the name, sites). Only blobs of `segment` share a file.
-LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
+LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, FileSites]]]] = {
     "packed": lambda capture: [("", capture.sites)],
     "per_file": lambda capture: [
         (f".{hook}.{layer}", {hook: [layer]})
@@ -62,7 +62,7 @@ LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
 }
 
 
-def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
+def blob_of(capture: FinishedCapture, sites: FileSites) -> FileBytes:
     """Return a blob of the rows at `sites`: tensors `<hook>.<layer>` `[positions, hidden_size]`,
     with int64 `positions` and `token_ids`.
 
@@ -96,7 +96,7 @@ class Filesystem:
     Belongs to one writer thread.
     """
 
-    def __init__(self, config: StoreConfig, usage: Usage, thread: int = 0) -> None:
+    def __init__(self, config: StoreConfig, usage: CaptureUsage, thread: int = 0) -> None:
         """`usage` may be shared. `thread`: number of the writer thread, part of its segments'
         names; the first prepares the store for all.
         """
@@ -113,9 +113,9 @@ class Filesystem:
         except OSError as error:  # each write fails again, and reports to its own request
             logger.error("cannot write captures to %s: %s", config.store.uri, error)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         """Write captures; a failed write does not raise, but is reported in its outcome."""
-        outcomes: list[Outcome] = [Outcome()] * len(captures)
+        outcomes: list[ConsumerOutcome] = [ConsumerOutcome()] * len(captures)
         # each group is one commit: all separate files, and the segment of each tag
         groups = by_key(
             (capture.capture.tag if self._layout(capture) == "segment" else None, number)
@@ -151,19 +151,21 @@ class Filesystem:
             size += more
         return parts
 
-    def _each(self, write: Write, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def _each(self, write: Write, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         """Call `write` for the group; if that fails, for each capture alone.
 
         While the store accepts no writes, fail without trying, so that rows do not accumulate.
         """
         if self.unavailable and (trouble := self._config.store.trouble()):
-            return [Outcome(error=f"write failed: {trouble}", unavailable=True)] * len(captures)
+            return [ConsumerOutcome(error=f"write failed: {trouble}", unavailable=True)] * len(
+                captures
+            )
         try:
             outcomes = list(write(captures))
         except Exception as error:
             self.unavailable = isinstance(error, OSError) and bool(self._config.store.trouble())
             transient = isinstance(error, OSError) and error.errno in TRANSIENT
-            failed = Outcome(
+            failed = ConsumerOutcome(
                 error=f"write failed: {error}", unavailable=self.unavailable or transient
             )
         else:
@@ -188,7 +190,7 @@ class Filesystem:
             return "segment" if capture.size <= self._config.segment_limit else "packed"
         return capture.capture.layout
 
-    def _publish(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def _publish(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         """Write captures whose blobs are separate files."""
         files = [
             [
@@ -200,7 +202,7 @@ class Filesystem:
         self._usage.take(2 * SEGMENT_ALIGNMENT + blob.size for parts in files for _, blob in parts)
         publish(self._config.store, [file for parts in files for file in parts])
         return [
-            Outcome(
+            ConsumerOutcome(
                 files=tuple(
                     _captured(capture, blob, key, 0, self._layout(capture)) for key, blob in parts
                 )
@@ -208,11 +210,11 @@ class Filesystem:
             for capture, parts in zip(captures, files, strict=True)
         ]
 
-    def _blob(self, capture: FinishedCapture, sites: Sites) -> Blob:
+    def _blob(self, capture: FinishedCapture, sites: FileSites) -> FileBytes:
         whole = capture.whole(capture) if sites is capture.sites else None
         return blob_of(capture, sites) if whole is None else whole
 
-    def _append(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def _append(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         """Append captures of one tag to the tag's segment."""
         blobs = [blob_of(capture, capture.sites) for capture in captures]
         self._usage.take(SEGMENT_ALIGNMENT + blob.size for blob in blobs)
@@ -224,7 +226,7 @@ class Filesystem:
             segment = self._segment(captures[0].capture.tag)
             offsets = append(segment, blobs)
         return [
-            Outcome(files=(_captured(capture, blob, segment.key, offset, "segment"),))
+            ConsumerOutcome(files=(_captured(capture, blob, segment.key, offset, "segment"),))
             for capture, blob, offset in zip(captures, blobs, offsets, strict=True)
         ]
 
@@ -249,8 +251,8 @@ class Filesystem:
 
 
 def each(
-    action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T]
-) -> list[Outcome | Exception]:
+    action: Callable[[Sequence[T]], Sequence[ConsumerOutcome]], items: Sequence[T]
+) -> list[ConsumerOutcome | Exception]:
     """Call `action` for the group; if that raises, for each item alone. Return for each item its
     outcome, or the exception that `action` raised for it alone.
     """
@@ -264,7 +266,7 @@ def each(
 
 
 def _captured(
-    capture: FinishedCapture, blob: Blob, path: str, offset: int, layout: str
+    capture: FinishedCapture, blob: FileBytes, path: str, offset: int, layout: str
 ) -> CapturedFile:
     sites = blob.manifest.sites
     return CapturedFile(

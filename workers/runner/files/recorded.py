@@ -8,21 +8,21 @@ import numpy as np
 
 from ....schemas.base.records import Wire, by_key
 from ....schemas.requests.specs import RankSpec, StoredCapture
-from .extents import Block, BlockPlace, Extent, ExtentPlace, bytes_of, extents_at
-from .finished_rows import Columns, FinishedCapture, Origin
+from .extents import BlockPlace, Extent, ExtentPlace, RowBlock, bytes_of, extents_at
+from .finished_rows import BankColumns, FinishedCapture, Origin
 
 #: (hook, layer, port), in the order of the capture.
-Port = tuple[str, int, int]
+RecordedPort = tuple[str, int, int]
 
 
 class CaptureShape(Wire):
     """What a rank records of a capture."""
 
     number: int  # of the capture in the request
-    ports: list[Port]  # at least one
+    ports: list[RecordedPort]  # at least one
     width: int  # elements of a row
     dtype: str  # of the rows
-    columns: Columns | None = None  # of the rows; None: those of the residual bank
+    columns: BankColumns | None = None  # of the rows; None: those of the residual bank
 
     def stored_as(self, capture: StoredCapture) -> str:
         """Return the dtype of the stored rows."""
@@ -68,7 +68,7 @@ class Recorded:
         """`memory`: the shared memory, uint8. `earlier`, `reused`, `dropped`: see `EndedCapture`.
         `expected`: the positions that are to be stored.
         """
-        self.blocks = [Block(memory, place) for place in blocks]
+        self.blocks = [RowBlock(memory, place) for place in blocks]
         self._earlier, self._reused = extents_at(earlier, memory), extents_at(reused, memory)
         self.dropped, self.expected = dropped, expected
 
@@ -128,7 +128,11 @@ class MemoryRows:
     """
 
     def __init__(
-        self, ports: Sequence[Port], runs: Sequence[Extent], dtype: str, chosen: Sequence[slice]
+        self,
+        ports: Sequence[RecordedPort],
+        runs: Sequence[Extent],
+        dtype: str,
+        chosen: Sequence[slice],
     ) -> None:
         """`dtype`: in which they are stored. `chosen`: the stored columns."""
         self._dtype, self._chosen = dtype, list(chosen)
@@ -156,7 +160,7 @@ class MemoryRows:
         ]
 
 
-def ports_in(block: Block, ports: Sequence[Port]) -> list[int]:
+def ports_in(block: RowBlock, ports: Sequence[RecordedPort]) -> list[int]:
     """Return the numbers of ports in a block."""
     order = np.fromiter((port for _, _, port in ports), dtype=np.int64, count=len(ports))
     numbers: list[int] = np.searchsorted(block.ports, order).tolist()

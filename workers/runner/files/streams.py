@@ -18,13 +18,13 @@ import numpy as np
 from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.base.records import Wire
 from ....schemas.requests.specs import RankSpec
-from ....storage.blobs import Blob
+from ....storage.blobs import FileBytes
 from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
 from ....storage.store import ArtifactStore, Draft, Drafts
-from .extents import Block, Extent, as_array, bytes_of, contiguous
+from .extents import Extent, RowBlock, as_array, bytes_of, contiguous
 from .finished_rows import FinishedCapture, Origin
 from .layouts import file_name
-from .recorded import CaptureShape, Port, Recorded, ports_in
+from .recorded import CaptureShape, Recorded, RecordedPort, ports_in
 
 #: Bytes that are moved, or read for the file's CRC32, at a time.
 _PIECE = 4 << 20
@@ -41,7 +41,7 @@ class StreamOpened(Wire):
     end: int  # rows of this position and of later ones are not needed
 
 
-class Stream:
+class RecordingFile:
     """The file of one recording.
 
     `push` and `drop` are called by one thread, the rest by writers, one at a time.
@@ -50,7 +50,7 @@ class Stream:
     def __init__(
         self,
         opened: StreamOpened,
-        begin: Callable[["Stream"], tuple[Draft, int]],
+        begin: Callable[["RecordingFile"], tuple[Draft, int]],
         wait: Callable[[int], None],
     ) -> None:
         """`begin(stream)` creates the file, and returns it with the bytes reserved for its header.
@@ -73,12 +73,12 @@ class Stream:
             dtype: np.zeros((len(self.order), len(shape.ports)), dtype=bool)
             for dtype in (shape.dtype, self._stored_as)
         }
-        self._queue: deque[tuple[list[Block], int]] = deque()
+        self._queue: deque[tuple[list[RowBlock], int]] = deque()
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._dropped = False
 
-    def push(self, blocks: list[Block], landing: int) -> None:
+    def push(self, blocks: list[RowBlock], landing: int) -> None:
         """Have `flush` write these blocks, after those pushed before: if a position was recorded
         twice, the last row counts. `landing`: of their rows.
         """
@@ -207,7 +207,7 @@ class SealedRows:
     def __init__(
         self,
         draft: Draft,
-        ports: Sequence[Port],
+        ports: Sequence[RecordedPort],
         positions: list[int],
         row_bytes: int,
         header: int,
@@ -234,7 +234,7 @@ class SealedRows:
         first = self._header + self._sites.index((hook, layer)) * self._tensor
         return [self._view[first : first + self._tensor]]
 
-    def blob(self, capture: FinishedCapture) -> Blob | None:
+    def blob(self, capture: FinishedCapture) -> FileBytes | None:
         """Complete the file, and return it as the capture's blob; None if the store cannot adopt
         it.
         """
@@ -260,7 +260,7 @@ class SealedRows:
             piece = self._draft.read(at, min(_PIECE, size - at))
             crc = zlib.crc32(piece, crc)
             at += len(piece)
-        return Blob(manifest, [], size, crc, self._draft)
+        return FileBytes(manifest, [], size, crc, self._draft)
 
 
 class StreamFiles:
@@ -274,7 +274,7 @@ class StreamFiles:
         """
         self._store, self._scratch, self._origin = store, scratch, origin
 
-    def begin(self, stream: Stream) -> tuple[Draft, int]:
+    def begin(self, stream: RecordingFile) -> tuple[Draft, int]:
         """Create the file of a stream; return it with the bytes reserved for its header."""
         opened, capture, most = stream.opened, stream.capture, stream.order.tolist()
         largest = opened.shape.finished(  # with the longest manifest that is possible

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from ....broker.artifacts.retention import Usage
+from ....broker.artifacts.retention import CaptureUsage
 from ....broker.receipts.outbox import Outbox
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, Consumed, Receipt
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
-from ....schemas.requests.specs import Work
+from ....schemas.requests.specs import WriterWork
 from ....storage.store import ArtifactStore
 from ..base.backlog import Backlog
-from .consumers import BUILT_IN, Logging, Memory, installed
-from .finished_rows import Consumer, FinishedCapture, Outcome
-from .harvest_shards import Harvest
+from .consumers import BUILT_IN, Logging, MemoryConsumer, installed
+from .finished_rows import CaptureConsumer, ConsumerOutcome, FinishedCapture
+from .harvest_shards import OpenShards
 from .layouts import Filesystem, StoreConfig, each
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 #: Limits of a group, which is one durable commit: requests, and approximate bytes. A request with a
 #: reading is a group of its own, so that no other receipt waits for its computation.
-GROUP_REQUESTS: dict[Work, int] = {"writer": 256, "harvest": 256, "reading": 1}
+GROUP_REQUESTS: dict[WriterWork, int] = {"writer": 256, "harvest": 256, "reading": 1}
 GROUP_BYTES = 64 << 20
 #: Consumers whose failure fails the capture, because its rows are lost. Failures of other consumers
 #: only make it partial.
@@ -61,7 +61,7 @@ class WriteJob:
     builds: Sequence[Callable[[], FinishedCapture]] = ()
     size: int = 0
     complete: Callable[[Receipt], Receipt] | None = None
-    work: Work = "writer"
+    work: WriterWork = "writer"
     tenant: str = ""
 
 
@@ -111,7 +111,7 @@ class Diversion(Protocol):
     Called from writer threads.
     """
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]: ...
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]: ...
 
     def receipt(self, receipt: Receipt) -> None: ...
 
@@ -140,7 +140,7 @@ class _Turns(queue.Queue[WriteJob | _Part | None]):
 _Jobs = queue.SimpleQueue[WriteJob | _Part | None] | _Turns
 
 
-class Writer:
+class CaptureWriter:
     """Threads that pass captures to their consumers in groups, and then receipts to the outbox.
 
     Harvests have threads of their own: their stores are elsewhere, and other requests would lose
@@ -155,9 +155,9 @@ class Writer:
         threads: int,
         memory_limit: int,
         begin: Callable[[], None] = lambda: None,
-        readings: Consumer | None = None,
+        readings: CaptureConsumer | None = None,
         backlog: Backlog | None = None,
-        works: Sequence[Work] = ("writer", "harvest", "reading"),
+        works: Sequence[WriterWork] = ("writer", "harvest", "reading"),
     ) -> None:
         """`threads`: of each kind of work. `memory_limit`: bytes that the consumer `memory` may put
         into a receipt. `begin`: called first in each thread. `readings`: the consumer that computes
@@ -171,7 +171,7 @@ class Writer:
             raise ValueError(f"a writer has {threads} threads, and needs at least one")
         self._begin = begin
         self._outbox = outbox
-        self._queues: dict[Work, _Jobs] = {
+        self._queues: dict[WriterWork, _Jobs] = {
             work: _Turns() if work == "reading" else queue.SimpleQueue() for work in works
         }
         self._first = self._queues[works[0]]
@@ -181,15 +181,15 @@ class Writer:
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}
         self._diverted: Diversion | None = None
         self._lock = threading.Lock()
-        self._shared: dict[str, Consumer] = {
-            "memory": Memory(memory_limit),
+        self._shared: dict[str, CaptureConsumer] = {
+            "memory": MemoryConsumer(memory_limit),
             "logging": Logging(),
-            HARVEST: Harvest(),
+            HARVEST: OpenShards(),
             **installed(),
         }
         if readings is not None:
             self._shared[READER] = readings
-        usage = Usage(store.store, store.quota)
+        usage = CaptureUsage(store.store, store.quota)
         self._filesystems = [
             Filesystem(store, usage, i) for i in range(len(self._queues) * threads)
         ]
@@ -257,7 +257,7 @@ class Writer:
 
     def _run(self, filesystem: Filesystem, jobs: _Jobs, most: int) -> None:
         self._begin()
-        consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
+        consumers: dict[str, CaptureConsumer] = {"filesystem": filesystem, **self._shared}
         while group := self._gather(jobs, most):
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
@@ -299,7 +299,9 @@ class Writer:
             self._pending -= 1
             self.backlog.free(part.size)
 
-    def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
+    def _write(
+        self, group: Sequence[WriteJob], consumers: Mapping[str, CaptureConsumer]
+    ) -> list[Receipt]:
         """Build and consume captures; return the receipts. A failure affects only its request."""
         reports = [_Report(job) for job in group]
         captures: list[tuple[_Report, FinishedCapture]] = []
@@ -318,14 +320,16 @@ class Writer:
         return [of_request.receipt() for of_request in reports]
 
     def _consume(
-        self, captures: Sequence[tuple[_Report, FinishedCapture]], consumers: Mapping[str, Consumer]
-    ) -> list[dict[str, Outcome]]:
+        self,
+        captures: Sequence[tuple[_Report, FinishedCapture]],
+        consumers: Mapping[str, CaptureConsumer],
+    ) -> list[dict[str, ConsumerOutcome]]:
         """Return each capture's outcomes by consumer.
 
         Built-in consumers run first, `filesystem` before the others, as most clients wait for it.
         """
-        outcomes: list[dict[str, Outcome]] = [
-            dict.fromkeys(capture.capture.consumers, Outcome()) for _, capture in captures
+        outcomes: list[dict[str, ConsumerOutcome]] = [
+            dict.fromkeys(capture.capture.consumers, ConsumerOutcome()) for _, capture in captures
         ]
         names = {name for by_name in outcomes for name in by_name}
         for name in sorted(
@@ -338,7 +342,7 @@ class Writer:
             )
             for number, result in zip(numbers, results, strict=True):
                 outcomes[number][name] = (
-                    Outcome(error=str(result) or repr(result))
+                    ConsumerOutcome(error=str(result) or repr(result))
                     if isinstance(result, Exception)
                     else result
                 )
@@ -348,13 +352,14 @@ class Writer:
         (self._outbox.append if self._diverted is None else self._diverted.receipt)(receipt)
 
     def _action(
-        self, name: str, consumers: Mapping[str, Consumer]
-    ) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
+        self, name: str, consumers: Mapping[str, CaptureConsumer]
+    ) -> Callable[[Sequence[FinishedCapture]], Sequence[ConsumerOutcome]]:
         if self._diverted is not None:
             return self._diverted.consume
         if name not in consumers:
             return lambda captures: (
-                [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
+                [ConsumerOutcome(error=f"rank {captures[0].rank} has no such consumer")]
+                * len(captures)
             )
         return consumers[name].consume
 
@@ -386,7 +391,9 @@ def _built(report: _Report, build: Callable[[], FinishedCapture]) -> FinishedCap
         return None
 
 
-def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outcome]) -> None:
+def _note(
+    report: _Report, capture: FinishedCapture, by_name: Mapping[str, ConsumerOutcome]
+) -> None:
     errors = {name: outcome.error for name, outcome in by_name.items() if outcome.error}
     for name, outcome in by_name.items():
         report.consumed.append(
@@ -429,11 +436,11 @@ def make_writer(
     outbox: Outbox,
     threads: int,
     begin: Callable[[], None] = lambda: None,
-    readings: Consumer | None = None,
+    readings: CaptureConsumer | None = None,
     backlog: Backlog | None = None,
-    works: Sequence[Work] = ("writer", "harvest", "reading"),
-) -> Writer:
-    """Return the writer of a rank, whose rows go to `captures`; see `Writer`."""
+    works: Sequence[WriterWork] = ("writer", "harvest", "reading"),
+) -> CaptureWriter:
+    """Return the writer of a rank, whose rows go to `captures`; see `CaptureWriter`."""
     store = StoreConfig(
         store=captures,
         # a rank may have a second writer, of readings alone
@@ -442,7 +449,7 @@ def make_writer(
         segment_bytes=sizes.segment_mib << 20,
         quota=quota_mib << 20,
     )
-    return Writer(
+    return CaptureWriter(
         store,
         outbox,
         threads,

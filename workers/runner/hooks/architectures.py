@@ -12,7 +12,7 @@ from typing import Any
 from ....schemas.base.errors import MidstreamError
 from ....schemas.prompts.selectors import HOOKS, Hook
 from .config_rules import DifferentNumbersError, caveats
-from .taps import Law, Tap, Taps
+from .taps import SumLaw, Tap, Taps
 
 
 class UnsupportedArchitectureError(MidstreamError):
@@ -35,7 +35,7 @@ class Variant:
     #: The model's loop passes a layer's output to the next layer unchanged, and nothing else reads
     #: or writes it in between.
     chained: bool = False
-    measured: Mapping[Hook, Law] = field(
+    measured: Mapping[Hook, SumLaw] = field(
         default_factory=dict
     )  # `laws` as measured on the loaded layers; empty: derived
 
@@ -45,14 +45,14 @@ class Variant:
         return bool(self.layers)
 
     @property
-    def laws(self) -> dict[Hook, Law]:
+    def laws(self) -> dict[Hook, SumLaw]:
         """Return `post_attn` and `post_block` as sums of earlier rows of the layer, each times a
         multiplier.
         """
-        derived: dict[Hook, Law] = {}
+        derived: dict[Hook, SumLaw] = {}
         if {"pre_attn", "attn_out", "post_attn"} <= self.taps.keys():
             derived["post_attn"] = {"pre_attn": 1.0, "attn_out": 1.0}
-        middle: Law = (
+        middle: SumLaw = (
             {"post_attn": 1.0} if "post_attn" in self.taps else {"pre_attn": 1.0, "attn_out": 1.0}
         )
         if {*middle, "mlp_out", "post_block"} <= self.taps.keys():

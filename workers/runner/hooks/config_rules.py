@@ -21,7 +21,7 @@ class DifferentNumbersError(ValueError):
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConfigRule:
     """A field of the HF text config, and the values with which it is served; a missing field counts
     as null.
     """
@@ -32,40 +32,44 @@ class Rule:
     on_cpu: bool = False  # applies to vLLM's CPU kernels only
 
 
-_NO_WINDOW = Rule(
+_NO_WINDOW = ConfigRule(
     "sliding_window", (None,), "vLLM attends within the window, but transformers' model has none"
 )
 _LLAMA_FILE = "vLLM's Llama file reads it, but transformers' model does not"
 _OWN_OF_LLAMA_FILE = (
-    Rule("bias", (None, False), _LLAMA_FILE),
-    Rule("qkv_bias", (None, False), _LLAMA_FILE),
-    Rule("logit_scale", (None, 1.0), _LLAMA_FILE),
+    ConfigRule("bias", (None, False), _LLAMA_FILE),
+    ConfigRule("qkv_bias", (None, False), _LLAMA_FILE),
+    ConfigRule("logit_scale", (None, 1.0), _LLAMA_FILE),
 )
 _NO_BIAS = (
-    Rule("attention_bias", (None, False), "vLLM adds biases that the checkpoint does not have"),
-    Rule("mlp_bias", (None, False), "vLLM adds biases that the checkpoint does not have"),
+    ConfigRule(
+        "attention_bias", (None, False), "vLLM adds biases that the checkpoint does not have"
+    ),
+    ConfigRule("mlp_bias", (None, False), "vLLM adds biases that the checkpoint does not have"),
 )
-_OUTPUT_BIAS = Rule("attention_bias", (None, False), "vLLM drops the bias of o_proj")
+_OUTPUT_BIAS = ConfigRule("attention_bias", (None, False), "vLLM drops the bias of o_proj")
 _QWEN = (
-    Rule("dual_chunk_attention_config", (None,), "transformers' model has no dual chunk attention"),
-    Rule("qk_norm", (None, False), "transformers' model has no such norm"),
+    ConfigRule(
+        "dual_chunk_attention_config", (None,), "transformers' model has no dual chunk attention"
+    ),
+    ConfigRule("qk_norm", (None, False), "transformers' model has no such norm"),
 )
 
 _BACKEND_READS = "vLLM's Transformers backend applies it, but transformers' model does not"
 _BACKEND = (
-    Rule("attn_logit_softcapping", (None,), _BACKEND_READS),
-    Rule("final_logit_softcapping", (None,), _BACKEND_READS),
-    Rule("logit_scale", (None, 1.0), _BACKEND_READS),
+    ConfigRule("attn_logit_softcapping", (None,), _BACKEND_READS),
+    ConfigRule("final_logit_softcapping", (None,), _BACKEND_READS),
+    ConfigRule("logit_scale", (None, 1.0), _BACKEND_READS),
 )
 
 #: Rules for every architecture.
-EVERYWHERE: tuple[Rule, ...] = (
-    Rule(
+EVERYWHERE: tuple[ConfigRule, ...] = (
+    ConfigRule(
         "is_causal",
         (None, True),
         "prompt tokens would attend to later tokens, which a served model has not computed yet",
     ),
-    Rule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
+    ConfigRule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
 )
 _SEPARATE_HEADS = (
     "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a "
@@ -73,27 +77,29 @@ _SEPARATE_HEADS = (
 )
 #: Architecture → its rules. Other values and other architectures are served: the comparison with
 #: transformers decides.
-RULES: Mapping[str, tuple[Rule, ...]] = {
+RULES: Mapping[str, tuple[ConfigRule, ...]] = {
     "GPT2LMHeadModel": (
-        Rule(
+        ConfigRule(
             "scale_attn_weights",
             (None, True),
             "vLLM scales attention scores by 1 / √head size in any case",
         ),
-        Rule(
+        ConfigRule(
             "scale_attn_by_inverse_layer_idx",
             (None, False),
             "vLLM does not scale attention scores by layer",
         ),
-        Rule("reorder_and_upcast_attn", (None, False), "vLLM does not serve it"),
-        Rule("add_cross_attention", (None, False), "vLLM does not serve it"),
+        ConfigRule("reorder_and_upcast_attn", (None, False), "vLLM does not serve it"),
+        ConfigRule("add_cross_attention", (None, False), "vLLM does not serve it"),
         _NO_WINDOW,
     ),
     "GPTNeoXForCausalLM": (*_BACKEND, _NO_WINDOW),
     "GemmaForCausalLM": (
-        Rule("attention_bias", (None, False), "vLLM drops the biases of attention"),
-        Rule("hidden_act", ("gelu_pytorch_tanh",), "vLLM computes the tanh approximation of gelu"),
-        Rule(
+        ConfigRule("attention_bias", (None, False), "vLLM drops the biases of attention"),
+        ConfigRule(
+            "hidden_act", ("gelu_pytorch_tanh",), "vLLM computes the tanh approximation of gelu"
+        ),
+        ConfigRule(
             "hidden_activation",
             (None, "gelu_pytorch_tanh"),
             "transformers' model reads `hidden_act` instead",
@@ -104,10 +110,12 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "MistralForCausalLM": (
         *_OWN_OF_LLAMA_FILE,
         *_NO_BIAS,
-        Rule("llama_4_scaling", (None,), "transformers' model does not scale queries by position"),
-        Rule("ada_rms_norm_t_cond", (None, False), "transformers' model has no such norm"),
+        ConfigRule(
+            "llama_4_scaling", (None,), "transformers' model does not scale queries by position"
+        ),
+        ConfigRule("ada_rms_norm_t_cond", (None, False), "transformers' model has no such norm"),
     ),
-    "MixtralForCausalLM": (Rule("hidden_act", ("silu",), "vLLM's experts compute silu"),),
+    "MixtralForCausalLM": (ConfigRule("hidden_act", ("silu",), "vLLM's experts compute silu"),),
     "OPTForCausalLM": (_NO_WINDOW,),
     "Olmo2ForCausalLM": (*_BACKEND, _NO_WINDOW),
     "OlmoForCausalLM": (*_BACKEND, _NO_WINDOW),
@@ -116,29 +124,29 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "Qwen3ForCausalLM": (_OUTPUT_BIAS, *_QWEN),
     "Qwen3MoeForCausalLM": (
         _OUTPUT_BIAS,
-        Rule(
+        ConfigRule(
             "dual_chunk_attention_config",
             (None,),
             "transformers' model has no dual chunk attention",
         ),
-        Rule(
+        ConfigRule(
             "shared_expert_intermediate_size", (None, 0), "transformers' model has no shared expert"
         ),
     ),
     "SmolLM3ForCausalLM": _BACKEND,
     "Starcoder2ForCausalLM": _BACKEND,
     "BloomForCausalLM": (
-        Rule(
+        ConfigRule(
             "model_type",
             (),
             "vLLM computes the exact gelu, transformers' model its tanh approximation",
         ),
     ),
     "FalconForCausalLM": (
-        Rule("bias", (False,), "vLLM adds the bias of attention to the output of the MLP"),
+        ConfigRule("bias", (False,), "vLLM adds the bias of attention to the output of the MLP"),
     ),
     "Ernie4_5_MoeForCausalLM": (
-        Rule(
+        ConfigRule(
             "model_type",
             (),
             "vLLM's CPU experts leave out the router's correction bias",
@@ -146,29 +154,31 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
     ),
     "Glm4vForConditionalGeneration": (
-        Rule(
+        ConfigRule(
             "attention_bias",
             (True,),
             "transformers' attention has biases in any case, which vLLM leaves out",
         ),
     ),
     "JetMoeForCausalLM": (
-        Rule(
+        ConfigRule(
             "model_type",
             (),
             "vLLM's Transformers backend computes its attention's experts differently",
         ),
     ),
-    "Lfm2ForCausalLM": (Rule("model_type", (), _SEPARATE_HEADS, on_cpu=True),),
-    "Lfm2MoeForCausalLM": (Rule("model_type", (), _SEPARATE_HEADS, on_cpu=True),),
+    "Lfm2ForCausalLM": (ConfigRule("model_type", (), _SEPARATE_HEADS, on_cpu=True),),
+    "Lfm2MoeForCausalLM": (ConfigRule("model_type", (), _SEPARATE_HEADS, on_cpu=True),),
     "MoshiForCausalLM": (
-        Rule("model_type", (), "vLLM's Transformers backend computes its attention differently"),
+        ConfigRule(
+            "model_type", (), "vLLM's Transformers backend computes its attention differently"
+        ),
     ),
     "PhiMoEForCausalLM": (
-        Rule("lm_head_bias", (None, False), "vLLM leaves out the bias of the output matrix"),
+        ConfigRule("lm_head_bias", (None, False), "vLLM leaves out the bias of the output matrix"),
     ),
     "Mamba2ForCausalLM": (
-        Rule(
+        ConfigRule(
             "n_groups",
             (1,),
             "vLLM normalises each group separately, transformers' model all groups together",

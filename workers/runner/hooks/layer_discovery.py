@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ....schemas.prompts.selectors import Hook
-from .taps import Law, Tap, Taps
+from .taps import SumLaw, Tap, Taps
 
 #: Lengths of the probe's rows: very different, so that a normalised tensor is no multiple of the
 #: tensor itself.
@@ -48,7 +48,7 @@ class LayerShape:
 
     taps: Taps
     absent: Mapping[Hook, str]
-    laws: Mapping[Hook, Law]
+    laws: Mapping[Hook, SumLaw]
 
 
 @dataclass
@@ -292,7 +292,7 @@ class _Probe:
         places = [place for place in law if place != "stream"]
         taps: Taps = {"pre_attn": Tap("", "input", kind), "post_block": Tap("", "output", kind)}
         absent: dict[Hook, str] = {}
-        laws: dict[Hook, Law] = {}
+        laws: dict[Hook, SumLaw] = {}
         middle = self._middle(run, branches, stream, law)
         if middle is None and len(places) > 2:
             raise NoStreamError(
@@ -471,11 +471,11 @@ class _Probe:
             output: 1.0 if kind == "pair" else law[place],
         }
 
-    def _check_edits(self, taps: Taps, laws: Mapping[Hook, Law], kind: Any) -> None:
+    def _check_edits(self, taps: Taps, laws: Mapping[Hook, SumLaw], kind: Any) -> None:
         """Add rows in place at each tap of a branch or of the stream, and check that they reach the
         layer's output, times their multiplier.
         """
-        last: Law = laws.get("post_block", {})
+        last: SumLaw = laws.get("post_block", {})
         through: dict[Hook, float | None] = {
             "mlp_out": last.get("mlp_out"),
             "post_attn": last.get("post_attn"),

@@ -31,7 +31,7 @@ class NoHeadError(Exception):
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabularyShard:
     """This rank's part of the vocabulary: token ids `[start, stop)`, the `number`th of `count`."""
 
     start: int
@@ -40,7 +40,7 @@ class Shard:
     count: int
 
 
-class Head:
+class OutputHead:
     """Map from a row of the residual stream to logits of the next token, on this rank."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Head:
             _replace_head(processor, partial(_linear, processor.head_dtype or dtype))
         self._lm_head = lm_head
         first = at.org_vocab_start_index
-        self.shard = Shard(
+        self.shard = VocabularyShard(
             first,
             at.org_vocab_end_index,
             first // lm_head.num_embeddings_per_partition,
@@ -94,7 +94,7 @@ class Head:
 
     def for_tokens(
         self, tokens: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]
-    ) -> "Head":
+    ) -> "OutputHead":
         """Return a head for `tokens` alone, gathered from all shards: its `logits` are
         `[rows, tokens]`.
 
@@ -115,13 +115,13 @@ class Head:
         if self.device.type == "cuda":
             # the rows will be read on another stream
             torch.cuda.current_stream(self.device).synchronize()
-        head: Head = copy.copy(self)
+        head: OutputHead = copy.copy(self)
         top, processor = _separate(self._top)
         _replace_head(
             processor,
             lambda _, given, __: _linear(processor.head_dtype or self.dtype, only, given, shift),
         )
-        head._top, head.shard = top, Shard(0, len(tokens), 0, 1)
+        head._top, head.shard = top, VocabularyShard(0, len(tokens), 0, 1)
         return head
 
     def _product(self, normed: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ _MACHINE = Machine()
 
 
 @dataclass(frozen=True)
-class Shape:
+class RankShape:
     """A model as one rank holds it."""
 
     name: str
@@ -83,7 +83,7 @@ def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence
 
 
 def step_cost(
-    shape: Shape,
+    shape: RankShape,
     hooks: Collection[Hook] = HOOKS,
     *,
     rows: int = 64,

@@ -22,16 +22,16 @@ from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
 from ....schemas.prompts.selectors import Hook
 from ....schemas.requests.interventions import EVERY, FAMILIES, SCALARS
 from .architectures import Adapter, UnsupportedArchitectureError, launch_groups, stream_group
-from .taps import Kind, Side
+from .taps import TapKind, TapSide
 
 
 @dataclass
-class Site:
+class RankSite:
     """One hook point of one layer that this rank holds."""
 
     hook: Hook
     layer: int  # absolute layer number
-    kind: Kind
+    kind: TapKind
     # this site's launch has work in the next forward; traced forwards ignore this
     busy: bool = False
     # first site of its launch; the following sites that do not lead share that launch
@@ -80,7 +80,7 @@ _ORDER = tuple(field.name for field in fields(Buffers))
 _BY_SITE = ("plan", "site_rows")
 
 #: (hidden, residual or None) → None: runs the op of one launch.
-Visit = Callable[[torch.Tensor, torch.Tensor | None], None]
+LaunchVisit = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 def install(
@@ -92,7 +92,7 @@ def install(
     dtype: torch.dtype,
     device: torch.device,
     always: bool,
-) -> tuple[list[Site], Buffers]:
+) -> tuple[list[RankSite], Buffers]:
     """Wrap the modules that the adapter names for `hooks`, in the layers that this rank holds.
 
     Returns the sites in (layer, hook) order, and the buffers; site `i` has `plan[i]` and
@@ -111,7 +111,7 @@ def install(
         for number, layer in layers
         for hook in ordered
     ]
-    sites = [Site(hook, number, tap.kind) for number, _, hook, tap in placed]
+    sites = [RankSite(hook, number, tap.kind) for number, _, hook, tap in placed]
     buffers = buffers_of(len(sites), sizes, adapter.hidden_size, dtype, device)
     _lead(
         sites,
@@ -119,7 +119,7 @@ def install(
         ordered,
         next_layer=always and bool(ordered) and not read_between_layers(model, adapter),
     )
-    visits: dict[nn.Module, dict[Side, list[tuple[bool, Visit]]]] = {}
+    visits: dict[nn.Module, dict[TapSide, list[tuple[bool, LaunchVisit]]]] = {}
     for first, launched in _launches(sites):
         _, layer, _, tap = placed[first]
         module = _submodule(layer, tap.path, adapter)
@@ -132,7 +132,7 @@ def install(
     return sites, buffers
 
 
-def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
+def warm_up(sites: Sequence[RankSite], buffers: Buffers) -> None:
     """Run each op that the sites need once, on one row, while nothing is planned.
 
     On a GPU this compiles the kernels, each of which is the same for every number of rows and of
@@ -156,20 +156,20 @@ def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
             single_site(stream, *arguments)
 
 
-def _launches(sites: Sequence[Site]) -> Iterator[tuple[int, Sequence[Site]]]:
+def _launches(sites: Sequence[RankSite]) -> Iterator[tuple[int, Sequence[RankSite]]]:
     """Yield for each launch the number of its first site, and its sites."""
     firsts = [number for number, site in enumerate(sites) if site.leads]
     for first, stop in itertools.pairwise([*firsts, len(sites)]):
         yield first, sites[first:stop]
 
 
-def _branches(sites: Sequence[Site]) -> int:
+def _branches(sites: Sequence[RankSite]) -> int:
     """Return how many sites of a launch are on one tensor, `hidden`; the rest are on a pair."""
     return sum(site.kind == "single" for site in sites)
 
 
 def _lead(
-    sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, next_layer: bool
+    sites: Sequence[RankSite], adapter: Adapter, hooks: Sequence[Hook], *, next_layer: bool
 ) -> None:
     """Set `leads` of each site, whether it is the first of its launch, and `group`.
 
@@ -187,7 +187,7 @@ def _lead(
             site.group = WHOLE if stream.isdisjoint(hooks) else STREAM
 
 
-def stream_hooks(sites: Sequence[Site]) -> frozenset[Hook]:
+def stream_hooks(sites: Sequence[RankSite]) -> frozenset[Hook]:
     """Return the hooks that need no other launches than those of the family `kernels.ops.STREAM`:
     `post_block`, and hooks that share its launches. Empty if there are no other launches, and
     therefore no such family.
@@ -269,12 +269,12 @@ def buffers_of(
 
 def visit_of(
     module: nn.Module,
-    sites: Sequence[Site],
+    sites: Sequence[RankSite],
     first: int,
     buffers: Buffers,
     always: bool,
     bank: str = "",
-) -> Visit:
+) -> LaunchVisit:
     """Return the call that runs the op of `sites`, from traced forwards and from Python ones.
 
     `first`: the first of their rows in `plan` and `site_rows`. `bank`: the bank that the buffers
@@ -309,7 +309,9 @@ def visit_of(
 
 
 def _wrap(
-    module: nn.Module, before: Sequence[tuple[bool, Visit]], after: Sequence[tuple[bool, Visit]]
+    module: nn.Module,
+    before: Sequence[tuple[bool, LaunchVisit]],
+    after: Sequence[tuple[bool, LaunchVisit]],
 ) -> None:
     """Wrap `module.forward` with calls of the ops before and after it, in order.
 

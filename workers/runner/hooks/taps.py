@@ -6,12 +6,12 @@ from typing import Literal
 
 from ....schemas.prompts.selectors import Hook
 
-Side = Literal["input", "output"]
+TapSide = Literal["input", "output"]
 #: `pair`: the hook's row is the sum of two tensors, `(hidden, residual)`, that the next norm adds;
 #: `single`: it is in one tensor.
-Kind = Literal["pair", "single"]
+TapKind = Literal["pair", "single"]
 #: A hook's row is the sum of these hooks' rows, each times its multiplier.
-Law = Mapping[Hook, float]
+SumLaw = Mapping[Hook, float]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Tap:
     """
 
     path: str
-    side: Side
-    kind: Kind = "single"
+    side: TapSide
+    kind: TapKind = "single"
 
 
 Taps = dict[Hook, Tap]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from ..base.engine_step import StepView
-from ..probes.gates import Together
+from ..probes.gates import SharedGates
 from ..probes.watches import Watch
 from ..rows.planner import Tracked
 from ..rows.slot_table import StepTokens
 
 
-class Batch:
+class StepBatch:
     """The requests of a step."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Batch:
             for item in every
         )
 
-    def _gated(self) -> list[Together]:
+    def _gated(self) -> list[SharedGates]:
         groups: dict[Any, list[tuple[int, Watch]]] = {}
         for number, item in self.members:
             if item.gates and (watch := item.watch) is not None:
@@ -55,6 +55,6 @@ class Batch:
             self.tokens.closed = np.zeros((len(self.tokens.slots), columns), dtype=bool)
         members = self.tokens.members
         return [
-            Together(each, probes, members, decides=decides)
+            SharedGates(each, probes, members, decides=decides)
             for (decides, _, probes), each in groups.items()
         ]

@@ -25,8 +25,8 @@ from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import StoredSteering, steering_rows, touched, touched_hooks
 from ....storage.store import open_store
 from ..base.actions import ActionLedger
-from ..base.config import Place, PlaneConfig
-from ..base.engine_step import Finish, Load, NewRequest, StepView
+from ..base.config import PlaneConfig, RankPlace
+from ..base.engine_step import EngineLoad, Finish, NewRequest, StepView
 from ..base.process import begin_helper
 from ..base.row_index import Keeping
 from ..edits.model_state import RankState
@@ -35,28 +35,28 @@ from ..edits.source_runs import RunStore
 from ..edits.steering_tables import Tables
 from ..edits.taints import Taints
 from ..files.writer import Diversion
-from ..hooks.sites import Buffers, Site, stream_hooks
-from ..readings.readings import Reader, Readings
+from ..hooks.sites import Buffers, RankSite, stream_hooks
+from ..readings.readings import Reader, ReadingConsumer
 from ..rows.arena import Arena
-from ..rows.banks import Banks, Part
-from ..rows.connect import Connect, connected
+from ..rows.banks import BankPart, Banks
+from ..rows.connect import RowConnection, connected
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
-from .batch import Batch
+from .batch import StepBatch
 from .grading import Grading
 from .probe_scores import Scorer
 from .reentry import Reentry, ReentryGate
 from .reports import Reports
 from .requests import Requests
-from .step_edits import Edits
+from .step_edits import EditsPart
 from .step_loras import Adapters
 from .step_parts import RanStep, StepPart
-from .step_probes import Probes
-from .step_rows import Rows
+from .step_probes import ProbesPart
+from .step_rows import RowsPart
 
 if TYPE_CHECKING:
-    from .loras import Loras
+    from .loras import LoadedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +75,17 @@ class DataPlane:
     def __init__(
         self,
         config: PlaneConfig,
-        place: Place,
-        sites: Sequence[Site],
+        place: RankPlace,
+        sites: Sequence[RankSite],
         buffers: Buffers,
         *,
         num_layers: int,
         traced: bool,
         gate: ReentryGate | None = None,
-        loras: "Loras | None" = None,
+        loras: "LoadedAdapters | None" = None,
         readers: Mapping[type, Reader] | None = None,
-        inside: Sequence[Part] = (),
-        connect: Connect = connected,
+        inside: Sequence[BankPart] = (),
+        connect: RowConnection = connected,
     ) -> None:
         """`sites`, `buffers`: of the residual bank; `inside`: the other banks. `num_layers`: of the
         whole model.
@@ -106,7 +106,7 @@ class DataPlane:
             Path(config.spill_dir) if config.capture_overload == "spill" else None,
             locked=0 if device.type == "cpu" else queue_bytes + (config.row_store_mib << 20),
         )
-        self.readings = Readings(readers or {}, config.memory_limit_kib << 10)
+        self.readings = ReadingConsumer(readers or {}, config.memory_limit_kib << 10)
         gives_way = device.type == "cpu" and torch.get_num_threads() >= len(config.cores)
         self._delivery = connect(
             self._arena,
@@ -125,7 +125,7 @@ class DataPlane:
         # no rows are kept
         self.block_size = sys.maxsize if config.row_store_mib else 1
         self._overload = Overload(config.capture_overload, queue_bytes, self._delivery.backlog)
-        residual = Part(RESIDUAL, sites, buffers)
+        residual = BankPart(RESIDUAL, sites, buffers)
         self._table = Tables(self.actions)
         self._banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overload)
         self.found = self._banks.found  # to be called after each step
@@ -142,7 +142,7 @@ class DataPlane:
             else None
         )
         self.loras = loras
-        self._rows = Rows(
+        self._rows = RowsPart(
             requests,
             place,
             self._banks,
@@ -157,13 +157,15 @@ class DataPlane:
             # First, because nothing of a step with a wrong adapter may be used.
             Adapters(requests, loras, self.actions) if loras is not None else None,
             # Edits begin the step's plan; Rows complete and commit it.
-            Edits(requests, self._banks, self.rank_state, self.runs, self.actions, self._probes),
+            EditsPart(
+                requests, self._banks, self.rank_state, self.runs, self.actions, self._probes
+            ),
             self._rows,
             # After these, so that they skip requests that failed so far.
             self.entering,
             self._grading if place.grades else None,
             # Last, because probes score rows that Rows recorded.
-            Probes(requests, self._probes),
+            ProbesPart(requests, self._probes),
         ]
         #: The order within each phase of a step, see `StepPart`; a part without one is not called.
         self._parts = tuple(part for part in parts if part is not None)
@@ -175,7 +177,7 @@ class DataPlane:
             ]
             for phase in ("begin", "prepare", "plan", "drain", "settle")
         )
-        self.load = Load()
+        self.load = EngineLoad()
         self._families = traced and config.graph_families
         self._stream_hooks = stream_hooks(every)
         self._family = WHOLE  # of the next forward
@@ -391,8 +393,8 @@ class DataPlane:
         for plan in self._plans:
             plan(batch, view)
 
-    def _batch_of(self, view: StepView, without: Sequence[str] = ()) -> Batch:
-        batch = Batch(view, self._tracked, without)
+    def _batch_of(self, view: StepView, without: Sequence[str] = ()) -> StepBatch:
+        batch = StepBatch(view, self._tracked, without)
         for _, tracked in batch.members:
             if tracked.stale:
                 self._banks.write(tracked)

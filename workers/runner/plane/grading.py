@@ -19,7 +19,7 @@ from ..base.engine_step import StepView
 from ..base.host_memory import locked_copy, locked_like
 from ..base.landings import LANDED, Landing
 from ..rows.planner import Tracked
-from .batch import Batch
+from .batch import StepBatch
 from .step_parts import StepPart
 
 #: Distributions kept for comparison; the least recently used are evicted first.
@@ -46,7 +46,7 @@ class Grading(StepPart):
         """Return the requests to grade whose prompts end in the planned step, until `take`."""
         return [due.tracked for due in self._due]
 
-    def plan(self, batch: Batch, view: StepView) -> None:
+    def plan(self, batch: StepBatch, view: StepView) -> None:
         self._due, self._rows = [], 0
         if not batch.watched:
             return

@@ -27,14 +27,14 @@ from vllm.model_executor.layers.linear import (
 
 from ....schemas.model.banks import BANK, BANKS, RowShape
 from ....schemas.prompts.selectors import INSIDE, Hook
-from ..files.finished_rows import Columns
+from ..files.finished_rows import BankColumns
 from ..hooks.architectures import Adapter
-from ..hooks.sites import Site, Sizes, Visit, buffers_of, held_layers, visit_of
-from ..rows.banks import Part
+from ..hooks.sites import LaunchVisit, RankSite, Sizes, buffers_of, held_layers, visit_of
+from ..rows.banks import BankPart
 
 #: Where a hook's rows are: the index of an argument of the module's forward, or "output": columns
 #: of what it returns.
-Side = int | Literal["output"]
+InsideSide = int | Literal["output"]
 _ATTENTION = re.compile(r"attn|attention")
 #: Names of projections, where their classes do not distinguish them.
 _OUTPUT = re.compile(r"^(o_proj|out_proj|c_proj|dense|wo|o)$")
@@ -46,8 +46,8 @@ class Inner:
     """Location of one hook of one layer."""
 
     module: nn.Module
-    side: Side
-    columns: Columns
+    side: InsideSide
+    columns: BankColumns
     first: int = 0  # the tensor's column at which the rows begin
 
 
@@ -143,7 +143,7 @@ class _Layer:
         return Inner(
             module,
             0,
-            Columns(
+            BankColumns(
                 RowShape(heads=1, width=width),
                 first,
                 first + size,
@@ -169,7 +169,7 @@ class _Layer:
         return Inner(
             gates[0],
             "output",
-            Columns(RowShape(heads=1, width=width), 0, width, self._group.rank == 0),
+            BankColumns(RowShape(heads=1, width=width), 0, width, self._group.rank == 0),
         )
 
     # --- Modules and columns
@@ -191,18 +191,18 @@ class _Layer:
             raise MissingHookError("it uses the keys and values of another layer")
         return attention
 
-    def _query(self, width: int) -> Columns:
+    def _query(self, width: int) -> BankColumns:
         heads, group = (
             (self._only_attention() if self._latent is None else self._latent).num_heads,
             self._group,
         )
-        return Columns(
+        return BankColumns(
             RowShape(heads=heads * group.size, width=width),
             group.rank * heads * width,
             (group.rank + 1) * heads * width,
         )
 
-    def _keys(self, width: int) -> Columns:
+    def _keys(self, width: int) -> BankColumns:
         heads, group = self._only_attention().num_kv_heads, self._group
         fused = [
             _base(part)
@@ -212,7 +212,7 @@ class _Layer:
         total = fused[0].total_num_kv_heads if fused else heads * group.size
         replicas = max(1, heads * group.size // total)
         first = group.rank // replicas * heads * width
-        return Columns(
+        return BankColumns(
             RowShape(heads=total, width=width),
             first,
             first + heads * width,
@@ -308,7 +308,7 @@ def find(
     """
     by_hook: dict[Hook, list[Inner]] = {}
     absent: dict[str, str] = {}
-    shapes: dict[str, tuple[Hook, Columns]] = {}
+    shapes: dict[str, tuple[Hook, BankColumns]] = {}
     # `z` comes first and sets the shape of its bank: where values and keys differ in width, as in
     # latent attention, `z` is the hook that is served.
     for hook in sorted((hook for hook in INSIDE if hook in hooks), key=lambda hook: hook != "z"):
@@ -343,7 +343,7 @@ def install_inside(
     dtype: torch.dtype,
     device: torch.device,
     always: bool,
-) -> tuple[list[Part], dict[Hook, list[Inner]], dict[str, str]]:
+) -> tuple[list[BankPart], dict[Hook, list[Inner]], dict[str, str]]:
     """Install those of `hooks` that the layers held by this rank have.
 
     Returns one part for each bank, hook → its location in each layer, and hook → why it does not
@@ -352,7 +352,7 @@ def install_inside(
     layers = held_layers(model, adapter)
     by_hook, absent = find(layers, hooks, group)
     parts = []
-    wrapped: dict[nn.Module, list[tuple[Inner, Visit, Site]]] = {}
+    wrapped: dict[nn.Module, list[tuple[Inner, LaunchVisit, RankSite]]] = {}
     for bank, of_bank in BANKS.items():
         installed = [hook for hook in of_bank if hook in by_hook]
         if not installed:
@@ -364,18 +364,20 @@ def install_inside(
             for hook in installed
             for inner in [by_hook[hook][place]]
         ]
-        sites = [Site(hook, number, "single") for hook, number, _ in places]
+        sites = [RankSite(hook, number, "single") for hook, number, _ in places]
         buffers = buffers_of(len(sites), sizes(len(sites)), columns.size, dtype, device)
         for first, (site, (_, _, inner)) in enumerate(zip(sites, places, strict=True)):
             visit = visit_of(inner.module, [site], first, buffers, always, bank)
             wrapped.setdefault(inner.module, []).append((inner, visit, site))
-        parts.append(Part(bank, sites, buffers, columns))
+        parts.append(BankPart(bank, sites, buffers, columns))
     for module, visits in wrapped.items():
         _wrap(module, visits, always)
     return parts, by_hook, absent
 
 
-def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always: bool) -> None:
+def _wrap(
+    module: nn.Module, visits: Sequence[tuple[Inner, LaunchVisit, RankSite]], always: bool
+) -> None:
     """Have `module.forward` visit these sites: edited rows replace its arguments, or are written
     into its output.
     """
@@ -410,7 +412,7 @@ def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always
     module.forward = with_sites
 
 
-def _visited(visit: Visit, rows: torch.Tensor, width: int) -> torch.Tensor:
+def _visited(visit: LaunchVisit, rows: torch.Tensor, width: int) -> torch.Tensor:
     """Return `rows`, of any shape with `width` numbers for each token, after the site's visit.
 
     Views of a larger tensor are copied.
@@ -420,7 +422,7 @@ def _visited(visit: Visit, rows: torch.Tensor, width: int) -> torch.Tensor:
     return flat.view(rows.shape)
 
 
-def _visit_columns(visit: Visit, rows: torch.Tensor, first: int, width: int) -> None:
+def _visit_columns(visit: LaunchVisit, rows: torch.Tensor, first: int, width: int) -> None:
     """Have the site visit `width` columns of `rows` `[tokens, …]` in place, from `first` on."""
     flat = rows.view(-1, rows.shape[-1])
     if flat.shape[1] == width:

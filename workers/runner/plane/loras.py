@@ -29,7 +29,7 @@ from .requests import Requests, WrongAdapterError
 logger = logging.getLogger(__name__)
 
 
-class Loras:
+class LoadedAdapters:
     """LoRA adapters of one rank."""
 
     def __init__(self, manager: Any, scratch: Path) -> None:

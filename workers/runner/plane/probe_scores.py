@@ -17,10 +17,10 @@ import torch
 from ....schemas.requests.specs import RankSpec
 from ..base.landings import LANDED
 from ..edits.steering_tables import VectorStore
-from ..probes.kinds import Kind
+from ..probes.kinds import ProbeGroup
 from ..probes.probe_news import News
 from ..probes.watches import Watch
-from ..probes.weight_stacks import Side, Stack, Stacks
+from ..probes.weight_stacks import ProbedRows, Stacks, WeightStack
 from ..rows.capture import Recording
 from ..rows.scored_rows import ScoredRows
 
@@ -60,7 +60,8 @@ class Scorer:
         """
         scored = [recording for recording in recordings if recording.capture.scored]
         sides = [
-            Side(recording.capture.at, recording.ports, recording.wants) for recording in scored
+            ProbedRows(recording.capture.at, recording.ports, recording.wants)
+            for recording in scored
         ]
         plan = self._stacks.plan(spec.probes, sides) if sides else None
         if plan is None:
@@ -96,7 +97,7 @@ class Scorer:
     def settle(
         self,
         needed: Mapping[Watch, int],
-        kinds: Collection[Kind] = (),
+        kinds: Collection[ProbeGroup] = (),
         news: list[News] | None = None,
         *,
         full: bool = False,
@@ -109,7 +110,7 @@ class Scorer:
         `needed`: watch → number of its rows; `kinds`: of watches that need all rows; `news`: of a
         step that needs its rows.
         """
-        pending, last, due = list(self.pending.items()), dict[Stack, int](), list[int]()
+        pending, last, due = list(self.pending.items()), dict[WeightStack, int](), list[int]()
         for number, (rows, of_step) in pending:
             readers, stack = rows.readers, rows.readers.stack
             wanted = of_step is news or stack.kind in kinds or (needed and rows.has(needed))
@@ -152,7 +153,7 @@ class Scorer:
         """Score the rows with these numbers that have no scores yet, and put their scores into the
         watches, in this order; add to the news.
         """
-        items, stacks = list[_Pending](), dict[Stack, list[ScoredRows]]()
+        items, stacks = list[_Pending](), dict[WeightStack, list[ScoredRows]]()
         scores = dict[int, np.ndarray]()
         for number in due:
             if (item := self.pending.pop(number, None)) is not None:
@@ -174,7 +175,7 @@ class Scorer:
                 news += table.news(readers.watches, slots, positions, readers.streams_from)
 
 
-def _products(memory: torch.Tensor, numbers: np.ndarray, stack: Stack) -> np.ndarray:
+def _products(memory: torch.Tensor, numbers: np.ndarray, stack: WeightStack) -> np.ndarray:
     """Return scores, float32 `[rows, columns]`, of the rows of `memory` `[rows, hidden_size]` with
     these numbers, `[ports, rows]`.
 

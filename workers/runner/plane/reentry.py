@@ -20,7 +20,7 @@ from ..hooks.architectures import ARCHITECTURES, Adapter
 from ..hooks.sites import held_layers, places
 from ..rows.finite_check import all_finite
 from ..rows.planner import Tracked
-from .batch import Batch
+from .batch import StepBatch
 from .requests import Requests
 from .step_parts import RanStep, StepPart
 
@@ -168,7 +168,7 @@ class Reentry(StepPart):
         self.steps = 0  # steps that began above the first layer
         self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
 
-    def plan(self, batch: Batch, view: StepView) -> None:
+    def plan(self, batch: StepBatch, view: StepView) -> None:
         """Open the gate; fail the requests whose rows this rank lacks."""
         entered = [item for _, item in batch.members if batch.watched and item.spec.entry]
         if not entered:

@@ -7,13 +7,13 @@ from typing import Any
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
 from ..base.actions import ActionLedger
-from ..base.config import Place, PlaneConfig
+from ..base.config import PlaneConfig, RankPlace
 from ..files.ended import EndedRequest
 from ..files.finished_rows import Origin
 from ..probes.gates import shown
 from ..probes.watches import ProbeError, Watch
 from ..rows.capture import Recording
-from ..rows.delivery import Delivery
+from ..rows.delivery import RowDelivery
 from ..rows.planner import Tracked
 from .grading import lacking
 
@@ -26,8 +26,8 @@ class Reports:
     def __init__(
         self,
         config: PlaneConfig,
-        place: Place,
-        delivery: Delivery,
+        place: RankPlace,
+        delivery: RowDelivery,
         actions: ActionLedger,
         *,
         num_layers: int,

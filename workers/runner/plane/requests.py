@@ -11,7 +11,7 @@ from ..base.engine_step import Finish
 from ..edits.taints import Taints
 from ..rows.planner import Tracked
 from ..rows.slot_table import Slots
-from .batch import Batch
+from .batch import StepBatch
 from .reports import Reports
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Requests:
         # requests that the scheduler ended, and whose end the worker has not reported yet
         self.finished: dict[str, tuple[Tracked, Finish]] = {}
         self.changes = 0  # calls of `change`
-        self.batch: Batch | None = None  # of the last step, until a change
+        self.batch: StepBatch | None = None  # of the last step, until a change
         self.slots = Slots()
         self.sorted = 0  # `changes` when `kinds` was set
         self.kinds = Kinds([], [], [], False)  # as they were when the step began

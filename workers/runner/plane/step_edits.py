@@ -11,7 +11,7 @@ from ..edits.model_state import RankState
 from ..edits.source_runs import RunStore
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
-from .batch import Batch
+from .batch import StepBatch
 from .probe_scores import Scorer
 from .requests import TAINTED, Requests
 from .step_parts import StepPart
@@ -19,7 +19,7 @@ from .step_parts import StepPart
 logger = logging.getLogger(__name__)
 
 
-class Edits(StepPart):
+class EditsPart(StepPart):
     """Step part for edits."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Edits(StepPart):
         self._rows.release(self._requests.step, tracked.rows)
         tracked.set_rows([])
 
-    def plan(self, batch: Batch, view: StepView) -> None:
+    def plan(self, batch: StepBatch, view: StepView) -> None:
         """Decide the gates of the step's positions, then plan its edits."""
         requests, tokens = self._requests, batch.tokens
         if tokens.closed is not None:

@@ -8,13 +8,13 @@ from .requests import Requests
 from .step_parts import RanStep, StepPart
 
 if TYPE_CHECKING:
-    from .loras import Loras
+    from .loras import LoadedAdapters
 
 
 class Adapters(StepPart):
     """Step part of a rank that serves LoRA adapters."""
 
-    def __init__(self, requests: Requests, loras: "Loras", actions: ActionLedger) -> None:
+    def __init__(self, requests: Requests, loras: "LoadedAdapters", actions: ActionLedger) -> None:
         self._requests, self._loras, self._actions = requests, loras, actions
 
     def drain(self, step: RanStep) -> None:

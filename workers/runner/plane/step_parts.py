@@ -9,7 +9,7 @@ from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping
 from ..rows.planner import Tracked
 from ..rows.scored_rows import ScoredRows
-from .batch import Batch
+from .batch import StepBatch
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class StepPart:
         Not called if there are none, and nothing waits for the writers.
         """
 
-    def plan(self, batch: Batch, view: StepView) -> None:
+    def plan(self, batch: StepBatch, view: StepView) -> None:
         """Set up the next forward. `batch`: the tracked requests of `view`."""
 
     def drain(self, step: RanStep) -> None:

@@ -12,7 +12,7 @@ from .requests import Requests
 from .step_parts import RanStep, StepPart
 
 
-class Probes(StepPart):
+class ProbesPart(StepPart):
     """Step part for probes."""
 
     def __init__(self, requests: Requests, scorer: Scorer) -> None:

@@ -9,22 +9,22 @@ import numpy as np
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ..base.attribution import precedes_edits
-from ..base.config import Place
+from ..base.config import RankPlace
 from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping, KeptBlock
 from ..edits.model_state import RankState
 from ..rows.arena import Arena
 from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
-from ..rows.delivery import Delivery
+from ..rows.delivery import RowDelivery
 from ..rows.edit_sizes import StepSizes
 from ..rows.execution_check import Due, Miscount
-from ..rows.finite_check import NonFinite, reason
+from ..rows.finite_check import NonFiniteRow, reason
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
 from ..rows.streams import Streams
-from .batch import Batch
+from .batch import StepBatch
 from .requests import Requests
 from .step_parts import RanStep, StepPart
 
@@ -38,19 +38,19 @@ class _Edited(NamedTuple):
     places: np.ndarray  # of each in the step
 
 
-class Rows(StepPart):
+class RowsPart(StepPart):
     """Step part for captured rows."""
 
     def __init__(
         self,
         requests: Requests,
-        place: Place,
+        place: RankPlace,
         banks: Banks,
         state: RankState,
         streams: Streams,
         overload: Overload,
         arena: Arena,
-        delivery: Delivery,
+        delivery: RowDelivery,
         block_size: Callable[[], int],
     ) -> None:
         """`block_size`: returns the tokens in a KV block, the unit in which rows are kept."""
@@ -113,7 +113,7 @@ class Rows(StepPart):
             except Exception as error:
                 self._requests.blame(error, stored, "capture_failed")
 
-    def plan(self, batch: Batch, view: StepView) -> None:
+    def plan(self, batch: StepBatch, view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""
         try:
             self._banks.plan_capture(batch.tokens)
@@ -187,7 +187,7 @@ class Rows(StepPart):
         except Exception as error:
             self._requests.blame(error, self._requests.tracked.values(), BY_REQUEST)
 
-    def _not_finite(self, item: NonFinite) -> None:
+    def _not_finite(self, item: NonFiniteRow) -> None:
         tracked = self._requests.tracked.get(item.id)
         if tracked is None or tracked.reported:
             return

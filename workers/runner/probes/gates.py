@@ -50,7 +50,7 @@ def shown(watch: Watch, score: ProbeScore, stop: int) -> ProbeScore:
     return msgspec.structs.replace(score, gate=found, gated=len(positions))
 
 
-class Together:
+class SharedGates:
     """The gates of requests of a step with the same probes, which are decided together."""
 
     def __init__(

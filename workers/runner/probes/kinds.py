@@ -9,7 +9,7 @@ from .aggregates import KINDS
 from .deciders import Deciders
 
 
-class Kind:
+class ProbeGroup:
     """Facts that watches of the same probes share. A column is a label of a probe."""
 
     def __init__(self, probes: Sequence[StoredProbe]) -> None:

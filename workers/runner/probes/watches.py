@@ -18,7 +18,7 @@ import numpy as np
 
 from ....schemas.artifacts.conditions import Decision
 from ....schemas.artifacts.probes import ProbeScore, StoredProbe
-from .kinds import Kind
+from .kinds import ProbeGroup
 from .probe_news import News, Scored
 
 
@@ -36,7 +36,7 @@ class ScoreTable:
     each position. Whoever writes to it holds the lock.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: ProbeGroup) -> None:
         self.kind, self.lock = kind, threading.RLock()
         _TABLES[kind] = self
         columns, probes = (kind.width,), (len(kind.columns),)
@@ -106,7 +106,7 @@ class ScoreTable:
         """Store `scores` `[rows, columns]` of the watches at `slots`, each at its position. `now`:
         decide the positions, which have no other columns to come, where it is quickly done.
 
-        Scores that are computed again replace the earlier ones, unless `Kind.once`.
+        Scores that are computed again replace the earlier ones, unless `ProbeGroup.once`.
         """
         with self.lock:
             for row in np.flatnonzero(positions >= self.of["room"][slots]).tolist():
@@ -169,7 +169,7 @@ class ScoreTable:
 
 
 #: Of the kinds that have watches.
-_TABLES = weakref.WeakValueDictionary[Kind, ScoreTable]()
+_TABLES = weakref.WeakValueDictionary[ProbeGroup, ScoreTable]()
 
 
 class Watch:
@@ -180,7 +180,7 @@ class Watch:
         request_id: str,
         probes: Sequence[StoredProbe],
         streams_from: int = -1,
-        kind: Kind | None = None,
+        kind: ProbeGroup | None = None,
         prompt_tokens: int = 0,
     ) -> None:
         """`request_id`: the engine's id. `streams_from`: the first position whose scores are
@@ -188,7 +188,7 @@ class Watch:
         """
         self.request_id, self.probes, self.streams_from = request_id, list(probes), streams_from
         self.prompt_tokens = prompt_tokens
-        self.kind = kind or Kind(probes)
+        self.kind = kind or ProbeGroup(probes)
         self.table = _TABLES.get(self.kind) or ScoreTable(self.kind)
         self.slot = self.table.take(prompt_tokens)
         weakref.finalize(self, self.table.returned.append, self.slot).atexit = False

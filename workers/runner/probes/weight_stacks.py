@@ -12,14 +12,14 @@ from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.records import by_key
 from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
-from .kinds import Kind
+from .kinds import ProbeGroup
 
 #: Plans that are kept at most; traffic uses few sets of probes at a time.
 _KEPT = 64
 
 
 @dataclass(eq=False)
-class Stack:
+class WeightStack:
     """Weights for the rows of all recordings that have the same probes at the same ports."""
 
     ports: np.ndarray
@@ -28,11 +28,11 @@ class Stack:
     # indices of the scores among the `ports × width` results, in the order of `columns`
     flat: np.ndarray
     columns: np.ndarray  # of the watch, ascending
-    kind: Kind  # of the watches
+    kind: ProbeGroup  # of the watches
     last: bool = False  # of those of a plan
 
 
-class Side(NamedTuple):
+class ProbedRows(NamedTuple):
     """The rows of a recording that probes read."""
 
     at: At
@@ -41,12 +41,12 @@ class Side(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScorePlan:
     """A rank's plan to score the rows of requests with the same probes."""
 
     numbers: list[int]  # indices of the request's probes that read rows of this rank
-    kind: Kind
-    stacks: list[Stack]  # one for each side
+    kind: ProbeGroup
+    stacks: list[WeightStack]  # one for each side
 
 
 class Stacks:
@@ -54,9 +54,9 @@ class Stacks:
 
     def __init__(self, vectors: VectorStore, hidden_size: int) -> None:
         self._vectors, self._hidden_size = vectors, hidden_size
-        self._kept: OrderedDict[Any, Plan | None] = OrderedDict()
+        self._kept: OrderedDict[Any, ScorePlan | None] = OrderedDict()
 
-    def plan(self, probes: Sequence[StoredProbe], sides: Sequence[Side]) -> Plan | None:
+    def plan(self, probes: Sequence[StoredProbe], sides: Sequence[ProbedRows]) -> ScorePlan | None:
         """Return the plan for a request's probes and recordings; None if no probe reads rows of
         this rank.
 
@@ -82,13 +82,15 @@ class Stacks:
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def _planned(self, probes: Sequence[StoredProbe], sides: Sequence[Side]) -> Plan | None:
+    def _planned(
+        self, probes: Sequence[StoredProbe], sides: Sequence[ProbedRows]
+    ) -> ScorePlan | None:
         reads = [(probe.content.at, probe.content.hook, probe.content.layer) for probe in probes]
         sites = {(side.at, *site) for side in sides for site in side.ports}
         numbers = [number for number, read in enumerate(reads) if read in sites]
         if not numbers:
             return None
-        kind = Kind([probes[number] for number in numbers])
+        kind = ProbeGroup([probes[number] for number in numbers])
         stacks = []
         for side in sides:
             ports = by_key(  # port → indices in `numbers`
@@ -105,15 +107,15 @@ class Stacks:
             ]
             stacks.append(self._stack(list(ports), parts, columns, kind))
         stacks[-1].last = True
-        return Plan(numbers, kind, stacks)
+        return ScorePlan(numbers, kind, stacks)
 
     def _stack(
         self,
         ports: Sequence[int],
         probes: Sequence[Sequence[StoredProbe]],
         columns: Sequence[int],
-        kind: Kind,
-    ) -> Stack:
+        kind: ProbeGroup,
+    ) -> WeightStack:
         """Stack the weights of `probes`, given for each port. `columns`: the watch's column for
         each score, ordered by port, then probe, then label.
         """
@@ -129,7 +131,7 @@ class Stacks:
         )
         order = np.argsort(columns)
         of_watch = np.array(columns)[order]
-        return Stack(
+        return WeightStack(
             np.array(ports),
             weight.transpose(1, 2).contiguous(),
             bias,

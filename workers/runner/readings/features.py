@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 _ROOM_BYTES = 32 * CHUNK_BYTES
 
 
-class Features:
+class FeatureReader:
     """The reader of `StoredFeatures`. One per rank."""
 
     def __init__(self, sites: Collection[tuple[str, int]], device: torch.device = _CPU) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ....schemas.extensions import Extension, Option, ReaderTerms, Rows
-from ....schemas.readings.installed import Array, ReaderPart, StoredReader
+from ....schemas.readings.installed import ReadArray, ReaderPart, StoredReader
 from ..base.extensions import ExtensionError, Offer, code_of, declared, digest, frozen
 from ..base.helper_threads import HelperThread
 from ..files.consumers import rows_of
@@ -46,9 +46,9 @@ class LoadedReader:
 
     facts: Extension
     terms: ReaderTerms
-    thread: HelperThread[Rows, dict[str, Array]]
+    thread: HelperThread[Rows, dict[str, ReadArray]]
 
-    def read(self, rows: Rows) -> dict[str, Array]:
+    def read(self, rows: Rows) -> dict[str, ReadArray]:
         """Call the reader. Raises what it raises, LateError, and ValueError for an answer that does
         not match its declaration.
         """
@@ -95,7 +95,7 @@ def _loaded(offer: Offer) -> LoadedReader:
         checked=["answers as declared", "same rows, same answer", "input unchanged"],
     )
 
-    def read(rows: Rows) -> dict[str, Array]:
+    def read(rows: Rows) -> dict[str, ReadArray]:
         return _arrays(reader.read(rows), terms, rows)
 
     return LoadedReader(
@@ -103,7 +103,7 @@ def _loaded(offer: Offer) -> LoadedReader:
     )
 
 
-def _arrays(answer: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
+def _arrays(answer: Any, terms: ReaderTerms, rows: Rows) -> dict[str, ReadArray]:
     """Return the answer as wire arrays. Raises ValueError if it does not match the declaration."""
     if not isinstance(answer, Mapping) or set(answer) != set(terms.returns):
         shown = sorted(map(str, answer)) if isinstance(answer, Mapping) else type(answer).__name__
@@ -126,7 +126,7 @@ def _arrays(answer: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
             f"declares at most {most}"
         )
     return {
-        name: Array(dtype=dtype, shape=shape, data=raw.tobytes())
+        name: ReadArray(dtype=dtype, shape=shape, data=raw.tobytes())
         for name, (dtype, shape, raw) in arrays.items()
     }
 

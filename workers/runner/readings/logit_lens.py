@@ -10,7 +10,7 @@ import torch
 
 from ....schemas.readings.lens import LensPart, StoredLens
 from ..files.finished_rows import FinishedCapture
-from ..hooks.output_head import Head
+from ..hooks.output_head import OutputHead
 from .readings import array, own_stream, rows_of
 from .tuned_lenses import TunedMaps
 
@@ -18,12 +18,12 @@ from .tuned_lenses import TunedMaps
 CHUNK_BYTES = 32 << 20
 
 
-class Lens:
+class LensReader:
     """The reader of `StoredLens`. One per rank; keeps no state between calls."""
 
     def __init__(
         self,
-        head: Head,
+        head: OutputHead,
         reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
         tuned: TunedMaps | None = None,
     ) -> None:
@@ -32,7 +32,7 @@ class Lens:
         """
         self.head, self._reduce, self._tuned = head, reduce, tuned or TunedMaps("")
 
-    def prepare(self, reading: StoredLens) -> Head | None:
+    def prepare(self, reading: StoredLens) -> OutputHead | None:
         """Return a head for the named tokens if ranks share the vocabulary, so that each rank can
         count its tokens with larger logits; else None.
         """
@@ -48,7 +48,7 @@ class Lens:
         assert isinstance(reading, StoredLens)
         ((hook, layers),) = capture.capture.sites.items()
         shard = self.head.shard
-        of_named: Head | None = capture.prepared
+        of_named: OutputHead | None = capture.prepared
         with self._tuned.of(reading.tuned) as tuned, own_stream(self.head.device):
             read = [
                 self._read(
@@ -76,7 +76,7 @@ class Lens:
         )
 
     def _read(
-        self, rows: torch.Tensor, stored_lens: StoredLens, of_named: Head | None
+        self, rows: torch.Tensor, stored_lens: StoredLens, of_named: OutputHead | None
     ) -> list[torch.Tensor]:
         """Read rows `[positions, hidden]`; return top ids and logits `[positions, k]`, log-sum-exp
         `[positions]`, and `[positions, named]`: the named tokens' logits, and how many are larger.
@@ -90,7 +90,7 @@ class Lens:
         return [torch.cat(values) for values in zip(*parts, strict=True)]
 
     def _of(
-        self, rows: torch.Tensor, stored_lens: StoredLens, of_named: Head | None
+        self, rows: torch.Tensor, stored_lens: StoredLens, of_named: OutputHead | None
     ) -> tuple[torch.Tensor, ...]:
         shard = self.head.shard
         normed = self.head.norm(rows.to(self.head.dtype))

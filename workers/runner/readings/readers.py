@@ -11,10 +11,10 @@ from torch import nn
 from ....schemas.readings.features import StoredFeatures
 from ....schemas.readings.installed import StoredReader
 from ....schemas.readings.lens import StoredLens
-from ..hooks.output_head import Head, NoHeadError
-from .features import Features
+from ..hooks.output_head import NoHeadError, OutputHead
+from .features import FeatureReader
 from .installed_readers import InstalledReaders, LoadedReader
-from .logit_lens import Lens
+from .logit_lens import LensReader
 from .readings import Reader
 from .tuned_lenses import TunedMaps
 
@@ -46,16 +46,16 @@ def readers_of(
     """
     readers: dict[type, Reader] = {
         StoredReader: InstalledReaders(installed or {}),
-        StoredFeatures: Features(sites, device),
+        StoredFeatures: FeatureReader(sites, device),
     }
     try:
         if stages > 1:
             raise NoHeadError(_STAGES)
         with torch.inference_mode():
-            head = Head(model, adapter, dtype, device)
+            head = OutputHead(model, adapter, dtype, device)
     except Exception as error:  # an unusual model is served without a lens
         return readers, {"lens": str(error) or type(error).__name__, "reader": ""}
-    return {**readers, StoredLens: Lens(head, reduce, TunedMaps(lens_dir))}, {
+    return {**readers, StoredLens: LensReader(head, reduce, TunedMaps(lens_dir))}, {
         "lens": "",
         "reader": "",
     }

@@ -17,9 +17,9 @@ import torch
 
 from ....schemas.base.dtypes import DTYPES
 from ....schemas.base.records import to_msgpack
-from ....schemas.readings.readings import Part
+from ....schemas.readings.readings import ReadingPart
 from ....schemas.requests.specs import RankSpec
-from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
+from ..files.finished_rows import ConsumerOutcome, FinishedCapture, ReadingError
 
 logger = logging.getLogger(__name__)
 #: Bytes of a part that `size` does not count: names, layers, and MessagePack's framing.
@@ -29,7 +29,7 @@ _OF_THREAD = threading.local()
 
 #: (the capture, with its reading; its index in `RankSpec.captures`) → the rank's part. Raises
 #: ReadingError, or any other exception.
-Reader = Callable[[FinishedCapture, int], Part]
+Reader = Callable[[FinishedCapture, int], ReadingPart]
 
 
 @runtime_checkable
@@ -44,7 +44,7 @@ class Preparing(Protocol):
         """
 
 
-class Readings:
+class ReadingConsumer:
     """Consumes captures that are read instead of stored. Called from writer threads."""
 
     def __init__(self, readers: Mapping[type, Reader], limit: int) -> None:
@@ -75,17 +75,17 @@ class Readings:
         """Return the reader of this type of `StoredCapture.reading`."""
         return self._readers.get(kind)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
         """Return one outcome per capture: a failed reading fails only its own request."""
         return [self._consume(capture) for capture in captures]
 
-    def _consume(self, capture: FinishedCapture) -> Outcome:
+    def _consume(self, capture: FinishedCapture) -> ConsumerOutcome:
         try:
-            return Outcome(rows=self._read(capture))
+            return ConsumerOutcome(rows=self._read(capture))
         except ReadingError as error:
-            return Outcome(error=str(error))
+            return ConsumerOutcome(error=str(error))
         except Exception as error:
-            return Outcome(error=f"{type(error).__name__}: {error}")
+            return ConsumerOutcome(error=f"{type(error).__name__}: {error}")
 
     def _read(self, capture: FinishedCapture) -> bytes:
         stored = capture.capture

@@ -16,7 +16,7 @@ from ....storage.formats.tuned_files import folder_of, map_of, reading
 from ..files.finished_rows import ReadingError
 
 #: (rows `[positions, hidden]`, layer) → mapped rows, float32.
-Mapped = Callable[[torch.Tensor, int], torch.Tensor]
+RowMap = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class TunedMaps:
@@ -28,7 +28,7 @@ class TunedMaps:
         self._known: dict[str, tuple[int, int, int]] = {}  # digest → state of the checked file
 
     @contextmanager
-    def of(self, tuned: StoredTuned | None) -> Iterator[Mapped]:
+    def of(self, tuned: StoredTuned | None) -> Iterator[RowMap]:
         """Yield the maps of a tuned lens; without one, the identity. Raises ReadingError."""
         if tuned is None:
             yield lambda rows, _: rows

@@ -24,7 +24,7 @@ from ....schemas.base.dtypes import DTYPES
 from ..base.host_memory import lock
 from ..base.landings import LANDED, Landing
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
-from ..files.extents import Block, BlockPlace
+from ..files.extents import BlockPlace, RowBlock
 
 #: Addresses for spilled rows; the disk may have less room.
 SPILLED = 1 << 40
@@ -170,7 +170,7 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-class RecordedBlock(Block):
+class RecordedBlock(RowBlock):
     """A block into which the forward records rows, and whose memory is its own."""
 
     def __init__(

@@ -16,26 +16,26 @@ from ....schemas.requests.specs import StoredCapture
 from ..base.engine_step import StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, Tables
-from ..files.finished_rows import Columns
-from ..hooks.sites import Buffers, Site
+from ..files.finished_rows import BankColumns
+from ..hooks.sites import Buffers, RankSite
 from .arena import Arena, BankRows
 from .capture import Ports, Recording
 from .edit_sizes import SizeTable, StepSizes
 from .execution_check import Miscount
-from .finite_check import FiniteCheck, NonFinite
+from .finite_check import FiniteCheck, NonFiniteRow
 from .overload import Overload
 from .planner import Planner, Tracked
 from .scored_rows import ScoredRows
 from .slot_table import Slots, StepTokens
 
 
-class Part(NamedTuple):
+class BankPart(NamedTuple):
     """Installed parts of one bank."""
 
     name: str  # see `schemas.model.banks.BANKS`
-    sites: Sequence[Site]
+    sites: Sequence[RankSite]
     buffers: Buffers
-    columns: Columns | None = None  # None: the residual bank
+    columns: BankColumns | None = None  # None: the residual bank
 
 
 class Bank:
@@ -43,7 +43,7 @@ class Bank:
 
     def __init__(
         self,
-        part: Part,
+        part: BankPart,
         table: RowTable,
         arena: Arena,
         overload: Overload,
@@ -91,8 +91,8 @@ class Banks:
 
     def __init__(
         self,
-        residual: Part,
-        inside: Sequence[Part],
+        residual: BankPart,
+        inside: Sequence[BankPart],
         table: Tables,
         runs: RunStore,
         arena: Arena,
@@ -229,8 +229,8 @@ class Banks:
 
     def settle(
         self, needed: Mapping[str, int] | None = None
-    ) -> list[tuple[Bank, NonFinite | Miscount | StepSizes]]:
-        found = list[tuple[Bank, NonFinite | Miscount | StepSizes]]()
+    ) -> list[tuple[Bank, NonFiniteRow | Miscount | StepSizes]]:
+        found = list[tuple[Bank, NonFiniteRow | Miscount | StepSizes]]()
         for bank in self._banks:
             for finding in bank.finite.settle(needed) if bank.finite.pending else ():
                 found.append((bank, finding))

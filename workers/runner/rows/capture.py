@@ -19,18 +19,18 @@ from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.requests.specs import StoredCapture
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
-from ..files.desk import Message, StreamDropped, StreamedRows
+from ..files.desk import DeskMessage, StreamDropped, StreamedRows
 from ..files.ended import EndedCapture
-from ..files.extents import Block, Extent, places_of
-from ..files.finished_rows import Columns
+from ..files.extents import Extent, RowBlock, places_of
+from ..files.finished_rows import BankColumns
 from ..files.recorded import CaptureShape
 from ..files.streams import StreamOpened
-from ..hooks.sites import Site
+from ..hooks.sites import RankSite
 from .arena import BankRows, RecordedBlock
 
 if TYPE_CHECKING:
     from ..probes.watches import Watch
-    from ..probes.weight_stacks import Stack
+    from ..probes.weight_stacks import WeightStack
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Ports:
     """
 
     def __init__(
-        self, sites: Sequence[Site], width: int, dtype: str, columns: Columns | None = None
+        self, sites: Sequence[RankSite], width: int, dtype: str, columns: BankColumns | None = None
     ) -> None:
         """`width`: elements of a row on this rank. `dtype`: of the rows. `columns`: the columns of
         rows that this rank holds; None: the residual bank, whose rows every rank holds whole.
@@ -69,7 +69,7 @@ class RowStream:
 
     def __init__(
         self,
-        send: Callable[[Message, Sequence[object], int], None],
+        send: Callable[[DeskMessage, Sequence[object], int], None],
         opened: StreamOpened,
         part: int,
     ) -> None:
@@ -118,7 +118,7 @@ class Recording:
     dropped: set[int] = field(default_factory=set)
     stream: RowStream | None = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
-    stack: "Stack | None" = None
+    stack: "WeightStack | None" = None
     prepared: Any = None  # see `FinishedCapture`
     scattered: bool = False  # its positions need not follow one another
     end: int = sys.maxsize  # rows of this position and of later ones are not needed
@@ -264,7 +264,7 @@ class Recording:
         )
 
     @property
-    def held(self) -> list[Block]:
+    def held(self) -> list[RowBlock]:
         """Return all blocks with its rows."""
         return [*self._blocks.values(), *(run.block for run in (*self.earlier, *self.reused))]
 

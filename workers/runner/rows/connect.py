@@ -10,16 +10,16 @@ from ..base.backlog import NEAR, Backlog
 from ..base.config import PlaneConfig
 from ..files.commands import EXIT_NO_RECEIPTS
 from ..files.desk import Desk
-from ..files.finished_rows import Consumer
+from ..files.finished_rows import CaptureConsumer
 from .arena import Arena
-from .delivery import Delivery, ForwardedReceipts, Near
+from .delivery import ForwardedReceipts, Near, RowDelivery
 from .link import Link
 
 logger = logging.getLogger(__name__)
 
 
 #: (arena, configuration, rank, …) → its delivery; see `connected`.
-Connect = Callable[..., Delivery]
+RowConnection = Callable[..., RowDelivery]
 
 
 def connected(
@@ -29,8 +29,8 @@ def connected(
     *,
     gives_way: bool,
     begin: Callable[[], None],
-    readings: Consumer,
-) -> Delivery:
+    readings: CaptureConsumer,
+) -> RowDelivery:
     """Start the process that writes a rank's files, and the threads of its readings.
 
     `gives_way`: see `begin_helper`. `begin`: called first in each thread. `readings`: what computes
@@ -49,7 +49,7 @@ def connected(
         works=("reading",),
     )
     far.begun()
-    return Delivery(far, Near(arena, desk, far.held), backlog)
+    return RowDelivery(far, Near(arena, desk, far.held), backlog)
 
 
 def _give_up(error: Exception) -> None:

@@ -13,8 +13,8 @@ from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ....storage.calls import CALLS
 from ..base.backlog import Backlog
-from ..files.commands import Status
-from ..files.desk import Delivered, Desk, Message, OriginSet
+from ..files.commands import DeskStatus
+from ..files.desk import Delivered, Desk, DeskMessage, OriginSet
 from ..files.ended import EndedRequest
 from ..files.finished_rows import Origin
 from ..files.streams import StreamOpened
@@ -36,7 +36,7 @@ class Near:
 
     def send(
         self,
-        message: Message,
+        message: DeskMessage,
         held: Sequence[object] = (),
         nbytes: int = 0,
         prepared: Mapping[int, Any] | None = None,
@@ -46,26 +46,26 @@ class Near:
         self.held[number] = held
         weakref.finalize(lease, self.held.pop, number).atexit = False
         self.desk.writer.backlog.send(nbytes)
-        received = from_msgpack(to_msgpack(message), cast(type[Message], Message))
+        received = from_msgpack(to_msgpack(message), cast(type[DeskMessage], DeskMessage))
         self.desk.receive(received, lease, prepared)
 
     def turn(self) -> None:
         """Do nothing: what is written is known here."""
 
-    def status(self) -> Status:
-        return Status(self.desk.outbox.depth(), self.desk.writer.totals, CALLS.read())
+    def status(self) -> DeskStatus:
+        return DeskStatus(self.desk.outbox.depth(), self.desk.writer.totals, CALLS.read())
 
     def close(self) -> None:
         self.desk.close()
 
 
-Channel = Link | Near
+RowChannel = Link | Near
 
 
 class ForwardedReceipts:
     """The outbox of a desk whose receipts another process keeps."""
 
-    def __init__(self, worker: str, rank: int, channel: Channel) -> None:
+    def __init__(self, worker: str, rank: int, channel: RowChannel) -> None:
         self.worker, self.rank, self._channel = worker, rank, channel
 
     def append(self, receipt: Receipt) -> None:
@@ -82,13 +82,13 @@ class ForwardedReceipts:
         """Do nothing: the channel is closed later."""
 
 
-class Delivery:
+class RowDelivery:
     """The channels of one rank."""
 
-    def __init__(self, far: Channel, near: Near, backlog: Backlog) -> None:
+    def __init__(self, far: RowChannel, near: Near, backlog: Backlog) -> None:
         """`far`: of what needs no model; may be `near`. `backlog`: of all."""
         self._far, self._near, self.backlog, self._diverted = far, near, backlog, False
-        self._channels: list[Channel] = [near] if far is near else [near, far]
+        self._channels: list[RowChannel] = [near] if far is near else [near, far]
         self._streams = itertools.count(1)
         #: Messages that are not read yet, with what they refer to; `turn` hears which are.
         self.held, self.turn = far.held, far.turn

@@ -17,7 +17,7 @@ import torch
 from ....schemas.base.records import to_msgpack
 from ..base.engine_step import StepView
 from ..files.edit_sizes import SPAN, RecordedSizes
-from ..hooks.sites import Site
+from ..hooks.sites import RankSite
 from .arena import Arena, BankRows
 from .execution_check import Due
 
@@ -74,7 +74,7 @@ class RequestSizes:
 class SizeTable:
     """The sizes of all live requests in one bank."""
 
-    def __init__(self, sites: Sequence[Site], arena: Arena) -> None:
+    def __init__(self, sites: Sequence[RankSite], arena: Arena) -> None:
         """`sites`: of the bank."""
         self.sites = sites
         self.names = to_msgpack([(site.hook, site.layer) for site in sites])

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ....kernels.plan import CAPTURED_AFTER, CAPTURED_BEFORE, EDITED
-from ..hooks.sites import Site
+from ..hooks.sites import RankSite
 
 #: Column of `counts` → description of what is counted.
 _WHAT = {
@@ -28,7 +28,7 @@ class Miscount:
 
     id: str  # of the request in the engine
     step: int
-    site: Site
+    site: RankSite
     column: int  # of `counts`
     expected: int  # over all requests of the step
     counted: int
@@ -74,7 +74,9 @@ class Due:
         """Which rows each of `sites` edits: bool `[sites, tokens]`."""
         return np.ascontiguousarray(self.masks[:, self.sites][self.masked].any(axis=1).T)
 
-    def miscounts(self, step: int, counts: np.ndarray, sites: Sequence[Site]) -> Iterator[Miscount]:
+    def miscounts(
+        self, step: int, counts: np.ndarray, sites: Sequence[RankSite]
+    ) -> Iterator[Miscount]:
         """Yield each request's first site whose actual `counts` differ, for each `kind`."""
         failed: set[tuple[str, str]] = set()
         for number, column in np.argwhere(counts != self.counts).tolist():

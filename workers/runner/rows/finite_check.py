@@ -24,19 +24,19 @@ from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import RankSpec
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_like
-from ..hooks.sites import Buffers, Site
+from ..hooks.sites import Buffers, RankSite
 from .edit_sizes import StepSizes
 from .execution_check import Due, Miscount
 
 
 @dataclass(frozen=True, slots=True)
-class NonFinite:
+class NonFiniteRow:
     """The first non-finite row of a request in one step."""
 
     id: str  # of the request in the engine
     step: int
     position: int
-    site: Site | None  # None: after the last layer
+    site: RankSite | None  # None: after the last layer
     edited: bool = False  # the site's edits caused it; False: it was non-finite before them
 
 
@@ -92,7 +92,7 @@ class _Finding:
             self.sound, self._seen = sound, _Seen(**values)
         return self._seen
 
-    def found(self, sites: Sequence[Site]) -> list[tuple[str, int]]:
+    def found(self, sites: Sequence[RankSite]) -> list[tuple[str, int]]:
         """Return (request, position) of the rows that are not finite. Waits for the event."""
         if self._seen is None:
             self.read()
@@ -100,20 +100,20 @@ class _Finding:
             return []
         return [(item.id, item.position) for item in self.non_finite(sites)]
 
-    def non_finite(self, sites: Sequence[Site]) -> list[NonFinite]:
+    def non_finite(self, sites: Sequence[RankSite]) -> list[NonFiniteRow]:
         """Return each request's first rows that are not finite, by position; at one position the
         row at a site precedes the row after the last layer. Waits for the event.
         """
-        seen, found = self.read(), list[NonFinite]()
+        seen, found = self.read(), list[NonFiniteRow]()
         if self.due is not None and seen.sizes is not None:
             bad = np.abs(seen.sizes) > LARGEST_SIZE
             for id_, row, position in self._first_bad(bad.any(axis=0)):
                 place = int(bad[:, row].argmax())
                 site, edited = sites[self.due.sites[place]], np.isinf(seen.sizes[place, row])
-                found.append(NonFinite(id_, self.step, position, site, bool(edited)))
+                found.append(NonFiniteRow(id_, self.step, position, site, bool(edited)))
         if seen.sums is not None:
             found += [
-                NonFinite(id_, self.step, position, None)
+                NonFiniteRow(id_, self.step, position, None)
                 for id_, _, position in self._first_bad(~np.isfinite(seen.sums))
             ]
         # By position, because a row that the unedited model made non-finite explains later ones.
@@ -135,7 +135,7 @@ class FiniteCheck:
     before the next forward, which waits for that if it must: see `Banks.precede`.
     """
 
-    def __init__(self, sites: Sequence[Site], buffers: Buffers, *, whole: bool = True) -> None:
+    def __init__(self, sites: Sequence[RankSite], buffers: Buffers, *, whole: bool = True) -> None:
         """`whole`: this rank holds whole rows; the sizes of parts of rows mean nothing."""
         self._sites, self._counts, self._sizes = list(sites), buffers.counts, buffers.sizes
         self._whole, self._device = whole, buffers.counts.device
@@ -203,12 +203,12 @@ class FiniteCheck:
 
     def settle(
         self, needed: Mapping[str, int] | None = None
-    ) -> list[NonFinite | Miscount | StepSizes]:
+    ) -> list[NonFiniteRow | Miscount | StepSizes]:
         """Return the findings of the steps that are over, each once and in their order.
 
         `needed`: request → number of its rows: waits for the steps that computed them.
         """
-        findings, last = list[NonFinite | Miscount | StepSizes](), -1
+        findings, last = list[NonFiniteRow | Miscount | StepSizes](), -1
         for number, item in enumerate(self.pending if needed else ()):
             places = zip(item.view.ids, item.view.positions.tolist(), strict=True)
             if any(first < (needed or {}).get(request, 0) for request, first in places):
@@ -221,10 +221,10 @@ class FiniteCheck:
             last -= 1
         return findings
 
-    def _found_in(self, item: _Finding) -> list[NonFinite | Miscount | StepSizes]:
+    def _found_in(self, item: _Finding) -> list[NonFiniteRow | Miscount | StepSizes]:
         """Return what a step's observations show; they are read in the order of the steps."""
         seen, due = item.read(), item.due
-        found: list[NonFinite | Miscount | StepSizes] = []
+        found: list[NonFiniteRow | Miscount | StepSizes] = []
         if due is not None and seen.counts is not None:
             off = seen.counts - item.expected
             if not np.array_equal(off, self._off):
@@ -251,7 +251,7 @@ def all_finite(rows: torch.Tensor) -> bool:
     return not rows.numel() or all(math.isfinite(float(item)) for item in torch.aminmax(rows))
 
 
-def reason(spec: RankSpec, result: NonFinite) -> str:
+def reason(spec: RankSpec, result: NonFiniteRow) -> str:
     """Return why a request fails: the row that is not finite, and the edits that caused it, where
     they are known.
     """

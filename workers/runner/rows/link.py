@@ -20,14 +20,14 @@ from ..base.config import PlaneConfig
 from ..files.commands import (
     COMMAND,
     LENGTH,
-    Answer,
     Begun,
     Closed,
-    Command,
+    DeskAnswer,
+    DeskCommand,
+    DeskStatus,
     Freed,
     Setup,
     Spilled,
-    Status,
     StatusAsked,
 )
 from .arena import Arena
@@ -61,7 +61,10 @@ class Link:
         self.held: dict[int, object] = {}
         self._spills = self._closing = False
         self._received = bytearray()
-        self._last, self._asked = Status(), 0.0  # when it was asked for its status; 0: it answered
+        self._last, self._asked = (
+            DeskStatus(),
+            0.0,
+        )  # when it was asked for its status; 0: it answered
         theirs, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         os.set_blocking(self._answers, False)
@@ -97,7 +100,7 @@ class Link:
                 return
         raise RuntimeError("the process that writes files has not begun")
 
-    def send(self, message: Command, held: Sequence[object] = (), nbytes: int = 0) -> None:
+    def send(self, message: DeskCommand, held: Sequence[object] = (), nbytes: int = 0) -> None:
         """Send a message. `held`: what has the rows that it names, which are `nbytes`."""
         if not self._spills and self._arena.descriptors[1:]:
             self._put(Spilled(self._arena.descriptors[1], self._arena.end))
@@ -106,7 +109,7 @@ class Link:
             self._backlog.send(nbytes)
         self._put(message, held)
 
-    def _put(self, message: Command, held: Sequence[object] = ()) -> None:
+    def _put(self, message: DeskCommand, held: Sequence[object] = ()) -> None:
         raw, number = to_msgpack(message), next(self._numbers)
         start, memory = self._arena.take(len(raw), 1)
         memory[:] = memoryview(raw)
@@ -116,10 +119,10 @@ class Link:
     def turn(self) -> None:
         """Hear what the process has done."""
         for answer in self._hear():
-            if isinstance(answer, Status):
+            if isinstance(answer, DeskStatus):
                 self._last, self._asked = answer, 0.0
 
-    def status(self) -> Status:
+    def status(self) -> DeskStatus:
         """Return what the process said when it was last asked, and ask it again: the model's thread
         does not wait for it. If it does not answer for long, give up.
         """
@@ -140,7 +143,7 @@ class Link:
         for pipe in (self._commands, self._answers):
             os.close(pipe)
 
-    def _hear(self) -> Iterator[Answer]:
+    def _hear(self) -> Iterator[DeskAnswer]:
         try:
             received = os.read(self._answers, _PIPE_BYTES)
         except BlockingIOError:
@@ -153,7 +156,7 @@ class Link:
             if len(self._received) < stop:
                 return
             answer = from_msgpack(
-                bytes(self._received[LENGTH.size : stop]), cast(type[Answer], Answer)
+                bytes(self._received[LENGTH.size : stop]), cast(type[DeskAnswer], DeskAnswer)
             )
             del self._received[:stop]
             if isinstance(answer, Freed):

@@ -19,7 +19,7 @@ from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
 from ..edits.steering_tables import RowTable
-from ..hooks.sites import Buffers, Site
+from ..hooks.sites import Buffers, RankSite
 from ..probes.gates import open_among
 from ..probes.watches import Watch
 from .arena import BankRows
@@ -30,7 +30,7 @@ from .execution_check import Due
 from .overload import Overload
 from .scored_rows import ScoredRows
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
-from .step_places import FEW, Layout, Places, Run, layout_of, runs_at_most
+from .step_places import FEW, Places, PositionRun, StepLayout, layout_of, runs_at_most
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Planner:
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        sites: Sequence[RankSite],
         buffers: Buffers,
         table: RowTable,
         memory: BankRows,
@@ -152,10 +152,10 @@ class Planner:
         self._masked: np.ndarray = np.zeros((0, 1), dtype=np.int64)
         self.due: Due | None = None  # work planned for the current forward's sites; None: nothing
         self._planned: Due | None = None  # the work in `_plan`
-        self._launched: list[Site] = []  # sites whose launches have work in `_plan`
+        self._launched: list[RankSite] = []  # sites whose launches have work in `_plan`
         # the edited tokens, with which `buffers.lists` begins; those of the layout follow
         self._edited_tokens = np.zeros(0, dtype=np.int64)
-        self._layout: Layout | None = None  # of the last captures
+        self._layout: StepLayout | None = None  # of the last captures
         self._places: Places | None = None  # of the captured rows; None: the plan captures none
         self._places_at = 0  # index in `buffers.lists` at which the rows' places begin
         self.begun: dict[int, tuple[Recording, int]] = {}
@@ -295,9 +295,9 @@ class Planner:
         self._places = None
         self._plan[:, _PORT_COLUMNS] = 0
 
-    def _runs_of(self, tokens: StepTokens) -> list[Run]:
+    def _runs_of(self, tokens: StepTokens) -> list[PositionRun]:
         """Return the runs of consecutive tokens that this step's recordings capture."""
-        chosen, window = self._chosen > 0, list[Run]()
+        chosen, window = self._chosen > 0, list[PositionRun]()
         if not chosen.any():
             return window
         joins = (np.diff(tokens.members) == 0)[:, None] & chosen[1:] & chosen[:-1]
@@ -308,12 +308,12 @@ class Planner:
             member = int(tokens.members[token])
             recording = self._recordings[int(tokens.of_requests[member])][column]
             skip, count = token - int(tokens.first_rows[member]), last - token + 1
-            run = Run(tokens.ids[member], member, recording, skip, token, count)
+            run = PositionRun(tokens.ids[member], member, recording, skip, token, count)
             first = int(tokens.firsts[member]) + skip
             window += runs_at_most(run, first, self._memory) if count > FEW else [run]
         return window
 
-    def _plan_ports(self, layout: Layout) -> None:
+    def _plan_ports(self, layout: StepLayout) -> None:
         """Fill the plan's columns of all ports but for their ring rows; all ports of a pattern
         share one token list.
         """

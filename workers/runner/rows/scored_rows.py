@@ -8,7 +8,7 @@ import torch
 
 from ..base.landings import Landing
 from ..probes.watches import Watch
-from ..probes.weight_stacks import Stack
+from ..probes.weight_stacks import WeightStack
 from .arena import RecordedBlock
 from .capture import Recording
 
@@ -16,7 +16,7 @@ from .capture import Recording
 class Readers:
     """The watches of positions whose rows the same probes read."""
 
-    def __init__(self, stack: Stack, watches: Sequence[Watch]) -> None:
+    def __init__(self, stack: WeightStack, watches: Sequence[Watch]) -> None:
         self.stack, self.watches, self.table = stack, watches, watches[0].table
         self.slots = np.array([watch.slot for watch in watches])
         self.streams_from = np.array([watch.streams_from for watch in watches])
@@ -53,7 +53,7 @@ class ScoredRows(NamedTuple):
 def reused_rows(recording: Recording) -> Iterator[ScoredRows]:
     """Yield the rows that an earlier request recorded for this one, once."""
     reused, recording.reused = recording.reused, []
-    stack, watch = cast(Stack, recording.stack), cast(Watch, recording.watch)
+    stack, watch = cast(WeightStack, recording.stack), cast(Watch, recording.watch)
     for extent in reused:
         block, positions = cast(RecordedBlock, extent.block), np.array(extent.positions)
         first = block.row + np.searchsorted(block.ports, stack.ports) * block.place.count

@@ -25,7 +25,7 @@ _SLOTS = 64
 _NONE = np.zeros(0, dtype=bool)
 
 
-class Entry(NamedTuple):
+class SlotValue(NamedTuple):
     """A value of a slot's tokens at some positions."""
 
     column: int
@@ -44,12 +44,12 @@ def entry_of(
     prompt_tokens: int,
     chosen: Callable[[int, int], Sequence[int]] | None = None,
     gate: int = 0,
-) -> Entry:
+) -> SlotValue:
     """Return the entry of a selector's positions, of which `chosen` may leave some out."""
     first, stop = lowest_position(positions, prompt_tokens), end_position(positions, prompt_tokens)
     if chosen is None and (isinstance(positions, list) or getattr(positions, "step", 1) > 1):
         chosen = partial(_selected, positions, prompt_tokens)
-    return Entry(column, value, first, stop, chosen, gate)
+    return SlotValue(column, value, first, stop, chosen, gate)
 
 
 def _selected(
@@ -65,10 +65,10 @@ class SlotTable:
         self._first, self._stop, self._values, self._gates = np.zeros(
             (4, _SLOTS, 1), dtype=np.int64
         )
-        self._chosen: dict[int, list[Entry]] = {}  # slot → entries that choose their positions
+        self._chosen: dict[int, list[SlotValue]] = {}  # slot → entries that choose their positions
         self._used: set[int] = set()
 
-    def write(self, slot: int, entries: Iterable[Entry] = ()) -> None:
+    def write(self, slot: int, entries: Iterable[SlotValue] = ()) -> None:
         """Replace the slot's entries."""
         entries = list(entries)
         columns = max((entry.column for entry in entries), default=0) + 1

@@ -25,7 +25,7 @@ FEW = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PositionRun:
     """Consecutive positions of a request that one of its recordings captures in a step."""
 
     request: str
@@ -36,7 +36,7 @@ class Run:
     count: int
 
 
-def runs_at_most(run: Run, first: int, memory: BankRows) -> Iterator[Run]:
+def runs_at_most(run: PositionRun, first: int, memory: BankRows) -> Iterator[PositionRun]:
     """Yield the parts of a run whose first position is `first`, each in one block if it is long."""
     left = run
     while left.count > FEW and (block := run.recording.block_of(first, memory)) is not None:
@@ -50,7 +50,7 @@ def runs_at_most(run: Run, first: int, memory: BankRows) -> Iterator[Run]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """A step's rows by port; read-only.
 
     Successive steps that generate one token of each request share a layout.
@@ -68,7 +68,7 @@ class Layout:
         return int(self.base[-1]) + len(self.tokens[self.pattern[-1]]) if self.tokens else 0
 
     @cached_property
-    def entries(self) -> "Entries":
+    def entries(self) -> "CapturedEntries":
         """The positions of all runs, and the rows of all positions."""
         groups: dict[bytes, list[int]] = {}
         for run, (wants, _, _) in enumerate(self.runs):
@@ -84,10 +84,10 @@ class Layout:
             position = np.tile(before + np.arange(len(within)), len(ports))
             ordinal = np.repeat(np.arange(len(ports)), len(within))
             parts.append((np.repeat(runs, counts), within, position, ordinal, rows.reshape(-1)))
-        return Entries(*map(np.concatenate, zip(*parts, strict=True)))
+        return CapturedEntries(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-class Entries(NamedTuple):
+class CapturedEntries(NamedTuple):
     """Captured positions and rows of a step."""
 
     run: np.ndarray  # [positions]
@@ -97,7 +97,7 @@ class Entries(NamedTuple):
     row: np.ndarray  # [rows]: its row in the step; several have one if captures name the same rows
 
 
-def layout_of(runs: Sequence[tuple[bytes, int, int]]) -> Layout:
+def layout_of(runs: Sequence[tuple[bytes, int, int]]) -> StepLayout:
     """Return the layout of runs, each: ports as `Recording.wants`, first token, count."""
     groups: dict[bytes, list[tuple[int, int]]] = {}  # runs of recordings with the same ports
     for wants, token, count in runs:
@@ -115,7 +115,7 @@ def layout_of(runs: Sequence[tuple[bytes, int, int]]) -> Layout:
     per_port = np.array([len(token) for token in tokens])[pattern]
     first_tokens = np.array([token for _, token, _ in runs])
     slots = np.stack([np.searchsorted(token, first_tokens) for token in tokens], axis=1)
-    return Layout(runs, pattern, tokens, np.cumsum(per_port) - per_port, slots)
+    return StepLayout(runs, pattern, tokens, np.cumsum(per_port) - per_port, slots)
 
 
 @lru_cache(maxsize=64)
@@ -149,7 +149,7 @@ class Places:
     Of each run the blocks of this step's positions are known; from `_ends` on nobody needs a row.
     """
 
-    def __init__(self, layout: Layout, runs: Sequence[Run], memory: BankRows) -> None:
+    def __init__(self, layout: StepLayout, runs: Sequence[PositionRun], memory: BankRows) -> None:
         self.layout, self._memory = layout, memory
         self._recordings = recordings = [run.recording for run in runs]
         #: Request → the ports that capture its rows.

@@ -4,7 +4,7 @@ only a window of its rows in memory.
 
 from ....schemas.requests.specs import RankSpec
 from .capture import SPAN, Recording
-from .delivery import Delivery
+from .delivery import RowDelivery
 
 #: Parts of the window: rows leave in parts of about this share of it. Smaller ones cost more than
 #: they gain: parts of 128 KiB took four times the processor time of ones of 8 MiB.
@@ -14,7 +14,7 @@ _PARTS = 8
 class Streams:
     """Prepares the recordings of one rank."""
 
-    def __init__(self, window: int, delivery: Delivery) -> None:
+    def __init__(self, window: int, delivery: RowDelivery) -> None:
         """`window`: bytes of a capture's rows that may stay in memory."""
         self._window, self._delivery = window, delivery
 

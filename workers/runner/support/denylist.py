@@ -11,7 +11,7 @@ from vllm.config import CompilationMode, VllmConfig
 
 from ....schemas.jobs.certificates import UNPROVEN
 from . import drafters, seams
-from .rules import Rule, judge
+from .rules import SettingRule, judge
 
 _SPLIT = "it divides a batch's rows between passes or ranks"
 _STATE = "it changes what a block of the KV cache holds, or where it is"
@@ -27,33 +27,33 @@ class UnsupportedConfigurationError(ValueError):
 
 RULES = (
     # Rows of a batch
-    Rule("parallel_config.enable_dbo", (False,), _SPLIT),
-    Rule("parallel_config.ubatch_size", (0, 1), _SPLIT),
-    Rule("parallel_config.prefill_context_parallel_size", (1,), _SPLIT),
-    Rule("parallel_config.decode_context_parallel_size", (1,), _STATE),
-    Rule("parallel_config.data_parallel_size", (1,), _SEVERAL),
-    Rule("parallel_config.use_sequence_parallel_moe", (False,), _SPLIT),
-    Rule("parallel_config.enable_hc_sp", (False,), _SPLIT),
-    Rule("parallel_config.enable_eplb", (False,), "experts move between ranks"),
-    Rule("parallel_config.enable_elastic_ep", (False,), "ranks come and go"),
-    Rule("parallel_config.enable_fault_tolerance", (False,), "ranks come and go"),
-    Rule(
+    SettingRule("parallel_config.enable_dbo", (False,), _SPLIT),
+    SettingRule("parallel_config.ubatch_size", (0, 1), _SPLIT),
+    SettingRule("parallel_config.prefill_context_parallel_size", (1,), _SPLIT),
+    SettingRule("parallel_config.decode_context_parallel_size", (1,), _STATE),
+    SettingRule("parallel_config.data_parallel_size", (1,), _SEVERAL),
+    SettingRule("parallel_config.use_sequence_parallel_moe", (False,), _SPLIT),
+    SettingRule("parallel_config.enable_hc_sp", (False,), _SPLIT),
+    SettingRule("parallel_config.enable_eplb", (False,), "experts move between ranks"),
+    SettingRule("parallel_config.enable_elastic_ep", (False,), "ranks come and go"),
+    SettingRule("parallel_config.enable_fault_tolerance", (False,), "ranks come and go"),
+    SettingRule(
         "parallel_config.enable_batch_sharded_sampling",
         (False, None),
         "no rank has all logits of a step to grade",
     ),
-    Rule("parallel_config.distributed_executor_backend", ("mp", "uni", "ray", None)),
-    Rule(
+    SettingRule("parallel_config.distributed_executor_backend", ("mp", "uni", "ray", None)),
+    SettingRule(
         "parallel_config.worker_cls",
         ("midstream.workers.runner.vllm.worker_class.MidstreamWorker",),
         _OURS,
     ),
-    Rule(
+    SettingRule(
         "parallel_config.worker_extension_cls",
         ("",),
         "it adds calls to the ranks that no receipt covers",
     ),
-    Rule(
+    SettingRule(
         "scheduler_config.scheduler_cls",
         tuple(
             f"midstream.workers.runner.vllm.scheduler.{name}"
@@ -61,29 +61,29 @@ RULES = (
         ),
         _OURS,
     ),
-    Rule(
+    SettingRule(
         "cache_config.kv_sharing_fast_prefill",
         (False,),
         "the upper layers compute only the last row of a prompt",
     ),
     # LoRA
-    Rule("lora_config.fully_sharded_loras", (False,), _ADAPTERS),
-    Rule("lora_config.target_modules", (None,), "adapters would be applied in part"),
-    Rule(
+    SettingRule("lora_config.fully_sharded_loras", (False,), _ADAPTERS),
+    SettingRule("lora_config.target_modules", (None,), "adapters would be applied in part"),
+    SettingRule(
         "lora_config.default_mm_loras",
         (None,),
         "requests would get an adapter that they did not name",
     ),
-    Rule("lora_config.enable_tower_connector_lora", (False,), _ADAPTERS),
-    Rule("lora_config.specialize_active_lora", (False,), _ADAPTERS),
-    Rule("lora_config.enable_mixed_moe_lora_format", (False,), _ADAPTERS),
-    Rule("lora_config.enable_moe_shared_loras", (False,), _ADAPTERS),
-    Rule(
+    SettingRule("lora_config.enable_tower_connector_lora", (False,), _ADAPTERS),
+    SettingRule("lora_config.specialize_active_lora", (False,), _ADAPTERS),
+    SettingRule("lora_config.enable_mixed_moe_lora_format", (False,), _ADAPTERS),
+    SettingRule("lora_config.enable_moe_shared_loras", (False,), _ADAPTERS),
+    SettingRule(
         "lora_config.max_lora_cls_labels",
         (None,),
         "requests that do not generate report no end",
     ),
-    Rule(
+    SettingRule(
         "lora_config.lora_dtype other than model_config.dtype",
         (False,),
         "adapters are computed in the model's dtype",
@@ -92,19 +92,19 @@ RULES = (
             and config.lora_config.lora_dtype != config.model_config.dtype
         ),
     ),
-    Rule(
+    SettingRule(
         "lora_config with compilation or graphs",
         (False,),
         f"with compilation, adapters are {_ADAPTERS}: set enforce_eager",
         lambda config: config.lora_config is not None and not config.model_config.enforce_eager,
     ),
-    Rule(
+    SettingRule(
         "lora_config with a model of experts",
         (False,),
         "vLLM's experts do not run on CPUs once adapters are served, and are untested elsewhere",
         lambda config: config.lora_config is not None and config.model_config.is_moe,
     ),
-    Rule(
+    SettingRule(
         "lora_config with a quantised model",
         (False,),
         _ADAPTERS,
@@ -112,19 +112,21 @@ RULES = (
             config.lora_config is not None and config.model_config.quantization is not None
         ),
     ),
-    Rule(
+    SettingRule(
         "lora_config with speculative_config",
         (False,),
         _ADAPTERS,
         lambda config: config.lora_config is not None and config.speculative_config is not None,
     ),
-    Rule(
+    SettingRule(
         "model_config.runner_type",
         ("generate",),
         "requests that do not generate report no end",
     ),
-    Rule("model_config.is_encoder_decoder", (False,), "an encoder-decoder model has two streams"),
-    Rule(
+    SettingRule(
+        "model_config.is_encoder_decoder", (False,), "an encoder-decoder model has two streams"
+    ),
+    SettingRule(
         "model_config.is_mm_prefix_lm with images",
         (False,),
         (
@@ -133,58 +135,64 @@ RULES = (
         ),
         lambda config: _takes(config, "image") and bool(config.model_config.is_mm_prefix_lm),
     ),
-    Rule(
+    SettingRule(
         "model_config.multimodal_config.limit_per_prompt for videos or sounds",
         (False,),
         "their positions cannot be named",
         lambda config: _takes(config, "video", "audio"),
     ),
-    Rule(
+    SettingRule(
         "model_config.multimodal_config.mm_processor_cache_gb",
         (0,),
         "prompts would be processed in another order than they are submitted",
     ),
-    Rule(
+    SettingRule(
         "model_config.enable_prompt_embeds",
         (False,),
         "positions given as embeddings have no tokens",
     ),
-    Rule(
+    SettingRule(
         "model_config.disable_cascade_attn",
         (True,),
         "a common prefix would be computed once for a batch: other requests would change the bits",
     ),
-    Rule("model_config.enable_sleep_mode", (False,), "the hook sites' buffers leave the device"),
-    Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
+    SettingRule(
+        "model_config.enable_sleep_mode", (False,), "the hook sites' buffers leave the device"
+    ),
+    SettingRule(
+        "diffusion_config", (None,), "a step computes rows of positions that are not final"
+    ),
     # State outside the batch
-    Rule(
+    SettingRule(
         "kv_transfer_config",
         (None,),
         "requests could reuse cached blocks whose rows were not kept: the limit on reuse does not "
         "cover a connector's blocks",
     ),
-    Rule("ec_transfer_config", (None,), _STATE),
-    Rule("cache_config.kv_offloading_size", (None,), _STATE),
-    Rule("cache_config.mamba_cache_mode", ("none",), _STATE),
-    Rule("cache_config.use_replayssm", (False,), _STATE),
-    Rule("cache_config.enable_mamba_shared_prefix_checkpoint", (False,), _STATE),
-    Rule("attention_config.hisparse_config", (None,), _STATE),
-    Rule(
+    SettingRule("ec_transfer_config", (None,), _STATE),
+    SettingRule("cache_config.kv_offloading_size", (None,), _STATE),
+    SettingRule("cache_config.mamba_cache_mode", ("none",), _STATE),
+    SettingRule("cache_config.use_replayssm", (False,), _STATE),
+    SettingRule("cache_config.enable_mamba_shared_prefix_checkpoint", (False,), _STATE),
+    SettingRule("attention_config.hisparse_config", (None,), _STATE),
+    SettingRule(
         "attention_config.use_non_causal",
         (False,),
         "later positions change the rows of earlier ones",
     ),
-    Rule(
+    SettingRule(
         "weight_transfer_config", (None,), "the weights change under kept rows and cached prompts"
     ),
-    Rule("watermark_config", (None,), "tokens would be sampled otherwise, and no receipt shows it"),
-    Rule("aux_output_config.enabled", (False,), "no receipt covers such outputs"),
+    SettingRule(
+        "watermark_config", (None,), "tokens would be sampled otherwise, and no receipt shows it"
+    ),
+    SettingRule("aux_output_config.enabled", (False,), "no receipt covers such outputs"),
     # Compilation
-    Rule(
+    SettingRule(
         "compilation_config.mode",
         (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.VLLM_COMPILE),
     ),
-    Rule(
+    SettingRule(
         "compilation_config.inductor_passes", ({},), "a pass may drop or move the hook sites' ops"
     ),
 )

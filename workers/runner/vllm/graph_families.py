@@ -19,7 +19,7 @@ from ....kernels import WHOLE, family, in_family
 
 
 @dataclass(frozen=True)
-class Batch(BatchDescriptor):
+class GraphKey(BatchDescriptor):
     """Key of a graph in the v1 runner, and of a piecewise graph in both."""
 
     family: int = WHOLE
@@ -50,13 +50,15 @@ class FamilyDispatcher(CudagraphDispatcher):
     families: Sequence[int]
 
     def _create_padded_batch_descriptor(self, *args: Any, **kwargs: Any) -> BatchDescriptor:
-        return _of_family(super()._create_padded_batch_descriptor(*args, **kwargs), Batch, family())
+        return _of_family(
+            super()._create_padded_batch_descriptor(*args, **kwargs), GraphKey, family()
+        )
 
     def add_cudagraph_key(
         self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor
     ) -> None:
         for each in self.families:
-            super().add_cudagraph_key(runtime_mode, _of_family(batch_descriptor, Batch, each))
+            super().add_cudagraph_key(runtime_mode, _of_family(batch_descriptor, GraphKey, each))
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """Return the descriptors to capture, largest first like vLLM's.
@@ -114,7 +116,7 @@ class _Dispatching(CudaGraphManager):
         found at capture and at replay.
         """
         context = get_forward_context()
-        context.batch_descriptor = _of_family(context.batch_descriptor, Batch, family())
+        context.batch_descriptor = _of_family(context.batch_descriptor, GraphKey, family())
         return super().run_pw_graph(*args, **kwargs)
 
 

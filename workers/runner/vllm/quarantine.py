@@ -18,7 +18,7 @@ _PRIVATE_FROM = "midstream_private_from"
 #: Requests whose blocks are remembered after they were freed, since a step may still be running.
 _REMEMBERED = 256
 
-NonFinite = Sequence[tuple[str, int]]
+NonFiniteRows = Sequence[tuple[str, int]]
 
 
 def attach(output: Any, result: Callable[[], Sequence[Any]], name: str = _NON_FINITE) -> Any:
@@ -46,7 +46,7 @@ def _with(output: ModelRunnerOutput, result: Sequence[Any], name: str) -> ModelR
     return output
 
 
-def non_finite_in(output: Any) -> NonFinite:
+def non_finite_in(output: Any) -> NonFiniteRows:
     """Return the (request id, first position) that `attach` attached to a step's output."""
     return getattr(output, _NON_FINITE, ())
 

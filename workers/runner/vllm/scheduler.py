@@ -20,7 +20,7 @@ from ....schemas.requests.source_runs import is_row
 from ....schemas.requests.specs import RankSpec
 from ..base.backlog import Backlog
 from ..base.config import plane_config
-from ..base.engine_step import Finish, Load
+from ..base.engine_step import EngineLoad, Finish
 from ..base.packed_spec import packed_spec, unpack
 from ..base.row_index import Keeping, RequestCaptures, RowIndex
 from ..probes.probe_news import ProbeNews, news_of
@@ -85,9 +85,9 @@ def waiting(scheduler_output: Any) -> list[bytes]:
     return getattr(scheduler_output, _WAITING, [])
 
 
-def load(scheduler_output: Any) -> Load:
+def load(scheduler_output: Any) -> EngineLoad:
     """Return the engine's load in this step, sent to ranks because the worker polls them anyway."""
-    return Load(*getattr(scheduler_output, _LOAD, ()))
+    return EngineLoad(*getattr(scheduler_output, _LOAD, ()))
 
 
 class _Midstream:

@@ -28,24 +28,24 @@ from ....schemas.prompts.selectors import INSIDE
 from ....schemas.readings.features import StoredFeatures
 from ....schemas.requests.source_runs import RunFiles
 from ....schemas.requests.steering import GlobalSteering
-from ..base.config import Found, Place, PlaneConfig, plane_config
+from ..base.config import Found, PlaneConfig, RankPlace, plane_config
 from ..base.extensions import ExtensionError, trusted
 from ..base.process import threads_elsewhere
 from ..certificate.certify import Certifier
-from ..certificate.plans import Plan
+from ..certificate.plans import CertificatePlan
 from ..certificate.together import NoAnswerError
 from ..edits.installed_ops import load_ops
 from ..hooks.architectures import UnsupportedArchitectureError, describe
 from ..hooks.attention_kinds import attention_kinds
 from ..hooks.model_adapter import complete
 from ..hooks.routing_kinds import routing_kinds
-from ..hooks.sites import Site, Sizes, install, read_between_layers, stream_hooks, warm_up
+from ..hooks.sites import RankSite, Sizes, install, read_between_layers, stream_hooks, warm_up
 from ..plane.data_plane import DataPlane, answer
 from ..plane.grading import tap
 from ..plane.inside_hooks import Group, install_inside
-from ..plane.loras import Loras
+from ..plane.loras import LoadedAdapters
 from ..plane.reentry import enters_above, install_gate
-from ..readings.features import Features
+from ..readings.features import FeatureReader
 from ..readings.installed_readers import LoadedReader, load_readers
 from ..readings.readers import readers_of
 from ..support import build_errors, cpu_fp8
@@ -116,7 +116,7 @@ class MidstreamWorker(PlatformWorker):
             super().load_model(*args, **kwargs)
         # Created before anything runs, because on CPUs it replaces vLLM's arithmetic.
         loras = (
-            Loras(self.model_runner.lora_manager, Path(config.spill_dir))
+            LoadedAdapters(self.model_runner.lora_manager, Path(config.spill_dir))
             if self.vllm_config.lora_config is not None
             else None
         )
@@ -199,7 +199,7 @@ class MidstreamWorker(PlatformWorker):
             *((part.sites, part.buffers) for part in inside),
         ]:
             warm_up(of_bank, its_buffers)
-        place = Place(
+        place = RankPlace(
             rank=self.rank,
             world=self.vllm_config.parallel_config.world_size,
             tp=tp.rank_in_group,
@@ -258,7 +258,7 @@ class MidstreamWorker(PlatformWorker):
             tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.model_runner.make_pipeline_buffers(loaded, tokens, model.dtype, self.device)
 
-    def _use_families(self, sites: Sequence[Site]) -> None:
+    def _use_families(self, sites: Sequence[RankSite]) -> None:
         """Have the runner capture the graph families that a step may be of, see `kernels.ops`."""
         if plane_config().graph_families:
             families = (WHOLE, STREAM, IDLE) if stream_hooks(sites) else (WHOLE, IDLE)
@@ -372,7 +372,7 @@ class MidstreamWorker(PlatformWorker):
             config = plane_config()
             try:
                 with build_errors.kept_for_worker(config.spill_dir, config.boot):
-                    judgement = self._certifier.judge(msgspec.convert(arguments, Plan))
+                    judgement = self._certifier.judge(msgspec.convert(arguments, CertificatePlan))
             except NoAnswerError as error:
                 logger.critical("%s", error)
                 os._exit(EXIT_ALONE)
@@ -387,7 +387,7 @@ class MidstreamWorker(PlatformWorker):
         plane = self._connected()
         return answer(lambda: action(plane))
 
-    def _loras(self) -> Loras:
+    def _loras(self) -> LoadedAdapters:
         if (loras := self._connected().loras) is None:
             raise LookupError("this rank serves no adapters")
         return loras
@@ -398,9 +398,9 @@ class MidstreamWorker(PlatformWorker):
         return self._plane
 
 
-def _features(plane: DataPlane) -> Features:
+def _features(plane: DataPlane) -> FeatureReader:
     reader = plane.readings.reader(StoredFeatures)
-    assert isinstance(reader, Features)
+    assert isinstance(reader, FeatureReader)
     return reader
 
 

@@ -12,8 +12,8 @@ from contextlib import aclosing
 
 import msgspec
 
-from ....broker.artifacts.retention import Usage
-from ....broker.ledger.recovery.harvests import Harvests, Kept
+from ....broker.artifacts.retention import CaptureUsage
+from ....broker.ledger.recovery.harvests import LedgerHarvests, PartFate
 from ....broker.ops import metrics
 from ....broker.ops.global_capture import QUOTA_SPARE, count_skipped
 from ....schemas.base.dtypes import RowDType
@@ -38,7 +38,7 @@ from ....schemas.jobs.harvests import (  # fmt: skip
 from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ....schemas.jobs.works import HarvestWork
-from ....schemas.prompts.selectors import Window
+from ....schemas.prompts.selectors import PositionWindow
 from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture
 from ....storage.shards import checked, checksum, put
@@ -82,9 +82,9 @@ class HarvestAttempt:
         settings = bench.ledger.settings
         self._ledger, self._engine, self._fetch = bench.ledger, bench.engine, bench.fetch
         self._attempt, self._part = attempt, attempt.job.work_as(HarvestWork).part
-        self._harvests = Harvests(bench.ledger)
+        self._harvests = LedgerHarvests(bench.ledger)
         self._slots, self._shards = slots, shards
-        self._usage = Usage(open_store(settings.artifacts), settings.capture_quota_mib << 20)
+        self._usage = CaptureUsage(open_store(settings.artifacts), settings.capture_quota_mib << 20)
         self._numbers = itertools.count()  # of requests
 
     async def run(self) -> None:
@@ -411,7 +411,7 @@ class HarvestAttempt:
             counter.labels(harvest.model).inc(more)
         kept[number] = entry
 
-    def _check(self, answer: Kept) -> None:
+    def _check(self, answer: PartFate) -> None:
         if answer != "kept":
             self._attempt.refused(answer)
             self._attempt.check()
@@ -522,7 +522,7 @@ class HarvestAttempt:
     ) -> EngineRequest:
         chosen = sequence.chosen.tolist()
         # a window counts no position that gives no row
-        generating = Window(start=chosen[0] if chosen else len(sequence.token_ids))
+        generating = PositionWindow(start=chosen[0] if chosen else len(sequence.token_ids))
         dtype: RowDType = (
             "model"
             if harvest.dtype == "int8" or harvest.dtype == "float8_e4m3fn"

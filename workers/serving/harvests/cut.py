@@ -12,11 +12,11 @@ from ....schemas.jobs.harvest_order import sampled
 from ....schemas.jobs.harvests import HarvestPositions, StoredHarvest
 
 #: (document, position in it, first token in the sequence, tokens)
-Span = tuple[int, int, int, int]
+CutSpan = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Document:
+class CutDocument:
     number: int  # in the source's order, from 0
     token_ids: np.ndarray  # int64 `[tokens]`
 
@@ -26,7 +26,7 @@ class CutSequence:
     """Tokens that the model gets together."""
 
     token_ids: np.ndarray  # int64 `[tokens]`
-    spans: list[Span]
+    spans: list[CutSpan]
     chosen: np.ndarray  # int64, ascending: positions in the sequence that give rows
 
     @property
@@ -35,7 +35,7 @@ class CutSequence:
 
 
 def cut(
-    harvest: StoredHarvest, documents: Sequence[Document], bos: int | None, eos: int | None
+    harvest: StoredHarvest, documents: Sequence[CutDocument], bos: int | None, eos: int | None
 ) -> list[CutSequence]:
     """Returns the sequences that give rows, in order.
 
@@ -57,8 +57,8 @@ def cut(
 
 
 def _unpacked(
-    harvest: StoredHarvest, documents: Iterable[Document]
-) -> Iterator[tuple[np.ndarray, list[Span]]]:
+    harvest: StoredHarvest, documents: Iterable[CutDocument]
+) -> Iterator[tuple[np.ndarray, list[CutSpan]]]:
     length = harvest.max_length
     for document in documents:
         ids = document.token_ids if harvest.cut.fit == "split" else document.token_ids[:length]
@@ -68,11 +68,11 @@ def _unpacked(
 
 
 def _packed(
-    harvest: StoredHarvest, documents: Iterable[Document], eos: int | None
-) -> Iterator[tuple[np.ndarray, list[Span]]]:
+    harvest: StoredHarvest, documents: Iterable[CutDocument], eos: int | None
+) -> Iterator[tuple[np.ndarray, list[CutSpan]]]:
     between = np.array([] if eos is None else [eos], dtype=np.int64)
     parts: list[np.ndarray] = []
-    spans: list[Span] = []
+    spans: list[CutSpan] = []
     filled = 0
     for document in documents:
         if not len(document.token_ids):
@@ -93,7 +93,7 @@ def _packed(
 
 
 def _eligible(
-    harvest: StoredHarvest, ids: np.ndarray, spans: Sequence[Span], bos: int | None
+    harvest: StoredHarvest, ids: np.ndarray, spans: Sequence[CutSpan], bos: int | None
 ) -> np.ndarray:
     """Returns which positions of a sequence may give rows: bool `[tokens]`."""
     rule = harvest.positions
@@ -124,7 +124,7 @@ def _sampled(
     ]
 
 
-def keys_of(places: np.ndarray, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+def keys_of(places: np.ndarray, spans: Sequence[CutSpan]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the document of each of `places`, and the position in that document, both int64.
 
     `places`: positions in a sequence, each of which lies in a span.
@@ -155,7 +155,7 @@ def shards_of(harvest: StoredHarvest, sequences: Sequence[CutSequence]) -> list[
     return shards
 
 
-def fed(document: Document, harvest: StoredHarvest) -> int:
+def fed(document: CutDocument, harvest: StoredHarvest) -> int:
     """Returns how many tokens the model is fed for `document`."""
     tokens = len(document.token_ids)
     if harvest.cut.fit == "truncate":
@@ -163,7 +163,9 @@ def fed(document: Document, harvest: StoredHarvest) -> int:
     return tokens + 1 if tokens and harvest.cut.fit == "pack" else tokens
 
 
-def within(documents: Sequence[Document], harvest: StoredHarvest, tokens: int) -> list[Document]:
+def within(
+    documents: Sequence[CutDocument], harvest: StoredHarvest, tokens: int
+) -> list[CutDocument]:
     """Returns the documents that hold the first `tokens` tokens of the sequences (-1: all); the
     last of them is cut short.
     """
@@ -174,6 +176,6 @@ def within(documents: Sequence[Document], harvest: StoredHarvest, tokens: int) -
         if tokens <= 0:
             break
         most = min(tokens, fed(document, harvest))
-        result.append(Document(document.number, document.token_ids[:most]))
+        result.append(CutDocument(document.number, document.token_ids[:most]))
         tokens -= fed(document, harvest)
     return result

@@ -34,8 +34,8 @@ from ....schemas.jobs.harvests import (
     SurveyTask,
 )
 from ....schemas.jobs.models import TokenizerBundle
-from .cut import Document
-from .source import HarvestSource
+from .cut import CutDocument
+from .source import SourceFiles
 
 #: The process's RLIMIT_DATA, which does not count mapped files. Sources that need more are refused.
 LIMIT_MIB = 2048
@@ -62,7 +62,7 @@ class Opening(msgspec.Struct, frozen=True):
     vocabulary: int
 
 
-class Request(msgspec.Struct, frozen=True):
+class ReadRequest(msgspec.Struct, frozen=True):
     """A request to the process: with `special`, return the special tokens; with `unit`, read a unit
     of `file` (None: of `source.lines`); otherwise plan the source.
     """
@@ -101,31 +101,31 @@ class SourceReader:
         self._process, self._opening = process, Opening(harvest, bundle, roots, vocabulary)
 
     async def plan(self) -> HarvestPlan:
-        """See `HarvestSource.plan`."""
-        return await self._ask("the source", Request(self._opening.harvest.id), HarvestPlan)
+        """See `SourceFiles.plan`."""
+        return await self._ask("the source", ReadRequest(self._opening.harvest.id), HarvestPlan)
 
     async def special(self) -> tuple[int | None, int | None]:
         """Return the ids of the model's BOS and EOS tokens."""
-        request = Request(self._opening.harvest.id, special=True)
+        request = ReadRequest(self._opening.harvest.id, special=True)
         return await self._ask("the tokenizer", request, tuple[int | None, int | None])
 
-    async def read(self, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
-        """See `HarvestSource.read`."""
+    async def read(self, plan: HarvestPlan, unit: PlannedUnit) -> list[CutDocument]:
+        """See `SourceFiles.read`."""
         file = plan.files[unit.file] if plan.files else None
         place = (
             f"documents {unit.document} to {unit.document + unit.documents - 1} (in "
             f"{file.key if file else 'source.lines'})"
         )
-        request = Request(self._opening.harvest.id, file=file, unit=unit)
+        request = ReadRequest(self._opening.harvest.id, file=file, unit=unit)
         found = await self._ask(place, request, list[tuple[int, bytes]])
-        return [Document(number, np.frombuffer(ids, np.int32)) for number, ids in found]
+        return [CutDocument(number, np.frombuffer(ids, np.int32)) for number, ids in found]
 
     async def survey(self, task: SurveyTask) -> SurveyEntry:
         """Compute a survey and write its file. Raises MidstreamError."""
-        request = Request(self._opening.harvest.id, survey=task)
+        request = ReadRequest(self._opening.harvest.id, survey=task)
         return await self._ask("the survey", request, SurveyEntry)
 
-    async def _ask(self, place: str, request: Request, answer: type[T]) -> T:
+    async def _ask(self, place: str, request: ReadRequest, answer: type[T]) -> T:
         stopped = threading.Event()
         try:
             reply = await asyncio.to_thread(
@@ -147,7 +147,7 @@ class SourceProcess:
         self._current: threading.Event | None = None  # `stopped` of the running request
 
     def ask(
-        self, opening: Opening, request: Request, place: str, stopped: threading.Event
+        self, opening: Opening, request: ReadRequest, place: str, stopped: threading.Event
     ) -> Reply:
         """Send `request` and return the reply.
 
@@ -211,7 +211,7 @@ class SourceProcess:
                     pipe.close()
         return code
 
-    def _exchange(self, opening: Opening, request: Request) -> Reply:
+    def _exchange(self, opening: Opening, request: ReadRequest) -> Reply:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -245,7 +245,7 @@ class _Ended(Exception):
     """The process has ended; the argument is the place that it was reading."""
 
 
-def _send(pipe: IO[bytes], message: Request | Reply) -> None:
+def _send(pipe: IO[bytes], message: ReadRequest | Reply) -> None:
     data = to_msgpack(message)
     pipe.write(len(data).to_bytes(8))
     pipe.write(data)
@@ -260,14 +260,14 @@ def _receive(pipe: IO[bytes]) -> bytes:
     return data
 
 
-class Server:
+class ReadingServer:
     """The process's side of the exchange."""
 
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
-        self._sources: OrderedDict[str, HarvestSource] = OrderedDict()
+        self._sources: OrderedDict[str, SourceFiles] = OrderedDict()
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: ReadRequest) -> Reply:
         """Return the reply to a request. Raises MemoryError, which ends the process."""
         try:
             if request.survey is not None:
@@ -275,7 +275,7 @@ class Server:
 
                 return Reply(answer=to_msgpack(run_survey(request.survey)))
             if (opening := request.opening) is not None:
-                self._sources[request.harvest] = HarvestSource(
+                self._sources[request.harvest] = SourceFiles(
                     opening.harvest,
                     opening.bundle,
                     Settings(harvest_sources=opening.roots),
@@ -298,7 +298,7 @@ class Server:
             failed = MidstreamError("internal", f"{type(error).__name__}: {error}")
             return Reply(problem=failed.problem())
 
-    def _execute(self, source: HarvestSource, request: Request) -> object:
+    def _execute(self, source: SourceFiles, request: ReadRequest) -> object:
         if request.special:
             return [source.tokens.special(name) for name in ("bos_token", "eos_token")]
         if request.unit is None:
@@ -320,14 +320,14 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get among the messages
-    server = Server(output)
+    server = ReadingServer(output)
     with suppress(EOFError, KeyboardInterrupt):
         try:
             while True:
                 signal.setitimer(signal.ITIMER_REAL, idle_s)  # SIGALRM ends the process
                 received = _receive(sys.stdin.buffer)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                _send(output, server.answer(from_msgpack(received, Request)))
+                _send(output, server.answer(from_msgpack(received, ReadRequest)))
         except MemoryError:
             os._exit(EXIT_MEMORY)
 

@@ -20,9 +20,9 @@ from ....schemas.base.settings import Settings
 from ....schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
 from ....schemas.jobs.models import TokenizerBundle
 from ....storage.store import ArtifactStore, Distant, Handle, open_store
-from .cut import Document, fed
+from .cut import CutDocument, fed
 from .tables import READERS
-from .tokens import Tokens, Value
+from .tokens import HarvestTokenizer, SourceValue
 
 #: Approximate bytes of text per token.
 TOKEN_BYTES = 4
@@ -35,7 +35,7 @@ PART_UNITS, MOST_PARTS = 8, 1000
 
 
 @dataclass
-class Cursor:
+class TableCursor:
     """Position in a table: the next row."""
 
     file: int
@@ -43,7 +43,7 @@ class Cursor:
     values: Iterator[Any]
 
 
-class HarvestSource:
+class SourceFiles:
     """The documents of one harvest. Blocking; use it from one thread at a time."""
 
     def __init__(
@@ -55,12 +55,12 @@ class HarvestSource:
         """
         self._show = show
         self._harvest, self._source = harvest, harvest.source
-        self.tokens = Tokens(harvest, bundle, vocabulary)
+        self.tokens = HarvestTokenizer(harvest, bundle, vocabulary)
         self._roots = roots_of(settings, [harvest.root])
         self._store: ArtifactStore | None = open_store(harvest.root) if harvest.root else None
         tokens = max(1, (harvest.shards.mib << 20) // harvest.row_bytes) * harvest.positions.every
         self._target = min(MOST_WEIGHT, max(LEAST_WEIGHT, tokens * TOKEN_BYTES))
-        self._cursor: Cursor | None = None
+        self._cursor: TableCursor | None = None
 
     # Planning
 
@@ -154,7 +154,7 @@ class HarvestSource:
 
     # Reading
 
-    def read(self, file: SourceFile | None, unit: PlannedUnit) -> list[Document]:
+    def read(self, file: SourceFile | None, unit: PlannedUnit) -> list[CutDocument]:
         """Return a unit's documents as token ids. `file`: None for lines of the request.
 
         Raises MidstreamError naming file and place, also if the file was changed since it was
@@ -162,10 +162,10 @@ class HarvestSource:
         """
         return list(self._documents(file, unit))
 
-    def _documents(self, file: SourceFile | None, unit: PlannedUnit) -> Iterator[Document]:
+    def _documents(self, file: SourceFile | None, unit: PlannedUnit) -> Iterator[CutDocument]:
         if file is None:
             lines = self._source.lines or []
-            values: Iterator[Value] = (
+            values: Iterator[SourceValue] = (
                 (row, lines[row], f"source.lines[{row}]") for row in range(unit.start, unit.stop)
             )
         else:
@@ -178,7 +178,9 @@ class HarvestSource:
         for _ in values:  # the checksum also covers documents beyond the limit of tokens
             pass
 
-    def _named(self, unit: PlannedUnit, file: SourceFile, values: Iterator[Any]) -> Iterator[Value]:
+    def _named(
+        self, unit: PlannedUnit, file: SourceFile, values: Iterator[Any]
+    ) -> Iterator[SourceValue]:
         """Yield the values with their numbers, as many as were planned.
 
         Raises MidstreamError if there are fewer.
@@ -235,7 +237,7 @@ class HarvestSource:
         cursor = self._cursor
         self._cursor = None  # after an error, the table is opened again
         if cursor is None or (cursor.file, cursor.row) != (unit.file, unit.start):
-            cursor = Cursor(
+            cursor = TableCursor(
                 unit.file,
                 unit.start,
                 self._table(self._source.format, self._open(file.key, file), unit.start),

@@ -14,7 +14,7 @@ from ....schemas.base.errors import MidstreamError
 from ....schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64
 from ....schemas.jobs.harvests import StoredHarvest
 from ....schemas.jobs.models import TokenizerBundle
-from .cut import Document, fed, within
+from .cut import CutDocument, fed, within
 
 #: Characters, of one or several texts, that are tokenised in one call: the tokenizer needs about
 #: 200 bytes of memory per character.
@@ -26,10 +26,10 @@ OVERLAP, MARGIN = 1 << 12, 1 << 9
 AGREED = 8
 
 #: Number of a document, its value in the source, and how an error names it.
-Value = tuple[int, Any, str]
+SourceValue = tuple[int, Any, str]
 
 
-class Tokens:
+class HarvestTokenizer:
     """The tokenizer of a harvest's model."""
 
     def __init__(self, harvest: StoredHarvest, bundle: TokenizerBundle, vocabulary: int) -> None:
@@ -51,7 +51,7 @@ class Tokens:
         token: int | None = None if text is None else self.tokenizer.token_to_id(text)
         return token
 
-    def documents(self, values: Iterable[Value], tokens: int = -1) -> Iterator[Document]:
+    def documents(self, values: Iterable[SourceValue], tokens: int = -1) -> Iterator[CutDocument]:
         """Yield the documents that hold the first `tokens` tokens of the sequences (-1: all); the
         last of them is cut short, and no value after it is read.
 
@@ -63,14 +63,14 @@ class Tokens:
             return rest
 
         for number, ids in self._encoded(values, remaining):
-            document = Document(number, ids)
+            document = CutDocument(number, ids)
             yield from within([document], self._harvest, rest)
             rest -= fed(document, self._harvest)
             if rest <= 0:
                 return
 
     def _encoded(
-        self, values: Iterable[Value], remaining: Callable[[], int]
+        self, values: Iterable[SourceValue], remaining: Callable[[], int]
     ) -> Iterator[tuple[int, np.ndarray]]:
         texts: list[tuple[int, str]] = []
         size = 0

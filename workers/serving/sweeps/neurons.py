@@ -14,17 +14,17 @@ from ....storage.formats.capture_blobs import Header, read_header
 from ....storage.store import ArtifactStore
 
 #: (hook, layer)
-Site = tuple[str, int]
+NeuronSite = tuple[str, int]
 
 
 def order_by_difference(
     store: ArtifactStore,
     base: RunFiles,
     source: RunFiles,
-    sites: Sequence[Site],
+    sites: Sequence[NeuronSite],
     places: Sequence[tuple[int, int]],
     most: int,
-) -> dict[Site, list[int]]:
+) -> dict[NeuronSite, list[int]]:
     """Returns for each site the `most` dimensions with the largest Σ |base row − source row| over
     `places`, in float64; of equal dimensions the lower comes first.
 
@@ -46,14 +46,16 @@ def order_by_difference(
     return order
 
 
-def read_rows(store: ArtifactStore, files: RunFiles, site: Site) -> np.ndarray:
+def read_rows(store: ArtifactStore, files: RunFiles, site: NeuronSite) -> np.ndarray:
     """Return the rows of a run at one site, `[positions, width]` float64; raises as
     `order_by_difference` does.
     """
     return _rows(_rows_of(store, files, {site}), site, files)
 
 
-def _rows(result: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles) -> np.ndarray:
+def _rows(
+    result: dict[NeuronSite, dict[int, np.ndarray]], site: NeuronSite, files: RunFiles
+) -> np.ndarray:
     """Return the whole rows of a site, joined from all ranks: `[positions, width]`."""
     if not (parts := result.get(site)):
         raise ValueError(f"{files.key} has no rows of {site[0]} of layer {site[1]}")
@@ -61,10 +63,10 @@ def _rows(result: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles
 
 
 def _rows_of(
-    store: ArtifactStore, files: RunFiles, sites: set[Site]
-) -> dict[Site, dict[int, np.ndarray]]:
+    store: ArtifactStore, files: RunFiles, sites: set[NeuronSite]
+) -> dict[NeuronSite, dict[int, np.ndarray]]:
     """Returns site → first column → `[positions, columns]` float64."""
-    result: dict[Site, dict[int, np.ndarray]] = {}
+    result: dict[NeuronSite, dict[int, np.ndarray]] = {}
     for file in files.files:
         raw, header = _read(store, file)
         first = header.manifest.columns[0] if header.manifest.columns else 0

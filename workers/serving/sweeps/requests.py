@@ -17,7 +17,7 @@ from ....schemas.requests.source_runs import (
     row_name,
     run_key,
 )
-from ....schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteering, dims_name
+from ....schemas.requests.specs import EntryPoint, Grade, StoredCapture, StoredSteering, dims_name
 from ....schemas.requests.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
 from ...engine.protocol import EngineRequest
 from ...engine.requests import unit_request
@@ -108,7 +108,7 @@ class SweepRequests:
                 steering = self._on_path(path, unit, layers, places, base)
             lowest = min((at for entry in steering for at in entry.layers), default=layers[0])
             enters = self._enters and self._for_entry.get(unit.pair, True)
-            entry = Entry(run=base, layer=lowest) if enters and lowest > 0 else None
+            entry = EntryPoint(run=base, layer=lowest) if enters and lowest > 0 else None
             grade = Grade(
                 token_ids=list(node.token_ids),
                 against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
@@ -366,7 +366,7 @@ class SweepRequests:
         *,
         steering: list[StoredSteering] | None = None,
         captures: list[StoredCapture] | None = None,
-        entry: Entry | None = None,
+        entry: EntryPoint | None = None,
         grade: Grade,
         base: str = "",
         keep_blocks: str = "",

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable
 
 from ....broker.ledger.jobs.ledger import Ledger
-from ....broker.ledger.jobs.sweeps import Sweeps
+from ....broker.ledger.jobs.sweeps import LedgerSweeps
 from ....broker.ledger.results.attribution_cells import exact_units
 from ....broker.ledger.results.sweep_result import sweep_cell
 from ....schemas.base.faults import crash_point
@@ -24,7 +24,7 @@ class UnitRecords:
     """
 
     def __init__(self, ledger: Ledger, engine: Engine, attempt: Attempt) -> None:
-        self._sweeps, self._engine, self._attempt = Sweeps(ledger), engine, attempt
+        self._sweeps, self._engine, self._attempt = LedgerSweeps(ledger), engine, attempt
         self._sweep = attempt.job.work_as(SweepWork).sweep
         self.known: dict[int, UnitRecord] = {}
         self._decided: list[tuple[UnitRecord, Unit, asyncio.Future[None]]] = []

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import assume, example, given, strategies as st
 
 from midstream.api.resolve.sweeps import alignment
-from midstream.api.resolve.sweeps.alignment import Aligned, Tokens, align, match_span, match_spans
+from midstream.api.resolve.sweeps.alignment import (
+    Aligned,
+    PromptTokens,
+    align,
+    match_span,
+    match_spans,
+)
 from midstream.schemas.jobs.sweeps import Alignment
 from midstream.schemas.prompts.selectors import SelectorError
 
@@ -17,14 +23,14 @@ from midstream.schemas.prompts.selectors import SelectorError
 IDS = st.lists(st.integers(0, 5), min_size=1, max_size=14)
 
 
-def tokens(*words: str) -> Tokens:
-    return Tokens(
+def tokens(*words: str) -> PromptTokens:
+    return PromptTokens(
         [sum(ord(sign) << 8 * place for place, sign in enumerate(word)) for word in words], words
     )
 
 
-def numbered(ids: list[int]) -> Tokens:
-    return Tokens(ids, [f" {token}" for token in ids])
+def numbered(ids: list[int]) -> PromptTokens:
+    return PromptTokens(ids, [f" {token}" for token in ids])
 
 
 EIFFEL = tokens("The", " Eiffel", " Tower", " is", " in", " the", " city", " of")

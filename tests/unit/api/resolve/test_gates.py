@@ -15,10 +15,16 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.positions.gates import Gated, check_use, gated_by, generated
-from midstream.schemas.artifacts.probes import Action, Probe, ProbeContent, ProbeUse, StoredProbe
+from midstream.schemas.artifacts.probes import (
+    Probe,
+    ProbeAction,
+    ProbeContent,
+    ProbeUse,
+    StoredProbe,
+)
 from midstream.schemas.base.limits import MAX_GATE_RUNS
 from midstream.schemas.base.tensors import from_numpy
-from midstream.schemas.prompts.selectors import PositionSelector, Span, Window
+from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow, Span
 from midstream.schemas.requests.specs import (
     RankSpec,
     SteeringSpec,
@@ -29,14 +35,18 @@ from midstream.schemas.requests.specs import (
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest, Sampling
 from midstream.workers.engine.ranks.rank_spec import rank_spec
-from midstream.workers.runner.probes.gates import Together, gates_of, open_among, shown
+from midstream.workers.runner.probes.gates import SharedGates, gates_of, open_among, shown
 from midstream.workers.runner.probes.watches import Watch
 
 PROMPT = 4
 
 
 def probe(
-    threshold: float = 5.0, action: Action = "steer", *, name: str = "p", aggregation: str = "last"
+    threshold: float = 5.0,
+    action: ProbeAction = "steer",
+    *,
+    name: str = "p",
+    aggregation: str = "last",
 ) -> StoredProbe:
     content = ProbeContent(
         hook="post_block",
@@ -68,7 +78,7 @@ def watch_after(*scores: float, one: StoredProbe | None = None) -> Watch:
 
 def closed(watch: Watch, stop: int, decides: bool = True) -> tuple[list[bool], list[str]]:
     """Whether a step finds the gate closed at the position before `stop`; why it cannot decide."""
-    together = Together([(0, watch)], ["p"], np.array([0]), decides=decides)
+    together = SharedGates([(0, watch)], ["p"], np.array([0]), decides=decides)
     shut = np.zeros((1, 2), bool)
     failed = together.decide(np.array([stop]), np.array([stop - 1]), shut)
     return shut[:, 1].tolist(), [why for _, why in failed]
@@ -204,9 +214,9 @@ def test_gated_entries_share_no_row_with_others_and_no_cached_block_with_any() -
         ("all_prompt", None),
         ("last_prompt", None),
         ([1, 2], None),
-        (Window(start=2), Window(start=4)),
-        (Window(start=6, stop=9), Window(start=6, stop=9)),
-        (Window(start=0, stop=4), None),
+        (PositionWindow(start=2), PositionWindow(start=4)),
+        (PositionWindow(start=6, stop=9), PositionWindow(start=6, stop=9)),
+        (PositionWindow(start=0, stop=4), None),
     ],
 )
 def test_only_generated_tokens_are_gated(
@@ -251,7 +261,7 @@ def test_a_module_becomes_gated_entries_behind_the_requests_own() -> None:
         assert [(each.gate, each.scale, each.positions) for each in entries] == [
             ("", 1.0, "all"),
             ("digest", 6.0, "all_generated"),
-            ("digest", 2.0, Window(start=max(5, length))),
+            ("digest", 2.0, PositionWindow(start=max(5, length))),
         ]
     assert len(blobs) == 1, "tensors of modules are stored already"
 
@@ -269,7 +279,7 @@ def registered() -> Probe:
     )
 
 
-def used(action: Action, **more: Any) -> None:
+def used(action: ProbeAction, **more: Any) -> None:
     changes = {name: more.pop(name) for name in ("pp", "speculative_tokens") if name in more}
     check_use(
         ProbeUse(probe="p", action=action, **more), registered(), "probes[0]", model(**changes)

@@ -24,7 +24,12 @@ from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.openai import ChatRequest
 from midstream.schemas.prompts.images import ImageError, ImageRef, check_image, inside
-from midstream.schemas.prompts.selectors import SelectorError, Span, Window, resolve_positions
+from midstream.schemas.prompts.selectors import (
+    PositionWindow,
+    SelectorError,
+    Span,
+    resolve_positions,
+)
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.service.global_capture import parse, parse_positions
 from midstream.workers.engine.prompts.images import align, expanded, fitted, prompt_with_images
@@ -209,9 +214,9 @@ def ask(positions: Any, **fields: Any) -> EngineRequest:
         ([3, 5, 7], [5, 7, 8, 10]),
         ([inside(0, 1), inside(1, 1)], [3, 8]),
         ("last_prompt", "last_prompt"),
-        (Window(start=2, stop=5), Window(start=2, stop=7)),
-        (Window(start=6), Window(start=9)),
-        (Window(start=8, stop=10), Window(start=11, stop=13)),
+        (PositionWindow(start=2, stop=5), PositionWindow(start=2, stop=7)),
+        (PositionWindow(start=6), PositionWindow(start=9)),
+        (PositionWindow(start=8, stop=10), PositionWindow(start=11, stop=13)),
     ],
 )
 def test_places_as_written_become_positions_as_the_model_sees_them(written: Any, seen: Any) -> None:

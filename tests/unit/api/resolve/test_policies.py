@@ -17,13 +17,13 @@ from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.policies import (
+    CaptureWindow,
     Policy,
     PolicyChange,
     PolicyRequest,
     PolicyVersion,
     Steer,
     Webhook,
-    Window,
 )
 from midstream.schemas.requests.specs import Tag
 
@@ -59,7 +59,7 @@ def policy(*actions: Any, **fields: Any) -> Policy:
         (["flag"], {"speculative_tokens": 2}, "speculative decoding"),
         (["flag", "stop"], {"pp": 2}, "(stop) that is not served with pipeline parallelism"),
         ([Steer(module="m")], {"pp": 2}, "(steer)"),
-        ([Window(layers=0)], {"pp": 2}, "(capture)"),
+        ([CaptureWindow(layers=0)], {"pp": 2}, "(capture)"),
         (["flag"], {"pp": 2}, None),
     ],
 )
@@ -117,7 +117,7 @@ def test_changes_make_versions() -> None:
     assert active.content.share == 0.0
     assert len({digest_of(each) for each in (first.current, canary, active)}) == 3
     with refuses("capture is not valid for all traffic"):
-        changed(policy(Window(layers=0)), PolicyChange(all_traffic=True))
+        changed(policy(CaptureWindow(layers=0)), PolicyChange(all_traffic=True))
 
 
 def test_a_list_of_policies_fits_80_columns() -> None:

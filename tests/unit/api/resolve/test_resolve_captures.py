@@ -14,7 +14,7 @@ from midstream.broker.ops import global_capture as everyone
 from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
 from midstream.schemas.base.limits import MAX_SEARCHED
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.prompts.selectors import Span, Window
+from midstream.schemas.prompts.selectors import PositionWindow, Span
 from midstream.schemas.prompts.windows import Around, When
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.service.global_capture import captures_of, parse
@@ -263,8 +263,8 @@ def test_an_open_range_is_stored_per_prompt() -> None:
         [capture.positions for capture in captures]
         for captures in captured({"positions": Span(start=-2)}, 6, 3)
     ] == [
-        [Window(start=4)],
-        [Window(start=1)],
+        [PositionWindow(start=4)],
+        [PositionWindow(start=1)],
     ]
 
 

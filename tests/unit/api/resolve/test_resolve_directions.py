@@ -13,7 +13,7 @@ from model_kit import model
 from refusal_kit import refuses
 
 from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
-from midstream.api.resolve.edits.features import Named
+from midstream.api.resolve.edits.features import NamedFeatures
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
@@ -51,14 +51,14 @@ def lens_in(root: Path) -> JacobianLens:
     return lens_of(JacobianLensRequest(name="mine", path="mine"), MODEL, str(root))
 
 
-def named(root: Path, *specs: SteeringSpec) -> Named:
+def named(root: Path, *specs: SteeringSpec) -> NamedFeatures:
     lenses = {"mine": lens_in(root)}
     files = DirectionFiles(str(root))
     plain = {
         directed.at: files.plain_specs(directed, list(directed.tokens.values()))  # type: ignore[arg-type]
         for directed in check_directed(specs, lenses, MODEL)
     }
-    return Named(lenses=lenses, directions=plain)
+    return NamedFeatures(lenses=lenses, directions=plain)
 
 
 def steered(root: Path, spec: SteeringSpec) -> dict[int, torch.Tensor]:

@@ -13,7 +13,13 @@ from model_kit import model
 from refusal_kit import refuses
 from sae_rows import D_IN, D_SAE, ROOT
 
-from midstream.api.resolve.edits.features import FeatureFiles, Named, Rows, check_range, check_specs
+from midstream.api.resolve.edits.features import (
+    FeatureFiles,
+    FeatureVectors,
+    NamedFeatures,
+    check_range,
+    check_specs,
+)
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
@@ -25,7 +31,7 @@ from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
-from midstream.storage.formats.sae_files import Feature
+from midstream.storage.formats.sae_files import ThresholdFeature
 from midstream.workers.runner.readings.sae import NORMALISATIONS, load
 
 MODEL = model(hidden_size=D_IN, dtype="float32")
@@ -37,7 +43,7 @@ def registered(name: str, served: ModelInfo = MODEL) -> Sae:
     return resolve_sae(SaeRequest(name=name, path=name, **place), served, str(ROOT))  # type: ignore[arg-type]
 
 
-def named(*specs: SteeringSpec, served: ModelInfo = MODEL) -> Named:
+def named(*specs: SteeringSpec, served: ModelInfo = MODEL) -> NamedFeatures:
     saes = {spec.sae: registered(spec.sae, served) for spec in specs if spec.sae}
     rows = {}
     for name, features in check_specs(specs, saes).items():
@@ -45,7 +51,7 @@ def named(*specs: SteeringSpec, served: ModelInfo = MODEL) -> Named:
             (name, feature): each
             for feature, each in FeatureFiles(str(ROOT)).read(saes[name], features).items()
         }
-    return Named(saes, rows)
+    return NamedFeatures(saes, rows)
 
 
 def resolved(
@@ -232,8 +238,10 @@ def test_numbers_beyond_the_models_dtype_are_refused(large: str) -> None:
         name: np.full(D_IN, 7e4 if name == large else 1.0, np.float32)
         for name in ("decoder", "encoder")
     }
-    rule = Feature(vectors["encoder"], vectors["decoder"], 7e4 if large == "bias" else 1.0, 0.0)
-    found = {3: Rows(vectors["decoder"], rule)}
+    rule = ThresholdFeature(
+        vectors["encoder"], vectors["decoder"], 7e4 if large == "bias" else 1.0, 0.0
+    )
+    found = {3: FeatureVectors(vectors["decoder"], rule)}
     check_range(registered("gated"), MODEL, found)
     with refuses(
         match=r"feature 3 of 'gated' has a number of magnitude 7e\+04: float16 allows "

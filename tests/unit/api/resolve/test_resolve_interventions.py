@@ -23,7 +23,7 @@ from midstream.schemas.requests.interventions import (
     NO_LIMIT,
     STEERING_FIELDS,
     VARIANTS,
-    Family,
+    OpFamily,
     SteeringOp,
 )
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
@@ -309,7 +309,7 @@ def test_what_the_tables_of_the_worker_just_hold_is_taken() -> None:
 
 
 def test_the_table_has_a_row_for_every_op_and_family() -> None:
-    assert [family.name for family in EVERY] == list(get_args(Family))
+    assert [family.name for family in EVERY] == list(get_args(OpFamily))
     assert [variants[0].name for variants in VARIANTS.values()] == list(get_args(SteeringOp))
     assert all(family.flag for variants in VARIANTS.values() for family in variants[1:])
     fields = SteeringSpec.__struct_fields__

@@ -16,7 +16,7 @@ from midstream.api.resolve.edits.steering import MAX_ENTRIES, resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
-from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
+from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, SelectorError, Span
 from midstream.schemas.requests.source_runs import ZEROS, RunPrompt, RunView
 from midstream.schemas.requests.specs import (
     CaptureSpec,
@@ -146,7 +146,7 @@ def test_a_row_of_a_run_is_put_in_place_by_its_name_in_each_layer() -> None:
         (Span(start=5, stop=7), 0, [([5, 6], "0")]),
         ("all_generated", 0, [("all_generated", "0")]),
         ("all", 0, [("all", "0")]),
-        (Span(start=4), 0, [(Window(start=4), "0")]),
+        (Span(start=4), 0, [(PositionWindow(start=4), "0")]),
     ],
 )
 def test_source_positions_meet_those_that_are_patched(

@@ -16,7 +16,7 @@ from midstream.schemas.base.edit_sizes import EditLimit, strictest
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.model.banks import RowShape
-from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
+from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, SelectorError, Span
 from midstream.schemas.requests.specs import (
     SteeringSpec,
     StoredSteering,
@@ -397,16 +397,16 @@ def test_global_steering_is_clipped_to_each_prompt() -> None:
     global_steering = GlobalSteering(version=1, entries=content.entries)
     assert [entry.positions for entry in global_steering.at(6)] == [
         [1, 5],
-        Window(start=2),
+        PositionWindow(start=2),
         "all_generated",
     ]
     assert [entry.positions for entry in global_steering.at(3)] == [
         [1],
-        Window(start=2),
+        PositionWindow(start=2),
         "all_generated",
     ]
     assert [entry.positions for entry in global_steering.at(1)] == [
-        Window(start=2),
+        PositionWindow(start=2),
         "all_generated",
     ]
     assert [

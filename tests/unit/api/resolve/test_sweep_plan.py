@@ -15,7 +15,7 @@ from midstream.api.resolve.admission.continuations import ReadPrompt, continue_p
 from midstream.api.resolve.prompts.tokenizer import Codec, TooLong
 from midstream.api.resolve.sweeps import prompts as sweep_prompts
 from midstream.api.resolve.sweeps.limits import room_of_cell
-from midstream.api.resolve.sweeps.plan import Planned, plan_sweep
+from midstream.api.resolve.sweeps.plan import PlannedSweep, plan_sweep
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.settings import load_settings
@@ -97,7 +97,7 @@ def plan(
     global_steering: GlobalSteering | None = None,
     limits: Any = None,
     **fields: Any,
-) -> Planned:
+) -> PlannedSweep:
     request = msgspec.convert(
         {"model": "m", "pairs": list(pairs) or [pair()], **fields}, SweepRequest
     )

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from midstream import CaptureReader, MidstreamError
 from midstream.api.responses import packed
-from midstream.broker.artifacts.headers import Place
+from midstream.broker.artifacts.headers import BlobPlace
 from midstream.client.captures.export import export
 from midstream.client.cli import main
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.model.routing import RoutingKind
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.store import open_store
-from midstream.workers.runner.files.finished_rows import Columns, FinishedCapture
+from midstream.workers.runner.files.finished_rows import BankColumns, FinishedCapture
 
 SITES = {"pre_attn": [0, 3], "post_block": [0, 1, 2]}
 
@@ -183,7 +183,7 @@ STREAM = np.arange(10, dtype=np.float32).reshape(2, 5)
 
 
 def part(
-    hook: str, rows: np.ndarray, columns: Columns | None, rank: int, heads: tuple[int, ...] = ()
+    hook: str, rows: np.ndarray, columns: BankColumns | None, rank: int, heads: tuple[int, ...] = ()
 ) -> FinishedCapture:
     """What one rank stores at `hook` of layer 1; the capture also names the other of `z` and
     `post_block`.
@@ -221,7 +221,7 @@ def parts(heads: tuple[int, ...] = ()) -> list[FinishedCapture]:
     """Two ranks with two heads each; the first also stores the stream."""
     found = [part("post_block", STREAM, None, 0)]
     for rank in (0, 1):
-        columns = Columns(SHAPE, 6 * rank, 6 * rank + 6)
+        columns = BankColumns(SHAPE, 6 * rank, 6 * rank + 6)
         if chosen := columns.chosen(heads):
             rows = np.concatenate(
                 [ROWS[:, columns.start : columns.stop][:, each] for each in chosen], axis=1
@@ -257,7 +257,8 @@ def test_the_joined_download_and_an_export_have_whole_rows(tmp_path: Path) -> No
     files = write(tmp_path, *parts())
     store = open_store(tmp_path)
     places = [
-        (Place(file.path, file.offset, file.bytes, "job_x", 0, "tag"), file.crc32) for file in files
+        (BlobPlace(file.path, file.offset, file.bytes, "job_x", 0, "tag"), file.crc32)
+        for file in files
     ]
     joined = packed.join(packed.open_blobs(store, "job_x", places), {"z": [1], "post_block": [1]})
     raw = b"".join(joined.chunks())
@@ -274,7 +275,7 @@ def test_the_joined_download_and_an_export_have_whole_rows(tmp_path: Path) -> No
 
 def test_experts_are_chosen_by_the_rule_that_the_capture_holds(tmp_path: Path) -> None:
     logits = np.log(np.array([[1, 2, 4, 1], [8, 2, 4, 2]], dtype=np.float32))
-    router = part("router", logits, Columns(RowShape(heads=1, width=4), 0, 4), 0)
+    router = part("router", logits, BankColumns(RowShape(heads=1, width=4), 0, 4), 0)
     router = replace(
         router,
         routing=(

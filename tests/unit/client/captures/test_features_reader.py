@@ -15,7 +15,7 @@ from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.formats.sae_files import reading
 from midstream.workers.runner.files.finished_rows import FinishedCapture, ReadingError
-from midstream.workers.runner.readings.features import Features
+from midstream.workers.runner.readings.features import FeatureReader
 from midstream.workers.runner.readings.sae import load
 
 #: What a part has apart from its positions, at most.
@@ -63,7 +63,7 @@ def test_a_part_has_the_bytes_that_admission_counts(top_k: int) -> None:
         stored(top_k),
         np.random.default_rng(2).standard_normal((500, D_IN)).astype(np.float32),
     )
-    reader = Features([("post_block", 1)])
+    reader = FeatureReader([("post_block", 1)])
     reader.put(wanted.sae.digest, "post_block", 1, str(ROOT / "jumprelu"))
     part = reader(capture(wanted, rows, reader.prepare(wanted)), 0)
     counted = wanted.size(len(rows), 1)
@@ -84,7 +84,7 @@ def test_a_part_has_the_bytes_that_admission_counts(top_k: int) -> None:
 
 
 def test_an_autoencoder_of_another_stages_layer_is_not_loaded() -> None:
-    wanted, reader = stored(3), Features([("post_block", 0)])
+    wanted, reader = stored(3), FeatureReader([("post_block", 0)])
     reader.put(wanted.sae.digest, "post_block", 1, str(ROOT / "jumprelu"))
     assert reader.prepare(wanted) is None
     with pytest.raises(ReadingError, match=r"'words' .* is not loaded"):

@@ -17,22 +17,22 @@ from http_kit import reply, server
 from midstream import MidstreamError, __version__
 from midstream.client import Client
 from midstream.client.cli import demo, kinds, main
-from midstream.schemas.access.keys import Limits, TenantView, Usage
+from midstream.schemas.access.keys import Limits, TenantUsage, TenantView
 from midstream.schemas.access.webhooks import (
-    Delivery,
     DeliveryAttempt,
     DeliveryPage,
     DisabledEndpoint,
     DisabledList,
     Secret,
     SecretList,
+    WebhookDelivery,
 )
 from midstream.schemas.base.records import from_json
 from midstream.schemas.requests.source_runs import RunPage, RunView
 
 ROOT = Path(main.__file__).parents[2]
 RUN = RunView(name="clean", model="m", job="job_1", tag="t", created=1.0, state="ready")
-SENT = Delivery(
+SENT = WebhookDelivery(
     id=f"msg_{'1' * 35}_succeeded",
     job="job_1",
     event="job.succeeded",
@@ -257,7 +257,7 @@ def test_the_demo_names_commands_as_they_can_be_typed(
 
 
 def test_an_unknown_tenant_is_named_with_those_there_are(cli: Cli) -> None:
-    usage = Usage(**dict.fromkeys(Usage.__struct_fields__, 0))
+    usage = TenantUsage(**dict.fromkeys(TenantUsage.__struct_fields__, 0))
     view = TenantView(name="vision", limits=Limits(), usage=usage)
     ended, _ = cli.served("get", "tenant", "visoin", by=[reply({"tenants": [view]})])
     assert ended.code == 1

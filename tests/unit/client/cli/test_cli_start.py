@@ -13,7 +13,7 @@ from cli_kit import Cli
 
 from midstream.client.cli import main
 from midstream.client.stack import beside_stock, supervisor
-from midstream.client.stack.checks.finding import Finding
+from midstream.client.stack.checks.finding import CheckFinding
 from midstream.client.stack.checks.promises import PROMISES, judge
 from midstream.schemas.base.settings import Settings
 
@@ -146,7 +146,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     """The settings of every run; of its promises, only the cost named by `model` is too high."""
     settings: list[Settings] = []
 
-    def run(given: Settings, seconds: float, killed: Any, say: Any) -> list[Finding]:
+    def run(given: Settings, seconds: float, killed: Any, say: Any) -> list[CheckFinding]:
         settings.append(given)
         Path(given.data_dir).mkdir(parents=True)
         figures = {name: promise.limit for name, promise in PROMISES.items()}

@@ -15,13 +15,13 @@ from midstream.client.render import records, steering as show_steering
 from midstream.schemas.base.records import from_json
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.requests.steering import (
-    Agreement,
     Dynamic,
     EntryView,
     GlobalRequest,
     GlobalView,
     ModuleRequest,
     ModuleView,
+    RankAgreement,
     RankSteering,
     StageAgreement,
     WorkerSteering,
@@ -73,7 +73,7 @@ def everyone(**given: Any) -> GlobalView:
 
 AGREED = Dynamic(
     workers=[worker(rank(), rank(1, tp=1))],
-    determinism=Agreement(
+    determinism=RankAgreement(
         consistent=True,
         stages=[
             StageAgreement(
@@ -96,7 +96,7 @@ APART = Dynamic(
             desyncs=1,
         )
     ],
-    determinism=Agreement(
+    determinism=RankAgreement(
         consistent=False,
         stages=[
             StageAgreement(

@@ -10,7 +10,16 @@ from refusal_kit import refuses
 from midstream.client.lens.cache import REFUSED as OF_CACHE, ActivationCache
 from midstream.client.lens.logits import Logits, Predictions
 from midstream.client.lens.model import REFUSED as OF_MODEL, HookedModel, edits_of
-from midstream.client.lens.names import ABSENT, BLOCK, SHORT, Card, Site, chosen, hooks_of, site_of
+from midstream.client.lens.names import (
+    ABSENT,
+    BLOCK,
+    SHORT,
+    Card,
+    NamedSite,
+    chosen,
+    hooks_of,
+    site_of,
+)
 from midstream.lens import ops
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.limits import MAX_LENS_TOKENS
@@ -68,7 +77,7 @@ def test_names_mean_hooks_or_have_a_reason() -> None:
     ],
 )
 def test_a_key_is_a_full_name_or_a_short_one_with_its_layer(key: Any) -> None:
-    assert site_of(key, CARD) == Site("attn.hook_z", 3)
+    assert site_of(key, CARD) == NamedSite("attn.hook_z", 3)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +118,12 @@ def test_a_hook_that_is_not_served_is_refused_with_the_servers_reason() -> None:
 
 
 def test_a_filter_is_a_name_several_or_a_function() -> None:
-    one = [Site("hook_resid_post", 1)]
+    one = [NamedSite("hook_resid_post", 1)]
     assert chosen("blocks.1.hook_resid_post", CARD) == chosen(("resid_post", 1), CARD) == one
     assert chosen([("resid_post", 1), "blocks.1.hook_resid_post"], CARD) == one
     assert chosen(lambda name: name == "blocks.1.hook_resid_post", CARD) == one
     assert (chosen(None, CARD), len(CARD.sites())) == (CARD.sites(), 4 * len(BLOCK))
-    assert hooks_of([Site("attn.hook_pattern", 2), Site("attn.hook_rot_k", 1)]) == {
+    assert hooks_of([NamedSite("attn.hook_pattern", 2), NamedSite("attn.hook_rot_k", 1)]) == {
         "q": [2],
         "k": [1, 2],
     }

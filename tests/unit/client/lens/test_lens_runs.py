@@ -10,7 +10,7 @@ from job_kit import job_result
 from refusal_kit import refuses
 
 from midstream.client.lens.cache import ActivationCache
-from midstream.client.lens.names import BLOCK, Card, Site, chosen
+from midstream.client.lens.names import BLOCK, Card, NamedSite, chosen
 from midstream.lens import HookedModel, ops
 from midstream.schemas.jobs.jobs import JobResult, Output
 from midstream.schemas.prompts.selectors import HOOKS
@@ -427,13 +427,15 @@ def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:
     entry = {"layers": 1, "hook": "post_block", "positions": [2], "alpha": 1.0}
     for prompt in range(2):
         (made,) = ops.patch(found, pos=2, source_pos=3, prompt=prompt).entries(
-            Site("hook_resid_post", 1), WIDE_CARD, "fwd_hooks[0]"
+            NamedSite("hook_resid_post", 1), WIDE_CARD, "fwd_hooks[0]"
         )
         assert made == entry | {"source": {"prompt": prompt, "position": 3, "run": "job_1"}}
     with refuses("name one"):
         ops.patch(found, pos=2)
     with refuses("has no blocks.0.hook_resid_post"):
-        ops.patch(found, prompt=0).entries(Site("hook_resid_post", 0), WIDE_CARD, "fwd_hooks[0]")
+        ops.patch(found, prompt=0).entries(
+            NamedSite("hook_resid_post", 0), WIDE_CARD, "fwd_hooks[0]"
+        )
 
 
 def test_gradients_have_the_names_of_their_activations_with_grad_at_the_end() -> None:

@@ -13,7 +13,7 @@ from midstream import MidstreamError, __version__
 from midstream.client import extras
 from midstream.client.render import status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
-from midstream.client.stack.checks.finding import Finding
+from midstream.client.stack.checks.finding import CheckFinding
 from midstream.client.stack.checks.service import Service
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
@@ -23,7 +23,7 @@ from midstream.schemas.service.status import (
     QueueStatus,
     RedisStatus,
     RelayStatus,
-    Status,
+    ServiceStatus,
 )
 
 AT = 1_800_000_000.0
@@ -57,7 +57,7 @@ def worker(
     return WorkerInfo(**(facts | changes))
 
 
-def status(**changes: Any) -> Status:
+def status(**changes: Any) -> ServiceStatus:
     facts: dict[str, Any] = {
         "version": __version__,
         "at": AT,
@@ -109,10 +109,10 @@ def status(**changes: Any) -> Status:
             milliseconds=0.4,
         ),
     }
-    return Status(**(facts | changes))
+    return ServiceStatus(**(facts | changes))
 
 
-def printed(now: Status, before: Status | None = None) -> str:
+def printed(now: ServiceStatus, before: ServiceStatus | None = None) -> str:
     console = Console(width=80, file=io.StringIO())
     console.print(show_status.status(now, "http://api.example:8321", before))
     assert isinstance(console.file, io.StringIO)
@@ -205,7 +205,7 @@ def test_the_doctor_lists_allowed_hosts() -> None:
     with server(reply(problem, status=421)) as (url, _):
         found = list(service_checks.api(Service(Settings(), "", url)))
     assert found == [
-        Finding(
+        CheckFinding(
             "fail",
             "api",
             "this API is not called 'box'",

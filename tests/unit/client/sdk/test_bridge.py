@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from midstream.client.sdk import bridge
-from midstream.client.sdk.bridge import Folder
+from midstream.client.sdk.bridge import TransferFolder
 from midstream.schemas.base.errors import MidstreamError
 
 #: Documents and units of all harvests are numbered from 0.
@@ -20,11 +20,11 @@ def test_a_folder_has_the_documents_of_one_harvest_and_their_names_are_durable(
     folder, synced = tmp_path / "in", list[Any]()
     file = folder / "hs_0.safetensors"
     monkeypatch.setattr(bridge, "sync", lambda *paths: synced.append((*paths, file.exists())))
-    Folder(folder, "a").put(1, SAMPLES)
+    TransferFolder(folder, "a").put(1, SAMPLES)
     assert synced == [(folder / "harvest-a", False), (folder, tmp_path, True)]
     for taken in (False, True):
         with pytest.raises(MidstreamError, match="has documents of another harvest"):
-            Folder(folder, "b").put(1, SAMPLES)
+            TransferFolder(folder, "b").put(1, SAMPLES)
         file.unlink(missing_ok=taken)
-        Folder(folder, "a").put(1, SAMPLES)
+        TransferFolder(folder, "a").put(1, SAMPLES)
         assert not file.exists(), "a file that was taken is not written again"

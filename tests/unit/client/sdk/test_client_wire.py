@@ -284,7 +284,7 @@ def test_following_a_finished_job_ends_immediately() -> None:
 def test_an_incomplete_capture_is_refused_with_its_status_unless_allowed(
     status: str, kind: str
 ) -> None:
-    manifest = wire.Manifest(
+    manifest = wire.ReadManifest(
         status=status,
         files=[promised("tag.p0000.pp0.safetensors", b"x")],
         detail="rank 1 is silent",
@@ -293,11 +293,11 @@ def test_an_incomplete_capture_is_refused_with_its_status_unless_allowed(
         download.check(manifest, "job_x", partial=False)
     download.check(manifest, "job_x", partial=True)
     with refuses("no capture files"):
-        download.check(wire.Manifest(status=status), "job_x", partial=True)
+        download.check(wire.ReadManifest(status=status), "job_x", partial=True)
 
 
-def promised(name: str, content: bytes) -> wire.ManifestFile:
-    return wire.ManifestFile(
+def promised(name: str, content: bytes) -> wire.ManifestEntry:
+    return wire.ManifestEntry(
         name=name, path=f"tag/job_x/{name}", bytes=len(content), crc32=zlib.crc32(content)
     )
 
@@ -317,14 +317,14 @@ def test_unreadable_or_foreign_files_are_not_read_in_place(
         (tmp_path / "tag" / job).mkdir(parents=True)
         (tmp_path / "tag" / job / name).write_bytes(b"right")
     file = promised(name, b"right")
-    manifest = wire.Manifest(status="ok", root=str(tmp_path), files=[file])
+    manifest = wire.ReadManifest(status="ok", root=str(tmp_path), files=[file])
     assert len(download.in_place(manifest, "job_x")) == 1
     for path in (
         f"tag/job_y/{name}",
         f"../{tmp_path.name}/tag/job_x/{name}",
         str(tmp_path / "tag" / "job_x" / name),
     ):
-        lie = wire.Manifest(
+        lie = wire.ReadManifest(
             status="ok", root=str(tmp_path), files=[msgspec.structs.replace(file, path=path)]
         )
         assert download.in_place(lie, "job_x") == []
@@ -368,7 +368,7 @@ def test_a_submission_without_a_model_takes_the_only_one_that_is_served() -> Non
 CONTENT = b"rows of a capture"
 
 
-def linked(link: str | None) -> wire.ManifestFile:
+def linked(link: str | None) -> wire.ManifestEntry:
     return msgspec.structs.replace(promised("t.p0000.pp0.safetensors", CONTENT), link=link)
 
 
@@ -399,5 +399,5 @@ def test_a_link_that_does_not_work_is_left_to_the_api(tmp_path: Path, answer: Re
 def test_no_server_behind_a_link_is_no_error(tmp_path: Path, link: str | None) -> None:
     assert download.from_link(tmp_path, "job_x", linked(link)) is None
     # a bucket is not opened for want of credentials that are the server's
-    bucket = wire.Manifest("ok", [linked(link)], "s3://bucket/prefix")
+    bucket = wire.ReadManifest("ok", [linked(link)], "s3://bucket/prefix")
     assert download.in_place(bucket, "job_x") == []

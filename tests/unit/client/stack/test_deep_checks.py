@@ -13,7 +13,7 @@ from rich.console import Console
 from midstream.client.render.findings import Report
 from midstream.client.stack import beside_stock
 from midstream.client.stack.checks import costs, facts, rows
-from midstream.client.stack.checks.finding import Check, Finding, findings_of
+from midstream.client.stack.checks.finding import Check, CheckFinding, findings_of
 from midstream.client.stack.checks.promises import PROMISES, judge
 from midstream.client.stack.checks.rig import Rig
 from midstream.client.stack.checks.table import of
@@ -51,7 +51,7 @@ def test_each_promise_is_judged_by_one_check_and_a_measurement_may_move_its_limi
 def test_the_report_has_figures_limits_and_what_failed() -> None:
     console = Console(width=100, record=True)
     report = Report(console)
-    report.add([Finding("info", "vllm", "0.32.0")])
+    report.add([CheckFinding("info", "vllm", "0.32.0")])
     report.add([judge("idle", [1.0, 1.02], "2 pairs"), judge("receipts", [3], "")])
     assert report.end() == 1
     text = console.export_text()
@@ -80,7 +80,7 @@ def test_a_check_that_raises_fails_and_does_not_end_the_others() -> None:
     def broken(rig: Any) -> Any:
         raise MidstreamError("unavailable", "no answer")
 
-    fine = Finding("info", "c", "fine")
+    fine = CheckFinding("info", "c", "fine")
     checks = [Check(("deep",), "a, b", broken, "wait"), Check(("deep",), "c", lambda rig: [fine])]
     found = list(findings_of(checks, None))
     assert (

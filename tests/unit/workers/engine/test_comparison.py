@@ -11,9 +11,9 @@ from midstream.schemas.base.settings import Settings
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.workers.engine.proof.comparison import (
     LONGEST,
+    ComparedPrompt,
     Difference,
-    Head,
-    Prompt,
+    FinalLogits,
     _error,
     differences,
     figures,
@@ -22,7 +22,7 @@ from midstream.workers.engine.proof.comparison import (
     suspects,
     verdict,
 )
-from midstream.workers.engine.proof.reference import NotComparableError, Tensors
+from midstream.workers.engine.proof.reference import NamedTensors, NotComparableError
 from midstream.workers.runner.hooks.config_rules import as_served
 
 ROWS, HIDDEN = 6, 32
@@ -56,7 +56,7 @@ class Model:
     def round(self, dtype: torch.dtype) -> None:
         self._now = self._noise
 
-    def trace(self, tokens: Any, positions: Any) -> list[Tensors]:
+    def trace(self, tokens: Any, positions: Any) -> list[NamedTensors]:
         return [{name: self._off(each) for name, each in layer.items()} for layer in self.layers]
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
@@ -91,12 +91,12 @@ def found(
 ) -> list[Difference]:
     model = Model(noise)
     last = model.layers[-1]["output"]
-    head = Head(
+    head = FinalLogits(
         last,
         logits
         * torch.cat([last @ torch.ones(HIDDEN, 7), torch.full((ROWS, 1), -torch.inf)], dim=1),
     )
-    return differences(model, [Prompt([], [], rows)], head, dtype)  # type: ignore[arg-type]
+    return differences(model, [ComparedPrompt([], [], rows)], head, dtype)  # type: ignore[arg-type]
 
 
 def test_equal_rows_and_logits_are_laws_that_hold() -> None:
@@ -163,7 +163,7 @@ def test_rows_that_are_not_finite_differ_and_transformers_own_prove_nothing() ->
     model = Model()
     model.layers[0]["output"][0, 0] = torch.nan
     with pytest.raises(NotComparableError, match="not finite"):
-        differences(model, [Prompt([], [], served(Model()))], None, "float32")  # type: ignore[arg-type]
+        differences(model, [ComparedPrompt([], [], served(Model()))], None, "float32")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

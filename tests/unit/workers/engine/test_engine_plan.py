@@ -64,7 +64,7 @@ TINY = LLAMA_8B | {
 # --------------------------------------------------------------------------------------------------
 
 
-def sizes_on_a_gpu(found: module.Plan, settings: Settings) -> tuple[int, Sizes]:
+def sizes_on_a_gpu(found: module.EnginePlan, settings: Settings) -> tuple[int, Sizes]:
     """Sites, and what `worker_class._sizes` gives its rank."""
     sites = len(found.hooks) * found.layers
     return sites, Sizes(

@@ -5,7 +5,7 @@ apart what differs?
 import pytest
 
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.prompts.selectors import RequestedPositions, Span, Window
+from midstream.schemas.prompts.selectors import PositionWindow, RequestedPositions, Span
 from midstream.schemas.requests.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.engine.ranks.rank_spec import rank_spec
@@ -63,7 +63,12 @@ def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> No
     ]
     spec = told(4, global_steering(*entries))
     placed = {entry.tensors[0]: entry.positions for entry in spec.steering}
-    assert placed == {"a": "all", "b": [0, 2], "d": Window(start=2), "e": Window(start=5, stop=8)}
+    assert placed == {
+        "a": "all",
+        "b": [0, 2],
+        "d": PositionWindow(start=2),
+        "e": PositionWindow(start=5, stop=8),
+    }
     assert {entry.owner for entry in spec.steering} == {"operator"}
 
 

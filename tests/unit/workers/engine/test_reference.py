@@ -14,7 +14,7 @@ from tiny import checkpoint
 from midstream.workers.engine.proof.reference import (
     MOST_LAYERS,
     NotComparableError,
-    Reference,
+    TransformersReference,
     kinds_of,
     truncation,
 )
@@ -123,8 +123,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-def reference(path: Path, limit_gib: float = 1.0, **overrides: Any) -> Reference:
-    return Reference(
+def reference(path: Path, limit_gib: float = 1.0, **overrides: Any) -> TransformersReference:
+    return TransformersReference(
         str(path),
         architecture="LlamaForCausalLM",
         revision=None,

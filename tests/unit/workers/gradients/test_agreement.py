@@ -8,7 +8,7 @@ from gradient_kit import small_llama
 from refusal_kit import refuses
 from transformers import LlamaForCausalLM
 
-from midstream.workers.engine.proof.comparison import Prompt
+from midstream.workers.engine.proof.comparison import ComparedPrompt
 from midstream.workers.gradients.agreement import Traces, compared, prompt_of
 from midstream.workers.gradients.points import Points
 
@@ -20,10 +20,10 @@ def model_of(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     return small_llama(num_hidden_layers=3, num_key_value_heads=2).to(dtype)
 
 
-def served_by(points: Points) -> Prompt:
+def served_by(points: Points) -> ComparedPrompt:
     """Rows as a vLLM worker would have supplied them, with its own rounding."""
     rows = Traces(points, HOOKS).trace(TOKENS, POSITIONS)
-    return Prompt(
+    return ComparedPrompt(
         TOKENS,
         POSITIONS,
         {

@@ -11,11 +11,11 @@ from gradient_kit import BASE, LENS, PointsOf, exact, golden, heads_at, load, po
 from midstream.schemas.jobs.sweeps import Column, PatchWindow
 from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.gradients.attribution import (
-    Options,
+    EstimateOptions,
     PairEstimate,
     estimate_pair,
 )
-from midstream.workers.gradients.pairs import NonFiniteGradient, Pair, PairError
+from midstream.workers.gradients.pairs import NonFiniteGradient, PairError, PairRuns
 from midstream.workers.gradients.points import Points
 
 DEMO = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
@@ -60,7 +60,7 @@ def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: st
     for column in (3, 7):
         # the places of one column alone are the cell's
         stored = sweep(points, hooks, [positions(len(BASE))[column]], layers=[1], **CASES[case])
-        found = estimate_pair(points, stored, 0, Options(steps=24, batch=96))
+        found = estimate_pair(points, stored, 0, EstimateOptions(steps=24, batch=96))
         for hook in hooks:
             wanted = exact(points, stored, (hook, 1))(0)
             assert found.effects[hook].item() == pytest.approx(wanted, abs=2e-3), hook
@@ -68,7 +68,7 @@ def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: st
 
 def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
     points = points_of("gpt2")
-    options = Options(steps=48, batch=48)
+    options = EstimateOptions(steps=48, batch=48)
     found = estimate_pair(points, sweep(points, ["post_block"], layers=[1]), 0, options)
     # all positions of the stream: the source prompt itself
     whole = found.source.value - found.base.value
@@ -91,7 +91,7 @@ def test_columns_are_sums_of_elements(points_of: PointsOf) -> None:
     parts = estimate_pair(points, sweep(points, ["post_block"], dims), 0).effects["post_block"]
     assert parts.sum(1) == pytest.approx(single.sum(1))
     mask = torch.arange(points.hidden_size) < 20
-    masked = estimate_pair(points, sweep(points, ["post_block"]), 0, Options(mask=mask))
+    masked = estimate_pair(points, sweep(points, ["post_block"]), 0, EstimateOptions(mask=mask))
     assert masked.effects["post_block"].sum(1) == pytest.approx(parts[:, 0])
 
 
@@ -108,7 +108,7 @@ def test_ranked_columns_take_the_dimensions_that_differ_most(points_of: PointsOf
         for tokens in (BASE, sweep(points, ["post_block"]).pairs[0].source)
     ]
     distance = (rows[0] - rows[1]).abs().sum(0)
-    pair = Pair(points, stored, 0)
+    pair = PairRuns(points, stored, 0)
     first = pair.columns.parts(pair.replaced(("post_block", 2), pair.run(grad=False))[1])[0]
     assert (first.columns, first.dims.tolist()) == (
         [0],
@@ -157,7 +157,7 @@ def test_check_stops_between_passes(points_of: PointsOf) -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        estimate_pair(points, sweep(points, ["z"]), 0, Options(check=stop))
+        estimate_pair(points, sweep(points, ["z"]), 0, EstimateOptions(check=stop))
 
 
 # --- Saturated attention
@@ -179,7 +179,7 @@ def test_last_layer_correction_is_exact_but_for_later_curvature(
     try:
         stored = sweep(points, [hook], columns, layers=[last])
         plain = estimate_pair(points, stored, 0).effects[hook][0]
-        found = estimate_pair(points, stored, 0, Options(correct=True)).effects[hook][0]
+        found = estimate_pair(points, stored, 0, EstimateOptions(correct=True)).effects[hook][0]
         cell = exact(points, stored, (hook, last))
         wanted = np.array([cell(column) for column in range(len(columns))])
     finally:
@@ -190,9 +190,9 @@ def test_last_layer_correction_is_exact_but_for_later_curvature(
 def test_small_patches_leave_no_doubt(points_of: PointsOf) -> None:
     points = points_of("gemma2")
     large, small = (
-        estimate_pair(points, sweep(points, ["q"], alpha=alpha), 0, Options(doubts=True)).doubts[
-            "q"
-        ]
+        estimate_pair(
+            points, sweep(points, ["q"], alpha=alpha), 0, EstimateOptions(doubts=True)
+        ).doubts["q"]
         for alpha in (1.0, 1e-3)
     )
     assert large.max() > 1e-3
@@ -202,7 +202,7 @@ def test_small_patches_leave_no_doubt(points_of: PointsOf) -> None:
 def test_doubts_rank_cells_with_large_errors(points_of: PointsOf) -> None:
     points = points_of("llama")
     stored = sweep(points, ["pre_attn"])
-    found = estimate_pair(points, stored, 0, Options(doubts=True))
+    found = estimate_pair(points, stored, 0, EstimateOptions(doubts=True))
     errors, doubts = [], []
     for layer in range(points.num_layers):
         cell = exact(points, stored, ("pre_attn", layer))

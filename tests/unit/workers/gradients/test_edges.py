@@ -14,7 +14,7 @@ from midstream.schemas.jobs.sweeps import Column
 from midstream.schemas.requests.attributions import EdgeEnd
 from midstream.workers.gradients import edges as edges_module
 from midstream.workers.gradients.edges import edge_scores
-from midstream.workers.gradients.points import Points, Site
+from midstream.workers.gradients.points import Points, SiteKey
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
 
 
@@ -43,7 +43,7 @@ def differences_of(points: Points, sender: EdgeEnd) -> torch.Tensor:
     """What the sender adds to the stream in the source prompt, minus the same in the other:
     `[tokens, hidden_size]`. The rows are those of transformers (test_points.py).
     """
-    site: Site = {
+    site: SiteKey = {
         "embed": ("pre_attn", 0),
         "head": ("z", sender.layer),
         "mlp": ("mlp_out", sender.layer),

@@ -13,10 +13,10 @@ from midstream.schemas.requests.scalars import StoredScalar
 from midstream.workers.gradients.attribution import estimate_pair
 from midstream.workers.gradients.captured import gradient_rows, scalar_of
 from midstream.workers.gradients.features import FeatureEffects, feature_effects
-from midstream.workers.gradients.points import Points, Site
+from midstream.workers.gradients.points import Points, SiteKey
 from midstream.workers.runner.readings.sae import NORMALISATIONS, Autoencoder
 
-SITE: Site = ("post_block", 1)
+SITE: SiteKey = ("post_block", 1)
 FEATURES = 96
 
 

@@ -10,7 +10,7 @@ from refusal_kit import refuses
 from transformers import CTRLConfig
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.workers.engine.proof.comparison import Source
+from midstream.workers.engine.proof.comparison import Checkpoint
 from midstream.workers.gradients import loading
 from midstream.workers.gradients.loading import device_for, load_points
 
@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def refusal(source: Source, dtype: str = "float32") -> str:
+def refusal(source: Checkpoint, dtype: str = "float32") -> str:
     with refuses(kind="gradients_refused") as refused:
         load_points(source, dtype, "cpu")
     return refused.value.detail
@@ -33,13 +33,13 @@ def refusal(source: Source, dtype: str = "float32") -> str:
 def test_weights_are_in_the_served_dtype_and_take_no_gradients(
     checkpoint: Path, dtype: str
 ) -> None:
-    weights = list(load_points(Source(str(checkpoint), LLAMA), dtype, "cpu").model.parameters())
+    weights = list(load_points(Checkpoint(str(checkpoint), LLAMA), dtype, "cpu").model.parameters())
     assert {weight.dtype for weight in weights} == {getattr(torch, dtype)}
     assert not any(weight.requires_grad for weight in weights)
 
 
 def test_overrides_of_the_config_apply(checkpoint: Path) -> None:
-    source = Source(str(checkpoint), LLAMA, overrides={"rms_norm_eps": 0.5})
+    source = Checkpoint(str(checkpoint), LLAMA, overrides={"rms_norm_eps": 0.5})
     assert load_points(source, "float32", "cpu").model.config.rms_norm_eps == 0.5
 
 
@@ -47,22 +47,22 @@ def test_a_quantised_checkpoint_is_refused(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    assert "it is quantised" in refusal(Source(str(checkpoint), LLAMA))
+    assert "it is quantised" in refusal(Checkpoint(str(checkpoint), LLAMA))
 
 
 def test_a_reason_of_the_worker_is_passed_on(checkpoint: Path) -> None:
-    source = Source(str(checkpoint), LLAMA, refused="its weights are quantised (awq)")
+    source = Checkpoint(str(checkpoint), LLAMA, refused="its weights are quantised (awq)")
     assert refusal(source).endswith("its weights are quantised (awq)")
 
 
 def test_an_architecture_without_hook_points_is_refused_by_name(tmp_path: Path) -> None:
     config = CTRLConfig(n_embd=16, n_layer=2, n_head=2, dff=32, vocab_size=32)
     config.save_pretrained(tmp_path)  # it is refused before weights are read
-    assert "CTRLLMHeadModel" in refusal(Source(str(tmp_path), "CTRLLMHeadModel"))
+    assert "CTRLLMHeadModel" in refusal(Checkpoint(str(tmp_path), "CTRLLMHeadModel"))
 
 
 def test_float16_is_refused(checkpoint: Path) -> None:
-    assert "the model is in float16" in refusal(Source(str(checkpoint), LLAMA), "float16")
+    assert "the model is in float16" in refusal(Checkpoint(str(checkpoint), LLAMA), "float16")
 
 
 def test_missing_weights_are_refused_by_name(checkpoint: Path) -> None:
@@ -71,7 +71,7 @@ def test_missing_weights_are_refused_by_name(checkpoint: Path) -> None:
     weights = load_file(checkpoint / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
-    assert "model.layers.1.mlp.up_proj.weight" in refusal(Source(str(checkpoint), LLAMA))
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(Checkpoint(str(checkpoint), LLAMA))
 
 
 def test_too_little_memory_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,12 @@ from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.sweeps import StoredPair
 from midstream.schemas.requests.scalars import StoredScalar
 from midstream.workers.gradients.captured import gradient_rows, scalar_of
-from midstream.workers.gradients.pairs import NonFiniteGradient, Pair, PairMetric, require_finite
+from midstream.workers.gradients.pairs import (
+    NonFiniteGradient,
+    PairMetric,
+    PairRuns,
+    require_finite,
+)
 from midstream.workers.gradients.points import Points
 
 
@@ -38,7 +43,7 @@ def test_continuations_are_graded_token_by_token(
     points = points_of("llama")
     metric = "logit_diff" if foil else "logprob"
     stored = sweep(points, ["z"], metric=metric, pair={"answer": answer, "foil": foil})
-    pair = Pair(points, stored, 0)
+    pair = PairRuns(points, stored, 0)
     pair.run(grad=False)
     assert len(pair.metric.suffixes) == sequences
     for prompt, found in ((BASE, pair.base), (SOURCE, pair.source)):
@@ -51,7 +56,7 @@ def test_continuations_are_graded_token_by_token(
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 def test_kl_is_from_the_clean_prompt(points_of: PointsOf, direction: str) -> None:
     points = points_of("llama")
-    pair = Pair(points, sweep(points, ["z"], metric="kl", direction=direction), 0)
+    pair = PairRuns(points, sweep(points, ["z"], metric="kl", direction=direction), 0)
     pair.run(grad=False)
     with torch.no_grad():
         base, source = (

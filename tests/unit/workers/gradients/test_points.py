@@ -10,7 +10,7 @@ from gradient_kit import BASE, PointsOf, load
 from inside_reference import InsideReference
 from reference import Edit, Reference
 
-from midstream.workers.gradients.points import Points, Site
+from midstream.workers.gradients.points import Points, SiteKey
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
 
 #: Layouts that differ: fused norms, Conv1D and fused projections, parallel branches, two norms for
@@ -20,7 +20,7 @@ LAYOUTS = ("llama", "gpt2", "gpt-neox", "gemma2", "olmo2", "opt", "phi3", "mixtr
 SAME = 5e-6
 
 
-def every(points: Points) -> list[Site]:
+def every(points: Points) -> list[SiteKey]:
     return [(hook, layer) for layer in range(points.num_layers) for hook in points.hooks]
 
 
@@ -46,7 +46,7 @@ def test_replaced_rows_reach_every_reader(points_of: PointsOf, tiny_root: Path, 
     vector = np.random.default_rng(1).normal(size=points.hidden_size).astype(np.float32)
     for hook in reference.hooks:
 
-        def edit(_: Site, rows: torch.Tensor) -> torch.Tensor:
+        def edit(_: SiteKey, rows: torch.Tensor) -> torch.Tensor:
             edited = rows.clone()
             edited[:, 4] = torch.from_numpy(vector)
             return edited
@@ -68,8 +68,8 @@ def test_gradient_is_that_of_a_patch(points_of: PointsOf, name: str) -> None:
     for site in sites:
         direction = torch.randn((1, points.width(site[0])), generator=generator)
 
-        def moved(by: float, site: Site = site, direction: torch.Tensor = direction) -> float:
-            def edit(_: Site, rows: torch.Tensor) -> torch.Tensor:
+        def moved(by: float, site: SiteKey = site, direction: torch.Tensor = direction) -> float:
+            def edit(_: SiteKey, rows: torch.Tensor) -> torch.Tensor:
                 edited = rows.clone()
                 edited[:, 3] += by * direction
                 return edited

@@ -17,8 +17,8 @@ from midstream.schemas.jobs.harvests import (
 )
 from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.workers.serving.harvests.cut import (
+    CutDocument,
     CutSequence,
-    Document,
     cut,
     keys_of,
     shards_of,
@@ -43,9 +43,9 @@ def harvest(**changes: Any) -> StoredHarvest:
     return StoredHarvest(**(fields | changes))
 
 
-def documents(*lengths: int, first: int = 0) -> list[Document]:
+def documents(*lengths: int, first: int = 0) -> list[CutDocument]:
     return [
-        Document(first + number, np.arange(length) + 10 * (number + 1))
+        CutDocument(first + number, np.arange(length) + 10 * (number + 1))
         for number, length in enumerate(lengths)
     ]
 
@@ -93,7 +93,10 @@ def test_packed_sequences_are_full_and_have_no_row_between_documents() -> None:
 
 
 def test_positions_are_skipped_thinned_and_never_those_of_bos() -> None:
-    texts = [Document(0, np.array([BOS, 11, BOS, 13])), Document(1, np.array([20, 21, 22, 23]))]
+    texts = [
+        CutDocument(0, np.array([BOS, 11, BOS, 13])),
+        CutDocument(1, np.array([20, 21, 22, 23])),
+    ]
     assert [
         key[:2] for key in keys(cut(harvest(positions=HarvestPositions()), texts, BOS, EOS))
     ] == [

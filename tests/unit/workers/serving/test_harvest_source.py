@@ -19,8 +19,8 @@ from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
 from midstream.storage.store import open_store
 from midstream.workers.serving.harvests import source as source_files, tables
-from midstream.workers.serving.harvests.cut import Document
-from midstream.workers.serving.harvests.source import HarvestSource as Reader
+from midstream.workers.serving.harvests.cut import CutDocument
+from midstream.workers.serving.harvests.source import SourceFiles as Reader
 
 #: Tokens of the fake model.
 VOCABULARY = make_tokenizer().get_vocab_size()
@@ -57,7 +57,7 @@ def reader(folder: Path, source: HarvestSource, **changes: Any) -> Reader:
     )
 
 
-def read(made: Reader, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
+def read(made: Reader, plan: HarvestPlan, unit: PlannedUnit) -> list[CutDocument]:
     return made.read(plan.files[unit.file] if plan.files else None, unit)
 
 

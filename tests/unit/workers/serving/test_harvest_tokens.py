@@ -19,7 +19,7 @@ from tokenizers import (
 from midstream.schemas.jobs.harvests import HarvestCut, HarvestSource, StoredHarvest
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.workers.serving.harvests import tokens as harvest_tokens
-from midstream.workers.serving.harvests.tokens import Tokens
+from midstream.workers.serving.harvests.tokens import HarvestTokenizer
 
 WORDS = [
     "the",
@@ -88,7 +88,7 @@ TOKENIZERS = {
 }
 
 
-def tokens_of(tokenizer: Tokenizer, kind: Any = "text", **changes: Any) -> Tokens:
+def tokens_of(tokenizer: Tokenizer, kind: Any = "text", **changes: Any) -> HarvestTokenizer:
     harvest = StoredHarvest(
         id="hrv_1",
         model="m",
@@ -102,7 +102,7 @@ def tokens_of(tokenizer: Tokenizer, kind: Any = "text", **changes: Any) -> Token
     bundle = TokenizerBundle(
         tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[]
     )
-    return Tokens(harvest, bundle, tokenizer.get_vocab_size())
+    return HarvestTokenizer(harvest, bundle, tokenizer.get_vocab_size())
 
 
 @pytest.fixture
@@ -140,9 +140,9 @@ def test_slices_end_with_the_limit_of_tokens(monkeypatch: pytest.MonkeyPatch) ->
     tokenizer = TOKENIZERS["byte level"]()
     text = text_of(20_000)
     slices: list[int] = []
-    whole = Tokens._slice
+    whole = HarvestTokenizer._slice
     monkeypatch.setattr(
-        Tokens,
+        HarvestTokenizer,
         "_slice",
         lambda self, text, start, size: slices.append(start) or whole(self, text, start, size),
     )

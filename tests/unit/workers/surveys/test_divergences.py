@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.requests.harvest_work import Survey
-from midstream.storage.harvests import Keys
+from midstream.storage.harvests import RowOrigins
 from midstream.workers.engine.model_identity import content_of, digests_in
-from midstream.workers.engine.proof.comparison import Source
+from midstream.workers.engine.proof.comparison import Checkpoint
 from midstream.workers.surveys.survey import divergences, heads
 
 DOCUMENTS, TOKENS = 5, 6
-KEYS = Keys(
+KEYS = RowOrigins(
     np.repeat(np.arange(DOCUMENTS), TOKENS),
     np.tile(np.arange(TOKENS), DOCUMENTS),
     np.random.default_rng(0).integers(2, tiny.VOCABULARY, DOCUMENTS * TOKENS),
@@ -27,7 +27,7 @@ KEYS = Keys(
 SURVEY = Survey(uris=[], top=2, context=2, against="hrv_y")
 
 
-def shard(keys: Keys, rows: np.ndarray) -> Any:
+def shard(keys: RowOrigins, rows: np.ndarray) -> Any:
     """With rows of the last layer alone."""
     kept = {("post_block", tiny.LAYERS - 1): rows}
     return SimpleNamespace(
@@ -38,11 +38,11 @@ def shard(keys: Keys, rows: np.ndarray) -> Any:
 class Harvest:
     """Two shards, each in another order than its keys."""
 
-    def __init__(self, checkpoint: list[Any], rows: np.ndarray, keys: Keys = KEYS) -> None:
+    def __init__(self, checkpoint: list[Any], rows: np.ndarray, keys: RowOrigins = KEYS) -> None:
         half = len(rows) // 2
         orders = np.random.default_rng(2).permutation(half), np.arange(half, len(rows))[::-1]
         self.shards = [
-            shard(Keys(*[part[order] for part in keys]), rows[order]) for order in orders
+            shard(RowOrigins(*[part[order] for part in keys]), rows[order]) for order in orders
         ]
         self.manifest = SimpleNamespace(id="hrv_x", model="tiny", checkpoint=checkpoint)
         self._rows = len(rows)
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded(path: Path, architecture: str, data: Path, **changed: Any) -> list[Any]:
     """What a worker writes into the manifests of its harvests."""
     content = content_of(digests_in(str(data)), str(path), None)
-    source = Source(path=str(path), architecture=architecture, limit_gib=1, content=content)
+    source = Checkpoint(path=str(path), architecture=architecture, limit_gib=1, content=content)
     return [*source._replace(**changed)]
 
 
@@ -109,8 +109,8 @@ def test_rows_that_are_not_finite_count_nothing_and_other_tokens_are_refused(fol
     models = heads(pair, str(folder))
     assert models[0] is models[1]
     assert np.flatnonzero(divergences(models, pair, SURVEY)[1] == 0).tolist() == [7]
-    changed = Keys(KEYS.documents, KEYS.positions, np.append(KEYS.token_ids[:-1], 0))
-    fewer = Keys(*[part[:-TOKENS] for part in KEYS])
+    changed = RowOrigins(KEYS.documents, KEYS.positions, np.append(KEYS.token_ids[:-1], 0))
+    fewer = RowOrigins(*[part[:-TOKENS] for part in KEYS])
     for other in (Harvest(checkpoint, rows, changed), Harvest(checkpoint, rows[:-TOKENS], fewer)):
         for sides in ([harvest, other], [other, harvest]):
             with pytest.raises(MidstreamError, match="hrv_y has rows of other tokens"):

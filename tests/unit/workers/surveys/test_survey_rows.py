@@ -10,15 +10,15 @@ from survey_kit import examples_of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.harvests import SurveyEntry
 from midstream.schemas.requests.harvest_work import Survey
-from midstream.storage.harvests import Keys
+from midstream.storage.harvests import RowOrigins
 from midstream.storage.surveys import Surveyed
 from midstream.workers.surveys import survey
-from midstream.workers.surveys.rows import Block, by_document
+from midstream.workers.surveys.rows import DocumentRows, by_document
 
 FEATURES = 6
 
 
-def made(rng: np.random.Generator, levels: int) -> Block:
+def made(rng: np.random.Generator, levels: int) -> DocumentRows:
     """Documents of different lengths, some without a few of their rows, with many equal values."""
     keys = [
         (document, position)
@@ -29,17 +29,17 @@ def made(rng: np.random.Generator, levels: int) -> Block:
     documents, positions = (np.array(column, np.int64) for column in zip(*keys, strict=True))
     values = np.maximum(0, rng.integers(-levels, levels, (len(keys), FEATURES)))
     values[:, 0] = 0  # a feature that is never active
-    return Block(documents, positions, positions * 7 + documents, values.astype(np.float32))
+    return DocumentRows(documents, positions, positions * 7 + documents, values.astype(np.float32))
 
 
-def shard(rows: Block, order: np.ndarray) -> Any:
+def shard(rows: DocumentRows, order: np.ndarray) -> Any:
     mixed = [column[order] for column in rows]
     return SimpleNamespace(
-        keys=lambda: Keys(*mixed[:3]), rows=lambda *_: mixed[3], close=lambda: None
+        keys=lambda: RowOrigins(*mixed[:3]), rows=lambda *_: mixed[3], close=lambda: None
     )
 
 
-def harvest(rows: Block, size: int, rng: np.random.Generator) -> Any:
+def harvest(rows: DocumentRows, size: int, rng: np.random.Generator) -> Any:
     """Shards of `size` rows, each mixed, and one without rows."""
     parts = [rows.part(start, start + size) for start in range(0, len(rows.documents), size)]
     parts.insert(1, rows.part(0, 0))

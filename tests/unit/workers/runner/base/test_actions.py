@@ -5,7 +5,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from midstream.workers.runner.base.actions import KINDS, ActionLedger, Kind, splitmix64
+from midstream.workers.runner.base.actions import KINDS, ActionKind, ActionLedger, splitmix64
 
 #: One of each kind: (step, kind, *what is folded).
 ONE_OF_EACH: list[tuple[Any, ...]] = [
@@ -57,7 +57,7 @@ def test_checksums_are_pinned_over_hosts_and_versions() -> None:
 
 
 def test_the_table_of_kinds_is_closed() -> None:
-    assert list(KINDS) == list(get_args(Kind)) == [action[1] for action in ONE_OF_EACH]
+    assert list(KINDS) == list(get_args(ActionKind)) == [action[1] for action in ONE_OF_EACH]
     ledger = ActionLedger()
     for action in [(1, "row_drop", "key"), (1, "row_admit", "key"), (1, "row_release", "key", 3)]:
         with pytest.raises(ValueError, match="is not an action"):

@@ -16,8 +16,8 @@ from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.certificate import together
 from midstream.workers.runner.certificate.laws import (
     STREAM,
-    Finding,
-    Shape,
+    JudgedShape,
+    LawFinding,
     combine,
     elementwise,
     judge_boundary,
@@ -29,7 +29,7 @@ from midstream.workers.runner.certificate.laws import (
     rowwise,
     verdict,
 )
-from midstream.workers.runner.certificate.together import FailedAloneError, Together
+from midstream.workers.runner.certificate.together import FailedAloneError, StageRanks
 
 LAYERS, ROWS, HIDDEN = 4, 6, 32
 EPS = torch.finfo(torch.bfloat16).eps
@@ -86,9 +86,11 @@ def model(
     return found, stream
 
 
-def judged(shape: Shape, rows: Rows, of_mlp: Callable[[int], Sequence[Finding]]) -> list[Finding]:
+def judged(
+    shape: JudgedShape, rows: Rows, of_mlp: Callable[[int], Sequence[LawFinding]]
+) -> list[LawFinding]:
     """The findings of all layers; `of_mlp`: those about a layer's MLP."""
-    found: list[Finding] = []
+    found: list[LawFinding] = []
     for layer in range(LAYERS):
         found += judge_layer(shape, lambda hook, number: rows[hook, number], layer)
         found += of_mlp(layer)
@@ -101,16 +103,16 @@ def judged(shape: Shape, rows: Rows, of_mlp: Callable[[int], Sequence[Finding]])
 
 def findings(
     rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL
-) -> tuple[list[Finding], Shape]:
-    shape = Shape([hook for hook in HOOKS if (hook, 0) in rows], EPS, lambda _: laws)
+) -> tuple[list[LawFinding], JudgedShape]:
+    shape = JudgedShape([hook for hook in HOOKS if (hook, 0) in rows], EPS, lambda _: laws)
 
-    def of_mlp(layer: int) -> list[Finding]:
+    def of_mlp(layer: int) -> list[LawFinding]:
         made, out = mlp(rows["mlp_in", layer]), rows["mlp_out", layer]
         return [judge_module(shape, made, out, layer, ("mlp_in", "mlp_out"))]
 
     found = judged(shape, rows, of_mlp)
     last = rowwise(rows["post_block", LAYERS - 1], final, shape.tolerance("logits"))
-    return [*found, Finding("logits", ("post_block",), LAYERS - 1, last, "logits")], shape
+    return [*found, LawFinding("logits", ("post_block",), LAYERS - 1, last, "logits")], shape
 
 
 def absent(
@@ -138,13 +140,13 @@ def test_a_stated_multiplier_is_part_of_the_law() -> None:
 
 def of_parts(rows: Rows) -> dict[Hook, str]:
     """What is absent of a model whose MLP has several parts, and so no `mlp_out`."""
-    shape = Shape(
+    shape = JudgedShape(
         [hook for hook in HOOKS if hook != "mlp_out"],
         EPS,
         lambda _: {"post_attn": {"pre_attn": 1.0, "attn_out": 1.0}},
     )
 
-    def of_mlp(layer: int) -> Sequence[Finding]:
+    def of_mlp(layer: int) -> Sequence[LawFinding]:
         made, stream = mlp(rows["mlp_in", layer]), rows["post_attn", layer]
         return judge_parts(shape, made, stream, rows["post_block", layer], layer)
 
@@ -234,7 +236,7 @@ def test_a_branch_that_rounding_hides_is_not_proven() -> None:
 def test_a_hook_without_its_neighbours_is_not_proven() -> None:
     rows, _ = model(SEQUENTIAL)
     only = {key: value for key, value in rows.items() if key[0] in ("pre_attn", "post_block")}
-    shape = Shape(["pre_attn", "post_block"], EPS, lambda _: SEQUENTIAL)
+    shape = JudgedShape(["pre_attn", "post_block"], EPS, lambda _: SEQUENTIAL)
     found = [
         judge_boundary(shape, only["post_block", layer], only["pre_attn", layer + 1], layer)
         for layer in range(LAYERS - 1)
@@ -304,7 +306,7 @@ def test_an_edit_that_acts_too_early_is_blamed_on_the_hook(hook: Hook) -> None:
 
 def test_rows_of_a_wrong_batch_slot_are_refused() -> None:
     rows, _ = model(SEQUENTIAL)
-    shape = Shape(HOOKS, EPS)
+    shape = JudgedShape(HOOKS, EPS)
     right, wrong = rows["pre_attn", 2], rows["pre_attn", 2].roll(1, 0)
     assert judge_same(shape, "law", "pre_attn", 2, right, right).ok
     assert not judge_same(shape, "law", "pre_attn", 2, wrong, right).ok
@@ -312,7 +314,7 @@ def test_rows_of_a_wrong_batch_slot_are_refused() -> None:
 
 def test_a_law_that_fails_in_one_layer_fails() -> None:
     found = [
-        Finding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module")
+        LawFinding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module")
         for layer, figure in enumerate((0.1, 0.2, 40.0))
     ]
     (law,) = combine(found)
@@ -324,7 +326,7 @@ def test_the_median_row_counts_only_in_layers_that_choose_experts() -> None:
     may not.
     """
     rows, _ = model(SEQUENTIAL)
-    shape = Shape(HOOKS, EPS, routes={1}.__contains__)
+    shape = JudgedShape(HOOKS, EPS, routes={1}.__contains__)
 
     def ok(layer: int, wrong: int) -> bool:
         made = mlp(rows["mlp_in", layer])
@@ -337,7 +339,7 @@ def test_the_median_row_counts_only_in_layers_that_choose_experts() -> None:
 
 def test_rows_of_another_batch_may_differ_above_a_router_only() -> None:
     rows, _ = model(SEQUENTIAL)
-    shape = Shape(HOOKS, EPS, follows=lambda layer: layer >= 1)
+    shape = JudgedShape(HOOKS, EPS, follows=lambda layer: layer >= 1)
     wrong = rows["pre_attn", 2].clone()
     wrong[:2] = 0
     assert [
@@ -381,7 +383,7 @@ def _rank(rank: int, folder: Path, part: str, answers: "multiprocessing.Queue[tu
     )
     group = distributed.new_group([0, 1], backend="gloo")
     together.PATIENCE_S = PATIENCE_S
-    ranks = Together(SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=group))
+    ranks = StageRanks(SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=group))
     act = {
         "all fail": _fail,
         "none fails": lambda: None,
@@ -441,7 +443,7 @@ def test_one_rank_that_fails_ends_a_part_on_both(
 
 
 def test_a_part_that_is_needed_fails_the_run_of_a_single_rank() -> None:
-    alone = Together(SimpleNamespace(world_size=1))
+    alone = StageRanks(SimpleNamespace(world_size=1))
     assert alone.attempt("a law", _fail) == "no such argument"
     with pytest.raises(FailedAloneError, match="rank 0: no such argument"):
         alone.attempt("rows", _fail, needed=True)

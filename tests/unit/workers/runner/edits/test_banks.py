@@ -22,15 +22,15 @@ from midstream.schemas.requests.specs import (
 from midstream.storage.store import open_store
 from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
-from midstream.workers.runner.files.finished_rows import Columns
-from midstream.workers.runner.hooks.sites import Site
+from midstream.workers.runner.files.finished_rows import BankColumns
+from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.rows.banks import Bank
 from midstream.workers.runner.rows.capture import Ports, Recording
 
 #: Two ranks, each with one head of five numbers: `make_buffers` has rows of five.
 SHAPE = RowShape(heads=2, width=5)
-RANKS = [Columns(SHAPE, 0, 5), Columns(SHAPE, 5, 10)]
-SITES = [Site("z", layer, "single") for layer in range(2)]
+RANKS = [BankColumns(SHAPE, 0, 5), BankColumns(SHAPE, 5, 10)]
+SITES = [RankSite("z", layer, "single") for layer in range(2)]
 VECTOR = np.arange(1, 11, dtype=np.float32)
 SECOND = np.where(np.arange(10) < 5, 0, VECTOR).astype(np.float32)
 
@@ -146,14 +146,14 @@ def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
     stream by the first of a stage.
     """
     wanted = StoredCapture(sites={"k": [0]}, positions="all", tag="t", row=SHAPE)
-    sites = [Site("k", 0, "single")]
+    sites = [RankSite("k", 0, "single")]
 
-    def recorded(columns: Columns | None, capture: StoredCapture, first: bool) -> bool:
+    def recorded(columns: BankColumns | None, capture: StoredCapture, first: bool) -> bool:
         bank = Bank.__new__(Bank)
         bank.columns, bank.ports = (
             columns,
             Ports(
-                [Site("post_block", 0, "single")] if columns is None else sites,
+                [RankSite("post_block", 0, "single")] if columns is None else sites,
                 5,
                 "float32",
                 columns,
@@ -162,10 +162,10 @@ def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
         return bank.recording(capture, 1, first) is not None
 
     for first in (True, False):
-        assert recorded(Columns(SHAPE, 0, 5, records=True), wanted, first)
-        assert not recorded(Columns(SHAPE, 0, 5, records=False), wanted, first)
+        assert recorded(BankColumns(SHAPE, 0, 5, records=True), wanted, first)
+        assert not recorded(BankColumns(SHAPE, 0, 5, records=False), wanted, first)
         assert recorded(
-            Columns(SHAPE, 0, 5, records=False),
+            BankColumns(SHAPE, 0, 5, records=False),
             msgspec.structs.replace(wanted, consumers=[PROBED]),
             first,
         )
@@ -176,7 +176,7 @@ def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
             == first
         )
     for columns, capture in (
-        (Columns(RowShape(heads=4, width=5), 0, 5), wanted),
+        (BankColumns(RowShape(heads=4, width=5), 0, 5), wanted),
         (None, wanted),
         (RANKS[0], msgspec.structs.replace(wanted, row=None)),
     ):

@@ -19,12 +19,12 @@ from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import SteeringRow, steering_rows
 from midstream.workers.runner.edits.prepared_rows import PreparedRows
-from midstream.workers.runner.edits.vector_pool import Joined, joined
+from midstream.workers.runner.edits.vector_pool import JoinedRow, joined
 
 NAME = content_hash(VECTOR)
 
 
-def laid_out(value: float, entries: int = 1) -> Joined:
+def laid_out(value: float, entries: int = 1) -> JoinedRow:
     held = torch.full((entries, HIDDEN), value), torch.zeros(entries, 4)
     return joined({(0, 0): held}, HIDDEN, torch.float32, pinned=False)
 
@@ -48,7 +48,7 @@ def noting(rows: PreparedRows) -> Callable[[], None]:
 def test_expected_rows_are_laid_out_in_the_thread_and_once() -> None:
     made: list[tuple[str, bool]] = []
 
-    def make(spec: SteeringRow) -> Joined:
+    def make(spec: SteeringRow) -> JoinedRow:
         made.append((spec.key, threading.current_thread() is threading.main_thread()))
         return laid_out(1.0)
 
@@ -66,7 +66,7 @@ def test_expected_rows_are_laid_out_in_the_thread_and_once() -> None:
 def test_a_row_that_is_being_laid_out_is_waited_for() -> None:
     begun, go_on, made = threading.Event(), threading.Event(), []
 
-    def make(spec: SteeringRow) -> Joined:
+    def make(spec: SteeringRow) -> JoinedRow:
         made.append(spec.key)
         begun.set()
         assert go_on.wait(60)
@@ -85,7 +85,7 @@ def test_a_row_that_is_being_laid_out_is_waited_for() -> None:
 def test_the_rows_used_last_are_kept_within_the_limit() -> None:
     made: list[str] = []
 
-    def make(spec: SteeringRow) -> Joined:
+    def make(spec: SteeringRow) -> JoinedRow:
         made.append(spec.key)
         return laid_out(1.0)
 
@@ -96,7 +96,7 @@ def test_the_rows_used_last_are_kept_within_the_limit() -> None:
 
 
 def test_what_cannot_be_laid_out_ahead_is_refused_when_it_is_needed() -> None:
-    def make(spec: SteeringRow) -> Joined:
+    def make(spec: SteeringRow) -> JoinedRow:
         raise ValueError("it does not fit")
 
     rows = PreparedRows(make, lambda name: True)

@@ -19,7 +19,7 @@ from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.edits.source_runs import RunStore
-from midstream.workers.runner.hooks.sites import Site
+from midstream.workers.runner.hooks.sites import RankSite
 
 KEY = run_key("job_x", 0, "tag")
 SITES = {"post_block": [2, 3], "pre_attn": [2]}
@@ -32,7 +32,7 @@ def store_of(
 ) -> RunStore:
     return RunStore(
         open_store(root) if isinstance(root, Path) else root,
-        [Site(hook, layer, "pair") for layer in layers for hook in HOOKS],
+        [RankSite(hook, layer, "pair") for layer in layers for hook in HOOKS],
         hidden_size,
     )
 

@@ -14,7 +14,7 @@ from capture_kit import source_run, values
 from hypothesis import given, settings, strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 
-from midstream.schemas.requests.interventions import FAMILIES, PLACE, SCALARS, Family
+from midstream.schemas.requests.interventions import FAMILIES, PLACE, SCALARS, OpFamily
 from midstream.schemas.requests.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.requests.specs import ONES, StoredSteering, steering_digest, steering_rows
 from midstream.workers.runner.edits.vector_pool import EntryPool, crc32_of, joined
@@ -27,7 +27,7 @@ B = RNG.normal(size=2).astype(np.float32)
 MASK = np.array([1, 0, 0, 1, 0], dtype=np.float32)
 
 #: Family → (its numbers, what it makes of rows `[n, HIDDEN]`); the vector is V.
-FORMULAS: dict[Family, tuple[list[float], Any]] = {
+FORMULAS: dict[OpFamily, tuple[list[float], Any]] = {
     "replace": ([0.25], lambda s: 0.75 * s + 0.25 * V),
     "replace_masked": ([0.25], lambda s: np.where(MASK == 1, 0.75 * s + 0.25 * V, s)),
     "lowrank": ([0.5], lambda s: s + 0.5 * (s @ M.T + B - s @ R.T) @ R),
@@ -50,7 +50,7 @@ FORMULAS: dict[Family, tuple[list[float], Any]] = {
 
 def entry(
     rank: Rank,
-    family: Family,
+    family: OpFamily,
     *,
     hook: str = "pre_attn",
     positions: Any = "all",
@@ -80,7 +80,7 @@ def same(found: np.ndarray, wanted: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("hook", ["pre_attn", "attn_out"])
 @pytest.mark.parametrize("family", FORMULAS)
-def test_families_apply_their_formula(family: Family, hook: str) -> None:
+def test_families_apply_their_formula(family: OpFamily, hook: str) -> None:
     rank = Rank()
     stream = stream_of(1, hook, 0, 0, 6)
     wanted = stream.copy()
@@ -108,7 +108,7 @@ def test_families_are_applied_in_the_documented_order_whatever_the_given_order(s
 @pytest.mark.parametrize(
     "family", ["add_matched", "ablate", "clamp", "lowrank", "replace", "replace_masked"]
 )
-def test_one_family_applies_in_the_order_written(family: Family) -> None:
+def test_one_family_applies_in_the_order_written(family: OpFamily) -> None:
     rank = Rank()
     first, second = entry(rank, family), entry(rank, family, positions=[1, 2])
     formula = FORMULAS[family][1]
@@ -169,7 +169,7 @@ def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: li
 
 
 def test_a_full_replacement_after_a_masked_one_at_a_site_gets_a_full_mask() -> None:
-    def written(*entries: tuple[Family, int]) -> list[list[tuple[Family, list[str]]]]:
+    def written(*entries: tuple[OpFamily, int]) -> list[list[tuple[OpFamily, list[str]]]]:
         edits = [
             steering(["v", "m"] if family == "replace_masked" else "v", [layer], family=family)
             for family, layer in entries
@@ -265,7 +265,7 @@ def test_a_row_of_a_run_that_is_gone_is_refused_and_takes_nothing(tmp_path: Path
 
 
 def test_entries_take_a_row_of_their_own_only_where_order_needs_it() -> None:
-    def rows(*written: tuple[Family, Any, int]) -> list[list[Family]]:
+    def rows(*written: tuple[OpFamily, Any, int]) -> list[list[OpFamily]]:
         edits = [
             steering("v", [layer], "pre_attn", positions, family)
             for family, positions, layer in written
@@ -356,7 +356,7 @@ def test_row_keys_and_digests_cover_what_affects_the_result() -> None:
     ],
 )
 def test_unapplicable_configurations_are_refused_and_take_no_row(
-    family: Family, tensors: list[np.ndarray], words: str
+    family: OpFamily, tensors: list[np.ndarray], words: str
 ) -> None:
     rank = Rank()
     names = [rank.vector(values) for values in tensors]

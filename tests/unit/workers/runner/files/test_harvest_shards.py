@@ -22,7 +22,7 @@ from midstream.storage.shards import (
 )
 from midstream.storage.store import open_store
 from midstream.workers.runner.files.finished_rows import FinishedCapture
-from midstream.workers.runner.files.harvest_shards import Harvest
+from midstream.workers.runner.files.harvest_shards import OpenShards
 
 WIDTH = 8
 SITES = {"post_block": [1, 3]}
@@ -86,7 +86,7 @@ def read(root: Path, key: str) -> dict[str, np.ndarray]:
 
 
 def test_a_shard_is_written_once_its_last_sequence_is_in(tmp_path: Path) -> None:
-    consumer = Harvest()
+    consumer = OpenShards()
     captures = [
         finished(tmp_path, index, 3, [(5 + index, 0, 0, 4)], shuffle=9) for index in (2, 0, 1)
     ]
@@ -112,7 +112,7 @@ def test_a_shard_is_written_once_its_last_sequence_is_in(tmp_path: Path) -> None
 
 
 def test_keys_of_packed_sequences_are_positions_in_documents(tmp_path: Path) -> None:
-    (outcome,) = Harvest().consume([finished(tmp_path, 0, 1, [(3, 7, 0, 2), (4, 0, 2, 3)])])
+    (outcome,) = OpenShards().consume([finished(tmp_path, 0, 1, [(3, 7, 0, 2), (4, 0, 2, 3)])])
     made = read(tmp_path, outcome.files[0].path)
     assert made["documents"].tolist() == [3, 3, 4, 4, 4]
     assert made["positions"].tolist() == [7, 8, 0, 1, 2]
@@ -120,7 +120,7 @@ def test_keys_of_packed_sequences_are_positions_in_documents(tmp_path: Path) -> 
 
 def test_generated_rows_are_flagged_and_thinned(tmp_path: Path) -> None:
     capture = finished(tmp_path, 0, 1, [(3, 0, 0, 8)], prompt_tokens=3, prompt=[1], every=2)
-    (outcome,) = Harvest().consume([capture])
+    (outcome,) = OpenShards().consume([capture])
     made = read(tmp_path, outcome.files[0].path)
     assert made["positions"].tolist() == [1, 3, 5, 7]
     assert made["generated"].tolist() == [0, 1, 1, 1]
@@ -133,7 +133,7 @@ def test_generated_rows_are_flagged_and_thinned(tmp_path: Path) -> None:
 def test_rows_are_stored_in_the_dtype_that_was_asked_for(
     tmp_path: Path, computed: str, asked: Any
 ) -> None:
-    (outcome,) = Harvest().consume(
+    (outcome,) = OpenShards().consume(
         [finished(tmp_path, 0, 1, [(0, 0, 0, 4)], computed=computed, dtype=asked)]
     )
     dtype = computed if asked == "model" else asked
@@ -173,7 +173,7 @@ def test_a_row_that_is_not_finite_stays_so() -> None:
 
 
 def test_a_store_that_cannot_be_written_is_the_reason_and_a_repeat_works(tmp_path: Path) -> None:
-    consumer, root = Harvest(), tmp_path / "file"
+    consumer, root = OpenShards(), tmp_path / "file"
     root.write_text("not a folder")
     first = [
         consumer.consume([finished(root, index, 2, [(index, 0, 0, 2)])])[0] for index in range(2)
@@ -190,7 +190,7 @@ def test_a_store_that_cannot_be_written_is_the_reason_and_a_repeat_works(tmp_pat
 
 
 def test_unfinished_shards_of_stopped_attempts_are_let_go(tmp_path: Path) -> None:
-    consumer = Harvest()
+    consumer = OpenShards()
     for number in range(3 * SHARDS_AT_ONCE):
         consumer.consume([finished(tmp_path, 0, 2, [(0, 0, 0, 2)], key=f"shards/u{number}")])
     assert len(consumer._shards) == SHARDS_AT_ONCE + 1

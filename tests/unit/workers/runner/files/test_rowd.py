@@ -18,7 +18,7 @@ from plane_kit import Rig, capturing, run
 from rank_kit import stream_of
 
 from midstream.workers.runner.base.backlog import Backlog
-from midstream.workers.runner.files.streams import Stream
+from midstream.workers.runner.files.streams import RecordingFile
 from midstream.workers.runner.plane import data_plane
 from midstream.workers.runner.rows import connect, link
 from midstream.workers.runner.rows.delivery import ForwardedReceipts
@@ -100,14 +100,14 @@ def test_a_rank_whose_process_dies_gives_up_and_nothing_is_half_done(
 def test_a_stream_that_cannot_take_its_rows_fails_its_capture_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    def breaks(stream: Stream, *arguments: Any) -> None:
+    def breaks(stream: RecordingFile, *arguments: Any) -> None:
         opened = arguments[0] if broken == "__init__" else stream.opened
         if opened.spec.job == two[0].tracked.spec.job:
             raise MemoryError
         works(stream, *arguments)
 
-    works = getattr(Stream, broken)
-    monkeypatch.setattr(Stream, broken, breaks)
+    works = getattr(RecordingFile, broken)
+    monkeypatch.setattr(RecordingFile, broken, breaks)
     rig, two = Rig(tmp_path, capture_window_mib=0), (capturing(1), capturing(2))
     for request in two:
         request.max_tokens = 4

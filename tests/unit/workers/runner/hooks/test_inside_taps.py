@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import INSIDE
-from midstream.workers.runner.files.finished_rows import Columns
+from midstream.workers.runner.files.finished_rows import BankColumns
 from midstream.workers.runner.hooks.attention_kinds import kind_of
 from midstream.workers.runner.plane.inside_hooks import Group, Inner, _wrap, find
 
@@ -258,7 +258,7 @@ def test_edited_rows_take_the_place_of_what_a_module_gets_and_gives(as_tuple: bo
     columns alone.
     """
     given = torch.arange(24.0).view(2, 12)
-    columns = Columns(RowShape(heads=1, width=4), 0, 4)
+    columns = BankColumns(RowShape(heads=1, width=4), 0, 4)
 
     class Doubling(nn.Module):
         def forward(self, first: torch.Tensor, second: torch.Tensor) -> Any:

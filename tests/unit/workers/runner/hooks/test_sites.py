@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.kernels import IDLE, in_family
-from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, SITE, Planned
+from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, SITE, OpInputs
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.schemas.requests.interventions import PLACE
 from midstream.workers.runner.hooks import sites as site_module
@@ -25,7 +25,7 @@ from midstream.workers.runner.hooks.architectures import (
     Variant,
     _materialised,
 )
-from midstream.workers.runner.hooks.sites import Buffers, Site, Sizes, install, warm_up
+from midstream.workers.runner.hooks.sites import Buffers, RankSite, Sizes, install, warm_up
 
 HIDDEN, TOKENS = 8, 5
 SIZES = Sizes(ring_rows=256, capacity=TOKENS, lists=256, patterns=2, configurations=2, entries=8)
@@ -127,13 +127,13 @@ def toy(kind: str) -> tuple[nn.Module, Adapter]:
 
 def put(
     model: nn.Module, adapter: Adapter, hooks: tuple[Hook, ...] = HOOKS, always: bool = False
-) -> tuple[list[Site], Buffers]:
+) -> tuple[list[RankSite], Buffers]:
     return install(
         model, adapter, SIZES, hooks, dtype=torch.float32, device=torch.device("cpu"), always=always
     )
 
 
-def capture_all(sites: list[Site], buffers: Buffers, port: Any = BEFORE) -> None:
+def capture_all(sites: list[RankSite], buffers: Buffers, port: Any = BEFORE) -> None:
     """Every site's tokens to the ring, site after site."""
     for index, site in enumerate(sites):
         site.busy = True
@@ -143,14 +143,14 @@ def capture_all(sites: list[Site], buffers: Buffers, port: Any = BEFORE) -> None
     buffers.lists[1:] = torch.arange(255)  # the tokens, and the rows of the ring
 
 
-def captured(sites: list[Site], buffers: Buffers) -> dict[tuple[Hook, int], torch.Tensor]:
+def captured(sites: list[RankSite], buffers: Buffers) -> dict[tuple[Hook, int], torch.Tensor]:
     return {
         (site.hook, site.layer): buffers.ring[i * TOKENS : (i + 1) * TOKENS].clone()
         for i, site in enumerate(sites)
     }
 
 
-def launch(sites: list[Site], buffers: Buffers, index: int) -> None:
+def launch(sites: list[RankSite], buffers: Buffers, index: int) -> None:
     """The launch of this site has something to do, as the planner says it."""
     for place in range(max(place for place in range(index + 1) if sites[place].leads), index + 1):
         sites[place].busy = True
@@ -158,7 +158,12 @@ def launch(sites: list[Site], buffers: Buffers, index: int) -> None:
 
 
 def edit(
-    sites: list[Site], buffers: Buffers, hook: Hook, layer: int, vector: torch.Tensor, token: int
+    sites: list[RankSite],
+    buffers: Buffers,
+    hook: Hook,
+    layer: int,
+    vector: torch.Tensor,
+    token: int,
 ) -> None:
     """Add `vector` to one row at one site."""
     index = next(i for i, site in enumerate(sites) if (site.hook, site.layer) == (hook, layer))
@@ -367,7 +372,7 @@ def test_a_hook_that_the_model_lacks_is_refused_by_name(variant: Variant, words:
 
 
 def test_the_buffers_are_the_arguments_of_the_ops_in_their_order() -> None:
-    assert tuple(field.name for field in fields(Buffers)) == ("ring", *Planned._fields)
+    assert tuple(field.name for field in fields(Buffers)) == ("ring", *OpInputs._fields)
 
 
 # -- sites that share a launch

@@ -7,7 +7,7 @@ from rank_kit import view_of
 
 from midstream.schemas.requests.specs import Grade, RankSpec
 from midstream.workers.runner.base.engine_step import StepView
-from midstream.workers.runner.plane.batch import Batch
+from midstream.workers.runner.plane.batch import StepBatch
 from midstream.workers.runner.plane.grading import KEPT, Grading, lacking, tap
 from midstream.workers.runner.rows.planner import Tracked
 
@@ -38,7 +38,7 @@ def step(
     found = view_of(*((str(n), first, count) for n, (_, first, count, _) in enumerate(windows)))
     view = StepView(found.ids, found.counts, found.positions, [window[3] for window in windows])
     mine = {str(n): tracked for n, (tracked, *_) in enumerate(windows) if tracked is not None}
-    grading.plan(Batch(view, mine), view)
+    grading.plan(StepBatch(view, mine), view)
     return grading.take(logits)
 
 
@@ -168,7 +168,7 @@ def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
     tap(model, grading.take)
     model.compute_logits(logits_of(9))
     view = view_of(("0", 0, PROMPT))
-    grading.plan(Batch(view, {"0": tracked}), view)
+    grading.plan(StepBatch(view, {"0": tracked}), view)
     sampled = model.compute_logits(logits_of(1))
     model.compute_logits(logits_of(1, seed=1))
     assert tracked.graded is not None

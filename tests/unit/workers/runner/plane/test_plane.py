@@ -23,10 +23,10 @@ from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream import __version__
 from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
-from midstream.schemas.artifacts.probes import Action
+from midstream.schemas.artifacts.probes import ProbeAction
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
-from midstream.schemas.prompts.selectors import PositionSelector, Window, select
+from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow, select
 from midstream.schemas.readings.lens import StoredLens
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.source_runs import RunRow, row_name
@@ -71,7 +71,7 @@ def test_a_cancelled_request_is_not_reported_and_leaves_nothing(rig: Rig) -> Non
     assert rig.receipts() == []
 
 
-@pytest.mark.parametrize("positions", ["all", "all_generated", Window(start=6), [0, 5]])
+@pytest.mark.parametrize("positions", ["all", "all_generated", PositionWindow(start=6), [0, 5]])
 def test_rows_beyond_the_end_are_not_counted_as_applied(
     rig: Rig, positions: PositionSelector
 ) -> None:
@@ -508,7 +508,7 @@ def test_another_adapter_is_found_in_a_step_that_repeats(
 
 
 @pytest.mark.parametrize("action", ["flag", "stop"])
-def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Action) -> None:
+def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: ProbeAction) -> None:
     request, other = probed(rig, action), probed(rig, action, number=2)
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
     rows = [rig.left("post_block", 1)[:6]]
@@ -528,7 +528,7 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Act
 @pytest.mark.parametrize("action", ["flag", "stop"])  # scored lazily, and at each step
 @pytest.mark.parametrize("late", [7, 8, 9])  # an edit that fails it; 8: as it ends; 9: none
 def test_a_failed_request_reports_what_its_policies_decided_so_far(
-    tmp_path: Path, action: Action, late: int
+    tmp_path: Path, action: ProbeAction, late: int
 ) -> None:
     """Even on a rank that reports no scores otherwise: only the first failure counts."""
     rig = Rig(tmp_path, rank=1, world=2)

@@ -16,7 +16,7 @@ from midstream.schemas.requests.specs import Grade
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.edits.prepared_rows import PreparedRows
 from midstream.workers.runner.edits.steering_tables import Tables
-from midstream.workers.runner.files.writer import Writer
+from midstream.workers.runner.files.writer import CaptureWriter
 from midstream.workers.runner.plane.grading import Grading
 from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.plane.reentry import Reentry, ReentryGate
@@ -48,7 +48,7 @@ ACTORS: dict[type, tuple[str, ...]] = {
     Reports: ("over",),
     Rank: ("forward",),
     Adapters: ("account",),
-    Writer: ("close",),
+    CaptureWriter: ("close",),
     Outbox: ("flush", "close"),
 }
 

@@ -12,9 +12,9 @@ from rank_kit import view_of
 from torch import nn
 
 from midstream.schemas.prompts.selectors import PositionSelector
-from midstream.schemas.requests.specs import Entry, RankSpec, StoredCapture, StoredSteering
+from midstream.schemas.requests.specs import EntryPoint, RankSpec, StoredCapture, StoredSteering
 from midstream.workers.runner.base.engine_step import RequestRows
-from midstream.workers.runner.plane.batch import Batch
+from midstream.workers.runner.plane.batch import StepBatch
 from midstream.workers.runner.plane.reentry import (
     Reentry,
     ReentryGate,
@@ -46,7 +46,7 @@ def cell(
     fields = {
         "steering": [patch(at or [layer], [6])],
         "first_affected": 6,
-        "entry": Entry(run=run, layer=layer),
+        "entry": EntryPoint(run=run, layer=layer),
     } | fields
     return RankSpec(
         **{
@@ -212,7 +212,7 @@ def plan(entering: Reentry, *step: tuple[RankSpec, int, int]) -> tuple[list[str]
     """The reasons of the requests that failed, and how many rows the step has."""
     view = view_of(*((str(number), first, count) for number, (_, first, count) in enumerate(step)))
     tracked = {str(number): Tracked(spec) for number, (spec, _, _) in enumerate(step)}
-    entering.plan(Batch(view, tracked), view)
+    entering.plan(StepBatch(view, tracked), view)
     return cast("Failures", entering._requests).reasons, view.num_rows
 
 
@@ -283,5 +283,5 @@ def test_reentry_decisions_ignore_rank_state() -> None:
     forward = entering(gate, "j.0.base")
     tracked = Tracked(msgspec.structs.replace(cell(3)), failure="no", reported=True)
     view = view_of(("0", 4, 6))
-    forward.plan(Batch(view, {"0": tracked}), view)
+    forward.plan(StepBatch(view, {"0": tracked}), view)
     assert gate.begin == 3

@@ -20,11 +20,11 @@ from refusal_kit import refuses
 import midstream
 from midstream.client.probes import fit
 from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
-from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.limits import MAX_DECISIONS
 from midstream.workers.runner.probes import deciders, watches as watches_module
 from midstream.workers.runner.probes.gates import open_among, shown
-from midstream.workers.runner.probes.kinds import Kind
+from midstream.workers.runner.probes.kinds import ProbeGroup
 from midstream.workers.runner.probes.probe_news import (
     SCORES,
     STOPPED_BY,
@@ -33,11 +33,15 @@ from midstream.workers.runner.probes.probe_news import (
     Scored,
 )
 from midstream.workers.runner.probes.watches import ProbeError, Watch
-from midstream.workers.runner.probes.weight_stacks import Side, Stacks
+from midstream.workers.runner.probes.weight_stacks import ProbedRows, Stacks
 
 
 def probe(
-    threshold: float | None, action: Action = "stop", *, name: str = "p", aggregation: str = "last"
+    threshold: float | None,
+    action: ProbeAction = "stop",
+    *,
+    name: str = "p",
+    aggregation: str = "last",
 ) -> StoredProbe:
     content = ProbeContent(
         hook="post_block",
@@ -102,7 +106,7 @@ def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
     probes = [[probe(limit, name=kind, aggregation=kind) for kind in kinds] for limit in (0.6, 1.0)]
     rng, together, alone = np.random.default_rng(5), [], []
     for into in (together, alone):
-        shared = [Kind(each) for each in probes]
+        shared = [ProbeGroup(each) for each in probes]
         into += [
             Watch(str(number), probes[number % 2], kind=shared[number % 2]) for number in range(9)
         ]
@@ -149,7 +153,7 @@ def test_more_positions_than_there_is_room_for_at_first() -> None:
 def test_watches_keep_their_scores_while_others_come_grow_and_go() -> None:
     """All scores of a kind are in one table, which goes with the last watch."""
     rng, made = random.Random(6), [probe(1e9, aggregation="max")]
-    kind = Kind(made)
+    kind = ProbeGroup(made)
     live: list[tuple[Watch, list[float]]] = []
     for step in range(200):
         if len(live) < 70 and rng.random() < 0.6:
@@ -494,7 +498,7 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
             probes_of(*(rng.choice([None, random_policy(rng)]) for _ in range(width)))
             for width in (1, 8, 16)
         ]
-        shared = [Kind(probes) for probes in kinds]
+        shared = [ProbeGroup(probes) for probes in kinds]
         watches, tables, prompts, heard = [], [], [], []
         for number in range(9):
             probes = [inheriting(probe, rng.choice(["", "", "j"])) for probe in kinds[number % 3]]
@@ -629,7 +633,7 @@ def test_versions_of_a_policy_do_not_share_conditions() -> None:
     """A plan is kept for requests with the same probes, and has the conditions."""
     vectors: Any = SimpleNamespace(get=lambda name, shape: torch.zeros(shape))
     stacks = Stacks(vectors, 4)
-    side = Side("before", {("post_block", 0): 0}, b"")
+    side = ProbedRows("before", {("post_block", 0): 0}, b"")
     first, second = policy(at_least=1.0), msgspec.structs.replace(policy(at_least=2.0), digest="e")
     plans = [stacks.plan(probes_of(each), [side]) for each in (first, second, first)]
     assert [plan.kind.deciders.at_least.tolist() for plan in plans] == [[1.0], [2.0], [1.0]]

@@ -33,10 +33,10 @@ from midstream.storage.formats.sae_files import (
 )
 from midstream.storage.formats.tuned_files import FILE, check_on
 from midstream.workers.runner.files.finished_rows import FinishedCapture
-from midstream.workers.runner.hooks.output_head import Shard
+from midstream.workers.runner.hooks.output_head import VocabularyShard
 from midstream.workers.runner.readings import features, sae
-from midstream.workers.runner.readings.logit_lens import Lens
-from midstream.workers.runner.readings.readings import Readings, own_stream
+from midstream.workers.runner.readings.logit_lens import LensReader
+from midstream.workers.runner.readings.readings import ReadingConsumer, own_stream
 from midstream.workers.runner.readings.sae import Autoencoder, load
 from midstream.workers.runner.readings.tuned_lenses import TunedMaps
 
@@ -55,7 +55,9 @@ class PlainHead:
 
     def __init__(self, number: int, count: int, only: list[int] | None = None) -> None:
         step = -(-VOCABULARY // count)
-        self.shard = Shard(number * step, min((number + 1) * step, VOCABULARY), number, count)
+        self.shard = VocabularyShard(
+            number * step, min((number + 1) * step, VOCABULARY), number, count
+        )
         self._weight = HEAD[self.shard.start : self.shard.stop] if only is None else HEAD[only]
 
     def norm(self, rows: torch.Tensor) -> torch.Tensor:
@@ -95,7 +97,7 @@ def capture(reading: StoredLens | None = None, **more: object) -> FinishedCaptur
 def parts(count: int) -> list[LensPart]:
     made = []
     for number in range(count):
-        lens = Lens(PlainHead(number, count))  # type: ignore[arg-type]
+        lens = LensReader(PlainHead(number, count))  # type: ignore[arg-type]
         made.append(lens(capture(prepared=PlainHead(0, 1, NAMED) if count > 1 else None), 0))
     return made
 
@@ -151,7 +153,7 @@ def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch
     sizes: list[int] = []
     head = PlainHead(0, 1)
     monkeypatch.setattr(head, "norm", lambda rows: sizes.append(len(rows)) or rows)
-    assert to_msgpack(Lens(head)(capture(), 0)) == to_msgpack(parts(1)[0])  # type: ignore[arg-type]
+    assert to_msgpack(LensReader(head)(capture(), 0)) == to_msgpack(parts(1)[0])  # type: ignore[arg-type]
     assert max(sizes) == 2
 
 
@@ -166,19 +168,19 @@ def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_reading_of_missing_or_broken_rows_fails(changed: dict[str, object], words: str) -> None:
-    consumer = Readings({StoredLens: Lens(PlainHead(0, 1))}, 1 << 20)  # type: ignore[arg-type]
+    consumer = ReadingConsumer({StoredLens: LensReader(PlainHead(0, 1))}, 1 << 20)  # type: ignore[arg-type]
     fine, broken = consumer.consume([capture(), capture(**changed)])
     assert (fine.error, part_decoder.decode(fine.rows).layers) == ("", LAYERS)
     assert (broken.error, broken.rows) == (words, b"")
 
 
 def test_a_reading_beyond_the_limit_or_without_reader_fails() -> None:
-    reader = Lens(PlainHead(0, 1))  # type: ignore[arg-type]
+    reader = LensReader(PlainHead(0, 1))  # type: ignore[arg-type]
     assert (
         "exceed the response limit of 64"
-        in Readings({StoredLens: reader}, 64).consume([capture()])[0].error
+        in ReadingConsumer({StoredLens: reader}, 64).consume([capture()])[0].error
     )
-    assert "no reader for StoredLens" in Readings({}, 1 << 20).consume([capture()])[0].error
+    assert "no reader for StoredLens" in ReadingConsumer({}, 1 << 20).consume([capture()])[0].error
 
 
 def test_an_error_in_a_reader_is_its_own_outcome() -> None:
@@ -186,7 +188,7 @@ def test_an_error_in_a_reader_is_its_own_outcome() -> None:
         raise ValueError("what it says")
 
     assert (
-        Readings({StoredLens: broken}, 1 << 20).consume([capture()])[0].error
+        ReadingConsumer({StoredLens: broken}, 1 << 20).consume([capture()])[0].error
         == "ValueError: what it says"
     )
 
@@ -211,7 +213,7 @@ def registered(root: Path, *, residual: bool = False) -> tuple[StoredTuned, dict
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_tuned_lens_is_the_formula_before_the_head(tmp_path: Path, residual: bool) -> None:
     tuned, maps = registered(tmp_path, residual=residual)
-    lens = Lens(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))  # type: ignore[arg-type]
+    lens = LensReader(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))  # type: ignore[arg-type]
     found = join_lens(0, [lens(capture(StoredLens(top_k=VOCABULARY, tuned=tuned)), 0)])
     assert found is not None
     for place, layer in enumerate(LAYERS):
@@ -226,8 +228,8 @@ def test_a_tuned_lens_is_the_formula_before_the_head(tmp_path: Path, residual: b
 
 def test_a_tuned_lens_whose_file_has_changed_fails_the_reading(tmp_path: Path) -> None:
     tuned, maps = registered(tmp_path)
-    consumer = Readings(
-        {StoredLens: Lens(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))}, 1 << 20
+    consumer = ReadingConsumer(
+        {StoredLens: LensReader(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))}, 1 << 20
     )  # type: ignore[arg-type]
     asked = capture(StoredLens(top_k=2, tuned=tuned))
     assert [consumer.consume([asked])[0].error for _ in range(2)] == ["", ""]
@@ -235,7 +237,7 @@ def test_a_tuned_lens_whose_file_has_changed_fails_the_reading(tmp_path: Path) -
     assert "has changed since it was registered" in consumer.consume([asked])[0].error
     (tmp_path / "mine" / FILE).unlink()
     assert "'mine' has no lens.safetensors" in consumer.consume([asked])[0].error
-    without = Readings({StoredLens: Lens(PlainHead(0, 1))}, 1 << 20)  # type: ignore[arg-type]
+    without = ReadingConsumer({StoredLens: LensReader(PlainHead(0, 1))}, 1 << 20)  # type: ignore[arg-type]
     assert "no tuned lenses are served" in without.consume([asked])[0].error
 
 
@@ -289,7 +291,7 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
     monkeypatch.setattr(Autoencoder, "to", noting("to the device", lambda sae, _: sae))
     monkeypatch.setattr(Autoencoder, "top", noting("encode", Autoencoder.top))
     monkeypatch.setattr(features, "own_stream", noting("own stream", nullcontext))
-    reader = features.Features([("post_block", 1)], torch.device("cuda"))
+    reader = features.FeatureReader([("post_block", 1)], torch.device("cuda"))
     reader.put(digest, "post_block", 1, str(folder))
     named = StoredSae(name="s", digest=digest, path="s", hook="post_block", layer=1, bytes=1)
     sae = reader.prepare(asked := StoredFeatures(sae=named, top_k=2))

@@ -15,11 +15,11 @@ from plane_kit import Rig, capturing, run, steered
 from rank_kit import Request, steering, stream_of, view_of
 
 from midstream.kernels.plan import CAPTURED_AFTER, LARGEST_SIZE
-from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.prompts.selectors import PositionWindow
 from midstream.workers.runner.base.engine_step import Finish
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.files.edit_sizes import SPAN, CountedSizes
-from midstream.workers.runner.hooks.sites import Site
+from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.rows import finite_check
 from midstream.workers.runner.rows.arena import Arena
 from midstream.workers.runner.rows.edit_sizes import RequestSizes, SizeTable, StepSizes
@@ -159,7 +159,7 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(
 
 
 def test_an_idle_step_is_not_observed(rig: Rig) -> None:
-    request = Request(1, 6, 9, (), [steering(rig.vector(1.0), [0], "pre_attn", Window(20))])
+    request = Request(1, 6, 9, (), [steering(rig.vector(1.0), [0], "pre_attn", PositionWindow(20))])
     seen: list[Any] = []
     take = rig.plane._banks.first.finite.take
     rig.plane._banks.first.finite.take = lambda *given: [seen.append(given[2]), take(*given)][1]  # type: ignore[method-assign]
@@ -196,7 +196,12 @@ def clamping(
 
 
 def test_an_edit_that_overflows_fails_its_request_alone(rig: Rig) -> None:
-    run(rig, clamping(rig, 1, 3e38, Window(2)), clamping(rig, 2, 1.0, Window(2)), capturing(3))
+    run(
+        rig,
+        clamping(rig, 1, 3e38, PositionWindow(2)),
+        clamping(rig, 2, 1.0, PositionWindow(2)),
+        capturing(3),
+    )
     receipts = rig.told()
     assert receipts["j1"].kind == "intervention_failed"
     assert (
@@ -207,13 +212,13 @@ def test_an_edit_that_overflows_fails_its_request_alone(rig: Rig) -> None:
 
 
 def test_the_first_site_at_which_an_edit_overflows_is_named(rig: Rig) -> None:
-    run(rig, clamping(rig, 1, 3e38, Window(2), layers=(0, 1)))
+    run(rig, clamping(rig, 1, 3e38, PositionWindow(2), layers=(0, 1)))
     assert "clamp produced a non-finite row at post_block of layer 0" in rig.told()["j1"].message
 
 
 def test_what_earlier_steps_left_is_read_for_no_later_request(rig: Rig) -> None:
     """Rows of the step, at the site, which the later request does not edit."""
-    run(rig, clamping(rig, 1, 3e38, Window(2)))
+    run(rig, clamping(rig, 1, 3e38, PositionWindow(2)))
     run(rig, clamping(rig, 2, 1.0, [3]))
     assert rig.told()["j1"].kind == "intervention_failed"
     later = rig.told()["j2"]
@@ -237,7 +242,7 @@ def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(
 ) -> None:
     spoil(monkeypatch, 1, 4)
     # of the second, position 1 precedes every edit
-    plain, later = capturing(1), clamping(rig, 2, 1.0, Window(3))
+    plain, later = capturing(1), clamping(rig, 2, 1.0, PositionWindow(3))
     rig.step(
         (plain, 0, 6), (later, 0, 6), new=[plain, later], hidden=[0, np.nan, 0, 0, np.nan, 0] * 2
     )
@@ -306,7 +311,7 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
 
 # --- Relative sizes of edits
 
-SITES = [Site("post_block", layer, "pair") for layer in range(4)]
+SITES = [RankSite("post_block", layer, "pair") for layer in range(4)]
 NONE = np.zeros((0, 4), dtype=bool)
 DUE = Due(np.zeros((4, 3), dtype=np.int32), [], [], NONE, NONE)
 NAN = math.nan

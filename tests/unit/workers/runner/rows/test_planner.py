@@ -23,7 +23,7 @@ from rank_kit import (
 )
 
 from midstream.kernels.plan import AFTER, ALIKE, ALIKE_FROM, BEFORE
-from midstream.schemas.prompts.selectors import HOOKS, Window, select
+from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, select
 from midstream.schemas.requests.specs import SteeringRow, columns_of
 from midstream.workers.runner.hooks.sites import Buffers
 from midstream.workers.runner.rows import buffers
@@ -57,8 +57,8 @@ def test_captures_chunks_batches_and_repeats_give_every_row_its_own_place(
             start, length = int(rng.integers(0, prompt)), int(rng.integers(1, 9))
             written = [
                 sorted({int(p) for p in rng.integers(0, prompt, 3)}),
-                Window(start=start),
-                Window(start=start, stop=start + length),
+                PositionWindow(start=start),
+                PositionWindow(start=start, stop=start + length),
             ]
             choices = ["all", "all_prompt", "all_generated", "last_prompt", *written]
             chosen = choices[rng.integers(len(choices))]
@@ -107,7 +107,12 @@ def test_two_captures_that_name_the_same_rows_share_them_in_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("positions", "touched"),
-    [(Window(start=2), 6), (Window(start=5, stop=7), 2), ([1, 4], 2), ("all_generated", 2)],
+    [
+        (PositionWindow(start=2), 6),
+        (PositionWindow(start=5, stop=7), 2),
+        ([1, 4], 2),
+        ("all_generated", 2),
+    ],
 )
 def test_a_position_counts_as_applied_once_however_often_it_is_computed(
     positions, touched: int
@@ -123,7 +128,9 @@ def test_a_position_counts_as_applied_once_however_often_it_is_computed(
 
 SELECTORS = st.one_of(
     st.sets(st.integers(0, 9), max_size=4).map(sorted),
-    st.builds(Window, start=st.integers(0, 12), stop=st.one_of(st.none(), st.integers(0, 12))),
+    st.builds(
+        PositionWindow, start=st.integers(0, 12), stop=st.one_of(st.none(), st.integers(0, 12))
+    ),
     st.sampled_from(["all", "all_prompt", "last_prompt", "all_generated"]),
 )
 
@@ -298,9 +305,9 @@ def decoding(*, elsewhere: bool) -> tuple[Rank, list[Request]]:
     name = rank.vector(np.ones(HIDDEN))
     kinds: list[tuple] = [
         ("all", "all_generated"),
-        ("last_prompt", Window(start=8, stop=17)),
+        ("last_prompt", PositionWindow(start=8, stop=17)),
         ([2, 5], "all"),
-        (Window(start=14), "last_prompt"),
+        (PositionWindow(start=14), "last_prompt"),
     ]
     requests = []
     for number, (captured, edited) in enumerate(kinds):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.base.landings import LANDED, Landing
 from midstream.workers.runner.edits.steering_tables import VectorStore
 from midstream.workers.runner.files.extents import Extent
-from midstream.workers.runner.hooks.sites import Site
+from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.plane import probe_scores
 from midstream.workers.runner.plane.probe_scores import _CHUNK, Scorer
 from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
@@ -23,7 +23,9 @@ from midstream.workers.runner.rows.capture import Ports, Recording
 from midstream.workers.runner.rows.scored_rows import reused_rows
 
 HIDDEN, LAYERS = 16, 3
-PORTS = Ports([Site("post_block", layer, "single") for layer in range(LAYERS)], HIDDEN, "float32")
+PORTS = Ports(
+    [RankSite("post_block", layer, "single") for layer in range(LAYERS)], HIDDEN, "float32"
+)
 rng = np.random.default_rng(0)
 
 
@@ -31,7 +33,7 @@ class Weights:
     """Random ones, of `k` labels at a layer, kept in a store."""
 
     def __init__(
-        self, vectors: VectorStore, layer: int, k: int, name: str, action: Action = "stop"
+        self, vectors: VectorStore, layer: int, k: int, name: str, action: ProbeAction = "stop"
     ) -> None:
         self.weight, self.bias = (
             rng.normal(size=shape).astype(np.float32) for shape in ((k, HIDDEN), (k,))
@@ -119,7 +121,7 @@ def test_scores_of_a_step_equal_numpy() -> None:
 class Steps:
     """Requests with a probe each, at layer 0, and steps that compute rows of them."""
 
-    def __init__(self, *actions: Action, streams: bool = False, span: int = 16) -> None:
+    def __init__(self, *actions: ProbeAction, streams: bool = False, span: int = 16) -> None:
         vectors, self._memory = VectorStore(), BankRows(Arena(0), HIDDEN, torch.float32)
         self.scorer = Scorer(vectors, HIDDEN)
         self.weights = [
@@ -195,7 +197,7 @@ def test_a_request_that_is_over_is_scored_and_others_wait_on() -> None:
 
 @pytest.mark.parametrize(("action", "streams"), [("stop", False), ("steer", False), ("flag", True)])
 def test_scores_that_somebody_waits_for_are_there_after_the_step(
-    action: Action, streams: bool
+    action: ProbeAction, streams: bool
 ) -> None:
     steps = Steps(action, "none", streams=streams)
     steps.take((1, 0, 2), (0, 0, 2))

@@ -21,13 +21,13 @@ from s3_kit import FaultProxy
 from safetensors.numpy import load_file
 
 from midstream.client import CaptureReader
-from midstream.schemas.prompts.selectors import HOOKS, PositionSelector, Span, Window
+from midstream.schemas.prompts.selectors import HOOKS, PositionSelector, PositionWindow, Span
 from midstream.schemas.prompts.windows import Around, HeadAndTail, When
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.file_store import FileDraft, FileStore, FileWriter
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.files import streams
-from midstream.workers.runner.files.streams import Stream
+from midstream.workers.runner.files.streams import RecordingFile
 from midstream.workers.runner.rows.capture import SPAN
 
 WIDE = {hook: [0, 1] for hook in HOOKS}
@@ -112,7 +112,7 @@ def request_recording(rig: Rig, request: Request) -> Any:
     return rig.plane._tracked[str(request.number)].recordings[0]
 
 
-def written(rig: Rig, request: Request) -> Stream:
+def written(rig: Rig, request: Request) -> RecordingFile:
     return rig.desk._streams[request_recording(rig, request).stream.begun]
 
 
@@ -354,7 +354,8 @@ def within(window: Span) -> list[int]:
 
 @pytest.mark.parametrize("head", [15, 16, 17, 32, 64])
 @pytest.mark.parametrize(
-    ("positions", "every_n"), [("all", 1), (Window(start=1), 1), (Window(start=1, step=2), 3)]
+    ("positions", "every_n"),
+    [("all", 1), (PositionWindow(start=1), 1), (PositionWindow(start=1, step=2), 3)],
 )
 def test_a_head_counts_captured_positions(
     tmp_path: Path,

@@ -30,7 +30,7 @@ from midstream.workers.runner.support.drafters import (
     check_loaded,
     verdict,
 )
-from midstream.workers.runner.support.rules import Rule
+from midstream.workers.runner.support.rules import SettingRule
 
 #: Of a served method another value of each field that has a condition.
 OTHER_VALUES: dict[str, Any] = {
@@ -94,7 +94,7 @@ def test_without_drafts_nothing_is_refused() -> None:
     assert verdict(SimpleNamespace(speculative_config=None)) == ([], [])  # type: ignore[arg-type]
 
 
-def option_of(rule: Rule) -> str:
+def option_of(rule: SettingRule) -> str:
     """The field of vLLM's `SpeculativeConfig`; empty for a rule on another section."""
     section, _, name = rule.name.partition(".")
     return name if section == "speculative_config" else ""

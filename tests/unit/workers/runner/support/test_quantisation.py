@@ -31,8 +31,8 @@ from midstream.workers.runner.support.quantisation import (
     MEASURED,
     REFUSED,
     W4A8,
-    Facts,
     UnsupportedQuantisationError,
+    WeightFacts,
     judge,
     refuse_gguf,
     refuse_shared_scales,
@@ -40,23 +40,25 @@ from midstream.workers.runner.support.quantisation import (
 )
 
 
-def facts(form: str, **changes: Any) -> Facts:
+def facts(form: str, **changes: Any) -> WeightFacts:
     """Of a checkpoint in this format, in bf16 on a CPU without AMX unless `changes` says
     otherwise.
     """
     raw = (FORMATS | OTHERS)[form].config
     method = raw["quant_method"]
-    return Facts(method, raw, *roundings(method, raw))._replace(**changes)
+    return WeightFacts(method, raw, *roundings(method, raw))._replace(**changes)
 
 
-def other(method: str, **changes: Any) -> Facts:
-    return Facts(method, {"quant_method": method}, frozenset(), frozenset())._replace(**changes)
+def other(method: str, **changes: Any) -> WeightFacts:
+    return WeightFacts(method, {"quant_method": method}, frozenset(), frozenset())._replace(
+        **changes
+    )
 
 
-def ct(weights: dict[str, Any], activations: dict[str, Any]) -> Facts:
+def ct(weights: dict[str, Any], activations: dict[str, Any]) -> WeightFacts:
     """A checkpoint of compressed-tensors."""
     raw = {"config_groups": {"group_0": {"weights": weights, "input_activations": activations}}}
-    return Facts("compressed-tensors", raw, *roundings("compressed-tensors", raw))
+    return WeightFacts("compressed-tensors", raw, *roundings("compressed-tensors", raw))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_the_name_says_how_weights_and_activations_are_rounded(form: str, name: 
     ],
 )
 def test_what_this_machine_cannot_compute_is_refused_with_the_reason(
-    case: Facts, reason: str
+    case: WeightFacts, reason: str
 ) -> None:
     with pytest.raises(UnsupportedQuantisationError, match=reason) as refusal:
         judge(case)
@@ -120,7 +122,7 @@ def test_what_this_machine_cannot_compute_is_refused_with_the_reason(
     ],
 )
 def test_caveats_say_in_what_rows_differ(
-    case: Facts, caveats: list[str], monkeypatch: pytest.MonkeyPatch
+    case: WeightFacts, caveats: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(W4A8, "0")
     found = judge(case).caveats

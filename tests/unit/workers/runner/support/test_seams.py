@@ -12,7 +12,7 @@ from tree import ROOT, imports_of, sources
 from midstream.workers.runner.support import replacements, seams
 from midstream.workers.runner.support.seam_table import SEAMS, Seam
 from midstream.workers.runner.support.seams import SeamError, mismatches, verify
-from midstream.workers.runner.support.vllm_source import Source, installed
+from midstream.workers.runner.support.vllm_source import VllmFolder, installed
 
 #: Versions that are not installed, with signatures in `tests/data`.
 EXTRACTED = ("0.33.0",)
@@ -180,7 +180,7 @@ def test_every_user_of_a_seam_exists() -> None:
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Source:
+def package(tmp_path: Path) -> VllmFolder:
     """A `vllm` with a class in two parts."""
     folder = tmp_path / "vllm"
     (folder / "v1").mkdir(parents=True)
@@ -196,7 +196,7 @@ def package(tmp_path: Path) -> Source:
         "*, named): ...\n"
     )
     (folder / "_version.py").write_text("__version__ = version = '0.32.0'\n")
-    return Source(folder)
+    return VllmFolder(folder)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def package(tmp_path: Path) -> Source:
     ],
 )
 def test_a_mismatch_names_the_seam_what_was_expected_and_what_is_there(
-    package: Source, monkeypatch: pytest.MonkeyPatch, where: str, wanted: str, problem: str
+    package: VllmFolder, monkeypatch: pytest.MonkeyPatch, where: str, wanted: str, problem: str
 ) -> None:
     monkeypatch.setattr(seams, "SEAMS", (Seam(where, (wanted,), "adapters.py"),))
     found = list(mismatches(package))
@@ -232,7 +232,7 @@ def test_a_mismatch_names_the_seam_what_was_expected_and_what_is_there(
 
 
 def test_a_version_that_no_test_ran_with_has_a_caveat(
-    package: Source, monkeypatch: pytest.MonkeyPatch
+    package: VllmFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seams, "SEAMS", ())
     for version, caveats in (
@@ -240,4 +240,4 @@ def test_a_version_that_no_test_ran_with_has_a_caveat(
         ("0.34.0", ["unproven: vLLM 0.34.0: all tests ran with 0.32.0 only"]),
     ):
         (package.folder / "_version.py").write_text(f"version = '{version}'\n")
-        assert verify(Source(package.folder)) == caveats
+        assert verify(VllmFolder(package.folder)) == caveats

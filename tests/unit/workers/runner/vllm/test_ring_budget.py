@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from midstream.schemas.base.ring import MOST_BYTES, plan_ring
-from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.prompts.selectors import PositionWindow
 from midstream.schemas.requests.specs import PROBED, StoredCapture
 from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.rows.overload import Overload
@@ -138,8 +138,8 @@ POSITIONS = st.one_of(
             "all_prompt",
             "last_prompt",
             "all_generated",
-            Window(start=2),
-            Window(start=1, stop=9),
+            PositionWindow(start=2),
+            PositionWindow(start=1, stop=9),
         ]
     ),
     st.lists(st.integers(0, 4), min_size=1, unique=True).map(sorted),

@@ -23,13 +23,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 
 from midstream.kernels import IDLE, STREAM, WHOLE, family, in_family, single_site
 from midstream.kernels.plan import Does, SitePlan
-from midstream.schemas.prompts.selectors import PositionSelector, Window
+from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow
 from midstream.schemas.requests.specs import RankSpec, touched
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
-from midstream.workers.runner.hooks.sites import Site
+from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.vllm.graph_families import (
-    Batch,
     Execution,
+    GraphKey,
     capture_families,
     dispatch_by_family,
 )
@@ -165,7 +165,7 @@ def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(
                 if kind == CUDAGraphMode.NONE:
                     assert found == theirs[1]
                 else:
-                    assert isinstance(found, Batch)
+                    assert isinstance(found, GraphKey)
                     assert found.family == each
                     assert found in dispatcher.cudagraph_keys[kind]
 
@@ -354,7 +354,7 @@ def test_setting_and_sites_decide_which_families_a_worker_asks_its_runner_for(
     settings = SimpleNamespace(graph_families=asked)
     monkeypatch.setattr(worker_class, "plane_config", lambda: settings)
     sites = [
-        Site(hook, 0, "pair", group=group)
+        RankSite(hook, 0, "pair", group=group)
         for hook, group in zip(("post_block", "mlp_in"), groups, strict=False)
     ]
     worker: Any = SimpleNamespace(model_runner=Runner())
@@ -386,8 +386,8 @@ def test_without_families_all_steps_are_whole(
         ("last_prompt", (5, 6)),
         ("all_generated", (6, None)),
         ([2, 4], (2, 5)),
-        (Window(start=3), (3, None)),
-        (Window(start=3, stop=9), (3, 9)),
+        (PositionWindow(start=3), (3, None)),
+        (PositionWindow(start=3, stop=9), (3, 9)),
     ],
 )
 @pytest.mark.parametrize("how", ["steering", "captures"])

@@ -1,0 +1,76 @@
+"""Does the project stay as large as it is? Who adds, names what went."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PRODUCT = ("api", "broker", "client", "kernels", "schemas", "storage", "workers")
+#: Folders → their statements, without docstrings. Lower a figure when something has gone; raising
+#: one says in its commit what the addition is worth.
+MOST = {PRODUCT: 51_700, ("tests",): 52_000, ("benchmarks",): 3_000}
+#: The most statements of a class, and lines of an `__init__.py`.
+CLASS, INIT = 300, 60
+#: Names of classes and types that may be defined more than once, and why.
+TWICE: dict[str, str] = {}
+TYPE_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
+
+
+def files(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def statements(tree: ast.AST) -> int:
+    return sum(
+        isinstance(node, ast.stmt)
+        and not (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        )
+        for node in ast.walk(tree)
+    )
+
+
+@pytest.mark.parametrize(("folders", "most"), MOST.items(), ids=("product", "tests", "benchmarks"))
+def test_no_part_grows(folders: tuple[str, ...], most: int) -> None:
+    assert sum(statements(tree) for _, tree in files(*folders)) <= most
+
+
+def test_no_class_and_no_init_is_too_large() -> None:
+    large = []
+    for path, tree in files(*PRODUCT):
+        large += [
+            f"{path}: {node.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and statements(node) > CLASS
+        ]
+        if path.name == "__init__.py" and len((ROOT / path).read_text().splitlines()) > INIT:
+            large.append(str(path))
+    assert large == []
+
+
+def test_a_type_s_name_means_one_thing() -> None:
+    found = defaultdict(list)
+    for path, tree in files(*PRODUCT):
+        for node in tree.body:
+            for name in _defined(node):
+                if TYPE_NAME.fullmatch(name):
+                    found[name].append(str(path))
+    assert {
+        name: paths for name, paths in found.items() if len(paths) > 1 and name not in TWICE
+    } == {}
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    return [target.id for target in targets if isinstance(target, ast.Name)]
