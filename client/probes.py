@@ -37,7 +37,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class TrainedProbe(Plotted):
+class Fit(Plotted):
     """A trained probe.
 
     Scores are log-odds. Two classes have a single score, that of the second; several classes have a
@@ -79,7 +79,7 @@ def fit(
     seed: int = 0,
     layer: int | None = None,
     hook: str | None = None,
-) -> TrainedProbe:
+) -> Fit:
     """Fit a logistic regression of `labels` on standardised `rows` `[n, hidden]`; the scaling is
     folded into weight and bias.
 
@@ -139,7 +139,7 @@ def fit(
         train={name: int((names[train] == name).sum()) for name in classes},
         held_out={name: counts[name] for name in classes},
     )
-    return TrainedProbe(
+    return Fit(
         weight=weight.astype(np.float32),
         bias=bias.astype(np.float32),
         labels=classes[1:] if two else classes,

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from midstream import Client, PatchStudy
-from midstream.client.sdk.answers.grid import PairGrid
+from midstream.client.sdk.answers.grid import Grid
 
 HOOKS = ["resid_pre", "attn_out", "mlp_out"]
 #: Clean, corrupt, answer, foil, the subject in both.
@@ -61,7 +61,7 @@ def spanned(fact: tuple[str, ...]) -> dict[str, object]:
     return {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil, "spans": spans}
 
 
-def table(grid: PairGrid, hook_index: int = 0) -> str:
+def table(grid: Grid, hook_index: int = 0) -> str:
     """Some layers of one hook: shares in percent, or changes in nats."""
     hook = grid.hooks[hook_index]
     rows = [layer for layer in LAYERS_SHOWN if layer in grid.layers]

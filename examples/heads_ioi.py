@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from midstream import Client, PatchStudy
-from midstream.client.sdk.answers.grid import PairGrid
+from midstream.client.sdk.answers.grid import Grid
 
 #: Names of one token each, with the space before them.
 NAMES = [
@@ -65,7 +65,7 @@ def pairs() -> list[dict[str, str]]:
     return found
 
 
-def strongest(grid: PairGrid, spread: np.ndarray, count: int = 8) -> str:
+def strongest(grid: Grid, spread: np.ndarray, count: int = 8) -> str:
     """The heads of a grid that change most, over the pairs."""
     lines = ["| head | mean | standard deviation |", "|---|---|---|"]
     for cell in grid.top(count):

@@ -12,7 +12,7 @@ from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunFile, RunFiles, run_key
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.runner.files.finished_rows import ConsumerOutcome, FinishedCapture
+from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
 from midstream.workers.runner.files.layouts import Filesystem, StoreConfig
 
 HIDDEN = 5
@@ -113,7 +113,7 @@ def write(
 ) -> list[CapturedFile]:
     """Through the consumer `filesystem`; the files of all, which must have been written."""
     store = filesystem(root, **config)
-    outcomes: list[ConsumerOutcome] = store.consume(captures)
+    outcomes: list[Outcome] = store.consume(captures)
     store.close()
     assert [outcome.error for outcome in outcomes] == [""] * len(captures)
     return [file for outcome in outcomes for file in outcome.files]

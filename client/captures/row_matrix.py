@@ -19,7 +19,7 @@ RowChoice = RowName | int
 SHOWN_RANGES = 16
 
 
-class RowOrigin(NamedTuple):
+class Sample(NamedTuple):
     """The origin of a row of a matrix."""
 
     job: str
@@ -76,16 +76,16 @@ def matrix(
 
 def samples(
     readers: "CaptureReader | Iterable[CaptureReader]", rows: RowChoice = "last"
-) -> list[RowOrigin]:
+) -> list[Sample]:
     """Return the job, request and token position of each row of `matrix(readers, …, rows=rows)`."""
     result = []
     for reader, request in _each(readers):
         positions = reader.positions(request)
         if rows == "mean":
-            result.append(RowOrigin(reader.job, request, None))
+            result.append(Sample(reader.job, request, None))
         else:
             result += [
-                RowOrigin(reader.job, request, positions[index])
+                Sample(reader.job, request, positions[index])
                 for index in _indices(reader, request, rows)
             ]
     return result

@@ -15,7 +15,7 @@ from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
 from ...schemas.service.global_capture import parse_hooks
 from .. import vectors
 from ..sdk import wire
-from ..sdk.fields import SteeringEntry
+from ..sdk.fields import Steering
 
 #: The metavar of every option that takes hooks.
 HOOKS_FORM = "HOOK[:LAYERS];…"
@@ -162,7 +162,7 @@ def sites(hooks_text: str | None, layers_text: str | None) -> dict[str, Any]:
 # --- Steering
 
 
-def steering(texts: Sequence[str] | None, option: str = "--steer") -> list[SteeringEntry]:
+def steering(texts: Sequence[str] | None, option: str = "--steer") -> list[Steering]:
     """Parse the entries in each text. Raises MidstreamError naming `option`.
 
     `joy.npy:15:4.0`, or with names: `joy.npy:10-15:hook=mlp_out:op=clamp:low=-1:high=2`. The file
@@ -170,7 +170,7 @@ def steering(texts: Sequence[str] | None, option: str = "--steer") -> list[Steer
     be omitted. `@joy:2.0` is the module `joy` at twice its strength, and
     `@joy:positions=all_generated` the same at other positions than its own.
     """
-    entries: list[SteeringEntry] = []
+    entries: list[Steering] = []
     for text in texts or ():
         source, *parts = _parts(text)
         module = source.removeprefix("@") if source.startswith("@") else None

@@ -18,9 +18,9 @@ from ...schemas.jobs.sweeps import SweepResult
 from ...storage.harvests import CompleteHarvest
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
-from ..probes import TrainedProbe
+from ..probes import Fit
 from ..sdk.answers.attribution import Attribution, attribution_of, estimated, marks
-from ..sdk.answers.grid import MEANING, PairGrid, described, grid_of, titled
+from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled
 from ..sdk.readings import Features, Lens, lens_of
 from .attention import Panel, panels_of, written
 from .readings import shown
@@ -170,7 +170,7 @@ def heatmap(
     )
 
 
-def grid_figure(grid: PairGrid, path: Path | str | None = None) -> "Figure":
+def grid_figure(grid: Grid, path: Path | str | None = None) -> "Figure":
     """Draw a grid without its sweep result, and so without prompts in the title."""
     return _saved(path, "path", lambda: _draw_grid(grid, [MEANING[grid.metric]]))
 
@@ -182,7 +182,7 @@ class _Panel(NamedTuple):
 
 
 def _draw_grid(
-    grid: PairGrid,
+    grid: Grid,
     title: list[str],
     rows: Sequence[Sequence[_Panel]] = (),
     limits: tuple[float, float] | None = None,
@@ -472,7 +472,7 @@ def probe_figure(result: ProbeResult, path: Path | str | None = None) -> "Figure
     return _chart(path, draw)
 
 
-def fit_figure(fit: TrainedProbe, path: Path | str | None = None) -> "Figure":
+def fit_figure(fit: Fit, path: Path | str | None = None) -> "Figure":
     """Draw accuracy and AUROC on the held-out rows beside those on shuffled labels."""
     metrics = fit.metrics
 
@@ -532,8 +532,8 @@ PLOTS: dict[type, Callable[..., "Figure"]] = {
     Attribution: attribution_figure,
     CaptureReader: capture_figure,
     Features: features_figure,
-    TrainedProbe: fit_figure,
-    PairGrid: grid_figure,
+    Fit: fit_figure,
+    Grid: grid_figure,
     CompleteHarvest: harvest_figure,
     JobResult: job_figure,
     Lens: lens_figure,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..frames import plotly
-from ..sdk.answers.grid import MEANING, PairGrid, titled
+from ..sdk.answers.grid import MEANING, Grid, titled
 
 if TYPE_CHECKING:
     from ..captures.reader import CaptureReader
@@ -20,7 +20,7 @@ _ROW, _AROUND = 18, 160
 _WIDTH = 420  # of a panel
 
 
-def grid_figure(grid: PairGrid) -> Any:
+def grid_figure(grid: Grid) -> Any:
     """Draw tokens by layers, one panel for each hook; one diverging scale with the unpatched value
     in its middle; effects under the pointer.
     """

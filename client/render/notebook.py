@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
-    from ..sdk.answers.grid import PairGrid
+    from ..sdk.answers.grid import Grid
     from ..sdk.mapping.map import Mapped
     from ..sdk.readings import Features, Lens
     from ..sdk.wire import Answer
@@ -205,7 +205,7 @@ def mapped_html(item: "Mapped") -> str:
     ) + _job_html(item.result)
 
 
-def grid_html(grid: "PairGrid") -> str:
+def grid_html(grid: "Grid") -> str:
     """Return the heatmap, if matplotlib is installed, and the strongest cells."""
     drawn = _png(lambda: plot(grid, None))
     return (_image("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))

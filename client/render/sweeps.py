@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.jobs.sweeps import SweepResult
-from ..sdk.answers.grid import MEANING, PairGrid, described, grid_of, titled, written
+from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled, written
 from .jobs import count, table
 
 #: Stops of the colour scale, as red, green and blue: blue over white to red.
@@ -52,7 +52,7 @@ class Heatmap:
 class _Paint:
     """Turns numbers into coloured cells; without colours, into block characters."""
 
-    def __init__(self, grid: PairGrid, colour: bool):
+    def __init__(self, grid: Grid, colour: bool):
         self.low, self.high = grid.limits
         self._colour = colour
 
@@ -73,7 +73,7 @@ class _Paint:
         return Text.assemble(f"{self.low:.3g} ", *parts, f" {self.high:.3g}")
 
 
-def _panels(grid: PairGrid, paint: _Paint, width: int) -> Iterator[RenderableType]:
+def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
     """Yield the lines of all hooks' panels, the legend, and notes on what was left out to fit."""
     names = grid.names
     shown = _strongest_columns(grid)
@@ -113,7 +113,7 @@ def _panels(grid: PairGrid, paint: _Paint, width: int) -> Iterator[RenderableTyp
         yield Text(f"the {len(shown)} of {len(names)} rows with the strongest effects", style="dim")
 
 
-def _strongest_columns(grid: PairGrid) -> list[int]:
+def _strongest_columns(grid: Grid) -> list[int]:
     """Return all columns, or the `_ROWS` columns with the strongest effects, in order."""
     if len(grid.labels) <= _ROWS:
         return list(range(len(grid.labels)))
@@ -151,7 +151,7 @@ def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> T
     return strongest_of(grid_of(result, pair), count)
 
 
-def strongest_of(grid: PairGrid, count: int = 5) -> Table:
+def strongest_of(grid: Grid, count: int = 5) -> Table:
     """Return a table of the cells of a grid with the strongest effects."""
     numbers = ("layer", "value", "effect")
     rows = [

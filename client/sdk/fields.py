@@ -51,16 +51,16 @@ Some: TypeAlias = T | Sequence[T]
 #: The fields of an object, as a dict.
 Fields = Mapping[str, Any]
 #: A vector or a matrix: numpy, torch, or lists of numbers.
-ArrayInput = np.ndarray | Sequence[Any] | Any
-#: A steering entry: a struct, or its fields with tensors as `ArrayInput`.
-SteeringEntry = SteeringSpec | Fields
-#: A patch: a struct, or its fields; `source` may be a run's name or an `ArrayInput`.
-PatchInput = PatchSpec | Fields
+Array = np.ndarray | Sequence[Any] | Any
+#: A steering entry: a struct, or its fields with tensors as `Array`.
+Steering = SteeringSpec | Fields
+#: A patch: a struct, or its fields; `source` may be a run's name or an `Array`.
+Patch = PatchSpec | Fields
 Capture = CaptureSpec | Fields
 #: Layers, heads or dimensions: "all", numbers, ranges such as "0-5,-1", or a list of them.
 Numbers = str | int | Sequence[int] | range
 #: Token positions: a name such as "all_prompt", numbers, or a part of the prompt's text.
-PositionsInput = str | int | Sequence[Any] | Span | Fields
+Positions = str | int | Sequence[Any] | Span | Fields
 HookInput = HookName | str
 #: A text, or its token ids.
 PromptInput = str | Sequence[int]
@@ -73,8 +73,8 @@ class ObservedFields(TypedDict, total=False):
     """What is done with the activations of prompts, and what is read from them."""
 
     capture: Capture | None
-    steering: Some[SteeringEntry] | None
-    patch: Some[PatchInput] | None
+    steering: Some[Steering] | None
+    patch: Some[Patch] | None
     probes: Some[str | ProbeUse | Fields] | None
     policies: Some[str] | None
     conversation: str | None
@@ -163,7 +163,7 @@ class ReadingFields(OfModel, ObservedFields, Handled, total=False):
 class FeatureFields(ReadingFields, total=False):
     """The job that reads features, and where."""
 
-    positions: PositionsInput
+    positions: Positions
     at: At | None
     max_tokens: int
     timeout: float | None
@@ -175,7 +175,7 @@ class SweepSites(OfModel, total=False):
 
     hooks: Some[HookInput] | None
     layers: Numbers | None
-    positions: PositionsInput | None
+    positions: Positions | None
     axis: Axis | None
     heads: Numbers | None
     neurons: Neurons | Fields | None
@@ -244,8 +244,8 @@ class FitFields(AnyFitFields, total=False):
     positive: Sequence[PromptInput] | None
     negative: Sequence[PromptInput] | None
     examples: Sequence[FitExample | Fields] | None
-    read: PositionsInput | None
-    positions: PositionsInput | None
+    read: Positions | None
+    positions: Positions | None
     held_out: float | None
     steps: int | None
     batch: int | None
@@ -275,7 +275,7 @@ class HarvestFields(TypedDict, total=False):
     positions: HarvestPositions | Fields | None
     at: At | None
     generate: Sampling | Fields | None
-    steering: Some[SteeringEntry] | None
+    steering: Some[Steering] | None
     lora: str | None
     dtype: str | None
     shards: HarvestShards | Fields | None
@@ -338,8 +338,8 @@ class ChatFields(OpenAIFields, total=False):
 class ProbeFields(TypedDict, total=False):
     """`PUT /v1/probes/{name}`."""
 
-    weight: ArrayInput
-    bias: ArrayInput | None
+    weight: Array
+    bias: Array | None
     layer: int
     hook: HookInput | None
     at: ProbeSide | None

@@ -32,7 +32,7 @@ from .attention import (
 )
 from .calls import Awaits, Calls, M, call
 from .captures import Captures
-from .fields import FeatureFields, Fields, Numbers, PositionsInput, ReadingFields, RunFields
+from .fields import FeatureFields, Fields, Numbers, Positions, ReadingFields, RunFields
 from .jobs import Jobs
 from .server import ServerCalls
 
@@ -207,7 +207,7 @@ class Readings(Calls[M]):
         prompt: Any,
         *,
         layers: Numbers = "all",
-        positions: PositionsInput = "all_prompt",
+        positions: Positions = "all_prompt",
         top_k: int = 5,
         tokens: Sequence[int | str] = (),
         hook: str | None = None,
@@ -262,7 +262,7 @@ class Readings(Calls[M]):
         prompt: Any,
         saes: SaeChoice,
         *,
-        positions: PositionsInput = "all_prompt",
+        positions: Positions = "all_prompt",
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,

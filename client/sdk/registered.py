@@ -41,15 +41,15 @@ from ..notebook import Listing
 from ..values import packed
 from . import wire
 from .calls import Calls, M, call
-from .fields import ArrayInput, ProbeFields, SteeringEntry
+from .fields import Array, ProbeFields, Steering
 from .wire import HttpCall, of_model
 
 if TYPE_CHECKING:
-    from ..probes import TrainedProbe
+    from ..probes import Fit
 
 R = TypeVar("R")
 #: The forms in which a module or global steering may be given.
-SteeringInput = SteeringEntry | Sequence[SteeringEntry] | Mapping[str, ArrayInput] | Path | str
+SteeringInput = Steering | Sequence[Steering] | Mapping[str, Array] | Path | str
 
 #: Timeout in seconds of a change to global steering: the server responds when every worker has
 #: checked it, or when one has timed out.
@@ -314,7 +314,7 @@ class Probes(NamedCalls[M, Probe]):
 
     @call
     async def put(
-        self, /, name: str, fit: TrainedProbe | None = None, **fields: Unpack[ProbeFields]
+        self, /, name: str, fit: Fit | None = None, **fields: Unpack[ProbeFields]
     ) -> Probe:
         """Store a probe under a name; requests use it as `probes=[name]`.
 

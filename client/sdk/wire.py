@@ -41,7 +41,7 @@ from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .. import notebook, values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked
-from .fields import PatchInput, SteeringEntry
+from .fields import Patch, Steering
 
 T = TypeVar("T")
 
@@ -170,12 +170,12 @@ def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobReques
     return values.request(request, fields, JobRequest)
 
 
-def pack_steering(entries: SteeringEntry | Sequence[SteeringEntry]) -> list[SteeringSpec]:
+def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
     """Return steering entries with tensors packed. Raises MidstreamError naming the field."""
     return checked(entries, list[SteeringSpec], "steering")
 
 
-def pack_patch(entries: PatchInput | Sequence[PatchInput]) -> list[PatchSpec]:
+def pack_patch(entries: Patch | Sequence[Patch]) -> list[PatchSpec]:
     """Return patches with vectors packed. Raises MidstreamError naming the field."""
     return checked(entries, list[PatchSpec], "patch")
 

@@ -39,7 +39,7 @@ from .. import frames, values
 from ..render import figures, notebook
 from ..sdk import sweeps, wire
 from ..sdk.answers import grid as grids
-from ..sdk.answers.grid import CellEffect, PairGrid
+from ..sdk.answers.grid import Effect, Grid
 from ..sdk.answers.progress import bar
 from ..sdk.calls import Awaits, Blocking, call
 from ..sdk.client import AsyncClient, Client, Verbs
@@ -187,11 +187,11 @@ class _Study(Generic[C]):
             raise _no_sweep()
         return self._result
 
-    def grid(self, pair: int | None = None) -> PairGrid:
+    def grid(self, pair: int | None = None) -> Grid:
         """Return the grids of one pair, or of the mean over all pairs, as numpy arrays."""
         return grids.grid_of(self.result, pair)
 
-    def top(self, count: int = 10, pair: int | None = None) -> list[CellEffect]:
+    def top(self, count: int = 10, pair: int | None = None) -> list[Effect]:
         """Return the cells that change the metric most, strongest first."""
         return self.grid(pair).top(count)
 
@@ -285,7 +285,7 @@ class _Study(Generic[C]):
 
     def _zoomed(
         self,
-        region: Region | CellEffect | None,
+        region: Region | Effect | None,
         hooks: Any,
         layers: Any,
         columns: Any,
@@ -297,7 +297,7 @@ class _Study(Generic[C]):
         last, result = self.request, self.result
         # the other direction patches the other prompt
         reversed_ = fields.get("direction", result.direction) != result.direction
-        if isinstance(region, CellEffect):
+        if isinstance(region, Effect):
             region = _around(region, result)
         if region is not None:
             hooks, layers, columns = (
@@ -366,7 +366,7 @@ class _Study(Generic[C]):
     async def zoom(
         self,
         /,
-        region: Region | CellEffect | None = None,
+        region: Region | Effect | None = None,
         *,
         columns: Sequence[str | int] | None = None,
         progress: bool | sweeps.OnSweepEvent = True,
@@ -451,7 +451,7 @@ def _fields(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-def _around(cell: CellEffect, result: SweepResult) -> Region:
+def _around(cell: Effect, result: SweepResult) -> Region:
     """Return the region around a cell: its hook and tokens, and the layers between it and the next
     swept layers or within the window.
     """

@@ -25,7 +25,7 @@ from ....schemas.prompts.selectors import Hook
 from .attribution_cells import KnownUnits
 from .sweep_metrics import noise_floor
 
-Grid = list[list[float | None]]  # [layers][columns]
+CellValues = list[list[float | None]]  # [layers][columns]
 
 
 def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepResult:
@@ -34,8 +34,8 @@ def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None)
     `seconds`: duration of the sweep; None: not ended.
     """
     grids = [_grids(sweep, records, pair) for pair in range(len(sweep.pairs))]
-    mean: dict[Hook, Grid] = {}
-    spread: dict[Hook, Grid] = {}
+    mean: dict[Hook, CellValues] = {}
+    spread: dict[Hook, CellValues] = {}
     for hook in sweep.hooks:
         cells = [
             [_over_pairs(values) for values in zip(*rows, strict=True)]
@@ -126,7 +126,9 @@ def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
     )
 
 
-def grid_of(sweep: StoredSweep, pair: int, values: Mapping[int, float | None]) -> dict[Hook, Grid]:
+def grid_of(
+    sweep: StoredSweep, pair: int, values: Mapping[int, float | None]
+) -> dict[Hook, CellValues]:
     """Return a pair's grids from the number of each cell → its value."""
     return {
         hook: [[values.get(number) for number in row] for row in rows]
@@ -134,7 +136,7 @@ def grid_of(sweep: StoredSweep, pair: int, values: Mapping[int, float | None]) -
     }
 
 
-def _grids(sweep: StoredSweep, records: KnownUnits, pair: int) -> dict[Hook, Grid]:
+def _grids(sweep: StoredSweep, records: KnownUnits, pair: int) -> dict[Hook, CellValues]:
     numbers = Units(sweep).cells_of(pair)
     return grid_of(sweep, pair, {number: _value(records.get(number)) for number in numbers})
 
@@ -185,7 +187,7 @@ def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float |
 
 
 def _pair_result(
-    sweep: StoredSweep, records: KnownUnits, pair: int, grids: dict[Hook, Grid]
+    sweep: StoredSweep, records: KnownUnits, pair: int, grids: dict[Hook, CellValues]
 ) -> PairResult:
     units, stored = Units(sweep), sweep.pairs[pair]
     return PairResult(

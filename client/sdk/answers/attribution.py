@@ -19,7 +19,7 @@ from ....schemas.jobs.jobs import JobResult
 from ....schemas.jobs.sweeps import Baseline, SweepResult
 from ....schemas.requests.attributions import Edge, EdgeEnd, FeatureScore
 from ... import frames
-from .grid import PairGrid, grid_of, records
+from .grid import Grid, grid_of, records
 
 if TYPE_CHECKING:
     import pandas
@@ -100,12 +100,12 @@ class Attribution(Plotted):
         return [(number, item) for number, item in numbered if self.pair in (None, number)]
 
     @property
-    def estimates(self) -> PairGrid:
+    def estimates(self) -> Grid:
         """The estimates, `[layers, columns]` for each hook; NaN: none."""
         return grid_of(estimated(self.result), self.pair)
 
     @property
-    def exact(self) -> PairGrid:
+    def exact(self) -> Grid:
         """The exact values; NaN: not computed."""
         return grid_of(self.result, self.pair)
 

@@ -37,7 +37,7 @@ _NAMES = 2
 _PROMPT = 120
 
 
-class CellEffect(NamedTuple):
+class Effect(NamedTuple):
     """One cell of a grid."""
 
     hook: Hook
@@ -52,7 +52,7 @@ class CellEffect(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PairGrid(Plotted):
+class Grid(Plotted):
     """One pair's grids, or the mean over all pairs.
 
     Arrays: `[layers, columns]` float64, NaN where a cell has no value.
@@ -107,11 +107,11 @@ class PairGrid(Plotted):
         )
         return self.base - (reach or 1.0), self.base + (reach or 1.0)
 
-    def cells(self) -> Iterator[CellEffect]:
+    def cells(self) -> Iterator[Effect]:
         """Yield the cells whose effect is known, ordered by hook, layer and column."""
         for hook in self.hooks:
             for row, column in np.argwhere(~np.isnan(self.effects[hook])).tolist():
-                yield CellEffect(
+                yield Effect(
                     hook, self.layers[row], column, self.labels[column], self.positions[column],
                     float(self.values[hook][row, column]), float(self.effects[hook][row, column]),
                     self.heads[column] if self.heads else -1,
@@ -133,11 +133,11 @@ class PairGrid(Plotted):
         return values if self.axis == "head" else values.reshape(len(self.layers), heads, -1)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return one line for each cell whose effect is known, with the fields of `CellEffect`.
+        """Return one line for each cell whose effect is known, with the fields of `Effect`.
 
         Raises MidstreamError without pandas.
         """
-        return frames.pandas().DataFrame(self.cells(), columns=list(CellEffect._fields))
+        return frames.pandas().DataFrame(self.cells(), columns=list(Effect._fields))
 
     def to_xarray(self) -> "xarray.Dataset":
         """Return `value` and `effect` `[hook, layer, column]`, NaN where a cell has none.
@@ -177,12 +177,12 @@ class PairGrid(Plotted):
     def _repr_html_(self) -> str:
         return str(notebook.rendered("grid_html", self))
 
-    def top(self, count: int) -> list[CellEffect]:
+    def top(self, count: int) -> list[Effect]:
         """Return the cells with the largest effects, strongest first."""
         return sorted(self.cells(), key=lambda cell: -abs(cell.effect))[:count]
 
 
-def grid_of(result: SweepResult, pair: int | None = None) -> PairGrid:
+def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
     """Return the grids of one pair, or with None the mean over all pairs.
 
     Raises MidstreamError if there is no such pair.
@@ -198,7 +198,7 @@ def grid_of(result: SweepResult, pair: int | None = None) -> PairGrid:
     bases = np.array([_base(result.metric, value.base) for value in chosen])
     labels = _labels(chosen)
     floors = [value.noise_floor for value in chosen if value.noise_floor is not None]
-    return PairGrid(
+    return Grid(
         metric=result.metric,
         hooks=result.hooks,
         layers=result.layers,
@@ -308,7 +308,7 @@ def _ablated(result: SweepResult) -> str:
     ]
 
 
-def _conditions(result: SweepResult, grid: PairGrid) -> Iterator[str]:
+def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
     yield MEANING[result.metric]
     if result.metric != "recovered" and not math.isnan(grid.base):
         yield f"unpatched {grid.base:.3g}"

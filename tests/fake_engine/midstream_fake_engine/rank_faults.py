@@ -179,7 +179,7 @@ def wrap_runs(runs: Any, faults: Faults) -> None:
 def wrap_writer(writer: Any, faults: Faults) -> None:
     """Faults of `Writer`."""
     from midstream.schemas.requests.harvest_work import HARVEST
-    from midstream.workers.runner.files.finished_rows import ConsumerOutcome
+    from midstream.workers.runner.files.finished_rows import Outcome
 
     def action(original: Callable[..., Any], name: str, consumers: Any) -> Any:
         if writer._diverted is None and name in ("filesystem", HARVEST):
@@ -190,7 +190,7 @@ def wrap_writer(writer: Any, faults: Faults) -> None:
             if "write" in faults:
                 error = "write failed: fault injected: write"
                 return lambda captures: (
-                    [ConsumerOutcome(error=error, unavailable=name == HARVEST)] * len(captures)
+                    [Outcome(error=error, unavailable=name == HARVEST)] * len(captures)
                 )
         return original(name, consumers)
 

@@ -15,8 +15,8 @@ from midstream.schemas.readings.installed import StoredReader
 from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.workers.runner.base.extensions import ExtensionError, named, trusted
 from midstream.workers.runner.files.finished_rows import (
-    ConsumerOutcome,
     FinishedCapture,
+    Outcome,
     ReadingError,
 )
 from midstream.workers.runner.readings.installed_readers import (
@@ -42,22 +42,22 @@ class FakeReadings:
     def __init__(self, installed: Mapping[str, LoadedReader]) -> None:
         self._installed = InstalledReaders(installed)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         return [self._read(capture) for capture in captures]
 
-    def _read(self, capture: FinishedCapture) -> ConsumerOutcome:
+    def _read(self, capture: FinishedCapture) -> Outcome:
         if isinstance(capture.capture.reading, StoredReader):
             try:
-                return ConsumerOutcome(
+                return Outcome(
                     rows=to_msgpack(
                         self._installed(capture, capture.spec.captures.index(capture.capture))
                     )
                 )
             except ReadingError as error:
-                return ConsumerOutcome(error=str(error))
+                return Outcome(error=str(error))
         reading = capture.capture.reading
         if isinstance(reading, StoredFeatures):
-            return ConsumerOutcome(rows=to_msgpack(_features(capture, reading)))
+            return Outcome(rows=to_msgpack(_features(capture, reading)))
         assert isinstance(reading, StoredLens)
         ((hook, layers),) = capture.sites.items()
         tokens = np.array(capture.token_ids, dtype=np.int64)
@@ -78,7 +78,7 @@ class FakeReadings:
             named_logits=np.full((*first.shape, len(reading.tokens)), -5.0, dtype="<f4").tobytes(),
             above=np.full((*first.shape, len(reading.tokens)), 4, dtype="<i4").tobytes(),
         )
-        return ConsumerOutcome(rows=to_msgpack(part))
+        return Outcome(rows=to_msgpack(part))
 
 
 def _features(capture: FinishedCapture, stored_features: StoredFeatures) -> FeaturesPart:

@@ -10,7 +10,7 @@ from vllm.distributed import get_pp_group
 
 from ....schemas.base.dtypes import DTYPES
 from ....schemas.jobs.receipts import Receipt
-from ..files.finished_rows import ConsumerOutcome, FinishedCapture
+from ..files.finished_rows import FinishedCapture, Outcome
 from .laws import RowsAt
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class KeptRows:
         self.rows: dict[tuple[int, str, int], dict[int, torch.Tensor]] = {}
         self.ended: dict[int, str] = {}  # request → why it failed; empty: it succeeded
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         for capture in captures:
             for hook, layers in capture.sites.items():
                 for layer in layers:
@@ -46,7 +46,7 @@ class KeptRows:
                         self.rows.setdefault((capture.spec.request, hook, layer), {}).update(
                             zip(capture.positions, held, strict=True)
                         )
-        return [ConsumerOutcome()] * len(captures)
+        return [Outcome()] * len(captures)
 
     def receipt(self, receipt: Receipt) -> None:
         with self._lock:

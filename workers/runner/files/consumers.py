@@ -2,7 +2,7 @@
 
 A package offers a consumer by an entry point of the group `midstream.capture_consumers`, which has
 the consumer's name. The entry point's object is a class or function that is called without
-arguments, once per process, and returns a `CaptureConsumer`. See `docs/capture.md`.
+arguments, once per process, and returns a `Consumer`. See `docs/capture.md`.
 """
 
 import copy
@@ -19,7 +19,7 @@ from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.specs import memory_bytes
 from ..base.helper_threads import HelperThread, LateError
-from .finished_rows import CaptureConsumer, ConsumerOutcome, FinishedCapture
+from .finished_rows import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ class MemoryConsumer:
         """`limit`: bytes of one capture, counted by `memory_bytes` as at its admission."""
         self._limit = limit
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         return [self._consume(capture) for capture in captures]
 
-    def _consume(self, capture: FinishedCapture) -> ConsumerOutcome:
+    def _consume(self, capture: FinishedCapture) -> Outcome:
         size = memory_bytes(
             len(capture.positions),
             sum(map(len, capture.sites.values())),
@@ -52,8 +52,8 @@ class MemoryConsumer:
             capture.dtype,
         )
         if size <= self._limit:
-            return ConsumerOutcome(rows=b"".join(blob_of(capture, capture.sites).buffers))
-        return ConsumerOutcome(
+            return Outcome(rows=b"".join(blob_of(capture, capture.sites).buffers))
+        return Outcome(
             error=(
                 f"{size} bytes of rows exceed the response limit of {self._limit} "
                 f"({self._limit >> 10} KiB, tuning.memory_limit_kib)"
@@ -75,7 +75,7 @@ class Logging:
             lines.addHandler(handler)
             lines.setLevel(logging.INFO)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         for capture in captures:
             lines.info(
                 "captured job=%s request=%d tag=%s pp=%d positions=%d hidden=%d dtype=%s: %s",
@@ -88,7 +88,7 @@ class Logging:
                 capture.dtype,
                 _norms(capture),
             )
-        return [ConsumerOutcome()] * len(captures)
+        return [Outcome()] * len(captures)
 
 
 def _norms(capture: FinishedCapture) -> str:
@@ -120,32 +120,30 @@ class Installed:
     duration can stop the writers.
     """
 
-    def __init__(
-        self, name: str, consumer: CaptureConsumer, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, name: str, consumer: Consumer, patience_s: float = PATIENCE_S) -> None:
         self._consumer = consumer
         self.thread = HelperThread(f"capture consumer {name}", self._call, patience_s)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Pass copies of the captures to the consumer. Raises what the consumer raises, and
         TypeError if it does not return one outcome per capture.
         """
         try:
             return self.thread.ask([_copy(capture) for capture in captures])
         except LateError as error:
-            return [ConsumerOutcome(error=str(error))] * len(captures)
+            return [Outcome(error=str(error))] * len(captures)
 
-    def _call(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def _call(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         outcomes = list(self._consumer.consume(captures))
         if len(outcomes) != len(captures) or not all(
-            isinstance(outcome, ConsumerOutcome) for outcome in outcomes
+            isinstance(outcome, Outcome) for outcome in outcomes
         ):
             raise TypeError(
                 f"consume() must return one Outcome per capture: {len(outcomes)} returned for "
                 f"{len(captures)}"
             )
         # only built-in consumers may return files and rows
-        return [ConsumerOutcome(error=outcome.error) for outcome in outcomes]
+        return [Outcome(error=outcome.error) for outcome in outcomes]
 
 
 def _copy(capture: FinishedCapture) -> FinishedCapture:
@@ -179,7 +177,7 @@ def installed() -> dict[str, Installed]:
             )
             continue
         try:
-            make: Callable[[], CaptureConsumer] = entry.load()
+            make: Callable[[], Consumer] = entry.load()
             consumers[entry.name] = Installed(entry.name, make())
         except KeyboardInterrupt:
             raise

@@ -23,7 +23,7 @@ from ..base.config import PlaneConfig
 from ..base.shared_memory import SharedMemory
 from .ended import EndedRequest
 from .extents import BlockPlace, RowBlock
-from .finished_rows import CaptureConsumer, Origin
+from .finished_rows import Consumer, Origin
 from .streams import RecordingFile, StreamFiles, StreamOpened
 from .writer import make_writer
 
@@ -76,7 +76,7 @@ class Desk:
         backlog: Backlog,
         *,
         begin: Callable[[], None] = lambda: None,
-        readings: CaptureConsumer | None = None,
+        readings: Consumer | None = None,
         works: tuple[WriterWork, ...] = ("writer", "harvest", "reading"),
     ) -> None:
         """`backlog`, `begin`, `readings`, `works`: see `Writer`."""

@@ -181,7 +181,7 @@ class ReadingError(Exception):
 
 
 @dataclass(frozen=True)
-class ConsumerOutcome:
+class Outcome:
     """A consumer's result for one capture."""
 
     error: str = ""  # why the consumer failed; empty: it succeeded
@@ -190,12 +190,12 @@ class ConsumerOutcome:
     rows: bytes = b""  # rows to return in the receipt
 
 
-class CaptureConsumer(Protocol):
+class Consumer(Protocol):
     """Gets the captures that name it. Called from writer threads; an installed consumer gets one
     call at a time.
     """
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> Sequence[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> Sequence[Outcome]:
         """Consume captures; return one outcome per capture, in order.
 
         A consumer must copy data that it needs after the call, because the rows' memory is reused.

@@ -18,7 +18,7 @@ from ....schemas.jobs.receipts import CapturedFile
 from ....schemas.requests.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
 from ....storage.shards import RAW, encoded_rows, shard_buffers, site_name
 from ....storage.store import open_store
-from .finished_rows import ConsumerOutcome, FinishedCapture
+from .finished_rows import FinishedCapture, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class OpenShards:
         #: (store, key) → part of the stage → its shard so far; the last updated key comes last.
         self._shards: dict[tuple[str, str], dict[str, _Shard]] = {}
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Add sequences to their shards, and write complete shards. Does not raise: a shard's error
         is the outcome of its last sequence.
         """
@@ -55,15 +55,13 @@ class OpenShards:
             try:
                 whole = self._add(capture)
                 outcomes.append(
-                    ConsumerOutcome()
-                    if whole is None
-                    else ConsumerOutcome(files=(_write(whole, capture),))
+                    Outcome() if whole is None else Outcome(files=(_write(whole, capture),))
                 )
             except OSError as error:
-                outcomes.append(ConsumerOutcome(error=str(error), unavailable=True))
+                outcomes.append(Outcome(error=str(error), unavailable=True))
             except Exception as error:
                 logger.exception("%s: its shard failed", capture)
-                outcomes.append(ConsumerOutcome(error=str(error) or repr(error)))
+                outcomes.append(Outcome(error=str(error) or repr(error)))
         return outcomes
 
     def _add(self, capture: FinishedCapture) -> _Shard | None:

@@ -20,13 +20,13 @@ from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
 from ....schemas.jobs.receipts import CapturedFile
 from ....storage.blobs import SEGMENT_ALIGNMENT, FileBytes, append, make_blob, publish
 from ....storage.store import TRANSIENT, ArtifactStore, NotInPlaceError, Rewriting, Segment
-from .finished_rows import ConsumerOutcome, FinishedCapture
+from .finished_rows import FinishedCapture, Outcome
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FileSites = dict[str, list[int]]
-Write = Callable[[Sequence[FinishedCapture]], Sequence[ConsumerOutcome]]
+Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
 
 #: Approximate bytes of a position in a blob, without its rows: two integers, and their text in the
 #: manifest.
@@ -113,9 +113,9 @@ class Filesystem:
         except OSError as error:  # each write fails again, and reports to its own request
             logger.error("cannot write captures to %s: %s", config.store.uri, error)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Write captures; a failed write does not raise, but is reported in its outcome."""
-        outcomes: list[ConsumerOutcome] = [ConsumerOutcome()] * len(captures)
+        outcomes: list[Outcome] = [Outcome()] * len(captures)
         # each group is one commit: all separate files, and the segment of each tag
         groups = by_key(
             (capture.capture.tag if self._layout(capture) == "segment" else None, number)
@@ -151,21 +151,19 @@ class Filesystem:
             size += more
         return parts
 
-    def _each(self, write: Write, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def _each(self, write: Write, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Call `write` for the group; if that fails, for each capture alone.
 
         While the store accepts no writes, fail without trying, so that rows do not accumulate.
         """
         if self.unavailable and (trouble := self._config.store.trouble()):
-            return [ConsumerOutcome(error=f"write failed: {trouble}", unavailable=True)] * len(
-                captures
-            )
+            return [Outcome(error=f"write failed: {trouble}", unavailable=True)] * len(captures)
         try:
             outcomes = list(write(captures))
         except Exception as error:
             self.unavailable = isinstance(error, OSError) and bool(self._config.store.trouble())
             transient = isinstance(error, OSError) and error.errno in TRANSIENT
-            failed = ConsumerOutcome(
+            failed = Outcome(
                 error=f"write failed: {error}", unavailable=self.unavailable or transient
             )
         else:
@@ -190,7 +188,7 @@ class Filesystem:
             return "segment" if capture.size <= self._config.segment_limit else "packed"
         return capture.capture.layout
 
-    def _publish(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def _publish(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Write captures whose blobs are separate files."""
         files = [
             [
@@ -202,7 +200,7 @@ class Filesystem:
         self._usage.take(2 * SEGMENT_ALIGNMENT + blob.size for parts in files for _, blob in parts)
         publish(self._config.store, [file for parts in files for file in parts])
         return [
-            ConsumerOutcome(
+            Outcome(
                 files=tuple(
                     _captured(capture, blob, key, 0, self._layout(capture)) for key, blob in parts
                 )
@@ -214,7 +212,7 @@ class Filesystem:
         whole = capture.whole(capture) if sites is capture.sites else None
         return blob_of(capture, sites) if whole is None else whole
 
-    def _append(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def _append(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Append captures of one tag to the tag's segment."""
         blobs = [blob_of(capture, capture.sites) for capture in captures]
         self._usage.take(SEGMENT_ALIGNMENT + blob.size for blob in blobs)
@@ -226,7 +224,7 @@ class Filesystem:
             segment = self._segment(captures[0].capture.tag)
             offsets = append(segment, blobs)
         return [
-            ConsumerOutcome(files=(_captured(capture, blob, segment.key, offset, "segment"),))
+            Outcome(files=(_captured(capture, blob, segment.key, offset, "segment"),))
             for capture, blob, offset in zip(captures, blobs, offsets, strict=True)
         ]
 
@@ -251,8 +249,8 @@ class Filesystem:
 
 
 def each(
-    action: Callable[[Sequence[T]], Sequence[ConsumerOutcome]], items: Sequence[T]
-) -> list[ConsumerOutcome | Exception]:
+    action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T]
+) -> list[Outcome | Exception]:
     """Call `action` for the group; if that raises, for each item alone. Return for each item its
     outcome, or the exception that `action` raised for it alone.
     """

@@ -20,7 +20,7 @@ from ....schemas.requests.specs import WriterWork
 from ....storage.store import ArtifactStore
 from ..base.backlog import Backlog
 from .consumers import BUILT_IN, Logging, MemoryConsumer, installed
-from .finished_rows import CaptureConsumer, ConsumerOutcome, FinishedCapture
+from .finished_rows import Consumer, FinishedCapture, Outcome
 from .harvest_shards import OpenShards
 from .layouts import Filesystem, StoreConfig, each
 
@@ -111,7 +111,7 @@ class Diversion(Protocol):
     Called from writer threads.
     """
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]: ...
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]: ...
 
     def receipt(self, receipt: Receipt) -> None: ...
 
@@ -155,7 +155,7 @@ class CaptureWriter:
         threads: int,
         memory_limit: int,
         begin: Callable[[], None] = lambda: None,
-        readings: CaptureConsumer | None = None,
+        readings: Consumer | None = None,
         backlog: Backlog | None = None,
         works: Sequence[WriterWork] = ("writer", "harvest", "reading"),
     ) -> None:
@@ -181,7 +181,7 @@ class CaptureWriter:
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}
         self._diverted: Diversion | None = None
         self._lock = threading.Lock()
-        self._shared: dict[str, CaptureConsumer] = {
+        self._shared: dict[str, Consumer] = {
             "memory": MemoryConsumer(memory_limit),
             "logging": Logging(),
             HARVEST: OpenShards(),
@@ -257,7 +257,7 @@ class CaptureWriter:
 
     def _run(self, filesystem: Filesystem, jobs: _Jobs, most: int) -> None:
         self._begin()
-        consumers: dict[str, CaptureConsumer] = {"filesystem": filesystem, **self._shared}
+        consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
         while group := self._gather(jobs, most):
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
@@ -299,9 +299,7 @@ class CaptureWriter:
             self._pending -= 1
             self.backlog.free(part.size)
 
-    def _write(
-        self, group: Sequence[WriteJob], consumers: Mapping[str, CaptureConsumer]
-    ) -> list[Receipt]:
+    def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
         """Build and consume captures; return the receipts. A failure affects only its request."""
         reports = [_Report(job) for job in group]
         captures: list[tuple[_Report, FinishedCapture]] = []
@@ -322,14 +320,14 @@ class CaptureWriter:
     def _consume(
         self,
         captures: Sequence[tuple[_Report, FinishedCapture]],
-        consumers: Mapping[str, CaptureConsumer],
-    ) -> list[dict[str, ConsumerOutcome]]:
+        consumers: Mapping[str, Consumer],
+    ) -> list[dict[str, Outcome]]:
         """Return each capture's outcomes by consumer.
 
         Built-in consumers run first, `filesystem` before the others, as most clients wait for it.
         """
-        outcomes: list[dict[str, ConsumerOutcome]] = [
-            dict.fromkeys(capture.capture.consumers, ConsumerOutcome()) for _, capture in captures
+        outcomes: list[dict[str, Outcome]] = [
+            dict.fromkeys(capture.capture.consumers, Outcome()) for _, capture in captures
         ]
         names = {name for by_name in outcomes for name in by_name}
         for name in sorted(
@@ -342,7 +340,7 @@ class CaptureWriter:
             )
             for number, result in zip(numbers, results, strict=True):
                 outcomes[number][name] = (
-                    ConsumerOutcome(error=str(result) or repr(result))
+                    Outcome(error=str(result) or repr(result))
                     if isinstance(result, Exception)
                     else result
                 )
@@ -352,14 +350,13 @@ class CaptureWriter:
         (self._outbox.append if self._diverted is None else self._diverted.receipt)(receipt)
 
     def _action(
-        self, name: str, consumers: Mapping[str, CaptureConsumer]
-    ) -> Callable[[Sequence[FinishedCapture]], Sequence[ConsumerOutcome]]:
+        self, name: str, consumers: Mapping[str, Consumer]
+    ) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
         if self._diverted is not None:
             return self._diverted.consume
         if name not in consumers:
             return lambda captures: (
-                [ConsumerOutcome(error=f"rank {captures[0].rank} has no such consumer")]
-                * len(captures)
+                [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
             )
         return consumers[name].consume
 
@@ -391,9 +388,7 @@ def _built(report: _Report, build: Callable[[], FinishedCapture]) -> FinishedCap
         return None
 
 
-def _note(
-    report: _Report, capture: FinishedCapture, by_name: Mapping[str, ConsumerOutcome]
-) -> None:
+def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outcome]) -> None:
     errors = {name: outcome.error for name, outcome in by_name.items() if outcome.error}
     for name, outcome in by_name.items():
         report.consumed.append(
@@ -436,7 +431,7 @@ def make_writer(
     outbox: Outbox,
     threads: int,
     begin: Callable[[], None] = lambda: None,
-    readings: CaptureConsumer | None = None,
+    readings: Consumer | None = None,
     backlog: Backlog | None = None,
     works: Sequence[WriterWork] = ("writer", "harvest", "reading"),
 ) -> CaptureWriter:

@@ -19,7 +19,7 @@ from ....schemas.base.dtypes import DTYPES
 from ....schemas.base.records import to_msgpack
 from ....schemas.readings.readings import ReadingPart
 from ....schemas.requests.specs import RankSpec
-from ..files.finished_rows import ConsumerOutcome, FinishedCapture, ReadingError
+from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
 
 logger = logging.getLogger(__name__)
 #: Bytes of a part that `size` does not count: names, layers, and MessagePack's framing.
@@ -75,17 +75,17 @@ class ReadingConsumer:
         """Return the reader of this type of `StoredCapture.reading`."""
         return self._readers.get(kind)
 
-    def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Return one outcome per capture: a failed reading fails only its own request."""
         return [self._consume(capture) for capture in captures]
 
-    def _consume(self, capture: FinishedCapture) -> ConsumerOutcome:
+    def _consume(self, capture: FinishedCapture) -> Outcome:
         try:
-            return ConsumerOutcome(rows=self._read(capture))
+            return Outcome(rows=self._read(capture))
         except ReadingError as error:
-            return ConsumerOutcome(error=str(error))
+            return Outcome(error=str(error))
         except Exception as error:
-            return ConsumerOutcome(error=f"{type(error).__name__}: {error}")
+            return Outcome(error=f"{type(error).__name__}: {error}")
 
     def _read(self, capture: FinishedCapture) -> bytes:
         stored = capture.capture

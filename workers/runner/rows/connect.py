@@ -10,7 +10,7 @@ from ..base.backlog import NEAR, Backlog
 from ..base.config import PlaneConfig
 from ..files.commands import EXIT_NO_RECEIPTS
 from ..files.desk import Desk
-from ..files.finished_rows import CaptureConsumer
+from ..files.finished_rows import Consumer
 from .arena import Arena
 from .delivery import ForwardedReceipts, Near, RowDelivery
 from .link import Link
@@ -29,7 +29,7 @@ def connected(
     *,
     gives_way: bool,
     begin: Callable[[], None],
-    readings: CaptureConsumer,
+    readings: Consumer,
 ) -> RowDelivery:
     """Start the process that writes a rank's files, and the threads of its readings.
 

@@ -17,7 +17,7 @@ from sweep_kit import FAILED, LAYERS, PEAK, pair, result
 from midstream import CaptureReader, Client, Mapped
 from midstream.client.notebook import Listing, install
 from midstream.client.render.notebook import html
-from midstream.client.sdk.answers.grid import PairGrid, grid_of
+from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.readings import Lens
 from midstream.schemas.base import records as base
 from midstream.schemas.base.errors import Problem
@@ -100,7 +100,7 @@ def lens(word: str) -> Lens:
     )
 
 
-def hostile_grid() -> PairGrid:
+def hostile_grid() -> Grid:
     labels = [HOSTILE, *(f" {letter}" for letter in "abcde")]
     return grid_of(result(pair(labels=labels, base_tokens=labels)))
 

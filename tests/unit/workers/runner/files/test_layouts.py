@@ -19,7 +19,7 @@ from midstream.schemas.jobs.captures import index_of
 from midstream.storage import file_store
 from midstream.storage.blobs import read_entries
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.runner.files.finished_rows import ConsumerOutcome
+from midstream.workers.runner.files.finished_rows import Outcome
 
 SITES = {"pre_attn": [0, 3], "mlp_out": [1], "post_block": [0, 1, 2]}
 
@@ -189,7 +189,7 @@ def test_beyond_the_quota_nothing_is_written_until_something_is_deleted(
     monkeypatch.setattr(retention, "MEASURE_SHARE", 0)
     store = filesystem(tmp_path / "captures", quota=60 << 10)
 
-    def put(job: str) -> ConsumerOutcome:
+    def put(job: str) -> Outcome:
         return store.consume([finished(job, layout=layout)])[0]
 
     outcomes = [put(f"job_{n}") for n in range(20)]
@@ -272,7 +272,7 @@ def test_a_file_that_is_removed_each_time_fails_its_capture(
     assert (outcome.files, "was deleted while being written" in outcome.error) == ((), True)
 
 
-def _read_where_reported(root: Path, outcomes: Sequence[ConsumerOutcome]) -> None:
+def _read_where_reported(root: Path, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         assert outcome.error == ""
         for file in outcome.files:

@@ -24,7 +24,7 @@ from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.requests.specs import memory_bytes
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.files.consumers import Installed, available, installed
-from midstream.workers.runner.files.finished_rows import ConsumerOutcome, FinishedCapture
+from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
 from midstream.workers.runner.files.layouts import StoreConfig
 from midstream.workers.runner.files.writer import CaptureWriter, WriteJob
 
@@ -513,11 +513,11 @@ def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
     class Hanging:
         calls = 0
 
-        def consume(self, captures: Sequence[FinishedCapture]) -> list[ConsumerOutcome]:
+        def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
             self.calls += 1
             if self.calls == 1:
                 assert let_go.wait(60)
-            return [ConsumerOutcome()] * len(captures)
+            return [Outcome()] * len(captures)
 
     hanging = Hanging()
     apart = Installed("hanging", hanging, patience_s=0.05)

@@ -175,5 +175,5 @@ def test_what_is_pending_is_written_before_the_outbox_closes(
     log.clear()
     rig.plane.close()
     assert log == [
-        "PreparedRows.close", "Writer.close", "Outbox.flush", "Outbox.close"
+        "PreparedRows.close", "CaptureWriter.close", "Outbox.flush", "Outbox.close"
     ]  # fmt: skip
