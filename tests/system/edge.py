@@ -121,7 +121,7 @@ def model_info(**changes: Any) -> ModelInfo:
         # as a model whose attention and MLP run side by side
         "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"],
         "consumers": ["filesystem", "memory"],
-        "tuning.memory_limit_kib": 1,
+        "memory_limit_kib": 1,
         "step_tokens": 16,
         "capture_row_limit": 15,
         "tokenizer": encode_bundle(bundle())[0],
