@@ -91,7 +91,7 @@ def make_app(settings: Settings) -> Celery:
         worker_prefetch_multiplier=1,
         worker_cancel_long_running_tasks_on_connection_loss=False,  # not possible on threads
         worker_enable_remote_control=True,
-        worker_consumer="midstream.broker.queue.consumer:Consumer",
+        worker_consumer="midstream.broker.queue.consumer:WorkerConsumer",
         # full concurrency after a reconnect: the ledger refuses duplicate runs
         worker_enable_prefetch_count_reduction=False,
         broker_connection_retry_on_startup=True,

@@ -225,7 +225,7 @@ class QueueChannel(kombu_redis.Channel):
 class QueueTransport(kombu_redis.Transport):
     """The transport of workers and `callbacks`, named in their setting `broker_transport`."""
 
-    QueueChannel = QueueChannel
+    Channel = QueueChannel
 
 
 class SentinelChannel(QueueChannel, kombu_redis.SentinelChannel):
@@ -265,10 +265,10 @@ class SentinelChannel(QueueChannel, kombu_redis.SentinelChannel):
 class SentinelTransport(kombu_redis.SentinelTransport):
     """`QueueTransport` for a `redis_url` that names sentinels."""
 
-    QueueChannel = SentinelChannel
+    Channel = SentinelChannel
 
 
 def transport_of(redis_url: str) -> str:
     """Return the name of the transport for `redis_url`, for Celery's setting `broker_transport`."""
-    kind = "SentinelTransport" if redis_open.target_of(redis_url).sentinels else "Transport"
+    kind = "SentinelTransport" if redis_open.target_of(redis_url).sentinels else "QueueTransport"
     return f"{__name__}:{kind}"

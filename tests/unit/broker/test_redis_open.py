@@ -5,11 +5,18 @@ URLs are refused.
 from pathlib import Path
 
 import pytest
+from kombu.utils.imports import symbol_by_name
 from redis.connection import SSLConnection
 
 from midstream.broker.ops import logs, redis_durability, redis_open
 from midstream.broker.queue.celery_app import channels_of, make_app
-from midstream.broker.queue.transport import transport_of
+from midstream.broker.queue.transport import (
+    QueueChannel,
+    QueueTransport,
+    SentinelChannel,
+    SentinelTransport,
+    transport_of,
+)
 from midstream.schemas.base.settings import Settings, SettingsError, load_settings
 
 PLAIN = "redis+sentinel://worker:secret@s1:1,s2,[::1]:3/2?service=ms"
@@ -72,8 +79,9 @@ def test_celery_asks_every_sentinel() -> None:
             ("worker", "secret", "2")
         }
     assert app.conf.broker_transport_options["master_name"] == "ms"
-    assert transport_of(PLAIN).endswith(":SentinelTransport")
-    assert transport_of("redis://h/0").endswith(":Transport")
+    found = [symbol_by_name(transport_of(url)) for url in (PLAIN, "redis://h/0")]
+    assert found == [SentinelTransport, QueueTransport]
+    assert [each.Channel for each in found] == [SentinelChannel, QueueChannel]
 
 
 @pytest.mark.parametrize(
