@@ -33,7 +33,7 @@ from .shards import (
 )
 from .store import ArtifactStore, Handle, open_store
 
-#: The most shards whose files a `CompleteHarvest` keeps open.
+#: The most shards whose files a `Harvest` keeps open.
 OPEN = 16
 HookLayer = tuple[str, int]
 
@@ -52,7 +52,7 @@ class _Opened:
     tensors: Mapping[str, TensorPlace]
 
 
-class HarvestShard:
+class Shard:
     """The rows of one shard. `first`: the number of its first row in the harvest."""
 
     def __init__(
@@ -148,7 +148,7 @@ class StreamedUnit:
 
     def __init__(self, unit: UnitEntry, uri: str) -> None:
         self.unit, self.cursor = unit, unit.unit + 1
-        self.shards = [HarvestShard(open_store(uri), entry, unit, 0) for entry in unit.shards]
+        self.shards = [Shard(open_store(uri), entry, unit, 0) for entry in unit.shards]
 
     def keys(self) -> RowOrigins:
         """Return the keys of all rows."""
@@ -164,7 +164,7 @@ class StreamedUnit:
         return np.concatenate([shard.rows(hook, layer) for shard in self.shards])
 
 
-class CompleteHarvest(Plotted):
+class Harvest(Plotted):
     """A complete harvest.
 
     Rows are numbered in the order of the shards, which is that of training and mixes documents.
@@ -178,7 +178,7 @@ class CompleteHarvest(Plotted):
         entries = [(entry, unit) for unit in units for entry in unit.shards]
         firsts = accumulate((entry.rows for entry, _ in entries), initial=0)
         self.shards = [
-            HarvestShard(store, *each, first) for each, first in zip(entries, firsts, strict=False)
+            Shard(store, *each, first) for each, first in zip(entries, firsts, strict=False)
         ]
         self._used: OrderedDict[int, None] = OrderedDict()
 
@@ -260,7 +260,7 @@ class CompleteHarvest(Plotted):
     def _gather(
         self,
         index: int | slice | np.ndarray | Sequence[int],
-        read: Callable[[HarvestShard, int, int], np.ndarray],
+        read: Callable[[Shard, int, int], np.ndarray],
     ) -> np.ndarray:
         numbers = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
         given = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
@@ -284,7 +284,7 @@ class CompleteHarvest(Plotted):
         result: np.ndarray = ordered[0] if isinstance(index, int | np.integer) else ordered
         return result
 
-    def _touch(self, number: int) -> HarvestShard:
+    def _touch(self, number: int) -> Shard:
         """Record a use of a shard, close the least recently used shards beyond `OPEN`, and return
         the shard.
         """
@@ -295,7 +295,7 @@ class CompleteHarvest(Plotted):
         return self.shards[number]
 
 
-def open(uri: str) -> CompleteHarvest:
+def open(uri: str) -> Harvest:
     """Open the complete harvest at a folder or URI.
 
     Raises MidstreamError: `not_found` if it has no manifest, `gone` if it was a stream that did not
@@ -311,7 +311,7 @@ def open(uri: str) -> CompleteHarvest:
         for part in manifest.parts
         for unit in from_json(checked(store, part.key, part.crc32), PartManifest).units
     ]
-    return CompleteHarvest(store, manifest, units)
+    return Harvest(store, manifest, units)
 
 
 def read_manifest(store: ArtifactStore) -> HarvestManifest:

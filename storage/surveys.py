@@ -13,11 +13,11 @@ import numpy as np
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.limits import MAX_PAGE
 from ..schemas.jobs.harvests import Example, FeatureFigures, HarvestView, SurveyEntry, SurveyView
-from .harvests import HarvestShard
+from .harvests import Shard
 from .store import ArtifactStore, open_store
 
 
-class Surveyed(HarvestShard):
+class Surveyed(Shard):
     """The result of a survey, which `entry` describes."""
 
     def __init__(self, store: ArtifactStore, entry: SurveyEntry) -> None:

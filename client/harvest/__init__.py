@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ..extras import explained
 
 if TYPE_CHECKING:
-    from ...storage.harvests import CompleteHarvest as CompleteHarvest, open as open
+    from ...storage.harvests import Harvest as Harvest, open as open
     from .exports import (
         to_arrow as to_arrow,
         to_hidden_states as to_hidden_states,

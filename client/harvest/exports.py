@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.base.errors import invalid
-from ...storage.harvests import HarvestShard, HookLayer, open as open_harvest
+from ...storage.harvests import HookLayer, Shard, open as open_harvest
 from ...storage.shards import shard_buffers, site_name
 
 GAPS = "the harvest's positions leave gaps: training reads whole documents"
@@ -57,7 +57,7 @@ def _files(
     return paths
 
 
-def table(shard: HarvestShard, sites: Sequence[HookLayer]) -> Any:
+def table(shard: Shard, sites: Sequence[HookLayer]) -> Any:
     """Return a pyarrow table: `document`, `position`, `token_id` int64, and for each site a column
     `<hook>.<layer>` of lists of `width` floats.
     """
@@ -104,7 +104,7 @@ def to_hidden_states(
 
 
 def documents(
-    shards: Sequence[HarvestShard], hook: str, layers: Sequence[int]
+    shards: Sequence[Shard], hook: str, layers: Sequence[int]
 ) -> Iterator[tuple[int, list[NamedBits]]]:
     """Yield (document, tensors of its file) for the documents of a unit, given all its shards.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...storage.harvests import CompleteHarvest, HarvestShard, HookLayer, open as open_harvest
+from ...storage.harvests import Harvest, HookLayer, Shard, open as open_harvest
 from ...storage.shards import site_name
 
 #: The default number of shards that are shuffled together.
@@ -50,7 +50,7 @@ class RowDataset(IterableDataset[Any]):
         `dtype`: that of the returned rows; None: float16 if they are stored as float16, else
         float32.
         """
-        self.harvest: CompleteHarvest = open_harvest(uri)
+        self.harvest: Harvest = open_harvest(uri)
         self.sites = [self.harvest.site(*site) for site in sites] if sites else self.harvest.sites
         self.batch_size, self.seed, self.epoch, self.mixed, self.keys, self.dtype = (
             batch_size,
@@ -92,7 +92,7 @@ class RowDataset(IterableDataset[Any]):
             yield from self._batches(group, number * workers + worker, skip)
             skip = 0
 
-    def _groups(self, worker: int, workers: int) -> list[list[HarvestShard]]:
+    def _groups(self, worker: int, workers: int) -> list[list[Shard]]:
         """Return this worker's shards, in groups that are shuffled together."""
         shards = [shard for shard in self.harvest.shards if len(shard)]
         if self.seed is not None:
@@ -104,7 +104,7 @@ class RowDataset(IterableDataset[Any]):
         size = self.mixed if self.seed is not None else 1
         return [shards[at : at + size] for at in range(0, len(shards), size)]
 
-    def _batches(self, group: Sequence[HarvestShard], number: int, skip: int) -> Iterator[Any]:
+    def _batches(self, group: Sequence[Shard], number: int, skip: int) -> Iterator[Any]:
         tensors = {site_name(*site): _rows(group, site) for site in self.sites}
         if self.keys:
             parts = [shard.keys() for shard in group]
@@ -135,7 +135,7 @@ class RowDataset(IterableDataset[Any]):
         )
 
 
-def _rows(group: Sequence[HarvestShard], site: HookLayer) -> torch.Tensor:
+def _rows(group: Sequence[Shard], site: HookLayer) -> torch.Tensor:
     """Return all rows of these shards in their stored dtype, or float32 if the dtype has scales."""
     rows = np.concatenate([shard.stored(*site) for shard in group])
     if rows.dtype != np.uint16:

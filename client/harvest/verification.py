@@ -10,7 +10,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.harvest_order import row_order
 from ...schemas.jobs.harvests import UnitEntry
 from ...storage.formats.capture_blobs import DamagedBlob
-from ...storage.harvests import CompleteHarvest, HarvestShard, open as open_harvest
+from ...storage.harvests import Harvest, Shard, open as open_harvest
 from ...storage.shards import checksum, shard_tensors, site_name
 
 #: The most faults that are listed.
@@ -84,7 +84,7 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
     return verification
 
 
-def _shard(harvest: CompleteHarvest, shard: HarvestShard, verification: Verification) -> np.ndarray:
+def _shard(harvest: Harvest, shard: Shard, verification: Verification) -> np.ndarray:
     """Check a shard's files; return its documents and positions, `[2, rows]`."""
     keys, store = None, harvest.store
     for file in shard.entry.files:
@@ -103,7 +103,7 @@ def _shard(harvest: CompleteHarvest, shard: HarvestShard, verification: Verifica
                     verification.faults.append(
                         f"{file.key}: {site_name(hook, layer)} does not have shape {shape}"
                     )
-        file_keys = HarvestShard(
+        file_keys = Shard(
             harvest.store,
             type(shard.entry)(rows=shard.entry.rows, files=[file]),
             shard.unit,
@@ -135,7 +135,7 @@ def _shard(harvest: CompleteHarvest, shard: HarvestShard, verification: Verifica
 
 
 def _check_unit(
-    unit: UnitEntry, keys: np.ndarray, harvest: CompleteHarvest, verification: Verification
+    unit: UnitEntry, keys: np.ndarray, harvest: Harvest, verification: Verification
 ) -> None:
     """Check that no row of a unit occurs twice, and that each document has rows, except the number
     of documents that the manifest lists as skipped. `keys`: `[2, rows]`.

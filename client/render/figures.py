@@ -15,7 +15,7 @@ from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.jobs.sweeps import SweepResult
-from ...storage.harvests import CompleteHarvest
+from ...storage.harvests import Harvest
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
 from ..probes import Fit
@@ -434,7 +434,7 @@ def _draw_heat(
 
 
 def harvest_figure(
-    harvest: CompleteHarvest, path: Path | str | None = None, count: int = 10_000
+    harvest: Harvest, path: Path | str | None = None, count: int = 10_000
 ) -> "Figure":
     """Draw the distribution of the norms of the first `count` rows, for each site."""
     first = slice(0, min(count, len(harvest)))
@@ -534,7 +534,7 @@ PLOTS: dict[type, Callable[..., "Figure"]] = {
     Features: features_figure,
     Fit: fit_figure,
     Grid: grid_figure,
-    CompleteHarvest: harvest_figure,
+    Harvest: harvest_figure,
     JobResult: job_figure,
     Lens: lens_figure,
     ProbeResult: probe_figure,

@@ -20,7 +20,7 @@ from midstream.broker.artifacts.headers import find_entries
 from midstream.broker.ledger.recovery.harvests import job_id_of
 from midstream.client import Client
 from midstream.client.captures.reader import CaptureReader
-from midstream.client.harvest import CompleteHarvest, open, verify
+from midstream.client.harvest import Harvest, open, verify
 from midstream.storage.store import open_store
 from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.runner.readings.sae import load as load_sae
@@ -46,7 +46,7 @@ def client(service: Stack) -> Iterator[Client]:
         yield made
 
 
-def harvested(service: Stack, client: Client, **fields: object) -> CompleteHarvest:
+def harvested(service: Stack, client: Client, **fields: object) -> Harvest:
     view = client.harvests.submit(
         model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}, **fields
     )
@@ -61,12 +61,12 @@ def harvested(service: Stack, client: Client, **fields: object) -> CompleteHarve
 
 
 @pytest.fixture(scope="module")
-def whole(service: Stack) -> CompleteHarvest:
+def whole(service: Stack) -> Harvest:
     with Client(service.url) as made:
         return harvested(service, made)
 
 
-def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: CompleteHarvest) -> None:
+def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest) -> None:
     numbers = [0, 17, 59]
     job = client.run(
         model="demo",

@@ -5,7 +5,7 @@ compared.
 import numpy as np
 from midstream_fake_engine.model import make_tokenizer, residual_rows
 
-from midstream.client.harvest import CompleteHarvest, open, verify
+from midstream.client.harvest import Harvest, open, verify
 from midstream.storage.store import ArtifactStore
 
 
@@ -17,7 +17,7 @@ def texts(count: int, length: int = 40) -> list[str]:
 
 
 def check_rows(
-    harvest: CompleteHarvest, documents: list[str], sites: list[tuple[str, int]], weights: int = 0
+    harvest: Harvest, documents: list[str], sites: list[tuple[str, int]], weights: int = 0
 ) -> None:
     """Every token of every document has its row at every site, once, and it is the fake model's
     with these weights.
@@ -40,7 +40,7 @@ def check_rows(
         )
 
 
-def check_equal(first: CompleteHarvest, second: CompleteHarvest) -> None:
+def check_equal(first: Harvest, second: Harvest) -> None:
     """The same rows in the same order in the same shards."""
     assert [len(shard) for shard in first.shards] == [len(shard) for shard in second.shards]
     for mine, other in zip(first.shards, second.shards, strict=True):
@@ -50,7 +50,7 @@ def check_equal(first: CompleteHarvest, second: CompleteHarvest) -> None:
             assert np.array_equal(mine.rows(*site), other.rows(*site))
 
 
-def checked(uri: str) -> CompleteHarvest:
+def checked(uri: str) -> Harvest:
     """The harvest, once it is verified; only what its manifest names is in its folder."""
     assert verify(uri).faults == []
     harvest = open(uri)

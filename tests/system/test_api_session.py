@@ -497,7 +497,7 @@ def test_the_event_streams_of_a_tenant_are_limited_and_freed_on_disconnect(
             lines.append(answer.iter_lines())
             assert (answer.status_code, next(lines[-1])) == (200, "retry: 3000")
         for path in ("/v1/feed", f"/v1/jobs/{job_id}/events", "/v1/harvests/h/events"):
-            limited(browser.http.get(path), "too_many_streams", "tenant_streams")
+            limited(browser.http.get(path), "too_many_streams", "tuning.tenant_streams")
         assert caller.http.get(f"/v1/jobs/{job_id}").status_code == 200
         until_open(api, other, "/v1/feed")
     until_open(api, caller, "/v1/feed")
@@ -513,7 +513,7 @@ def test_a_tenant_that_opens_streams_again_and_again_is_slowed_down(api: Api, ha
                 answer.read()
         assert len(answers) < 1000
     assert len(answers) > STREAMS, "a burst is accepted"
-    limited(answers[-1], "too_many_streams", "tenant_streams_per_minute")
+    limited(answers[-1], "too_many_streams", "tuning.tenant_streams_per_minute")
     until_open(api, Caller(api, hand, "dave"), "/v1/feed")
 
 
@@ -533,7 +533,7 @@ def test_the_open_requests_of_a_tenant_are_limited_and_freed_on_disconnect(
         while (answer := caller.http.get("/v1/models")).status_code == 200:
             assert time.monotonic() < deadline
             held.enter_context(socket.create_connection((host, int(port)))).sendall(request)
-        limited(answer, "too_many_connections", "tenant_connections")
+        limited(answer, "too_many_connections", "tuning.tenant_connections")
         assert api.http.get("/healthz").status_code == 200
         assert Caller(api, hand, "dave").http.get("/v1/models").status_code == 200
     while caller.http.get("/v1/models").status_code != 200:

@@ -19,7 +19,7 @@ from tree import ROOT
 from wait_kit import wait_until
 
 from midstream.client import Client
-from midstream.client.harvest import CompleteHarvest
+from midstream.client.harvest import Harvest
 from midstream.schemas.base.faults import CRASH_POINTS, FOLDER
 from midstream.schemas.jobs.harvests import HarvestView
 
@@ -65,7 +65,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def whole(stack: Stack) -> CompleteHarvest:
+def whole(stack: Stack) -> Harvest:
     """Undisturbed."""
     with Client(stack.url) as client:
         made = checked(client.harvests.wait(submitted(stack, client), timeout=WAIT_S).uri)
@@ -83,7 +83,7 @@ def submitted(stack: Stack, client: Client, bucket: bool = False) -> HarvestView
     )
 
 
-def check_kill(stack: Stack, whole: CompleteHarvest, point: str, bucket: bool) -> None:
+def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
     name = POINTS[point]
     died = Path(stack.settings.data_dir) / FOLDER / point
     died.unlink(missing_ok=True)
@@ -105,14 +105,12 @@ def check_kill(stack: Stack, whole: CompleteHarvest, point: str, bucket: bool) -
         for point in POINTS
     ],
 )
-def test_a_harvest_survives_a_kill_at(stack: Stack, whole: CompleteHarvest, point: str) -> None:
+def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) -> None:
     check_kill(stack, whole, point, bucket=False)
 
 
 @pytest.mark.matrix
-def test_a_survey_is_the_same_after_its_worker_was_killed(
-    stack: Stack, whole: CompleteHarvest
-) -> None:
+def test_a_survey_is_the_same_after_its_worker_was_killed(stack: Stack, whole: Harvest) -> None:
     """In the middle, and when its file is durable and not recorded; the file is the same."""
     path = f"/v1/harvests/{whole.manifest.id}/surveys"
     died = Path(stack.settings.data_dir) / FOLDER / "harvest.surveyed"
@@ -135,7 +133,7 @@ def test_a_survey_is_the_same_after_its_worker_was_killed(
 @pytest.mark.matrix
 @pytest.mark.parametrize("point", OF_BUCKETS)
 def test_a_harvest_into_a_busy_bucket_survives_a_kill_at(
-    stack: Stack, whole: CompleteHarvest, proxy: FaultProxy, point: str
+    stack: Stack, whole: Harvest, proxy: FaultProxy, point: str
 ) -> None:
     """The first uploads are answered 503 or cut, so that some of them fail for good and are made
     again.
@@ -150,7 +148,7 @@ def test_a_harvest_into_a_busy_bucket_survives_a_kill_at(
 
 @pytest.mark.long
 def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(
-    stack: Stack, whole: CompleteHarvest, proxy: FaultProxy
+    stack: Stack, whole: Harvest, proxy: FaultProxy
 ) -> None:
     with Client(stack.url) as client:
         view = submitted(stack, client, bucket=True)
@@ -170,7 +168,7 @@ def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(
 
 
 @pytest.mark.long
-def test_a_harvest_survives_a_restart_of_redis(stack: Stack, whole: CompleteHarvest) -> None:
+def test_a_harvest_survives_a_restart_of_redis(stack: Stack, whole: Harvest) -> None:
     with Client(stack.url) as client:
         view = submitted(stack, client)
         wait_until(lambda: client.harvests.get(view).units_done > 0)

@@ -32,7 +32,7 @@ from survey_kit import examples_of
 from tree import ROOT
 
 from midstream.client import Client, MidstreamError
-from midstream.client.harvest import CompleteHarvest, open as open_harvest, to_hidden_states, verify
+from midstream.client.harvest import Harvest, open as open_harvest, to_hidden_states, verify
 from midstream.schemas.jobs.harvests import HarvestView
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.workers.surveys.rows import DocumentRows
@@ -81,7 +81,7 @@ def large(stack: Stack, name: str, documents: int, characters: int = 1800) -> di
     }
 
 
-def undisturbed(client: Client, fields: dict[str, Any]) -> CompleteHarvest:
+def undisturbed(client: Client, fields: dict[str, Any]) -> Harvest:
     return checked(client.harvests.wait(client.harvests.submit(**fields), timeout=WAIT_S).uri)
 
 
@@ -330,7 +330,7 @@ def consumer(stack: Stack, view: HarvestView, folder: Path, *seed: str) -> subpr
     )
 
 
-def check_stored(folder: Path, made: CompleteHarvest) -> None:
+def check_stored(folder: Path, made: Harvest) -> None:
     """A consumer's files are the rows of an ordinary harvest, in its order, bit for bit."""
     units = [np.load(path) for path in sorted(folder.glob("*.npz"))]
     assert [len(unit["documents"]) for unit in units] == [unit.rows for unit in made.units]
@@ -404,7 +404,7 @@ def test_a_full_window_holds_its_harvest_and_nothing_else(stack: Stack, client: 
     check_equal(checked(client.harvests.wait(view, timeout=WAIT_S).uri), made)
 
 
-def check_samples(folder: Path, made: CompleteHarvest, exported: Path) -> None:
+def check_samples(folder: Path, made: Harvest, exported: Path) -> None:
     """Samples are the files that an ordinary harvest exports, bit for bit."""
     paths = to_hidden_states(made.store.uri, exported)
     assert len(list(folder.glob("*.safetensors"))) == len(paths)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...schemas.base.errors import MidstreamError
-from ...storage.harvests import CompleteHarvest
+from ...storage.harvests import Harvest
 
 
 class DocumentRows(NamedTuple):
@@ -25,7 +25,7 @@ class DocumentRows(NamedTuple):
 
 
 def by_document(
-    harvest: CompleteHarvest, hook: str, layer: int, context: int = 0
+    harvest: Harvest, hook: str, layer: int, context: int = 0
 ) -> Iterator[tuple[DocumentRows, int, int]]:
     """Yield the rows of each document at a site, with one shard in memory: blocks of one document,
     and the part `[start, stop)` of each that no other block has; up to `context` rows around it are
@@ -54,7 +54,7 @@ def by_document(
             yield rows, start, len(rows.positions)
 
 
-def _pieces(harvest: CompleteHarvest, hook: str, layer: int) -> Iterator[tuple[DocumentRows, bool]]:
+def _pieces(harvest: Harvest, hook: str, layer: int) -> Iterator[tuple[DocumentRows, bool]]:
     """Yield the rows that a document has in a shard, and whether it has none in later shards for
     certain; only inside a shard are rows mixed.
     """

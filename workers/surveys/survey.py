@@ -11,7 +11,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import SurveyEntry, SurveyTask
 from ...schemas.requests.harvest_work import Survey
-from ...storage.harvests import CompleteHarvest, open as open_harvest
+from ...storage.harvests import Harvest, open as open_harvest
 from ...storage.shards import put, shard_buffers
 from ..engine.model_identity import digests_in
 from ..engine.proof.comparison import Checkpoint, reference_of
@@ -88,7 +88,7 @@ def featured(
     return examples
 
 
-def heads(harvests: Sequence[CompleteHarvest], data_dir: str) -> list[TransformersReference]:
+def heads(harvests: Sequence[Harvest], data_dir: str) -> list[TransformersReference]:
     """Load the final norm and output matrix of the checkpoint that computed each harvest, in
     transformers and float32. Raises `invalid_request` where that is impossible: for a reason that
     the checkpoint's own worker recorded, if its files are missing here or have changed since, or if
@@ -103,7 +103,7 @@ def heads(harvests: Sequence[CompleteHarvest], data_dir: str) -> list[Transforme
     return [loaded[0], loaded[-1]]
 
 
-def _head(harvest: CompleteHarvest, data_dir: str) -> TransformersReference:
+def _head(harvest: Harvest, data_dir: str) -> TransformersReference:
     source = Checkpoint(*harvest.manifest.checkpoint or NO_CHECKPOINT)
     try:
         if source.refused:
@@ -121,7 +121,7 @@ def _head(harvest: CompleteHarvest, data_dir: str) -> TransformersReference:
 
 
 def divergences(
-    models: Sequence[TransformersReference], harvests: Sequence[CompleteHarvest], survey: Survey
+    models: Sequence[TransformersReference], harvests: Sequence[Harvest], survey: Survey
 ) -> tuple[Examples, np.ndarray]:
     """Return the tokens with the largest KL(first ‖ second) of the next-token distributions, and
     that of each row, in nats, from float64 log-probabilities; 0 where a row is not finite.
