@@ -192,13 +192,13 @@ fidelity: $(READY) ## measure every architecture, hook, runner and mode; write d
 perturbed: $(READY) ## change fields of configs, one by one; write the table of docs/fidelity.md (NAMES=…: only these classes)
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(MEASURE) tools/pages/perturbed.py $(NAMES)
 
-quantised: $(READY) ## measure quantised checkpoints; write the table of docs/quantised.md (FORMATS="…": only this format)
+quantised: $(READY) ## measure quantised checkpoints; write the table of docs/vllm.md (FORMATS="…": only this format)
 	@$(MEASURE) tools/pages/quantised_page.py $(if $(FORMATS),"$(FORMATS)")
 
 walk: $(READY) ## try a tiny checkpoint of every class that vLLM has; write docs/models.md (NAMES=…: only these classes; ARGS=--rest: what has no result)
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(MEASURE) tools/walk/walk.py $(ARGS) $(NAMES)
 
-# Another environment needs vLLM, the packages of the extras worker and client, and those of the tests: docs/vllm-versions.md.
+# Another environment needs vLLM, the packages of the extras worker and client, and those of the tests: docs/vllm.md.
 smoke-vllm: $(READY) ## capture, steer, patch, two ranks and both runners with another vLLM (PYTHON=…: its interpreter)
 	@test -n "$(PYTHON)" || { echo "PYTHON=…: the interpreter of an environment with another vLLM"; exit 2; }
 	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream

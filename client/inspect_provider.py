@@ -1,7 +1,7 @@
 """Inspect AI's provider `midstream/<model>`: evaluates a model with steering, patches and
 captures.
 
-Inspect AI finds it through the package's entry point. See docs/evaluation.md.
+Inspect AI finds it through the package's entry point. See docs/coming-from.md.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ shows what its features stand for.
 2. SAELens trains a BatchTopK autoencoder (Bussmann et al. 2024, arXiv:2412.06410) on
    `midstream.harvest.activations`, and saves it as JumpReLU.
 3. It is registered: requests may read its features and steer by them from now on
-   (docs/features.md).
+   (docs/read.md).
 4. A second harvest, of prompts that were not trained on, says how much of the rows it explains, and
    where features are most active.
 

@@ -1,6 +1,6 @@
 """An S3 server for tests: moto behind a proxy that checks signatures as S3 does and injects faults.
 
-TEST_S3=host:port: another server, which has the user below (docs/object-storage.md says what was
+TEST_S3=host:port: another server, which has the user below (docs/machines.md says what was
 tried).
 
 moto accepts any credentials and any time, does not compare bodies with their hashes, and may let

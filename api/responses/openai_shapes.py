@@ -2,7 +2,7 @@
 `AnswerShape`.
 
 Where OpenAI's API leaves something open, answers follow stock vLLM's server:
-`docs/openai-compatibility.md` compares them.
+`docs/coming-from.md` compares them.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -192,7 +192,7 @@ def page(stages: Sequence[str], records: dict[str, dict[str, Any]]) -> str:
         "",
         (
             "Written by `make bench-gpu` (`python benchmarks/gpu/all.py`); [what it "
-            "runs](../../docs/gpu.md)."
+            "runs](../../docs/capacity.md#on-a-gpu)."
         ),
         "",
     ]

@@ -516,7 +516,7 @@ class CaptureReader(Plotted):
         1, or to less if the model has attention sinks. `head`: a number, a list or `"0-3"`; by
         default all of the layer. `queries`: the absolute positions of the queries to return, by
         default all; a negative position counts from the prompt's end. The values are those of
-        transformers' eager attention, see `docs/attention.md`.
+        transformers' eager attention, see `docs/read.md`.
 
         Raises MidstreamError: `not_found` if `q`, `k` or a key that a query sees was not captured,
         or if patterns cannot be computed for the layer's kind of attention; `invalid_request` for

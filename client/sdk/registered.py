@@ -166,7 +166,7 @@ class Modules(NamedCalls[M, ModuleView]):
         """Write a module to a file, and return the format: `safetensors`, `gguf`, `npz`, `pt` or
         `vllm-lens`, by default the one of the file's suffix.
 
-        Raises MidstreamError for entries that the format cannot hold (see `docs/vectors.md`),
+        Raises MidstreamError for entries that the format cannot hold (see `docs/steering.md`),
         OSError.
         """
         from ...storage.formats.module_files import specs_of

@@ -1,7 +1,7 @@
 """Rows of quantised checkpoints are those of their dequantised weights in transformers, plain,
 steered and patched.
 
-All of the table in `docs/quantised.md` is measured by `make quantised`; here each format runs once
+All of the table in `docs/vllm.md` is measured by `make quantised`; here each format runs once
 on Llama, and some others.
 """
 

@@ -73,7 +73,7 @@ FIDELITY = {
     ),
 }
 
-#: The tolerances for `docs/quantised.md`; the page quotes them.
+#: The tolerances for `docs/vllm.md`; the page quotes them.
 QUANTISED = {
     "fp32": Tolerance(
         FP32_HOOKS,

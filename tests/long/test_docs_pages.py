@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from docs_page import Page, environment_of, pages
+from docs_page import Page, environment_of, pages, parts
 from extension_kit import install_example
 from ports import free_port, three_ports
 from tree import ROOT
@@ -20,7 +20,7 @@ STACK_PORT = "8321"
 METRICS_PORT = "8360"
 PORT = re.compile(r"(?<!\d)83\d\d(?!\d)")
 ENGINE_START_S = 500.0
-#: Pages that take minutes: `make test-matrix` runs them.
+#: Pages, or parts of them, that take minutes: `make test-matrix` runs them.
 SLOW = (
     "attention",
     "choose-steering",
@@ -76,14 +76,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "path",
+    ("path", "part"),
     [
-        pytest.param(path, id=str(path), marks=pytest.mark.matrix if path.stem in SLOW else ())
-        for path in pages()
+        pytest.param(
+            path, part, id=f"{path}-{part}", marks=pytest.mark.matrix if part in SLOW else ()
+        )
+        for path, part in pages()
     ],
 )
 def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
-    path: Path, stack: Up, tmp_path: Path
+    path: Path, part: str, stack: Up, tmp_path: Path
 ) -> None:
     (tmp_path / ".midstream").symlink_to(stack.data)
     url = stack.ready()
@@ -92,7 +94,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
         METRICS_PORT: stack.environment["MIDSTREAM_METRICS_PORT"],
     }
     text = PORT.sub(
-        lambda found: ports.setdefault(found[0], str(free_port())), (ROOT / path).read_text()
+        lambda found: ports.setdefault(found[0], str(free_port())), parts(ROOT / path)[part]
     )
     page = Page(path, text, tmp_path, environment_of(url, stack.data))
     with Client(url) as client:

@@ -191,7 +191,7 @@ class RedisGroup:
 
         A sentinel looks every 10 s. One that still takes a replica for the master that it was, and
         is cut off with the present master while that replica is promoted, makes it a replica again
-        when it returns: see docs/redis.md.
+        when it returns: see docs/machines.md.
         """
         self._wait(
             lambda: (

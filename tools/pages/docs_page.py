@@ -1,7 +1,8 @@
 """Runs the blocks of a documentation page in order, as a reader would paste them, and compares what
 they print with the page.
 
-`python` blocks of a page run in one interpreter, `console` and `bash` blocks in one shell. In a
+`python` blocks of a page run in one interpreter, `console` and `bash` blocks in one shell; below
+`<!-- blocks: NAME -->` begins a part of the page, whose blocks run in another pair of them. In a
 `console` block each `$ ` line is a command (with the lines that complete it), and what follows is
 its output. A `text` block right after a `python` block is what that one prints. A block below `<!--
 not run: reason -->` is left out.
@@ -33,6 +34,7 @@ FENCE = re.compile(
     ),
     re.MULTILINE | re.DOTALL,
 )
+PART = re.compile(r"^<!-- blocks: (?P<name>[a-z-]+) -->$", re.MULTILINE)
 PYTHON, SHELL, OUTPUT = "python", ("console", "bash", "sh"), "text"
 #: What differs between two runs of one command, most special first → what it may be.
 VARIES = [
@@ -90,7 +92,9 @@ class Block:
 
 @dataclass
 class Page:
-    """A page's blocks, run one after the other. `wrong`: what did not go as the page says."""
+    """The blocks of a page or of a part, run one after the other. `wrong`: what did not go as the
+    page says.
+    """
 
     path: Path
     text: str
@@ -176,14 +180,24 @@ def _complete(command: str) -> bool:
     return checked.returncode == 0 and "here-document" not in checked.stderr
 
 
-def pages() -> list[Path]:
-    """Those with blocks to run, below the repository's root."""
-    found = (path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-    return [
-        path.relative_to(ROOT)
-        for path in found
-        if any(block.runs for block in blocks(path.read_text()))
-    ]
+def pages() -> list[tuple[Path, str]]:
+    """The pages, below the repository's root, and their parts with blocks to run."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [(path.relative_to(ROOT), part) for path in found for part in parts(path)]
+
+
+def parts(path: Path) -> dict[str, str]:
+    """The text of each part of a page that has blocks to run; a page's first part has its name.
+    Lines keep their numbers.
+    """
+    text = path.read_text()
+    begins = [(path.stem, 0), *((found["name"], found.start()) for found in PART.finditer(text))]
+    ends = [*(begin for _, begin in begins[1:]), len(text)]
+    found = {
+        name: "\n" * text.count("\n", 0, begin) + text[begin:end]
+        for (name, begin), end in zip(begins, ends, strict=True)
+    }
+    return {name: part for name, part in found.items() if any(each.runs for each in blocks(part))}
 
 
 def pattern_of(shown: str) -> re.Pattern[str]:
@@ -324,7 +338,8 @@ def main() -> None:
     environment = environment_of("http://127.0.0.1:8321", ROOT / ".midstream")
     wrong = []
     for path in map(Path, sys.argv[1:]):
-        wrong += Page(path, path.read_text(), ROOT, environment).run()
+        for part in parts(path).values():
+            wrong += Page(path, part, ROOT, environment).run()
     sys.exit("\n\n".join(wrong))
 
 

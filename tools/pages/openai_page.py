@@ -6,7 +6,7 @@ Every call of `tests/engine/openai_calls.py`, field by field.
 
 Both servers run on this machine with the demo model in float32, on the same engine options, side by
 side; each call goes to one, then to the other. `--page` writes the table in
-`docs/openai-compatibility.md`.
+`docs/coming-from.md`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from stack import Stack  # noqa: E402
 
 from midstream.workers.demo_model import fetch_demo_model  # noqa: E402
 
-PAGE = ROOT / "docs" / "openai-compatibility.md"
+PAGE = ROOT / "docs" / "coming-from.md"
 BEGIN, END = (
     "<!-- written by tools/pages/openai_page.py --page -->",
     "<!-- end of the part written by tools/pages/openai_page.py -->",

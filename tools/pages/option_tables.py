@@ -1,5 +1,5 @@
-"""Writes the tables of options of vLLM, for `docs/engine-options.md` and
-`docs/coming-from-vllm-serve.md`, from the lists that the product reads.
+"""Writes the tables of options of vLLM, for `docs/vllm.md` and
+`docs/coming-from.md`, from the lists that the product reads.
 
     python tools/pages/option_tables.py lists
     python tools/pages/option_tables.py flags
@@ -23,8 +23,8 @@ from midstream.workers.engine.options.serve_flags import (
 
 
 def lists() -> Iterator[str]:
-    """Yield the lists as lines of Markdown, for `docs/engine-options.md`."""
-    yield "## Proven"
+    """Yield the lists as lines of Markdown, for `docs/vllm.md`."""
+    yield "### Proven options"
     yield ""
     yield ", ".join(
         f"`{name}`"
@@ -32,13 +32,13 @@ def lists() -> Iterator[str]:
         for name, values in PROVEN.items()
     )
     yield ""
-    yield "## Refused: a setting of Midstream"
+    yield "### Refused: a setting of Midstream"
     yield ""
     yield "| option | use the setting |"
     yield "|---|---|"
     yield from (f"| `{name}` | {_named(setting)} |" for name, setting in sorted(OURS.items()))
     yield ""
-    yield "## Refused: wrong with Midstream"
+    yield "### Refused: wrong with Midstream"
     yield ""
     yield "| options | reason |"
     yield "|---|---|"
@@ -67,7 +67,7 @@ def becomes(name: str) -> str:
 
 
 def flags() -> Iterator[str]:
-    """Yield the tables of `docs/coming-from-vllm-serve.md` as lines of Markdown."""
+    """Yield the tables of `docs/coming-from.md` as lines of Markdown."""
     shown = (*COMMON, *(name for name in (*SETTINGS, *NO_EFFECT) if name not in COMMON))
     yield "| flag | becomes |"
     yield "|---|---|"

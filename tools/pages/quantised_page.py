@@ -1,7 +1,7 @@
 """How far are the rows of quantised checkpoints from transformers' rows of the same weights,
 dequantised?
 
-    make quantised                  # 15 minutes; writes the table of docs/quantised.md
+    make quantised                  # 15 minutes; writes the table of docs/vllm.md
     make quantised FORMATS=awq      # only this format; other rows stay
 
 Each checkpoint is run as in `fidelity.py`: all hooks, plain and edited. A part of this runs in
@@ -18,7 +18,7 @@ from fidelity_page import SHORT, Figure, Way
 from quantised import FORMATS, Made, QuantisedTruth, make
 from tolerances import QUANTISED
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantised.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
 BEGIN, END = (
     "<!-- written by `make quantised` -->",
     "<!-- end of the part written by `make quantised` -->",

@@ -96,7 +96,7 @@ def store(service: Service) -> Iterator[CheckFinding]:
     wrong = f"{settings.artifacts} returned other bytes than were written"
     unfit = store.unfit() if isinstance(store, Demanding) else ""
     if trouble := wrong if read != b"midstream" else unfit:
-        advice = "use another server: docs/object-storage.md lists tested servers"
+        advice = "use another server: docs/machines.md lists tested servers"
         yield CheckFinding("fail", "artifact store", trouble, advice)
         return
     address = urlsplit(settings.artifact_endpoint)

@@ -51,7 +51,7 @@ def vllm(service: Service) -> Iterator[CheckFinding]:
             advice = "remove it from the table [engine], or compare rows with a reference yourself"
             yield CheckFinding("fail" if required else "warn", "vllm options", caveat, advice)
     except SettingsError as error:
-        advice = "docs/engine-options.md lists what is accepted"
+        advice = "docs/vllm.md lists what is accepted"
         yield CheckFinding("fail", "vllm options", str(error), advice)
 
 

@@ -21,7 +21,7 @@ class Promise(NamedTuple):
 
 
 #: In the order of the page. Costs are whole calls over HTTP, relative to those of stock vLLM's own
-#: server; docs/verify.md has the reasons for the limits.
+#: server; docs/capacity.md has the reasons for the limits.
 PROMISES = {
     "certificate": Promise("laws of the hook points that fail on the loaded model", 0),
     "idle": Promise("cost of a call that captures and edits nothing", 1.05, "×"),

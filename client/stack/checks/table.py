@@ -65,7 +65,7 @@ CHECKS = (
         ("quick",),
         "vllm",
         engine_checks.vllm,
-        "install an unchanged build (docs/vllm-versions.md)",
+        "install an unchanged build (docs/vllm.md)",
     ),
     Check(
         ("quick",),
@@ -78,7 +78,7 @@ CHECKS = (
         ("quick",),
         "artifact store",
         disk_checks.store,
-        "docs/object-storage.md explains each reason",
+        "docs/machines.md explains each reason",
     ),
     # of a `Rig`
     Check(("deep",), "model", facts.model),

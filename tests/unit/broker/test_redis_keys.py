@@ -1,4 +1,4 @@
-"""docs/redis.md lists every key family that code and scripts name, and no others.
+"""docs/machines.md lists every key family that code and scripts name, and no others.
 
 (System tests check the types.)
 """

@@ -3,7 +3,7 @@ refused.
 
 The rows of a quantised checkpoint are defined as those of its dequantised weights, with the
 rounding of activations that the checkpoint specifies. A checkpoint whose rows would differ from
-these is refused, or served with a caveat: see `docs/quantised.md`.
+these is refused, or served with a caveat: see `docs/vllm.md`.
 """
 
 import os
@@ -297,7 +297,7 @@ def refuse_gguf(model: str) -> None:
         raise UnsupportedQuantisationError(
             "GGUF is not served: vLLM has no code for it, and its plugin none for CPUs. "
             "Have transformers dequantise it into a folder of "
-            "safetensors, and serve that: see docs/quantised.md"
+            "safetensors, and serve that: see docs/vllm.md"
         )
 
 

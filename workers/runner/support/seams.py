@@ -3,7 +3,7 @@ accept the calls that it makes.
 
 The table in `seam_table` is checked against the installed version's source before an engine starts
 and by `midstream doctor`, and against a version that is not installed by `python -m
-midstream.workers.runner.support.seams FOLDER`. `docs/vllm-versions.md` describes upgrades.
+midstream.workers.runner.support.seams FOLDER`. `docs/vllm.md` describes upgrades.
 """
 
 import sys
@@ -67,7 +67,7 @@ def verify(source: VllmFolder | None = None) -> list[str]:
     if result := _missing(SEAMS) if source is None else tuple(mismatches(source)):
         raise SeamError(
             f"vLLM {version.partition('+')[0]} is not built as Midstream expects "
-            f"(docs/vllm-versions.md): {'; '.join(result)}"
+            f"(docs/vllm.md): {'; '.join(result)}"
         )
     return of_version(version)
 

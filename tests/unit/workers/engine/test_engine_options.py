@@ -37,7 +37,7 @@ from midstream.workers.engine.vllm import require_proven
 from midstream.workers.engines import check_options, make_engine
 from midstream.workers.runner.support.denylist import check
 
-PAGE = ROOT / "docs" / "engine-options.md"
+PAGE = ROOT / "docs" / "vllm.md"
 
 
 def options(**given: Any) -> Settings:
@@ -108,7 +108,7 @@ def test_no_proven_option_leads_to_a_refused_configuration(
             0.5,
             r"not an option of vLLM .*; did you mean 'gpu_memory_utilization'\?",
         ),
-        ("no_such_thing_at_all", 1, "docs/engine-options.md lists all"),
+        ("no_such_thing_at_all", 1, "docs/vllm.md lists all"),
         ("seed", "seven", "valid integer"),
         ("seed", True, "valid integer"),
         ("seed", 1.5, "valid integer"),

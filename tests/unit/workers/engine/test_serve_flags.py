@@ -26,7 +26,7 @@ from midstream.workers.engine.options.serve_flags import (
     translated,
 )
 
-PAGE = ROOT / "docs" / "coming-from-vllm-serve.md"
+PAGE = ROOT / "docs" / "coming-from.md"
 #: Fields of vLLM's arguments that its command line does not have.
 NO_FLAGS = {"enable_mm_processor_stats", "mamba_config", "model_weights"}
 
