@@ -62,236 +62,369 @@ class DefaultLimits(Record):
     `schemas.access.keys.Limits`.
     """
 
-    requests_per_minute: Natural = 0
+    requests_per_minute: Natural = 0  # Submissions of the tenant per minute
+    # Tokens of its prompts per minute, plus `max_tokens` of each; for a sweep, of all its requests
     tokens_per_minute: Natural = 0
-    jobs_in_flight: Natural = 0
-    capture_mib: Natural = 0
-    sweep_cells: Natural = 0
-    modules: Natural = 0
-    module_mib: Natural = 0
-    harvests: Natural = 100
+    jobs_in_flight: Natural = 0  # Its accepted, unfinished jobs
+    capture_mib: Natural = 0  # Its capture files and harvests that have not been deleted
+    sweep_cells: Natural = 0  # Cells of its unfinished sweeps
+    modules: Natural = 0  # Its named steering modules, for all models
+    module_mib: Natural = 0  # Total size of its modules: vectors, and the entries that name them
+    harvests: Natural = 100  # Its harvests that have not ended
 
 
 class GlobalCapture(Record):
     """The table `[global_capture]`: what is captured of every request."""
 
-    sites: str = ""  # `post_block:all;pre_attn:0-17`; empty: nothing
-    positions: str = "last_prompt"  # a name, positions separated by commas, or a range: 5:9, 5:
-    tag: str = "global"
+    sites: str = ""  # Sites captured for every request, such as `post_block:all;pre_attn:0-17`
+    # Positions of the global capture: a name, a list separated by commas, or a range such as `5:9`
+    # or `5:`
+    positions: str = "last_prompt"
+    tag: str = "global"  # Tag of the global capture
 
 
 class Settings(Record):
     """Every setting.
 
-    `MIDSTREAM_<NAME>` in the environment overrides the file, the file overrides the default.
+    `MIDSTREAM_<NAME>` in the environment overrides the file, the file overrides the default. The
+    comments are the tables of `docs/settings.md`, and a comment between blank lines is a section.
     """
 
-    # Addresses and folders
-    data_dir: str = ".midstream"  # Redis AOF, outboxes, captures, logs
-    cache_dir: str = "~/.cache/midstream"  # demo model; shared by all data directories
-    # of the Redis that `midstream up` starts; `always` syncs before each response: slower, but
-    # nothing is lost
+    # Locations and addresses
+
+    # Redis AOF, receipts, captures, logs: docs/operations.md#the-data-directory. Relative to the
+    # working directory
+    data_dir: str = ".midstream"
+    # Folder of the demo model; shared by all data directories
+    cache_dir: str = "~/.cache/midstream"
+    # For the Redis that `midstream up` starts. `always`: every response waits for the disk, and
+    # nothing is lost (docs/reliability.md#what-is-not-guaranteed), even in a power failure
     redis_appendfsync: Literal["everysec", "always"] = "everysec"
-    # of the Redis that `midstream up` starts; 0: no limit
+    # Memory limit of the Redis that `midstream up` starts; `0`: no limit except the machine's.
+    # Submissions are rejected once memory usage exceeds the share `tuning.redis_fill_limit` of this
+    # limit
     redis_maxmemory_mib: Natural = 0
-    # with user, password and TLS files: see `broker.ops.redis_open`; empty: `midstream up` starts
-    # its own on a free loopback port
+    # With user, password and TLS files (docs/machines.md#redis-tls-and-users), so in a file if it
+    # has a password (`MIDSTREAM_REDIS_URL_FILE`): a Redis ≥ 6.2 with AOF and `noeviction`, or
+    # sentinels (docs/machines.md#replicas-and-sentinel). Empty: `midstream up` starts its own on a
+    # free loopback port
     redis_url: str = ""
-    # accept a Redis without AOF, or one that evicts keys: accepted jobs may be lost
+    # Accept a Redis that has no AOF or evicts keys: accepted jobs may then be lost. By default,
+    # API, worker, relay and callbacks reject such a Redis
     redis_allow_lossy: bool = False
-    # the least number of replicas that must have a write before it is acknowledged
+    # At least this many replicas must have a write before it is acknowledged; with Sentinel, also
+    # every replica that it could promote: docs/machines.md#replicas-and-sentinel. Required with a
+    # Sentinel URL
     redis_replicas: Natural = 0
-    # tcp://host:port of the relay's ROUTER socket, for ranks also several, separated by commas;
-    # empty: `midstream up` picks a free port
+    # `tcp://host:port` that the relay binds to and the ranks connect to. For workers and followers,
+    # several addresses separated by commas: without a connection for 2 s, a rank tries the next
+    # relay (docs/machines.md#several-relays). Empty: `midstream up` picks a free loopback port
     relay_url: str = ""
-    # let the relay listen beyond loopback without CURVE keys: only on a trusted network
+    # Let the relay bind to a non-loopback address without CURVE keys. Use it only on a network
+    # where every machine is trusted
     relay_allow_remote: bool = False
-    # folder where relay and workers of one account create and find their CURVE keys automatically
+    # Folder where relay and workers of one account create and find their CURVE keys. An account
+    # that can read it can send receipts. `midstream up` uses `secrets/curve` of the data directory
+    # unless another `curve_…` setting or `relay_allow_remote` is set
     curve_dir: str = ""
-    # file of this process's private CURVE key (relay or worker), from `midstream create curve`
+    # The private CURVE key of this process (relay or worker): docs/machines.md#receipts-curve
     curve_secret_file: str = ""
-    curve_server_key: str = ""  # worker: the relay's public key
-    # relay: folder of the workers' public keys, `<worker_id>.pub`; reloaded when it changes
+    # Worker: the relay's public key. `MIDSTREAM_CURVE_SERVER_KEY_FILE` names a file that contains
+    # it
+    curve_server_key: str = ""
+    # Relay: folder of the workers' public keys, `<worker_id>.pub`. Reread when it changes
     curve_clients_dir: str = ""
+    # Address that the API binds to. On a non-loopback address, the API requires keys (docs/keys.md)
+    # and does not start if there are none
     api_host: str = "127.0.0.1"
-    api_port: Port = 8321  # 0: a free port
-    flower_host: str = "127.0.0.1"  # beyond loopback Flower requires `flower_auth`
-    flower_port: Port = 5555  # 0: a free port
-    flower_auth: str = ""  # user:password of Flower, several separated by commas; empty: no login
-    public_url: str = ""  # URL under which users reach the API; empty: relative links
+    # The API's port. 0: a free port. If the default port is taken, `midstream up` reports it and
+    # uses a free one; a port that is set anywhere must be free
+    api_port: Port = 8321
+    # Address that Flower binds to. On a non-loopback address, or if the API requires keys, Flower
+    # starts only with `flower_auth`
+    flower_host: str = "127.0.0.1"
+    # Flower's port. 0: a free port; a default port that is taken is handled as with `api_port`
+    flower_port: Port = 5555
+    # The `user:password` that Flower requires; several are separated by commas. Empty: if a
+    # password is required (see `flower_host`), `midstream up` creates one in `secrets/flower.auth`
+    # of the data directory; otherwise, Flower requires none and rejects calls to host names other
+    # than its own and those in `allowed_hosts`
+    flower_auth: str = ""
+    # Prefix of `Location` and capture links, and the first address the CLI tries. Empty: links are
+    # relative
+    public_url: str = ""
 
     # The model
-    model: str = ""  # a checkpoint folder or hub name
-    model_name: str = ""  # the name in requests; empty: last part of `model`
+
+    # A checkpoint folder (`/…`, `./…`, `../…`, `~…`) or a hub name. Empty: `midstream up` uses the
+    # demo model
+    model: str = ""
+    model_name: str = ""  # The name that requests use. Empty: the last part of `model`
+    # `auto`, `float32`, `bfloat16` or `float16`; see what `auto` stands for
+    # (docs/settings.md#what-dtypeauto-stands-for)
     dtype: Literal["auto", DType] = "auto"
-    max_model_len: PositiveInt | None = None  # tokens; default: the model's own
-    tensor_parallel_size: PositiveInt = 1
-    pipeline_parallel_size: PositiveInt = 1
-    # how vLLM's ranks are started: `mp` in processes of their own, also a single one on a GPU;
-    # `ray` on the machines of a Ray cluster
+    # Maximum number of tokens of prompt and output together
+    max_model_len: PositiveInt | None = None
+    tensor_parallel_size: PositiveInt = 1  # Ranks per pipeline stage
+    pipeline_parallel_size: PositiveInt = 1  # Pipeline stages
+    # vLLM's executor. `auto`: vLLM decides; a single rank on a GPU then shares a process with the
+    # scheduler. `mp`: each rank has a process of its own (when that helps:
+    # docs/capacity.md#one-process-or-two). `ray` spreads the ranks over the machines of a Ray
+    # cluster: docs/machines.md#one-engine-on-several-machines
     executor: Literal["auto", "mp", "ray"] = "auto"
-    # machines that share one engine without Ray: `python -m midstream.workers.follower` on all but
-    # the first
+    # Machines that share one engine without Ray: docs/machines.md#without-ray
     nodes: PositiveInt = 1
-    node_rank: Natural = 0  # index of this machine; 0: the machine with the worker
-    node_master: str = ""  # host:port of the first machine, where the ranks of all machines meet
+    node_rank: Natural = 0  # This machine's number; machine 0 runs the worker
+    node_master: str = ""  # `host:port` of the first machine, where the ranks of all machines meet
+    # vLLM's model runner: `auto`, `v1` or `v2`. On CPUs, `auto` is `v1`, because the v2 runner
+    # needs Triton
     runner: Literal["auto", "v1", "v2"] = "auto"
-    # false: torch.compile and graphs (slower start, faster steps); default: only on the CPU
+    # `false`: torch.compile and, on a GPU, CUDA graphs, with a slower start and faster steps;
+    # `true`: the forward pass runs as Python. Unset: `true` on CPUs, `false` on a GPU
     enforce_eager: bool | None = None
-    max_num_seqs: PositiveInt = 64  # requests in one engine step
-    max_num_batched_tokens: PositiveInt = 2048  # tokens in one engine step
-    enable_prefix_caching: bool = True
-    # `tenant`: requests reuse only blocks of the same tenant
+    max_num_seqs: PositiveInt = 64  # Maximum number of requests in one engine step
+    max_num_batched_tokens: PositiveInt = 2048  # Maximum number of tokens in one engine step
+    enable_prefix_caching: bool = True  # Use vLLM's prefix cache
+    # `shared`: all tenants reuse each other's cached prompt blocks. `tenant`: only their own, so
+    # that latency reveals nothing (docs/keys.md#what-keys-do-not-do) about prompts of other
+    # tenants, at the cost of computing common prompts once per tenant
     prefix_cache_scope: Literal["shared", "tenant"] = "shared"
-    # 0: text only, and no image encoder is loaded
+    # Maximum number of images in one prompt, for models that take images: docs/vllm.md#images. `0`:
+    # text only, and the image encoder is not loaded
     images_per_prompt: Annotated[int, msgspec.Meta(ge=0, le=MAX_IMAGE + 1)] = 4
-    speculative_tokens: Natural = 0  # draft tokens of a request in one engine step; 0: none
-    # source of draft tokens: a look-up in the text, an EAGLE-3 head, the model's own MTP layers
+    # Speculative decoding (docs/vllm.md#speculative-decoding): draft tokens of a request in one
+    # engine step; 0: none
+    speculative_tokens: Natural = 0
+    # What makes the drafts: `ngram` (looks them up in the text so far), `eagle3` (an EAGLE-3 head,
+    # see `draft_model`), `mtp` (the model's own multi-token prediction layers)
     drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"
-    draft_model: str = ""  # the EAGLE-3 head: a checkpoint folder or hub name
-    kv_cache_gib: Positive = 1.0  # CPU only
-    # tokens in a block of the KV cache, of which only whole blocks are shared; default: the
-    # platform's
+    draft_model: str = ""  # The EAGLE-3 head: a checkpoint folder or a hub name
+    kv_cache_gib: Positive = 1.0  # Size of the KV cache on CPUs; on a GPU, vLLM determines it
+    # Tokens in a block of the KV cache; only whole blocks are shared between requests. On CPUs, it
+    # must be a multiple of 32 and is 32 by default; on accelerators, vLLM chooses the default
     block_size: PositiveInt | None = None
-    num_gpu_blocks: PositiveInt | None = None  # override of the KV cache's size in blocks
-    # vLLM's own options: the table [engine] of the file, see `workers.engine.option_check`
+    # Size of the KV cache in blocks; overrides vLLM's own estimate
+    num_gpu_blocks: PositiveInt | None = None
+    # Options of vLLM, or of the engine that `engine` names: in the file, a table `[engine]`; in the
+    # environment, one JSON object; on the command line, `--engine NAME=VALUE`. Which ones are
+    # accepted (docs/vllm.md#options-of-vllm)
     engine_options: dict[str, Any] = {}
 
     # LoRA adapters
-    # folder below which adapters may be registered, at the same path on API and worker machines;
-    # empty: none are served
+
+    # Folder below which adapters may be registered; API and workers read it at the same path.
+    # Empty: no adapters are served, and the engine runs without vLLM's LoRA layers
     lora_dir: str = ""
-    max_loras: PositiveInt = 4  # distinct adapters in one engine step
-    max_cpu_loras: PositiveInt = (
-        16  # adapters that each rank keeps loaded; jobs that need more wait
-    )
-    # the highest rank of an adapter; memory for it is reserved `max_loras` times
+    # Distinct adapters in one engine step; requests with others wait for a later step
+    max_loras: PositiveInt = 4
+    # Adapters that each rank keeps loaded, at least `max_loras`. A job whose adapter does not fit
+    # waits until another job ends
+    max_cpu_loras: PositiveInt = 16
+    # Largest rank of an adapter: 8, 16, 32, 64, 128, 256, 320 or 512. Each rank reserves memory for
+    # `max_loras` adapters of this rank (`midstream doctor --plan` says how much)
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
 
     # Tuned lenses
-    # folder below which tuned lenses may be registered, at the same path on API and worker
-    # machines; empty: `lenses` in `data_dir`
+
+    # Folder below which tuned and Jacobian lenses may be registered; API and workers read it at the
+    # same path, and gradient workers write the lenses there that they fit. Empty: `lenses` in
+    # `data_dir`
     lens_dir: str = ""
 
     # Sparse autoencoders
-    # folder below which sparse autoencoders may be registered, at the same path on API and worker
-    # machines; empty: `saes` in `data_dir`
+
+    # Folder below which sparse autoencoders may be registered; API and workers read it at the same
+    # path. Empty: `saes` in `data_dir`
     sae_dir: str = ""
 
-    # vLLM's parser of the model's tool calls, such as `hermes`; empty: by the model's chat
-    # template, where that is unambiguous; `none`: chats take no tools
+    # Tools, extensions and proof
+
+    # vLLM's parser of the model's tool calls, such as `hermes`. Empty: chosen by the chat template
+    # (docs/coming-from.md#tool-calls), where that is unambiguous. Without one, or with `none`,
+    # chats with `tools` are rejected. See docs/http.md#tools-formats-and-choices
     tool_parser: str = ""
-    # installed packages whose readers and ops are loaded, separated by commas; other packages are
-    # not loaded
+    # Packages whose readers and ops (docs/extending.md) are loaded, separated by commas. Other
+    # installed packages are not imported
     extensions: str = ""
-    # compare rows with transformers' at start; `require`: reject a model that cannot be compared,
-    # and options, versions and quantisations that are unproven
+    # Before the first request, compare the rows of the first layers, and the logits, with
+    # transformers' of the same checkpoint (how:
+    # docs/architectures.md#what-is-compared-with-transformers). If they differ, the engine does not
+    # start. `auto`: a model that cannot be compared is served, and `caveats` says why; `require`:
+    # it is not served, and neither is one with an option, version or quantisation that is unproven
+    # (docs/vllm.md#what-decides-about-an-option); `off`: nothing is compared, and `caveats` says so
     compare: Literal["auto", "require", "off"] = "auto"
-    # prove the hook points on the loaded model before its first request; false: they are served
-    # with the caveat that they are unproven
+    # Prove the hook points with real requests before the first one of a user (how:
+    # docs/architectures.md#what-is-proven-before-traffic); a hook that fails is not served.
+    # `false`: every hook is served unproven, and `caveats` says so in `/v1/models` and every
+    # manifest
     certify: bool = True
 
     # Gradients
-    # `midstream up` also starts a worker that computes gradients with transformers
+
+    # `midstream up` also starts a gradient worker (docs/deployment.md#gradient-workers)
     gradients: bool = False
-    # device of the gradient worker's model: cpu, cuda:N, or `auto`: the GPU with the most free
-    # memory, several GPUs if one is too small, the CPU where there is none
+    # Device of a gradient worker's model: `cpu`, `cuda:N`, or `auto`: the GPU with the most free
+    # memory, all GPUs if one is too small, the CPU where there is none
     gradients_device: str = "auto"
 
     # The data plane
-    # hook points to install, separated by commas: fewer cost less in compiled forward passes
+
+    # Installed hook points, separated by commas: `all` those of the residual stream, `inside` those
+    # inside attention and MLP (see docs/http.md), or single names; fewer hooks cost less in
+    # compiled forward passes. A request for any other hook is rejected with an error that names the
+    # hook
     hooks: str = "all"
-    # jobs whose ranks disagreed: retried in a new attempt, or failed immediately
+    # What happens to jobs whose ranks disagreed on what they applied: `retry` runs them once more
+    # as a fresh attempt, `fail` fails them immediately. See
+    # docs/steering.md#when-ranks-disagree
     on_desync: Literal["retry", "fail"] = "retry"
-    desync_log_s: Positive = 60.0  # minimum interval between ERROR log lines on rank disagreements
-    # how often a worker looks for changes to global steering and for queries about its ranks
+    # Minimum interval between ERROR log lines about disagreements of ranks (seconds)
+    desync_log_s: Positive = 60.0
+    # How often a worker checks for changes to global steering and for queries about its ranks
     steering_poll_s: Positive = 0.25
-    # how long a change to global steering waits for the workers' checks; a lost worker counts for
-    # `lease_s`
+    # How long a change to global steering waits for the workers' checks (seconds). Should be longer
+    # than `lease_s`, so that a worker killed just before a change does not make the change fail
     steering_wait_s: Positive = 20.0
-    # if `tuning.capture_queue_mib` is full: captures wait, rows are spilled to disk, or dropped
+    # When `tuning.capture_queue_mib` is full: `block` (requests that capture wait, others run; once
+    # nothing was written for 30 s, the captures in the engine fail, and new ones wait until there
+    # is room), `spill` (rows go to files under `<data dir>/spill`), `drop` (rows are not recorded;
+    # the capture is `partial` and lists them)
     capture_overload: Literal["block", "spill", "drop"] = "block"
 
-    # Where captures are kept
-    artifact_store: str = ""  # s3://bucket/prefix, or a folder; empty: `captures` in `data_dir`
-    artifact_endpoint: str = ""  # of a store other than AWS, such as https://s3.example:9000
-    artifact_region: str = ""  # of the bucket; empty: AWS_REGION, or us-east-1
-    artifact_access_key: str = ""  # empty: AWS' own variables, credentials file or role
+    # Artifact store
+
+    # Where captures are kept: `s3://bucket/prefix`, or a folder. Empty: `captures` in `data_dir`. A
+    # folder in memory (tmpfs) is written twice as fast or more if it is mounted with `huge=always`;
+    # `midstream doctor` says whether it is
+    artifact_store: str = ""
+    # Address of an S3 server that is not AWS', such as `https://s3.example:9000`
+    artifact_endpoint: str = ""
+    artifact_region: str = ""  # Region of the bucket. Empty: `AWS_REGION`, or `us-east-1`
+    # Access key. Empty: AWS' own variables, its credentials file, or the machine's role
+    artifact_access_key: str = ""
+    # Secret key that belongs to it; better as a file: `MIDSTREAM_ARTIFACT_SECRET_KEY_FILE`
     artifact_secret_key: str = ""
-    # downloads directly from the store, or only through the API
+    # `presigned`: capture manifests contain links by which files are downloaded from the bucket
+    # itself; `api`: downloads go through the API alone
     artifact_links: Literal["presigned", "api"] = "presigned"
-    # how long a presigned link is valid
+    # How long a presigned link works, in seconds; at most a week
     artifact_link_s: Annotated[int, msgspec.Meta(ge=1, le=7 * 24 * 3600)] = 900
-    # how long a job waits in total for an unavailable store before it fails
+    # Total time that a job with captures, or with patches from a source run, waits while the store
+    # is unavailable; then it fails
     artifact_wait_s: Positive = 3600.0
-    # endpoint in presigned links, if users reach the store under another name than the service
+    # Address in presigned links, if users reach the store at another address than the service does
     artifact_public_endpoint: str = ""
 
     # Captures
-    # quota of the artifact store; beyond it, captures are rejected; 0: no quota
+
+    # Maximum total size of the captures in the artifact store; beyond it, captures are rejected; 0:
+    # no quota
     capture_quota_mib: Natural = 0
-    capture_ttl_s: Natural = 0  # captures are deleted this long after the end of their job; 0: kept
+    # Captures are deleted this many seconds after the end of their job; 0: never
+    capture_ttl_s: Natural = 0
 
     # Source runs and sweeps
-    sweep_cells: PositiveInt = 20_000  # cells of one sweep
-    # cells of all sweeps that have not ended; beyond it, new sweeps are rejected
+
+    sweep_cells: PositiveInt = 20_000  # Maximum number of cells in one sweep
+    # Maximum number of cells in all unfinished sweeps; a sweep beyond it is rejected with 429
     sweep_cells_waiting: PositiveInt = 200_000
 
     # Harvests
-    # folders or bucket URIs in which harvests may be stored, separated by commas; empty: a folder
-    # in `data_dir`
+
+    # Folders or bucket URIs that harvests (docs/harvest.md) may be made in, separated by commas.
+    # Requests name one of them, or get the first. Empty: the folder `harvests` in `data_dir`, or in
+    # the bucket of `artifact_store`. API and workers must reach them under the same name
     harvest_stores: str = ""
-    # folders or bucket URIs from which corpora may be read, separated by commas; empty: only lines
-    # in the request
+    # Folders or bucket URIs that corpora may be read from, separated by commas. Empty: only
+    # documents in the request. API and workers must reach them under the same name
     harvest_sources: str = ""
 
     # The worker
-    # `vllm`, `gradients`, or an entry point of the group `midstream.engines`; an engine named
-    # `gradients` or `gradients-…` serves the model's queue of gradient jobs
+
+    # The engine: `vllm`; `gradients` for a gradient worker (docs/deployment.md#gradient-workers),
+    # which serves the model's queue of gradient jobs; or the name of one that an installed package
+    # offers (docs/extending.md#an-engine)
     engine: str = "vllm"
-    worker_id: str = ""  # stable over restarts; empty: host name and model
-    capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
-    lease_s: Positive = 15.0  # a running job's lease; renewed every third of it
+    # Identifies the outbox and the leases, and must be stable across restarts. Empty: host name and
+    # model. Only one live process may use an id
+    worker_id: str = ""
+    # Maximum time from a job's last output to its last receipt, counting only time in which a relay
+    # (docs/machines.md#several-relays) is alive; after that, the job fails with
+    # `receipts_timed_out`
+    capture_timeout_s: Positive = 60.0
+    # Duration of a running job's lease, which is renewed after a third of it. If a worker goes
+    # silent, its jobs run again after their leases expire
+    lease_s: Positive = 15.0
+    # After this many attempts, a job whose worker died fails with `worker_lost`
     max_attempts: PositiveInt = 5
-    # jobs that were accepted for another model identity than the served one
+    # What happens to a job when the worker that takes it serves a model of another identity
+    # (docs/reliability.md#the-identity-of-a-model) than the one that the job was accepted for:
+    # `fail` fails it with `model_changed`, `wait` leaves it queued until a worker with its own
+    # model serves the name
     on_model_change: Literal["fail", "wait"] = "fail"
 
     # Access
-    # `auto`: keys are required beyond loopback; `open`: no authentication
+
+    # `auto`: API keys are required if the API listens on a non-loopback address; `keys`: always;
+    # `open`: never, so every caller has full access
     auth: Literal["auto", "keys", "open"] = "auto"
-    # a key with scope `admin` that is always valid: ms_<12 letters or digits>_<secret>; for the
-    # first start
+    # A key with scope `admin` that is always valid, for the first start: `midstream create
+    # admin-key` prints one. `MIDSTREAM_ADMIN_KEY_FILE` names a file that contains it
     admin_key: str = ""
-    # likewise, with scope `observe`: for Prometheus, at `/metrics` of API and Flower
+    # A key with scope `observe` that is always valid, for Prometheus: it opens `/metrics` of the
+    # API and of Flower. `MIDSTREAM_OBSERVE_KEY_FILE` names a file that contains it
     observe_key: str = ""
-    # host names and addresses of the API, separated by commas, in addition to loopback
+    # Names and addresses (docs/keys.md#host-names-and-browsers) under which the API may be called,
+    # separated by commas, in addition to `localhost` and loopback addresses. Empty: no others if
+    # keys are not required, any if they are
     allowed_hosts: str = ""
-    # addresses and networks, separated by commas, whose `X-Forwarded-…` headers are trusted;
-    # empty: none
+    # Addresses and networks of reverse proxies (docs/keys.md#behind-a-proxy), separated by commas,
+    # whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, such as `127.0.0.1`. Empty: none
     trusted_proxies: str = ""
-    api_key: str = ""  # sent by the Python client and the command line
+    # The key that the Python client and the command line send. `MIDSTREAM_API_KEY_FILE` names a
+    # file that contains it
+    api_key: str = ""
 
     # Scheduling
-    # waiting jobs over all models; beyond it submissions get 503; 0: no limit
+
+    # Maximum number of waiting jobs of all models; beyond it, submissions are rejected with 503. 0:
+    # no limit
     queue_limit: Natural = 100_000
 
     # Webhooks
-    webhook_allow_private: bool = False  # also call loopback, private and link-local addresses
+
+    # Also call loopback, private and link-local addresses; metadata services of clouds are never
+    # called
+    webhook_allow_private: bool = False
 
     # Observability
-    log_format: Literal["text", "json"] = "text"
-    # port of this process's Prometheus metrics (worker, relay, callbacks); 0: none
-    metrics_port: Port = 0
-    metrics_host: str = "127.0.0.1"
-    grafana_url: str = ""  # URL under which users reach Grafana: a link on the page; empty: none
-    otel_endpoint: str = ""  # OTLP over HTTP, such as http://127.0.0.1:4318; empty: no traces
 
-    # HTTP
-    max_wait_s: Positive = 600.0  # the longest a response is held
-    # after this time, a finished job's result is deleted, and its state reads `expired`
+    # `json`: one JSON object per line, from every process, including the engine
+    log_format: Literal["text", "json"] = "text"
+    # Port of this process's own Prometheus metrics (worker, relay, callbacks; the API has
+    # `/metrics`); 0: none. `midstream up` uses this port for the relay, the next for the worker,
+    # the one after it for callbacks
+    metrics_port: Port = 0
+    # Address on which these metrics are served; no key is required there
+    metrics_host: str = "127.0.0.1"
+    # Address of Grafana as users reach it: a link on the page (docs/page.md). Empty: no link
+    grafana_url: str = ""
+    # Target of traces: OTLP over HTTP, such as `http://127.0.0.1:4318`; needs the extra `otel`.
+    # Empty: no traces
+    otel_endpoint: str = ""
+
+    # HTTP server
+
+    # Maximum time for which a response is held: completions, `Prefer: wait` and `?wait=`
+    max_wait_s: Positive = 600.0
+    # A finished job's result is removed after this many seconds (410); that the job existed is
+    # remembered for twice as long. Capture files stay
     result_ttl_s: PositiveInt = 7 * 24 * 3600
+    # `DEBUG`, `INFO`, `WARNING` or `ERROR`
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    fault: str = ""  # tests only: a named fault, such as `apply:rank=1`
+    # Tests only: a fault that the ranks inject, or a point at which a process dies
+    # (`crash:at=relay.committed`, see docs/reliability.md#crash-points). Leave it empty
+    fault: str = ""
 
     # Tables of the file: see their records
     limits: DefaultLimits = DefaultLimits()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import settings_page
 import typer
 from tree import ROOT
 
@@ -36,6 +37,11 @@ def test_the_settings_page_and_the_settings_agree_both_ways() -> None:
     listed = [(row["name"], _value(row["default"])) for row in SETTING_ROW.finditer(page)]
     assert len(dict(listed)) == len(listed), "a setting stands in the page twice"
     assert dict(listed) == {name: attrgetter(name)(Settings()) for name in known_settings()}
+
+
+def test_the_settings_page_has_the_comments_of_the_code() -> None:
+    text = settings_page.PAGE.read_text()
+    assert settings_page.rewritten(text) == text, "run python tools/pages/settings_page.py"
 
 
 def _value(text: str) -> Any:
