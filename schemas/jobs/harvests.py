@@ -13,7 +13,6 @@ from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import StoredLora
 from ..base.errors import Problem
 from ..base.limits import (
-    MAX_CONSUMERS,
     MAX_EXAMPLE_CONTEXT,
     MAX_EXAMPLES,
     MAX_HARVEST_LINES,
@@ -21,6 +20,7 @@ from ..base.limits import (
     MAX_PATH,
     MAX_PROMPT_TOKENS,
     MAX_SHARD_MIB,
+    MAX_STREAM_CONSUMERS,
     MAX_STREAM_WINDOW,
     Count,
     Metadata,
@@ -129,9 +129,9 @@ class HarvestStream(Record, kw_only=True):
     """A stream of a harvest's units, in their order, to consumers that acknowledge them."""
 
     # their names; a unit is acknowledged once each of them has done so
-    consumers: Annotated[list[PathName], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)] = (
-        msgspec.field(default_factory=lambda: ["trainer"])
-    )
+    consumers: Annotated[
+        list[PathName], msgspec.Meta(min_length=1, max_length=MAX_STREAM_CONSUMERS)
+    ] = msgspec.field(default_factory=lambda: ["trainer"])
     # the most units that are computed and not acknowledged; a unit is about one shard
     window: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAM_WINDOW)] = 32
     keep: bool = False  # keep the shards of acknowledged units in the store

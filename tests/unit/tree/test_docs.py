@@ -8,8 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import code_tables
 import pytest
-import settings_page
 import typer
 from tree import ROOT
 
@@ -39,9 +39,9 @@ def test_the_settings_page_and_the_settings_agree_both_ways() -> None:
     assert dict(listed) == {name: attrgetter(name)(Settings()) for name in known_settings()}
 
 
-def test_the_settings_page_has_the_comments_of_the_code() -> None:
-    text = settings_page.PAGE.read_text()
-    assert settings_page.rewritten(text) == text, "run python tools/pages/settings_page.py"
+@pytest.mark.parametrize("page", code_tables.PAGES.values(), ids=code_tables.PAGES)
+def test_a_page_has_the_comments_of_the_code(page: Path) -> None:
+    assert code_tables.rewritten(page) == page.read_text(), "run python tools/pages/code_tables.py"
 
 
 def _value(text: str) -> Any:

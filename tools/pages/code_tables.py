@@ -1,0 +1,110 @@
+"""Writes the tables of `docs/` that repeat the code: settings and limits, from their comments.
+
+    python tools/pages/code_tables.py
+
+A table stands below `<!-- table: NAME -->`. Tables of settings are named after their section in the
+code (a comment between blank lines begins one), or after the table of the file that sets them.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from midstream.schemas.base import limits
+from midstream.schemas.base.records import Record
+from midstream.schemas.base.settings import TABLES, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("settings", "http")}
+BASE = ROOT / "schemas" / "base"
+END = "<!-- end of the table -->"
+TABLE = re.compile(rf"<!-- table: (?P<name>[^\n]+) -->\n.*?{END}", re.DOTALL)
+LINK = re.compile(r"docs/(?P<file>(?:[\w-]+/)*[\w-]+\.md)(?P<anchor>#[\w-]+)?")
+COMMENT = re.compile(r" *# (?P<text>.+)")
+#: Behind a field, on its line.
+BEHIND = re.compile(r".*\S {2}# (?P<text>.+)")
+
+
+def rewritten(page: Path) -> str:
+    """Return the page with its tables as the code has them."""
+    written = {**dict(_settings()), "limits of requests": _limits()}
+
+    def table(found: re.Match[str]) -> str:
+        rows = LINK.sub(lambda link: _link(link, page.name), written[found["name"]])
+        return f"<!-- table: {found['name']} -->\n\n{rows}\n{END}"
+
+    return TABLE.sub(table, page.read_text())
+
+
+def _settings() -> Iterator[tuple[str, str]]:
+    """Yield the name and the table of each section of settings."""
+    for prefix, record in {"": Settings, **TABLES}.items():
+        sections: dict[str, list[str]] = {}
+        for section, name, meaning in _of_record(record):
+            full = f"{prefix}.{name}" if prefix else name
+            default = json.dumps(getattr(record(), name)).replace("null", "unset")
+            sections.setdefault(section or prefix, []).append(
+                f"| `{full}` | `{default}` | {meaning} |\n"
+            )
+        for section, rows in sections.items():
+            yield section, f"| setting | default | meaning |\n|---|---|---|\n{''.join(rows)}"
+
+
+def _limits() -> str:
+    rows = [
+        f"| {meaning} | {int(getattr(limits, name)):,} | `{name}` |\n"
+        for _, name, meaning in _described(*_parsed(BASE / "limits.py"))
+        if name.startswith(("MAX_", "MIN_"))
+    ]
+    return (
+        f"| what | at most | constant in `schemas/base/limits.py` |\n|---|---|---|\n{''.join(rows)}"
+    )
+
+
+def _of_record(record: type[Record]) -> Iterator[tuple[str, str, str]]:
+    """Yield the section, name and comment of each setting of a record."""
+    for path in BASE.glob("*.py"):
+        lines, statements = _parsed(path)
+        for node in statements:
+            if isinstance(node, ast.ClassDef) and node.name == record.__name__:
+                found = _described(lines, node.body)
+                yield from (each for each in found if each[1] not in TABLES)
+
+
+def _parsed(path: Path) -> tuple[list[str], list[ast.stmt]]:
+    text = path.read_text()
+    return text.splitlines(), ast.parse(text).body
+
+
+def _described(lines: list[str], statements: list[ast.stmt]) -> Iterator[tuple[str, str, str]]:
+    """Yield the section, name and comment of each assignment."""
+    section = ""
+    for node in statements:
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        top = first
+        while COMMENT.fullmatch(lines[top - 1]):
+            top -= 1
+        title = COMMENT.fullmatch(lines[top - 2])
+        if title and not lines[top - 1]:
+            section = title["text"]
+        above = [COMMENT.fullmatch(line) for line in lines[top:first]]
+        behind = [BEHIND.fullmatch(line) for line in lines[first:last]]
+        meaning = " ".join(each["text"] for each in [*above, *behind] if each)
+        yield section, ast.unparse(target), meaning
+
+
+def _link(found: re.Match[str], page: str) -> str:
+    file, anchor = found["file"], found["anchor"] or ""
+    if file == page:
+        return f"[below]({anchor})"
+    return f"[{file.rpartition('/')[2]}]({file}{anchor})"
+
+
+if __name__ == "__main__":
+    for page in PAGES.values():
+        page.write_text(rewritten(page))
