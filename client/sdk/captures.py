@@ -20,7 +20,9 @@ from .wire import HttpCall, JobLike, ManifestEntry
 
 
 class Captures(Calls[M]):
-    """Calls on stored captures."""
+    """Stored captures; `matrix` joins rows of several jobs
+    (docs/client.md#one-matrix-from-many-requests).
+    """
 
     @call
     async def open(

@@ -17,7 +17,9 @@ from .wire import JobLike
 
 
 class Fits(Calls[M]):
-    """Calls on fits."""
+    """Jobs that learn modules from examples (docs/learn.md#learn-steering-from-examples) or compute
+    Jacobian lenses (docs/read.md#fit-a-lens).
+    """
 
     @call
     async def submit(

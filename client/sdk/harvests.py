@@ -56,7 +56,9 @@ def _ended(view: HarvestView) -> HarvestView:
 
 
 class Harvests(Calls[M]):
-    """Calls on harvests."""
+    """Harvests (docs/harvest.md), their streams, and surveys of their features
+    (docs/read.md#features-in-context).
+    """
 
     @call
     async def submit(

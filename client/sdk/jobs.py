@@ -33,7 +33,9 @@ def poll(job_id: JobLike, version: str, seconds: float) -> HttpCall:
 
 
 class Jobs(Calls[M]):
-    """Calls on jobs."""
+    """Jobs, from submission to result. `events` resumes after a lost connection; `dose` measures
+    effect against damage (docs/learn.md#choose-layer-token-and-scale).
+    """
 
     @call
     async def submit(

@@ -179,7 +179,9 @@ class Features(Plotted):
 
 
 class Readings(Calls[M]):
-    """Readings of one prompt."""
+    """Readings of one prompt (docs/read.md); `patch_attention` has heads attend as given
+    (docs/read.md#patching-a-pattern).
+    """
 
     async def _run(
         self,

@@ -134,8 +134,8 @@ class NamedCalls(Calls[M], Generic[M, R]):
 
 
 class Modules(NamedCalls[M, ModuleView]):
-    """Calls on steering modules. Changes apply to later requests; running requests keep the
-    steering with which they began.
+    """Steering modules (docs/client.md#names). Changes apply to later requests; running
+    requests keep the steering with which they began.
     """
 
     _path, _record, _page, _timeout = "/v1/steering/modules", ModuleView, ModulePage, CHANGE_S
@@ -181,7 +181,10 @@ class Modules(NamedCalls[M, ModuleView]):
 
 
 class GlobalSteeringCalls(Calls[M]):
-    """Calls on global steering, which applies to every request to a model that begins later."""
+    """Global steering, which applies to every request to a model that begins later
+    (docs/client.md#global-steering), and the state of every rank
+    (docs/client.md#checking-that-ranks-agree).
+    """
 
     async def _about(self, method: str, path: str, kind: type[R], model: str | None) -> R:
         """Send a call about the state of all ranks."""
@@ -217,7 +220,7 @@ class GlobalSteeringCalls(Calls[M]):
 
 
 class Loras(NamedCalls[M, Lora]):
-    """Calls on LoRA adapters."""
+    """LoRA adapters (docs/vllm.md#lora-adapters)."""
 
     _path, _record, _request, _page = "/v1/loras", Lora, LoraRequest, LoraPage
     _put_timeout = 300.0
@@ -235,7 +238,7 @@ class Loras(NamedCalls[M, Lora]):
 
 
 class Saes(NamedCalls[M, Sae]):
-    """Calls on sparse autoencoders."""
+    """Sparse autoencoders (docs/read.md#features-of-sparse-autoencoders)."""
 
     _path, _record, _request, _page = "/v1/saes", Sae, SaeRequest, SaePage
     _put_timeout = 600.0
@@ -262,7 +265,7 @@ class Saes(NamedCalls[M, Sae]):
 
 
 class Lenses(NamedCalls[M, TunedLens]):
-    """Calls on tuned lenses."""
+    """Tuned lenses (docs/read.md#tuned-lenses)."""
 
     _path, _record, _request = "/v1/lenses", TunedLens, TunedLensRequest
     _page, _put_timeout = TunedLensPage, 600.0
@@ -289,7 +292,7 @@ class Lenses(NamedCalls[M, TunedLens]):
 
 
 class Jacobians(NamedCalls[M, JacobianLens]):
-    """Calls on Jacobian lenses."""
+    """Jacobian lenses (docs/read.md#jacobian-lenses)."""
 
     _path, _record, _request = "/v1/jacobians", JacobianLens, JacobianLensRequest
     _page, _put_timeout = JacobianLensPage, 600.0
@@ -308,7 +311,7 @@ class Jacobians(NamedCalls[M, JacobianLens]):
 
 
 class Probes(NamedCalls[M, Probe]):
-    """Calls on linear probes."""
+    """Linear probes (docs/probes.md)."""
 
     _path, _record, _page = "/v1/probes", Probe, ProbePage
 
@@ -334,7 +337,7 @@ class Probes(NamedCalls[M, Probe]):
 
 
 class Policies(NamedCalls[M, Policy]):
-    """Calls on policies."""
+    """Policies, which act on the scores of probes (docs/probes.md#policies)."""
 
     _path, _record, _page = "/v1/policies", Policy, PolicyPage
 
@@ -358,7 +361,9 @@ class Policies(NamedCalls[M, Policy]):
 
 
 class SourceRuns(Calls[M]):
-    """Calls on source runs: captures under a name, from which later jobs are patched."""
+    """Source runs: captures under a name, or a job's id, from which later jobs are patched
+    (docs/client.md#patching).
+    """
 
     @call
     async def list(

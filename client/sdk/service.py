@@ -61,7 +61,7 @@ def _delivery(delivery_id: str) -> str:
 
 
 class Keys(Calls[M]):
-    """Calls on API keys; they require the scope `admin`."""
+    """API keys (docs/keys.md); the calls require the scope `admin`."""
 
     @call
     async def create(
@@ -91,7 +91,7 @@ class Keys(Calls[M]):
 
 
 class Tenants(Calls[M]):
-    """Calls on tenants; they require the scope `admin`, except `get()`."""
+    """Tenants (docs/keys.md#tenants); the calls require the scope `admin`, except `get()`."""
 
     @call
     async def list(self) -> Listing[TenantView]:
@@ -112,8 +112,8 @@ class Tenants(Calls[M]):
 
 
 class Webhooks(Calls[M]):
-    """Calls on webhooks that were sent. An admin may name a `tenant`; without it, an admin sees
-    those of all tenants.
+    """Webhooks that were sent (docs/webhooks.md). An admin may name a `tenant`; without it, an
+    admin sees those of all tenants.
     """
 
     @call
@@ -153,7 +153,7 @@ class Webhooks(Calls[M]):
 
 
 class Secrets(Calls[M]):
-    """Calls on the secrets that sign webhooks."""
+    """Secrets that sign webhooks (docs/webhooks.md#secrets)."""
 
     @call
     async def list(self) -> SecretList:
@@ -174,7 +174,9 @@ class Secrets(Calls[M]):
 
 
 class Disabled(Calls[M]):
-    """Calls on the receivers that are disabled because they responded with 410."""
+    """Receivers of webhooks that are disabled because they responded with 410
+    (docs/webhooks.md#disabled-receivers).
+    """
 
     @call
     async def list(self, *, tenant: str | None = None) -> Listing[DisabledEndpoint]:

@@ -116,7 +116,7 @@ class Gridded(Calls[M]):
 
 
 class Sweeps(Gridded[M]):
-    """Calls on sweeps."""
+    """Patching sweeps (docs/client.md#patch-studies)."""
 
     @call
     async def submit(
@@ -179,7 +179,7 @@ def attribution_request(
 
 
 class Attributions(Gridded[M]):
-    """Calls on attributions."""
+    """Attributions (docs/client.md#attributions)."""
 
     _kind = "attribution"
 

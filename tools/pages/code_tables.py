@@ -1,4 +1,5 @@
-"""Writes the tables of `docs/` that repeat the code: settings and limits, from their comments.
+"""Writes the tables of `docs/` that repeat the code: settings and limits from their comments, the
+client's calls from its groups.
 
     python tools/pages/code_tables.py
 
@@ -7,17 +8,21 @@ code (a comment between blank lines begins one), or after the table of the file 
 """
 
 import ast
+import inspect
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from midstream.client import Client
+from midstream.client.sdk.calls import Calls
 from midstream.schemas.base import limits
 from midstream.schemas.base.records import Record
 from midstream.schemas.base.settings import TABLES, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("settings", "http")}
+PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("client", "http", "settings")}
 BASE = ROOT / "schemas" / "base"
 END = "<!-- end of the table -->"
 TABLE = re.compile(rf"<!-- table: (?P<name>[^\n]+) -->\n.*?{END}", re.DOTALL)
@@ -29,7 +34,7 @@ BEHIND = re.compile(r".*\S {2}# (?P<text>.+)")
 
 def rewritten(page: Path) -> str:
     """Return the page with its tables as the code has them."""
-    written = {**dict(_settings()), "limits of requests": _limits()}
+    written = {**dict(_settings()), "limits of requests": _limits(), "groups of calls": _calls()}
 
     def table(found: re.Match[str]) -> str:
         rows = LINK.sub(lambda link: _link(link, page.name), written[found["name"]])
@@ -61,6 +66,25 @@ def _limits() -> str:
     return (
         f"| what | at most | constant in `schemas/base/limits.py` |\n|---|---|---|\n{''.join(rows)}"
     )
+
+
+def _calls() -> str:
+    client = Client("127.0.0.1:1")  # it connects when it is called
+    rows = [
+        f"| `client.{name}` | {_names(type(group))} | {_paragraph(type(group))} |\n"
+        for name, group in vars(client).items()
+        if isinstance(group, Calls)
+    ]
+    return f"| group | calls | |\n|---|---|---|\n{''.join(rows)}"
+
+
+def _names(group: type[Calls[Any]]) -> str:
+    return ", ".join(f"`{name}`" for name in dir(group) if not name.startswith("_"))
+
+
+def _paragraph(group: type[Calls[Any]]) -> str:
+    """The first paragraph of a docstring."""
+    return " ".join((inspect.getdoc(group) or "").partition("\n\n")[0].split()).rstrip(".")
 
 
 def _of_record(record: type[Record]) -> Iterator[tuple[str, str, str]]:
