@@ -20,7 +20,7 @@ from ..sdk.wire import returned_rows
 from .terminal import AsJson, out, print_json, say, with_client
 
 Id = Annotated[str, typer.Argument(metavar="JOB|HARVEST", help="Its id.")]
-Harvest = Annotated[str, typer.Argument(help="A harvest's id.")]
+HarvestArgument = Annotated[str, typer.Argument(help="A harvest's id.")]
 
 #: Seconds between two polls of a job while a progress bar is shown.
 LOOK_S = 0.25
@@ -80,13 +80,13 @@ def cancel(client: Client, id_: Id, json_: AsJson = False) -> None:
 
 
 @with_client
-def pause(client: Client, harvest: Harvest, json_: AsJson = False) -> None:
+def pause(client: Client, harvest: HarvestArgument, json_: AsJson = False) -> None:
     """Pause a harvest; finished shards are kept."""
     print_view(client.harvests.pause(harvest), json_)
 
 
 @with_client
-def resume(client: Client, harvest: Harvest, json_: AsJson = False) -> None:
+def resume(client: Client, harvest: HarvestArgument, json_: AsJson = False) -> None:
     """Continue a paused harvest."""
     print_view(client.harvests.resume(harvest), json_)
 
