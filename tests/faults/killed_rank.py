@@ -18,7 +18,7 @@ from plane_kit import CAPACITY, Rig
 from midstream.client.stack.processes import wait_for
 from midstream.schemas.readings.lens import StoredLens
 from midstream.storage import file_store
-from midstream.workers.runner.files.commands import COMMAND
+from midstream.workers.runner.files.desk import COMMAND
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.readings.readings import ReadingConsumer
 from midstream.workers.runner.rows import connect, link

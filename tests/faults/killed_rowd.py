@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from midstream.broker.receipts import outbox, outbox_store, sender
 from midstream.storage import file_store
 from midstream.workers.runner.files import __main__ as rowd, desk, streams, writer
-from midstream.workers.runner.files.commands import Freed
+from midstream.workers.runner.files.desk import Freed
 
 #: Environment variable with the boundary at which a rank or its process dies, `<name>:<passage>`.
 ARMED = "MIDSTREAM_TEST_KILLED_AT"

@@ -26,7 +26,7 @@ from midstream.broker.receipts.relay import Relay
 from midstream.client.stack.processes import wait_for
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.jobs.receipts import LostRange, Receipt
-from midstream.workers.runner.files.commands import EXIT_NO_RECEIPTS
+from midstream.workers.runner.files.desk import EXIT_NO_RECEIPTS
 
 REQUESTS, SEED = 1_000, 20_261
 #: Requests that a rank gets, the last one excepted, at most.

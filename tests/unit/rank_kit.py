@@ -35,8 +35,7 @@ from midstream.workers.runner.base.config import PlaneConfig
 from midstream.workers.runner.base.engine_step import StepView
 from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
-from midstream.workers.runner.files.desk import Desk
-from midstream.workers.runner.files.ended import EndedRequest
+from midstream.workers.runner.files.desk import Desk, EndedRequest
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Origin
 from midstream.workers.runner.hooks.sites import Buffers, RankSite
 from midstream.workers.runner.rows.arena import Arena, BankRows

@@ -9,7 +9,7 @@ from simulated_rank import Simulation
 from midstream.storage import file_store
 from midstream.workers.runner.edits.steering_tables import RowTable
 from midstream.workers.runner.edits.vector_pool import EntryPool
-from midstream.workers.runner.files.ended import EndedRequest
+from midstream.workers.runner.files.desk import EndedRequest
 from midstream.workers.runner.files.layouts import Filesystem
 from midstream.workers.runner.files.streams import RecordingFile
 from midstream.workers.runner.plane.probe_scores import Scorer

@@ -26,21 +26,22 @@ from ....schemas.base.records import from_msgpack, learn_records, to_msgpack
 from ....storage.calls import CALLS
 from ..base.backlog import Backlog
 from ..base.shared_memory import SharedMemory
-from .commands import (
+from .desk import (
     COMMAND,
     EXIT_NO_RECEIPTS,
     LENGTH,
     Begun,
     Closed,
+    Desk,
     DeskAnswer,
     DeskCommand,
+    DeskMessage,
     DeskStatus,
     Freed,
     Setup,
     Spilled,
     StatusAsked,
 )
-from .desk import Desk, DeskMessage
 
 #: Added to the niceness of a process that gives way: it gets an eighth of the time of one of the
 #: model's threads that it competes with.

@@ -8,7 +8,7 @@ from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
 from ..base.actions import ActionLedger
 from ..base.config import PlaneConfig, RankPlace
-from ..files.ended import EndedRequest
+from ..files.desk import EndedRequest
 from ..files.finished_rows import Origin
 from ..probes.gates import shown
 from ..probes.watches import ProbeError, Watch

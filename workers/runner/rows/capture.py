@@ -19,8 +19,7 @@ from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.requests.specs import StoredCapture
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
-from ..files.desk import DeskMessage, StreamDropped, StreamedRows
-from ..files.ended import EndedCapture
+from ..files.desk import DeskMessage, EndedCapture, StreamDropped, StreamedRows
 from ..files.extents import Extent, RowBlock, places_of
 from ..files.finished_rows import BankColumns
 from ..files.recorded import CaptureShape
@@ -104,7 +103,7 @@ class Recording:
     """One capture of one request on this rank.
 
     The model's thread makes the blocks, and the forward fills them; a writer reads them once the
-    request has ended, see `files.ended`.
+    request has ended, see `files.desk`.
     """
 
     capture: StoredCapture

@@ -8,8 +8,7 @@ from typing import cast
 from ....broker.receipts.outbox import Outbox
 from ..base.backlog import NEAR, Backlog
 from ..base.config import PlaneConfig
-from ..files.commands import EXIT_NO_RECEIPTS
-from ..files.desk import Desk
+from ..files.desk import EXIT_NO_RECEIPTS, Desk
 from ..files.finished_rows import Consumer
 from .arena import Arena
 from .delivery import ForwardedReceipts, Near, RowDelivery

@@ -13,9 +13,7 @@ from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ....storage.calls import CALLS
 from ..base.backlog import Backlog
-from ..files.commands import DeskStatus
-from ..files.desk import Delivered, Desk, DeskMessage, OriginSet
-from ..files.ended import EndedRequest
+from ..files.desk import Delivered, Desk, DeskMessage, DeskStatus, EndedRequest, OriginSet
 from ..files.finished_rows import Origin
 from ..files.streams import StreamOpened
 from ..files.writer import Diversion

@@ -17,7 +17,7 @@ from typing import cast
 from ....schemas.base.records import from_msgpack, to_msgpack
 from ..base.backlog import Backlog
 from ..base.config import PlaneConfig
-from ..files.commands import (
+from ..files.desk import (
     COMMAND,
     LENGTH,
     Begun,
