@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 
 from ...schemas.base.errors import invalid
-from ...storage.harvests import HookLayer, Shard, open as open_harvest
-from ...storage.shards import shard_buffers, site_name
+from ...storage.harvests import (
+    HookLayer,
+    Shard,
+    open as open_harvest,
+    shard_buffers,
+    site_name,
+)
 
 GAPS = "the harvest's positions leave gaps: training reads whole documents"
 #: (name, dtype, bits) of a tensor.

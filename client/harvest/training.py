@@ -11,8 +11,13 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...storage.harvests import Harvest, HookLayer, Shard, open as open_harvest
-from ...storage.shards import site_name
+from ...storage.harvests import (
+    Harvest,
+    HookLayer,
+    Shard,
+    open as open_harvest,
+    site_name,
+)
 
 #: The default number of shards that are shuffled together.
 MIXED = 4

@@ -10,8 +10,14 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.harvest_order import row_order
 from ...schemas.jobs.harvests import UnitEntry
 from ...storage.formats.capture_blobs import DamagedBlob
-from ...storage.harvests import Harvest, Shard, open as open_harvest
-from ...storage.shards import checksum, shard_tensors, site_name
+from ...storage.harvests import (
+    Harvest,
+    Shard,
+    checksum,
+    open as open_harvest,
+    shard_tensors,
+    site_name,
+)
 
 #: The most faults that are listed.
 SHOWN = 100

@@ -14,8 +14,7 @@ from pathlib import Path
 from ...schemas.base.errors import invalid
 from ...schemas.base.records import to_json
 from ...storage.file_store import sync
-from ...storage.harvests import StreamedUnit
-from ...storage.shards import shard_buffers
+from ...storage.harvests import StreamedUnit, shard_buffers
 from ...storage.store import open_store
 from ..harvest.exports import NamedBits, documents
 from .client import Client

@@ -11,8 +11,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import SurveyEntry, SurveyTask
 from ...schemas.requests.harvest_work import Survey
-from ...storage.harvests import Harvest, open as open_harvest
-from ...storage.shards import put, shard_buffers
+from ...storage.harvests import Harvest, open as open_harvest, put, shard_buffers
 from ..engine.model_identity import digests_in
 from ..engine.proof.comparison import Checkpoint, reference_of
 from ..engine.proof.reference import NotComparableError, TransformersReference

@@ -21,7 +21,7 @@ from ....schemas.jobs.harvests import (
     UnitEntry,
 )
 from ....schemas.requests.harvest_work import HarvestPart
-from ....storage.shards import checked
+from ....storage.harvests import checked
 from ....storage.store import open_store
 from ..core import scripts
 from ..jobs.ledger import LedgerPart, reachable

@@ -16,7 +16,7 @@ import numpy as np
 from ....schemas.jobs.harvest_order import row_order
 from ....schemas.jobs.receipts import CapturedFile
 from ....schemas.requests.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
-from ....storage.shards import RAW, encoded_rows, shard_buffers, site_name
+from ....storage.harvests import RAW, encoded_rows, shard_buffers, site_name
 from ....storage.store import open_store
 from .finished_rows import FinishedCapture, Outcome
 

@@ -41,7 +41,7 @@ from ....schemas.jobs.works import HarvestWork
 from ....schemas.prompts.selectors import PositionWindow
 from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture
-from ....storage.shards import checked, checksum, put
+from ....storage.harvests import checked, checksum, put
 from ....storage.store import ArtifactStore, open_store
 from ...engine.admission import CellSlots
 from ...engine.protocol import EngineRequest, GeneratingEngine

@@ -29,7 +29,7 @@ from midstream.schemas.jobs.harvests import (  # fmt: skip
     ShardFile,
     UnitEntry,
 )
-from midstream.storage.shards import shard_buffers
+from midstream.storage.harvests import shard_buffers
 
 WIDTH, TOKENS, DOCUMENTS, UNITS = 8, 6, 5, 12
 ROWS = UNITS * DOCUMENTS * TOKENS

@@ -12,7 +12,7 @@ from midstream.schemas.base.dtypes import float32_to_bfloat16
 from midstream.schemas.jobs.harvest_order import row_order
 from midstream.schemas.requests.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
-from midstream.storage.shards import (
+from midstream.storage.harvests import (
     checksum,
     decoded_rows,
     dtype_of,
