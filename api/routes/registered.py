@@ -19,7 +19,7 @@ from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import ModelInfo
-from ...storage.formats.jacobian_files import lens_of
+from ...storage.formats.lens_files import lens_of
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae

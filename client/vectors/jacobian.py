@@ -7,7 +7,7 @@ from typing import Any
 
 from ...schemas.artifacts.jacobian_lenses import SKIP_FIRST, JacobianRecord
 from ...schemas.base.limits import MAX_TUNED_BYTES
-from ...storage.formats.jacobian_files import output_matrix, write
+from ...storage.formats.lens_files import output_matrix, write
 from . import torch_file
 from .arrays import PlainArray
 

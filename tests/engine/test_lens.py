@@ -16,7 +16,7 @@ from midstream.api.resolve.edits.directions import DirectionFiles, check_directe
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, JacobianLensRequest
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.specs import SteeringSpec
-from midstream.storage.formats.jacobian_files import Matrix, lens_of, write
+from midstream.storage.formats.lens_files import Matrix, lens_of, write
 from midstream.workers.gradients.jacobian import fit_jacobian_lens
 from midstream.workers.gradients.points import Points
 

@@ -22,7 +22,7 @@ from stack import Stack
 from midstream.client import Client
 from midstream.client.render import readings
 from midstream.schemas.artifacts.jacobian_lenses import JacobianRecord
-from midstream.storage.formats import jacobian_files
+from midstream.storage.formats import lens_files
 
 pytest_plugins = ["shared_stack"]
 pytestmark = [
@@ -82,8 +82,8 @@ def installed(folders: dict[str, Path]) -> dict[str, Path]:
     head = np.ones((1000, HIDDEN_SIZE), np.float32)
     head[:, 0] = np.arange(1000)
     fit = JacobianRecord(method="sketched", prompts=9, errors=[0.125])
-    jacobian_files.write(lenses / "jacobian", {1: eye}, fit, jacobian_files.Matrix(head))
-    jacobian_files.write(lenses / "bare", {1: eye}, fit)
+    lens_files.write(lenses / "jacobian", {1: eye}, fit, lens_files.Matrix(head))
+    lens_files.write(lenses / "bare", {1: eye}, fit)
     return folders
 
 

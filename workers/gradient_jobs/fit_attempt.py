@@ -32,7 +32,7 @@ from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module, SteeringTemplate, content_digest
 from ...schemas.requests.trainings import FitEffect, Training
 from ...storage.formats.folders import new_folder
-from ...storage.formats.jacobian_files import lens_of
+from ...storage.formats.lens_files import lens_of
 from ..engine.protocol import GradientEngine
 from ..serving.attempt import Attempt, Bench
 from ..serving.redis_retry import patiently

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from ...schemas.artifacts.jacobian_lenses import JacobianFit, JacobianRecord, StoredLensFit
-from ...storage.formats.jacobian_files import Matrix, write
+from ...storage.formats.lens_files import Matrix, write
 from ..engine.proof.reference import free_bytes
 from .estimates import at_once
 from .loading import GIB, free_on, refused

@@ -20,9 +20,8 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
 from ....schemas.readings.lens import NamedToken
 from ....schemas.requests.specs import SteeringSpec
-from ....storage.formats.jacobian_files import directions
+from ....storage.formats.lens_files import directions, folder_of, reading
 from ....storage.formats.tensor_files import TensorFile, TensorFileError
-from ....storage.formats.tuned_files import folder_of, reading
 from .interventions import check_together, check_without
 
 #: Op → its fields that are valid with `jacobian`, besides FIELDS; `swap` is the field of that name.

@@ -7,7 +7,7 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import resolve_hook
-from ....storage.formats.tuned_files import check_on, folder_of
+from ....storage.formats.lens_files import check_on, folder_of
 
 
 def resolve_tuned(tuned_lens_request: TunedLensRequest, model: ModelInfo, root: str) -> TunedLens:

@@ -22,7 +22,7 @@ from midstream.client.vectors.numpy_file import read_npy, read_npz
 from midstream.schemas.artifacts.loras import LoraSupport
 from midstream.schemas.base.errors import MidstreamError, Problem, invalid
 from midstream.schemas.base.records import from_json, to_json
-from midstream.storage.formats import lora_files, module_files, sae_files, tuned_files
+from midstream.storage.formats import lens_files, lora_files, module_files, sae_files
 from midstream.storage.formats.capture_blobs import DamagedBlob, read_header
 from midstream.storage.formats.tensor_files import npy_header, whole_file
 
@@ -86,11 +86,11 @@ def test_wrong_headers_are_refused_alike_in_every_kind_of_file(
     (lora / lora_files.WEIGHTS).write_bytes(raw)
     shutil.copytree(SAES / "standard", sae)
     (sae / sae_files.WEIGHTS).write_bytes(raw)
-    (lens / tuned_files.FILE).write_bytes(raw)
+    (lens / lens_files.FILE).write_bytes(raw)
     for name, check in {
         lora_files.WEIGHTS: lambda: lora_files.check_on(lora, LoraSupport(max_rank=8, modules={})),
         sae_files.WEIGHTS: lambda: sae_files.check_on(sae, None, None, **MODEL),
-        tuned_files.FILE: lambda: tuned_files.check_on(lens, 4, 8),
+        lens_files.FILE: lambda: lens_files.check_on(lens, 4, 8),
     }.items():
         with refuses(name, says, status=400, field="path"):
             check()

@@ -11,8 +11,8 @@ import torch
 
 from ....schemas.artifacts.tuned_lenses import StoredTuned
 from ....schemas.base.errors import MidstreamError
+from ....storage.formats.lens_files import folder_of, map_of, reading
 from ....storage.formats.tensor_files import TensorFile, TensorFileError
-from ....storage.formats.tuned_files import folder_of, map_of, reading
 from ..files.finished_rows import ReadingError
 
 #: (rows `[positions, hidden]`, layer) → mapped rows, float32.

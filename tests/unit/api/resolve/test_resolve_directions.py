@@ -29,7 +29,7 @@ from midstream.schemas.base.limits import MAX_ENTRIES
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.requests.specs import SteeringSpec
-from midstream.storage.formats.jacobian_files import Matrix, lens_of, write
+from midstream.storage.formats.lens_files import Matrix, lens_of, write
 
 WIDTH, VOCABULARY, LAYERS = 12, 30, [0, 1, 2]
 MODEL = model(vocab_size=VOCABULARY, hidden_size=WIDTH, dtype="float32")

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
-from midstream.storage.formats.jacobian_files import check_on, directions
-from midstream.storage.formats.tuned_files import reading
+from midstream.storage.formats.lens_files import check_jacobian, directions, reading
 from midstream.workers.gradients import attention
 from midstream.workers.gradients.jacobian import fit_jacobian_lens, fit_to_folder
 from midstream.workers.gradients.points import Points
@@ -116,7 +115,7 @@ def test_a_fit_job_writes_a_folder_that_can_be_registered(
         hidden_size=WIDTH,
     )
     record = fit_to_folder(points, stored, tmp_path)
-    content = check_on(tmp_path, LAYERS, WIDTH)
+    content = check_jacobian(tmp_path, LAYERS, WIDTH)
     assert (content.layers, content.vocabulary, content.fit) == ([0, 2], 50, record)
     jacobians, _ = fit_jacobian_lens(points, corpus(4), [0, 2], stored.fit)
     with reading(tmp_path) as file:

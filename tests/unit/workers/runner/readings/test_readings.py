@@ -24,6 +24,7 @@ from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.schemas.readings.readings import part_decoder
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.storage.formats.lens_files import FILE, check_on
 from midstream.storage.formats.sae_files import (
     SaeError,
     decoder_row,
@@ -31,7 +32,6 @@ from midstream.storage.formats.sae_files import (
     reading,
     tensors_of,
 )
-from midstream.storage.formats.tuned_files import FILE, check_on
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.hooks.output_head import VocabularyShard
 from midstream.workers.runner.readings import features, sae

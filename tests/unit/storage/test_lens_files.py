@@ -13,8 +13,14 @@ from safetensors.torch import save_file
 
 from midstream.client.vectors.jacobian import convert
 from midstream.schemas.artifacts.jacobian_lenses import JacobianRecord
-from midstream.storage.formats.jacobian_files import Matrix, check_on, directions, write
-from midstream.storage.formats.tuned_files import map_of, reading
+from midstream.storage.formats.lens_files import (
+    Matrix,
+    check_jacobian,
+    directions,
+    map_of,
+    reading,
+    write,
+)
 
 WIDTH, VOCABULARY = 8, 20
 JACOBIANS = {
@@ -52,7 +58,7 @@ def test_the_fields_files_are_imported(layout: str, tmp_path: Path) -> None:
         tmp_path / "model" / "model.safetensors",
     )
     assert convert(tmp_path / "lens.pt", tmp_path / "made", tmp_path / "model") == [0, 2]
-    content = check_on(tmp_path / "made", 4, WIDTH)
+    content = check_jacobian(tmp_path / "made", 4, WIDTH)
     assert (content.layers, content.vocabulary, content.fit.method, content.fit.prompts) == (
         [0, 2],
         VOCABULARY,
@@ -90,10 +96,10 @@ def test_a_file_that_is_no_lens_is_refused(value: Any, says: str, tmp_path: Path
 def test_a_written_lens_is_read_with_its_record(tmp_path: Path) -> None:
     arrays = {layer: matrix.numpy() for layer, matrix in JACOBIANS.items()}
     write(tmp_path, arrays, FIT, Matrix(HEAD.numpy()))
-    content = check_on(tmp_path, 3, WIDTH)
+    content = check_jacobian(tmp_path, 3, WIDTH)
     assert (content.layers, content.vocabulary, content.fit) == ([0, 2], VOCABULARY, FIT)
     write(tmp_path, arrays, FIT)
-    assert check_on(tmp_path, 3, WIDTH).vocabulary == 0
+    assert check_jacobian(tmp_path, 3, WIDTH).vocabulary == 0
     assert [path.name for path in tmp_path.iterdir()] == ["lens.safetensors"]
 
 
@@ -105,4 +111,4 @@ def test_a_lens_that_does_not_fit_the_model_is_refused_by_path(tmp_path: Path) -
     write(tmp_path / "head", arrays, FIT, Matrix(HEAD.numpy()[:, :-1].copy()))
     for name, (layers, says) in {**bad, "head": (3, "unembedding has the shape")}.items():
         with refuses(match=says, field="path"):
-            check_on(tmp_path / name, layers, WIDTH)
+            check_jacobian(tmp_path / name, layers, WIDTH)

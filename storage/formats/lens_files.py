@@ -1,28 +1,34 @@
-"""Files of Jacobian lenses: a tuned lens's file whose maps have no bias (zeros), with the model's
-output matrix as `unembedding` `[vocabulary, hidden]`, which edits need, and the fit's record.
+"""Files of tuned and Jacobian lenses, in safetensors.
+
+A tuned lens has an affine map per layer, `{layer}.weight` `[hidden, hidden]` and `{layer}.bias`
+`[hidden]`. A Jacobian lens is such a file whose maps have no bias (zeros), with the model's output
+matrix as `unembedding` `[vocabulary, hidden]`, which edits need, and the fit's record.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from ...schemas.artifacts.jacobian_lenses import (
-    JacobianLens,
-    JacobianLensRequest,
-    JacobianRecord,
-)
+from ...schemas.artifacts.jacobian_lenses import JacobianLens, JacobianLensRequest, JacobianRecord
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
-from ...schemas.base.errors import Translated
+from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.limits import MAX_TUNED_BYTES
 from ...schemas.base.records import now
 from ...schemas.jobs.models import ModelInfo
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
-from .tensor_files import TensorFile, TensorFileError
-from .tuned_files import FILE, check_finite, checked, folder_of, map_of
+from .folders import folder_below
+from .tensor_files import TensorFile, TensorFileError, opened
 
+FILE = "lens.safetensors"
+#: The most tensors in one file; there are two per layer.
+_TENSORS = 4096
+_NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(weight|bias)")
 UNEMBEDDING = "unembedding"
 #: Key of the metadata that holds the `JacobianRecord`, in JSON.
 RECORD = "fit"
@@ -31,8 +37,107 @@ RECORD = "fit"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 #: safetensors' dtype → bytes of an element.
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
-_ITEM_BYTES |= {"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_ITEM_BYTES = {
+    **{"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1},
+    **{"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+}
+
+
+def folder_of(root: str, path: str) -> Path:
+    """Return the folder at `path` below `root`.
+
+    Raises a 400 if it is missing, or outside `root`, for example through a symbolic link.
+    """
+    return folder_below(root, path, "lens_dir", "tuned lenses", ((FILE,),))
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[TensorFile]:
+    """Open the file in `folder`.
+
+    Raises TensorFileError, also at the end if the file was changed meanwhile.
+    """
+    with opened(folder / FILE, MAX_TUNED_BYTES, _TENSORS) as file:
+        yield file
+        file.check_unchanged()
+
+
+def map_of(file: TensorFile, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (W `[hidden, hidden]`, b `[hidden]`) of a layer, float32. Raises TensorFileError."""
+    return file.read(f"{layer}.weight"), file.read(f"{layer}.bias")
+
+
+def layers_of(
+    file: TensorFile, num_layers: int, hidden_size: int, besides: Sequence[str] = ()
+) -> list[int]:
+    """Return the layers that have a map, ascending. `besides`: other tensors that are valid.
+
+    Raises TensorFileError if the file is not a tuned lens for a model of this shape.
+    """
+    result: dict[int, set[str]] = {}
+    for name, shape in file.shapes.items():
+        if name in besides:
+            continue
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise TensorFileError(
+                f"{FILE}: {name!r} is not a tensor of a tuned lens; valid: 0.weight, 0.bias, "
+                "1.weight, …"
+            )
+        layer, part = int(match[1]), match[2]
+        if layer >= num_layers:
+            raise TensorFileError(
+                f"{FILE}: {name}: this model has no layer {layer}; valid: 0 to {num_layers - 1}"
+            )
+        needed = [hidden_size] * (2 if part == "weight" else 1)
+        if shape != needed:
+            raise TensorFileError(
+                f"{FILE}: {name} has the shape {shape}; this model needs {needed}"
+            )
+        result.setdefault(layer, set()).add(part)
+    for layer, parts in result.items():
+        if len(parts) != 2:
+            raise TensorFileError(
+                f"{FILE}: layer {layer} has only {parts.pop()}; valid: weight and bias"
+            )
+    if not result:
+        raise TensorFileError(f"{FILE} has no tensors")
+    return sorted(result)
+
+
+@contextmanager
+def checked(
+    folder: Path, num_layers: int, hidden_size: int, besides: Sequence[str] = ()
+) -> Iterator[tuple[TensorFile, list[int]]]:
+    """Open the file of a lens that fits the model, with its layers; their maps are finite. Raises a
+    400 that names `path`, also for errors inside.
+    """
+    with (
+        Translated(
+            TensorFileError,
+            lambda error: MidstreamError("invalid_request", str(error), field="path"),
+        ),
+        reading(folder) as file,
+    ):
+        layers = layers_of(file, num_layers, hidden_size, besides)
+        for layer in layers:
+            for name, values in zip(("weight", "bias"), map_of(file, layer), strict=True):
+                check_finite(f"{layer}.{name}", values)
+        yield file, layers
+
+
+def check_finite(name: str, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise TensorFileError(f"{FILE}: {name} has values that are not finite")
+
+
+def check_on(folder: Path, num_layers: int, hidden_size: int) -> tuple[str, list[int], int]:
+    """Return (digest, layers, bytes) of a tuned lens that fits the model.
+
+    Reads the whole file. Raises a 400 that names `path`.
+    """
+    with checked(folder, num_layers, hidden_size) as (file, layers):
+        return file.digest().hex(), layers, file.bytes
 
 
 class Matrix(NamedTuple):
@@ -95,7 +200,7 @@ def write(
             os.close(descriptor)
 
 
-def check_on(folder: Path, num_layers: int, hidden_size: int) -> JacobianContent:
+def check_jacobian(folder: Path, num_layers: int, hidden_size: int) -> JacobianContent:
     """Return the content of a Jacobian lens that fits the model.
 
     Reads the whole file. Raises a 400 that names `path`.
@@ -125,7 +230,7 @@ def lens_of(request: JacobianLensRequest, model: ModelInfo, root: str) -> Jacobi
 
     Raises a 400 naming the field. Reads the file: not for an event loop.
     """
-    content = check_on(folder_of(root, request.path), model.num_layers, model.hidden_size)
+    content = check_jacobian(folder_of(root, request.path), model.num_layers, model.hidden_size)
     return JacobianLens(
         name=request.name,
         model=model.name,
