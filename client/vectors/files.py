@@ -20,8 +20,8 @@ from ...schemas.requests import lens_vectors
 from ...schemas.requests.specs import SteeringSpec
 from ...storage.formats import module_files
 from ..values import checked
-from . import gguf, numpy_file, torch_file
-from .arrays import PlainArray
+from . import array_files, gguf
+from .array_files import PlainArray
 
 #: Export format → the file suffixes that imply it.
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -131,7 +131,7 @@ def to_bytes(specs: Sequence[SteeringSpec], format: str, model: str = "") -> byt
             )
         return gguf.write({layer: vector for (_, layer), vector in sorted(sites.items())}, model)
     named = {f"{hook}.{layer}": vector for (hook, layer), vector in sites.items()}
-    return numpy_file.write_npz(named) if format == "npz" else torch_file.write(named)
+    return array_files.write_npz(named) if format == "npz" else array_files.write_torch(named)
 
 
 # --- Reading
@@ -145,7 +145,7 @@ class _Format(NamedTuple):
 
 def _parsed(raw: bytes) -> list[SteeringSpec]:
     """Return the file's entries; an entry's `layers` is None if the file names none."""
-    if raw.startswith(torch_file.OLD_MAGIC):
+    if raw.startswith(array_files.OLD_MAGIC):
         raise ValueError(
             "it is a pickle, or a file of torch before 1.6: save tensors with a newer "
             "torch.save, or with safetensors"
@@ -157,9 +157,9 @@ def _parsed(raw: bytes) -> list[SteeringSpec]:
 
 
 def _of_zip(raw: bytes) -> list[SteeringSpec]:
-    if f"/{torch_file.PICKLE}".encode() in raw or raw[30:].startswith(torch_file.PICKLE.encode()):
-        return _of_value(torch_file.read(raw))
-    return _of_names(numpy_file.read_npz(raw))
+    if f"/{array_files.PICKLE}".encode() in raw or raw[30:].startswith(array_files.PICKLE.encode()):
+        return _of_value(array_files.read_torch(raw))
+    return _of_names(array_files.read_npz(raw))
 
 
 def _of_value(value: Any) -> list[SteeringSpec]:
@@ -271,8 +271,8 @@ _READERS: tuple[_Format, ...] = (
     _Format(".npz or torch.save's .pt", lambda raw: raw.startswith(_ZIP), _of_zip),
     _Format(
         ".npy",
-        lambda raw: raw.startswith(numpy_file.MAGIC),
-        lambda raw: [_bare({"vector": numpy_file.read_npy(raw)})],
+        lambda raw: raw.startswith(array_files.NPY_MAGIC),
+        lambda raw: [_bare({"vector": array_files.read_npy(raw)})],
     ),
     _Format("safetensors", lambda raw: raw[8:9] == b"{", module_files.specs_of),
     _Format(

@@ -8,8 +8,7 @@ from typing import Any
 from ...schemas.artifacts.jacobian_lenses import SKIP_FIRST, JacobianRecord
 from ...schemas.base.limits import MAX_TUNED_BYTES
 from ...storage.formats.lens_files import output_matrix, write
-from . import torch_file
-from .arrays import PlainArray
+from .array_files import PlainArray, read_torch
 
 
 def convert(
@@ -24,7 +23,7 @@ def convert(
     path = Path(file)
     if (size := path.stat().st_size) > MAX_TUNED_BYTES:
         raise ValueError(f"{path.name} has {size} bytes; the limit is {MAX_TUNED_BYTES}")
-    value = torch_file.read(path.read_bytes(), MAX_TUNED_BYTES)
+    value = read_torch(path.read_bytes(), MAX_TUNED_BYTES)
     if not (isinstance(value, dict) and isinstance(value.get("J"), dict) and value["J"]):
         raise ValueError(
             f"{path.name} is no Jacobian lens: valid: a dictionary with J, which maps layers to "

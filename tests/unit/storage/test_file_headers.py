@@ -18,7 +18,7 @@ from safetensors.numpy import save
 from typer.testing import CliRunner
 
 from midstream.client.cli.main import app
-from midstream.client.vectors.numpy_file import read_npy, read_npz
+from midstream.client.vectors.array_files import read_npy, read_npz
 from midstream.schemas.artifacts.loras import LoraSupport
 from midstream.schemas.base.errors import MidstreamError, Problem, invalid
 from midstream.schemas.base.records import from_json, to_json

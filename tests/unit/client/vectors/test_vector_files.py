@@ -23,7 +23,7 @@ from hypothesis import given, strategies as st
 from midstream import MidstreamError, SteeringSpec
 from midstream.client import vectors
 from midstream.client.cli import options
-from midstream.client.vectors import files, numpy_file
+from midstream.client.vectors import array_files, files
 from midstream.client.vectors.gguf import write as write_gguf
 from midstream.schemas.base.limits import MAX_FILE_TENSORS
 from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
@@ -508,7 +508,7 @@ SHAPE = struct.pack("<IQI", 1, 8, 0)
             (lambda raw=raw: raw, r"it is|its |has")
             for raw in (
                 *(b"", b"joy", b"\x00" * 64, b"PK\x03\x04", b"[]", b"{}", b"[1]"),
-                numpy_file.MAGIC,
+                array_files.NPY_MAGIC,
             )
         ),
         *(

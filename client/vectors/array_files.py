@@ -1,10 +1,10 @@
-"""Reads and writes tensors in files of `torch.save`, without torch, and without running code that a
-file names.
+"""Reads and writes arrays in `.npy` and `.npz` files, and in files of `torch.save` without torch;
+declared sizes are compared with the bytes before memory is allocated.
 
-Such a file is a zip archive: `{name}/data.pkl`, a pickle that describes tensors, and one member
-`{name}/data/{key}` for the bytes of each storage. The pickle is interpreted here, and may contain
-only containers, numbers, texts and torch's tensor constructors, as with `torch.load(…,
-weights_only=True)`.
+A file of `torch.save` is a zip archive: `{name}/data.pkl`, a pickle that describes tensors, and one
+member `{name}/data/{key}` for the bytes of each storage. The pickle is interpreted here, without
+running code that it names, and may contain only containers, numbers, texts and torch's tensor
+constructors, as with `torch.load(…, weights_only=True)`.
 """
 
 import io
@@ -12,17 +12,28 @@ import math
 import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schemas.base.dtypes import ITEM_BYTES, DType
-from ...schemas.base.limits import MAX_FILE_HEADER, MAX_VECTOR_FILE
-from .arrays import Archive, PlainArray, member, opened
+from ...schemas.base.dtypes import DTYPES, ITEM_BYTES, DType, widened
+from ...schemas.base.errors import Translated
+from ...schemas.base.limits import (
+    MAX_FILE_HEADER,
+    MAX_FILE_TENSORS,
+    MAX_TENSOR_BYTES,
+    MAX_VECTOR_FILE,
+)
+from ...schemas.base.tensors import Tensor
+from ...storage.formats.tensor_files import npy_header
 
-#: The pickle's name in the archive.
+#: The most members of an archive that are not tensors.
+_MAX_OTHER_MEMBERS = 64
+NPY_MAGIC = b"\x93NUMPY"
+#: The name of torch's pickle in its archive.
 PICKLE = "data.pkl"
 #: First byte of files of torch before 1.6, and of other pickles.
 OLD_MAGIC = b"\x80"
@@ -36,6 +47,150 @@ _TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 _PARAMETER = ("torch._utils", "_rebuild_parameter")
 _ORDERED = ("collections", "OrderedDict")
 _MARK = object()
+
+
+class PlainArray(NamedTuple):
+    """Contiguous little-endian numbers; unlike `Tensor`, of any number of dimensions."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes
+
+    def rows(self) -> "list[PlainArray]":
+        """Return the arrays along the first dimension."""
+        size = ITEM_BYTES[self.dtype] * math.prod(self.shape[1:])
+        return [
+            PlainArray(self.dtype, self.shape[1:], self.data[at : at + size])
+            for at in range(0, len(self.data), size)
+        ]
+
+    def numpy(self) -> np.ndarray:
+        """Return a numpy array; bfloat16 becomes float32, exactly."""
+        return widened(np.frombuffer(self.data, DTYPES[self.dtype].raw), self.dtype).reshape(
+            self.shape
+        )
+
+    def tensor(self) -> Tensor:
+        """Convert to a `Tensor`. Raises ValueError for a size or shape that requests reject."""
+        if len(self.data) > MAX_TENSOR_BYTES or not 1 <= len(self.shape) <= 2:
+            raise ValueError(
+                f"it has a tensor of shape {list(self.shape)}; valid: one or two dimensions, at "
+                f"most {MAX_TENSOR_BYTES} bytes"
+            )
+        return Tensor(dtype=self.dtype, shape=list(self.shape), data=self.data)
+
+
+def array_of(values: np.ndarray) -> PlainArray:
+    """Convert a numpy array: float16 and float32 unchanged, other numbers rounded to float32.
+    Raises ValueError if it is not numeric.
+    """
+    if values.dtype.kind not in "fiu":
+        raise ValueError(f"it holds {values.dtype}; valid: numbers")
+    dtype: DType = "float16" if values.dtype == np.float16 else "float32"
+    return PlainArray(
+        dtype, values.shape, np.ascontiguousarray(values, DTYPES[dtype].raw).tobytes()
+    )
+
+
+class Archive(NamedTuple):
+    """A zip archive whose number and sizes of members are within the limits."""
+
+    zip: zipfile.ZipFile
+    sizes: dict[str, int]  # member → bytes, unpacked
+
+
+def opened(raw: bytes, stored: bool) -> Archive:
+    """Open an archive. `stored`: its members must not be compressed.
+
+    Raises ValueError if the archive is damaged or exceeds a limit, such as MAX_VECTOR_FILE bytes
+    unpacked.
+    """
+    if raw.count(b"PK\x01\x02") > MAX_FILE_TENSORS + _MAX_OTHER_MEMBERS:
+        raise ValueError(f"its archive has more than {MAX_FILE_TENSORS} members")
+    with Translated(
+        (zipfile.BadZipFile, NotImplementedError, ValueError, OSError),
+        lambda error: ValueError(f"its archive is damaged: {error}"),
+    ):
+        archive = zipfile.ZipFile(io.BytesIO(raw))
+    sizes = {member.filename: member.file_size for member in archive.infolist()}
+    if len(sizes) != len(archive.infolist()):
+        raise ValueError("its archive has a member twice")
+    if stored and any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+        raise ValueError("its archive is compressed; torch.save does not compress")
+    most = len(raw) if stored else MAX_VECTOR_FILE
+    if sum(sizes.values()) > most:
+        raise ValueError(
+            f"its archive has {sum(sizes.values())} bytes unpacked; valid: at most {most}"
+        )
+    return Archive(archive, sizes)
+
+
+def member(archive: Archive, name: str) -> bytes:
+    """Return a member's bytes.
+
+    Raises ValueError if it is missing, damaged, or shorter than the archive declares.
+    """
+    if name not in archive.sizes:
+        raise ValueError(f"its archive has no {name!r:.80}")
+    with (
+        Translated(
+            (
+                zipfile.BadZipFile,
+                NotImplementedError,
+                ValueError,
+                EOFError,
+                OSError,
+                RuntimeError,
+                zlib.error,
+            ),
+            lambda error: ValueError(f"its archive is damaged at {name!r:.80}: {error}"),
+        ),
+        archive.zip.open(name) as stream,
+    ):
+        raw = stream.read(archive.sizes[name] + 1)
+    if len(raw) != archive.sizes[name]:
+        raise ValueError(
+            f"its archive is damaged at {name!r:.80}: it is shorter than the archive declares"
+        )
+    return raw
+
+
+def read_npy(raw: bytes) -> PlainArray:
+    """Read an array: float16 and float32 unchanged, other numbers rounded to float32. Raises
+    ValueError.
+    """
+    stream = io.BytesIO(raw)
+    with Translated(ValueError, lambda error: ValueError(f"it is not a numpy file: {error}")):
+        shape, fortran, dtype = npy_header(stream)
+    if dtype.kind not in "fiu":
+        raise ValueError(f"it holds {dtype}; valid: numbers")
+    remaining = len(raw) - stream.tell()
+    if min(shape, default=1) < 1 or remaining != math.prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"its header says {dtype} of shape {list(shape)!r:.80}, but {remaining} bytes follow"
+        )
+    values = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(
+        shape, order="F" if fortran else "C"
+    )
+    return array_of(values)
+
+
+def read_npz(raw: bytes) -> dict[str, PlainArray]:
+    """Read the arrays by name. Raises ValueError that names the invalid member."""
+    archive = opened(raw, stored=False)
+    result = {}
+    for name in archive.sizes:
+        try:
+            result[name.removesuffix(".npy")] = read_npy(member(archive, name))
+        except ValueError as error:
+            raise ValueError(f"{name!r:.80}: {error}") from error
+    return result
+
+
+def write_npz(arrays: Mapping[str, np.ndarray]) -> bytes:
+    out = io.BytesIO()
+    np.savez(out, **dict(arrays))  # type: ignore[arg-type]  # no site is named like a parameter
+    return out.getvalue()
 
 
 @dataclass(frozen=True)
@@ -67,7 +222,7 @@ class _View:
     strides: tuple[int, ...]
 
 
-def read(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
+def read_torch(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
     """Return the saved value: a `PlainArray`, or a dictionary or list of `PlainArray`s, numbers and
     texts; float64 is rounded to float32. `most`: limit on the bytes of all arrays.
 
@@ -89,7 +244,7 @@ def read(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
     )
 
 
-# --- The pickle
+# --- torch's pickle
 
 
 def _interpret(pickle: bytes) -> Any:
@@ -221,7 +376,7 @@ def _reduced(called: Any, arguments: Any) -> Any:
     raise ValueError("its pickle is damaged: it calls something that is not a name")
 
 
-# --- The bytes
+# --- torch's bytes
 
 
 class _Storages:
@@ -274,10 +429,10 @@ class _Storages:
         )
 
 
-# --- Writing
+# --- Writing torch's files
 
 
-def write(arrays: Mapping[str, np.ndarray]) -> bytes:
+def write_torch(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return a file with a dictionary of name → float32 tensor, which `torch.load(…,
     weights_only=True)` can read.
     """
