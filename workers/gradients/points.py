@@ -21,10 +21,11 @@ from ..runner.hooks.architectures import (
     BACKEND_SANDWICH,
     PRE_NORM,
     SANDWICH,
+    Tap,
+    Taps,
     UnsupportedArchitectureError,
     describe,
 )
-from ..runner.hooks.taps import Tap, Taps
 from .attention import WATCHERS, Attended
 
 #: (hook, layer of the model)

@@ -16,7 +16,7 @@ from vllm.forward_context import set_forward_context
 
 from ....schemas.prompts.selectors import HOOKS, Hook
 from ....schemas.readings.lens import StoredLens
-from ..hooks.routing_kinds import choosers
+from ..hooks.layer_kinds import choosers
 from ..hooks.sites import decoder, held_layers, without_sites
 from .certify_inside import InsideLaws
 from .laws import (

@@ -13,7 +13,7 @@ from torch import nn
 
 from ....schemas.model.attention import AttentionKind
 from ....schemas.prompts.selectors import Hook
-from ..hooks.attention_kinds import kind_of
+from ..hooks.layer_kinds import attention_of
 from ..plane.inside_hooks import Inner
 from .laws import JudgedShape, LawFinding, RowsAt, rowwise
 from .module_laws import first_output
@@ -128,7 +128,7 @@ class InsideLaws:
         if query is None or key is None or value is None or z is None:
             return
         # with one rank and no gathering: the kind of this rank's heads
-        kind = kind_of(number, self._layers[number], lambda values: values, 1)
+        kind = attention_of(number, self._layers[number], lambda values: values, 1)
         if kind is None or kind.refused:
             return
         output = attend(query, key, value, kind, self._inners["k"][place].columns.row.width)

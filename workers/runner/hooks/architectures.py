@@ -7,12 +7,32 @@ an entry; a hook that a model does not have is refused by name. See `docs/archit
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.prompts.selectors import HOOKS, Hook
 from .config_rules import DifferentNumbersError, caveats
-from .taps import SumLaw, Tap, Taps
+
+TapSide = Literal["input", "output"]
+#: `pair`: the hook's row is the sum of two tensors, `(hidden, residual)`, that the next norm adds;
+#: `single`: it is in one tensor.
+TapKind = Literal["pair", "single"]
+#: A hook's row is the sum of these hooks' rows, each times its multiplier.
+SumLaw = Mapping[Hook, float]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """The tensor at the input or output of the module at `path` below the decoder layer; `""` is
+    the layer itself.
+    """
+
+    path: str
+    side: TapSide
+    kind: TapKind = "single"
+
+
+Taps = dict[Hook, Tap]
 
 
 class UnsupportedArchitectureError(MidstreamError):

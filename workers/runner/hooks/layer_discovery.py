@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ....schemas.prompts.selectors import Hook
-from .taps import SumLaw, Tap, Taps
+from .architectures import SumLaw, Tap, Taps
 
 #: Lengths of the probe's rows: very different, so that a normalised tensor is no multiple of the
 #: tensor itself.

@@ -21,8 +21,14 @@ from ....kernels import STREAM, WHOLE, pair_site, single_site
 from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
 from ....schemas.prompts.selectors import Hook
 from ....schemas.requests.interventions import EVERY, FAMILIES, SCALARS
-from .architectures import Adapter, UnsupportedArchitectureError, launch_groups, stream_group
-from .taps import TapKind, TapSide
+from .architectures import (
+    Adapter,
+    TapKind,
+    TapSide,
+    UnsupportedArchitectureError,
+    launch_groups,
+    stream_group,
+)
 
 
 @dataclass

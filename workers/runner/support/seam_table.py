@@ -429,9 +429,9 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.model_executor.layers.attention",
         ("Attention", "ChunkedLocalAttention"),
-        "hooks/attention_kinds.py",
+        "hooks/layer_kinds.py",
     ),
-    Seam("vllm.v1.attention.backend", ("AttentionType",), "hooks/attention_kinds.py"),
+    Seam("vllm.v1.attention.backend", ("AttentionType",), "hooks/layer_kinds.py"),
     Seam(
         "vllm.model_executor.layers.linear",
         ("ReplicatedLinear",),
@@ -460,7 +460,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter",
         ("_compute_routing(hidden_states, router_logits, indices_type)",),
-        "hooks/routing_kinds.py",
+        "hooks/layer_kinds.py",
     ),
     # The certification's ranks
     Seam(

@@ -36,9 +36,8 @@ from ..certificate.plans import CertificatePlan
 from ..certificate.together import NoAnswerError
 from ..edits.installed_ops import load_ops
 from ..hooks.architectures import UnsupportedArchitectureError, describe
-from ..hooks.attention_kinds import attention_kinds
+from ..hooks.layer_kinds import attention_kinds, routing_kinds
 from ..hooks.model_adapter import complete
-from ..hooks.routing_kinds import routing_kinds
 from ..hooks.sites import RankSite, Sizes, install, read_between_layers, stream_hooks, warm_up
 from ..plane.data_plane import DataPlane, answer
 from ..plane.grading import tap

@@ -21,7 +21,7 @@ from vllm.model_executor.models.llama4 import Llama4MoE
 from midstream.client.captures.kinds import routing_at
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.model.routing import VERSION, RoutingKind, routed
-from midstream.workers.runner.hooks.routing_kinds import kind_of
+from midstream.workers.runner.hooks.layer_kinds import routing_of
 
 EXPERTS, TOP, TOKENS = 12, 3, 40
 CONFIG = SimpleNamespace(
@@ -117,7 +117,7 @@ def dense(chosen: Any, weights: Any) -> np.ndarray:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_rule_found_gives_what_the_router_of_transformers_gives(name: str) -> None:
     options, truth = ROUTERS[name]
-    kind = kind_of(7, Layer(CPURouter(TOP, EXPERTS, **options)))
+    kind = routing_of(7, Layer(CPURouter(TOP, EXPERTS, **options)))
     assert (kind.layers, kind.refused) == ([7], "")
     logits = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(11))
     _, weights, chosen = truth(logits)
@@ -128,7 +128,7 @@ def test_the_rule_found_gives_what_the_router_of_transformers_gives(name: str) -
 
 
 def test_what_the_layer_multiplies_the_sum_with_is_part_of_the_weights() -> None:
-    kind = kind_of(0, Layer(CPURouter(TOP, EXPERTS, renormalize=True), after=2.5))
+    kind = routing_of(0, Layer(CPURouter(TOP, EXPERTS, renormalize=True), after=2.5))
     assert kind.scale == 2.5
     assert routed(np.zeros((1, EXPERTS)), kind)[1].sum() == pytest.approx(2.5)
 
@@ -153,7 +153,7 @@ def refused(router: Any, *, twice: bool = False) -> str:
     layer: nn.Module = Layer(router)
     if twice:
         layer.others = Layer(router).experts
-    kind = kind_of(0, layer)
+    kind = routing_of(0, layer)
     assert kind is not None
     with pytest.raises(MidstreamError) as error:
         routing_at([kind], 0)
@@ -161,7 +161,7 @@ def refused(router: Any, *, twice: bool = False) -> str:
 
 
 def test_a_layer_without_experts_has_no_rule() -> None:
-    assert kind_of(0, nn.Linear(2, 2)) is None
+    assert routing_of(0, nn.Linear(2, 2)) is None
     with pytest.raises(MidstreamError, match="does not record how layer 3 chooses experts"):
         routing_at([RoutingKind(layers=[1])], 3)
     with pytest.raises(MidstreamError, match="newer version"):

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionType
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import INSIDE
 from midstream.workers.runner.files.finished_rows import BankColumns
-from midstream.workers.runner.hooks.attention_kinds import kind_of
+from midstream.workers.runner.hooks.layer_kinds import attention_of
 from midstream.workers.runner.plane.inside_hooks import Group, Inner, _wrap, find
 
 HIDDEN, HEADS, KEYS, WIDTH, NEURONS = 64, 4, 2, 16, 96
@@ -316,7 +316,9 @@ def attending(
 
 def read(found: nn.Module, ranks: int = 1) -> Any:
     """As one of `ranks` whose others have the same values and one more each."""
-    return kind_of(3, found, lambda own: torch.cat([own + rank for rank in range(ranks)]), ranks)
+    return attention_of(
+        3, found, lambda own: torch.cat([own + rank for rank in range(ranks)]), ranks
+    )
 
 
 def test_facts_are_those_of_the_module_over_all_ranks() -> None:

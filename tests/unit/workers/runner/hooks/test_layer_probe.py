@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from midstream.schemas.prompts.selectors import HOOKS
-from midstream.workers.runner.hooks.architectures import Variant
+from midstream.workers.runner.hooks.architectures import Tap, Variant
 from midstream.workers.runner.hooks.layer_discovery import LayerShape, NoStreamError, probe
-from midstream.workers.runner.hooks.taps import Tap
 
 HIDDEN = 64
 
