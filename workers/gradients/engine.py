@@ -57,8 +57,7 @@ from ..runner.readings.sae import Autoencoder, load_registered
 from ..runner.support.build_errors import reason_of
 from ..runner.support.quantisation import quantisation_of
 from . import agreement, captured, estimates
-from .loading import bare_points, free_on, give_back_memory, load_points, refused
-from .memory import Footprint
+from .loading import Footprint, bare_points, free_on, give_back_memory, load_points, refused
 from .points import Points
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from ...schemas.artifacts.jacobian_lenses import JacobianFit, JacobianRecord, St
 from ...storage.formats.lens_files import Matrix, write
 from ..engine.proof.reference import free_bytes
 from .estimates import at_once
-from .loading import GIB, free_on, refused
-from .memory import Footprint
+from .loading import GIB, Footprint, free_on, refused
 from .points import ForwardPass, Points, SiteKey
 
 #: Random vectors on which the error of a sketch is measured; each costs every prompt one more

@@ -18,8 +18,7 @@ from ...schemas.jobs.fits import FitTokens, StoredModuleFit
 from ...schemas.prompts.selectors import select
 from ...schemas.requests.trainings import BY_GRADIENT, FitEffect, FitPoint, FitSite
 from .estimates import at_once
-from .loading import free_on
-from .memory import Footprint
+from .loading import Footprint, free_on
 from .points import ForwardPass, Points, SiteKey
 
 #: scikit-learn's C, as in `client.probes`.

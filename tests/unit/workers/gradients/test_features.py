@@ -12,7 +12,7 @@ from midstream.schemas.artifacts.saes import SaeForm, StoredSae
 from midstream.schemas.requests.scalars import StoredScalar
 from midstream.workers.gradients.attribution import estimate_pair
 from midstream.workers.gradients.captured import gradient_rows, scalar_of
-from midstream.workers.gradients.features import FeatureEffects, feature_effects
+from midstream.workers.gradients.estimates import FeatureEffects, feature_effects
 from midstream.workers.gradients.points import Points, SiteKey
 from midstream.workers.runner.readings.sae import NORMALISATIONS, Autoencoder
 

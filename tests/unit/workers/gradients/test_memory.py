@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gradient_kit import BASE, PointsOf
 
-from midstream.workers.gradients.memory import SLACK_BYTES, Footprint
+from midstream.workers.gradients.loading import SLACK_BYTES, Footprint
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[4]
 #: resident memory is that of the process.
 SCRIPT = """
 import gc, sys, torch
-from midstream.workers.gradients.memory import Footprint
+from midstream.workers.gradients.loading import Footprint
 from midstream.workers.gradients import attention
 from midstream.workers.gradients.points import Points
 from transformers import AutoModelForCausalLM

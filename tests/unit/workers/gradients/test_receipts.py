@@ -18,7 +18,7 @@ from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
 from midstream.workers.engine.protocol import EstimateRequest
 from midstream.workers.gradients.engine import TransformersEngine
-from midstream.workers.gradients.memory import Footprint
+from midstream.workers.gradients.loading import Footprint
 
 INFO = model_info()
 PAIR = StoredPair(base=BASE, source=SOURCE, answer=[1], foil=[2], columns=[])
