@@ -26,9 +26,8 @@ from ...schemas.prompts.selectors import (
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
 from . import tables
-from .attention import pattern
+from .attention import attention_at, pattern, routing_at, usable
 from .blobs import BlobLocation, BlobReader, at, expand, find, open_blobs
-from .kinds import attention_at, routing_at, usable
 
 if TYPE_CHECKING:
     import pandas

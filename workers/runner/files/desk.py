@@ -32,9 +32,8 @@ from ..base.backlog import Backlog
 from ..base.config import PlaneConfig
 from ..base.shared_memory import SharedMemory
 from .edit_sizes import RecordedSizes
-from .extents import BlockPlace, ExtentPlace, RowBlock
 from .finished_rows import Consumer, FinishedCapture, Origin
-from .recorded import CaptureShape, MemoryRows, Recorded
+from .recorded import BlockPlace, CaptureShape, ExtentPlace, MemoryRows, Recorded, RowBlock
 from .streams import RecordingFile, StreamFiles, StreamOpened
 from .writer import InterventionError, WriteJob, make_writer
 

@@ -21,10 +21,19 @@ from ....schemas.requests.specs import RankSpec
 from ....storage.blobs import FileBytes
 from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
 from ....storage.store import ArtifactStore, Draft, Drafts
-from .extents import Extent, RowBlock, as_array, bytes_of, contiguous
 from .finished_rows import FinishedCapture, Origin
 from .layouts import file_name
-from .recorded import CaptureShape, Recorded, RecordedPort, ports_in
+from .recorded import (
+    CaptureShape,
+    Extent,
+    Recorded,
+    RecordedPort,
+    RowBlock,
+    as_array,
+    bytes_of,
+    contiguous,
+    ports_in,
+)
 
 #: Bytes that are moved, or read for the file's CRC32, at a time.
 _PIECE = 4 << 20

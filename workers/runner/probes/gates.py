@@ -13,7 +13,7 @@ import numpy as np
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.base.limits import MAX_GATE_RUNS
 from ....schemas.requests.specs import RankSpec
-from ..files.extents import contiguous
+from ..files.recorded import contiguous
 from .watches import ProbeError, Watch
 
 

@@ -24,7 +24,7 @@ from ....schemas.base.dtypes import DTYPES
 from ..base.host_memory import lock
 from ..base.landings import LANDED, Landing
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
-from ..files.extents import BlockPlace, RowBlock
+from ..files.recorded import BlockPlace, RowBlock
 
 #: Addresses for spilled rows; the disk may have less room.
 SPILLED = 1 << 40

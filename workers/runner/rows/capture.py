@@ -20,9 +20,8 @@ from ....schemas.requests.specs import StoredCapture
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
 from ..files.desk import DeskMessage, EndedCapture, StreamDropped, StreamedRows
-from ..files.extents import Extent, RowBlock, places_of
 from ..files.finished_rows import BankColumns
-from ..files.recorded import CaptureShape
+from ..files.recorded import CaptureShape, Extent, RowBlock, places_of
 from ..files.streams import StreamOpened
 from ..hooks.sites import RankSite
 from .arena import BankRows, RecordedBlock

@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 
-from ..files.extents import Extent
+from ..files.recorded import Extent
 from .arena import Arena
 from .capture import Recording
 

@@ -13,8 +13,7 @@ import transformers
 from refusal_kit import refuses
 
 from midstream.client.captures import attention
-from midstream.client.captures.attention import pattern
-from midstream.client.captures.kinds import attention_at, usable
+from midstream.client.captures.attention import attention_at, pattern, usable
 from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.model.layer_kinds import grouped, of_layers
 

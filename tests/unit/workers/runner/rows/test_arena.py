@@ -29,8 +29,7 @@ from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.base.process import begin_helper, threads_elsewhere
 from midstream.workers.runner.base.row_index import PIECES, RequestCaptures, RowIndex
 from midstream.workers.runner.base.shared_memory import VOID, HostMemoryError
-from midstream.workers.runner.files.extents import Extent, bytes_of
-from midstream.workers.runner.files.recorded import Recorded
+from midstream.workers.runner.files.recorded import Extent, Recorded, bytes_of
 from midstream.workers.runner.rows import overload
 from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
 from midstream.workers.runner.rows.overload import Overload

@@ -14,7 +14,7 @@ from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.base.landings import LANDED, Landing
 from midstream.workers.runner.edits.steering_tables import VectorStore
-from midstream.workers.runner.files.extents import Extent
+from midstream.workers.runner.files.recorded import Extent
 from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.plane import probe_scores
 from midstream.workers.runner.plane.probe_scores import _CHUNK, Scorer
