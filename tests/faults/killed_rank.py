@@ -21,7 +21,7 @@ from midstream.storage import file_store
 from midstream.workers.runner.files.desk import COMMAND
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.readings.readings import ReadingConsumer
-from midstream.workers.runner.rows import connect, link
+from midstream.workers.runner.rows import delivery, link
 from midstream.workers.runner.rows.arena import Arena
 from midstream.workers.runner.rows.capture import RowStream
 from midstream.workers.runner.rows.delivery import ForwardedReceipts, RowDelivery
@@ -73,7 +73,7 @@ def main(
     link.PROGRAM = "killed_rowd"
     rig = Rig(
         Path(folder),
-        connect=connect.connected,
+        connect=delivery.connected,
         boot=boot,
         relay_url=relay_url,
         writer_threads=2,

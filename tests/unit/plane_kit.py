@@ -35,7 +35,7 @@ from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.plane.reentry import ReentryGate
-from midstream.workers.runner.rows.connect import RowConnection
+from midstream.workers.runner.rows.delivery import RowConnection
 
 CAPACITY = 64
 VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))

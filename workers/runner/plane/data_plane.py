@@ -39,7 +39,7 @@ from ..hooks.sites import Buffers, RankSite, stream_hooks
 from ..readings.readings import Reader, ReadingConsumer
 from ..rows.arena import Arena
 from ..rows.banks import BankPart, Banks
-from ..rows.connect import RowConnection, connected
+from ..rows.delivery import RowConnection, connected
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.streams import Streams

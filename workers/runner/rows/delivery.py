@@ -4,23 +4,37 @@ those of a certification.
 """
 
 import itertools
+import logging
+import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from ....broker.receipts.outbox import Outbox
 from ....schemas.base.records import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ....storage.calls import CALLS
-from ..base.backlog import Backlog
-from ..files.desk import Delivered, Desk, DeskMessage, DeskStatus, EndedRequest, OriginSet
-from ..files.finished_rows import Origin
+from ..base.backlog import NEAR, Backlog
+from ..base.config import PlaneConfig
+from ..files.desk import (
+    EXIT_NO_RECEIPTS,
+    Delivered,
+    Desk,
+    DeskMessage,
+    DeskStatus,
+    EndedRequest,
+    OriginSet,
+)
+from ..files.finished_rows import Consumer, Origin
 from ..files.streams import StreamOpened
 from ..files.writer import Diversion
 from .arena import Arena
 from .capture import Recording, RowStream
 from .edit_sizes import RequestSizes
 from .link import Link
+
+logger = logging.getLogger(__name__)
 
 
 class Near:
@@ -140,3 +154,45 @@ class RowDelivery:
         """Write and send everything that is pending, then stop."""
         for channel in self._channels:
             channel.close()
+
+
+#: (arena, configuration, rank, …) → its delivery; see `connected`.
+RowConnection = Callable[..., RowDelivery]
+
+
+def connected(
+    arena: Arena,
+    config: PlaneConfig,
+    rank: int,
+    *,
+    gives_way: bool,
+    begin: Callable[[], None],
+    readings: Consumer,
+) -> RowDelivery:
+    """Start the process that writes a rank's files, and the threads of its readings.
+
+    `gives_way`: see `begin_helper`. `begin`: called first in each thread. `readings`: what computes
+    them. Raises RuntimeError if the process cannot serve.
+    """
+    backlog = Backlog.begin(config, rank)
+    far = Link(arena, config, rank, backlog, _give_up, gives_way=gives_way)
+    receipts = cast(Outbox, ForwardedReceipts(config.worker, rank, far))
+    desk = Desk(
+        arena.memory,
+        config,
+        receipts,
+        Backlog(backlog.shared, NEAR),
+        begin=begin,
+        readings=readings,
+        works=("reading",),
+    )
+    far.begun()
+    return RowDelivery(far, Near(arena, desk, far.held), backlog)
+
+
+def _give_up(error: Exception) -> None:
+    """End the process, because receipts cannot be kept or delivered, and without them no request
+    may succeed.
+    """
+    logger.critical("this rank cannot deliver receipts: %s", error)
+    os._exit(EXIT_NO_RECEIPTS)

@@ -20,7 +20,7 @@ from rank_kit import stream_of
 from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.files.streams import RecordingFile
 from midstream.workers.runner.plane import data_plane
-from midstream.workers.runner.rows import connect, link
+from midstream.workers.runner.rows import delivery, link
 from midstream.workers.runner.rows.delivery import ForwardedReceipts
 
 
@@ -44,7 +44,7 @@ def test_another_process_writes_the_rows_where_they_are(
     """Those that are spilled, and those that leave while their request runs, too."""
     # vLLM has torch's OpenMP loaded into the children of a process in which it was configured
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    rig, two = Rig(tmp_path, connect=connect.connected, **options), (capturing(1), capturing(2))
+    rig, two = Rig(tmp_path, connect=delivery.connected, **options), (capturing(1), capturing(2))
     rig.plane._delivery.backlog.send((2 << 20) * bool(options))
     for request in two:
         request.max_tokens = 4
@@ -76,9 +76,9 @@ def test_a_rank_whose_process_dies_gives_up_and_nothing_is_half_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, layout: str
 ) -> None:
     said = threading.Event()
-    monkeypatch.setattr(connect, "_give_up", lambda error: said.set())
+    monkeypatch.setattr(delivery, "_give_up", lambda error: said.set())
     monkeypatch.setattr(data_plane, "arm", lambda *_: None)  # this process is the rank
-    first = Rig(tmp_path, connect=connect.connected, fault=f"crash:at={point}" if point else "")
+    first = Rig(tmp_path, connect=delivery.connected, fault=f"crash:at={point}" if point else "")
     if point:
         run(first, capturing(1, layout=layout))
     else:
@@ -125,7 +125,7 @@ def test_only_the_models_thread_counts_what_is_sent(
     """Two threads or processes that add to one counter may lose what one of them adds."""
     first, sizes = Rig(tmp_path / "first"), list[int]()
     run(first, capturing(1))
-    rig = Rig(tmp_path, connect=connect.connected)
+    rig = Rig(tmp_path, connect=delivery.connected)
     far = rig.plane._delivery._far  # type: ignore[attr-defined]
     monkeypatch.setattr(Backlog, "send", lambda _, size: sizes.append(size))
     ForwardedReceipts("w", 0, far).append(first.receipts()[0])
@@ -139,8 +139,8 @@ def test_a_rank_whose_process_hangs_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[str]()
-    monkeypatch.setattr(connect, "_give_up", lambda error: said.append(str(error)))
-    rig = Rig(tmp_path, connect=connect.connected)
+    monkeypatch.setattr(delivery, "_give_up", lambda error: said.append(str(error)))
+    rig = Rig(tmp_path, connect=delivery.connected)
     monkeypatch.setattr(link, "_PATIENCE_S", 0.2)
     for _ in range(30):
         time.sleep(0.02)
@@ -155,9 +155,9 @@ def test_a_rank_whose_process_hangs_gives_up(
 
 @pytest.mark.slow("a rank waits for another process to leave its outbox")
 def test_an_outbox_that_another_process_holds_is_an_error_at_the_start(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, connect=connect.connected)
+    rig = Rig(tmp_path, connect=delivery.connected)
     with pytest.raises(RuntimeError, match=r"OutboxError: .* in use by process"):
-        Rig(tmp_path, connect=connect.connected)
+        Rig(tmp_path, connect=delivery.connected)
     rig.plane._delivery._far._closing = True  # type: ignore[attr-defined]
     process_of(rig).kill()
 
@@ -166,8 +166,8 @@ def test_an_outbox_that_another_process_holds_is_an_error_at_the_start(tmp_path:
 def test_the_process_ends_with_its_rank(tmp_path: Path) -> None:
     made = (
         "import sys, time; sys.path[:] = sys.argv[2:]; from pathlib import Path; "
-        "from plane_kit import Rig; from midstream.workers.runner.rows import connect; "
-        "rig = Rig(Path(sys.argv[1]), connect=connect.connected); "
+        "from plane_kit import Rig; from midstream.workers.runner.rows import delivery; "
+        "rig = Rig(Path(sys.argv[1]), connect=delivery.connected); "
         "print(rig.plane._delivery._far._process.pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
