@@ -100,12 +100,14 @@ def main() -> None:
         names: dict.fromkeys(named.get(names, names.split(",")), options.layers)
         for names in options.hooks
     }
-    common: dict[str, Any] = {"enforce_eager": not options.compiled}
+    common: dict[str, Any] = {"engine.enforce_eager": not options.compiled}
     if options.compiled:
         common["capture_buffer_mib"] = 1024  # all six hooks of a full step
     found: list[dict[str, Any]] = []
     with service(
-        model=str(DEMO_MODEL), enable_prefix_caching=False, max_model_len=2048, **common
+        model=str(DEMO_MODEL),
+        **{"engine.enable_prefix_caching": False, "engine.max_model_len": 2048},
+        **common,
     ) as stack:
         settings = stack.settings
 

@@ -25,14 +25,14 @@ from engines import DEMO_MODEL, Stock, bench_prompts, tokenised
 from stack import Stack
 
 from midstream.client import Client
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import load_settings
 from midstream.schemas.jobs.harvests import HarvestView
 
 LENGTH = 256
 ENGINE = {
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 2048,
-    "max_model_len": 2048,
+    "engine.max_num_seqs": 64,
+    "engine.max_num_batched_tokens": 2048,
+    "engine.max_model_len": 2048,
     "kv_cache_gib": 1.0,
 }
 SLOW = {"lease_s": 15.0, "tuning.visibility_timeout_s": 30}
@@ -81,7 +81,9 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        stock = Stock(Settings(model=str(DEMO_MODEL), data_dir=str(root / "stock"), **ENGINE))
+        stock = Stock(
+            load_settings({}, model=str(DEMO_MODEL), data_dir=str(root / "stock"), **ENGINE)
+        )
         try:
             options = {
                 "engine": "vllm",

@@ -106,7 +106,12 @@ def stack(dtype: str, compiled: bool) -> Iterator[tuple[httpx2.Client, str]]:
     """A client of a service of its own, and the model's name."""
     with (
         service(
-            model=str(DEMO_MODEL), max_model_len=2048, dtype=dtype, enforce_eager=not compiled
+            model=str(DEMO_MODEL),
+            **{
+                "engine.max_model_len": 2048,
+                "engine.dtype": dtype,
+                "engine.enforce_eager": not compiled,
+            },
         ) as running,
         httpx2.Client(base_url=running.url, timeout=600) as http,
     ):

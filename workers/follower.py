@@ -47,7 +47,7 @@ def run(settings: Settings) -> None:
 
     settings = for_platform(settings)
     prepare_environment(settings)
-    use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
+    use_all_cores(settings.vllm.ranks)
     config, _ = configured(settings)
     config.scheduler_config.scheduler_cls = scheduler_class(config)
     check(config)

@@ -352,20 +352,24 @@ def has_operators(prefix: str) -> bool:
 def serving_settings(asked: Options, folder: Path, model: Path, **more: Any) -> Settings:
     """As a worker runs it, with the platform's defaults."""
     sizes: dict[str, Any] = {
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 8192,
-        "max_model_len": 2048,
+        "engine.max_num_seqs": 64,
+        "engine.max_num_batched_tokens": 8192,
+        "engine.max_model_len": 2048,
     }
     if not asked.gpu:
         sizes = {
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 128,
-            "max_model_len": 256,
+            "engine.max_num_seqs": 8,
+            "engine.max_num_batched_tokens": 128,
+            "engine.max_model_len": 256,
             "kv_cache_gib": 0.1,
-            "dtype": "float32",
+            "engine.dtype": "float32",
         }
     given = (
-        {"relay_url": "tcp://127.0.0.1:9", "worker_id": "bench", "enable_prefix_caching": False}
+        {
+            "relay_url": "tcp://127.0.0.1:9",
+            "worker_id": "bench",
+            "engine.enable_prefix_caching": False,
+        }
         # The certificate leaves hooks out that weights without meaning do not prove.
         | {"certify": False}
         | sizes

@@ -134,9 +134,9 @@ def one_mode(asked: kit.Options) -> None:
             # kernels
             extra["cudagraph_capture_sizes"] = list(range(1, most + 1))
     sizes = {
-        "max_num_seqs": LIVE,
-        "max_num_batched_tokens": most,
-        "max_model_len": 64,
+        "engine.max_num_seqs": LIVE,
+        "engine.max_num_batched_tokens": most,
+        "engine.max_model_len": 64,
         "relay_url": sink.url,
     }
     dtype = "bfloat16" if asked.gpu else "float32"
@@ -144,8 +144,7 @@ def one_mode(asked: kit.Options) -> None:
         asked,
         folder,
         checkpoint("llama", asked.out / "llama"),
-        enforce_eager=mode in ("eager", "again"),
-        dtype=dtype,
+        **{"engine.enforce_eager": mode in ("eager", "again"), "engine.dtype": dtype},
         **sizes,
     )
     direct = Direct(settings, extra)

@@ -141,11 +141,13 @@ def one_mode(asked: kit.Options) -> None:
         asked,
         asked.out / mode,
         checkpoint("llama", asked.out / "llama"),
-        enforce_eager=mode != "graphs",
-        dtype="bfloat16" if asked.gpu else "float32",
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=64,
+        **{
+            "engine.enforce_eager": mode != "graphs",
+            "engine.dtype": "bfloat16" if asked.gpu else "float32",
+            "engine.max_num_seqs": 8,
+            "engine.max_num_batched_tokens": 64,
+            "engine.max_model_len": 64,
+        },
         relay_url=sink.url,
     )
     began = time.monotonic()

@@ -119,16 +119,16 @@ class Engine:
                 "vocab_size": VOCABULARY,
             }
             more: dict[str, Any] = {
-                "max_num_seqs": setup.most,
-                "max_num_batched_tokens": 8192,
-                "max_model_len": 2048,
+                "engine.max_num_seqs": setup.most,
+                "engine.max_num_batched_tokens": 8192,
+                "engine.max_model_len": 2048,
                 "kv_cache_gib": 1.5,
-                "dtype": "bfloat16",
+                "engine.dtype": "bfloat16",
                 "runner": "v2",
                 "tuning.capture_queue_mib": 1506,
             }
         else:
-            shape, more = kit.two_of(setup.model), {"max_num_seqs": setup.most}
+            shape, more = kit.two_of(setup.model), {"engine.max_num_seqs": setup.most}
             extra |= {"async_scheduling": True, "cudagraph_capture_sizes": GRAPH_SIZES}
             extra["kv_cache_memory_bytes"] = 9 << 30
         model = kit.write_model(folder / "model", shape, "bfloat16")

@@ -63,7 +63,8 @@ def for_both(settings: Settings, gpu: bool) -> Settings:
     options = settings.engine_options
     if gpu:
         options = {"gpu_memory_utilization": GPU_SHARE} | options
-    return msgspec.structs.replace(settings, enable_prefix_caching=False, engine_options=options)
+    own = msgspec.structs.replace(settings.vllm, enable_prefix_caching=False)
+    return msgspec.structs.replace(settings, vllm=own, engine_options=options)
 
 
 @contextmanager

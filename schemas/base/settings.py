@@ -12,12 +12,12 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from .dtypes import DType
 from .errors import Translated, suggestion
 from .limits import MAX_IMAGE
 from .records import Record, to_json
 from .secret_files import is_burnt, is_exposed
 from .tuning import Natural, Positive, PositiveInt, Tuning
+from .vllm_options import VllmOptions
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -27,7 +27,7 @@ PREFIX = "MIDSTREAM_"
 FILE_VARIABLE = "MIDSTREAM_CONFIG"
 #: The option that sets any setting: the source that errors name.
 SET = "--set"
-#: The table of a file that sets `engine_options`; text under the same name is the setting `engine`.
+#: The table of a file with vLLM's options; text under the same name is the setting `engine`.
 ENGINE_TABLE = "engine"
 #: The most bytes of `engine_options` as JSON: child processes get them in one environment variable.
 ENGINE_OPTIONS_BYTES = 64 << 10
@@ -160,13 +160,6 @@ class Settings(Record):
     # demo model
     model: str = ""
     model_name: str = ""  # The name that requests use. Empty: the last part of `model`
-    # `auto`, `float32`, `bfloat16` or `float16`; see what `auto` stands for
-    # (docs/settings.md#what-dtypeauto-stands-for)
-    dtype: Literal["auto", DType] = "auto"
-    # Maximum number of tokens of prompt and output together
-    max_model_len: PositiveInt | None = None
-    tensor_parallel_size: PositiveInt = 1  # Ranks per pipeline stage
-    pipeline_parallel_size: PositiveInt = 1  # Pipeline stages
     # vLLM's executor. `auto`: vLLM decides; a single rank on a GPU then shares a process with the
     # scheduler. `mp`: each rank has a process of its own (when that helps:
     # docs/capacity.md#one-process-or-two). `ray` spreads the ranks over the machines of a Ray
@@ -179,12 +172,6 @@ class Settings(Record):
     # vLLM's model runner: `auto`, `v1` or `v2`. On CPUs, `auto` is `v1`, because the v2 runner
     # needs Triton
     runner: Literal["auto", "v1", "v2"] = "auto"
-    # `false`: torch.compile and, on a GPU, CUDA graphs, with a slower start and faster steps;
-    # `true`: the forward pass runs as Python. Unset: `true` on CPUs, `false` on a GPU
-    enforce_eager: bool | None = None
-    max_num_seqs: PositiveInt = 64  # Maximum number of requests in one engine step
-    max_num_batched_tokens: PositiveInt = 2048  # Maximum number of tokens in one engine step
-    enable_prefix_caching: bool = True  # Use vLLM's prefix cache
     # `shared`: all tenants reuse each other's cached prompt blocks. `tenant`: only their own, so
     # that latency reveals nothing (docs/keys.md#what-keys-do-not-do) about prompts of other
     # tenants, at the cost of computing common prompts once per tenant
@@ -200,14 +187,9 @@ class Settings(Record):
     drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"
     draft_model: str = ""  # The EAGLE-3 head: a checkpoint folder or a hub name
     kv_cache_gib: Positive = 1.0  # Size of the KV cache on CPUs; on a GPU, vLLM determines it
-    # Tokens in a block of the KV cache; only whole blocks are shared between requests. On CPUs, it
-    # must be a multiple of 32 and is 32 by default; on accelerators, vLLM chooses the default
-    block_size: PositiveInt | None = None
-    # Size of the KV cache in blocks; overrides vLLM's own estimate
-    num_gpu_blocks: PositiveInt | None = None
-    # Options of vLLM, or of the engine that `engine` names: in the file, a table `[engine]`; in the
-    # environment, one JSON object; on the command line, `--engine NAME=VALUE`. Which ones are
-    # accepted (docs/vllm.md#options-of-vllm)
+    # All other options of vLLM, or those of the engine that `engine` names: in the file, in the table
+    # `[engine]`; in the environment, one JSON object; on the command line, `--engine NAME=VALUE`.
+    # Which ones are accepted: docs/vllm.md#options-of-vllm
     engine_options: dict[str, Any] = {}
 
     # LoRA adapters
@@ -215,14 +197,6 @@ class Settings(Record):
     # Folder below which adapters may be registered; API and workers read it at the same path.
     # Empty: no adapters are served, and the engine runs without vLLM's LoRA layers
     lora_dir: str = ""
-    # Distinct adapters in one engine step; requests with others wait for a later step
-    max_loras: PositiveInt = 4
-    # Adapters that each rank keeps loaded, at least `max_loras`. A job whose adapter does not fit
-    # waits until another job ends
-    max_cpu_loras: PositiveInt = 16
-    # Largest rank of an adapter: 8, 16, 32, 64, 128, 256, 320 or 512. Each rank reserves memory for
-    # `max_loras` adapters of this rank (`midstream doctor --plan` says how much)
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
 
     # Tuned lenses
 
@@ -426,7 +400,8 @@ class Settings(Record):
     # (`crash:at=relay.committed`, see docs/reliability.md#crash-points). Leave it empty
     fault: str = ""
 
-    # Tables of the file: see their records
+    # Tables of the file: see their records; the first is the table [engine]
+    vllm: VllmOptions = VllmOptions()
     limits: DefaultLimits = DefaultLimits()
     global_capture: GlobalCapture = GlobalCapture()
     tuning: Tuning = Tuning()
@@ -476,11 +451,12 @@ class Settings(Record):
         return self.lens_dir or str(Path(self.data_dir).resolve() / "lenses")
 
 
-#: Tables of the file, and their records.
-TABLES: dict[str, type[Record]] = {
-    "limits": DefaultLimits,
-    "global_capture": GlobalCapture,
-    "tuning": Tuning,
+#: Tables of the file → their fields of `Settings`.
+TABLES = {
+    ENGINE_TABLE: "vllm",
+    "limits": "limits",
+    "global_capture": "global_capture",
+    "tuning": "tuning",
 }
 
 
@@ -492,12 +468,15 @@ def load_settings(
 
     Raises SettingsError naming the setting and its source.
     """
-    values = chosen(environ, given, **overrides)
-    nested: dict[str, Any] = {table: {} for table in TABLES}
-    for name, value in values.items():
-        table, _, field = name.partition(".")
-        (nested[table] if field else nested)[field or name] = value
-    settings = Settings(**nested | {table: of(**nested[table]) for table, of in TABLES.items()})
+    known = known_settings()
+    fields: dict[str, Any] = {field: {} for field in (*TABLES.values(), "engine_options")}
+    for name, value in chosen(environ, given, **overrides).items():
+        table, dot, entry = name.partition(".")
+        place = fields[TABLES[table] if name in known else "engine_options"] if dot else fields
+        place[entry or name] = value
+    settings = msgspec.convert(fields, Settings)
+    if len(to_json(settings.engine_options)) > ENGINE_OPTIONS_BYTES:
+        raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
     _check_store(settings)
     _check_tls(settings.redis_url)
     return settings
@@ -507,8 +486,8 @@ def chosen(
     environ: dict[str, str] | None = None, given: Mapping[str, str] | None = None, **overrides: Any
 ) -> dict[str, Any]:
     """Return the settings that a source names, also with the default as the value; all others are
-    left at their defaults. Those of a table are named `table.name`. Arguments and errors are those
-    of `load_settings`.
+    left at their defaults. Those of a table are named `table.name`, as are vLLM's other options.
+    Arguments and errors are those of `load_settings`.
     """
     env = dict(os.environ) if environ is None else environ
     known = known_settings()
@@ -519,13 +498,8 @@ def chosen(
             (OSError, tomllib.TOMLDecodeError),
             lambda error: SettingsError(f"{FILE_VARIABLE}={file}: {error}"),
         ):
-            values.update(
-                _checked(
-                    _flat(_with_engine_table(tomllib.loads(Path(file).read_text()))),
-                    known,
-                    f"file {file}",
-                )
-            )
+            content = _flat(tomllib.loads(Path(file).read_text()))
+            values.update(_checked(content, known, f"file {file}"))
             secrets = [name for name, value in values.items() if _is_secret(name, value)]
             if secrets:
                 refuse_exposed(
@@ -543,31 +517,32 @@ def chosen(
         _checked(_with_files(dict(given or {}), known), known, SET),
         _checked(arguments, known, "arguments"),
     ):
-        # engine options are merged one by one, like settings
-        options = {**values.get("engine_options", {}), **more.get("engine_options", {})}
-        values |= more | ({"engine_options": options} if options else {})
+        values |= more
     for name in SECRETS:
         if is_burnt(str(values.get(name, ""))):
             raise SettingsError(
                 f"{name}: this value was published in Midstream's repository, so everyone knows "
                 "it: create another one"
             )
-    if len(to_json(values.get("engine_options", {}))) > ENGINE_OPTIONS_BYTES:
-        raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
     return values
 
 
 def known_settings() -> dict[str, Any]:
     """Return the name of every setting, `table.name` for those of a table, → its type."""
-    known: dict[str, Any] = {}
-    for field in msgspec.structs.fields(Settings):
-        table = TABLES.get(field.name)
-        known |= (
-            {field.name: field.type}
-            if table is None
-            else {f"{field.name}.{of.name}": of.type for of in msgspec.structs.fields(table)}
-        )
+    known = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    for table, name in TABLES.items():
+        of = msgspec.structs.fields(known.pop(name))
+        known |= {f"{table}.{field.name}": field.type for field in of}
     return known
+
+
+def values_of(settings: Settings) -> dict[str, Any]:
+    """Return the value of every setting, under the names of `known_settings`."""
+    values = msgspec.structs.asdict(settings)
+    for table, name in TABLES.items():
+        of = msgspec.structs.asdict(values.pop(name))
+        values |= {f"{table}.{field}": value for field, value in of.items()}
+    return values
 
 
 def variable(name: str) -> str:
@@ -577,6 +552,8 @@ def variable(name: str) -> str:
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """Return a file's contents with the entries of its tables beside the others."""
+    if isinstance(values.get(ENGINE_TABLE), dict) and "engine_options" in values:
+        raise SettingsError("engine_options and the table [engine] are both set: use one")
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if name in TABLES and isinstance(value, dict):
@@ -611,21 +588,8 @@ def _check_store(settings: Settings) -> None:
         )
 
 
-def _with_engine_table(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a file's contents with its table `[engine]` renamed to `engine_options`."""
-    if not isinstance(table.get(ENGINE_TABLE), dict):
-        return table
-    if "engine_options" in table:
-        raise SettingsError("engine_options and the table [engine] are both set: use one")
-    return {name: value for name, value in table.items() if name != ENGINE_TABLE} | {
-        "engine_options": table[ENGINE_TABLE]
-    }
-
-
 def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse `NAME=VALUE` of `--engine`. A value that is valid JSON (number, true, list, object) is
-    decoded; any other value is text.
-    """
+    """Parse `NAME=VALUE` of `--engine`."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -633,11 +597,16 @@ def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
             raise SettingsError(
                 f"--engine {pair!r}: write it as NAME=VALUE, such as gpu_memory_utilization=0.8"
             )
-        try:
-            options[name.strip().replace("-", "_")] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name.strip().replace("-", "_")] = value
+        options[name.strip().replace("-", "_")] = _decoded(value)
     return options
+
+
+def _decoded(text: str) -> Any:
+    """Return what a text is as JSON (number, true, list, object); any other text is itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, str]:
@@ -691,8 +660,12 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
 
     checked = {}
     for name, value in raw.items():
+        if name not in known and name.startswith(f"{ENGINE_TABLE}."):  # `option_check` knows these
+            checked[name] = _decoded(value) if texts else value
+            continue
         if name not in known:
-            hint = suggestion(name, known)
+            named = next((full for full in known if full.endswith(f".{name}")), name)
+            hint = suggestion(named, known)
             raise SettingsError(
                 f"{label(name)}{where}: unknown setting" + (f"; {hint}" if hint else "")
             )
@@ -702,7 +675,8 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
             checked[name] = msgspec.convert(value, known[name], strict=not texts)
         except (msgspec.ValidationError, json.JSONDecodeError) as error:
             raise SettingsError(f"{label(name)}={value!r}{where}: {error}") from error
-    return checked
+    options = _flat({ENGINE_TABLE: checked.pop("engine_options", {})})
+    return checked | (_checked(options, known, label("engine_options")) if options else {})
 
 
 def relay_addresses(relay_url: str) -> list[str]:
@@ -745,16 +719,12 @@ def to_environment(settings: Settings) -> dict[str, str]:
     """Return the settings as `MIDSTREAM_*` variables for a child process, from which
     `load_settings` returns equal settings.
     """
-    values = msgspec.structs.asdict(settings)
-    for table in TABLES:
-        of = msgspec.structs.asdict(values.pop(table))
-        values |= {f"{table}.{field}": value for field, value in of.items()}
     return {
         variable(name): to_json(value).decode()
         if isinstance(value, dict)
         else str(value).lower()
         if isinstance(value, bool)
         else str(value)
-        for name, value in values.items()
+        for name, value in values_of(settings).items()
         if value is not None and value != "" and value != {}
     }

@@ -48,18 +48,19 @@ REASONS: tuple[tuple[str, str], ...] = (
             r"User-specified max_model_len \((\d+)\) is greater than the derived "
             r"max_model_len \(\w+=(\d+)"
         ),
-        "the setting max_model_len={1} exceeds the model's own limit of {2}",
+        "the setting engine.max_model_len={1} exceeds the model's own limit of {2}",
     ),
     (
         r"max_num_batched_tokens \((\d+)\) must be greater than or equal to max_num_seqs \((\d+)\)",
         (
-            "the setting max_num_batched_tokens={1} is less than max_num_seqs={2}: "
-            "increase the first, or decrease the second"
+            "the setting engine.max_num_batched_tokens={1} is less than "
+            "engine.max_num_seqs={2}: increase the first, or decrease the second"
         ),
     ),
     (
         r"attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)",
-        "the setting tensor_parallel_size={2} does not divide the model's {1} attention heads",
+        "the setting engine.tensor_parallel_size={2} does not divide the model's {1} attention "
+        "heads",
     ),
 )
 

@@ -188,7 +188,7 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
     if max(ranks) > support.max_rank:
         raise LoraError(
             f"{CONFIG}: r is {max(ranks)}; the worker accepts at most {support.max_rank} "
-            "(setting max_lora_rank)"
+            "(setting engine.max_lora_rank)"
         )
     return LoraFacts(max(ranks), sorted(modules))
 

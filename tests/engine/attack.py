@@ -218,4 +218,9 @@ def _check(host: Host, job: Job, seen: Seen) -> None:
 
 def options(dtype: str, **others: Any) -> dict[str, Any]:
     """Settings of an engine for the rounds."""
-    return {"dtype": dtype, "num_gpu_blocks": BLOCKS, "enable_prefix_caching": False, **others}
+    return {
+        "engine.dtype": dtype,
+        "engine.num_gpu_blocks_override": BLOCKS,
+        "engine.enable_prefix_caching": False,
+        **others,
+    }

@@ -181,21 +181,24 @@ def engine(model: str, env: Mapping[str, str] | None = None, **options: Any) -> 
 #: Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks.
 v1 = engine(
     "llama",
-    max_num_batched_tokens=64,
-    enable_prefix_caching=False,
+    **{"engine.max_num_batched_tokens": 64, "engine.enable_prefix_caching": False},
     **{"tuning.steering_rows": 4},
     fault="rpc",
 )
 #: Prefix cache on, and so few KV blocks that concurrent requests preempt one another.
-cached = engine("llama", num_gpu_blocks=8, max_model_len=512, fault="rpc")
+cached = engine(
+    "llama", **{"engine.num_gpu_blocks_override": 8, "engine.max_model_len": 512}, fault="rpc"
+)
 #: torch.compile (inductor on CPU), v1 runner.
-compiled = engine("llama", enforce_eager=False, max_num_batched_tokens=64, fault="rpc")
+compiled = engine(
+    "llama", **{"engine.enforce_eager": False, "engine.max_num_batched_tokens": 64}, fault="rpc"
+)
 #: The v2 runner.
 _V2: dict[str, Any] = {
     "runner": "v2",
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "max_num_seqs": 8,
+    "engine.max_num_batched_tokens": 64,
+    "engine.max_model_len": 256,
+    "engine.max_num_seqs": 8,
 }
 v2 = engine("llama", interpreted(), **_V2)
 #: The v2 runner on two pipeline stages, three steps under way, and so few KV blocks that requests
@@ -203,15 +206,19 @@ v2 = engine("llama", interpreted(), **_V2)
 overlapped = engine(
     "qwen3",
     interpreted() | {"OVERLAP_STEPS": "1", "VLLM_LOGGING_LEVEL": "DEBUG"},
-    pipeline_parallel_size=2,
-    block_size=32,
-    num_gpu_blocks=10,
+    **{
+        "engine.pipeline_parallel_size": 2,
+        "engine.block_size": 32,
+        "engine.num_gpu_blocks_override": 10,
+    },
     **_V2,
 )
 #: Two tensor-parallel ranks; each tenant has a prefix cache of its own.
-tp2 = engine("qwen3", tensor_parallel_size=2, fault="rpc", prefix_cache_scope="tenant")
+tp2 = engine(
+    "qwen3", **{"engine.tensor_parallel_size": 2}, fault="rpc", prefix_cache_scope="tenant"
+)
 #: Two pipeline stages.
-pp2 = engine("qwen3", pipeline_parallel_size=2)
+pp2 = engine("qwen3", **{"engine.pipeline_parallel_size": 2})
 
 
 @pytest.fixture(scope="session")
@@ -241,8 +248,8 @@ def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "engine": "vllm",
         "model": str(fetch_demo_model()),
         "model_name": "demo",
-        "dtype": "float32",
-        "max_model_len": 1024,
+        "engine.dtype": "float32",
+        "engine.max_model_len": 1024,
         "kv_cache_gib": 0.5,
         "hooks": "all,inside",
     }
@@ -263,12 +270,16 @@ def tiny_stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "engine": "vllm",
         "model": str(shutil.copytree(llama, folder / "tiny")),
         "model_name": "tiny",
-        "dtype": "float32",
-        "max_model_len": 512,
+        "engine.dtype": "float32",
+        "engine.max_model_len": 512,
         "kv_cache_gib": 0.25,
         "hooks": "all,inside",
     }
-    loras = {"lora_dir": str(folder / "adapters"), "max_loras": 2, "max_lora_rank": 16}
+    loras = {
+        "lora_dir": str(folder / "adapters"),
+        "engine.max_loras": 2,
+        "engine.max_lora_rank": 16,
+    }
     (folder / "adapters").mkdir()
     stack = Stack(
         folder / "data", api=True, **{"tuning.gradients_idle_s": 3.0}, **engine, **loras, **PATIENT

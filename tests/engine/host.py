@@ -41,11 +41,11 @@ NO_RELAY = "tcp://127.0.0.1:9"
 #: Of every engine here, unless a test says otherwise. Block boundaries are spelled out in tests:
 #: 128 tokens.
 DEFAULTS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 512,
+    "engine.dtype": "float32",
+    "engine.max_model_len": 512,
     "kv_cache_gib": 0.25,
-    "max_num_seqs": 32,
-    "block_size": 128,
+    "engine.max_num_seqs": 32,
+    "engine.block_size": 128,
     "certify": False,
 }
 
@@ -174,7 +174,8 @@ class Host:
         """
         wished = [_spec(spec) if isinstance(spec, Edit) else spec for spec in specs]
         bounds = Bounds(
-            msgspec.convert(self.info, ModelInfo), [PromptFacts(self.settings.max_model_len or 0)]
+            msgspec.convert(self.info, ModelInfo),
+            [PromptFacts(self.settings.vllm.max_model_len or 0)],
         )
         per_prompt, blobs = resolve_edits([], wished, bounds)
         self._vectors |= {name: from_msgpack(blob, Tensor) for name, blob in blobs.items()}
@@ -272,7 +273,7 @@ class Host:
 
     def receipts(self, job: Job, timeout: float = 180.0) -> list[Receipt]:
         """The job's receipts of all ranks, when all are there; sorted by request and rank."""
-        world = self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
+        world = self.settings.vllm.ranks
         deadline = time.monotonic() + timeout
         while True:
             found = sorted(

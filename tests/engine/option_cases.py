@@ -101,8 +101,12 @@ def hub(folder: Path, path: Path) -> str:
     return HUB_NAME
 
 
-COMPILED = {"enforce_eager": False}
-CACHED = {"enable_prefix_caching": True, "max_model_len": 512, "block_size": 32}
+COMPILED = {"engine.enforce_eager": False}
+CACHED = {
+    "engine.enable_prefix_caching": True,
+    "engine.max_model_len": 512,
+    "engine.block_size": 32,
+}
 
 CASES: tuple[Case, ...] = (
     # What is loaded
@@ -139,7 +143,7 @@ CASES: tuple[Case, ...] = (
     # Numbers and memory
     Case("seed", 1234),
     Case("kv_cache_dtype", "auto", name="qwen3"),
-    Case("kv_cache_dtype", "bfloat16", name="qwen3", settings={"dtype": "bfloat16"}),
+    Case("kv_cache_dtype", "bfloat16", name="qwen3", settings={"engine.dtype": "bfloat16"}),
     Case("gpu_memory_utilization", 0.5),
     Case("attention_backend", "CPU_ATTN"),
     Case("attention_config", {"backend": "CPU_ATTN"}),
@@ -150,7 +154,7 @@ CASES: tuple[Case, ...] = (
     Case("prefix_caching_hash_algo", "sha256_cbor", settings=CACHED),
     Case("disable_sliding_window", True),
     # Steps
-    Case("enable_chunked_prefill", True, settings={"max_num_batched_tokens": 64}),
+    Case("enable_chunked_prefill", True, settings={"engine.max_num_batched_tokens": 64}),
     Case("enable_chunked_prefill", False),
     Case("max_num_scheduled_tokens", 48),
     Case("long_prefill_token_threshold", 16),

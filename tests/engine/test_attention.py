@@ -220,9 +220,7 @@ def test_patterns_of_a_family_are_transformers(
         nurseries("v1").host(
             tmp_path / "engine",
             path,
-            max_model_len=128,
-            block_size=32,
-            enforce_eager=True,
+            **{"engine.max_model_len": 128, "engine.block_size": 32, "engine.enforce_eager": True},
             hooks="all,inside",
         )
     ) as host:

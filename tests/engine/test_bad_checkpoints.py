@@ -12,6 +12,7 @@ from tiny import LAYERS, checkpoint
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine
 
 
@@ -34,8 +35,7 @@ def refusal(model: Path, folder: Path, **options: object) -> MidstreamError:
     settings = Settings(
         model=str(model),
         data_dir=str(folder / "data"),
-        dtype="float32",
-        max_model_len=64,
+        vllm=VllmOptions(dtype="float32", max_model_len=64),
         engine_options=options,
     )
     with pytest.raises(MidstreamError) as caught:

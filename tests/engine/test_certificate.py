@@ -22,8 +22,8 @@ from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 
 SMALL: dict[str, Any] = {
     "certify": True,
-    "max_model_len": 128,
-    "max_num_seqs": 16,
+    "engine.max_model_len": 128,
+    "engine.max_num_seqs": 16,
     "kv_cache_gib": 0.125,
 }
 #: The stream is one tensor there, not a pair whose sum it is.
@@ -155,7 +155,7 @@ def test_a_wrong_hook_is_absent_with_its_reason(
     start: Callable[..., Host], name: str, fault: str, absent: set[str]
 ) -> None:
     host = start(
-        name, fault, enable_prefix_caching=name not in FAMILIES
+        name, fault, **{"engine.enable_prefix_caching": name not in FAMILIES}
     )  # vLLM caches the states of Mamba otherwise
     made = certificate_of(host)
     assert made.absent.keys() == absent
@@ -183,11 +183,14 @@ def test_every_wrong_adapter_of_every_family_is_refused(
     options = SMALL | {
         "certify": False,
         "tuning.sweep_entry": False,
-        "enable_prefix_caching": False,
-        "dtype": dtype,
+        "engine.enable_prefix_caching": False,
+        "engine.dtype": dtype,
     }
     host = start(
-        name, env=CHANGED.get(name), **options, **({"block_size": 32} if name in FAMILIES else {})
+        name,
+        env=CHANGED.get(name),
+        **options,
+        **({"engine.block_size": 32} if name in FAMILIES else {}),
     )
     right = host.call("certify_with", "")
     hooks, served, tried = right["certificate"]["proven"], [], set()
@@ -274,7 +277,11 @@ def test_a_checkpoint_that_vllm_computes_otherwise_is_refused(
     See also `perturbed`.
     """
     path = configs.checkpoint(architecture, folder / f"{architecture}-{'-'.join(change)}", **change)
-    options: dict[str, Any] = {"dtype": dtype, "block_size": 32, "enable_prefix_caching": False}
+    options: dict[str, Any] = {
+        "engine.dtype": dtype,
+        "engine.block_size": 32,
+        "engine.enable_prefix_caching": False,
+    }
     name, value = next(iter(change.items()))
     wrong = (
         rf"{hook} of layer \d differs from transformers' by .*not transformers' "
@@ -337,14 +344,14 @@ def test_an_engine_that_was_not_certified_says_so(start: Callable[..., Host]) ->
     "name", ["llama", "gemma2", "gpt2", "gpt-neox", "olmo2", "mixtral", "qwen3-moe"]
 )
 def test_every_family_is_proven_in_bf16(start: Callable[..., Host], name: str) -> None:
-    made = certificate_of(start(name, dtype="bfloat16"))
+    made = certificate_of(start(name, **{"engine.dtype": "bfloat16"}))
     assert (made.absent, [law for law in made.laws if not law.ok]) == ({}, [])
     assert made.seconds < 5
 
 
 @pytest.mark.matrix
 def test_a_compiled_forward_is_proven(start: Callable[..., Host]) -> None:
-    made = certificate_of(start("llama", enforce_eager=False))
+    made = certificate_of(start("llama", **{"engine.enforce_eager": False}))
     assert (made.absent, made.mode, made.not_compared) == (
         {},
         "compiled",
@@ -356,8 +363,8 @@ def test_a_compiled_forward_is_proven(start: Callable[..., Host]) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param({"tensor_parallel_size": 2}, id="tp2"),
-        pytest.param({"pipeline_parallel_size": 2}, id="pp2"),
+        pytest.param({"engine.tensor_parallel_size": 2}, id="tp2"),
+        pytest.param({"engine.pipeline_parallel_size": 2}, id="pp2"),
     ],
 )
 def test_ranks_are_proven_together(
@@ -368,8 +375,8 @@ def test_ranks_are_proven_together(
         assert compared(made) == dict.fromkeys([*HOOKS, "logits"], True)
         assert (made.absent, made.tp, made.pp) == (
             {},
-            way.get("tensor_parallel_size", 1),
-            way.get("pipeline_parallel_size", 1),
+            way.get("engine.tensor_parallel_size", 1),
+            way.get("engine.pipeline_parallel_size", 1),
         )
         (boundary,) = (law for law in made.laws if law.law == "pre_attn[L+1] = post_block[L]")
         assert boundary.checked == LAYERS - 1, "those between stages are among them"
@@ -379,7 +386,9 @@ def test_ranks_are_proven_together(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"]
+    "way",
+    [{"engine.tensor_parallel_size": 2}, {"engine.pipeline_parallel_size": 2}],
+    ids=["tp2", "pp2"],
 )
 def test_ranks_that_compute_otherwise_are_refused(
     way: dict[str, int], two_ranks: None, tmp_path: Path
@@ -401,4 +410,6 @@ def test_a_rank_that_fails_alone_ends_the_certificate_on_all(
 ) -> None:
     """The other rank waits for it in the MLP's all-reduce."""
     with pytest.raises(AssertionError, match="failed at MLP on rank 1: fault injected: lose_law"):
-        Host(tmp_path, qwen3, **SMALL, fault="lose_law:rank=1", tensor_parallel_size=2)
+        Host(
+            tmp_path, qwen3, **SMALL, fault="lose_law:rank=1", **{"engine.tensor_parallel_size": 2}
+        )

@@ -21,7 +21,7 @@ COSTS = {"idle", "capture", "steer", "patch"}
 def test_the_doctor_measures_every_promise_of_the_real_engines(tmp_path: Path) -> None:
     model = checkpoint("llama", tmp_path / "llama")
     command = [sys.executable, "-m", "midstream.client", "doctor", "--deep", "--model", model]
-    command += ["--seconds", "0", "--set", "kv_cache_gib=0.25", "--set", "max_model_len=1024"]
+    command += ["--seconds", "0", "--set", "kv_cache_gib=0.25", "--engine", "max_model_len=1024"]
     command += ["--data-dir", tmp_path / "data", "--json"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ}

@@ -25,6 +25,7 @@ from tolerances import FP32_LOGPROBS
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow
 from midstream.schemas.requests.specs import Grade
@@ -75,13 +76,15 @@ def drafting(
         target,
         {"KEEP_AUX": str(folder / "aux")},
         runner="v2" if runner == "v2" else "v1",
-        enforce_eager=runner != "compiled",
+        **{
+            "engine.enforce_eager": runner != "compiled",
+            "engine.max_model_len": 256,
+            "engine.max_num_seqs": 8,
+            "engine.max_num_batched_tokens": 64,
+            "engine.block_size": 32,
+        },
         speculative_tokens=DRAFTS,
         drafter=drafter,
-        max_model_len=256,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        block_size=32,
         hooks="all,inside",
         **head,
     )
@@ -337,7 +340,12 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
     (tmp_path / "engine").mkdir()
     drafts = {"speculative_tokens": DRAFTS, "drafter": "eagle3", "draft_model": head}
     with closing(
-        Host(tmp_path / "engine", target, tensor_parallel_size=2, max_model_len=256, **drafts)
+        Host(
+            tmp_path / "engine",
+            target,
+            **{"engine.tensor_parallel_size": 2, "engine.max_model_len": 256},
+            **drafts,
+        )
     ) as host:
         reference, edit = (
             Reference(target),
@@ -375,7 +383,7 @@ def test_a_head_of_another_model_is_refused_before_the_engine_starts(
     settings = Settings(
         model=str(target),
         data_dir=str(tmp_path),
-        dtype="float32",
+        vllm=VllmOptions(dtype="float32"),
         speculative_tokens=2,
         drafter="eagle3",
         draft_model=str(head),

@@ -27,8 +27,8 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
     truth = case.truth(folder, path) if case.truth else path
     way = Way(
         "v1",
-        "eager" if case.settings.get("enforce_eager", True) else "compiled",
-        str(case.settings.get("dtype", "float32")),
+        "eager" if case.settings.get("engine.enforce_eager", True) else "compiled",
+        str(case.settings.get("engine.dtype", "float32")),
     )
     settings = options_of(way) | case.settings | {"engine_options": case.options(folder, path)}
     env = {"HF_HUB_OFFLINE": "1"}
@@ -36,7 +36,13 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
         env["HF_HUB_CACHE"] = str(folder / "hub")
     if case.ranks > 1 or case.on_hub:
         (folder / "engine").mkdir()
-        host = Host(folder / "engine", served, env, tensor_parallel_size=case.ranks, **settings)
+        host = Host(
+            folder / "engine",
+            served,
+            env,
+            **{"engine.tensor_parallel_size": case.ranks},
+            **settings,
+        )
     else:
         host = nurseries("v1").host(folder / "engine", served, env, **settings)
     with closing(host):

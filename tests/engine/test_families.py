@@ -80,7 +80,7 @@ def exceeded(
             folder / "engine",
             path,
             env or CHANGED.get(name),
-            **(options_of(way) | {"block_size": 32} | settings),
+            **(options_of(way) | {"engine.block_size": 32} | settings),
         )
     ) as host:
         truth = Truth(path, way.dtype)

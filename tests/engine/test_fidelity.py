@@ -180,7 +180,7 @@ def test_unsupported_architectures_are_refused_at_boot(
     name, reason, checkpoints, nurseries, tmp_path
 ) -> None:
     with pytest.raises(AssertionError, match=reason):
-        nurseries("v1").host(tmp_path / name, checkpoints(name), max_model_len=128)
+        nurseries("v1").host(tmp_path / name, checkpoints(name), **{"engine.max_model_len": 128})
 
 
 def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else(
@@ -192,7 +192,7 @@ def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else
     """
     truth, sites = Reference(checkpoints("phi3-longrope")), {"post_block": list(ALL)}
     for max_model_len, prompts in ((128, {20: False, 100: True}), (64, {20: True})):
-        settings = options_of(EAGER) | {"max_model_len": max_model_len}
+        settings = options_of(EAGER) | {"engine.max_model_len": max_model_len}
         with closing(
             nurseries("v1").host(
                 tmp_path / str(max_model_len), checkpoints("phi3-longrope"), **settings
@@ -230,7 +230,10 @@ def test_a_cached_prompt_gives_the_rows_that_were_computed_before(
     """Also where layers with a sliding window keep their blocks apart from the others' (Gemma
     3).
     """
-    settings = options_of(EAGER) | {"max_model_len": 512, "enable_prefix_caching": True}
+    settings = options_of(EAGER) | {
+        "engine.max_model_len": 512,
+        "engine.enable_prefix_caching": True,
+    }
     with closing(nurseries("v1").host(tmp_path / name, checkpoints(name), **settings)) as host:
         reference, prompt = Reference(checkpoints(name)), prompt_of(300, seed=5)
         sites, found = {hook: list(ALL) for hook in hooks_of(name)}, []

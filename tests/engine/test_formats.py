@@ -34,10 +34,10 @@ MARKS = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "few blocks": {"num_gpu_blocks": 8},  # so few that requests preempt one another
-    "v2 runner": {"runner": "v2", "max_num_seqs": 8},
-    "two ranks": {"tensor_parallel_size": 2},
-    "two stages": {"pipeline_parallel_size": 2},
+    "few blocks": {"engine.num_gpu_blocks_override": 8},  # so few that requests preempt one another
+    "v2 runner": {"runner": "v2", "engine.max_num_seqs": 8},
+    "two ranks": {"engine.tensor_parallel_size": 2},
+    "two stages": {"engine.pipeline_parallel_size": 2},
 }
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -71,9 +71,11 @@ def host(
     nurseries: Callable[[str], Nursery],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Host]:
-    options = {"max_num_batched_tokens": 64, "max_model_len": 256, "enforce_eager": True} | WAYS[
-        request.param
-    ]
+    options = {
+        "engine.max_num_batched_tokens": 64,
+        "engine.max_model_len": 256,
+        "engine.enforce_eager": True,
+    } | WAYS[request.param]
     host = nurseries(options.get("runner", "v1")).host(
         tmp_path_factory.mktemp("formats") / "engine", spelling, **options
     )

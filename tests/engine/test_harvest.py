@@ -203,7 +203,10 @@ def test_a_head_of_whole_blocks_is_that_of_the_whole_document(
     draw = np.random.default_rng(4)
     lines = [[1, *draw.integers(100, 9000, 200).tolist()] for _ in range(4)]  # 1: its beginning
     head = {"positions": {"window": {"head_and_tail": {"head": 64, "tail": 0}}}}
-    service.replace("worker", max_num_batched_tokens=64, enable_prefix_caching=False)
+    service.replace(
+        "worker",
+        **{"engine.max_num_batched_tokens": 64, "engine.enable_prefix_caching": False},
+    )
     asked = ({}, head, head | {"generate": {"max_tokens": 2}})
     source: dict[str, Any] = {"model": "demo", "source": {"lines": lines}, "layers": [15]}
     try:

@@ -158,7 +158,7 @@ def check_edits(host: Host, reference: InsideReference, wanted: dict[str, Edit])
         ):
             wrong[name] = ("the edit", "changes nothing in the reference")
         applied = sum(receipt.applied for receipt in host.receipts(job))
-        if edit and applied != len(POSITIONS) * host.settings.tensor_parallel_size:
+        if edit and applied != len(POSITIONS) * host.settings.vllm.tensor_parallel_size:
             wrong[name] = ("applied", applied)
     assert wrong == {}
 
@@ -333,7 +333,7 @@ def test_cached_prompts_have_the_rows_that_others_captured_and_no_others(
     were read are kept on each rank.
     """
     host: Host = request.getfixturevalue(engine)
-    prompt, layers, ranks = prompt_of(200, seed=80), (1, 3), host.settings.tensor_parallel_size
+    prompt, layers, ranks = prompt_of(200, seed=80), (1, 3), host.settings.vllm.tensor_parallel_size
     rows = (inside_qwen3 if engine in ("tp2", "pp2") else inside).rows(prompt)
     reused = []
     for hooks in (
@@ -445,7 +445,7 @@ def check_together(
             ), (edits, layer)
         assert (
             sum(receipt.applied for receipt in host.receipts(job))
-            == sum(len(edit.positions) for edit in edits) * host.settings.tensor_parallel_size
+            == sum(len(edit.positions) for edit in edits) * host.settings.vllm.tensor_parallel_size
         )
 
 

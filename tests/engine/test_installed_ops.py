@@ -80,7 +80,7 @@ def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(
                 new, wanted if layer == edited else old, rtol=1e-4, atol=1e-5
             )
         applied = sum(receipt.applied for receipt in host.receipts(job))
-        assert applied == (length + tokens - 1) * host.settings.tensor_parallel_size
+        assert applied == (length + tokens - 1) * host.settings.vllm.tensor_parallel_size
     assert "intervention_failed" in {receipt.kind for receipt in host.receipts(failing)}
     assert (host.call("midstream_status")[0]["preemptions"] > before) == (
         engine in ("cached", "overlapped")

@@ -16,8 +16,8 @@ from midstream.schemas.prompts.selectors import HOOKS
 NAME = "InternLM2ForCausalLM"
 OPTIONS: dict[str, Any] = {
     "certify": True,
-    "max_model_len": 128,
-    "max_num_seqs": 16,
+    "engine.max_model_len": 128,
+    "engine.max_num_seqs": 16,
     "kv_cache_gib": 0.125,
     "engine_options": {"load_format": "dummy"},
 }

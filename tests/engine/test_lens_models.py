@@ -15,10 +15,10 @@ from tiny import LAYERS
 ALL = list(range(LAYERS))
 SMALL = {
     "certify": True,
-    "max_model_len": 128,
-    "max_num_seqs": 16,
+    "engine.max_model_len": 128,
+    "engine.max_num_seqs": 16,
     "kv_cache_gib": 0.125,
-    "block_size": 32,
+    "engine.block_size": 32,
 }
 #: A soft cap and the embedding as head; the others take minutes.
 SHORT = {"gemma2"}

@@ -33,8 +33,7 @@ def long(
         llama,
         runner=runner,
         **{"tuning.capture_window_mib": 1},
-        max_num_batched_tokens=96,
-        block_size=32,
+        **{"engine.max_num_batched_tokens": 96, "engine.block_size": 32},
         fault="rpc",
     )
     yield host

@@ -60,9 +60,9 @@ def adapted(
     }
     options = {
         "lora_dir": str(root),
-        "max_loras": 2,
-        "max_cpu_loras": 2,
-        "max_lora_rank": 16,
+        "engine.max_loras": 2,
+        "engine.max_cpu_loras": 2,
+        "engine.max_lora_rank": 16,
         **settings,
     }
     if nursery is not None:
@@ -85,7 +85,7 @@ def llama_loras(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> I
         nursery,
         tmp_path_factory.mktemp("llama-loras"),
         "llama",
-        max_num_batched_tokens=64,
+        **{"engine.max_num_batched_tokens": 64},
         fault="rpc",
     )
     yield engine
@@ -234,8 +234,7 @@ def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -
             tmp_path / "engine",
             base,
             lora_dir=str(tmp_path / "adapters"),
-            max_loras=3,
-            max_lora_rank=8,
+            **{"engine.max_loras": 3, "engine.max_lora_rank": 8},
         )
     ) as host:
         jobs = {
@@ -357,7 +356,7 @@ def test_models_that_cannot_be_adapted_are_refused_at_boot(
             tmp_path / "engine",
             checkpoint(name, tmp_path / name),
             lora_dir=str(tmp_path),
-            max_model_len=128,
+            **{"engine.max_model_len": 128},
         )
 
 
@@ -367,7 +366,7 @@ def test_two_ranks_compute_and_account_for_an_adapter_alike(
     two_ranks, tmp_path: Path, split: str
 ) -> None:
     """Its matrices are divided as those of the model are; each stage has its own layers."""
-    engine = adapted(None, tmp_path, "qwen3", **{split: 2})
+    engine = adapted(None, tmp_path, "qwen3", **{f"engine.{split}": 2})
     with closing(engine.host):
         jobs = plain_and_edited(engine, 20)
         require_right_rows(engine, jobs, engine.host.run(*jobs.values()))
@@ -384,7 +383,11 @@ def test_two_ranks_compute_and_account_for_an_adapter_alike(
 
 @pytest.mark.matrix
 def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None:
-    options = {"max_num_batched_tokens": 64, "max_model_len": 256, "max_num_seqs": 8}
+    options = {
+        "engine.max_num_batched_tokens": 64,
+        "engine.max_model_len": 256,
+        "engine.max_num_seqs": 8,
+    }
     engine = adapted(nurseries("v2"), tmp_path, "llama", runner="v2", **options)
     with closing(engine.host):
         jobs = plain_and_edited(engine, 20)
@@ -395,7 +398,7 @@ def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None
 def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    engine = adapted(nursery, tmp_path, "llama", dtype="bfloat16")
+    engine = adapted(nursery, tmp_path, "llama", **{"engine.dtype": "bfloat16"})
     with closing(engine.host):
         jobs = plain_and_edited(engine, 40)
         engine.host.run_together(*jobs.values())

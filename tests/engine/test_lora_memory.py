@@ -11,6 +11,7 @@ from adapters import LLAMA, make_adapter
 from tiny import checkpoint
 
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.engine.plan import model_of, plan
 
 #: Prints bytes: of what is reserved for a step's adapters, and of one adapter that is loaded.
@@ -57,7 +58,9 @@ def test_the_plan_counts_what_vllm_reserves_and_keeps(tmp_path: Path) -> None:
     reserved, loaded = json.loads(done.stdout.rpartition("bytes ")[2].splitlines()[0])
     config = json.loads((base / "config.json").read_text())
     found = plan(
-        model_of(config, "float32"), Settings(lora_dir=str(tmp_path), **options), gpu=False
+        model_of(config, "float32"),
+        Settings(lora_dir=str(tmp_path), vllm=VllmOptions(**options)),
+        gpu=False,
     )
     sizes = {part.name: part.bytes for part in found.memory}
     assert (sizes["adapters"], sizes["loaded adapters"]) == (reserved, 5 * loaded)

@@ -81,7 +81,7 @@ def test_a_job_names_an_adapter_and_gets_the_rows_of_merged_weights(served: Serv
 def test_what_cannot_be_served_is_refused_when_it_is_registered(served: Served) -> None:
     """Before any request runs; the message says what is valid."""
     for path, says in {
-        "large": "r is 32; the worker accepts at most 16 (setting max_lora_rank)",
+        "large": "r is 32; the worker accepts at most 16 (setting engine.max_lora_rank)",
         "../llama": "is not a path below lora_dir",
         "missing": "there is no folder 'missing' in lora_dir",
         "deep": "has no adapter_config.json",

@@ -38,8 +38,7 @@ def crowded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
     host = Host(
         tmp_path_factory.mktemp("crowded"),
         llama,
-        num_gpu_blocks=8,
-        max_num_batched_tokens=256,
+        **{"engine.num_gpu_blocks_override": 8, "engine.max_num_batched_tokens": 256},
         **{
             "tuning.steering_rows": 5,
             "tuning.steering_entries": 24,

@@ -63,7 +63,7 @@ def test_an_edit_that_overflows_fails_its_request_and_names_the_row(
     for _ in range(3):  # in blocks that the attacks had, and partly filled
         after = capturing(host, other)
         assert host.run_together(after)[after.id][0].token_ids == alone.token_ids
-        if host.settings.enable_prefix_caching is False:
+        if host.settings.vllm.enable_prefix_caching is False:
             assert np.array_equal(rows_of(host, after), rows_of(host, first))
         assert np.isfinite(rows_of(host, after)).all()
 

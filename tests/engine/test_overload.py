@@ -37,8 +37,7 @@ def flooded(
         llama,
         capture_overload=request.param,
         **{"tuning.capture_queue_mib": 1},
-        max_num_batched_tokens=64,
-        enable_prefix_caching=False,
+        **{"engine.max_num_batched_tokens": 64, "engine.enable_prefix_caching": False},
         fault="slow_write,rpc",
     )
     yield host
@@ -106,7 +105,7 @@ def held(
         runner=request.param,
         speculative_tokens=0 if v2 else 3,
         **{"tuning.capture_queue_mib": 1},
-        max_num_seqs=3,
+        **{"engine.max_num_seqs": 3},
         fault="hold_write",
     )
     yield host

@@ -11,6 +11,7 @@ from tree import ROOT
 
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tuning import Tuning
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.engine.dtype import choose
 from midstream.workers.engine.plan import model_of, plan
@@ -40,10 +41,8 @@ def test_the_ranks_buffers_are_as_large_as_planned(name: str, llama: Path, tmp_p
     settings = Settings(
         model=str(folder),
         data_dir=str(tmp_path),
-        max_model_len=256,
+        vllm=VllmOptions(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128),
         kv_cache_gib=0.1,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
         tuning=Tuning(steering_rows=9),
         relay_url="tcp://127.0.0.1:9",
         worker_id="test",
@@ -59,7 +58,7 @@ def test_the_ranks_buffers_are_as_large_as_planned(name: str, llama: Path, tmp_p
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"ring"')]
     config = json.loads((folder / "config.json").read_text())
-    dtype = choose(settings.dtype, config, gpu=False).dtype
+    dtype = choose(settings.vllm.dtype, config, gpu=False).dtype
     found = plan(model_of(config, dtype), settings, gpu=False)
     assert json.loads(line) == {
         part.name: part.bytes for part in found.memory if part.name in json.loads(line)

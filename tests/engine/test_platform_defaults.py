@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from midstream.schemas.base.settings import Settings, load_settings, to_environment
+from midstream.schemas.base.vllm_options import VllmOptions
 
 
 class Platform:
@@ -42,7 +43,7 @@ def options(monkeypatch: pytest.MonkeyPatch, kind: str, settings: Settings) -> d
 def test_a_gpu_runs_graphs_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, kind: str, given: bool | None, eager: bool
 ) -> None:
-    found = options(monkeypatch, kind, Settings(model="m", enforce_eager=given))
+    found = options(monkeypatch, kind, Settings(model="m", vllm=VllmOptions(enforce_eager=given)))
     assert found["enforce_eager"] is eager
 
 
@@ -54,7 +55,7 @@ def test_the_engine_holds_the_platforms_choice(monkeypatch: pytest.MonkeyPatch) 
     from midstream.workers.engine.vllm import VllmEngine
 
     monkeypatch.setattr(vllm_options, "current_platform", Platform("cuda"))
-    assert VllmEngine(Settings(model="m"))._settings.enforce_eager is False
+    assert VllmEngine(Settings(model="m"))._settings.vllm.enforce_eager is False
 
 
 def test_on_a_gpu_vllm_chooses_runner_blocks_cache_and_overlap(
@@ -62,8 +63,8 @@ def test_on_a_gpu_vllm_chooses_runner_blocks_cache_and_overlap(
 ) -> None:
     found = options(monkeypatch, "cuda", Settings(model="m"))
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    assert found["block_size"] is None
     assert not {
-        "block_size",
         "kv_cache_memory_bytes",
         "attention_config",
         "async_scheduling",
@@ -111,8 +112,8 @@ def test_on_the_cpu_the_runner_is_v1_and_the_cache_as_set(monkeypatch: pytest.Mo
 
 
 def test_text_of_the_environment_sets_it_and_children_read_it_back() -> None:
-    assert load_settings({}).enforce_eager is None
+    assert load_settings({}).vllm.enforce_eager is None
     for text, value in (("true", True), ("0", False)):
-        settings = load_settings({"MIDSTREAM_ENFORCE_EAGER": text})
-        assert settings.enforce_eager is value
-        assert load_settings(to_environment(settings)).enforce_eager is value
+        settings = load_settings({"MIDSTREAM_ENGINE_ENFORCE_EAGER": text})
+        assert settings.vllm.enforce_eager is value
+        assert load_settings(to_environment(settings)).vllm.enforce_eager is value

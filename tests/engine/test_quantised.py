@@ -31,6 +31,7 @@ from tolerances import FP32_CODES, FP32_HOOKS
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support.quantisation import UnsupportedQuantisationError
 
@@ -67,7 +68,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
 def start(model: Path, folder: Path, dtype: str = "bfloat16") -> None:
     settings = Settings(
-        model=str(model), data_dir=str(folder / "data"), dtype=dtype, max_model_len=64
+        model=str(model),
+        data_dir=str(folder / "data"),
+        vllm=VllmOptions(dtype=dtype, max_model_len=64),
     )
     asyncio.run(VllmEngine(settings).start())
 
@@ -178,7 +181,7 @@ def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(
                 folder,
                 model.quantised,
                 **options_of(Way("v1", "eager", "float32")),
-                tensor_parallel_size=2,
+                **{"engine.tensor_parallel_size": 2},
             )
         ) as host:
             assert any("each rank scales" in caveat for caveat in host.info["caveats"]) is not alike

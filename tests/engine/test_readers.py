@@ -45,7 +45,7 @@ def test_reader_gets_the_rows_of_a_capture_on_every_runner_rank_and_stage(
     where one stage reads nothing, and no other.
     """
     host: Host = request.getfixturevalue(engine)
-    stages = host.settings.pipeline_parallel_size
+    stages = host.settings.vllm.pipeline_parallel_size
     wish: Any = {
         "hooks": {"post_block": "all", "mlp_out": [1]},
         "positions": "all",

@@ -69,7 +69,7 @@ def host(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Host]:
     host = nursery.host(
-        tmp_path_factory.mktemp(request.param) / "engine", model, dtype=request.param
+        tmp_path_factory.mktemp(request.param) / "engine", model, **{"engine.dtype": request.param}
     )
     yield host
     host.close()
@@ -80,8 +80,8 @@ def captured(host: Host) -> tuple[str, list[np.ndarray]]:
     """The model's dtype, and of each prompt `[layers, positions, hidden]`."""
     job = host.job(*PROMPTS, max_tokens=1, capture=capture_of(LAYERS, "all_prompt"))
     host.run(job)
-    assert host.capture(job).dtype() == host.settings.dtype
-    return host.settings.dtype, [
+    assert host.capture(job).dtype() == host.settings.vllm.dtype
+    return host.settings.vllm.dtype, [
         host.capture(job).stack(request=number) for number in range(len(PROMPTS))
     ]
 
@@ -192,7 +192,7 @@ def test_the_lens_of_the_demo_model_equals_transformers(host: Host, model: Path)
         strict=True,
     ):
         assert logprobs[top.index(token)] >= logprobs[0] - BF16_LOGIT * (
-            host.settings.dtype == "bfloat16"
+            host.settings.vllm.dtype == "bfloat16"
         )
-    if host.settings.dtype == "float32":
+    if host.settings.vllm.dtype == "float32":
         check(reading, Truth(model).logprobs((PROMPTS[1] + output.token_ids)[:-1]), FP32_LOGPROBS)

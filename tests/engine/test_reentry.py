@@ -64,11 +64,7 @@ def ask(
         if key
     }
     jobs = cells if beside is None else (*cells, beside)
-    wanted = {
-        job.id: len(of_job(host, job))
-        + host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size
-        for job in cells
-    }
+    wanted = {job.id: len(of_job(host, job)) + host.settings.vllm.ranks for job in cells}
     answer = host.run_any(
         *jobs, entries=entries, grades={job.id: [Grade(EVERY)] for job in cells}, **options
     )
@@ -77,12 +73,7 @@ def ask(
         lambda: all(len(of_job(host, job)) >= wanted[job.id] for job in cells),
         why="receipts are missing",
     )
-    return {
-        job.id: of_job(host, job)[
-            -host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size :
-        ]
-        for job in cells
-    }
+    return {job.id: of_job(host, job)[-host.settings.vllm.ranks :] for job in cells}
 
 
 def of_job(host: Host, job: Job) -> list[Receipt]:

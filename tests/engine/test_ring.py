@@ -31,10 +31,10 @@ def engine(
 ) -> Iterator[Callable[..., Host]]:
     def start(name: str, **settings) -> Host:
         options = {
-            "enforce_eager": False,
+            "engine.enforce_eager": False,
             "tuning.capture_buffer_mib": 1,
-            "max_num_batched_tokens": STEP_TOKENS,
-            "max_model_len": STEP_TOKENS,
+            "engine.max_num_batched_tokens": STEP_TOKENS,
+            "engine.max_model_len": STEP_TOKENS,
         }
         return nurseries("v1").host(
             tmp_path_factory.mktemp("ring") / name, llama, **(options | settings)
@@ -46,7 +46,10 @@ def engine(
 @pytest.fixture(scope="module")
 def small(engine: Callable[..., Host]) -> Iterator[Host]:
     """So few KV blocks that concurrent requests preempt one another."""
-    host = engine("small", num_gpu_blocks=12, max_num_seqs=16)
+    host = engine(
+        "small",
+        **{"engine.num_gpu_blocks_override": 12, "engine.max_num_seqs": 16},
+    )
     yield host
     host.close()
 
@@ -97,7 +100,7 @@ def test_rows_of_cached_blocks_take_no_room_in_the_ring(small: Host, reference: 
 def test_drafts_and_prompts_fit_the_ring_together(
     engine: Callable[..., Host], reference: Reference
 ) -> None:
-    host = engine("drafting", speculative_tokens=3, enable_prefix_caching=False)
+    host = engine("drafting", speculative_tokens=3, **{"engine.enable_prefix_caching": False})
     repeating = [(prompt_of(8, seed=60 + n) * 40)[: 250 + n] for n in range(10)]
     jobs = [host.job(prompt, max_tokens=12, capture=everything()) for prompt in repeating]
     outputs = host.run(*jobs)

@@ -22,6 +22,7 @@ from tiny import checkpoint
 from tolerances import FP32_HOOKS
 
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support import seams
 from midstream.workers.runner.support.seam_table import Seam
@@ -31,9 +32,9 @@ pytestmark = [pytest.mark.matrix, pytest.mark.ranks]
 #: Way → (checkpoint, settings, environment).
 WAYS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "v1 eager": ("llama", {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
-    "v1 compiled": ("llama", {"enforce_eager": False}, {}),
-    "v1 TP=2": ("qwen3", {"tensor_parallel_size": 2}, {}),
-    "v1 PP=2": ("qwen3", {"pipeline_parallel_size": 2}, {}),
+    "v1 compiled": ("llama", {"engine.enforce_eager": False}, {}),
+    "v1 TP=2": ("qwen3", {"engine.tensor_parallel_size": 2}, {}),
+    "v1 PP=2": ("qwen3", {"engine.pipeline_parallel_size": 2}, {}),
     "v2 eager": (
         "llama",
         {"runner": "v2"},
@@ -123,7 +124,7 @@ def test_an_engine_does_not_start_where_a_seam_is_missing(
                 Settings(
                     model=str(path),
                     data_dir=str(tmp_path / "data"),
-                    dtype="float32",
+                    vllm=VllmOptions(dtype="float32"),
                 )
             ).start()
         )

@@ -106,14 +106,14 @@ def service(
         "engine": "vllm",
         "model": str(qwen3),
         "model_name": "tiny",
-        "max_model_len": 2048,
+        "engine.max_model_len": 2048,
         "kv_cache_gib": 0.1,
     }
     directory = tmp_path_factory.mktemp("steering")
     with Stack(
         directory,
         api=True,
-        tensor_parallel_size=2,
+        **{"engine.tensor_parallel_size": 2},
         fault="skip_action:rank=1",
         certify=False,
         **options,

@@ -181,7 +181,7 @@ def test_prompts_of_equal_tokens_and_other_images_share_no_rows(
         nursery.host(
             tmp_path / "engine",
             path,
-            **options_of(EAGER) | {"enable_prefix_caching": True, "block_size": 32},
+            **options_of(EAGER) | {"engine.enable_prefix_caching": True, "engine.block_size": 32},
         )
     ) as host:
         pairs = [PICTURES, [PICTURES[0], picture(3, 30, 90)], PICTURES]

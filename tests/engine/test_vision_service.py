@@ -32,8 +32,8 @@ def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     options = {
         "engine": "vllm",
         "model": str(checkpoint),
-        "dtype": "float32",
-        "max_model_len": 128,
+        "engine.dtype": "float32",
+        "engine.max_model_len": 128,
         "kv_cache_gib": 0.125,
     }
     slow = {"lease_s": 15.0, "tuning.visibility_timeout_s": 30}

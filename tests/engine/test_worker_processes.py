@@ -29,7 +29,7 @@ def stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         "engine": "vllm",
         "model": str(llama),
         "model_name": "tiny",
-        "max_model_len": 4096,
+        "engine.max_model_len": 4096,
         "kv_cache_gib": 0.1,
         "lease_s": 60,
     }

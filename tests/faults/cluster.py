@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "tuning.sweep_interval_s": 0.5,
     "max_wait_s": 15.0,
     "tuning.worker_concurrency": 48,
-    "max_num_seqs": 64,
+    "engine.max_num_seqs": 64,
     "webhook_allow_private": True,
     "log_level": "WARNING",
     "capture_timeout_s": 20.0,

@@ -112,8 +112,8 @@ def test_captures_are_right_after_ten_engine_kills(tmp_path: Path) -> None:  # f
         "engine": "vllm",
         "model": str(fetch_demo_model()),
         "model_name": "demo",
-        "dtype": "float32",
-        "max_model_len": 512,
+        "engine.dtype": "float32",
+        "engine.max_model_len": 512,
     }
     jobs: list[tuple[int, str]] = []
     with Stack(

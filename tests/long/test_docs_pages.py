@@ -61,7 +61,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         options = {
             "hooks": "all,inside",
             # In bfloat16 the tokens depend on the processor, in float32 they do not.
-            "dtype": "float32",
+            "engine.dtype": "float32",
             "tool_parser": "hermes",
             "metrics_port": three_ports(),
             **folders,

@@ -29,7 +29,7 @@ COMPILE_S = 2.0
 @pytest.fixture(scope="module")
 def service(serve) -> Stack:
     own = {"kv_cache_gib": 0.5, "certify": True, "tool_parser": TOOL_PARSER}
-    return serve(**{"tuning.format_compile_s": COMPILE_S}, **(ENGINE | own))
+    return serve(**{"tuning.format_compile_s": COMPILE_S}, engine_options=ENGINE, **own)
 
 
 def ask(service: Stack, path: str, **body: Any) -> dict[str, Any]:

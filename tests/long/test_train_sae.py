@@ -25,7 +25,7 @@ def python(library) -> Path:
 
 @pytest.fixture(scope="module")
 def service(serve, tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    return serve(max_model_len=256, sae_dir=str(tmp_path_factory.mktemp("saes")))
+    return serve(**{"engine.max_model_len": 256}, sae_dir=str(tmp_path_factory.mktemp("saes")))
 
 
 def test_the_example_trains_registers_and_shows_features(python: Path, service: Stack) -> None:

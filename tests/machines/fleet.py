@@ -31,7 +31,7 @@ from redis_group import RedisGroup
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ops.acl import OPERATOR
-from midstream.schemas.base.settings import Settings, load_settings
+from midstream.schemas.base.settings import Settings, load_settings, values_of
 
 SETTINGS: dict[str, Any] = {
     "engine_options": {"token_s": 0.02},
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "tuning.sweep_interval_s": 0.5,
     "max_wait_s": 15.0,
     "tuning.worker_concurrency": 48,
-    "max_num_seqs": 64,
+    "engine.max_num_seqs": 64,
     "log_level": "WARNING",
 }
 #: Clients at a time, and the pause of each between two jobs: these machines share two cores.
@@ -262,9 +262,5 @@ class SentinelFleet(Fleet):
 
 
 def _given(settings: Settings) -> dict[str, Any]:
-    default = Settings()
-    return {
-        name: getattr(settings, name)
-        for name in Settings.__struct_fields__
-        if getattr(settings, name) != getattr(default, name)
-    }
+    default = values_of(Settings())
+    return {name: value for name, value in values_of(settings).items() if value != default[name]}

@@ -176,11 +176,11 @@ def test_a_real_engine_past_its_lease_gives_the_same_rows(tmp_path: Path) -> Non
     settings = {
         "engine": "vllm",
         "engine_options": {},
-        "dtype": "float32",
+        "engine.dtype": "float32",
         "model": str(fetch_demo_model()),
         "model_name": "demo",
         "kv_cache_gib": 0.25,
-        "max_model_len": 512,
+        "engine.max_model_len": 512,
         "lease_s": LEASE_S,
         "certify": False,
     }

@@ -28,8 +28,8 @@ ENGINE = {
     "engine_options": {},
     "model_name": "demo",
     "kv_cache_gib": 0.25,
-    "max_model_len": 256,
-    "dtype": "float32",
+    "engine.max_model_len": 256,
+    "engine.dtype": "float32",
     "certify": False,
     "lease_s": 15.0,
 }
@@ -146,7 +146,7 @@ def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None
         ) as fleet:
             alone = answers(fleet)
         nodes = {
-            "pipeline_parallel_size": 2,
+            "engine.pipeline_parallel_size": 2,
             "nodes": 2,
             "node_master": f"{network.address('w1')}:29501",
         }

@@ -106,7 +106,7 @@ def test_an_engine_over_ray_gives_the_rows_of_one_machine(tmp_path: Path) -> Non
             tmp_path / "one", network, {"worker": "w1"}, names, model=model, **ENGINE
         ) as fleet:
             alone = answers(fleet)
-        options: dict[str, Any] = {"pipeline_parallel_size": 2, "executor": "ray"}
+        options: dict[str, Any] = {"engine.pipeline_parallel_size": 2, "executor": "ray"}
         over = RayFleet(
             tmp_path / "two", network, {"worker": "w1"}, names, model=model, **ENGINE, **options
         )

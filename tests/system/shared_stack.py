@@ -33,7 +33,7 @@ def running_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         folder / "stack",
         api=True,
         callbacks=False,
-        tensor_parallel_size=2,
+        **{"engine.tensor_parallel_size": 2},
         engine_options={"token_s": 0.01},
         admin_key="ms_admin0000000_" + "a" * 43,
         webhook_allow_private=True,

@@ -35,7 +35,7 @@ from midstream.broker.receipts.relay import Relay
 from midstream.schemas.artifacts.conditions import Condition, Schedule
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
 from midstream.schemas.base.records import now, to_msgpack
-from midstream.schemas.base.settings import Settings, load_settings
+from midstream.schemas.base.settings import Settings, load_settings, values_of
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.sweep_units import Units
@@ -262,12 +262,7 @@ class Rig:
     @asynccontextmanager
     async def worker(self, boot: str = "boot", **settings: Any) -> AsyncIterator[Attempts]:
         """Another start of the worker, with some settings of its engine changed."""
-        engine = FakeEngine(
-            Settings(
-                **{name: getattr(self.settings, name) for name in Settings.__struct_fields__}
-                | settings
-            )
-        )
+        engine = FakeEngine(load_settings({}, **values_of(self.settings) | settings))
         await engine.start()
         worker = worker_info(model=engine.info.name, boot=boot, identity=engine.info.identity)
         await self.ledger.publish_model(engine.info, worker)

@@ -47,7 +47,7 @@ stack = stack_with(
     api=True,
     callbacks=False,
     workers=2,
-    tensor_parallel_size=2,
+    **{"engine.tensor_parallel_size": 2},
     lease_s=60.0,
     **{"tuning.visibility_timeout_s": 60},
     steering_poll_s=0.05,

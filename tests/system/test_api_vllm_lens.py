@@ -39,7 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         tmp_path_factory.mktemp("lens"),
         api=True,
         callbacks=False,
-        pipeline_parallel_size=2,
+        **{"engine.pipeline_parallel_size": 2},
         lease_s=60.0,
         **{"tuning.vllm_lens_mib": 1},
     ) as running:

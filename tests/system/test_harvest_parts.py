@@ -166,7 +166,9 @@ async def test_a_harvest_waits_while_a_policy_of_all_traffic_does_not_fit_the_mo
         assert (await work(rig, runs, harvest.id)).state == "succeeded"
 
 
-@having(pipeline_parallel_size=2, tensor_parallel_size=2)
+@having(
+    **{"engine.pipeline_parallel_size": 2, "engine.tensor_parallel_size": 2},
+)
 async def test_the_stages_of_a_pipeline_write_files_of_the_same_rows(rig: Rig) -> None:
     harvest, _ = await harvested(rig, DOCUMENTS[:60])
     made = checked(harvest.uri)

@@ -55,7 +55,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         directory,
         api=True,
         workers=2,
-        pipeline_parallel_size=2,
+        **{"engine.pipeline_parallel_size": 2},
         harvest_sources=str(corpora),
         harvest_stores=str(directory / "rows"),
         sae_dir=str(saes / "saes"),

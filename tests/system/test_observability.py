@@ -93,7 +93,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Ite
         "log_format": "json",
         "otel_endpoint": collector.url,
         "admin_key": ADMIN_KEY,
-        "tensor_parallel_size": 2,
+        "engine.tensor_parallel_size": 2,
         "tuning.dispatch_window": 1,
         # a worker that stands still for some seconds is not dead, and its jobs are not run again
         "lease_s": 15.0,

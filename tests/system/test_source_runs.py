@@ -25,8 +25,7 @@ TEXT = "The Eiffel Tower is in the city of"
 
 # One worker, of which a rank once fails to load a run; a second one comes later.
 stack = stack_with(
-    tensor_parallel_size=2,
-    pipeline_parallel_size=2,
+    **{"engine.tensor_parallel_size": 2, "engine.pipeline_parallel_size": 2},
     engine_options={"token_s": 0.02},
     fault="put_run:rank=3,times=1",
     callbacks=False,

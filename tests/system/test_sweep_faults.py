@@ -97,7 +97,7 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
 
 
 # field case 31
-@having(tensor_parallel_size=2)
+@having(**{"engine.tensor_parallel_size": 2})
 async def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_value(
     rig: Rig,
 ) -> None:
@@ -140,7 +140,7 @@ async def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_val
 
 
 # field case 31
-@having(tensor_parallel_size=2)
+@having(**{"engine.tensor_parallel_size": 2})
 async def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_values(
     rig: Rig,
 ) -> None:
@@ -150,7 +150,7 @@ async def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_witho
     check_grid(asked, await rig.result(job_id), each_cell(asked, "rank 1: injected fault"))
 
 
-@having(tensor_parallel_size=2, capture_timeout_s=2.0)
+@having(**{"engine.tensor_parallel_size": 2}, capture_timeout_s=2.0)
 async def test_cells_of_which_a_rank_never_reports_have_no_value(rig: Rig) -> None:
     asked = sweep(layers=[1], hooks=["attn_out"])
 
@@ -161,7 +161,7 @@ async def test_cells_of_which_a_rank_never_reports_have_no_value(rig: Rig) -> No
     check_grid(asked, await rig.result(job_id), missing)
 
 
-@having(tensor_parallel_size=2, **{"tuning.sweep_cells_in_flight": 4})
+@having(**{"engine.tensor_parallel_size": 2}, **{"tuning.sweep_cells_in_flight": 4})
 async def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(rig: Rig) -> None:
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
 
@@ -304,7 +304,7 @@ async def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_compa
 @pytest.mark.parametrize(
     "fault", ["put_run:rank=1", "refuse:request=0,kind=store_away"], ids=["reading", "writing"]
 )
-@having(tensor_parallel_size=2, max_attempts=2)
+@having(**{"engine.tensor_parallel_size": 2}, max_attempts=2)
 async def test_a_sweep_waits_for_a_store_that_is_away_and_goes_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

@@ -28,7 +28,7 @@ from midstream.workers.serving.sweeps import attempt as sweeps
 @pytest.fixture
 async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     """Two stages of two ranks."""
-    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    ranks = {"engine.tensor_parallel_size": 2, "engine.pipeline_parallel_size": 2}
     async with Rig(redis_url, tmp_path, **ranks, **getattr(request, "param", {})) as opened:
         yield opened
 

@@ -51,7 +51,7 @@ def test_a_restarted_worker_runs_its_jobs_again_without_waiting_for_the_lease(
 ) -> None:
     """There is one result, and nothing counts twice."""
     (tmp_path / "gate").write_text("40")  # tokens: the second prompt does not end
-    start(max_num_seqs=1, lease_s=300, fault=f"turnstile:file={tmp_path / 'gate'}")
+    start(**{"engine.max_num_seqs": 1}, lease_s=300, fault=f"turnstile:file={tmp_path / 'gate'}")
     job_id = stack.submit(["first", "second"], max_tokens=30, capture=CAPTURE)
     # the first prompt is captured, durable and reported
     stack.wait(job_id, until=lambda view: view.receipts == 1)

@@ -87,8 +87,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         patch.setenv("PYTHONPATH", str(site))
         with Stack(
             tmp_path_factory.mktemp("stack"),
-            tensor_parallel_size=2,
-            pipeline_parallel_size=2,
+            **{"engine.tensor_parallel_size": 2, "engine.pipeline_parallel_size": 2},
             engine_options={"token_s": 0.02},
             lease_s=30,
             extensions="row-geometry,unruly",

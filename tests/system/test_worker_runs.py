@@ -20,7 +20,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now, to_msgpack
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, JobView, Output, Sampling, State, StoredPrompt
 from midstream.schemas.requests.specs import StoredCapture
@@ -47,7 +47,8 @@ class Harness:
     """Attempts over a real ledger; a test replaces `engine.generate`."""
 
     def __init__(self, redis_url: str, directory: Path, **settings: Any):
-        self.settings = Settings(
+        self.settings = load_settings(
+            {},
             redis_url=redis_url,
             data_dir=str(directory),
             model="fake-model",
@@ -164,7 +165,7 @@ async def test_one_failing_prompt_fails_the_job_and_stops_the_others(at: Harness
     assert at.runs.held == {}
 
 
-@pytest.mark.parametrize("at", [{"max_model_len": 8}], indirect=True)
+@pytest.mark.parametrize("at", [{"engine.max_model_len": 8}], indirect=True)
 async def test_a_prompt_accepted_for_a_longer_model_fails_with_its_length(at: Harness) -> None:
     """The worker was started again with a smaller `max_model_len` while the job waited."""
     job_id = await at.submit(length=30)

@@ -30,7 +30,7 @@ stack = stack_with(
     {"worker-3": {"model": OTHER}},
     api=True,
     workers=2,
-    tensor_parallel_size=2,
+    **{"engine.tensor_parallel_size": 2},
     engine_options={"token_s": 0.01},
     **{"tuning.worker_concurrency": 8},
     lease_s=10,

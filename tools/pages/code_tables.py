@@ -45,7 +45,8 @@ def rewritten(page: Path) -> str:
 
 def _settings() -> Iterator[tuple[str, str]]:
     """Yield the name and the table of each section of settings."""
-    for prefix, record in {"": Settings, **TABLES}.items():
+    tables = {table: type(getattr(Settings(), name)) for table, name in TABLES.items()}
+    for prefix, record in {"": Settings, **tables}.items():
         sections: dict[str, list[str]] = {}
         for section, name, meaning in _of_record(record):
             full = f"{prefix}.{name}" if prefix else name
@@ -94,7 +95,7 @@ def _of_record(record: type[Record]) -> Iterator[tuple[str, str, str]]:
         for node in statements:
             if isinstance(node, ast.ClassDef) and node.name == record.__name__:
                 found = _described(lines, node.body)
-                yield from (each for each in found if each[1] not in TABLES)
+                yield from (each for each in found if each[1] not in TABLES.values())
 
 
 def _parsed(path: Path) -> tuple[list[str], list[ast.stmt]]:

@@ -233,15 +233,15 @@ def _judge(outcomes: Mapping[str, Outcome], truth: Truth, dtype: str) -> dict[st
 def options_of(way: Way) -> dict[str, object]:
     """Settings of an engine for one checkpoint."""
     return {
-        "dtype": way.dtype,
+        "engine.dtype": way.dtype,
         "runner": way.runner,
-        "enforce_eager": way.mode == "eager",
-        "max_model_len": 128,
-        "max_num_batched_tokens": 512,
-        "max_num_seqs": 8,
+        "engine.enforce_eager": way.mode == "eager",
+        "engine.max_model_len": 128,
+        "engine.max_num_batched_tokens": 512,
+        "engine.max_num_seqs": 8,
         "kv_cache_gib": 0.125,
         "tuning.capture_buffer_mib": 16,
-        "enable_prefix_caching": False,
+        "engine.enable_prefix_caching": False,
     }
 
 
@@ -259,7 +259,7 @@ def run(
 ) -> list[dict[str, Outcome]]:
     """All trials of checkpoint `name`, which lies at `path`, in one way."""
     # of which chunks of attention are a multiple
-    blocks = {"block_size": 32} if name in FAMILIES else {}
+    blocks = {"engine.block_size": 32} if name in FAMILIES else {}
     host = nursery.host(
         directory / f"{name} {way.name}".replace(" ", "-"),
         path,

@@ -43,7 +43,7 @@ Table = Mapping[str, Mapping[str, str]]
 
 def engine(nursery: Nursery, directory: Path, name: str, path: Path) -> Host:
     """An engine that serves every hook inside that it can prove."""
-    blocks = {"block_size": 32} if name in FAMILIES else {}
+    blocks = {"engine.block_size": 32} if name in FAMILIES else {}
     settings = options_of(WAY) | blocks | {"hooks": "all,inside", "certify": True}
     return nursery.host(directory, path, CHANGED.get(name), **settings)
 

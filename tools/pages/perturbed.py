@@ -262,7 +262,7 @@ def attempt(name: str, change: Mapping[str, Any], folder: Path, nursery: Nursery
     path = configs.checkpoint(name, folder / "checkpoint", **copy.deepcopy(dict(change)))
     shows = _shown(path, name, folder / "default")
     row = Row(name, label(change), "failed", shows)
-    options = options_of(Way("v1", "eager", "float32")) | {"block_size": 32, "certify": True}
+    options = options_of(Way("v1", "eager", "float32")) | {"engine.block_size": 32, "certify": True}
     try:
         host = nursery.host(folder / "engine", path, None, **options)
     except AssertionError:

@@ -186,7 +186,10 @@ def _verdict(result: Result, figures: dict[str, Figure], limit: float) -> Result
 
 
 def _options(dtype: str) -> dict[str, object]:
-    return fidelity.options_of(Way("v1", "eager", dtype)) | {"block_size": 32, "certify": True}
+    return fidelity.options_of(Way("v1", "eager", dtype)) | {
+        "engine.block_size": 32,
+        "certify": True,
+    }
 
 
 def _reason(text: str, alone: bool = False) -> str:

@@ -234,15 +234,15 @@ def plan(
     """
     hooks, inside = _hooks(model, settings), asked_hooks(settings.hooks)[1]
     present = [hook for hook in model.inside.hooks if hook in inside]
-    layers = -(-model.layers // settings.pipeline_parallel_size)
+    layers = -(-model.layers // settings.vllm.pipeline_parallel_size)
     ring = None
     if gpu:
         ring = plan_ring(
             model.inside.ring_width(inside) * ITEM_BYTES[model.dtype],
             len(hooks) + len(inside),
             layers,
-            step_tokens=settings.max_num_batched_tokens,
-            requests=settings.max_num_seqs,
+            step_tokens=settings.vllm.max_num_batched_tokens,
+            requests=settings.vllm.max_num_seqs,
             drafts=settings.speculative_tokens,
             memory_bytes=gpu_bytes,
             size_mib=settings.tuning.capture_buffer_mib,
@@ -253,14 +253,14 @@ def plan(
         layers,
         model.hidden_size,
         model.parameters * layers / model.layers,
-        settings.tensor_parallel_size,
+        settings.vllm.tensor_parallel_size,
         ITEM_BYTES[model.dtype],
         model.weight_bytes,
     )
     queue = plan_queue(
         ring,
         host_bytes=host_bytes,
-        ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
+        ranks=settings.vllm.ranks,
         size_mib=settings.tuning.capture_queue_mib,
     )
     return EnginePlan(
@@ -309,7 +309,7 @@ def plan(
                 "run_cache_mib",
             ),
         ],
-        _work(shape, hooks, settings) if gpu and not settings.enforce_eager else [],
+        _work(shape, hooks, settings) if gpu and not settings.vllm.enforce_eager else [],
         _streams(model, hooks, tokens_per_second),
         _limits(model, settings, [*hooks, *present], layers, ring, queue, tokens_per_second),
     )
@@ -337,7 +337,7 @@ def buffers(
 
     `width`: bytes of a row.
     """
-    capacity, rows = settings.max_num_batched_tokens, settings.tuning.steering_rows
+    capacity, rows = settings.vllm.max_num_batched_tokens, settings.tuning.steering_rows
     entries = 1 + settings.tuning.steering_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
     sizes = {
@@ -391,7 +391,9 @@ def _inside(
     """
     parts = []
     for bank, count in sites.items():
-        width = model.inside.width(bank, settings.tensor_parallel_size) * ITEM_BYTES[model.dtype]
+        width = (
+            model.inside.width(bank, settings.vllm.tensor_parallel_size) * ITEM_BYTES[model.dtype]
+        )
         rows, *tables = buffers(width, settings, count, ring, gpu=gpu)
         named = ", ".join(hook for hook in BANKS[bank] if hook in model.inside.hooks)
         parts.append(rows._replace(name=f"{bank}: ring", about=f"captured rows of {named}"))
@@ -414,15 +416,15 @@ def _adapters(model: ModelShape, settings: Settings, layers: int, *, gpu: bool) 
     """
     if not settings.lora_dir:
         return []
-    item = settings.max_lora_rank * ITEM_BYTES[model.dtype]
+    item = settings.vllm.max_lora_rank * ITEM_BYTES[model.dtype]
     step = (
-        settings.max_loras
+        settings.vllm.max_loras
         * layers
         * item
-        * sum(linear.lora_width(settings.tensor_parallel_size) for linear in model.linears)
+        * sum(linear.lora_width(settings.vllm.tensor_parallel_size) for linear in model.linears)
     )
     loaded = (
-        settings.max_cpu_loras
+        settings.vllm.max_cpu_loras
         * model.layers
         * item
         * sum(linear.lora_width() for linear in model.linears)
@@ -456,7 +458,7 @@ def _work(shape: RankShape, hooks: Collection[Hook], settings: Settings) -> list
         for case, (edited, captured) in CASES.items():
             if not {*edited, *captured} <= {*installed}:
                 continue
-            rows = settings.max_num_seqs
+            rows = settings.vllm.max_num_seqs
             cost = step_cost(
                 shape,
                 installed,
@@ -499,7 +501,7 @@ def _limits(
     """Return the limits that users or operators reach first, as sentences that begin with the
     setting.
     """
-    limits, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
+    limits, sites, tokens = [], len(hooks) * layers, settings.vllm.max_num_batched_tokens
     if ring is not None:
         whole = ring.rows // tokens
         if whole < layers:
@@ -521,11 +523,11 @@ def _limits(
                 f"tuning.capture_buffer_mib: a request captures at most {ring.rows} of the {sites} "
                 "sites; requests for more are rejected"
             )
-        elif together < settings.max_num_seqs:
+        elif together < settings.vllm.max_num_seqs:
             limits.append(
                 f"tuning.capture_buffer_mib: requests that capture all {sites} sites: at most "
                 f"{together} at a time; others wait "
-                f"(max_num_seqs {settings.max_num_seqs})"
+                f"(max_num_seqs {settings.vllm.max_num_seqs})"
             )
     positions = (settings.tuning.capture_window_mib << 20) // (model.layers * model.row_bytes)
     long = settings.tuning.capture_memory_mib // settings.tuning.capture_window_mib
@@ -544,10 +546,10 @@ def _limits(
         f"tuning.capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s "
         f"if nothing is written; then {after}"
     )
-    if settings.tuning.steering_rows <= settings.max_num_seqs:
+    if settings.tuning.steering_rows <= settings.vllm.max_num_seqs:
         limits.append(
             f"tuning.steering_rows: {settings.tuning.steering_rows} is not above max_num_seqs "
-            f"({settings.max_num_seqs}): while running requests use all rows, none is free to "
+            f"({settings.vllm.max_num_seqs}): while running requests use all rows, none is free to "
             "prepare the next request's steering"
         )
     limits.append(

@@ -112,7 +112,7 @@ class VllmEngine(RankControl):
         settings = self._settings
         caveats = await asyncio.to_thread(_caveats, settings)
         prepare_environment(settings)
-        use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
+        use_all_cores(settings.vllm.ranks)
         residual, inside = asked_hooks(settings.hooks)
         plane = PlaneConfig(
             version=__version__,
@@ -125,7 +125,7 @@ class VllmEngine(RankControl):
             inside=inside,
             steering_rows=settings.tuning.steering_rows,
             steering_entries=settings.tuning.steering_entries,
-            step_tokens=settings.max_num_batched_tokens,
+            step_tokens=settings.vllm.max_num_batched_tokens,
             step_rows=0,  # set below: it depends on the model's shape
             capture_queue_mib=0,  # set below
             capture_window_mib=settings.tuning.capture_window_mib,
@@ -133,14 +133,14 @@ class VllmEngine(RankControl):
             spill_dir=_spill_dir(settings),
             # 0 if rows may be dropped: rows that a later request takes from the store must exist
             row_store_mib=settings.tuning.row_store_mib
-            if settings.enable_prefix_caching and settings.capture_overload != "drop"
+            if settings.vllm.enable_prefix_caching and settings.capture_overload != "drop"
             else 0,
             sweep_entry=settings.tuning.sweep_entry,
             graph_families=settings.tuning.graph_families,
             writer_threads=plan_writers(
                 accelerator=not current_platform.is_cpu(),
                 cores=len(os.sched_getaffinity(0)),
-                ranks=settings.tensor_parallel_size * settings.pipeline_parallel_size,
+                ranks=settings.vllm.ranks,
                 threads=settings.tuning.writer_threads,
             ),
             segment_limit_kib=settings.tuning.segment_limit_kib,
@@ -175,7 +175,7 @@ class VllmEngine(RankControl):
             check_layers(config.model, config.hf_text_config, config.get_total_num_hidden_layers())
             identity = await asyncio.to_thread(identity_of, settings, config)
             self._stages = stage_layers(
-                config.get_total_num_hidden_layers(), settings.pipeline_parallel_size
+                config.get_total_num_hidden_layers(), settings.vllm.pipeline_parallel_size
             )
             ring = _ring(settings, config, len(hooks), max(map(len, self._stages)), inside)
             plane = msgspec.structs.replace(
@@ -248,12 +248,12 @@ class VllmEngine(RankControl):
             dtype_reason=self._dtype_reason,
             hooks=[*hooks, *shapes],
             inside=shapes,
-            tp=settings.tensor_parallel_size,
-            pp=settings.pipeline_parallel_size,
+            tp=settings.vllm.tensor_parallel_size,
+            pp=settings.vllm.pipeline_parallel_size,
             runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
             consumers=available(),
             memory_limit_kib=settings.tuning.memory_limit_kib,
-            step_tokens=settings.max_num_batched_tokens,
+            step_tokens=settings.vllm.max_num_batched_tokens,
             capture_row_limit=plane.step_rows,
             speculative_tokens=settings.speculative_tokens,
             steering_rows=settings.tuning.steering_rows,
@@ -312,9 +312,9 @@ class VllmEngine(RankControl):
                 self._settings.tuning.steering_rows, self._settings.tuning.steering_entries
             ),
             chunked=bool(config.scheduler_config.enable_chunked_prefill),
-            step_tokens=self._settings.max_num_batched_tokens,
+            step_tokens=self._settings.vllm.max_num_batched_tokens,
         )
-        mode = "eager" if self._settings.enforce_eager else "compiled"
+        mode = "eager" if self._settings.vllm.enforce_eager else "compiled"
         try:
             certificate = await certify(
                 access,
@@ -456,7 +456,7 @@ class VllmEngine(RankControl):
         for of_rank in await self._call("midstream_lora_modules", ()):
             for name, shapes in msgspec.convert(of_rank, dict[str, list[LoraModule]]).items():
                 modules[name] = joined(modules.get(name, []), shapes)
-        return LoraSupport(max_rank=self._settings.max_lora_rank, modules=modules)
+        return LoraSupport(max_rank=self._settings.vllm.max_lora_rank, modules=modules)
 
     async def _prompt(self, ask: EngineRequest) -> tuple[EngineRequest, Any]:
         """Return the request with its images expanded, and the prompt for vLLM."""
@@ -713,8 +713,8 @@ def _ring(
         * config.dtype.itemsize,
         hooks + len(inside),
         layers,
-        step_tokens=settings.max_num_batched_tokens,
-        requests=settings.max_num_seqs,
+        step_tokens=settings.vllm.max_num_batched_tokens,
+        requests=settings.vllm.max_num_seqs,
         drafts=settings.speculative_tokens,
         memory_bytes=current_platform.get_device_total_memory(),
         size_mib=settings.tuning.capture_buffer_mib,
@@ -723,6 +723,6 @@ def _ring(
 
 def _queue_mib(settings: Settings, ring: Ring | None) -> int:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
     size_mib = settings.tuning.capture_queue_mib
+    ranks = settings.vllm.ranks
     return plan_queue(ring, host_bytes=host_bytes, ranks=ranks, size_mib=size_mib) >> 20

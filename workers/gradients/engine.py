@@ -69,15 +69,14 @@ _IDLE_LOOKS = 8  # within `gradients_idle_s`
 FLUSH_S = 5.0  # the longest that the end waits for the relay
 #: The place of the only rank.
 _RANK: dict[str, Any] = {"rank": 0, "tp": 0, "pp": 0}
-#: Settings of vLLM's engine that do not belong to the model, with values that any machine takes.
-_ALONE = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "executor": "auto",
-    "nodes": 1,
-    "speculative_tokens": 0,
-    "lora_dir": "",
-}
+
+
+def _alone(settings: Settings) -> Settings:
+    """Return the settings with any machine's values for what does not belong to the model."""
+    own = msgspec.structs.replace(settings.vllm, tensor_parallel_size=1, pipeline_parallel_size=1)
+    return msgspec.structs.replace(
+        settings, vllm=own, executor="auto", nodes=1, speculative_tokens=0, lora_dir=""
+    )
 
 
 class Stopped(Exception):
@@ -114,9 +113,7 @@ class TransformersEngine:
         try:
             prepare_environment(settings)
             check_folder(settings)
-            vllm_config, _ = await asyncio.to_thread(
-                configured, msgspec.structs.replace(settings, **_ALONE)
-            )
+            vllm_config, _ = await asyncio.to_thread(configured, _alone(settings))
             config = vllm_config.model_config
             quantisation = quantisation_of(vllm_config).name
             # the rows are compared with the vLLM worker's in any case

@@ -44,7 +44,7 @@ def named_lora(name: str | None, model: ModelInfo, found: Lookup) -> StoredLora 
         raise invalid(
             "lora",
             f"{name!r} has rank {lora.rank}",
-            allowed=f"up to {support.max_rank} (setting max_lora_rank)",
+            allowed=f"up to {support.max_rank} (setting engine.max_lora_rank)",
         )
     if missing := sorted(set(lora.modules) - support.modules.keys()):
         raise invalid(

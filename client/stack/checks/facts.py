@@ -9,9 +9,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import msgspec
-
-from ....schemas.base.settings import SECRETS, Settings
+from ....schemas.base.settings import SECRETS, Settings, values_of
 from ....schemas.base.version import __version__
 from .finding import CheckFinding
 from .plan import host_bytes
@@ -75,13 +73,11 @@ def model(rig: Rig) -> list[CheckFinding]:
 
 def changed(settings: Settings) -> str:
     """Return the settings that differ from the defaults, without addresses, folders and secrets."""
-    defaults = Settings()
+    defaults = values_of(Settings())
     return ", ".join(
         f"{name}={value}"
-        for name, value in msgspec.structs.asdict(settings).items()
-        if name not in {*SECRETS, "model"}
-        and not name.endswith(PLACES)
-        and value != getattr(defaults, name)
+        for name, value in values_of(settings).items()
+        if name not in {*SECRETS, "model"} and not name.endswith(PLACES) and value != defaults[name]
     )
 
 

@@ -33,7 +33,7 @@ def planned(
     file = Path(settings.model).expanduser() / "config.json"
     try:
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        model = model_of(config, choose(settings.dtype, config, gpu=gpu).dtype)
+        model = model_of(config, choose(settings.vllm.dtype, config, gpu=gpu).dtype)
         return plan(
             model,
             settings,

@@ -77,7 +77,7 @@ class FakeEngine(RankControl):
         self.tokenizer = make_bundle(self._tokenizer)
         installed = loaded(settings)
         self.info = make_info(settings, self._tokenizer, self.tokenizer, installed)
-        self._slots = asyncio.Semaphore(settings.max_num_seqs)
+        self._slots = asyncio.Semaphore(settings.vllm.max_num_seqs)
         self._tokens = 0  # generated so far, over all requests
         self._running = 0  # requests that are being generated, and do not wait
         self._death: asyncio.Event = asyncio.Event()

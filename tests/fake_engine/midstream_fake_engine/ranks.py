@@ -72,8 +72,8 @@ class FakeRanks:
         self._settings = settings
         self._on_fatal = on_fatal
         self._faults = faults
-        self._stages = np.array_split(np.arange(NUM_LAYERS), settings.pipeline_parallel_size)
-        places = [divmod(rank, settings.tensor_parallel_size) for rank in range(self.world)]
+        self._stages = np.array_split(np.arange(NUM_LAYERS), settings.vllm.pipeline_parallel_size)
+        places = [divmod(rank, settings.vllm.tensor_parallel_size) for rank in range(self.world)]
         self.ranks = [
             FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)
         ]
@@ -87,7 +87,7 @@ class FakeRanks:
 
     @property
     def world(self) -> int:
-        return self._settings.tensor_parallel_size * self._settings.pipeline_parallel_size
+        return self._settings.vllm.ranks
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         """The answer of every rank, in rank order."""
@@ -102,7 +102,7 @@ class FakeRanks:
             busy = {
                 "running": running,
                 "queued": queued,
-                "kv_cache": running / self._settings.max_num_seqs,
+                "kv_cache": running / self._settings.vllm.max_num_seqs,
             }
             rank.load = {
                 "outbox": outbox.depth(),

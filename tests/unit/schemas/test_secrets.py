@@ -105,9 +105,9 @@ def test_a_curve_key_that_every_account_can_read_is_refused(opened: Path) -> Non
 
 
 def test_settings_without_a_secret_may_be_readable_to_all(opened: Path) -> None:
-    (opened / "midstream.toml").write_text("max_num_seqs = 4\n")
+    (opened / "midstream.toml").write_text("max_attempts = 4\n")
     (opened / "midstream.toml").chmod(0o644)
-    assert load_settings({"MIDSTREAM_CONFIG": str(opened / "midstream.toml")}).max_num_seqs == 4
+    assert load_settings({"MIDSTREAM_CONFIG": str(opened / "midstream.toml")}).max_attempts == 4
 
 
 def test_the_client_reads_no_key_that_every_account_can_read(

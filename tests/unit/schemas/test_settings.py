@@ -12,6 +12,7 @@ from midstream.schemas.base.settings import (
     load_settings,
     to_environment,
 )
+from midstream.schemas.base.vllm_options import VllmOptions
 
 
 def test_defaults_without_settings() -> None:
@@ -23,16 +24,19 @@ def test_defaults_without_settings() -> None:
     ("text", "value"), [("false", False), ("0", False), ("true", True), ("1", True)]
 )
 def test_a_boolean_in_the_environment_means_what_it_says(text: str, value: bool) -> None:
-    assert load_settings({"MIDSTREAM_ENABLE_PREFIX_CACHING": text}).enable_prefix_caching is value
+    assert (
+        load_settings({"MIDSTREAM_ENGINE_ENABLE_PREFIX_CACHING": text}).vllm.enable_prefix_caching
+        is value
+    )
 
 
 # field case 22
 def test_text_that_is_no_boolean_is_refused_and_not_taken_for_true(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="MIDSTREAM_ENABLE_PREFIX_CACHING"):
-        load_settings({"MIDSTREAM_ENABLE_PREFIX_CACHING": "off please"})
+    with pytest.raises(SettingsError, match="MIDSTREAM_ENGINE_ENABLE_PREFIX_CACHING"):
+        load_settings({"MIDSTREAM_ENGINE_ENABLE_PREFIX_CACHING": "off please"})
     file = tmp_path / "midstream.toml"
-    file.write_text('enable_prefix_caching = "false"\n')
-    with pytest.raises(SettingsError, match="enable_prefix_caching"):
+    file.write_text('[engine]\nenable_prefix_caching = "false"\n')
+    with pytest.raises(SettingsError, match=r"engine\.enable_prefix_caching"):
         load_settings({FILE_VARIABLE: str(file)})
 
 
@@ -55,9 +59,9 @@ def test_arguments_win_over_the_environment_and_the_environment_over_the_file(
             ({f"MIDSTREAM_{name}": text}, {}, f"MIDSTREAM_{name}")
             for name, text in (
                 ("API_PORT", "70000"),
-                ("MAX_NUM_SEQS", "0"),
+                ("ENGINE_MAX_NUM_SEQS", "0"),
                 ("LEASE_S", "-1"),
-                ("DTYPE", "int8"),
+                ("ENGINE_DTYPE", "int8"),
                 ("KV_CACHE_GIB", "much"),
                 ("NO_SUCH", "1"),
             )
@@ -80,8 +84,7 @@ def test_wrong_settings_are_refused_with_where_they_are_and_what_is_valid(
 def test_a_child_process_reads_back_the_same_settings() -> None:
     settings = Settings(
         model="/models/x",
-        enable_prefix_caching=False,
-        max_model_len=512,
+        vllm=VllmOptions(enable_prefix_caching=False, max_model_len=512),
         lease_s=2.5,
         runner="v2",
         log_level="DEBUG",

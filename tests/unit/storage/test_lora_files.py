@@ -81,7 +81,11 @@ def test_an_adapter_of_this_model_is_accepted_with_what_it_changes(tmp_path: Pat
 @pytest.mark.parametrize(
     ("config", "tensors", "says"),
     [
-        ({"r": 16}, pair(16), "r is 16; the worker accepts at most 8 (setting max_lora_rank)"),
+        (
+            {"r": 16},
+            pair(16),
+            "r is 16; the worker accepts at most 8 (setting engine.max_lora_rank)",
+        ),
         (
             {"r": 4},
             None,

@@ -16,7 +16,13 @@ import pytest
 import yaml
 from tree import ROOT, tracked
 
-from midstream.schemas.base.settings import PREFIX, SECRETS, Settings
+from midstream.schemas.base.settings import (
+    PREFIX,
+    SECRETS,
+    Settings,
+    known_settings,
+    variable,
+)
 from midstream.schemas.base.version import __version__
 
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -150,8 +156,8 @@ def test_services_and_scalers_lead_to_workloads_and_their_ports(documents: Docum
 
 
 def test_every_variable_is_a_setting_and_secrets_are_in_files(documents: Documents) -> None:
-    settings = {PREFIX + name.upper() for name in Settings.__struct_fields__}
-    open_ones = settings - {PREFIX + name.upper() for name in SECRETS}
+    settings = set(map(variable, known_settings()))
+    open_ones = settings - set(map(variable, SECRETS))
     given = {name for found in of(documents, "ConfigMap").values() for name in found["data"]}
     given |= {name for _, _, container in containers(documents) for name in variables(container)}
     assert {

@@ -35,15 +35,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": settings.model,
         "served_model_name": settings.served_model,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "pipeline_parallel_size": settings.pipeline_parallel_size,
-        "enforce_eager": settings.enforce_eager,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        "num_gpu_blocks_override": settings.num_gpu_blocks,
+        **msgspec.structs.asdict(settings.vllm),
         "disable_log_stats": True,
         # models that take text only ignore this option and the next two
         "language_model_only": not settings.images_per_prompt,
@@ -65,13 +57,9 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         # drafts of the last step are verified.
         options |= {"speculative_config": speculative_config(settings), "async_scheduling": False}
     if settings.lora_dir:
-        options |= {
-            name: getattr(settings, name)
-            for name in ("max_loras", "max_cpu_loras", "max_lora_rank")
-        } | {"enable_lora": True}
-    block_size = settings.block_size or (_CPU_BLOCK if current_platform.is_cpu() else None)
-    if block_size is not None:
-        options["block_size"] = block_size
+        options["enable_lora"] = True
+    else:
+        options = {name: value for name, value in options.items() if "lora" not in name}
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options | accepted(settings).options
@@ -80,7 +68,6 @@ def engine_options(settings: Settings) -> dict[str, Any]:
 def node_options(settings: Settings) -> dict[str, Any]:
     """Returns vLLM's options for an engine on several machines. Raises SettingsError."""
     host, _, port = settings.node_master.rpartition(":")
-    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise SettingsError(
             f"node_master={settings.node_master!r}: with nodes > 1 it is host:port of the "
@@ -91,9 +78,10 @@ def node_options(settings: Settings) -> dict[str, Any]:
             f"node_rank={settings.node_rank}: valid values are 0 to {settings.nodes - 1} "
             "(nodes - 1)"
         )
-    if ranks % settings.nodes:
+    if settings.vllm.ranks % settings.nodes:
         raise SettingsError(
-            f"nodes={settings.nodes}: {ranks} ranks cannot be divided evenly among them"
+            f"nodes={settings.nodes}: {settings.vllm.ranks} ranks cannot be divided evenly among "
+            "them"
         )
     if settings.executor != "auto":
         raise SettingsError(f"nodes={settings.nodes} and executor={settings.executor}: use one")
@@ -122,18 +110,23 @@ def use_all_cores(ranks: int) -> None:
 
 
 def for_platform(settings: Settings) -> Settings:
-    """Return the settings with the platform's choice where they leave one open: the dtype, and
-    graphs on an accelerator, none on the CPU.
+    """Return the settings with the platform's choice where they leave one open: the dtype, graphs
+    on an accelerator and none on the CPU, and on the CPU the tokens of a block.
     """
-    on_cpu = current_platform.is_cpu()
-    eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
-    return msgspec.structs.replace(settings, enforce_eager=eager, dtype=dtype_of(settings).dtype)
+    on_cpu, own = current_platform.is_cpu(), settings.vllm
+    chosen = msgspec.structs.replace(
+        own,
+        dtype=dtype_of(settings).dtype,
+        enforce_eager=on_cpu if own.enforce_eager is None else own.enforce_eager,
+        block_size=own.block_size or (_CPU_BLOCK if on_cpu else None),
+    )
+    return msgspec.structs.replace(settings, vllm=chosen)
 
 
 def dtype_of(settings: Settings) -> Choice:
     """Return the dtype that the engine computes in, and why."""
-    config = checkpoint_config(settings.model) if settings.dtype == "auto" else {}
-    return choose(settings.dtype, config, gpu=not current_platform.is_cpu())
+    config = checkpoint_config(settings.model) if settings.vllm.dtype == "auto" else {}
+    return choose(settings.vllm.dtype, config, gpu=not current_platform.is_cpu())
 
 
 def scheduler_class(config: VllmConfig) -> str:
@@ -166,7 +159,7 @@ def prepare_environment(settings: Settings) -> None:
         runner = "v1"  # the v2 runner needs Triton, which has no CPU backend
     if runner != "auto":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
-    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    ranks = settings.vllm.ranks
     if current_platform.is_cpu() and ranks > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // ranks)

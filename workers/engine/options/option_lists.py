@@ -6,37 +6,21 @@ unproven: the certificate and the comparison with transformers decide whether th
 
 from typing import Any
 
-#: Options that are settings of Midstream under the same name.
-_SAME = (
-    "block_size",
-    "dtype",
-    "enable_prefix_caching",
-    "enforce_eager",
-    "log_level",
-    "max_cpu_loras",
-    "max_lora_rank",
-    "max_loras",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "model",
-    "pipeline_parallel_size",
-    "tensor_parallel_size",
-)
 #: Option → Midstream's setting for it. These are refused, so that each fact is in one place.
-OURS: dict[str, str] = dict(zip(_SAME, _SAME, strict=True)) | {
+OURS: dict[str, str] = {
     "distributed_executor_backend": "executor",
     "master_addr": "node_master",
     "master_port": "node_master",
     "nnodes": "nodes",
     "node_rank": "node_rank",
-    "kv_cache_memory_bytes": "kv_cache_gib (on a CPU; elsewhere num_gpu_blocks)",
+    "kv_cache_memory_bytes": "kv_cache_gib (on a CPU; elsewhere engine.num_gpu_blocks_override)",
     "enable_lora": "lora_dir",
+    "log_level": "log_level",
     "log_config_file": "log_format",
     "logging_config": "log_format",
+    "model": "model",
     "language_model_only": "images_per_prompt",
     "limit_mm_per_prompt": "images_per_prompt",
-    "num_gpu_blocks_override": "num_gpu_blocks",
     "otlp_traces_endpoint": "otel_endpoint",
     "served_model_name": "model_name",
     "spec_method": "drafter",

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ....schemas.base.settings import Settings, SettingsError, engine_options
+from ....schemas.base.settings import SettingsError, engine_options, known_settings
+from ....schemas.base.vllm_options import VllmOptions
 from ...runner.support.vllm_source import installed
 from .option_lists import OURS, WRONG
 
@@ -26,12 +27,12 @@ SETTINGS: dict[str, str] = {
     "tool_call_parser": "tool_parser",
     "distributed_executor_backend": "executor",
     "nnodes": "nodes",
-    "num_gpu_blocks_override": "num_gpu_blocks",
+    "node_rank": "node_rank",
     "otlp_traces_endpoint": "otel_endpoint",
     "spec_method": "drafter",
     "spec_model": "draft_model",
     "spec_tokens": "speculative_tokens",
-    **{name: name for name in OURS if OURS[name] == name and name not in ("log_level", "model")},
+    **{name: f"engine.{name}" for name in VllmOptions.__struct_fields__},
 }
 #: Argument → the settings that it changes besides.
 ALSO: dict[str, dict[str, str]] = {"api_key": {"auth": "keys"}}
@@ -246,7 +247,7 @@ def translated(given: Mapping[str, str | bool]) -> dict[str, Any]:
     wrong = [f"{flag(name)}: {REFUSED[name]}" for name in given if name in REFUSED]
     settings: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    types = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    types = known_settings()
     for name, value in given.items():
         if isinstance(value, str) and name in _TOKENS and (number := _SUFFIXED.fullmatch(value)):
             value = str(int(number[1]) * _TIMES[number[2]])

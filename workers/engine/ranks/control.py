@@ -35,13 +35,13 @@ class RankControl(ABC):
     on_quarantine: Callable[[str], None]
 
     def __init__(self, settings: Settings) -> None:
-        self.world = settings.tensor_parallel_size * settings.pipeline_parallel_size
+        self.world = settings.vllm.ranks
         self.on_quarantine = lambda reason: logger.error("the ranks may differ: %s", reason)
         self._ranks = Ranks(self._call, self.world, lambda reason: self.on_quarantine(reason))
         self._vectors = RankVectors(self._ranks, settings.tuning.vector_cache_mib << 20)
         self._runs = RankRuns(self._ranks, settings.tuning.run_cache_mib << 20)
         self._loras = RankLoras(
-            self._ranks, settings.lora_dir, settings.max_cpu_loras, lambda: self.info.lora
+            self._ranks, settings.lora_dir, settings.vllm.max_cpu_loras, lambda: self.info.lora
         )
         self._artifacts: dict[type[StoredArtifact], RankCache[Any]] = {
             StoredLora: self._loras,

@@ -242,9 +242,9 @@ def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: 
 def test_a_setting_in_the_environment_that_is_wrong_is_named(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MIDSTREAM_ENABLE_PREFIX_CACHING", "perhaps")
+    monkeypatch.setenv("MIDSTREAM_ENGINE_ENABLE_PREFIX_CACHING", "perhaps")
     ended = cli("up")
-    assert (ended.code, "MIDSTREAM_ENABLE_PREFIX_CACHING" in ended.err) == (1, True)
+    assert (ended.code, "MIDSTREAM_ENGINE_ENABLE_PREFIX_CACHING" in ended.err) == (1, True)
 
 
 def test_the_demo_names_commands_as_they_can_be_typed(

@@ -46,13 +46,18 @@ def test_serve_starts_the_stack_with_these_settings(
     own = ["--set", "kv_cache_gib=2", "--data-dir", "d", "--no-enable-prefix-caching"]
     assert cli("serve", *flags.split(), *own).code == 0
     ((made, _),) = started
-    assert (made.model, made.api_port, made.tensor_parallel_size, made.enforce_eager) == (
+    assert (made.model, made.api_port, made.vllm.tensor_parallel_size, made.vllm.enforce_eager) == (
         "/models/x",
         8000,
         2,
         True,
     )
-    assert (made.engine_options, made.kv_cache_gib, made.data_dir, made.enable_prefix_caching) == (
+    assert (
+        made.engine_options,
+        made.kv_cache_gib,
+        made.data_dir,
+        made.vllm.enable_prefix_caching,
+    ) == (
         {"seed": 7},
         2,
         "d",
@@ -182,11 +187,11 @@ def test_the_exit_code_says_whether_every_promise_holds(
 def test_deep_checks_take_settings_and_print_json(
     cli: Cli, verified: list[Settings], tmp_path: Path
 ) -> None:
-    given = ["--set", "dtype=float32", "--data-dir", "d", "--model", "idle"]
+    given = ["--engine", "dtype=float32", "--data-dir", "d", "--model", "idle"]
     ended = cli("doctor", "--deep", *given)
     assert (ended.code, "ok: 9, warnings: 0, failures: 1 (idle)" in ended.out) == (1, True)
     (made,) = verified
-    assert (made.dtype, str(Path(made.data_dir).parent)) == ("float32", str(tmp_path / "d"))
+    assert (made.vllm.dtype, str(Path(made.data_dir).parent)) == ("float32", str(tmp_path / "d"))
     written = json.loads(cli("doctor", "--deep", *given, "--json").out)
     assert [each["about"] for each in written if each["level"] != "ok"] == ["idle"]
 

@@ -19,6 +19,7 @@ from midstream.client.stack.checks.rig import Rig
 from midstream.client.stack.checks.table import of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.vllm_options import VllmOptions
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,13 @@ def test_the_report_has_figures_limits_and_what_failed() -> None:
 
 
 def test_settings_that_differ_from_the_defaults_are_listed_without_secrets() -> None:
-    given = Settings(dtype="float32", admin_key="ms_secret", redis_url="redis://:pw@h", model="m")
-    assert facts.changed(given) == "dtype=float32"
+    given = Settings(
+        vllm=VllmOptions(dtype="float32"),
+        admin_key="ms_secret",
+        redis_url="redis://:pw@h",
+        model="m",
+    )
+    assert facts.changed(given) == "engine.dtype=float32"
 
 
 def test_each_engine_gets_half_of_a_gpu_unless_its_share_is_given() -> None:

@@ -26,6 +26,7 @@ from midstream.client.stack import processes, supervisor
 from midstream.client.stack.processes import Child, birth, end_leftover, members, wait_for
 from midstream.client.stack.supervisor import Supervisor, child_environment, prepare
 from midstream.schemas.base.settings import Settings, SettingsError, load_settings
+from midstream.schemas.base.vllm_options import VllmOptions
 
 
 def child(
@@ -133,9 +134,8 @@ def test_settings_reach_a_child_as_they_are(
     settings = Settings(
         data_dir=str(tmp_path),
         max_wait_s=7.5,
-        enable_prefix_caching=False,
+        vllm=VllmOptions(enable_prefix_caching=False, max_model_len=64),
         model="some/model",
-        max_model_len=64,
     )
     environment = child_environment(settings)
     assert (load_settings(environment), environment["PATH"]) == (settings, os.environ["PATH"])

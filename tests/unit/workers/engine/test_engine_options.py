@@ -23,9 +23,11 @@ from midstream.schemas.base.settings import (
     Settings,
     SettingsError,
     engine_options,
+    known_settings,
     load_settings,
     to_environment,
 )
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.engine.options import engine_arguments as vllm_options, option_lists
 from midstream.workers.engine.options.option_check import accepted
 from midstream.workers.engine.options.option_lists import (
@@ -61,7 +63,7 @@ def test_every_proven_option_and_value_has_a_case_on_the_engine() -> None:
 
 
 def test_our_setting_for_an_option_exists() -> None:
-    assert {setting.split()[0] for setting in OURS.values()} <= set(Settings.__struct_fields__)
+    assert {setting.split()[0] for setting in OURS.values()} <= known_settings().keys()
 
 
 def test_the_page_shows_the_lists() -> None:
@@ -86,12 +88,13 @@ def test_no_proven_option_leads_to_a_refused_configuration(
     # vLLM inspects each further architecture in a process of its own.
     path = checkpoints("gemma3" if case.name == "gemma3" else "llama")
     given = {
-        "max_model_len": 128,
-        "max_num_batched_tokens": 512,
-        "tensor_parallel_size": case.ranks,
+        "engine.max_model_len": 128,
+        "engine.max_num_batched_tokens": 512,
+        "engine.tensor_parallel_size": case.ranks,
     } | case.settings
     served = case.served(tmp_path, path) if case.served and not case.on_hub else path
-    settings = Settings(model=str(served), engine_options=case.options(tmp_path, path), **given)
+    options = {"engine_options": case.options(tmp_path, path)}
+    settings = load_settings({}, model=str(served), **options, **given)
     made: VllmConfig = AsyncEngineArgs(
         **vllm_options.engine_options(settings),
         worker_cls="midstream.workers.runner.vllm.worker_class.MidstreamWorker",
@@ -118,7 +121,7 @@ def test_no_proven_option_leads_to_a_refused_configuration(
         ("kv_cache_dtype", "fp9", "Input should be 'auto'"),
         ("attention_backend", "CPU_ATN", r"did you mean 'CPU_ATTN'\?"),
         ("compilation_config", {"modde": 0}, r"modde: no such field; did you mean 'mode'\?"),
-        ("tensor_parallel_size", 2, "use the setting tensor_parallel_size"),
+        ("node_rank", 2, "use the setting node_rank"),
         ("distributed_executor_backend", "ray", "use the setting executor"),
         ("enable_dbo", True, "divides a batch's rows"),
         ("scheduler_cls", "a.B", "Midstream's own class"),
@@ -235,6 +238,47 @@ def test_the_file_has_a_table_and_other_sources_override_it_option_by_option(
         "watermark": 0.1,
     }
     assert load_settings(to_environment(settings)) == settings
+
+
+def test_options_that_midstream_reads_are_typed_from_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text("[engine]\nseed = 1\nmax_num_seqs = 1\nblock_size = 16\nmax_model_len = 1\n")
+    env = {
+        FILE_VARIABLE: str(file),
+        "MIDSTREAM_ENGINE_MAX_NUM_SEQS": "2",
+        "MIDSTREAM_ENGINE_OPTIONS": '{"block_size": 32}',
+    }
+    settings = load_settings(
+        env,
+        {"engine.max_model_len": "64", "engine.stream_interval": "3"},
+        engine_options=engine_options(["dtype=float32"]),
+    )
+    assert settings.vllm == VllmOptions(
+        max_num_seqs=2, block_size=32, max_model_len=64, dtype="float32"
+    )
+    assert settings.engine_options == {"seed": 1, "stream_interval": 3}
+    assert load_settings(to_environment(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "said"),
+    [
+        (
+            {"MIDSTREAM_ENGINE_OPTIONS": '{"max_num_seqs": "3"}'},
+            {},
+            r"^engine\.max_num_seqs='3' \(MIDSTREAM_ENGINE_OPTIONS\): Expected `int`, got `str`$",
+        ),
+        ({"MIDSTREAM_ENGINE_OPTIONS": "3"}, {}, r"^MIDSTREAM_ENGINE_OPTIONS=.*Expected `object`"),
+        ({"MIDSTREAM_ENGINE_MAX_NUM_SEQS": "x"}, {}, r"^MIDSTREAM_ENGINE_MAX_NUM_SEQS='x' \(env"),
+        ({}, {"engine.dtype": "int8"}, r"^--set engine\.dtype='int8': Invalid enum value 'int8'"),
+        ({}, {"dtype": "float32"}, r"^--set dtype: unknown setting; did you mean 'engine\.dtype'"),
+    ],
+)
+def test_a_wrong_option_that_midstream_reads_is_named_with_its_source(
+    env: dict[str, str], given: dict[str, str], said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(env, given)
 
 
 def test_text_under_engine_still_names_the_engine(tmp_path: Path) -> None:

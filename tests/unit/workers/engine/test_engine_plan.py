@@ -16,6 +16,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue, plan_writers
 from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.base.tuning import Tuning
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.engine import plan as module
 from midstream.workers.engine.dtype import choose
 from midstream.workers.engine.plan import model_of, plan
@@ -69,7 +70,7 @@ def sizes_on_a_gpu(found: module.EnginePlan, settings: Settings) -> tuple[int, S
     sites = len(found.hooks) * found.layers
     return sites, Sizes(
         ring_rows=2 * found.ring.rows,
-        capacity=settings.max_num_batched_tokens,
+        capacity=settings.vllm.max_num_batched_tokens,
         lists=1,
         patterns=2 * sites,
         configurations=settings.tuning.steering_rows,
@@ -84,7 +85,11 @@ def sizes_on_a_gpu(found: module.EnginePlan, settings: Settings) -> tuple[int, S
     "given",
     [
         {},
-        {"hooks": "post_block,pre_attn", "max_num_batched_tokens": 8192, "tuning.steering_rows": 7},
+        {
+            "hooks": "post_block,pre_attn",
+            "engine.max_num_batched_tokens": 8192,
+            "tuning.steering_rows": 7,
+        },
     ],
 )
 def test_the_memory_of_buffers_is_that_of_the_buffers(
@@ -112,7 +117,10 @@ def test_the_memory_of_buffers_is_that_of_the_buffers(
 def test_banks_inside_layers_count_with_their_own_ring_and_tables(
     config: dict[str, Any], ranks: int, widths: dict[str, tuple[int, int]]
 ) -> None:
-    settings, model = Settings(hooks="all,inside", tensor_parallel_size=ranks), model_of(config)
+    settings, model = (
+        Settings(hooks="all,inside", vllm=VllmOptions(tensor_parallel_size=ranks)),
+        model_of(config),
+    )
     found = plan(model, settings)
     memory = {part.name: part.bytes for part in found.memory}
     assert {name for name in memory if name.endswith(": ring")} == {
@@ -145,7 +153,10 @@ def test_the_columns_are_those_of_the_kernels() -> None:
 
 def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
     model = model_of(LLAMA_70B)
-    whole, half = plan(model, Settings()), plan(model, Settings(pipeline_parallel_size=2))
+    whole, half = (
+        plan(model, Settings()),
+        plan(model, Settings(vllm=VllmOptions(pipeline_parallel_size=2))),
+    )
     slots = {part.name: part.bytes for part in half.memory}["capture_slots"]
     assert half.layers == 40
     assert 2 * slots == {part.name: part.bytes for part in whole.memory}["capture_slots"]
@@ -153,7 +164,7 @@ def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
 
 @pytest.mark.parametrize("eager", [None, False])
 def test_a_cpu_has_no_ring_and_no_launches(eager: bool | None) -> None:
-    found = plan(model_of(TINY), Settings(enforce_eager=eager), gpu=False)
+    found = plan(model_of(TINY), Settings(vllm=VllmOptions(enforce_eager=eager)), gpu=False)
     assert (found.ring, found.work, {part.where for part in found.memory}) == (None, [], {"host"})
 
 
@@ -264,7 +275,8 @@ def test_adapters_are_divided_on_one_side_and_experts_take_none() -> None:
         ranks: {
             part.name: part.bytes
             for part in plan(
-                model_of(LLAMA_8B), Settings(lora_dir="/adapters", tensor_parallel_size=ranks)
+                model_of(LLAMA_8B),
+                Settings(lora_dir="/adapters", vllm=VllmOptions(tensor_parallel_size=ranks)),
             ).memory
         }
         for ranks in (1, 2)
@@ -297,7 +309,7 @@ def limits(config: dict[str, Any], **given: Any) -> dict[str, str]:
 
 
 def test_the_layers_that_one_step_captures_follow_from_the_ring() -> None:
-    given = {"max_num_batched_tokens": 8192, "tuning.capture_buffer_mib": 1024}
+    given = {"engine.max_num_batched_tokens": 8192, "tuning.capture_buffer_mib": 1024}
     assert (
         "a step of 8192 tokens captures at most 8 of 32 layers"
         in limits(LLAMA_8B, **given)["tuning.capture_buffer_mib"]
@@ -323,8 +335,8 @@ def test_long_captures_take_a_window_of_memory_each() -> None:
 
 
 def test_too_few_steering_rows_are_named() -> None:
-    assert "tuning.steering_rows" in limits(LLAMA_8B, max_num_seqs=256)
-    assert "tuning.steering_rows" not in limits(LLAMA_8B, max_num_seqs=64)
+    assert "tuning.steering_rows" in limits(LLAMA_8B, **{"engine.max_num_seqs": 256})
+    assert "tuning.steering_rows" not in limits(LLAMA_8B, **{"engine.max_num_seqs": 64})
 
 
 # -- checkpoints and the command

@@ -13,7 +13,7 @@ import pytest
 from refusal_kit import refuses
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import load_settings
 from midstream.workers.engine import model_identity
 from midstream.workers.engine.model_identity import FileDigests, identity_of
 
@@ -62,7 +62,7 @@ class Bench:
             max_model_len=max_model_len,
             trust_remote_code=auto_map is not None,
         )
-        return identity_of(Settings(data_dir=str(self.data), **changed), config)
+        return identity_of(load_settings({}, data_dir=str(self.data), **changed), config)
 
 
 @pytest.fixture
@@ -100,9 +100,9 @@ def test_dtype_and_options_that_change_numbers_belong_to_the_identity(bench: Ben
 @pytest.mark.parametrize(
     "changed",
     [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"max_num_seqs": 7},
+        {"engine.tensor_parallel_size": 2},
+        {"engine.pipeline_parallel_size": 2},
+        {"engine.max_num_seqs": 7},
         {"engine_options": {"gpu_memory_utilization": 0.5}},
     ],
 )

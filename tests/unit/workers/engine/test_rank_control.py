@@ -49,7 +49,7 @@ class Rig:
             "relay_url": "tcp://127.0.0.1:9",
         }
         self.engine = FakeEngine(
-            load_settings({}, **(values | {"tensor_parallel_size": 2} | changed))
+            load_settings({}, **(values | {"engine.tensor_parallel_size": 2} | changed))
         )
         self.quarantined: list[str] = []
         self.engine.on_quarantine = self.quarantined.append

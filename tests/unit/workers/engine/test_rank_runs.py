@@ -15,6 +15,7 @@ from midstream_fake_engine.ranks import FakeRanks
 from refusal_kit import refuses
 
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.schemas.requests.source_runs import RunFile, RunFiles
 from midstream.workers.engine.ranks.collective import Quarantined, Ranks
 from midstream.workers.engine.ranks.source_runs import RankRuns
@@ -31,7 +32,9 @@ class Rig:
 
     def __init__(self, budget: int, fault: str = "", **sizes: int) -> None:
         self.faults = FakeFaults(fault)
-        self._fake = FakeRanks(Settings(tensor_parallel_size=2), self.faults, lambda reason: None)
+        self._fake = FakeRanks(
+            Settings(vllm=VllmOptions(tensor_parallel_size=2)), self.faults, lambda reason: None
+        )
         self.ranks = self._fake.ranks
         self.calls: list[tuple[str, Any]] = []
         self.quarantined: list[str] = []

@@ -8,6 +8,7 @@ from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig, vllm as vll
 from vllm.platforms import current_platform
 
 from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.engine.options import engine_arguments as vllm_options
 from midstream.workers.engine.options.engine_arguments import engine_options, scheduler_class
 
@@ -43,7 +44,9 @@ def test_steps_overlap_where_vllm_supports_it(
 ) -> None:
     """Stages lost it with the v2 runner, which keeps one step more under way than it has stages."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
-    options = engine_options(Settings(model="/models/x", pipeline_parallel_size=stages))
+    options = engine_options(
+        Settings(model="/models/x", vllm=VllmOptions(pipeline_parallel_size=stages))
+    )
     parallel = ParallelConfig(
         pipeline_parallel_size=options["pipeline_parallel_size"], distributed_executor_backend="mp"
     )

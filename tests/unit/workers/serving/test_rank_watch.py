@@ -18,7 +18,7 @@ from wait_kit import holding
 
 from midstream.broker.ledger.named.steering import Look
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.steering import (
     GlobalSteering,
@@ -109,8 +109,8 @@ class Worker:
             "worker_id": "w",
             "relay_url": "tcp://127.0.0.1:9",
         }
-        self.settings = Settings(
-            **(values | {"tensor_parallel_size": 2, "steering_poll_s": 0.01} | changed)
+        self.settings = load_settings(
+            {}, **(values | {"engine.tensor_parallel_size": 2, "steering_poll_s": 0.01} | changed)
         )
         self.engine, self.board, self.told = FakeEngine(self.settings), Board(), 0
         self.watch = RankWatch(self.board, self.engine, self.settings, "boot", self._tell)  # type: ignore[arg-type]

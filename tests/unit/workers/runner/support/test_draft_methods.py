@@ -18,6 +18,7 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from midstream.schemas.base.settings import Settings, SettingsError
+from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.workers.engine.options.drafts import check_drafter, check_drafts, speculative_config
 from midstream.workers.engine.options.engine_arguments import engine_options
 from midstream.workers.engine.vllm import VllmEngine
@@ -268,7 +269,7 @@ def test_mtp_needs_layers_that_predict_further_tokens(tmp_path: Path) -> None:
         data_dir=str(tmp_path / "data"),
         drafter="mtp",
         speculative_tokens=1,
-        dtype="float32",
+        vllm=VllmOptions(dtype="float32"),
     )
     with pytest.raises(
         SettingsError, match=r"config.json has no MTP layers \(num_nextn_predict_layers, "
