@@ -187,9 +187,9 @@ class Settings(Record):
     drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"
     draft_model: str = ""  # The EAGLE-3 head: a checkpoint folder or a hub name
     kv_cache_gib: Positive = 1.0  # Size of the KV cache on CPUs; on a GPU, vLLM determines it
-    # All other options of vLLM, or those of the engine that `engine` names: in the file, in the table
-    # `[engine]`; in the environment, one JSON object; on the command line, `--engine NAME=VALUE`.
-    # Which ones are accepted: docs/vllm.md#options-of-vllm
+    # All other options of vLLM, or those of the engine that `engine` names: in the file, in the
+    # table `[engine]`; in the environment, one JSON object; on the command line, `--engine
+    # NAME=VALUE`. Which ones are accepted: docs/vllm.md#options-of-vllm
     engine_options: dict[str, Any] = {}
 
     # LoRA adapters
