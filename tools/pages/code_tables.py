@@ -1,5 +1,5 @@
 """Writes the tables of `docs/` that repeat the code: settings and limits from their comments, the
-client's calls from its groups.
+client's calls from its groups, commands and kinds of things from the command line.
 
     python tools/pages/code_tables.py
 
@@ -15,7 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from midstream.client import Client
+from midstream.client.cli.kinds import KINDS
+from midstream.client.cli.main import app
 from midstream.client.sdk.calls import Calls
 from midstream.schemas.base import limits
 from midstream.schemas.base.records import Record
@@ -34,7 +38,13 @@ BEHIND = re.compile(r".*\S {2}# (?P<text>.+)")
 
 def rewritten(page: Path) -> str:
     """Return the page with its tables as the code has them."""
-    written = {**dict(_settings()), "limits of requests": _limits(), "groups of calls": _calls()}
+    written = {
+        **dict(_settings()),
+        "limits of requests": _limits(),
+        "groups of calls": _calls(),
+        "commands": _commands(),
+        "kinds": _kinds(),
+    }
 
     def table(found: re.Match[str]) -> str:
         rows = LINK.sub(lambda link: _link(link, page.name), written[found["name"]])
@@ -79,13 +89,34 @@ def _calls() -> str:
     return f"| group | calls | |\n|---|---|---|\n{''.join(rows)}"
 
 
+def _commands() -> str:
+    group: Any = typer.main.get_command(app)
+    rows = [
+        f"| `midstream {name}` | {_first(each.help)} |\n"
+        for name, each in group.commands.items()
+        if not each.hidden
+    ]
+    return f"| command | |\n|---|---|\n{''.join(rows)}"
+
+
+def _kinds() -> str:
+    rows = [
+        f"| `{kind.name}` | {' '.join(f'`{verb}`' for verb in kind.acts)} |\n" for kind in KINDS
+    ]
+    return f"| kind | verbs |\n|---|---|\n{''.join(rows)}"
+
+
 def _names(group: type[Calls[Any]]) -> str:
     return ", ".join(f"`{name}`" for name in dir(group) if not name.startswith("_"))
 
 
 def _paragraph(group: type[Calls[Any]]) -> str:
-    """The first paragraph of a docstring."""
-    return " ".join((inspect.getdoc(group) or "").partition("\n\n")[0].split()).rstrip(".")
+    return _first(inspect.getdoc(group))
+
+
+def _first(text: str | None) -> str:
+    """The first paragraph."""
+    return " ".join((text or "").partition("\n\n")[0].split()).rstrip(".")
 
 
 def _of_record(record: type[Record]) -> Iterator[tuple[str, str, str]]:
