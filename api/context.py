@@ -20,7 +20,6 @@ from litestar import Request
 
 from ..broker.ledger.jobs.ledger import Ledger, new_job_id, reachable
 from ..broker.ledger.jobs.watch import JobWatcher, SharedReads
-from ..broker.ledger.named.registry import Registry
 from ..broker.ledger.named.steering import LedgerSteering
 from ..broker.ledger.people.keys import LedgerKeys
 from ..broker.ledger.people.sessions import Sessions
@@ -29,14 +28,12 @@ from ..broker.ops import logs
 from ..broker.ops.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
 from ..schemas.access.keys import Caller
-from ..schemas.artifacts.probes import PROBES
 from ..schemas.base.faults import crash_point
 from ..schemas.base.settings import Settings, asks_for_keys
 from ..schemas.jobs.harvests import HarvestView
 from ..schemas.jobs.jobs import Job, JobView, State
 from ..schemas.jobs.kinds import KINDS
 from ..schemas.jobs.models import ModelInfo
-from ..schemas.requests.policies import POLICIES
 from ..storage.store import open_store
 from .operations.disks import CaptureQuota, Disks
 from .operations.job_feed import JobFeed
@@ -84,7 +81,6 @@ class AppContext:
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
         self.steering = LedgerSteering(ledger)
-        self.probes, self.policies = Registry(ledger, PROBES), Registry(ledger, POLICIES)
         self.harvests = LedgerHarvests(ledger)
         self.measuring = anyio.CapacityLimiter(MEASURED_AT_ONCE)
         self.measured = Shares(MEASURED_OF_TENANT, "looks at captured rows")

@@ -18,6 +18,7 @@ from ..schemas.access.keys import Scope
 from ..schemas.base.version import __version__
 from ..schemas.jobs.openai import OpenAIProblem
 from .routes.pages import HEADERS, Operations, Swagger
+from .routes.registered import ROWS
 from .web.auth import needs, scope_of
 from .web.problems import OPENAI_PATHS
 
@@ -56,7 +57,9 @@ class RecordSchemas(OpenAPISchemaPlugin):
         """Return the document with the schema of every type, the scope of each operation, and links
         from its responses.
         """
-        kinds = [OpenAIProblem, *(self._types[name] for name in sorted(self._types))]
+        known = sorted(self._types)
+        bodies = [row.kind.request for row in ROWS]
+        kinds = [OpenAIProblem, *(self._types[name] for name in known), *bodies]
         _, described = msgspec.json.schema_components(
             kinds, ref_template="#/components/schemas/{name}"
         )
@@ -142,10 +145,6 @@ LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
     "CaptureManifest": {
         "safetensors": ("get /v1/captures/{job_id}/safetensors", "job_id", "$response.body#/job"),
         "delete": ("delete /v1/captures/{job_id}", "job_id", "$response.body#/job"),
-    },
-    "ModuleView": {
-        "module": ("get /v1/steering/modules/{name}", "name", "$response.body#/name"),
-        "delete": ("delete /v1/steering/modules/{name}", "name", "$response.body#/name"),
     },
     "CreatedKey": {"revoke": ("delete /v1/keys/{key_id}", "key_id", "$response.body#/id")},
     "TenantView": {"tenant": ("get /v1/tenants/{name}", "name", "$response.body#/name")},

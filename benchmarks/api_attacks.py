@@ -159,7 +159,7 @@ def conversations(count: int, size: int) -> bytes:
 
 
 PATCH = {"layers": 0, "positions": [0], "source": {"zeros": True}}
-MODULE = f"/v1/steering/modules/m?model={MODEL}"
+MODULE = f"/v1/artifacts/modules/m?model={MODEL}"
 ATTACKS = [
     Attack("nothing", lambda: b"", "/v1/models", "GET"),
     Attack("prompt that fits the model", lambda: job(prompts=[words(25_000)])),

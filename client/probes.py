@@ -54,7 +54,7 @@ class Fit(Plotted):
     hook: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of `PUT /v1/probes/{name}` that are known."""
+        """Return the fields of `PUT /v1/artifacts/probes/{name}` that are known."""
         names = ("weight", "bias", "labels", "thresholds", "layer", "hook")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -1,100 +1,127 @@
-"""Routes of registered artifacts, and the kinds that are registered from a folder on the server."""
+"""Routes of registered artifacts, and the row of each kind."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Union
 
 import anyio.to_thread
-from litestar import Response, delete, get, post
+import msgspec
+from litestar import Response, delete, get, patch, put
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.params import JSONBody, PathParameter
+from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, RequestBody, Schema
+from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
+from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from ...broker.ledger.named.registry import Registry
-from ...schemas.access.keys import Caller
+from ...schemas.access.keys import Caller, Scope, unscoped
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ...schemas.artifacts.loras import LORAS
+from ...schemas.artifacts.probes import PROBES
 from ...schemas.artifacts.registered import ArtifactKind, Registered
 from ...schemas.artifacts.saes import SAES
 from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
-from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
+from ...schemas.base.errors import MidstreamError, suggestion
+from ...schemas.base.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, MAX_NAME, NAME_PATTERN
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.requests.policies import POLICIES, Policy, PolicyChange
+from ...schemas.requests.steering import MODULES
 from ...storage.formats.lens_files import lens_of
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM
+from ..web.body import FILE_TYPES, BodyForms
+from .jobs import ERRORS, PROBLEM, ModelFilter
+from .probes import Made, change_policy, make_policy, make_probe
+from .steering import make_module, module_file, module_of
+
+CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM, 429: PROBLEM}
 
 
 @dataclass(frozen=True)
-class KindWords:
-    """The words for a kind in the descriptions of its routes."""
+class RegisteredKind:
+    """A kind for the routes: what makes an artifact of a body, and what `PUT` says of it."""
 
     kind: ArtifactKind[Any]
-    thing: str  # in summaries, with its article
-    things: str
-    short: str
-
-
-@dataclass(frozen=True)
-class FromFolder(KindWords):
-    """A kind that is registered from a folder on the server."""
-
-    resolve: Callable[[Any, ModelInfo, str], Registered]  # reads files: not for the event loop
-    folder: Callable[[Settings], str]
+    make: Callable[[Any, str, ModelInfo, AppContext, Caller], Awaitable[Made]]
     description: str
+    scope: Scope = "steer-global"  # that changes require
+    file: Callable[[bytes], Any] | None = None  # decodes a body that is a file
+
+    @property
+    def takes(self) -> BodyForms:
+        return BodyForms(self.kind.request, self.file)
 
 
-#: Descriptions of what identifies a registration.
-FILE, FILES = (
-    f"The digest of {what} is its identity: requests accepted earlier keep the previous one, and "
-    f"fail if {what} {changed}."
-    for what, changed in (("the file", "has changed"), ("its files", "have changed"))
-)
-FROM_FOLDERS = (
-    FromFolder(
+def from_folder(
+    resolve: Callable[[Any, str, ModelInfo, str], Registered], folder: Callable[[Settings], str]
+) -> Any:
+    """Return the `make` of a kind that is registered from a folder on the server. `resolve` reads
+    files.
+    """
+
+    async def make(
+        data: Any, name: str, info: ModelInfo, context: AppContext, caller: Caller
+    ) -> Made:
+        root = folder(context.settings)
+        artifact = await anyio.to_thread.run_sync(resolve, data, name, info, root)
+        return lambda _: artifact, {}
+
+    return make
+
+
+ROWS = (
+    RegisteredKind(
+        MODULES,
+        make_module,
+        "entries as in a request's `steering`, as JSON or as a safetensors file. Changes require "
+        "scope `submit` only.",
+        "submit",
+        module_of,
+    ),
+    RegisteredKind(
         LORAS,
-        "a LoRA adapter",
-        "LoRA adapters",
-        "adapter",
-        resolve_lora,
-        lambda settings: settings.lora_dir,
-        f"`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter. {FILES}",
+        from_folder(resolve_lora, lambda settings: settings.lora_dir),
+        "`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter.",
     ),
-    FromFolder(
+    RegisteredKind(
         SAES,
-        "a sparse autoencoder",
-        "sparse autoencoders",
-        "autoencoder",
-        resolve_sae,
-        lambda settings: settings.sae_root,
+        from_folder(resolve_sae, lambda settings: settings.sae_root),
         "`path` is a folder below the setting `sae_dir` with `cfg.json` and "
-        "`sae_weights.safetensors` (SAELens), or with "
-        f"`params.npz` (Gemma Scope), which requires `hook` and `layer`. {FILES}",
+        "`sae_weights.safetensors` (SAELens), or with `params.npz` (Gemma Scope), which requires "
+        "`hook` and `layer`.",
     ),
-    FromFolder(
+    RegisteredKind(
         TUNED_LENSES,
-        "a tuned lens",
-        "tuned lenses",
-        "tuned lens",
-        resolve_tuned,
-        lambda settings: settings.lens_root,
-        "`path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
-        f"`{{layer}}.weight` and `{{layer}}.bias` of each layer. {FILE}",
+        from_folder(resolve_tuned, lambda settings: settings.lens_root),
+        "tuned lenses. `path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
+        "`{layer}.weight` and `{layer}.bias` of each layer.",
     ),
-    FromFolder(
+    RegisteredKind(
         JACOBIAN_LENSES,
-        "a Jacobian lens",
-        "Jacobian lenses",
-        "Jacobian lens",
-        lens_of,
-        lambda settings: settings.lens_root,
-        "`path` is a folder below the setting `lens_dir` with `lens.safetensors`, as fits write it "
-        f"and `midstream convert` makes it of other tools' files. {FILE}",
+        from_folder(lens_of, lambda settings: settings.lens_root),
+        "Jacobian lenses. `path` is a folder below the setting `lens_dir` with `lens.safetensors`, "
+        "as fits write it and `midstream convert` makes it of other tools' files.",
+    ),
+    RegisteredKind(
+        PROBES,
+        make_probe,
+        "a linear map of a row to a score for each label. Policies keep the version that they "
+        "were registered with.",
+    ),
+    RegisteredKind(
+        POLICIES,
+        make_policy,
+        "a new version, if the name exists. Its probe and its modules stay those of its "
+        "registration.",
     ),
 )
+
+
+def is_own(caller: Caller, stored: str) -> bool:
+    return unscoped(stored)[0] == caller.tenant
 
 
 def name_parameter(short: str) -> PathParameter:
@@ -106,95 +133,171 @@ def name_parameter(short: str) -> PathParameter:
     )
 
 
-def put_responses(record: type[Registered]) -> dict[int, ResponseSpec]:
-    """Return the documented responses of a registration, except 200."""
-    created = ResponseSpec(record, description="The name is new", generate_examples=False)
-    return {201: created, **ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
-
-
-def put_response(
-    context: AppContext, kind: ArtifactKind[Any], artifact: Registered, former: Registered | None
-) -> Response[Any]:
-    """Return the response to a registration: 201 with its address where the name is new."""
-    if former is not None:
-        return Response(artifact.replacing(former), status_code=200)
-    where = context.url(f"{kind.plural}/{artifact.name}")
-    return Response(artifact, status_code=201, headers={"Location": where})
-
-
-def folder_route(row: FromFolder) -> Any:
-    """Return the route that registers a folder."""
-    kind = row.kind
-
-    async def register(
-        data: JSONBody[kind.request],  # type: ignore[name-defined]
-        context: AppContext,
-    ) -> Response[kind.record]:  # type: ignore[name-defined]
-        info = await context.served.the_model(data.model)
-        folder = row.folder(context.settings)
-        artifact = await anyio.to_thread.run_sync(row.resolve, data, info, folder)
-        registry = Registry(context.ledger, kind)
-        _, former = await registry.put(info.name, artifact.name, lambda _: artifact, {})
-        return put_response(context, kind, artifact, former)
-
-    register.__name__ = f"post_{kind.singular}"
-    return post(
-        f"/v1/{kind.plural}",
-        opt=needs("steer-global"),
-        status_code=200,
-        summary=f"Register or replace {row.thing}",
-        description=row.description,
-        responses=put_responses(kind.record),
-    )(register)
-
-
-def name_routes(row: KindWords) -> list[Any]:
-    """Return the routes that list, get and delete artifacts of a kind."""
-    kind, path = row.kind, f"/v1/{row.kind.plural}"
-    Name = Annotated[str, name_parameter(row.short)]
-
-    async def every(
-        context: AppContext,
-        caller: Caller,
-        info: ModelInfo,
-    ) -> kind.page:  # type: ignore[name-defined]
-        found = await Registry(context.ledger, kind).of_model(info.name)
-        return kind.page(**{kind.plural: [each.shown_to(caller) for each in found]})
-
-    async def one(
-        name: Name,
-        context: AppContext,
-        caller: Caller,
-        info: ModelInfo,
-    ) -> kind.record:  # type: ignore[name-defined]
-        return (await Registry(context.ledger, kind).known(info.name, name)).shown_to(caller)
-
-    async def forget(name: Name, context: AppContext, info: ModelInfo) -> None:
-        if not await Registry(context.ledger, kind).delete(info.name, name):
-            raise await Registry(context.ledger, kind).unknown(info.name, name)
-
-    every.__name__ = f"list_{kind.plural}"
-    one.__name__, forget.__name__ = f"get_{kind.singular}", f"delete_{kind.singular}"
-    return [
-        get(path, opt=needs("read"), summary=f"List {row.things}", responses=ERRORS)(every),
-        get(
-            f"{path}/{{name:str}}", opt=needs("read"), summary=f"Get {row.thing}", responses=ERRORS
-        )(one),
-        delete(
-            f"{path}/{{name:str}}",
-            opt=needs("steer-global"),
-            status_code=204,
-            summary=f"Delete {row.thing}",
-            description=("Its files stay. " if isinstance(row, FromFolder) else "")
-            + "Requests accepted earlier keep it.",
-            responses=ERRORS,
-        )(forget),
+def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
+    """Return the routes of artifacts of these kinds."""
+    by_name = {row.kind.plural: row for row in rows}
+    Name = Annotated[str, name_parameter("artifact")]
+    KindParameter = Annotated[
+        str,
+        PathParameter(description=", ".join(f"`{each}`" for each in by_name), max_length=MAX_NAME),
     ]
+    record: Any = Union[tuple(row.kind.view for row in rows)]  # noqa: UP007 (of a tuple)
+    page: Any = Union[tuple(row.kind.page for row in rows)]  # noqa: UP007
+
+    def row_of(kind: str) -> RegisteredKind:
+        if kind not in by_name:
+            raise MidstreamError(
+                "not_found",
+                f"unknown kind of artifact {kind!r}",
+                field="kind",
+                allowed=", ".join(by_name),
+                hint=suggestion(kind, by_name),
+            )
+        return by_name[kind]
+
+    changes = needs("steer-global") | {"scope_of": lambda params: row_of(params["kind"]).scope}
+
+    @dataclass
+    class PutOperation(Operation):
+        """Documents the body of each kind."""
+
+        def __post_init__(self) -> None:
+            bodies = [
+                Reference(f"#/components/schemas/{row.kind.request.__name__}") for row in rows
+            ]
+            file = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
+            forms = {"application/json": Schema(one_of=bodies)} | dict.fromkeys(FILE_TYPES, file)
+            content = {form: OpenAPIMediaType(schema=schema) for form, schema in forms.items()}
+            self.request_body = RequestBody(content=content, required=True)
+
+    @put(
+        "/v1/artifacts/{kind:str}/{name:str}",
+        opt=changes | {"body": lambda params: row_of(params["kind"]).takes},
+        status_code=200,
+        summary="Register or replace an artifact",
+        description="Requests accepted earlier keep the previous content, which its digest "
+        "identifies; they fail if files of it have changed.\n\n"
+        + "\n".join(f"- `{row.kind.plural}`: {row.description}" for row in rows),
+        responses={
+            201: ResponseSpec(record, description="The name is new", generate_examples=False),
+            **CHANGE_ERRORS,
+        },
+        operation_class=PutOperation,
+    )
+    async def put_artifact(
+        kind: KindParameter,
+        name: Name,
+        data: JSONBody[Any],
+        context: AppContext,
+        caller: Caller,
+        model: ModelFilter = None,
+        description: Annotated[
+            str | None,
+            QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file"),
+        ] = None,
+    ) -> Response[record]:
+        row = row_of(kind)
+        info = await context.served.the_model(data.model or model)
+        data = msgspec.structs.replace(data, description=description or data.description)
+        stored = row.kind.key_of(caller.tenant, name)
+        make, blobs = await row.make(data, stored, info, context, caller)
+        made, former = await Registry(context.ledger, row.kind).put(info.name, stored, make, blobs)
+        shown = made.shown_to(caller)
+        if former is not None:
+            return Response(shown.replacing(former), status_code=200)
+        where = context.url(f"artifacts/{kind}/{name}")
+        return Response(shown, status_code=201, headers={"Location": where})
+
+    @get(
+        "/v1/artifacts/{kind:str}",
+        opt=needs("read"),
+        summary="List the artifacts of a kind",
+        responses=ERRORS,
+    )
+    async def list_artifacts(
+        kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
+    ) -> page:
+        of = row_of(kind).kind
+        every = await Registry(context.ledger, of).of_model(info.name)
+        found = [each for each in every if not of.of_tenants or is_own(caller, each.name)]
+        return of.page(**{of.plural: [each.shown_to(caller) for each in found]})
+
+    @get(
+        "/v1/artifacts/{kind:str}/{name:str}",
+        opt=needs("read"),
+        summary="Get an artifact",
+        responses=ERRORS,
+    )
+    async def get_artifact(
+        kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
+    ) -> record:
+        of = row_of(kind).kind
+        stored = of.key_of(caller.tenant, name)
+        return (await Registry(context.ledger, of).known(info.name, stored)).shown_to(caller)
+
+    @delete(
+        "/v1/artifacts/{kind:str}/{name:str}",
+        opt=changes,
+        status_code=204,
+        summary="Delete an artifact",
+        description="Requests accepted earlier keep it; so do its files, on the server.",
+        responses=ERRORS,
+    )
+    async def delete_artifact(
+        kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
+    ) -> None:
+        of = row_of(kind).kind
+        registry, stored = Registry(context.ledger, of), of.key_of(caller.tenant, name)
+        if not await registry.delete(info.name, stored):
+            raise await registry.unknown(info.name, stored)
+
+    return [put_artifact, list_artifacts, get_artifact, delete_artifact]
 
 
-def folder_routes(row: FromFolder) -> list[Any]:
-    """Return all routes of a kind that is registered from a folder."""
-    return [folder_route(row), *name_routes(row)]
+@get(
+    "/v1/artifacts/{kind:str}/{name:str}/file",
+    opt=needs("read"),
+    summary="Get a named module as a file",
+    description=(
+        "A safetensors file of its entries: sent back, it is the same module. "
+        "`X-Midstream-Model` is the model."
+    ),
+    media_type=FILE_TYPES[0],
+    responses={
+        200: ResponseSpec(
+            bytes, media_type=FILE_TYPES[0], description="The file", generate_examples=False
+        ),
+        **ERRORS,
+        409: PROBLEM,
+    },
+)
+async def get_artifact_file(
+    kind: Literal["modules"],
+    name: Annotated[str, name_parameter("module")],
+    context: AppContext,
+    caller: Caller,
+    info: ModelInfo,
+) -> Response[bytes]:
+    return await module_file(context, caller, info, name)
 
 
-ROUTES: list[Any] = [route for row in FROM_FOLDERS for route in folder_routes(row)]
+@patch(
+    "/v1/artifacts/{kind:str}/{name:str}",
+    opt=needs("steer-global"),
+    status_code=200,
+    summary="Change a policy's mode, or restore a version",
+    description="Makes a new version, which applies to requests accepted from now on.",
+    responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},
+)
+async def patch_artifact(
+    kind: Literal["policies"],
+    name: Annotated[str, name_parameter("policy")],
+    data: JSONBody[PolicyChange],
+    context: AppContext,
+    caller: Caller,
+    info: ModelInfo,
+) -> Policy:
+    return await change_policy(name, data, context, caller, info)
+
+
+ROUTES: list[Any] = [*routes_of(ROWS), get_artifact_file, patch_artifact]

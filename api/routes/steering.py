@@ -1,41 +1,34 @@
-"""Routes of named modules, global steering, and the ranks' reports on both."""
+"""Makes named modules; routes of global steering, and of the ranks' reports on it."""
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import anyio.to_thread
 import msgspec
 from litestar import Response, delete, get, put
-from litestar.openapi.datastructures import ResponseSpec
-from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Schema
-from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
-from litestar.params import JSONBody, QueryParameter
+from litestar.params import JSONBody
 
+from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Account
-from ...schemas.access.keys import Caller, own, scoped, shown, unscoped
-from ...schemas.base.edit_sizes import limit_of
-from ...schemas.base.errors import MidstreamError, Translated, unknown
-from ...schemas.base.limits import MAX_DESCRIPTION
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import (
     MODEL_HEADER,
+    MODULES,
     Dynamic,
-    EntryView,
     GlobalRequest,
     GlobalSteering,
     GlobalView,
     Module,
-    ModulePage,
     ModuleRequest,
-    ModuleView,
-    SteeringTemplate,
     content_digest,
+    views_of,
 )
 from ...storage.formats.module_files import specs_of, to_bytes
 from ..context import AppContext
@@ -45,16 +38,14 @@ from ..resolve.edits import module_export, steering
 from ..web.auth import needs
 from ..web.body import FILE_TYPES
 from .jobs import ERRORS, PROBLEM, ModelFilter
-from .registered import name_parameter
+from .probes import Made
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
 ANSWER_S, LOOK_S = 2.0, 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 
-ModuleNameParameter = Annotated[str, name_parameter("module")]
 
-
-def _module_of(raw: bytes) -> ModuleRequest:
+def module_of(raw: bytes) -> ModuleRequest:
     """Decode a body that is a safetensors file. Raises a 400."""
     with Translated(
         ValueError, lambda error: MidstreamError("invalid_request", f"the body: {error}")
@@ -62,111 +53,32 @@ def _module_of(raw: bytes) -> ModuleRequest:
         return ModuleRequest(steering=specs_of(raw))
 
 
-@dataclass
-class ModuleOperation(Operation):
-    """Documents that a file may be sent in place of JSON."""
-
-    def __post_init__(self) -> None:
-        assert isinstance(self.request_body, RequestBody)
-        for media_type in FILE_TYPES:
-            schema = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
-            self.request_body.content[media_type] = OpenAPIMediaType(schema=schema)
-
-
 # --- Named modules
 
 
-@put(
-    "/v1/steering/modules/{name:str}",
-    status_code=200,
-    summary="Create or replace a named module",
-    description="Entries as in a request's `steering`, as JSON or as a safetensors file. "
-    "Requests accepted earlier keep the module's "
-    "previous content.",
-    responses={
-        201: ResponseSpec(ModuleView, description="The name is new", generate_examples=False),
-        **CHANGE_ERRORS,
-        429: PROBLEM,
-    },
-    operation_class=ModuleOperation,
-    opt=needs("submit") | {"file": _module_of},
-)
-async def put_module(
-    name: ModuleNameParameter,
-    data: JSONBody[ModuleRequest],
-    context: AppContext,
-    caller: Caller,
-    model: ModelFilter = None,
-    description: Annotated[
-        str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file")
-    ] = None,
-) -> Response[ModuleView]:
-    info = await context.served.the_model(data.model or model)
+async def make_module(
+    data: ModuleRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
+) -> Made:
     features = await context.names.features(info, data.steering)
     content = await anyio.to_thread.run_sync(
         steering.resolve_module, data.steering, info, features, data.limit
     )
     module = Module(
-        name=scoped(caller.tenant, name),
+        name=name,
         model=info.name,
         digest=content_digest(content.entries),
         entries=content.entries,
         bytes=content.size,
         created=now(),
-        description=description or data.description,
+        description=data.description,
         hidden_size=info.hidden_size,
         reach=content.reach,
     )
-    former = await context.steering.put_module(module, content.blobs)
-    if former is None:
-        where = context.url(f"steering/modules/{name}")
-        return Response(_view(module), status_code=201, headers={"Location": where})
-    if former.digest == module.digest:
-        return Response(
-            _view(msgspec.structs.replace(module, created=former.created)), status_code=200
-        )
-    return Response(msgspec.structs.replace(_view(module), replaced=former.digest), status_code=200)
+    return module.after, content.blobs
 
 
-@get("/v1/steering/modules", opt=needs("read"), summary="List named modules", responses=ERRORS)
-async def list_modules(context: AppContext, caller: Caller, info: ModelInfo) -> ModulePage:
-    modules = await context.steering.modules(info.name)
-    return ModulePage(
-        modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller.tenant]
-    )
-
-
-@get(
-    "/v1/steering/modules/{name:str}",
-    opt=needs("read"),
-    summary="Get a named module",
-    responses=ERRORS,
-)
-async def get_module(
-    name: ModuleNameParameter, context: AppContext, caller: Caller, info: ModelInfo
-) -> ModuleView:
-    return _view(await named_module(context, caller, info.name, name))
-
-
-@get(
-    "/v1/steering/modules/{name:str}/file",
-    opt=needs("read"),
-    summary="Get a named module as a file",
-    description=(
-        "A safetensors file of its entries: sent back, it is the same module. "
-        "`X-Midstream-Model` is the model."
-    ),
-    media_type=FILE_TYPES[0],
-    responses={
-        200: ResponseSpec(
-            bytes, media_type=FILE_TYPES[0], description="The file", generate_examples=False
-        ),
-        **ERRORS,
-        409: PROBLEM,
-    },
-)
-async def get_module_file(
-    name: ModuleNameParameter, context: AppContext, caller: Caller, info: ModelInfo
+async def module_file(
+    context: AppContext, caller: Caller, info: ModelInfo, name: str
 ) -> Response[bytes]:
     module = await named_module(context, caller, info.name, name)
     entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
@@ -179,29 +91,12 @@ async def get_module_file(
     )
 
 
-@delete(
-    "/v1/steering/modules/{name:str}",
-    opt=needs("submit"),
-    status_code=204,
-    summary="Delete a named module",
-    description="Requests accepted earlier keep its content.",
-    responses=ERRORS,
-)
-async def delete_module(
-    name: ModuleNameParameter, context: AppContext, caller: Caller, info: ModelInfo
-) -> None:
-    if await context.steering.delete_module(info.name, scoped(caller.tenant, name)) is None:
-        raise await _no_module(context, info.name, name, caller)
-
-
 async def named_module(
     context: AppContext, caller: Caller, model: str, name: str, field: str = "name"
 ) -> Module:
     """Return the caller's module. Raises a 404 naming `field` and the existing modules."""
-    module = await context.steering.module(model, scoped(caller.tenant, name))
-    if module is None:
-        raise await _no_module(context, model, name, caller, field)
-    return module
+    stored = MODULES.key_of(caller.tenant, name)
+    return await Registry(context.ledger, MODULES).known(model, stored, field)
 
 
 async def tensors_of(
@@ -218,54 +113,6 @@ async def tensors_of(
             raise
         detail = f"module {name!r} was deleted or replaced while it was read"
         raise MidstreamError("conflict", detail, field=field, hint="ask again") from error
-
-
-async def _no_module(
-    context: AppContext, model: str, name: str, caller: Caller, field: str = "name"
-) -> MidstreamError:
-    return unknown(
-        "module",
-        name,
-        model,
-        own(caller.tenant, await context.steering.module_names(model)),
-        field=field,
-    )
-
-
-def _view(module: Module) -> ModuleView:
-    return ModuleView(
-        name=shown(module.name),
-        model=module.model,
-        digest=module.digest,
-        entries=_entries(module.entries),
-        bytes=module.bytes,
-        created=module.created,
-        description=module.description,
-        training=module.training,
-    )
-
-
-def _entries(entries: Sequence[SteeringTemplate]) -> list[EntryView]:
-    return [_entry(entry) for entry in entries]
-
-
-def _entry(entry: SteeringTemplate) -> EntryView:
-    family = FAMILY[entry.family]
-    numbers = {
-        number.name: given for number, given in zip(family.numbers, entry.numbers, strict=True)
-    }
-    return EntryView(
-        op=family.op,
-        hook=entry.hook,
-        layers=entry.layers,
-        positions=entry.positions,
-        tensors=entry.tensors,
-        scale=numbers.pop("scale", entry.scale),
-        numbers=list(numbers.values()),
-        rank=entry.rank,
-        norm_match=family.flag == "norm_match",
-        limit=limit_of(entry.limit),
-    )
 
 
 # --- Global steering
@@ -326,7 +173,7 @@ def _global(model: str, steering: GlobalSteering) -> GlobalView:
         model=model,
         version=steering.version,
         digest=steering.digest,
-        entries=_entries(steering.entries),
+        entries=views_of(steering.entries),
         changed=steering.changed,
     )
 
@@ -403,11 +250,6 @@ async def fresh(
 
 
 ROUTES: list[Any] = [
-    put_module,
-    list_modules,
-    get_module,
-    get_module_file,
-    delete_module,
     put_global,
     delete_global,
     get_global,

@@ -208,6 +208,8 @@ async def authorize(
     if scope is None or connection.scope["method"] == "OPTIONS":  # type: ignore[typeddict-item]
         return
     caller = await _caller(connection)
+    if (by_path := handler.opt.get("scope_of")) is not None:
+        scope = by_path(connection.path_params)
     if not caller.may(scope):
         has = ", ".join(sorted(caller.scopes))
         raise MidstreamError(

@@ -10,7 +10,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, cast
 
 import anyio
 import anyio.to_thread
@@ -41,6 +41,13 @@ PIECE = 1 << 20
 FILE_TYPES = ("application/vnd.safetensors", "application/octet-stream")
 
 
+class BodyForms(NamedTuple):
+    """What a route takes as its body."""
+
+    json: Any  # the type of a JSON body
+    file: Callable[[bytes], Any] | None = None  # decodes a file, off the event loop; None: no files
+
+
 def _temporary(data_dir: Path) -> IO[bytes]:
     """Create a file without a name, removed when the request or the process ends."""
     folder = data_dir / "uploads"
@@ -63,11 +70,17 @@ class JsonRequest(Request[Any, Any, Any]):
     _request_hash = ""  # SHA-256 of path and body, if the client sent an Idempotency-Key
 
     @property
-    def _file_decoder(self) -> Any:
-        """The route's decoder of files, called off the event loop; None if the body is no file or
-        the route takes none.
-        """
-        return self.route_handler.opt.get("file") if self.content_type[0] in FILE_TYPES else None
+    def _takes(self) -> BodyForms:
+        """What the route takes; `opt["body"]` returns it by the path's parameters."""
+        if (by_path := self.route_handler.opt.get("body")) is not None:
+            return cast(BodyForms, by_path(self.path_params))
+        data = self.route_handler.parsed_data_field
+        return BodyForms(data.annotation if data else Any)
+
+    @property
+    def _file_decoder(self) -> Callable[[bytes], Any] | None:
+        """The route's decoder, if the body is a file."""
+        return self._takes.file if self.content_type[0] in FILE_TYPES else None
 
     async def body(self) -> bytes:
         encoding = self.headers.get("content-encoding", "identity")
@@ -117,16 +130,14 @@ class JsonRequest(Request[Any, Any, Any]):
         if read_file := self._file_decoder:
             return await self._read_file(read_file)
         if media != "application/json":
-            allowed = ", ".join(
-                ("application/json", *(FILE_TYPES if self.route_handler.opt.get("file") else ()))
-            )
+            allowed = ", ".join(("application/json", *(FILE_TYPES if self._takes.file else ())))
             raise MidstreamError(
                 "unsupported_media_type",
                 f"the body has content type {media}" if media else "the body has no content type",
                 field="Content-Type",
                 allowed=allowed,
             )
-        needed = self.route_handler.parsed_data_field
+        kind = self._takes.json
         body = await self.body()
         if "idempotency-key" in self.headers:
             query = f"?{self.url.query}" if self.url.query else ""
@@ -138,7 +149,6 @@ class JsonRequest(Request[Any, Any, Any]):
             call.body = body
         # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
-        kind = needed.annotation if needed else Any
         with Translated(problems.UNREADABLE, lambda error: problems.malformed(error, kind)):
             return from_json(body, kind)
 

@@ -336,7 +336,7 @@ class ChatFields(OpenAIFields, total=False):
 
 
 class ProbeFields(TypedDict, total=False):
-    """`PUT /v1/probes/{name}`."""
+    """`PUT /v1/artifacts/probes/{name}`."""
 
     weight: Array
     bias: Array | None

@@ -13,19 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 from urllib.parse import quote
 
-from ...schemas.artifacts.jacobian_lenses import (
-    JacobianLens,
-    JacobianLensPage,
-    JacobianLensRequest,
-)
-from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
-from ...schemas.artifacts.probes import Probe, ProbePage, ProbeRequest
-from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
-from ...schemas.artifacts.tuned_lenses import TunedLens, TunedLensPage, TunedLensRequest
+from ...schemas.artifacts.jacobian_lenses import JacobianLens, JacobianLensRequest
+from ...schemas.artifacts.loras import Lora, LoraRequest
+from ...schemas.artifacts.probes import Probe, ProbeRequest
+from ...schemas.artifacts.saes import Sae, SaeRequest
+from ...schemas.artifacts.tuned_lenses import TunedLens, TunedLensRequest
 from ...schemas.base.edit_sizes import EditLimit
 from ...schemas.base.errors import Translated, invalid
 from ...schemas.base.limits import PathName
-from ...schemas.requests.policies import Policy, PolicyChange, PolicyPage, PolicyRequest
+from ...schemas.requests.policies import Policy, PolicyChange, PolicyRequest
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.specs import SteeringSpec
 from ...schemas.requests.steering import (
@@ -33,7 +29,6 @@ from ...schemas.requests.steering import (
     Dynamic,
     GlobalRequest,
     GlobalView,
-    ModulePage,
     ModuleRequest,
     ModuleView,
 )
@@ -96,7 +91,6 @@ class NamedCalls(Calls[M], Generic[M, R]):
     _path: str
     _record: type[R]
     _request: type  # the body that registers one
-    _page: Any  # the body of a list, whose field has the records
     _timeout = 60.0
     _put_timeout = 60.0  # the server reads, hashes and checks files meanwhile
 
@@ -107,20 +101,21 @@ class NamedCalls(Calls[M], Generic[M, R]):
         the path.
         """
         path = f"{self._path}/{wire.checked(name, PathName, 'name')}{more}"
-        return HttpCall(method, path, body, of_model(model), timeout=self._timeout)
+        timeout = self._timeout if body is None else self._put_timeout
+        return HttpCall(method, path, body, of_model(model), timeout=timeout)
 
-    async def _put(self, **fields: Any) -> R:
-        """Register an object whose files are on the server."""
+    async def _put(self, name: str, **fields: Any) -> R:
+        """Register an object by the fields of its body."""
         body: Any = wire.checked(fields, self._request, "")
-        call = HttpCall("POST", self._path, body, timeout=self._put_timeout)
-        return await self._ask(call, self._record)
+        return await self._ask(self._call("PUT", name, body=body), self._record)
 
     @call
     async def list(self, model: str | None = None) -> Listing[R]:
         """Return all of a model."""
         call = HttpCall("GET", self._path, params=of_model(model), timeout=self._timeout)
-        page: Any = await self._ask(call, self._page)
-        return Listing(getattr(page, self._page.__struct_fields__[0]))
+        page: Any = dict[str, list[self._record]]  # type: ignore[name-defined]
+        (listed,) = (await self._ask(call, page)).values()
+        return Listing(listed)
 
     @call
     async def get(self, name: str, model: str | None = None) -> R:
@@ -138,7 +133,8 @@ class Modules(NamedCalls[M, ModuleView]):
     requests keep the steering with which they began.
     """
 
-    _path, _record, _page, _timeout = "/v1/steering/modules", ModuleView, ModulePage, CHANGE_S
+    _path, _record = "/v1/artifacts/modules", ModuleView
+    _timeout = _put_timeout = CHANGE_S
 
     @call
     async def put(
@@ -222,7 +218,7 @@ class GlobalSteeringCalls(Calls[M]):
 class Loras(NamedCalls[M, Lora]):
     """LoRA adapters (docs/vllm.md#lora-adapters)."""
 
-    _path, _record, _request, _page = "/v1/loras", Lora, LoraRequest, LoraPage
+    _path, _record, _request = "/v1/artifacts/loras", Lora, LoraRequest
     _put_timeout = 300.0
 
     @call
@@ -234,13 +230,13 @@ class Loras(NamedCalls[M, Lora]):
 
         An existing adapter of that name is replaced (`replaced` in the record).
         """
-        return await self._put(name=name, path=path, model=model, description=description)
+        return await self._put(name, path=path, model=model, description=description)
 
 
 class Saes(NamedCalls[M, Sae]):
     """Sparse autoencoders (docs/read.md#features-of-sparse-autoencoders)."""
 
-    _path, _record, _request, _page = "/v1/saes", Sae, SaeRequest, SaePage
+    _path, _record, _request = "/v1/artifacts/saes", Sae, SaeRequest
     _put_timeout = 600.0
 
     @call
@@ -260,15 +256,15 @@ class Saes(NamedCalls[M, Sae]):
         that name is replaced (`replaced` in the record).
         """
         return await self._put(
-            name=name, path=path, model=model, description=description, hook=hook, layer=layer
+            name, path=path, model=model, description=description, hook=hook, layer=layer
         )
 
 
 class Lenses(NamedCalls[M, TunedLens]):
     """Tuned lenses (docs/read.md#tuned-lenses)."""
 
-    _path, _record, _request = "/v1/lenses", TunedLens, TunedLensRequest
-    _page, _put_timeout = TunedLensPage, 600.0
+    _path, _record, _request = "/v1/artifacts/lenses", TunedLens, TunedLensRequest
+    _put_timeout = 600.0
 
     @call
     async def put(
@@ -287,15 +283,15 @@ class Lenses(NamedCalls[M, TunedLens]):
         instead of W h + b. An existing lens of that name is replaced (`replaced` in the record).
         """
         return await self._put(
-            name=name, path=path, model=model, description=description, hook=hook, residual=residual
+            name, path=path, model=model, description=description, hook=hook, residual=residual
         )
 
 
 class Jacobians(NamedCalls[M, JacobianLens]):
     """Jacobian lenses (docs/read.md#jacobian-lenses)."""
 
-    _path, _record, _request = "/v1/jacobians", JacobianLens, JacobianLensRequest
-    _page, _put_timeout = JacobianLensPage, 600.0
+    _path, _record, _request = "/v1/artifacts/jacobians", JacobianLens, JacobianLensRequest
+    _put_timeout = 600.0
 
     @call
     async def put(
@@ -307,13 +303,13 @@ class Jacobians(NamedCalls[M, JacobianLens]):
         `midstream convert` makes such a folder from other tools' files. An existing lens
         of that name is replaced (`replaced` in the record).
         """
-        return await self._put(name=name, path=path, model=model, description=description)
+        return await self._put(name, path=path, model=model, description=description)
 
 
 class Probes(NamedCalls[M, Probe]):
     """Linear probes (docs/probes.md)."""
 
-    _path, _record, _page = "/v1/probes", Probe, ProbePage
+    _path, _record, _request = "/v1/artifacts/probes", Probe, ProbeRequest
 
     @call
     async def put(
@@ -332,14 +328,13 @@ class Probes(NamedCalls[M, Probe]):
                 hint="a vector is passed as weight=…",
             )
         body = (fit.fields() if fit is not None else {}) | wire.given(**fields)
-        request = wire.checked(body, ProbeRequest, "")
-        return await self._ask(self._call("PUT", name, body=request), Probe)
+        return await self._put(name, **body)
 
 
 class Policies(NamedCalls[M, Policy]):
     """Policies, which act on the scores of probes (docs/probes.md#policies)."""
 
-    _path, _record, _page = "/v1/policies", Policy, PolicyPage
+    _path, _record, _request = "/v1/artifacts/policies", Policy, PolicyRequest
 
     @call
     async def put(self, /, name: str, **fields: Any) -> Policy:
@@ -348,8 +343,7 @@ class Policies(NamedCalls[M, Policy]):
         An existing policy of that name gets a new version, which applies from then on. `fields`:
         those of `PolicyRequest`.
         """
-        request = wire.checked(wire.given(**fields), PolicyRequest, "")
-        return await self._ask(self._call("PUT", name, body=request), Policy)
+        return await self._put(name, **wire.given(**fields))
 
     @call
     async def change(self, /, name: str, model: str | None = None, **fields: Any) -> Policy:

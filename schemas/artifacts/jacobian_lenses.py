@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base.limits import MAX_COUNT, MAX_MODULE_NAME, MAX_TUNED, NAME_PATTERN, Count, Index
+from ..base.limits import MAX_COUNT, MAX_TUNED, Count, Index
 from ..base.records import Record
 from ..prompts.selectors import LayerSelector
 from .registered import ArtifactKind, FolderRequest
@@ -14,10 +14,6 @@ from .tuned_lenses import TunedLens
 
 #: Leading positions that fits leave out, and tokens of a prompt that they use: the field's.
 SKIP_FIRST, MAX_TOKENS = 16, 128
-#: A lens's name. `/v1/jacobians/fit` is the route of fits.
-LensName = Annotated[
-    str, msgspec.Meta(max_length=MAX_MODULE_NAME, pattern="^(?!fit$)" + NAME_PATTERN[1:])
-]
 
 
 class JacobianFit(Record):
@@ -76,10 +72,8 @@ class StoredLensFit(Record, tag="jacobian_lens"):
         return used * (1 + (self.fit.rank or self.hidden_size))
 
 
-class JacobianLensRequest(FolderRequest, kw_only=True):
-    """Body of `POST /v1/jacobians`."""
-
-    name: LensName
+class JacobianLensRequest(FolderRequest):
+    """Body of `PUT /v1/artifacts/jacobians/{name}`."""
 
 
 class JacobianLens(TunedLens):
@@ -91,19 +85,11 @@ class JacobianLens(TunedLens):
     fit: JacobianRecord | None = None  # null: its folder does not state it
 
 
-class JacobianLensPage(Record):
-    """Answer of `GET /v1/jacobians`."""
-
-    jacobians: list[JacobianLens]
-
-
 JACOBIAN_LENSES = ArtifactKind(
-    "jacobian",
     "jacobians",
     "Jacobian lens",
     JacobianLens,
     JacobianLensRequest,
-    JacobianLensPage,
     "ms:jacobians:",
     MAX_TUNED,
 )

@@ -57,7 +57,7 @@ class Adapted(Handling, kw_only=True):
 
 
 class LoraRequest(FolderRequest):
-    """Body of `POST /v1/loras`."""
+    """Body of `PUT /v1/artifacts/loras/{name}`."""
 
 
 class Lora(RegisteredFolder, kw_only=True):
@@ -70,12 +70,4 @@ class Lora(RegisteredFolder, kw_only=True):
         return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)
 
 
-class LoraPage(Record):
-    """Answer of `GET /v1/loras`."""
-
-    loras: list[Lora]
-
-
-LORAS = ArtifactKind(
-    "lora", "loras", "adapter", Lora, LoraRequest, LoraPage, "ms:loras:", MAX_LORAS
-)
+LORAS = ArtifactKind("loras", "adapter", Lora, LoraRequest, "ms:loras:", MAX_LORAS)

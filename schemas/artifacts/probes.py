@@ -33,7 +33,7 @@ ProbeSide = Literal["before", "after"]
 
 
 class ProbeRequest(Registration, kw_only=True):
-    """Body of `PUT /v1/probes/{name}`.
+    """Body of `PUT /v1/artifacts/probes/{name}`.
 
     `weight`: `[k, hidden_size]`, or `[hidden_size]` for one label; `bias`: `[k]`, null: zeros. A
     label crosses its threshold where its aggregate is at or above the threshold; null: never.
@@ -101,15 +101,7 @@ class Probe(Registered, kw_only=True):
         )
 
 
-class ProbePage(Record):
-    """Answer of `GET /v1/probes`."""
-
-    probes: list[Probe]
-
-
-PROBES = ArtifactKind(
-    "probe", "probes", "probe", Probe, ProbeRequest, ProbePage, "ms:probes:", MAX_PROBES
-)
+PROBES = ArtifactKind("probes", "probe", Probe, ProbeRequest, "ms:probes:", MAX_PROBES)
 
 
 class ProbeUse(Record):

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 
 import msgspec
 
-from ..access.keys import Caller
-from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name, PathName
+from ..access.keys import Caller, scoped
+from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name
 from ..base.records import Record
 
 
@@ -20,7 +20,6 @@ class Registration(Record):
 class FolderRequest(Registration, kw_only=True):
     """Fields of every registration of a folder on the server. A kind adds its own as `kw_only`."""
 
-    name: PathName
     # the folder's path, relative to the setting of its kind
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
 
@@ -40,7 +39,7 @@ class Registered(Record):
         """The content hashes of its tensors; those of folders stay in their files."""
         return []
 
-    def shown_to(self, caller: Caller) -> Self:
+    def shown_to(self, caller: Caller) -> "Registered":
         """Return the artifact as the caller sees it."""
         return self
 
@@ -65,11 +64,27 @@ T = TypeVar("T", bound=Registered)
 class ArtifactKind(Generic[T]):
     """A kind of registered artifact, for the ledger and the routes."""
 
-    singular: str  # in the names of handlers
-    plural: str  # the last part of its URL path, and the field of its page
+    plural: str  # in its URL path, and the field of its list
     noun: str  # in errors
     record: type[T]
     request: type[Any]
-    page: type[Any]
     key: str  # prefix, before the model's name, of its hash's key in Redis
-    limit: int  # the most registered artifacts of one model
+    limit: int = 0  # the most registered artifacts of one model
+    # whether each tenant has names of its own, `scoped`, and limits of them in place of `limit`
+    of_tenants: bool = False
+    shown: type[Registered] | None = None  # what `shown_to` returns, if it is not a `record`
+
+    @property
+    def view(self) -> type[Registered]:
+        """What the API returns of an artifact."""
+        return self.shown or self.record
+
+    @property
+    def page(self) -> type[msgspec.Struct]:
+        """The answer of a list."""
+        fields = [(self.plural, list[self.view])]  # type: ignore[name-defined]
+        return msgspec.defstruct(f"{self.record.__name__}Page", fields, bases=(Record,))
+
+    def key_of(self, tenant: str, name: str) -> str:
+        """Return the name under which a tenant's artifact is stored."""
+        return scoped(tenant, name) if self.of_tenants else name

@@ -43,7 +43,7 @@ class StoredSae(Record):
 
 
 class SaeRequest(FolderRequest):
-    """Body of `POST /v1/saes`."""
+    """Body of `PUT /v1/artifacts/saes/{name}`."""
 
     # required if the files do not name it (Gemma Scope); otherwise it must agree with them
     hook: HookName | None = None
@@ -69,12 +69,4 @@ class Sae(RegisteredFolder, kw_only=True):
         )
 
 
-class SaePage(Record):
-    """Answer of `GET /v1/saes`."""
-
-    saes: list[Sae]
-
-
-SAES = ArtifactKind(
-    "sae", "saes", "sparse autoencoder", Sae, SaeRequest, SaePage, "ms:saes:", MAX_SAES
-)
+SAES = ArtifactKind("saes", "sparse autoencoder", Sae, SaeRequest, "ms:saes:", MAX_SAES)

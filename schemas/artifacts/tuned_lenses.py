@@ -21,7 +21,7 @@ class StoredTuned(Record):
 
 
 class TunedLensRequest(FolderRequest):
-    """Body of `POST /v1/lenses`."""
+    """Body of `PUT /v1/artifacts/lenses/{name}`."""
 
     hook: HookName = "post_block"  # whose rows the maps take
     residual: bool = False  # the maps give what is added to a row: h + W h + b instead of W h + b
@@ -41,19 +41,11 @@ class TunedLens(RegisteredFolder, kw_only=True):
         )
 
 
-class TunedLensPage(Record):
-    """Answer of `GET /v1/lenses`."""
-
-    lenses: list[TunedLens]
-
-
 TUNED_LENSES = ArtifactKind(
-    "lens",
     "lenses",
     "tuned lens",
     TunedLens,
     TunedLensRequest,
-    TunedLensPage,
     "ms:lenses:",
     MAX_TUNED,
 )

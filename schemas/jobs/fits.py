@@ -14,7 +14,6 @@ from ..artifacts.jacobian_lenses import (
     MAX_TOKENS,
     SKIP_FIRST,
     JacobianLens,
-    LensName,
     StoredLensFit,
 )
 from ..base.limits import (
@@ -97,7 +96,7 @@ class LensFitRequest(Handling, kw_only=True):
     """Body of `POST /v1/jacobians/fit`: a corpus, and the fields of `JacobianFit`."""
 
     model: Name
-    name: LensName
+    name: PathName
     prompts: Prompts  # texts or token ids; each counts the same
     folder: PathName | None = None  # below `lens_dir`; null: the lens's name
     layers: LayerSelector = "all"

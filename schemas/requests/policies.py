@@ -62,7 +62,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class PolicyRequest(Registration, kw_only=True):
-    """Body of `PUT /v1/policies/{name}`."""
+    """Body of `PUT /v1/artifacts/policies/{name}`."""
 
     probe: Reference
     condition: Condition
@@ -97,7 +97,9 @@ class PolicyRequest(Registration, kw_only=True):
 
 
 class PolicyChange(Record):
-    """Body of `PATCH /v1/policies/{name}`: makes a version that differs in what is given."""
+    """Body of `PATCH /v1/artifacts/policies/{name}`: makes a version that differs in what is
+    given.
+    """
 
     version: Index | None = None  # whose content the new version has; null: the current one's
     mode: Mode | None = None
@@ -165,14 +167,6 @@ def _without_owner(version: PolicyVersion) -> PolicyVersion:
     return msgspec.structs.replace(version, content=content, modules=[], tenant="", key="")
 
 
-class PolicyPage(Record):
-    """Answer of `GET /v1/policies`."""
-
-    policies: list[Policy]
-
-
-POLICIES = ArtifactKind(
-    "policy", "policies", "policy", Policy, PolicyRequest, PolicyPage, "ms:policies:", MAX_POLICIES
-)
+POLICIES = ArtifactKind("policies", "policy", Policy, PolicyRequest, "ms:policies:", MAX_POLICIES)
 #: The policies that a request names.
 PolicyList = Annotated[list[Reference], msgspec.Meta(max_length=MAX_REQUEST_POLICIES)]

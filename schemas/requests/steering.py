@@ -5,12 +5,14 @@ requests run to their end. A module's name refers to its content: registering th
 not affect requests that were accepted before.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
-from ..artifacts.registered import Registration
-from ..base.edit_sizes import EditLimit
+from ..access.keys import Caller, shown
+from ..artifacts.registered import ArtifactKind, Registered, Registration
+from ..base.edit_sizes import EditLimit, limit_of
 from ..base.limits import MAX_ENTRIES, Name
 from ..base.records import Published, Record
 from ..base.store_calls import StoreCalls
@@ -20,6 +22,7 @@ from ..prompts.selectors import (
     cut_positions,
     resolve_positions,
 )
+from .interventions import FAMILY
 from .specs import (
     CheckedSteering,
     Owner,
@@ -72,7 +75,7 @@ MODEL_HEADER = "x-midstream-model"
 
 
 class ModuleRequest(Registration, kw_only=True):
-    """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, except
+    """Body of `PUT /v1/artifacts/modules/{name}`: entries as in a request's `steering`, except
     entries that name modules.
     """
 
@@ -82,30 +85,11 @@ class ModuleRequest(Registration, kw_only=True):
     limit: EditLimit | None = None
 
 
-class ModuleFacts(Record):
-    """What is stored of a named module, and shown of it."""
+class ModuleFacts(Registered, kw_only=True):
+    """What is stored of a named module, and shown of it. `digest`: `content_digest(entries)`."""
 
-    name: str
-    model: str
-    digest: str  # `content_digest(entries)`: the content to which the name refers
     bytes: int  # of its distinct tensors
-    created: float
-    description: str = ""
     training: Training | None = None  # of a learned module
-
-
-class Module(ModuleFacts, kw_only=True):
-    """A named module as stored."""
-
-    entries: list[SteeringTemplate]
-    hidden_size: int = 0  # of the model that it was registered for
-    # for each entry, the largest coordinate of scale · vector; 0 if the vector is not scaled
-    reach: list[float] = []
-
-    @property
-    def tensors(self) -> list[str]:
-        """The unique content hashes of its tensors."""
-        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
 
 class EntryView(Record):
@@ -123,18 +107,65 @@ class EntryView(Record):
     limit: EditLimit | None = None
 
 
+def views_of(entries: Sequence[SteeringTemplate]) -> list[EntryView]:
+    return [_view_of(entry) for entry in entries]
+
+
+def _view_of(entry: SteeringTemplate) -> EntryView:
+    family = FAMILY[entry.family]
+    numbers = {
+        number.name: given for number, given in zip(family.numbers, entry.numbers, strict=True)
+    }
+    return EntryView(
+        op=family.op,
+        hook=entry.hook,
+        layers=entry.layers,
+        positions=entry.positions,
+        tensors=entry.tensors,
+        scale=numbers.pop("scale", entry.scale),
+        numbers=list(numbers.values()),
+        rank=entry.rank,
+        norm_match=family.flag == "norm_match",
+        limit=limit_of(entry.limit),
+    )
+
+
 class ModuleView(ModuleFacts, kw_only=True):
-    """Answer of `GET /v1/steering/modules/{name}`."""
+    """A named module as the API returns it."""
 
     entries: list[EntryView]
-    # on `PUT`: the previous digest of the name, if it was different
-    replaced: str | None = None
 
 
-class ModulePage(Record):
-    """Answer of `GET /v1/steering/modules`."""
+class Module(ModuleFacts, kw_only=True):
+    """A named module as stored."""
 
-    modules: list[ModuleView]
+    entries: list[SteeringTemplate]
+    hidden_size: int = 0  # of the model that it was registered for
+    # for each entry, the largest coordinate of scale · vector; 0 if the vector is not scaled
+    reach: list[float] = []
+
+    @property
+    def tensors(self) -> list[str]:
+        """The unique content hashes of its tensors."""
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
+
+    def after(self, former: "Module | None") -> "Module":
+        """Return the module as it is stored in place of `former`: of the same content, that one's
+        `created` stays.
+        """
+        if former is None or former.digest != self.digest:
+            return self
+        return msgspec.structs.replace(self, created=former.created)
+
+    def shown_to(self, caller: Caller) -> ModuleView:
+        shared = {name: getattr(self, name) for name in ModuleFacts.__struct_fields__}
+        name, entries = shown(self.name), views_of(self.entries)
+        return ModuleView(**(shared | {"name": name, "entries": entries}))
+
+
+MODULES = ArtifactKind(
+    "modules", "module", Module, ModuleRequest, "ms:modules:", of_tenants=True, shown=ModuleView
+)
 
 
 # --- Global steering

@@ -225,14 +225,14 @@ def check_jacobian(folder: Path, num_layers: int, hidden_size: int) -> JacobianC
         return JacobianContent(file.digest().hex(), layers, file.bytes, vocabulary, fit)
 
 
-def lens_of(request: JacobianLensRequest, model: ModelInfo, root: str) -> JacobianLens:
+def lens_of(request: JacobianLensRequest, name: str, model: ModelInfo, root: str) -> JacobianLens:
     """Return what a registration stores. `root`: the setting `lens_dir`.
 
     Raises a 400 naming the field. Reads the file: not for an event loop.
     """
     content = check_jacobian(folder_of(root, request.path), model.num_layers, model.hidden_size)
     return JacobianLens(
-        name=request.name,
+        name=name,
         model=model.name,
         path=request.path,
         hook="post_block",

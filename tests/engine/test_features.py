@@ -91,7 +91,7 @@ class Dictionary:
 
     def on(self, host: Host) -> Sae:
         """Registered, and loaded on the ranks of the engine."""
-        sae = resolve_sae(SaeRequest(name=self.name, path=self.name), _model(host), str(self.root))
+        sae = resolve_sae(SaeRequest(path=self.name), self.name, _model(host), str(self.root))
         assert all(
             ok
             for ok, _ in host.call(

@@ -169,7 +169,9 @@ def test_features_are_verified_by_patches_of_row_plus_delta_times_decoder(
 ) -> None:
     """Exact values on vLLM are those of a hook in transformers that writes the row by hand."""
     found = Dictionary(Path(service.stack.settings.sae_root), kind, seed=2)
-    made = service.http.post("/v1/saes", json={"name": kind, "path": found.name, "model": "tiny"})
+    made = service.http.put(
+        f"/v1/artifacts/saes/{kind}", json={"path": found.name, "model": "tiny"}
+    )
     assert made.status_code == 201, made.text
     (estimated,) = service.attributed("worker", sae=kind, verify={"top": 6, "random": 6}).estimated
     clean, corrupt = (service.rows_of(tokens)[SAE_LAYER] for tokens in (TOKENS, OTHER))

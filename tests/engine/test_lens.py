@@ -93,7 +93,7 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
         Matrix(head),
     )
     model = msgspec.convert(v1.info, ModelInfo)
-    found = lens_of(JacobianLensRequest(name="mine", path="jacobian"), model, v1.settings.lens_dir)
+    found = lens_of(JacobianLensRequest(path="jacobian"), "mine", model, v1.settings.lens_dir)
     spec = SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])
     (directed,) = check_directed([spec], {"mine": found}, model)
     plain = DirectionFiles(v1.settings.lens_dir).plain_specs(directed, [7, 123])

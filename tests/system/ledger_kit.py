@@ -1,7 +1,7 @@
 """Jobs, receipts and a ledger for tests of the broker; the Redis behind them is real."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from celery import Celery
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
+from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.queue.celery_app import (
     PRIORITY_STEPS,
     lists_of,
@@ -20,11 +21,13 @@ from midstream.broker.queue.messages import job_of_task, task_id_of
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
 from midstream.schemas.base.settings import Settings, load_settings
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.jobs.models import WorkerInfo
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+from midstream.schemas.requests.steering import MODULES, Module
 
 MODEL, WORKER, BOOT, EPOCH, IDENTITY = "tiny", "w1", "boot1", "epoch1", "a" * 64
 
@@ -153,6 +156,14 @@ def outputs(prompts: int = 1, text: str = "x") -> list[Output]:
         Output(index=place, text=text, token_ids=[5], finish_reason="stop", prompt_tokens=3)
         for place in range(prompts)
     ]
+
+
+async def put_module(
+    ledger: Ledger, module: Module, blobs: Mapping[str, bytes | Tensor]
+) -> Module | None:
+    """Returns the module that it replaces."""
+    modules = Registry(ledger, MODULES)
+    return (await modules.put(module.model, module.name, module.after, blobs))[1]
 
 
 async def queued_job(ledger: Ledger, **changes: Any) -> Job:

@@ -177,7 +177,6 @@ def test_the_command_line_registers_lists_and_deletes(
 @pytest.mark.parametrize(
     ("kind", "body", "field", "says"),
     [
-        ("saes", {"name": "a/b", "path": "standard"}, "name", "does not match the pattern"),
         ("saes", {"path": "../sae/standard"}, "path", "not a path below sae_dir"),
         ("saes", {"path": "none"}, "path", "there is no folder 'none' in sae_dir"),
         ("saes", {"path": "standard", "hook": "zz"}, "hook", "Invalid enum value 'zz'"),
@@ -203,8 +202,23 @@ def test_the_command_line_registers_lists_and_deletes(
 def test_a_bad_registration_is_refused_by_field(
     http: httpx2.Client, kind: str, body: dict[str, Any], field: str, says: str
 ) -> None:
-    answer = http.post(f"/v1/{kind}", json={"name": "x"} | body)
+    answer = http.put(f"/v1/artifacts/{kind}/x", json=body)
     refused(answer, 404 if field == "model" else 400, field, says)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "field", "says"),
+    [
+        ("saes/a%20b", 400, "name", "does not match the pattern"),
+        ("sae/x", 404, "kind", "unknown kind of artifact 'sae'"),
+    ],
+)
+def test_an_artifact_has_a_kind_and_a_name(
+    http: httpx2.Client, path: str, status: int, field: str, says: str
+) -> None:
+    answer = http.put(f"/v1/artifacts/{path}", json={"path": "standard"})
+    refused(answer, status, field, says)
+    refused(http.get(f"/v1/artifacts/{path}"), status, field, says)
 
 
 # --- Named by requests

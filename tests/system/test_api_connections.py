@@ -199,7 +199,7 @@ def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(
 ) -> None:
     body = bytes(int(mib * (1 << 20)))
     answer = hasty.http.put(
-        "/v1/steering/modules/m",
+        "/v1/artifacts/modules/m",
         content=iter([body[: 1 << 19], body[1 << 19 :]]) if chunked else body,
         headers={"Content-Type": "application/octet-stream"},
     )
@@ -213,7 +213,7 @@ def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(
     "head",
     [
         POST + b"Content-Length: 99999999999\r\n",
-        b"PUT /v1/steering/modules/m HTTP/1.1\r\n"
+        b"PUT /v1/artifacts/modules/m HTTP/1.1\r\n"
         + HOST
         + b"Content-Type: application/octet-stream\r\nContent-Length: 3145728\r\n",
     ],
@@ -230,7 +230,7 @@ def test_a_compressed_body_is_refused_before_it_is_read(hasty: Api) -> None:
     for media in ("application/json", "application/octet-stream"):
         headers = {"Content-Type": media, "Content-Encoding": "gzip"}
         refused(
-            hasty.http.put("/v1/steering/modules/m", content=bomb, headers=headers),
+            hasty.http.put("/v1/artifacts/modules/m", content=bomb, headers=headers),
             415,
             "Content-Encoding",
         )
@@ -244,7 +244,7 @@ def test_a_file_that_the_disk_refuses_is_503(hasty: Api) -> None:
     try:
         refused(
             hasty.http.put(
-                "/v1/steering/modules/m",
+                "/v1/artifacts/modules/m",
                 content=b"x",
                 headers={"Content-Type": "application/octet-stream"},
             ),

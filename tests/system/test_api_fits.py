@@ -188,10 +188,10 @@ def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(
     own = [{"layers": 1, "vector": ones}, {"layers": 2, "vector": ones}]
     acts = {"actions": [{"action": "steer", "module": "guard", "scale": 0.5}], "mode": "active"}
     for path, fields in {
-        "probes/unkind": {"weight": ones, "layer": 0},
-        "steering/modules/guard": {"steering": [{"layers": "0,2", "vector": ones, "scale": -4.0}]},
-        "steering/modules/own": {"steering": own},
-        "policies/guard": acts
+        "artifacts/probes/unkind": {"weight": ones, "layer": 0},
+        "artifacts/modules/guard": {"steering": [{"layers": "0,2", "vector": ones, "scale": -4.0}]},
+        "artifacts/modules/own": {"steering": own},
+        "artifacts/policies/guard": acts
         | {"probe": "unkind", "condition": {"at_least": 1.0}, "all_traffic": True},
     }.items():
         assert api.http.put(f"/v1/{path}", json={"model": MODEL, **fields}).status_code == 201
@@ -251,13 +251,13 @@ def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand
     steered = api.http.post("/v1/jobs", json=body | {"steering": steering}).json()["id"]
     pair = {"clean": "hello a", "corrupt": "hello b", "answer": " c", "foil": " d"}
     sweep = api.http.post("/v1/sweeps", json={"model": MODEL, "pairs": [pair]})
-    made = api.http.put("/v1/steering/modules/shift", json={"model": MODEL, "steering": steering})
+    made = api.http.put("/v1/artifacts/modules/shift", json={"model": MODEL, "steering": steering})
     assert made.status_code == 201, made.text
     harvest = {"model": MODEL, "source": {"lines": ["a"]}, "layers": 1}
     harvested = api.http.post("/v1/harvests", json=harvest | {"steering": [{"module": "shift"}]})
     assert harvested.status_code == 202, harvested.text
     api.http.put("/v1/tenants/default", json={})
-    api.http.delete("/v1/steering/modules/shift")
+    api.http.delete("/v1/artifacts/modules/shift")
     assert hand.job(plain).steering in ([], [[]])
     assert [[entry.limit for entry in each] for each in hand.job(steered).steering] == [[-0.7]]
     assert (sweep.status_code, "edit_limit" in sweep.json()["detail"]) == (403, True), sweep.text

@@ -348,11 +348,11 @@ def test_an_unknown_model_is_answered_with_those_that_are_served(api: Api, hand:
 
 
 def test_without_a_folder_no_adapter_is_taken(api: Api, hand: Hand) -> None:
-    for path, body in (
-        ("/v1/loras", {"name": "a", "path": "a"}),
-        ("/v1/jobs", BODY | {"lora": "a"}),
+    for method, path, body in (
+        ("PUT", "/v1/artifacts/loras/a", {"path": "a"}),
+        ("POST", "/v1/jobs", BODY | {"lora": "a"}),
     ):
-        refused(api.http.post(path, json=body), 400, "lora", "lora_dir is empty")
+        refused(api.http.request(method, path, json=body), 400, "lora", "lora_dir is empty")
 
 
 def test_submitting_before_any_worker_is_a_retryable_503(api: Api) -> None:

@@ -228,8 +228,8 @@ def test_a_job_that_fails_itself_hides_no_decision_of_a_policy(api: Api, hand: H
     hook = {"action": "webhook", "url": "https://hooks.example.com/x"}
     weight = msgspec.to_builtins(from_numpy(np.ones(8, np.float32)))
     for path, body in (
-        ("probes/p", {"model": MODEL, "weight": weight, "layer": 0}),
-        ("policies/guard", {**fields, "actions": ["flag", hook]}),
+        ("artifacts/probes/p", {"model": MODEL, "weight": weight, "layer": 0}),
+        ("artifacts/policies/guard", {**fields, "actions": ["flag", hook]}),
     ):
         answer = api.http.put(f"/v1/{path}", json=body)
         assert answer.is_success, answer.text
@@ -256,7 +256,7 @@ def test_no_request_edits_what_a_policy_of_all_traffic_reads(api: Api, hand: Han
     probe = {"model": MODEL, "weight": ones, "layer": 2, "thresholds": 1.0}
     policy = {"model": MODEL, "probe": "p", "condition": {"at_least": 3}, "mode": "active"}
     policy |= {"actions": [{"action": "steer", "module": "early"}], "all_traffic": True}
-    names = "steering/modules/early", "probes/p", "policies/guard"
+    names = "artifacts/modules/early", "artifacts/probes/p", "artifacts/policies/guard"
     for name, body in zip(
         names, ({"model": MODEL, "steering": [early]}, probe, policy), strict=True
     ):
@@ -300,7 +300,7 @@ def test_no_request_edits_what_a_policy_of_all_traffic_reads(api: Api, hand: Han
         ({"mode": "active"}, 400),
         ({"edits": "allow"}, 202),
     ):
-        api.http.patch("/v1/policies/guard", params={"model": MODEL}, json=change)
+        api.http.patch("/v1/artifacts/policies/guard", params={"model": MODEL}, json=change)
         assert api.http.post("/v1/jobs", json=early).status_code == status, change
     for name in names[::-1]:
         api.http.delete(f"/v1/{name}", params={"model": MODEL})

@@ -97,7 +97,7 @@ def module(by: Api | Caller, name: str, *entries: tuple[Any, np.ndarray, dict[st
         {"layers": layers, "vector": json.loads(to_json(from_numpy(vector))), **more}
         for layers, vector, more in entries
     ]
-    answer = by.http.put(f"/v1/steering/modules/{name}", json={"steering": steering})
+    answer = by.http.put(f"/v1/artifacts/modules/{name}", json={"steering": steering})
     assert answer.status_code in (200, 201), answer.text
 
 
@@ -268,7 +268,7 @@ def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narro
     narrow.do(unpin())
     for path, field in (
         (f"/v1/captures/{job_id}/norms?module=brief", "module"),
-        ("/v1/steering/modules/brief/file", "name"),
+        ("/v1/artifacts/modules/brief/file", "name"),
     ):
         answer = api.http.get(path)
         assert (answer.status_code, answer.json()["field"], answer.json()["hint"]) == (
@@ -276,7 +276,7 @@ def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narro
             field,
             "ask again",
         ), answer.text
-    assert api.http.get("/v1/steering/modules/brief").status_code == 200
+    assert api.http.get("/v1/artifacts/modules/brief").status_code == 200
 
 
 def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(

@@ -198,7 +198,7 @@ def test_every_kind_of_source_and_the_requests_steering_go_together(
     http: httpx2.Client, stack: Stack, clean: str
 ) -> None:
     module = {"steering": [{"layers": 0, "op": "replace", "vector": INLINE, "scale": 2.0}]}
-    assert http.put("/v1/steering/modules/row", json=module).status_code == 201
+    assert http.put("/v1/artifacts/modules/row", json=module).status_code == 201
     wished = [
         patch(
             {"run": "clean", "mean": True, "positions": {"start": 4, "stop": 11}}, "all_generated"
@@ -224,7 +224,7 @@ def test_every_kind_of_source_and_the_requests_steering_go_together(
         "eleven generated tokens that were fed back; positions 0 to 2, two rows of 0 "
         "and none joined"
     )
-    assert http.delete("/v1/steering/modules/row").status_code == 204
+    assert http.delete("/v1/artifacts/modules/row").status_code == 204
 
 
 # --- What becomes of runs

@@ -19,7 +19,7 @@ from stack import Stack, stack_with
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.requests.specs import SteeringSpec
-from midstream.schemas.requests.steering import Dynamic, GlobalView, ModulePage, ModuleView
+from midstream.schemas.requests.steering import MODULES, Dynamic, GlobalView, ModuleView
 from midstream.storage.formats.module_files import to_bytes
 
 MODEL = "fake-model"
@@ -61,15 +61,15 @@ def http(stack: Stack) -> Iterator[httpx2.Client]:
     """Nothing is named and nobody is steered before and after."""
     with httpx2.Client(base_url=stack.url, timeout=60) as client:
         yield client
-        for module in client.get("/v1/steering/modules").json()["modules"]:
-            assert client.delete(f"/v1/steering/modules/{module['name']}").status_code == 204
+        for module in client.get("/v1/artifacts/modules").json()["modules"]:
+            assert client.delete(f"/v1/artifacts/modules/{module['name']}").status_code == 204
         assert client.delete("/v1/steering/global").status_code == 200
 
 
 def register(
     http: httpx2.Client, name: str, *entries: dict[str, Any], status: int = 201
 ) -> ModuleView:
-    answer = http.put(f"/v1/steering/modules/{name}", json={"steering": list(entries)})
+    answer = http.put(f"/v1/artifacts/modules/{name}", json={"steering": list(entries)})
     assert answer.status_code == status, answer.text
     return from_json(answer.content, ModuleView)
 
@@ -108,7 +108,7 @@ def test_steering_module_crud(http: httpx2.Client) -> None:
         "joy",
         MODEL,
         2 * 4 * HIDDEN,
-        None,
+        "",
     )
     assert [
         (entry.op, entry.hook, entry.layers, entry.positions, entry.scale, entry.numbers)
@@ -117,20 +117,22 @@ def test_steering_module_crud(http: httpx2.Client) -> None:
         ("add", "post_block", [1, 2], "all", 2.0, []),
         ("ablate", "post_block", [3], "all_generated", 1.0, [1.0]),
     ]
-    assert from_json(http.get("/v1/steering/modules/joy").content, ModuleView) == made
+    assert from_json(http.get("/v1/artifacts/modules/joy").content, ModuleView) == made
     assert register(http, "joy", JOY, CALM, status=200) == made, "the same again is no change"
     changed = register(http, "joy", CALM, status=200)
     assert (changed.replaced, changed.digest != made.digest) == (made.digest, True)
     register(http, "calm", CALM)
-    page = from_json(http.get("/v1/steering/modules", params={"model": MODEL}).content, ModulePage)
+    page = from_json(
+        http.get("/v1/artifacts/modules", params={"model": MODEL}).content, MODULES.page
+    )
     assert [(module.name, module.digest) for module in page.modules] == [
         ("calm", changed.digest),
         ("joy", changed.digest),
     ]
-    assert http.delete("/v1/steering/modules/joy").status_code == 204
-    problem = refused(http.get("/v1/steering/modules/joy"), 404)
+    assert http.delete("/v1/artifacts/modules/joy").status_code == 204
+    problem = refused(http.get("/v1/artifacts/modules/joy"), 404)
     assert (problem["field"], problem["allowed"]) == ("name", "calm")
-    refused(http.delete("/v1/steering/modules/joy"), 404)
+    refused(http.delete("/v1/artifacts/modules/joy"), 404)
 
 
 def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx2.Client) -> None:
@@ -138,7 +140,7 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx2.Clien
     raw = to_bytes([from_json(to_json(entry), SteeringSpec) for entry in (JOY, CALM)])
     for media_type in ("application/vnd.safetensors", "application/octet-stream"):
         answer = http.put(
-            "/v1/steering/modules/filed",
+            "/v1/artifacts/modules/filed",
             content=raw,
             headers={"Content-Type": media_type},
             params={"model": MODEL, "description": "glad"},
@@ -148,13 +150,15 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx2.Clien
         assert (filed.digest, filed.description) == (by_json.digest, "glad")
     assert answer.status_code == 200
     broken = http.put(
-        "/v1/steering/modules/filed",
+        "/v1/artifacts/modules/filed",
         content=raw[:-1],
         headers={"Content-Type": "application/octet-stream"},
     )
     refused(broken, 400, None, "not a safetensors file")
     other = refused(
-        http.put("/v1/steering/modules/filed", content=raw, headers={"Content-Type": "text/plain"}),
+        http.put(
+            "/v1/artifacts/modules/filed", content=raw, headers={"Content-Type": "text/plain"}
+        ),
         415,
     )
     assert "application/vnd.safetensors" in other["allowed"]
@@ -227,7 +231,7 @@ def test_jobs_in_flight_keep_the_module_content_they_resolved(
     second = register(http, "joy", CALM, status=200)
     assert pool.submit(text, http, steering=[{"module": "joy"}]).result() == expected["new"]
     accepted.append(http.post("/v1/jobs", json=body).json()["id"])
-    assert http.delete("/v1/steering/modules/joy").status_code == 204
+    assert http.delete("/v1/artifacts/modules/joy").status_code == 204
     for number, job in enumerate(accepted):
         view = http.get(f"/v1/jobs/{job}", params={"wait": 50}).json()
         result = http.get(f"/v1/jobs/{job}/result").json()
@@ -245,7 +249,7 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(http: httpx2
     for entry, field in BAD:
         steering = {"steering": [JOY, entry]}
         for answer in (
-            http.put("/v1/steering/modules/m", json=steering),
+            http.put("/v1/artifacts/modules/m", json=steering),
             http.put("/v1/steering/global", json=steering),
             http.post("/v1/jobs", json={"model": MODEL, "prompts": [PROMPT]} | steering),
             http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT} | steering),
@@ -253,7 +257,7 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(http: httpx2
             assert refused(answer)["field"] == field
     assert (
         http.get("/v1/steering/global").json()["version"],
-        http.get("/v1/steering/modules").json()["modules"],
+        http.get("/v1/artifacts/modules").json()["modules"],
     ) == (before, [])
 
 
@@ -273,10 +277,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "field"),
     [
-        ("PUT", "/v1/steering/modules/a%20b", {"steering": [JOY]}, 400, "name"),
-        ("PUT", "/v1/steering/modules/joy%0A", {"steering": [JOY]}, 400, "name"),
-        ("PUT", "/v1/steering/modules/joy", {"steering": []}, 400, "steering"),
-        ("PUT", "/v1/steering/modules/joy", {"steering": [JOY], "model": "gpt"}, 404, "model"),
+        ("PUT", "/v1/artifacts/modules/a%20b", {"steering": [JOY]}, 400, "name"),
+        ("PUT", "/v1/artifacts/modules/joy%0A", {"steering": [JOY]}, 400, "name"),
+        ("PUT", "/v1/artifacts/modules/joy", {"steering": []}, 400, "steering"),
+        ("PUT", "/v1/artifacts/modules/joy", {"steering": [JOY], "model": "gpt"}, 404, "model"),
         (
             "PUT",
             "/v1/steering/global",
@@ -349,7 +353,7 @@ def test_global_steering_pins_the_module_content(http: httpx2.Client) -> None:
     made = put_global(http, {"module": "joy", "scale": 0.5})
     assert put_global(http, JOY | {"scale": 1.0}).version == made.version, "the same content"
     register(http, "joy", CALM, status=200)
-    assert http.delete("/v1/steering/modules/joy").status_code == 204
+    assert http.delete("/v1/artifacts/modules/joy").status_code == 204
     assert from_json(http.get("/v1/steering/global").content, GlobalView).digest == made.digest
     assert text(http) == expected
 

@@ -53,7 +53,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             ]
         }
         assert (
-            httpx2.put(f"{running.url}/v1/steering/modules/joy", json=joy, timeout=60).status_code
+            httpx2.put(f"{running.url}/v1/artifacts/modules/joy", json=joy, timeout=60).status_code
             == 201
         )
         yield running

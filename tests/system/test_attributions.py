@@ -133,7 +133,7 @@ def features(stack: Stack) -> str:
     """The name of a registered autoencoder."""
     dictionary(Path(stack.settings.sae_root))
     with httpx2.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
-        made = http.post("/v1/saes", json={"name": "first", "path": "first"})
+        made = http.put("/v1/artifacts/saes/first", json={"path": "first"})
     assert made.status_code == 201, made.text
     return "first"
 

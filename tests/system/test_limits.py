@@ -21,6 +21,7 @@ from ledger_kit import (
     make_job,
     open_ledger,
     outputs,
+    put_module,
     queued_job,
     receipt,
     settler,
@@ -35,6 +36,7 @@ from midstream.broker.ledger.core.memory_pressure import SAMPLE_S
 from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.broker.ops import redis_server
@@ -44,7 +46,7 @@ from midstream.schemas.base.records import now
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling, State
 from midstream.schemas.jobs.receipts import CapturedFile
-from midstream.schemas.requests.steering import Module, SteeringTemplate, content_digest
+from midstream.schemas.requests.steering import MODULES, Module, SteeringTemplate, content_digest
 
 
 async def not_taken(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:
@@ -263,35 +265,35 @@ def a_module(
     return Module(**(fields | changes)), blobs
 
 
-async def no_module(steering: LedgerSteering, *asked: Any, **changes: Any) -> MidstreamError:
+async def no_module(ledger: Ledger, *asked: Any, **changes: Any) -> MidstreamError:
     with pytest.raises(MidstreamError) as told:
-        await steering.put_module(*a_module(*asked, **changes))
+        await put_module(ledger, *a_module(*asked, **changes))
     return told.value
 
 
 async def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis_url: str) -> None:
     async with open_ledger(redis_url, **{"limits.modules": 2}) as ledger:
-        steering = LedgerSteering(ledger)
-        await steering.put_module(*a_module("one"))
-        await steering.put_module(*a_module("two", model="another"))
-        error = await no_module(steering, "three")
+        modules = Registry(ledger, MODULES)
+        await put_module(ledger, *a_module("one"))
+        await put_module(ledger, *a_module("two", model="another"))
+        error = await no_module(ledger, "three")
         assert (error.kind, error.status, error.retry_after) == ("module_limit", 429, None)
         assert "named modules of tenant t: 2; the limit is 2" in error.detail
-        assert await steering.module(MODEL, "t/three") is None
-        await steering.put_module(*a_module("one", 2))
-        await steering.put_module(*a_module("three", tenant="u"))
-        await steering.put_module(*a_module("three", tenant="default"))
+        assert await modules.get(MODEL, "t/three") is None
+        await put_module(ledger, *a_module("one", 2))
+        await put_module(ledger, *a_module("three", tenant="u"))
+        await put_module(ledger, *a_module("three", tenant="default"))
         await limited(ledger, modules=3)
-        await steering.put_module(*a_module("three"))
+        await put_module(ledger, *a_module("three"))
         assert (await ledger.tenants.usage("t")).modules == 3
         await limited(ledger, modules=1)
-        await steering.put_module(*a_module("two", 2, model="another"))
-        await steering.delete_module("another", "t/two")
-        await steering.delete_module(MODEL, "t/one")
-        assert (await no_module(steering, "one")).kind == "module_limit"
-        await steering.delete_module(MODEL, "t/three")
-        await steering.put_module(*a_module("one"))
-        await steering.delete_module(MODEL, "t/one")
+        await put_module(ledger, *a_module("two", 2, model="another"))
+        await modules.delete("another", "t/two")
+        await modules.delete(MODEL, "t/one")
+        assert (await no_module(ledger, "one")).kind == "module_limit"
+        await modules.delete(MODEL, "t/three")
+        await put_module(ledger, *a_module("one"))
+        await modules.delete(MODEL, "t/one")
         usage = await ledger.tenants.usage("t")
         assert (usage.modules, usage.module_bytes) == (0, 0)
 
@@ -300,20 +302,19 @@ async def test_a_module_that_replaces_another_needs_room_for_the_difference_only
     redis_url: str,
 ) -> None:
     async with open_ledger(redis_url, **{"limits.module_mib": 2}) as ledger:
-        steering = LedgerSteering(ledger)
         large, small = a_module("one", 6), a_module("one", 1)
-        await steering.put_module(*large)  # of eight vectors, less what entries take
-        error = await no_module(steering, "two", 2)
+        await put_module(ledger, *large)  # of eight vectors, less what entries take
+        error = await no_module(ledger, "two", 2)
         assert (error.kind, error.retry_after) == ("module_limit", None)
         assert "with this module of 1 MiB" in error.detail
-        await steering.put_module(*a_module("two", 1))
-        assert (await no_module(steering, "one", 7)).kind == "module_limit"
-        await steering.put_module(msgspec.structs.replace(large[0], description="the same"), {})
-        await steering.put_module(*small)
+        await put_module(ledger, *a_module("two", 1))
+        assert (await no_module(ledger, "one", 7)).kind == "module_limit"
+        await put_module(ledger, msgspec.structs.replace(large[0], description="the same"), {})
+        await put_module(ledger, *small)
         usage = await ledger.tenants.usage("t")
         assert (usage.modules, usage.module_bytes >> 18) == (2, 2)
-        await steering.put_module(*a_module("two", 6))
-        never = await no_module(steering, "three", 8)
+        await put_module(ledger, *a_module("two", 6))
+        never = await no_module(ledger, "three", 8)
         assert (never.kind, never.field) == ("invalid_request", "steering"), (
             "to delete others would be in vain"
         )
@@ -325,13 +326,12 @@ async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_versio
 ) -> None:
     async with open_ledger(redis_url, **{"limits.modules": 3}) as ledger:
         await ledger.publish_model(model_info(), worker_info())
-        steering = LedgerSteering(ledger)
         for module in (
             *map(a_module, ("one", "two", "three")),
             a_module("one", tenant="u"),
             a_module("one", tenant="default"),
         ):
-            await steering.put_module(*module)
+            await put_module(ledger, *module)
         right = {tenant: await ledger.tenants.usage(tenant) for tenant in ("t", "u", "default")}
         assert await counted_anew(ledger) == []
         await ledger.redis.delete("ms:module-bytes:t", "ms:module-bytes:default")
@@ -340,7 +340,7 @@ async def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_versio
             "default/module_bytes", "t/module_bytes", "u/module_bytes",
         ]  # fmt: skip
         assert {tenant: await ledger.tenants.usage(tenant) for tenant in right} == right
-        assert (await no_module(steering, "four")).kind == "module_limit"
+        assert (await no_module(ledger, "four")).kind == "module_limit"
         (size,) = await ledger.redis.hvals("ms:module-bytes:u")
         await ledger.redis.delete("ms:module-bytes:u")
         await ledger.redis.hset("ms:module-bytes:u", f"{MODEL}/u/two", size)
@@ -398,7 +398,7 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
                 time.monotonic() + 60 * SAMPLE_S
             )  # it has looked a moment ago, and may accept some until it looks again
             while (
-                last := api.http.put(f"/v1/steering/modules/m{now()}", json=entries)
+                last := api.http.put(f"/v1/artifacts/modules/m{now()}", json=entries)
             ).status_code == 201:
                 assert time.monotonic() < deadline
             for answer in (last, api.http.put("/v1/steering/global", json=entries)):

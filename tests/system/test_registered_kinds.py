@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from ledger_kit import MODEL, open_ledger
 
-from midstream.api import app
+from midstream.api import app, openapi
 from midstream.api.openapi import document
-from midstream.api.routes.registered import FromFolder, folder_routes
+from midstream.api.routes import registered
+from midstream.api.routes.registered import RegisteredKind, from_folder, routes_of
 from midstream.broker.ledger.named.registry import PUT_TRIES, Registry, look_up
 from midstream.schemas.artifacts.probes import PROBES
 from midstream.schemas.artifacts.registered import ArtifactKind, FolderRequest, Registered
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import Record
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import ModelInfo
 
@@ -30,28 +30,20 @@ class Ruler(Registered, kw_only=True):
 
 
 class RulerRequest(FolderRequest, kw_only=True):
-    """Body of `POST /v1/rulers`."""
+    """Body of `PUT /v1/artifacts/rulers/{name}`."""
 
     inches: int
 
 
-class RulerPage(Record):
-    """Answer of `GET /v1/rulers`."""
-
-    rulers: list[Ruler]
-
-
-RULERS = ArtifactKind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, "ms:rulers:", 2)
+RULERS = ArtifactKind("rulers", "ruler", Ruler, RulerRequest, "ms:rulers:", 2)
 
 
 def ruler(name: str, digest: str = "d") -> Ruler:
     return Ruler(name=name, model=MODEL, digest=digest, created=1.0, inches=12)
 
 
-def resolve_ruler(request: RulerRequest, model: ModelInfo, root: str) -> Ruler:
-    return Ruler(
-        name=request.name, model=model.name, digest="d", created=1.0, inches=request.inches
-    )
+def resolve_ruler(request: RulerRequest, name: str, model: ModelInfo, root: str) -> Ruler:
+    return Ruler(name=name, model=model.name, digest="d", created=1.0, inches=request.inches)
 
 
 async def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -> None:
@@ -122,14 +114,14 @@ async def test_changes_at_once_each_build_on_the_one_before(redis_url: str, tmp_
         await rulers.delete(MODEL, "one")
 
 
-def test_a_further_kind_gets_its_routes_from_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = FromFolder(
-        RULERS, "a ruler", "rulers", "ruler", resolve_ruler, lambda settings: "", "A ruler."
-    )
-    monkeypatch.setattr(app, "ROUTES", [*app.ROUTES, *folder_routes(row)])
-    paths = json.loads(document(app.make_app(Settings())))["paths"]
-    assert {verb: paths["/v1/rulers"][verb]["summary"] for verb in paths["/v1/rulers"]} == {
-        "get": "List rulers",
-        "post": "Register or replace a ruler",
-    }
-    assert set(paths["/v1/rulers/{name}"]) == {"get", "delete"}
+def test_a_further_kind_is_served_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = RegisteredKind(RULERS, from_folder(resolve_ruler, lambda settings: ""), "A ruler.")
+    rows = (*registered.ROWS, row)
+    monkeypatch.setattr(openapi, "ROWS", rows)
+    others = [route for route in app.ROUTES if route not in registered.ROUTES]
+    monkeypatch.setattr(app, "ROUTES", [*others, *routes_of(rows)])
+    described = json.loads(document(app.make_app(Settings())))
+    put = described["paths"]["/v1/artifacts/{kind}/{name}"]["put"]
+    assert "- `rulers`: A ruler." in put["description"]
+    assert {"Ruler", "RulerRequest", "RulerPage"} <= described["components"]["schemas"].keys()
+    assert "#/components/schemas/RulerRequest" in json.dumps(put["requestBody"])

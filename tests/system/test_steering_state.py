@@ -20,6 +20,7 @@ from ledger_kit import (
     make_job,
     open_ledger,
     outputs,
+    put_module,
     queued_job,
     settings_for,
     worker_info,
@@ -30,12 +31,14 @@ from midstream import __version__
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs.ledger import ClaimRefused, Ledger
 from midstream.broker.ledger.named import steering as broker_steering
+from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.requests.steering import (
+    MODULES,
     GlobalSteering,
     Module,
     SteeringTemplate,
@@ -152,7 +155,7 @@ async def test_state_of_another_version_names_both_versions(
         newer.setattr(scripts, "to_msgpack", later)
         scripts.source.cache_clear()
         theirs = LedgerSteering(ledger)
-        await theirs.put_module(module(A), blobs(A))
+        await put_module(ledger, module(A), blobs(A))
         newer.setattr(broker_steering, "__version__", "9.0.0")
         newer.setattr(broker_steering, "to_msgpack", lambda value: b"\xc3")
         check = await theirs.open_check("another", [entry(A)], {})
@@ -161,10 +164,10 @@ async def test_state_of_another_version_names_both_versions(
     scripts.source.cache_clear()
     reads = {
         "the module 'joy'": [
-            steering.module(MODEL, "joy"),
-            steering.modules(MODEL),
-            steering.delete_module(MODEL, "joy"),
-            steering.put_module(module(B), blobs(B)),
+            Registry(ledger, MODULES).get(MODEL, "joy"),
+            Registry(ledger, MODULES).of_model(MODEL),
+            Registry(ledger, MODULES).delete(MODEL, "joy"),
+            put_module(ledger, module(B), blobs(B)),
         ],
     }
     for what, calls in reads.items():
@@ -178,7 +181,9 @@ async def test_state_of_another_version_names_both_versions(
             )
             assert found.value.detail.startswith(said)
             assert "tomorrow" in found.value.detail
-    assert await steering.module_names(MODEL) == ["joy"], "what cannot be read is not deleted"
+    assert await Registry(ledger, MODULES).names(MODEL) == ["joy"], (
+        "what cannot be read is not deleted"
+    )
     for call, what in (
         (steering.checked_entries(check), "the checked global steering"),
         (steering.standing("another", []), "the global steering of 'another'"),
@@ -379,33 +384,36 @@ async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
     ledger: Ledger, steering: LedgerSteering
 ) -> None:
     joy = module(A, B)
-    assert await steering.put_module(joy, blobs(A, B)) is None
-    assert await steering.put_module(msgspec.structs.replace(joy, created=9.0), blobs(A, B)) == joy
+    assert await put_module(ledger, joy, blobs(A, B)) is None
+    assert await put_module(ledger, msgspec.structs.replace(joy, created=9.0), blobs(A, B)) == joy
     described = module(A, B, description="glad", created=9.0)
-    assert await steering.put_module(described, {}) == joy
-    stored = await steering.module(MODEL, "joy")
+    assert await put_module(ledger, described, {}) == joy
+    stored = await Registry(ledger, MODULES).get(MODEL, "joy")
     assert stored == msgspec.structs.replace(described, created=joy.created)
-    assert await steering.put_module(module(B, C), blobs(C)) == stored, (
+    assert await put_module(ledger, module(B, C), blobs(C)) == stored, (
         "what it has already need not come again"
     )
     assert set(await pinned(ledger)) == {B, C}
     assert (
-        [found.name for found in await steering.modules(MODEL)]
-        == await steering.module_names(MODEL)
+        [found.name for found in await Registry(ledger, MODULES).of_model(MODEL)]
+        == await Registry(ledger, MODULES).names(MODEL)
         == ["joy"]
     )
-    assert (await steering.delete_module(MODEL, "joy")).digest == module(B, C).digest  # type: ignore[union-attr]
-    assert (await steering.delete_module(MODEL, "joy"), await pinned(ledger)) == (None, {})
-    assert await steering.module(MODEL, "joy") is None
+    assert await Registry(ledger, MODULES).delete(MODEL, "joy")
+    assert (await Registry(ledger, MODULES).delete(MODEL, "joy"), await pinned(ledger)) == (
+        False,
+        {},
+    )
+    assert await Registry(ledger, MODULES).get(MODEL, "joy") is None
 
 
 async def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(
     ledger: Ledger, steering: LedgerSteering
 ) -> None:
     formers = await asyncio.gather(
-        *[steering.put_module(module(name), blobs(name)) for name in TENSORS]
+        *[put_module(ledger, module(name), blobs(name)) for name in TENSORS]
     )
-    stored = await steering.module(MODEL, "joy")
+    stored = await Registry(ledger, MODULES).get(MODEL, "joy")
     assert sorted(
         map(str, [former.tensors[0] if former else None for former in formers])
     ) == sorted(map(str, {*TENSORS, None} - set(stored.tensors))), "each replaced another"
@@ -417,11 +425,11 @@ async def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(
 ) -> None:
     # field case 26
     joy = module(A)
-    await steering.put_module(joy, blobs(A))
+    await put_module(ledger, joy, blobs(A))
     job = msgspec.structs.replace(make_job(steer=True), modules={"joy": joy.digest})
     await ledger.submit(job, {}, pinned=[A])
-    await steering.put_module(module(B), blobs(B))  # field case 15
-    await steering.delete_module(MODEL, "joy")
+    await put_module(ledger, module(B), blobs(B))  # field case 15
+    await Registry(ledger, MODULES).delete(MODEL, "joy")
     assert (await pinned(ledger), content_hash(await ledger.get_tensor(A))) == ({}, A)
     assert await steering.get_tensor(A) == await ledger.get_tensor(A)
     assert await ledger.redis.ttl(f"ms:blob:{A}") > 0
@@ -441,9 +449,9 @@ async def test_unregistering_racing_a_submission_is_atomic(
     accepted = refused = 0
     for turn in range(40):
         await ledger.redis.flushall()
-        await steering.put_module(module(A), blobs(A))
+        await put_module(ledger, module(A), blobs(A))
         job = make_job(steer=True)
-        calls = [ledger.submit(job, {}, pinned=[A]), steering.delete_module(MODEL, "joy")]
+        calls = [ledger.submit(job, {}, pinned=[A]), Registry(ledger, MODULES).delete(MODEL, "joy")]
         first, second = calls if turn % 2 else calls[::-1]
         if turn < 2:  # one after the other
             outcomes = [
@@ -503,17 +511,19 @@ class Pins(RuleBasedStateMachine):
         bring=st.booleans(),
     )
     def put(self, model: str, name: str, names: list[str], bring: bool) -> None:
-        call = self.broker.steering.put_module(
-            module(*names, name=name, model=model), blobs(*names) if bring else {}
+        call = put_module(
+            self.broker.ledger,
+            module(*names, name=name, model=model),
+            blobs(*names) if bring else {},
         )
         if not self.tried(call, names, bring):
             return
-        self.owned[f"module:{model}:{name}"] = set(names)
+        self.owned[f"modules:{model}:{name}"] = set(names)
 
     @rule(model=MODELS, name=st.sampled_from(["joy", "sad"]))
     def delete(self, model: str, name: str) -> None:
-        former = self.broker.do(self.broker.steering.delete_module(model, name))
-        assert (former is not None) == bool(self.owned.pop(f"module:{model}:{name}", None))
+        former = self.broker.do(Registry(self.broker.ledger, MODULES).delete(model, name))
+        assert former == bool(self.owned.pop(f"modules:{model}:{name}", None))
 
     @rule(model=MODELS, names=NAMES, bring=st.booleans(), passes=st.booleans())
     def change(self, model: str, names: list[str], bring: bool, passes: bool) -> None:

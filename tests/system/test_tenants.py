@@ -203,15 +203,16 @@ def test_idempotency_keys_are_per_tenant(ours: Caller, theirs: Caller, everyday:
 def test_module_names_are_per_tenant(ours: Caller, theirs: Caller) -> None:
     for caller, layer in ((ours, 0), (theirs, 1)):
         answer = caller.http.put(
-            "/v1/steering/modules/joy", json={"steering": [{"layers": [layer], "vector": vector()}]}
+            "/v1/artifacts/modules/joy",
+            json={"steering": [{"layers": [layer], "vector": vector()}]},
         )
         assert (answer.status_code, answer.json()["name"]) == (201, "joy")
-    assert ours.http.get("/v1/steering/modules/joy").json()["entries"][0]["layers"] == [0]
+    assert ours.http.get("/v1/artifacts/modules/joy").json()["entries"][0]["layers"] == [0]
     assert (
-        listed(theirs, "/v1/steering/modules", "modules", "name"),
-        theirs.http.delete("/v1/steering/modules/joy").status_code,
+        listed(theirs, "/v1/artifacts/modules", "modules", "name"),
+        theirs.http.delete("/v1/artifacts/modules/joy").status_code,
     ) == (["joy"], 204)
-    assert ours.http.get("/v1/steering/modules/joy").status_code == 200
+    assert ours.http.get("/v1/artifacts/modules/joy").status_code == 200
 
 
 @pytest.mark.parametrize("name", ["secret", "ours/secret", "default/secret"])
@@ -219,7 +220,7 @@ def test_another_tenants_module_cannot_be_used_by_any_name(
     ours: Caller, theirs: Caller, everyday: Caller, hand: Hand, name: str
 ) -> None:
     assert ours.http.put(
-        "/v1/steering/modules/secret", json={"steering": steering()}
+        "/v1/artifacts/modules/secret", json={"steering": steering()}
     ).status_code in (200, 201)
     for caller in (theirs, everyday):
         for body in (
@@ -232,7 +233,9 @@ def test_another_tenants_module_cannot_be_used_by_any_name(
             assert answer.status_code == 400, answer.text
             assert "allowed" not in answer.json()
         for method in ("GET", "DELETE"):
-            answer = caller.http.request(method, f"/v1/steering/modules/{name.replace('/', '%2F')}")
+            answer = caller.http.request(
+                method, f"/v1/artifacts/modules/{name.replace('/', '%2F')}"
+            )
             assert answer.status_code == 404
             assert "digest" not in answer.text
     assert list(hand.job(ours.submit(steering=[{"module": "secret"}])).modules) == ["secret"]
@@ -241,7 +244,7 @@ def test_another_tenants_module_cannot_be_used_by_any_name(
 def test_global_steering_resolves_modules_of_the_callers_tenant(
     api: Api, ours: Caller, hand: Hand
 ) -> None:
-    ours.http.put("/v1/steering/modules/calm", json={"steering": steering()})
+    ours.http.put("/v1/artifacts/modules/calm", json={"steering": steering()})
     body = {"steering": [{"module": "calm"}]}
     of_us, of_them = (Caller(api, hand, tenant, "steer-global") for tenant in ("ours", "theirs"))
     refused(of_them.http.put("/v1/steering/global", json=body), 400, "steering[0].module")
@@ -252,19 +255,23 @@ def test_what_of_a_policy_is_its_tenants_is_shown_to_nobody_else(
     api: Api, ours: Caller, theirs: Caller, hand: Hand
 ) -> None:
     """By no route; and a version of another model cannot be restored."""
-    ours.http.put("/v1/steering/modules/calm", json={"steering": steering()})
+    ours.http.put("/v1/artifacts/modules/calm", json={"steering": steering()})
     of_us, of_them = (
         Caller(api, hand, tenant, "steer-global", "read") for tenant in ("ours", "theirs")
     )
     weight = np.ones(HIDDEN).tolist()
-    of_us.http.put("/v1/probes/p", json={"weight": weight, "layer": 0, "thresholds": 1.0})
+    of_us.http.put("/v1/artifacts/probes/p", json={"weight": weight, "layer": 0, "thresholds": 1.0})
     steer = {"action": "steer", "module": "calm", "scale": 7.5}
     hook = {"action": "webhook", "url": "http://93.184.216.34/hook?secret=1"}
     body = {"probe": "p", "condition": {"at_least": 1.0}, "actions": ["flag", steer, hook]}
-    path = "/v1/policies/guard"
+    path = "/v1/artifacts/policies/guard"
     assert of_us.http.put(path, json=body | {"all_traffic": True}).status_code == 201
     answers = [caller.http.get(path) for caller in (ours, Caller(api, hand, "ops", "admin"))]
-    answers += [of_them.http.get(path), theirs.http.get("/v1/policies"), theirs.http.get(path)]
+    answers += [
+        of_them.http.get(path),
+        theirs.http.get("/v1/artifacts/policies"),
+        theirs.http.get(path),
+    ]
     answers.append(of_them.http.patch(path, json={"mode": "active"}))
     words = ("calm", "secret", '"scale":7.5', of_us.key.id, '"ours"')
     assert [sum(word in answer.text for word in words) for answer in answers] == [5, 5, 0, 0, 0, 0]
@@ -351,7 +358,7 @@ def test_internal_row_names_are_refused_in_requests(everyday: Caller, captured: 
 
 
 def test_tensors_are_never_addressed_by_their_hash(ours: Caller, everyday: Caller) -> None:
-    name = ours.http.put("/v1/steering/modules/hashed", json={"steering": steering()}).json()[
+    name = ours.http.put("/v1/artifacts/modules/hashed", json={"steering": steering()}).json()[
         "entries"
     ][0]["tensors"][0]
     for source in (
@@ -370,7 +377,7 @@ def test_tensors_are_never_addressed_by_their_hash(ours: Caller, everyday: Calle
         f"/v1/blobs/{name}",
         f"/v1/captures/{name}",
         f"/v1/runs/{name}",
-        f"/v1/steering/modules/{name}",
+        f"/v1/artifacts/modules/{name}",
     ):
         assert everyday.http.get(path).status_code == 404
 

@@ -61,7 +61,7 @@ class Jobs:
             return self._submit(key, json.loads(body))
         if parts[1] == "models":
             return 200, {"id": "m", "identity": self.identity, "extensions": []}, None
-        if parts[1] == "policies":
+        if parts[1:] == ["artifacts", "policies"]:
             return 200, {"policies": []}, None
         if parts[1:3] == ["steering", "global"]:
             view = {
@@ -72,7 +72,7 @@ class Jobs:
                 "changed": 0.0,
             }
             return 200, view, None
-        if parts[1:3] == ["steering", "modules"]:
+        if parts[1:3] == ["artifacts", "modules"]:
             module = {
                 "name": parts[3],
                 "model": "m",

@@ -36,7 +36,7 @@ def shown(site: Site) -> str:
 def module(user: User, name: str, layers: list[int]) -> None:
     data = base64.b64encode(np.arange(1, HIDDEN + 1, dtype="<f4").tobytes()).decode()
     entry = {"layers": layers, "vector": {"dtype": "float32", "shape": [HIDDEN], "data": data}}
-    user.http.put(f"/v1/steering/modules/{name}", json={"steering": [entry]}).raise_for_status()
+    user.http.put(f"/v1/artifacts/modules/{name}", json={"steering": [entry]}).raise_for_status()
 
 
 def chip(visit: Visit, position: int) -> Locator:

@@ -35,7 +35,7 @@ def module(user: User, name: str, layers: list[int] | None = None) -> None:
         "layers": layers or [2],
         "vector": tensor([float(len(name) + n) for n in range(HIDDEN)]),
     }
-    user.http.put(f"/v1/steering/modules/{name}", json={"steering": [entry]}).raise_for_status()
+    user.http.put(f"/v1/artifacts/modules/{name}", json={"steering": [entry]}).raise_for_status()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +47,7 @@ def _registered(site: Site) -> None:
         "layer": 3,
         "labels": ["calm", "angry"],
     }
-    site.operator.http.put("/v1/probes/tone", json=body).raise_for_status()
+    site.operator.http.put("/v1/artifacts/probes/tone", json=body).raise_for_status()
 
 
 def opened(site: Site, visit: Visit, user: User | None = None, **scales: float) -> Page:
@@ -377,7 +377,7 @@ def test_a_module_that_is_gone_is_named_at_its_slider(site: Site, visit: Visit) 
     visit.allow("400")
     module(site.alice, "brief")
     page = opened(site, visit, sea=1, brief=1)
-    site.alice.http.delete("/v1/steering/modules/brief").raise_for_status()
+    site.alice.http.delete("/v1/artifacts/modules/brief").raise_for_status()
     page.get_by_role("button", name="Run").click()
     expect(page.get_by_role("group", name="Module brief").get_by_role("alert")).to_contain_text(
         "unknown module 'brief'"

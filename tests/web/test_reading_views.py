@@ -140,7 +140,7 @@ def test_modules_lists_every_kind_and_deletes(site: Site, visit: Visit) -> None:
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete short-lived").click()
     expect(page.get_by_role("article", name="short-lived")).to_have_count(0)
-    left = site.alice.get("/v1/steering/modules")["modules"]
+    left = site.alice.get("/v1/artifacts/modules")["modules"]
     assert "short-lived" not in {module["name"] for module in left}
     page.get_by_role("link", name="Use sea").click()
     expect(page.get_by_role("group", name="Module sea")).to_be_visible()
@@ -213,10 +213,10 @@ def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -
     page.get_by_label("Save as a module").fill("coast")
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.get_by_role("group", name="Module coast")).to_be_visible()
-    (entry,) = site.alice.get("/v1/steering/modules/coast")["entries"]
+    (entry,) = site.alice.get("/v1/artifacts/modules/coast")["entries"]
     assert (entry["layers"], entry["norm_match"], entry["scale"]) == ([2], True, 0.2)
     expected = ((red + blue) / 2 - office).astype("<f4")
-    file = site.alice.http.get("/v1/steering/modules/coast/file").content
+    file = site.alice.http.get("/v1/artifacts/modules/coast/file").content
     (saved,) = (rows for rows in load(file).values() if rows.shape == (HIDDEN,))
     np.testing.assert_allclose(saved, expected, rtol=1e-5, atol=1e-6)
     tags = {tag for held in site.alice.get("/v1/captures")["captures"] for tag in held["tags"]}

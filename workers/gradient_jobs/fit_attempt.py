@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ...broker.ledger.named.registry import Registry
-from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.access.keys import scoped
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLensRequest, StoredLensFit
 from ...schemas.base.errors import MidstreamError
@@ -29,7 +28,7 @@ from ...schemas.jobs.fits import (
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.works import FitWork
 from ...schemas.requests.interventions import FAMILY
-from ...schemas.requests.steering import Module, SteeringTemplate, content_digest
+from ...schemas.requests.steering import MODULES, Module, SteeringTemplate, content_digest
 from ...schemas.requests.trainings import FitEffect, Training
 from ...storage.formats.folders import new_folder
 from ...storage.formats.lens_files import lens_of
@@ -92,9 +91,9 @@ class FitAttempt:
         try:
             await self._computed(computed)
             request = JacobianLensRequest(
-                name=wanted.name, path=path, model=job.model, description=wanted.description
+                path=path, model=job.model, description=wanted.description
             )
-            lens = await asyncio.to_thread(lens_of, request, self._engine.info, root)
+            lens = await asyncio.to_thread(lens_of, request, wanted.name, self._engine.info, root)
             await self._check_current()
         except BaseException as error:
             _remove(folder)
@@ -167,8 +166,11 @@ class FitAttempt:
             training=training,
         )
         await self._check_current()
-        steering = LedgerSteering(self._ledger)
-        await patiently(lambda: steering.put_module(module, blobs), f"module of {job.id}")
+        modules = Registry(self._ledger, MODULES)
+        await patiently(
+            lambda: modules.put(module.model, module.name, module.after, blobs),
+            f"module of {job.id}",
+        )
         return module.digest
 
     async def _check_current(self) -> None:

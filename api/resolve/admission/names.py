@@ -13,7 +13,7 @@ import msgspec
 
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.probes import watched_model
-from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup, look_up
+from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup, Registry, look_up
 from ....broker.ledger.named.source_runs import LedgerRuns
 from ....broker.ledger.named.steering import LedgerSteering
 from ....schemas.access.keys import Caller, own, scoped, shown
@@ -26,6 +26,7 @@ from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.policies import POLICIES, Policy
 from ....schemas.requests.specs import PatchSpec, SteeringSpec
+from ....schemas.requests.steering import MODULES
 from ..edits.directions import DirectionFiles, check_directed
 from ..edits.features import (
     NONE,
@@ -136,7 +137,7 @@ class Names:
             for name, module in kept.items()
         }
         known = (
-            own(caller.tenant, await self._steering.module_names(info.name))
+            own(caller.tenant, await Registry(self._ledger, MODULES).names(info.name))
             if len(modules) < len(names)
             else []
         )

@@ -10,7 +10,7 @@ from ....schemas.jobs.models import ModelInfo
 from ....storage.formats.lora_files import check_on, folder_of
 
 
-def resolve_lora(lora_request: LoraRequest, model: ModelInfo, root: str) -> Lora:
+def resolve_lora(lora_request: LoraRequest, name: str, model: ModelInfo, root: str) -> Lora:
     """Return the adapter to register.
 
     Raises a 400 naming the field. Reads files: call it off the event loop.
@@ -18,7 +18,7 @@ def resolve_lora(lora_request: LoraRequest, model: ModelInfo, root: str) -> Lora
     support = _support(model)
     content, facts = check_on(folder_of(root, lora_request.path), support)
     return Lora(
-        name=lora_request.name,
+        name=name,
         model=model.name,
         digest=content.digest,
         path=lora_request.path,

@@ -11,7 +11,7 @@ from ....schemas.prompts.selectors import resolve_hook
 from ....storage.formats.sae_files import check_on, folder_of, size_of
 
 
-def resolve_sae(sae_request: SaeRequest, model: ModelInfo, root: str) -> Sae:
+def resolve_sae(sae_request: SaeRequest, name: str, model: ModelInfo, root: str) -> Sae:
     """Return what should be registered.
 
     Raises a 400 naming the field. Reads files: not for the event loop.
@@ -26,7 +26,7 @@ def resolve_sae(sae_request: SaeRequest, model: ModelInfo, root: str) -> Sae:
         model.hidden_size,
     )
     return Sae(
-        name=sae_request.name,
+        name=name,
         model=model.name,
         digest=content.digest,
         path=sae_request.path,

@@ -10,7 +10,9 @@ from ....schemas.prompts.selectors import resolve_hook
 from ....storage.formats.lens_files import check_on, folder_of
 
 
-def resolve_tuned(tuned_lens_request: TunedLensRequest, model: ModelInfo, root: str) -> TunedLens:
+def resolve_tuned(
+    tuned_lens_request: TunedLensRequest, name: str, model: ModelInfo, root: str
+) -> TunedLens:
     """Return what should be registered.
 
     Raises a 400 naming the field. Reads the file: not for the event loop.
@@ -27,7 +29,7 @@ def resolve_tuned(tuned_lens_request: TunedLensRequest, model: ModelInfo, root: 
         folder_of(root, tuned_lens_request.path), model.num_layers, model.hidden_size
     )
     return TunedLens(
-        name=tuned_lens_request.name,
+        name=name,
         model=model.name,
         digest=digest,
         path=tuned_lens_request.path,

@@ -34,7 +34,6 @@ from ....schemas.requests.attributions import Queue
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunRecord
-from ....schemas.requests.steering import Module
 from ...queue.celery_app import SEPARATOR, channels_of
 from ...queue.messages import SENT_CHANNEL, templates
 from . import script_arguments
@@ -77,8 +76,6 @@ NAMES = (
     "removed_captures",
     "desync",
     "set_global",
-    "put_module",
-    "delete_module",
     "delete_run",
     "keep_units",
     "top_up",
@@ -427,23 +424,6 @@ def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> l
     )
 
 
-def put_module(
-    settings: Settings, module: Module, former: bytes | None, blobs: Mapping[str, bytes]
-) -> list[bytes]:
-    """Return ARGV of `put_module`. `former`: the module being replaced, as stored."""
-    return pack(
-        settings,
-        model=module.model,
-        name=module.name,
-        module=to_msgpack(module),
-        former=former,
-        tenant=unscoped(module.name)[0],
-        size=size_of(module),
-        limits=limits_of(settings),
-        tensors=_tensors({name: blobs.get(name, b"") for name in module.tensors}),
-    )
-
-
 def put_pinned(
     settings: Settings,
     kind: ArtifactKind[Any],
@@ -460,17 +440,20 @@ def put_pinned(
         record=to_msgpack(record),
         former=former,
         limit=kind.limit,
+        tenant=unscoped(record.name)[0] if kind.of_tenants else None,
+        size=size_of(record),
+        limits=limits_of(settings),
         watching=isinstance(record, Policy) and record.current.content.all_traffic,
         watch_limit=MAX_REQUEST_POLICIES,
         tensors=_tensors({name: blobs.get(name, b"") for name in record.tensors}),
     )
 
 
-def size_of(module: Module) -> int:
-    """Return what a module counts towards its tenant's limit, in bytes: its vectors and its
-    record.
+def size_of(record: Registered) -> int:
+    """Return what an artifact counts towards its tenant's limit, in bytes: a module's vectors, and
+    its record.
     """
-    return module.bytes + len(to_msgpack(module))
+    return getattr(record, "bytes", 0) + len(to_msgpack(record))
 
 
 def _tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:

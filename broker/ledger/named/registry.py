@@ -1,22 +1,25 @@
-"""Artifacts that operators register by name, per model and shared by all tenants."""
+"""Artifacts that are registered by name, for each model, by operators or by tenants."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from ....schemas.access.keys import own, unscoped
 from ....schemas.artifacts.registered import ArtifactKind, Registered
 from ....schemas.base.errors import MidstreamError, invalid, unknown
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
-from ....schemas.base.records import from_msgpack
+from ....schemas.base.records import from_msgpack, to_msgpack
+from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.models import GradientInfo
 from ..core import scripts
+from ..core.tenants import MIB, refusal
 from ..jobs.ledger import Ledger, of_each, reachable
 
 T = TypeVar("T", bound=Registered)
 #: How often `put` tries, if others change the name meanwhile.
-PUT_TRIES = 8
+PUT_TRIES = 16
 
 
 class Lookup(NamedTuple):
@@ -47,6 +50,25 @@ class Lookup(NamedTuple):
 NOTHING_FOUND = Lookup()
 
 
+def packed_blobs(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
+    return {
+        name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()
+    }
+
+
+def size_of(raw: Mapping[str, bytes]) -> int:
+    return sum(map(len, raw.values()))
+
+
+def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamError:
+    """Return the error for what another version stored. `writer`: that version; empty: unknown."""
+    return MidstreamError(
+        "version_mismatch",
+        f"{what} was stored by midstream {writer or '(unknown)'}; midstream {__version__} cannot "
+        f"read it: {error}; upgrade the older one, workers first",
+    )
+
+
 @reachable
 async def look_up(
     ledger: Ledger, model: str, named: Iterable[tuple[ArtifactKind[Any], str]]
@@ -64,7 +86,7 @@ async def look_up(
     lacking = {kind.plural: kind for of, kind in distinct.items() if packed[of] is None}
     names = {plural: await Registry(ledger, kind).names(model) for plural, kind in lacking.items()}
     records = {
-        of: Registry(ledger, kind).read(raw, of[1])
+        of: await Registry(ledger, kind).read(model, of[1], raw)
         for of, kind in distinct.items()
         if (raw := packed[of]) is not None
     }
@@ -85,24 +107,30 @@ class Registry(Generic[T]):
     @reachable
     async def get(self, model: str, name: str) -> T | None:
         packed = await self._redis.hget(self._key(model), name)
-        return None if packed is None else self.read(packed, name)
+        return None if packed is None else await self.read(model, name, packed)
 
-    async def known(self, model: str, name: str) -> T:
-        """Return the artifact of this name. Raises `not_found` with the names that exist."""
+    async def known(self, model: str, name: str, field: str = "name") -> T:
+        """Return the artifact of this name. Raises `not_found` naming `field` and the names that
+        exist.
+        """
         artifact = await self.get(model, name)
         if artifact is None:
-            raise await self.unknown(model, name)
+            raise await self.unknown(model, name, field)
         return artifact
 
-    async def unknown(self, model: str, name: str) -> MidstreamError:
+    async def unknown(self, model: str, name: str, field: str = "name") -> MidstreamError:
         """Return the error for a name that does not exist."""
-        return unknown(self._kind.noun, name, model, await self.names(model))
+        tenant, shown = unscoped(name)
+        names = await self.names(model)
+        if self._kind.of_tenants:
+            names = own(tenant, names)
+        return unknown(self._kind.noun, shown, model, names, field=field)
 
     @reachable
     async def of_model(self, model: str) -> list[T]:
         """Return all artifacts of the model, by name."""
         return [
-            self.read(packed, name.decode())
+            await self.read(model, name.decode(), packed)
             for name, packed in sorted((await self._redis.hgetall(self._key(model))).items())
         ]
 
@@ -112,29 +140,40 @@ class Registry(Generic[T]):
 
     @reachable
     async def put(
-        self, model: str, name: str, make: Callable[[T | None], T], blobs: Mapping[str, bytes]
+        self,
+        model: str,
+        name: str,
+        make: Callable[[T | None], T],
+        blobs: Mapping[str, bytes | Tensor],
     ) -> tuple[T, T | None]:
         """Point the name at what `make` makes of its present content (None: the name is new);
         return both.
 
         Accepted jobs keep the content that they have.
 
-        `blobs`: content hash → packed tensor, of all that might not be stored yet. Raises a 400
-        if the model has as many names as the kind's limit, or `MAX_REQUEST_POLICIES` others that
-        apply to all traffic. If another change came in between, `make` is called again, with its
-        content; `conflict` is raised if one came each time.
+        `blobs`: content hash → tensor, of all that might not be stored yet. Raises a 400 if the
+        model has as many names as the kind's limit, or `MAX_REQUEST_POLICIES` others that apply to
+        all traffic; what `refusal` returns if a tenant's limit is reached. If another change came
+        in between, `make` is called again, with its content; `conflict` is raised if one came each
+        time.
         """
-        await self._ledger.check_room(sum(map(len, blobs.values())))
+        raw = packed_blobs(blobs)
+        await self._ledger.check_room(size_of(raw))
         for _ in range(PUT_TRIES):
             packed = await self._redis.hget(self._key(model), name)
-            former = None if packed is None else self.read(packed, name)
+            former = None if packed is None else await self.read(model, name, packed)
             record = make(former)
-            arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, blobs)
+            arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, raw)
             outcome, *count = scripts.text(
                 await scripts.Scripts(self._redis).put_pinned(args=arguments)
             )
             if outcome == "stored":
+                self._ledger.took_room(size_of(raw))
                 return record, former
+            if outcome == "refused":
+                limit, used, allowed, _ = count
+                mib = -(-scripts.size_of(record) // MIB)
+                raise refusal(unscoped(name)[0], limit, int(used), int(allowed), mib, None)
             if outcome == "full":
                 raise invalid(
                     "name",
@@ -150,29 +189,30 @@ class Registry(Generic[T]):
                 )
             if outcome != "raced":  # a tensor is gone, which another try does not bring back
                 break
-        detail = f"the {self._kind.noun} {name!r} was changed or deleted meanwhile: try again"
-        raise MidstreamError("conflict", detail)
+        what = f"the {self._kind.noun} {unscoped(name)[1]!r}"
+        raise MidstreamError("conflict", f"{what} was changed or deleted meanwhile: try again")
 
     @reachable
     async def delete(self, model: str, name: str) -> bool:
         """Delete the name; return whether it existed. Accepted jobs keep the artifact."""
+        tenant = None
+        if self._kind.of_tenants:
+            tenant = unscoped(name)[0]
+            # raises for an unreadable one, which stays: the version that wrote it may need it
+            await self.get(model, name)
         arguments = scripts.pack(
-            self._ledger.settings, kind=self._kind.plural, model=model, name=name
+            self._ledger.settings, kind=self._kind.plural, model=model, name=name, tenant=tenant
         )
         return bool(await scripts.Scripts(self._redis).delete_pinned(args=arguments))
 
     def _key(self, model: str) -> str:
         return self._kind.key + model
 
-    def read(self, packed: bytes, name: str) -> T:
+    async def read(self, model: str, name: str, packed: bytes) -> T:
         """Decode a stored artifact. Raises MidstreamError("version_mismatch")."""
         try:
             return from_msgpack(packed, self._kind.record)
         except msgspec.DecodeError as error:
-            detail = (
-                f"the {self._kind.noun} {name!r} was stored by another version of midstream; "
-                f"midstream {__version__} cannot read it"
-            )
-            raise MidstreamError(
-                "version_mismatch", f"{detail}: {error}; register it again"
-            ) from error
+            what = f"the {self._kind.noun} {unscoped(name)[1]!r} of {model!r}"
+            by = await self._redis.hget(f"ms:steering:{model}", f"{self._kind.plural}_by:{name}")
+            raise unreadable(what, (by or b"").decode(), error) from error

@@ -10,25 +10,25 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from ....schemas.access.keys import shown, unscoped
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_msgpack, now, to_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.requests.steering import (
+    MODULES,
     GlobalSteering,
     Module,
     SteeringTemplate,
     WorkerSteering,
 )
 from ..core import scripts
-from ..core.tenants import MIB, refusal
 from ..jobs.ledger import LedgerPart, reachable
+from .registry import Registry, packed_blobs, size_of, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -43,35 +43,6 @@ DESYNC_KEY = "ms:desync"
 #: Resolved disagreements: worker → "boot/epoch": receipts of its action ledgers up to this epoch no
 #: longer mark it.
 SETTLED_KEY = "ms:desync-settled"
-#: Retries of a change that lost a race with another one.
-RACES = 16
-#: Assumed writer of items stored before versions were recorded.
-UNKNOWN = "(unknown)"
-
-
-class StoredItem(NamedTuple, Generic[T_co]):
-    """A stored item of a model's steering: its kind, and the field with its writer's version."""
-
-    kind: type[T_co]
-    what: str
-    written_by: str
-
-
-ENTRIES = StoredItem(list[SteeringTemplate], "the global steering", "current_by")
-
-
-def a_module(name: str) -> StoredItem[Module]:
-    return StoredItem(Module, f"the module {shown(name)!r}", f"module_by:{name}")
-
-
-def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamError:
-    return MidstreamError(
-        "version_mismatch",
-        (
-            f"{what} was stored by midstream {writer}; midstream {__version__} cannot read "
-            f"it: {error}; upgrade the older one, workers first"
-        ),
-    )
 
 
 class Look(NamedTuple):
@@ -174,7 +145,7 @@ class LedgerSteering(LedgerPart):
         if raw is None:
             raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
         with Translated(
-            msgspec.DecodeError, lambda error: unreadable(f"the tensor {name}", UNKNOWN, error)
+            msgspec.DecodeError, lambda error: unreadable(f"the tensor {name}", "", error)
         ):
             return from_msgpack(raw, Tensor)
 
@@ -212,9 +183,9 @@ class LedgerSteering(LedgerPart):
         `blobs`: content hash → tensor, of those that may not be pinned yet. Raises
         MidstreamError("overloaded") if Redis is too full for them.
         """
-        raw = _packed(blobs)
+        raw = packed_blobs(blobs)
         if entries:  # clearing is allowed however full Redis is
-            await self._ledger.check_room(_size(raw))
+            await self._ledger.check_room(size_of(raw))
         check, at = secrets.token_hex(8), now()
         async with self._redis.pipeline(transaction=True) as pipe:
             fields = {"entries": to_msgpack(list(entries)), "by": __version__}
@@ -224,7 +195,7 @@ class LedgerSteering(LedgerPart):
             pipe.zadd(_checks(model), {check: at + self._settings.steering_wait_s})
             pipe.expire(_checks(model), self._check_ttl)
             await pipe.execute()
-        self._ledger.took_room(_size(raw))
+        self._ledger.took_room(size_of(raw))
         return check
 
     @reachable
@@ -274,70 +245,6 @@ class LedgerSteering(LedgerPart):
         version, changed = detail
         return msgspec.structs.replace(steering, version=int(version), changed=float(changed))
 
-    # --- named modules
-
-    @reachable
-    async def put_module(
-        self, module: Module, blobs: Mapping[str, bytes | Tensor]
-    ) -> Module | None:
-        """Point the name at this content; returns the module that it replaces, or None.
-
-        The same content again changes at most the description: `created` stays. `blobs` as in
-        `open_check`. Raises MidstreamError("module_limit") if its tenant's limit is reached, and a
-        400 for a module larger than the limit.
-        """
-        raw = _packed(blobs)
-        for _ in range(RACES):
-            packed = await self._redis.hget(_modules(module.model), module.name)
-            former = (
-                None
-                if packed is None
-                else await self._read(module.model, a_module(module.name), packed)
-            )
-            same = former is not None and former.digest == module.digest
-            stored = (
-                msgspec.structs.replace(module, created=former.created)
-                if former is not None and same
-                else module
-            )
-            if stored == former:
-                return former
-            await self._ledger.check_room(_size(raw))
-            outcome, *detail = scripts.text(
-                await self._scripts.put_module(
-                    args=scripts.put_module(self._settings, stored, packed, raw)
-                )
-            )
-            _check_stored(outcome, detail)
-            if outcome == "refused":
-                limit, used, allowed, _ = detail
-                raise refusal(
-                    unscoped(stored.name)[0],
-                    limit,
-                    int(used),
-                    int(allowed),
-                    -(-scripts.size_of(stored) // MIB),
-                    None,
-                )
-            if outcome == "stored":
-                self._ledger.took_room(_size(raw))
-                return former
-        raise MidstreamError(
-            "conflict", f"too many concurrent changes to module {module.name!r}: try again"
-        )
-
-    @reachable
-    async def delete_module(self, model: str, name: str) -> Module | None:
-        """Delete the module and return it; None if there is no such module.
-
-        Accepted jobs keep its content.
-        """
-        # raises for an unreadable module, which stays: the version that wrote it may need it
-        await self.module(model, name)
-        arguments = scripts.pack(self._settings, model=model, name=name, tenant=unscoped(name)[0])
-        packed = await self._scripts.delete_module(args=arguments)
-        return await self._read(model, a_module(name), packed) if packed else None
-
     @reachable
     async def standing(
         self, model: str, names: Sequence[str]
@@ -351,40 +258,24 @@ class LedgerSteering(LedgerPart):
                 pipe.hmget(_modules(model), list(names))
             (version, entries, changed), *result = await pipe.execute()
         pairs = zip(names, result[0] if result else [], strict=True)
+        registry = Registry(self._ledger, MODULES)
         modules = {
-            name: await self._read(model, a_module(name), packed)
+            name: await registry.read(model, name, packed)
             for name, packed in pairs
             if packed is not None
         }
         return modules, GlobalSteering(
             version=int(version or 0),
-            entries=[] if entries is None else await self._read(model, ENTRIES, entries),
+            entries=[] if entries is None else await self._entries(model, entries),
             changed=float(changed or 0),
         )
 
-    async def _read(self, model: str, kept: StoredItem[T], packed: bytes) -> T:
-        """Decode a stored item. Raises MidstreamError("version_mismatch")."""
+    async def _entries(self, model: str, packed: bytes) -> list[SteeringTemplate]:
         try:
-            return from_msgpack(packed, kept.kind)
+            return from_msgpack(packed, list[SteeringTemplate])
         except msgspec.DecodeError as error:
-            writer = await self._redis.hget(_state(model), kept.written_by)
-            raise unreadable(
-                f"{kept.what} of {model!r}", _text(writer) or UNKNOWN, error
-            ) from error
-
-    async def module(self, model: str, name: str) -> Module | None:
-        """Return the module of this name; None if there is none."""
-        return (await self.standing(model, [name]))[0].get(name)
-
-    @reachable
-    async def modules(self, model: str) -> list[Module]:
-        """Return every module of `model`, by name."""
-        raw = await self._redis.hgetall(_modules(model))
-        return [await self._read(model, a_module(name.decode()), raw[name]) for name in sorted(raw)]
-
-    @reachable
-    async def module_names(self, model: str) -> list[str]:
-        return sorted(name.decode() for name in await self._redis.hkeys(_modules(model)))
+            writer = _text(await self._redis.hget(_state(model), "current_by"))
+            raise unreadable(f"the global steering of {model!r}", writer, error) from error
 
 
 def _decoded(packed: bytes | None) -> WorkerSteering | None:
@@ -398,16 +289,6 @@ def _decoded(packed: bytes | None) -> WorkerSteering | None:
 def _check_stored(outcome: str, detail: Sequence[str]) -> None:
     if outcome == "missing":
         raise MidstreamError("conflict", f"the tensor {detail[0]} is not stored: send it again")
-
-
-def _packed(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
-    return {
-        name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()
-    }
-
-
-def _size(raw: Mapping[str, bytes]) -> int:
-    return sum(map(len, raw.values()))
 
 
 def _state(model: str) -> str:

@@ -142,7 +142,7 @@ function Norms({ job, model, quiet }) {
   const [at, move] = useState({ row: 0, layer: 0 });
   useEffect(() => {
     const stop = new AbortController();
-    get(`/v1/steering/modules?model=${encodeURIComponent(model)}`, { signal: stop.signal }).then((page) => setModules(page.modules), () => {}); // not served any more: without modules
+    get(`/v1/artifacts/modules?model=${encodeURIComponent(model)}`, { signal: stop.signal }).then((page) => setModules(page.modules), () => {}); // not served any more: without modules
     return () => stop.abort();
   }, [model]);
   useEffect(() => {

@@ -69,7 +69,7 @@ export function Saving({ model, entry, scale, saved }) {
   const [error, setError] = useState(null);
   const save = async () => {
     setError(null);
-    await put(`/v1/steering/modules/${encodeURIComponent(name)}`, { model, steering: [{ ...entry, scale }], description: "difference of means of two lists of texts" });
+    await put(`/v1/artifacts/modules/${encodeURIComponent(name)}`, { model, steering: [{ ...entry, scale }], description: "difference of means of two lists of texts" });
     saved(name);
   };
   return html`<div class="saving inline"><label>Save as a module <input maxlength="128" placeholder="name" value=${name} onInput=${({ target }) => setName(target.value.trim())} /></label>

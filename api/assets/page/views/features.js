@@ -13,7 +13,7 @@ const form = {
   name: "features",
   action: "Read features",
   example: "I think the soup was cold, but my friend told me that the newspaper liked it.",
-  registered: "/v1/saes",
+  registered: "/v1/artifacts/saes",
   missing: ({ readings }, { saes }) =>
     readings.features
       ? html`<p>This model reads no features: ${readings.features}.</p>`

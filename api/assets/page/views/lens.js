@@ -13,7 +13,7 @@ const form = {
   name: "lens",
   action: "Read the layers",
   example: "The Eiffel Tower is in the city of",
-  registered: ["/v1/lenses", "/v1/jacobians"],
+  registered: ["/v1/artifacts/lenses", "/v1/artifacts/jacobians"],
   missing: ({ readings }) => readings.lens && html`<p>This model has no lens: ${readings.lens}.</p>`,
   fields: ({ num_layers: count }, { lenses, jacobians }) => [
     { name: "layers", label: "Layers", api: "lens.layers", value: "all", hint: `all, 3, 0-5 or 0-5,-1; the model has ${count}` },

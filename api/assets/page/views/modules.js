@@ -29,37 +29,37 @@ const entry = ({ op, hook, layers, positions, scale, norm_match, rank }) =>
 /** Kinds of what is registered: where they are listed, under which name, what a line says (`what`) and what details there are (`facts`). `open`: the view that uses one. */
 const KINDS = [
   {
-    title: "Steering modules", path: "/v1/steering/modules", list: "modules", open: (name) => ["playground", "module", name], file: true,
+    title: "Steering modules", path: "/v1/artifacts/modules", list: "modules", open: (name) => ["playground", "module", name], file: true,
     empty: "Steering vectors and other edits under a name. Make one from two lists of texts in the playground.",
     what: ({ entries }) => `${entry(entries[0])}${entries.length > 1 ? ` and ${count(entries.length - 1, "more entry").replace("entrys", "entries")}` : ""}`,
     facts: ({ entries, training, bytes: size, digest }) => [...(training ? [["Learned by", html`${training.method}, ${count(training.examples, "example")}: <a href=${`#/jobs/${training.job}`}>effect and losses</a>`]] : []), ...entries.slice(0, 50).map((each, n) => [`Entry ${n + 1}`, entry(each)]), ["Size", bytes(size)], ["Digest", digest]],
   },
   {
-    title: "Probes", path: "/v1/probes", list: "probes", open: (name) => ["probes", "probe", name],
+    title: "Probes", path: "/v1/artifacts/probes", list: "probes", open: (name) => ["probes", "probe", name],
     empty: "Linear probes that score every token.", command: "midstream fit probe",
     what: ({ content: { labels, hook, layer }, watch }) => `${labels.join(", ")} at ${hook}, layer ${layer}${watch ? ` · watches all traffic (${watch})` : ""}`,
     facts: ({ content, digest }) => [["Thresholds", content.labels.map((label, n) => `${label}: ${short(content.thresholds[n])}`).join(", ")], ["Aggregation", content.aggregation], ["Reads", `${content.at} the edits`], ["Digest", digest]],
   },
   {
-    title: "Sparse autoencoders", path: "/v1/saes", list: "saes", open: (name) => ["features", "sae", name],
+    title: "Sparse autoencoders", path: "/v1/artifacts/saes", list: "saes", open: (name) => ["features", "sae", name],
     empty: "Dictionaries of features, from a folder below sae_dir.", command: "midstream put sae NAME PATH",
     what: ({ form, hook, layer }) => `${number(form.d_sae)} features of ${hook}, layer ${layer} · ${form.architecture}`,
     facts: ({ form, path, trained_on, bytes: size, digest }) => [["Width of rows", number(form.d_in)], ["Trained on", trained_on], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
   {
-    title: "Tuned lenses", path: "/v1/lenses", list: "lenses", open: (name) => ["lens", "through", name],
+    title: "Tuned lenses", path: "/v1/artifacts/lenses", list: "lenses", open: (name) => ["lens", "through", name],
     empty: "Maps that make early layers readable, from a folder below lens_dir.", command: "midstream put lens NAME PATH",
     what: ({ hook, layers }) => `${hook}, layers ${ranges(layers)}`,
     facts: ({ residual, path, bytes: size, digest }) => [["Maps", residual ? "added to the row" : "replace the row"], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
   {
-    title: "Jacobian lenses", path: "/v1/jacobians", list: "jacobians", open: (name) => ["lens", "through", `^${name}`],
+    title: "Jacobian lenses", path: "/v1/artifacts/jacobians", list: "jacobians", open: (name) => ["lens", "through", `^${name}`],
     empty: "Maps from a row to what it makes the model say later. A gradient worker fits one to a corpus.", command: "midstream fit jacobian NAME FILE",
     what: ({ layers, fit }) => `layers ${ranges(layers)}${fit ? ` · ${fit.method}, of ${count(fit.prompts, "prompt")}` : ""}`,
     facts: ({ fit, vocabulary, path, bytes: size, digest }) => [["Error", fit && fit.errors.length ? `up to ${percent(Math.max(...fit.errors))}, stated` : ""], ["Edits", vocabulary ? "by the direction of a token" : "none: the file has no output matrix"], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
   {
-    title: "LoRA adapters", path: "/v1/loras", list: "loras",
+    title: "LoRA adapters", path: "/v1/artifacts/loras", list: "loras",
     empty: "Trained changes of linear layers, from a folder below lora_dir.", command: "midstream put lora NAME PATH",
     what: ({ rank, modules }) => `rank ${rank} · ${count(modules.length, "linear layer")}`,
     facts: ({ modules, path, bytes: size, digest }) => [["Linear layers", modules.join(", ")], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],

@@ -101,7 +101,7 @@ export default function View({ session, query }) {
     if (!form.model) return undefined;
     const stop = new AbortController();
     const named = `?model=${encodeURIComponent(form.model)}`;
-    Promise.all([get(`/v1/steering/modules${named}`, { signal: stop.signal }), get(`/v1/probes${named}`, { signal: stop.signal })]).then(
+    Promise.all([get(`/v1/artifacts/modules${named}`, { signal: stop.signal }), get(`/v1/artifacts/probes${named}`, { signal: stop.signal })]).then(
       ([{ modules: found }, { probes: watching }]) => {
         setModules(found);
         setProbes(watching);
@@ -152,7 +152,7 @@ export default function View({ session, query }) {
   };
   const saved = async (name) => {
     setForm((known) => ({ ...known, modules: [...known.modules.filter((module) => !module.entry && module.name !== name), { name, scale: 1 }] }));
-    setModules((await get(`/v1/steering/modules?model=${encodeURIComponent(form.model)}`)).modules);
+    setModules((await get(`/v1/artifacts/modules?model=${encodeURIComponent(form.model)}`)).modules);
   };
   const served = models && models.find(({ id }) => id === form.model);
   const { sides: both, colour } = shown.current;

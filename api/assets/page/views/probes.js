@@ -9,7 +9,7 @@ const form = {
   name: "probes",
   action: "Score the text",
   example: "The service was slow, but the cook was a genius.",
-  registered: "/v1/probes",
+  registered: "/v1/artifacts/probes",
   missing: (_, { probes }) => !probes.length && html`<p>No probe is registered. Train one with <code>midstream fit probe</code>, or see the guide to probes.</p>`,
   fields: (_, { probes }) => [
     { name: "probe", label: "Probe", api: "probes", value: probes[0].name, options: Object.fromEntries(probes.map(({ name, content }) => [name, `${name}: ${content.labels.join(", ")} at ${content.hook}, layer ${content.layer}`])) },
@@ -56,7 +56,7 @@ export function ProbeResult(props) {
 /** One probe's scores of one prompt, as in a job's result; `tokens` are there where the request asked for them. */
 function Scores({ found, result, view }) {
   const output = result.outputs[found.request];
-  const content = useAnswer(`/v1/probes/${encodeURIComponent(found.probe)}?model=${encodeURIComponent(view.model)}`); // deleted since: without thresholds
+  const content = useAnswer(`/v1/artifacts/probes/${encodeURIComponent(found.probe)}?model=${encodeURIComponent(view.model)}`); // deleted since: without thresholds
   const given = useAnswer(`/v1/jobs/${view.id}/request`);
   const labels = Object.keys(found.scores);
   const [label, setLabel] = useState(0);

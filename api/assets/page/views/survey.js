@@ -14,7 +14,7 @@ const titled = ({ survey: { sae, against, top } }) => `${[sae && `features of ${
 export function Surveys({ harvest, look }) {
   const [form, setForm] = useState({ top: "10" });
   const [error, setError] = useState(null);
-  const found = useAnswer(`/v1/saes?model=${encodeURIComponent(harvest.model)}`, setError);
+  const found = useAnswer(`/v1/artifacts/saes?model=${encodeURIComponent(harvest.model)}`, setError);
   const saes = (found && found.saes) || [];
   const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
   const send = async () => {

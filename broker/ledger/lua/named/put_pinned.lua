@@ -1,8 +1,23 @@
--- Point the name of a probe or a policy at new content.
--- args: kind (in keys: probes or policies), model, name, record (packed), former (as stored; nil: none), limit
---       (names of a model), watching (whether it applies to all traffic), watch_limit, tensors: {sha256, bytes or false} of each
--- returns {'raced'} (the former has changed) | {'full', number} | {'crowded', number} | {'missing', sha256} | {'stored'}
+-- Point the name of an artifact at new content.
+-- args: kind (in keys: `plural`), model, name, record (packed), former (as stored; nil: none), limit (names of a model),
+--       tenant (whose name it is; nil: not of a tenant), size (bytes counted towards its limits), limits (defaults where the
+--       tenant has none of its own), watching (whether it applies to all traffic), watch_limit,
+--       tensors: {sha256, bytes or false} of each
+-- returns {'refused', name of the limit, used, allowed, ''} | {'raced'} (the former has changed) | {'full', number} | {'crowded', number} | {'missing', sha256} | {'stored'}
 local model, name = args.model, args.name
+
+-- Returns the refusal of the tenant's limits, if any. A replacement needs room only for the difference.
+local function refused_by_limits()
+  local sizes = key('module-bytes', args.tenant)
+  local was, taken = tonumber(redis.call('HGET', sizes, model .. '/' .. name)), 0
+  for _, bytes in ipairs(redis.call('HVALS', sizes)) do
+    taken = taken + tonumber(bytes)
+  end
+  local limits = limits_for(args.tenant)
+  return over(limits, 'modules', redis.call('HLEN', sizes), was and 0 or 1, 1)
+    or over(limits, 'module_mib', taken, args.size - (was or 0), MIB)
+end
+
 local names, watching = key(args.kind, model), key(args.kind .. '-watching', model)
 local stored = redis.call('HGET', names, name) or nil
 if stored ~= args.record then -- else a repeat: the reply was lost
@@ -10,8 +25,12 @@ if stored ~= args.record then -- else a repeat: the reply was lost
     return {'raced'}
   end
   local number = redis.call('HLEN', names)
-  if not stored and number >= args.limit then
+  if not args.tenant and not stored and number >= args.limit then
     return {'full', number}
+  end
+  local refused = args.tenant and refused_by_limits()
+  if refused then
+    return refused
   end
   number = redis.call('SCARD', watching)
   if args.watching and redis.call('SISMEMBER', watching, name) == 0 and number >= args.watch_limit then
@@ -22,6 +41,11 @@ if stored ~= args.record then -- else a repeat: the reply was lost
     return {'missing', missing}
   end
   redis.call('HSET', names, name, args.record)
+  redis.call('HSET', key('steering', model), args.kind .. '_by:' .. name, VERSION)
+  if args.tenant then
+    redis.call('HSET', key('module-bytes', args.tenant), model .. '/' .. name, args.size)
+    redis.call('SADD', 'ms:owners', args.tenant)
+  end
 end
 redis.call(args.watching and 'SADD' or 'SREM', watching, name)
 return {'stored'}

@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lens_in(root: Path) -> JacobianLens:
-    return lens_of(JacobianLensRequest(name="mine", path="mine"), MODEL, str(root))
+    return lens_of(JacobianLensRequest(path="mine"), "mine", MODEL, str(root))
 
 
 def named(root: Path, *specs: SteeringSpec) -> NamedFeatures:

@@ -40,7 +40,7 @@ RULED = ["standard", "bare", "jumprelu", "gated", "gemma_scope", "layer_norm", "
 
 def registered(name: str, served: ModelInfo = MODEL) -> Sae:
     place = {"hook": "post_block", "layer": 1} if name == "gemma_scope" else {}
-    return resolve_sae(SaeRequest(name=name, path=name, **place), served, str(ROOT))  # type: ignore[arg-type]
+    return resolve_sae(SaeRequest(path=name, **place), name, served, str(ROOT))  # type: ignore[arg-type]
 
 
 def named(*specs: SteeringSpec, served: ModelInfo = MODEL) -> NamedFeatures:

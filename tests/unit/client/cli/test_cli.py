@@ -275,24 +275,24 @@ LINES = '{"positive": "a", "negative": "b"}\n\n{"prompt": "c", "target": "d"}\n{
             "fit module n lines.jsonl --set method=pca --set layers=1-2 --set rank=2 "
             "--set read.start=1",
             "POST /v1/modules/fit",
-            {"method": "pca", "layers": "1-2", "rank": 2, "read": {"start": 1}, "positive": ["a"],
-             "negative": ["b"], "examples": [{"prompt": "c", "target": "d"}]},
+            {"name": "n", "method": "pca", "layers": "1-2", "rank": 2, "read": {"start": 1},
+             "positive": ["a"], "negative": ["b"], "examples": [{"prompt": "c", "target": "d"}]},
         ),
         (
             "fit jacobian n lines.jsonl --set seed=3",
             "POST /v1/jacobians/fit",
-            {"prompts": ["e"], "seed": 3},
+            {"name": "n", "prompts": ["e"], "seed": 3},
         ),
-        ("put jacobian n p", "POST /v1/jacobians", {"path": "p"}),
-        ("put lora n p", "POST /v1/loras", {"path": "p"}),
+        ("put jacobian n p", "PUT /v1/artifacts/jacobians/n", {"path": "p"}),
+        ("put lora n p", "PUT /v1/artifacts/loras/n", {"path": "p"}),
         (
             "put sae n p --set hook=post_block --set layer=12",
-            "POST /v1/saes",
+            "PUT /v1/artifacts/saes/n",
             {"path": "p", "hook": "post_block", "layer": 12},
         ),
         (
             "put lens n p --set residual=true",
-            "POST /v1/lenses",
+            "PUT /v1/artifacts/lenses/n",
             {"path": "p", "hook": "post_block", "residual": True},
         ),
     ],
@@ -307,7 +307,7 @@ def test_commands_that_make_an_artifact_send_what_was_typed(
     )
     assert (ended.code, "refused here" in ended.err) == (1, True)
     assert seen[0].startswith(asked)
-    wanted = body | {"name": "n", "model": "m", "description": "mine"}
+    wanted = body | {"model": "m", "description": "mine"}
     sent = msgspec.json.decode(seen.bodies[0])
     assert {name: sent[name] for name in wanted} == wanted
 

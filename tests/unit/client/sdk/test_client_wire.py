@@ -30,7 +30,7 @@ from midstream.client.sdk.answers import download
 from midstream.schemas.base.errors import invalid
 from midstream.schemas.jobs.jobs import JobRequest, State
 from midstream.schemas.requests.source_runs import RunPage, RunView
-from midstream.schemas.requests.steering import GlobalView, ModulePage, ModuleView
+from midstream.schemas.requests.steering import GlobalView, ModuleView
 
 # --- Before a request ---
 
@@ -54,21 +54,21 @@ PAGE = RunPage(runs=[RUN], next="more")
             lambda c: c.modules.put("joy", {"post_block.3": [1.0]}),
             MODULE,
             MODULE,
-            "PUT /v1/steering/modules/joy",
+            "PUT /v1/artifacts/modules/joy",
         ),
         (
             lambda c: c.modules.list(),
-            ModulePage(modules=[MODULE]),
+            {"modules": [MODULE]},
             [MODULE],
-            "GET /v1/steering/modules",
+            "GET /v1/artifacts/modules",
         ),
         (
             lambda c: c.modules.get("joy.v2", model="m"),
             MODULE,
             MODULE,
-            "GET /v1/steering/modules/joy.v2?model=m",
+            "GET /v1/artifacts/modules/joy.v2?model=m",
         ),
-        (lambda c: c.modules.delete("joy"), {}, None, "DELETE /v1/steering/modules/joy"),
+        (lambda c: c.modules.delete("joy"), {}, None, "DELETE /v1/artifacts/modules/joy"),
         (
             lambda c: c.global_steering.put([{"module": "joy", "scale": 2}]),
             GLOBAL,
