@@ -11,7 +11,6 @@ import anyio.to_thread
 from litestar import Response, delete, get, post
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
-from ...broker.ledger.recovery.harvests import WantedState
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.saes import SAES
@@ -164,41 +163,25 @@ async def _progress(
 
 
 @post(
-    "/v1/harvests/{harvest_id:str}/pause",
+    "/v1/harvests/{harvest_id:str}/{action:str}",
     opt=needs("submit"),
     status_code=202,
-    summary="Pause a harvest",
+    summary="Pause, resume or cancel a harvest",
     description=(
-        "Shards that are under way are dropped, and computed again after `resume`; "
-        "those that are done stay."
+        "A pause drops shards that are under way, which `resume` computes again; those that are "
+        "done stay. What was written of a cancelled harvest stays until it is deleted, without a "
+        "manifest."
     ),
     responses={409: PROBLEM, **ERRORS},
 )
-async def pause_harvest(harvest: HarvestView, context: AppContext) -> HarvestView:
-    return await _ask(context, harvest, "pause")
-
-
-@post(
-    "/v1/harvests/{harvest_id:str}/resume",
-    opt=needs("submit"),
-    status_code=202,
-    summary="Resume a harvest",
-    responses={409: PROBLEM, **ERRORS},
-)
-async def resume_harvest(harvest: HarvestView, context: AppContext) -> HarvestView:
-    return await _ask(context, harvest, "run")
-
-
-@post(
-    "/v1/harvests/{harvest_id:str}/cancel",
-    opt=needs("submit"),
-    status_code=202,
-    summary="Cancel a harvest",
-    description="What was written stays until it is deleted, without a manifest.",
-    responses={409: PROBLEM, **ERRORS},
-)
-async def cancel_harvest(harvest: HarvestView, context: AppContext) -> HarvestView:
-    return await _ask(context, harvest, "cancel")
+async def act_on_harvest(
+    harvest: HarvestView, action: Literal["pause", "resume", "cancel"], context: AppContext
+) -> HarvestView:
+    view = await context.harvests.ask(harvest.id, "run" if action == "resume" else action)
+    if action != "resume":
+        for job in view.jobs:
+            await context.notify_worker(await context.ledger.view(job))
+    return view
 
 
 @delete(
@@ -322,22 +305,12 @@ async def get_survey(
     return await anyio.to_thread.run_sync(read)
 
 
-async def _ask(context: AppContext, harvest: HarvestView, needed: WantedState) -> HarvestView:
-    view = await context.harvests.ask(harvest.id, needed)
-    if needed != "run":
-        for job in view.jobs:
-            await context.notify_worker(await context.ledger.view(job))
-    return view
-
-
 ROUTES = [
     post_harvest,
     list_harvests,
     get_harvest,
     harvest_events,
-    pause_harvest,
-    resume_harvest,
-    cancel_harvest,
+    act_on_harvest,
     delete_harvest,
     stream_harvest,
     acknowledge_harvest,
