@@ -140,16 +140,23 @@ def preferred_wait(header: str | None) -> float | None:
 
 
 def submits(
-    path: str, *, summary: str, description: str, scope: Scope = "submit"
+    path: str,
+    *,
+    summary: str,
+    description: str,
+    scope: Scope = "submit",
+    held: ResponseSpec = HELD,
 ) -> Callable[[Callable[..., Any]], HTTPRouteHandler]:
-    """Return the decorator of a route that accepts a job: its handler takes a `Submission`."""
+    """Return the decorator of a route that accepts a job: its handler takes a `Submission`.
+    `held`: its answer with 200.
+    """
     return post(
         path,
         opt=needs(scope),
         status_code=202,
         summary=summary,
         description=description,
-        responses={200: HELD, **SUBMIT_ERRORS},
+        responses={200: held, **SUBMIT_ERRORS},
     )
 
 

@@ -2,10 +2,11 @@
 accepted as a job like any other.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from litestar import Response, get, post
-from litestar.params import JSONBody
+from litestar import Response, get
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import JSONBody, QueryParameter
 from msgspec.structs import replace
 
 from ...broker.ledger.jobs.sweeps import LedgerSweeps
@@ -15,7 +16,7 @@ from ...schemas.artifacts.saes import SAES
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
-from ...schemas.jobs.jobs import JobView
+from ...schemas.jobs.jobs import JobResult, JobView
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.sweep_units import Units
 from ...schemas.jobs.sweep_views import (
@@ -35,7 +36,7 @@ from ..resolve.sweeps.alignment import CLEAN, CORRUPT
 from ..resolve.sweeps.attribution import attributed, check_exact, check_method, on_its_site
 from ..resolve.sweeps.plan import PlannedSweep, plan_sweep
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Submission, submits
+from .jobs import ERRORS, PROBLEM, Submission, submits
 
 
 async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
@@ -135,6 +136,20 @@ def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) 
     )
 
 
+HELD = ResponseSpec(
+    JobResult | SweepPlan,  # type: ignore[arg-type]
+    description="The result, with `Prefer: wait=N`; or the plan, with `dry_run`",
+    generate_examples=False,
+)
+DryRun = Annotated[
+    bool,
+    QueryParameter(
+        description="Run nothing: 200 with both prompts' tokens as they would be aligned, or the "
+        "errors of the submission"
+    ),
+]
+
+
 class Grids(NamedTuple):
     """A kind of job with grids, and the texts of its routes."""
 
@@ -142,7 +157,6 @@ class Grids(NamedTuple):
     body: type[SweepRequest]
     view: Any  # the type of the answer to GET
     submit: tuple[str, str]  # summary and description
-    plan: tuple[str, str]
     get: str  # summary
 
 
@@ -156,11 +170,6 @@ GRIDS = (
             "One job: both prompts of every pair unpatched, then every cell. Follow, fetch "
             "and cancel it like any job.",
         ),
-        (
-            "Check a sweep without running it",
-            "Takes a body of `POST /v1/sweeps`; answers its errors, or both prompts' "
-            "tokens as they would be aligned.",
-        ),
         "Get a sweep: its job, its request and its grids so far",
     ),
     Grids(
@@ -171,10 +180,6 @@ GRIDS = (
             "Submit an attribution: a grid estimated by gradients and checked by exact patches",
             "One job: a gradient worker estimates every cell, then vLLM workers compute the cells "
             "of `verify` exactly. Follow, fetch and cancel it like any job.",
-        ),
-        (
-            "Check an attribution without running it",
-            "Takes a body of `POST /v1/attributions`; see `POST /v1/sweeps/plan`.",
         ),
         "Get an attribution: its job, its request and its grids so far",
     ),
@@ -188,14 +193,12 @@ def grid_routes(row: Grids) -> list[Any]:
     async def submit(
         data: JSONBody[row.body],  # type: ignore[name-defined]
         submission: Submission,
+        dry_run: DryRun = False,
     ) -> Response[JobView]:
+        if dry_run:
+            planned: Any = await plan_of(data, submission.context)
+            return Response(planned, status_code=200)
         return await submission.answer(await submit_sweep(data, submission))
-
-    async def plan(
-        data: JSONBody[row.body],  # type: ignore[name-defined]
-        context: AppContext,
-    ) -> SweepPlan:
-        return await plan_of(data, context)
 
     async def standing(
         view: JobView,
@@ -208,18 +211,9 @@ def grid_routes(row: Grids) -> list[Any]:
         request = from_json(raw, row.body) if raw else None
         return row.view(job=view, request=request, result=result, last_event=last_event)
 
-    submit.__name__, plan.__name__ = f"post_{kind}", f"post_{kind}_plan"
-    standing.__name__ = f"get_{kind}"
+    submit.__name__, standing.__name__ = f"post_{kind}", f"get_{kind}"
     return [
-        submits(path, summary=row.submit[0], description=row.submit[1])(submit),
-        post(
-            f"{path}/plan",
-            opt=needs("read"),
-            status_code=200,
-            summary=row.plan[0],
-            description=row.plan[1],
-            responses=SUBMIT_ERRORS,
-        )(plan),
+        submits(path, summary=row.submit[0], description=row.submit[1], held=HELD)(submit),
         get(
             f"{path}/{{job_id:str}}",
             opt=needs("read"),

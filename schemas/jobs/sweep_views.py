@@ -33,7 +33,7 @@ class PlannedPair(Record):
 
 
 class SweepPlan(Record):
-    """Answer of `POST /v1/sweeps/plan`: what `POST /v1/sweeps` would run with the same body."""
+    """Answer of `POST /v1/sweeps?dry_run=true`: what it would run without `dry_run`."""
 
     model: str
     hooks: list[Hook]

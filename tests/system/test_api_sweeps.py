@@ -168,7 +168,9 @@ def test_sweep_cells_are_capped_per_sweep_and_in_total(redis_url: str, tmp_path:
 
 def test_a_plan_aligns_both_prompts_and_accepts_nothing(api: Api, hand: Hand) -> None:
     pair = PAIR | {"clean": "hello user world a"}
-    answer = api.http.post("/v1/sweeps/plan", json=BODY | {"pairs": [pair], "hooks": ["resid_pre"]})
+    answer = api.http.post(
+        "/v1/sweeps?dry_run=true", json=BODY | {"pairs": [pair], "hooks": ["resid_pre"]}
+    )
     assert answer.status_code == 200, answer.text
     plan = from_json(answer.content, SweepPlan)
     assert (plan.hooks, plan.layers, plan.patched, plan.cells, plan.skipped) == (
@@ -202,7 +204,8 @@ def test_a_plan_has_the_errors_of_the_submission(api: Api, hand: Hand) -> None:
         {"model": "other"},
     ):
         planned, sent = (
-            api.http.post(path, json=BODY | wrong) for path in ("/v1/sweeps/plan", "/v1/sweeps")
+            api.http.post(f"/v1/sweeps{query}", json=BODY | wrong)
+            for query in ("?dry_run=true", "")
         )
         assert 400 <= planned.status_code == sent.status_code, planned.text
         assert [planned.json().get(name) for name in ("field", "detail")] == [

@@ -313,7 +313,7 @@ def test_global_steering_fails_an_attribution_that_it_would_falsify(stack: Stack
 def test_the_api_takes_an_attribution_and_shows_it(stack: Stack) -> None:
     body = BODY | {"model": stack.settings.served_model}
     with httpx2.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
-        planned = http.post("/v1/attributions/plan", json=body)
+        planned = http.post("/v1/attributions?dry_run=true", json=body)
         assert (planned.status_code, planned.json()["cells"] > 5) == (200, True)
         done = http.post("/v1/attributions", json=body, headers={"Prefer": "wait=50"})
         assert done.status_code == 200, done.text

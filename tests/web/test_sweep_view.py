@@ -147,7 +147,7 @@ def test_tokens_are_shown_as_the_server_aligns_them(site: Site, visit: Visit) ->
     visit.log_in(site.alice, "sweep")
     fill(visit.page, PAIR)
     plan = site.alice.post(
-        "/v1/sweeps/plan", **{**BODY, "hooks": ["post_block"], "metric": "recovered"}
+        "/v1/sweeps?dry_run=true", **{**BODY, "hooks": ["post_block"], "metric": "recovered"}
     )["pairs"][0]
     table = visit.page.locator(".aligned table")
     expect(table).to_be_visible()
@@ -255,7 +255,7 @@ def test_a_duplicate_keeps_names_of_hooks_positions_and_other_fields(
     shown(visit, site, view.job.id)
     expect(visit.page.get_by_role("heading", level=1)).to_have_text("Mine")
     with visit.page.expect_request(
-        lambda request: request.url.endswith("/v1/sweeps/plan")
+        lambda request: request.url.endswith("/v1/sweeps?dry_run=true")
     ) as planned:
         visit.page.get_by_role("link", name="Duplicate").click()
     assert from_json(planned.value.post_data or "", SweepRequest) == view.request

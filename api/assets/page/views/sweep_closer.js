@@ -31,7 +31,7 @@ export function Closer({ grid, request, part, pair, close }) {
     setError(null);
     if (!asked.body) return undefined;
     const stop = new AbortController();
-    post("/v1/sweeps/plan", asked.body, { signal: stop.signal }).then(setPlan, (failure) => failure.name !== "AbortError" && setError(failure));
+    post("/v1/sweeps?dry_run=true", asked.body, { signal: stop.signal }).then(setPlan, (failure) => failure.name !== "AbortError" && setError(failure));
     return () => stop.abort();
   }, [asked]);
 

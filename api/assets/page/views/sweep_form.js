@@ -58,7 +58,7 @@ export default function Form({ like }) {
     const stop = new AbortController();
     const timer = setTimeout(async () => {
       try {
-        setPlan({ found: await post(`/v1/${kind}s/plan`, JSON.parse(body), { signal: stop.signal }) });
+        setPlan({ found: await post(`/v1/${kind}s?dry_run=true`, JSON.parse(body), { signal: stop.signal }) });
       } catch (error) {
         if (error.name !== "AbortError") setPlan({ error });
       }
