@@ -11,7 +11,7 @@ from zlib_ng import zlib_ng
 
 from ..schemas.jobs.captures import SEGMENTS, BlobEntry, Manifest, index_of
 from .formats.capture_blobs import DTYPE_NAMES, DamagedBlob, encode_header
-from .store import Adopting, ArtifactStore, Buffer, Draft, Referring, Segment
+from .store import Adopting, ArtifactStore, Buffer, Draft, Referring, Segment, committed
 
 #: Blobs in a segment begin at multiples of this, so that each can be mapped alone, and a deleted
 #: blob's blocks can be released whole.
@@ -70,8 +70,7 @@ def publish(store: ArtifactStore, blobs: Sequence[tuple[str, FileBytes]]) -> Non
     store). Objects that are at their keys by then are complete but must not be reported; the others
     are removed.
     """
-    writer = store.writer()
-    try:
+    with committed(store) as writer:
         for key, blob in blobs:
             if blob.draft is None:
                 writer.append(key, blob.buffers)
@@ -79,10 +78,6 @@ def publish(store: ArtifactStore, blobs: Sequence[tuple[str, FileBytes]]) -> Non
                 assert isinstance(writer, Adopting), "a store that has drafts takes them"
                 writer.adopt(key, blob.draft)
             writer.append(index_of(key), [blob.line(key)])
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def append(segment: Segment, blobs: Sequence[FileBytes]) -> list[int]:

@@ -30,7 +30,7 @@ from ..schemas.jobs.harvests import (
 from ..schemas.prompts.selectors import ALIASES
 from ..schemas.requests.harvest_work import SCALED
 from .formats.capture_blobs import TensorPlace, read_tensors, safetensors_header
-from .store import ArtifactStore, Buffer, Handle, open_store
+from .store import ArtifactStore, Buffer, Handle, committed, open_store
 
 KEYS = ("documents", "positions", "token_ids")
 #: Midstream's name of a dtype → safetensors' name, and numpy's dtype for its bits.
@@ -142,13 +142,8 @@ def dtype_of(tensor: TensorPlace) -> str:
 def put(store: ArtifactStore, key: str, buffers: Sequence[Buffer]) -> None:
     """Write an object; it is durable on return. Raises OSError."""
     store.prepare()
-    writer = store.writer()
-    try:
+    with committed(store) as writer:
         writer.append(key, buffers)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def checksum(handle: Handle, piece: int = 8 << 20) -> int:

@@ -27,7 +27,7 @@ from ..schemas.jobs.captures import SEGMENTS, index_of
 from .calls import StoreCall
 from .disk import disk_trouble
 from .s3_client import S3Address, Stale, ask, client, counted, explained, together, where
-from .store import Buffer, NotInPlaceError, check_key
+from .store import Buffer, NotInPlaceError, check_key, committed
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -562,18 +562,16 @@ class S3Segment:
         if not self.usable:
             raise OSError(errno.EROFS, "the segment is complete", self.key)
         self.usable = False
-        writer = self._store.writer()
         try:
-            writer.append(self.key, data)
-            tag, _, name = self.key.partition(f"/{SEGMENTS}/")
-            for job in sorted(set(_JOB.findall(index))):
-                # before the index, so that a deletion finds every segment with blobs of the job
-                writer.append(f"{REFERENCES}/{job.decode()}/{tag}/{name}", [])
-            writer.append(index_of(self.key), [index])
-            self.size = sum(map(len, data))
-            writer.commit()
+            with committed(self._store) as writer:
+                writer.append(self.key, data)
+                tag, _, name = self.key.partition(f"/{SEGMENTS}/")
+                for job in sorted(set(_JOB.findall(index))):
+                    # before the index, so that a deletion finds every segment with blobs of the job
+                    writer.append(f"{REFERENCES}/{job.decode()}/{tag}/{name}", [])
+                writer.append(index_of(self.key), [index])
+                self.size = sum(map(len, data))
         except BaseException:
-            writer.abort()
             # the stored content is uncertain: no reader may find it
             for key in (index_of(self.key), self.key):
                 with suppress(OSError):

@@ -9,7 +9,8 @@ PermissionError, and so on. See docs/decisions/0012-artifact-store.md.
 
 import errno
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -295,6 +296,20 @@ class ArtifactStore(Protocol):
 
     def marks(self) -> list[str]:
         """Return every marked name, sorted."""
+
+
+@contextmanager
+def committed(store: ArtifactStore) -> Iterator[StoreWriter]:
+    """Yield a writer, whose objects are durable after the block; if the block or the commit raises,
+    what was not committed is dropped.
+    """
+    writer = store.writer()
+    try:
+        yield writer
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def check_key(key: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ....schemas.base.settings import is_loopback
-from ....storage.store import Demanding, open_store
+from ....storage.store import Demanding, committed, open_store
 from .finding import CheckFinding, graded, timed
 from .service import Service
 
@@ -85,9 +85,8 @@ def store(service: Service) -> Iterator[CheckFinding]:
     store.prepare()
 
     def write() -> None:
-        writer = store.writer()
-        writer.append(key, [b"midstream"])
-        writer.commit()
+        with committed(store) as writer:
+            writer.append(key, [b"midstream"])
 
     took, _ = timed(1, write)
     with store.open(key) as handle:

@@ -17,7 +17,7 @@ from ....schemas.jobs.harvest_order import row_order
 from ....schemas.jobs.receipts import CapturedFile
 from ....schemas.requests.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
 from ....storage.harvests import RAW, encoded_rows, shard_buffers, site_name
-from ....storage.store import open_store
+from ....storage.store import committed, open_store
 from .finished_rows import FinishedCapture, Outcome
 
 logger = logging.getLogger(__name__)
@@ -155,13 +155,8 @@ def _write(shard: _Shard, capture: FinishedCapture) -> CapturedFile:
         [*tensors, *scales, *rows], {"harvest": msgspec.json.encode(place.metadata).decode()}
     )
     path = f"{place.key}.pp{capture.pp}{capture.part}.safetensors"
-    writer = open_store(place.uri).writer()
-    try:
+    with committed(open_store(place.uri)) as writer:
         writer.append(path, buffers)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
     return CapturedFile(
         path=path,
         bytes=size,
