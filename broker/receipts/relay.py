@@ -28,6 +28,7 @@ import zmq
 from redis.exceptions import NoScriptError
 
 from ...schemas.base import faults
+from ...schemas.base.errors import Translated
 from ...schemas.base.faults import crash_point
 from ...schemas.base.records import from_msgpack, to_msgpack
 from ...schemas.base.settings import Settings, SettingsError, load_settings
@@ -95,7 +96,8 @@ class FrameBatch:
         worker, rank = frames.peer_of(identity)
         stream = (worker, rank, frame.epoch)
         if frame.kind is FrameKind.RECEIPT:
-            receipt = _decoded(frame.payload)
+            with _readable("receipt"):
+                receipt = receipt_decoder.decode(frame.payload)
             if (receipt.worker, receipt.rank) != (worker, rank):
                 raise FrameError(
                     f"receipt {frame.seq} names worker {receipt.worker!r} rank {receipt.rank}, "
@@ -108,7 +110,8 @@ class FrameBatch:
         elif frame.kind is FrameKind.HELLO:
             self.greetings[stream] = frame.seq
         elif frame.kind is FrameKind.LOST:
-            self.losses.append((stream, _decoded_loss(frame.payload)))
+            with _readable("LOST range"):
+                self.losses.append((stream, from_msgpack(frame.payload, LostRange)))
         else:
             raise FrameError(f"only the relay sends {frame.kind.name}")
         self.peers[stream] = identity
@@ -462,11 +465,9 @@ def bind_address(url: str, allow_remote: bool) -> str:
             f"relay_url={url!r} lists several relays, as ranks take it: give each relay its "
             "own address"
         )
-    try:
+    with Translated(ValueError, lambda error: SettingsError(f"relay_url={url!r}: {error}")):
         parts = urlsplit(url)
         host, port = parts.hostname or "", "*" if parts.netloc.endswith(":*") else parts.port or "*"
-    except ValueError as error:
-        raise SettingsError(f"relay_url={url!r}: {error}") from error
     if parts.scheme != "tcp" or not host:
         raise SettingsError(f"relay_url={url!r} is not an address such as tcp://127.0.0.1:5557")
     if host not in LOOPBACK and not allow_remote:
@@ -490,22 +491,12 @@ def connect_redis(url: str) -> "redis.Redis":
     )
 
 
-def _decoded(payload: bytes) -> Receipt:
-    try:
-        return receipt_decoder.decode(payload)
-    except msgspec.DecodeError as error:
-        raise FrameError(
-            f"its receipt cannot be read by midstream {__version__}: {error}"
-        ) from error
-
-
-def _decoded_loss(payload: bytes) -> LostRange:
-    try:
-        return from_msgpack(payload, LostRange)
-    except msgspec.DecodeError as error:
-        raise FrameError(
-            f"its LOST range cannot be read by midstream {__version__}: {error}"
-        ) from error
+def _readable(what: str) -> Translated[msgspec.DecodeError]:
+    """Return a context in which a payload is decoded."""
+    return Translated(
+        msgspec.DecodeError,
+        lambda error: FrameError(f"its {what} cannot be read by midstream {__version__}: {error}"),
+    )
 
 
 def run(settings: Settings) -> None:

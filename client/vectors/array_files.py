@@ -251,14 +251,15 @@ def _interpret(pickle: bytes) -> Any:
     """Return the value of a pickle, with `_View`s in place of tensors."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    try:
+    with Translated(
+        (IndexError, KeyError, TypeError),
+        lambda error: ValueError(f"its pickle is damaged: {error}"),
+    ):
         for opcode, argument, _ in pickletools.genops(pickle):
             if opcode.name == "STOP":
                 (value,) = stack
                 return value
             _apply(opcode.name, argument, stack, memo)
-    except (IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"its pickle is damaged: {error}") from error
     raise ValueError("its pickle ends early")
 
 

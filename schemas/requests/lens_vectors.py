@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..base.dtypes import ITEM_BYTES, DType
+from ..base.errors import Translated
 from ..base.limits import MAX_ENTRIES, MAX_LAYERS, MAX_POSITIONS, MAX_TENSOR_BYTES, Index
 from ..base.tensors import Tensor
 from .specs import SteeringSpec
@@ -94,7 +95,10 @@ def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:
         )
     import zstandard  # few requests need it
 
-    try:
+    with Translated(
+        (binascii.Error, zstandard.ZstdError),
+        lambda error: LensVectorError("data", f"cannot be decoded: {error}"),
+    ):
         raw = base64.b64decode(tensor.data, validate=True)
         if tensor.compression:
             raw = (
@@ -102,8 +106,6 @@ def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:
                 .stream_reader(raw)
                 .read(size + 1)
             )
-    except (binascii.Error, zstandard.ZstdError) as error:
-        raise LensVectorError("data", f"cannot be decoded: {error}") from error
     if len(raw) != size:
         raise LensVectorError(
             "data",
@@ -121,10 +123,11 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
 
     Raises LensVectorError.
     """
-    try:
+    with Translated(
+        LensVectorError,
+        lambda error: LensVectorError(f"activations.{error.field}", error.detail, error.allowed),
+    ):
         dtype, shape, raw = unpacked(vector.activations)
-    except LensVectorError as error:
-        raise LensVectorError(f"activations.{error.field}", error.detail, error.allowed) from error
     layers, positions = vector.layer_indices, vector.position_indices
     if len(shape) < 2 or shape[0] != len(layers):
         raise LensVectorError(

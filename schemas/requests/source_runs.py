@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..artifacts.loras import LoraUse
+from ..base.errors import Translated
 from ..base.records import Record
 from ..prompts.selectors import Hook, KeyedByHook, as_ranges
 from .specs import Tag
@@ -90,11 +91,9 @@ def run_key(job: str, request: int, tag: Tag) -> str:
 
 def parse_key(key: str) -> tuple[str, int, Tag]:
     """Invert `run_key`. Raises ValueError for an invalid key."""
-    try:
+    with Translated(ValueError, lambda _: ValueError(f"{key!r} is not a run's key")):
         job, request, tag = key.split(".")
         return job, int(request), tag
-    except ValueError as error:
-        raise ValueError(f"{key!r} is not a run's key") from error
 
 
 ROW_PREFIX = "run:"
@@ -128,7 +127,10 @@ def is_row(name: str) -> bool:
 
 def parse_row(name: str) -> RunRow:
     """Invert `row_name`. Raises ValueError for an invalid name."""
-    try:
+    with Translated(
+        (ValueError, msgspec.ValidationError),
+        lambda _: ValueError(f"{name!r} is not a valid name for a row of a source run"),
+    ):
         _, key, hook, layer, where = name.split(":")
         if not where.startswith("mean"):
             return RunRow(key, msgspec.convert(hook, Hook), int(layer), int(where))
@@ -137,8 +139,6 @@ def parse_row(name: str) -> RunRow:
             first, _, last = part.partition("-")
             positions += range(int(first), int(last or first) + 1)
         return RunRow(key, msgspec.convert(hook, Hook), int(layer), None, tuple(positions))
-    except (ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"{name!r} is not a valid name for a row of a source run") from error
 
 
 def runs_named(names: "list[str] | set[str]") -> list[str]:

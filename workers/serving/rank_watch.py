@@ -16,7 +16,7 @@ from functools import partial
 from typing import cast
 
 from ...broker.ledger.named.steering import LedgerSteering
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import now
 from ...schemas.base.settings import Settings
 from ...schemas.base.tensors import Tensor, content_hash
@@ -272,7 +272,9 @@ class RankWatch:
         self._out_of_step = why
         await self._publish_changes()
         await self._report(await self._engine.steering_status())
-        try:
+        with Translated(
+            Quarantined, lambda error: ResyncFailed(f"resync of the ranks failed: {error.detail}")
+        ):
             await self._drain(why)
             await self._engine.restart_ledgers()
             ranks = await self._engine.steering_status()
@@ -289,8 +291,6 @@ class RankWatch:
                 "the ranks are in the same state again, with empty ledgers (epoch %d)", epoch
             )
             await self._check_current()
-        except Quarantined as error:
-            raise ResyncFailed(f"resync of the ranks failed: {error.detail}") from error
         await self._report(ranks)
 
     async def _drain(self, why: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.settings import SettingsError
 from ....schemas.extensions import Extension, OpTerms, ReaderTerms
 
@@ -94,10 +94,8 @@ def check_installed(setting: str) -> None:
 
     Called before any process of an engine starts.
     """
-    try:
+    with Translated(ExtensionError, lambda error: SettingsError(str(error))):
         trusted(named(setting))
-    except ExtensionError as error:
-        raise SettingsError(str(error)) from error
 
 
 def agreed(of_ranks: Sequence[Sequence[Extension]]) -> list[Extension]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.prompts.selectors import HOOKS, Hook
 from .config_rules import DifferentNumbersError, caveats
 
@@ -320,7 +320,10 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
         if architecture in ARCHITECTURES or text_type is None
         else LANGUAGE_MODELS.get(text_type, architecture)
     )
-    try:
+    with Translated(
+        DifferentNumbersError,
+        lambda error: UnsupportedArchitectureError(f"{architecture}: {error}"),
+    ):
         fields = {name: getattr(config, name, None) for name in _CONFIG_FIELDS}
         variant = variant_of(language_model, fields)
         result = caveats(
@@ -330,8 +333,6 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
             backend=variant.backend,
             interleaved=MROPE.get(text_type or ""),
         )
-    except DifferentNumbersError as error:
-        raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
     if text_type in DEEPSTACK:
         variant = replace(variant, chained=False)
     return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, result)

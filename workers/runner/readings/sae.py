@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from ....schemas.artifacts.saes import SaeForm, StoredSae
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.requests.interventions import LAYER_NORM_EPS
 from ....storage.formats.sae_files import SaeError, folder_of, reading, tensors_of
 
@@ -235,7 +235,7 @@ def load_registered(sae: StoredSae, root: str, most: int) -> Autoencoder:
             "(tuning.sae_cache_mib)"
         )
         raise MidstreamError("intervention_failed", detail)
-    try:
+    with Translated(
+        SaeError, lambda error: MidstreamError("intervention_failed", f"{sae.name!r}: {error}")
+    ):
         return load(folder_of(root, sae.path), sae.digest)
-    except SaeError as error:
-        raise MidstreamError("intervention_failed", f"{sae.name!r}: {error}") from error
