@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
 from midstream.schemas.prompts.selectors import Hook
-from midstream.workers.gradients import attention
 from midstream.workers.gradients.pairs import PairRuns
-from midstream.workers.gradients.points import Points, SiteKey
+from midstream.workers.gradients.points import ATTENTION, Points, SiteKey
 
 PointsOf = Callable[[str], Points]
 #: What TransformerLens computed, and how far an own number may be from it, of the largest.
@@ -54,7 +53,7 @@ def small_llama(**changes: Any) -> LlamaForCausalLM:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    config = LlamaConfig(**fields | changes, attn_implementation=attention.NAME)
+    config = LlamaConfig(**fields | changes, attn_implementation=ATTENTION)
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
@@ -77,9 +76,7 @@ def no_sae(_sae: object) -> Any:
 
 
 def load(folder: Path, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention.NAME
-    )
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION)
 
 
 def tiny_points(root: Path, name: str, dtype: torch.dtype = torch.float32) -> Points:

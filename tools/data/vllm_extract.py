@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from midstream.workers.runner.support.replacements import replacements
 from midstream.workers.runner.support.seam_table import SEAMS, Seam
-from midstream.workers.runner.support.vllm_source import VllmFolder
+from midstream.workers.runner.support.vllm_source import VllmFolder, replacements
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 

@@ -21,9 +21,8 @@ import torch
 
 from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook
-from .attention import Attended, repeated, scores
 from .pairs import PairRuns, require_finite
-from .points import ForwardPass, Points, SiteKey
+from .points import Attended, ForwardPass, Points, SiteKey, repeated, scores
 
 #: Hook points before the attention of their own layer; the rows of all others are next read by the
 #: attention of the following layer.

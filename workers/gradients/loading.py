@@ -17,8 +17,7 @@ from ...schemas.base.errors import MidstreamError, Translated
 from ..engine.proof.comparison import Checkpoint
 from ..engine.proof.reference import NotComparableError, configured, free_bytes
 from ..runner.hooks.architectures import UnsupportedArchitectureError
-from . import attention
-from .points import Points, SiteKey
+from .points import ATTENTION, Points, SiteKey
 
 #: dtypes in which gradients are computed.
 DTYPES = ("float32", "bfloat16")
@@ -66,7 +65,7 @@ def load_points(source: Checkpoint, dtype: str, setting: str) -> Points:
             revision=source.revision or "main",
             dtype=getattr(torch, dtype),
             device_map=None if device.place == "cpu" else device.place,
-            attn_implementation=attention.NAME,
+            attn_implementation=ATTENTION,
             output_loading_info=True,
         )
     missing = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})

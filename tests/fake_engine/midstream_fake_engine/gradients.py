@@ -105,8 +105,7 @@ def small_model(info: ModelInfo) -> Points:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from midstream.workers.gradients import attention
-    from midstream.workers.gradients.points import Points
+    from midstream.workers.gradients.points import ATTENTION, Points
 
     config = LlamaConfig(
         vocab_size=info.vocab_size,
@@ -114,7 +113,7 @@ def small_model(info: ModelInfo) -> Points:
         intermediate_size=2 * info.hidden_size,
         num_hidden_layers=info.num_layers,
         num_attention_heads=2,
-        attn_implementation=attention.NAME,
+        attn_implementation=ATTENTION,
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)

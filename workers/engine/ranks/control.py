@@ -16,8 +16,7 @@ from ....schemas.requests.specs import RankSpec, SteeringRow, StoredSteering, st
 from ....schemas.requests.steering import GlobalSteering, RankSteering
 from ..admission import RowAdmission, RowDemand
 from ..protocol import Fetch, Locate, StoredArtifact
-from .cache import RankCache
-from .collective import Ranks
+from .collective import RankCache, Ranks
 from .loras import RankLoras
 from .saes import RankSaes
 from .source_runs import RankRuns

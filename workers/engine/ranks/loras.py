@@ -11,8 +11,7 @@ from pathlib import Path
 from ....schemas.artifacts.loras import LoraSupport, StoredLora
 from ....schemas.base.errors import MidstreamError, Translated
 from ....storage.formats.lora_files import LoraError, check, folder_of, read
-from .cache import LoadCall, RankCache
-from .collective import Ranks
+from .collective import LoadCall, RankCache, Ranks
 
 
 class RankLoras(RankCache[StoredLora]):

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from ....schemas.artifacts.saes import StoredSae
 from ....schemas.base.errors import MidstreamError
 from ....storage.formats.sae_files import folder_of
-from .cache import LoadCall, RankCache
-from .collective import Ranks
+from .collective import LoadCall, RankCache, Ranks
 
 
 class RankSaes(RankCache[StoredSae]):

@@ -3,7 +3,7 @@
 import msgspec
 
 from ....schemas.requests.source_runs import RunFiles
-from .cache import LoadCall, RankCache
+from .collective import LoadCall, RankCache
 
 
 class RankRuns(RankCache[RunFiles]):

@@ -9,8 +9,7 @@ from ....schemas.base.records import to_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.requests.specs import StoredSteering
 from ..protocol import Fetch
-from .cache import RankRecord
-from .collective import Ranks, Undo, unbroken
+from .collective import RankRecord, Ranks, Undo, unbroken
 
 #: The ranks lay out ahead the steering of at most this many requests that will use new vectors.
 _USERS = 64

@@ -43,7 +43,6 @@ from ..rows.delivery import RowConnection, connected
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
-from .batch import StepBatch
 from .grading import Grading
 from .probe_scores import Scorer
 from .reentry import Reentry, ReentryGate
@@ -51,7 +50,7 @@ from .reports import Reports
 from .requests import Requests
 from .step_edits import EditsPart
 from .step_loras import Adapters
-from .step_parts import RanStep, StepPart
+from .step_parts import RanStep, StepBatch, StepPart
 from .step_probes import ProbesPart
 from .step_rows import RowsPart
 

@@ -19,8 +19,7 @@ from ..base.engine_step import StepView
 from ..base.host_memory import locked_copy, locked_like
 from ..base.landings import LANDED, Landing
 from ..rows.planner import Tracked
-from .batch import StepBatch
-from .step_parts import StepPart
+from .step_parts import StepBatch, StepPart
 
 #: Distributions kept for comparison; the least recently used are evicted first.
 KEPT = 64

@@ -11,8 +11,8 @@ from ..base.engine_step import Finish
 from ..edits.taints import Taints
 from ..rows.planner import Tracked
 from ..rows.slot_table import Slots
-from .batch import StepBatch
 from .reports import Reports
+from .step_parts import StepBatch
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,9 @@ from ..edits.model_state import RankState
 from ..edits.source_runs import RunStore
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
-from .batch import StepBatch
 from .probe_scores import Scorer
 from .requests import TAINTED, Requests
-from .step_parts import StepPart
+from .step_parts import StepBatch, StepPart
 
 logger = logging.getLogger(__name__)
 

@@ -17,16 +17,13 @@ from ..rows.arena import Arena
 from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
 from ..rows.delivery import RowDelivery
-from ..rows.edit_sizes import StepSizes
-from ..rows.execution_check import Due, Miscount
-from ..rows.finite_check import NonFiniteRow, reason
+from ..rows.finite_check import Due, Miscount, NonFiniteRow, StepSizes, reason
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.row_store import RowStore
 from ..rows.streams import Streams
-from .batch import StepBatch
 from .requests import Requests
-from .step_parts import RanStep, StepPart
+from .step_parts import RanStep, StepBatch, StepPart
 
 
 class _Edited(NamedTuple):

@@ -20,9 +20,8 @@ from ..files.finished_rows import BankColumns
 from ..hooks.sites import Buffers, RankSite
 from .arena import Arena, BankRows
 from .capture import Ports, Recording
-from .edit_sizes import SizeTable, StepSizes
-from .execution_check import Miscount
-from .finite_check import FiniteCheck, NonFiniteRow
+from .edit_sizes import SizeTable
+from .finite_check import FiniteCheck, Miscount, NonFiniteRow, StepSizes
 from .overload import Overload
 from .planner import Planner, Tracked
 from .scored_rows import ScoredRows

@@ -9,27 +9,15 @@ steps, so its cost must not grow with the number of requests.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ....schemas.base.records import to_msgpack
-from ..base.engine_step import StepView
 from ..files.edit_sizes import SPAN, RecordedSizes
 from ..hooks.sites import RankSite
 from .arena import Arena, BankRows
-from .execution_check import Due
-
-
-class StepSizes(NamedTuple):
-    """The relative sizes of one step's edits in one bank."""
-
-    view: StepView
-    due: Due  # the plan
-    sites: np.ndarray  # int64 [sites], their numbers
-    # float32 [sites, rows of the step], as `kernels.plan.Planned.sizes`; NaN: not edited
-    values: np.ndarray
+from .finite_check import StepSizes
 
 
 class RequestSizes:

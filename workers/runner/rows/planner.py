@@ -26,7 +26,7 @@ from .arena import BankRows
 from .buffers import Staging
 from .capture import Recording
 from .edit_sizes import RequestSizes
-from .execution_check import Due
+from .finite_check import Due
 from .overload import Overload
 from .scored_rows import ScoredRows
 from .slot_table import Slots, SlotTable, StepTokens, entry_of

@@ -12,9 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from ....schemas.jobs.certificates import UNPROVEN
-from .replacements import refusals, replacements
 from .seam_table import SEAMS, Seam
-from .vllm_source import VllmFolder, installed
+from .vllm_source import VllmFolder, installed, refusals, replacements
 
 #: Versions with which all tests ran. Others are served with a caveat if they have every seam.
 PROVEN: tuple[str, ...] = ("0.32.0",)

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from midstream.storage.formats.lens_files import check_jacobian, directions, reading
-from midstream.workers.gradients import attention
 from midstream.workers.gradients.jacobian import fit_jacobian_lens, fit_to_folder
-from midstream.workers.gradients.points import Points
+from midstream.workers.gradients.points import ATTENTION, Points
 
 WIDTH, LAYERS, SKIP = 16, 4, 2
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -36,7 +35,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def tiny(name: str) -> Points:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        CONFIGS[name](), dtype=torch.float32, attn_implementation=attention.NAME
+        CONFIGS[name](), dtype=torch.float32, attn_implementation=ATTENTION
     )
     return Points(model.eval())
 

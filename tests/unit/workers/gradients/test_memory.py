@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = """
 import gc, sys, torch
 from midstream.workers.gradients.loading import Footprint
-from midstream.workers.gradients import attention
+from midstream.workers.gradients.points import ATTENTION
 from midstream.workers.gradients.points import Points
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +24,7 @@ def status(name):
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return int(lines[name].split()[0]) * 1024
 
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation=attention.NAME)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation=ATTENTION)
 points = Points(model.to(torch.float32))
 found, sites = Footprint(points), [("post_block", layer) for layer in range(points.num_layers)]
 for tokens, batch in ((256, 8), (2048, 1)):

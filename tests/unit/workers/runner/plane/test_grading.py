@@ -7,8 +7,8 @@ from rank_kit import view_of
 
 from midstream.schemas.requests.specs import Grade, RankSpec
 from midstream.workers.runner.base.engine_step import StepView
-from midstream.workers.runner.plane.batch import StepBatch
 from midstream.workers.runner.plane.grading import KEPT, Grading, lacking, tap
+from midstream.workers.runner.plane.step_parts import StepBatch
 from midstream.workers.runner.rows.planner import Tracked
 
 VOCABULARY = 50

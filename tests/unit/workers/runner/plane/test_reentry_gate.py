@@ -14,14 +14,13 @@ from torch import nn
 from midstream.schemas.prompts.selectors import PositionSelector
 from midstream.schemas.requests.specs import EntryPoint, RankSpec, StoredCapture, StoredSteering
 from midstream.workers.runner.base.engine_step import RequestRows
-from midstream.workers.runner.plane.batch import StepBatch
 from midstream.workers.runner.plane.reentry import (
     Reentry,
     ReentryGate,
     first_layer,
     install_gate,
 )
-from midstream.workers.runner.plane.step_parts import RanStep
+from midstream.workers.runner.plane.step_parts import RanStep, StepBatch
 from midstream.workers.runner.rows.planner import Tracked
 
 HIDDEN, BLOCK, PROMPT = 8, 4, 10

@@ -22,9 +22,8 @@ from midstream.workers.runner.files.edit_sizes import SPAN, CountedSizes
 from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.rows import finite_check
 from midstream.workers.runner.rows.arena import Arena
-from midstream.workers.runner.rows.edit_sizes import RequestSizes, SizeTable, StepSizes
-from midstream.workers.runner.rows.execution_check import Due
-from midstream.workers.runner.rows.finite_check import _Finding
+from midstream.workers.runner.rows.edit_sizes import RequestSizes, SizeTable
+from midstream.workers.runner.rows.finite_check import Due, StepSizes, _Finding
 
 
 def skip(

@@ -9,7 +9,7 @@ import pytest
 import vllm_extract
 from tree import ROOT, imports_of, sources
 
-from midstream.workers.runner.support import replacements, seams
+from midstream.workers.runner.support import seams, vllm_source
 from midstream.workers.runner.support.seam_table import SEAMS, Seam
 from midstream.workers.runner.support.seams import SeamError, mismatches, verify
 from midstream.workers.runner.support.vllm_source import VllmFolder, installed
@@ -62,9 +62,9 @@ def with_scheduler(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """Compare vLLM with a scheduler of ours in which `old` is `new`."""
     text = (ROOT / "workers" / "runner" / "vllm" / "scheduler.py").read_text()
     assert text.count(old) == 1
-    changed, parsed = ast.parse(text.replace(old, new)), replacements._parsed
+    changed, parsed = ast.parse(text.replace(old, new)), vllm_source._parsed
     monkeypatch.setattr(
-        replacements,
+        vllm_source,
         "_parsed",
         lambda file: changed if file == "vllm/scheduler.py" else parsed(file),
     )
@@ -135,8 +135,8 @@ def test_a_call_that_one_function_accepts_and_another_does_not(
     for parameters in (theirs, ours):
         function = ast.parse(f"def f({parameters}): ...").body[0]
         assert isinstance(function, ast.FunctionDef)
-        given.append(replacements.signature_of(function))
-    assert replacements.refused_call(*given) == call
+        given.append(vllm_source.signature_of(function))
+    assert vllm_source.refused_call(*given) == call
 
 
 def test_everything_in_place_of_vllms_is_compared() -> None:
