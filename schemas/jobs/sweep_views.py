@@ -33,7 +33,7 @@ class PlannedPair(Record):
 
 
 class SweepPlan(Record):
-    """Answer of `POST /v1/sweeps?dry_run=true`: what it would run without `dry_run`."""
+    """Answer of `POST /v1/sweeps` with `dry_run`: what it would run without."""
 
     model: str
     hooks: list[Hook]
