@@ -102,7 +102,7 @@ def main() -> None:
     }
     common: dict[str, Any] = {"engine.enforce_eager": not options.compiled}
     if options.compiled:
-        common["capture_buffer_mib"] = 1024  # all six hooks of a full step
+        common["tuning.capture_buffer_mib"] = 1024  # all six hooks of a full step
     found: list[dict[str, Any]] = []
     with service(
         model=str(DEMO_MODEL),

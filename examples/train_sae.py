@@ -2,7 +2,7 @@
 shows what its features stand for.
 
     make sae                                          # installs SAELens in .cache/sae
-    midstream up --set sae_dir=.midstream/saes &
+    midstream up &
     .cache/sae/bin/python examples/train_sae.py --out .midstream/saes/smollm2-15
 
 1. The corpus is what the model says after some hundred prompts. A harvest generates it and keeps
@@ -180,7 +180,7 @@ def main() -> None:
         "--out",
         type=Path,
         default=Path(".midstream/saes/smollm2-15"),
-        help="a folder below the server's sae_dir",
+        help="a folder below the server's artifacts_dir/saes",
     )
     parser.add_argument("--name", default="words", help="that it is registered under")
     parser.add_argument("--lines", type=Path)

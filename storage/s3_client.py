@@ -61,9 +61,12 @@ _REASONS: dict[str, tuple[int, str]] = {
     "AccessDenied": (errno.EACCES, "these credentials do not allow it"),
     "AuthorizationHeaderMalformed": (
         errno.EACCES,
-        "the bucket is in another region: set artifact_region",
+        "the bucket is in another region: add ?region=NAME to the store's URI",
     ),
-    "PermanentRedirect": (errno.EACCES, "the bucket is in another region: set artifact_region"),
+    "PermanentRedirect": (
+        errno.EACCES,
+        "the bucket is in another region: add ?region=NAME to the store's URI",
+    ),
     "XMinioStorageFull": (errno.ENOSPC, "it is full"),
     "QuotaExceeded": (errno.EDQUOT, "its quota is used up"),
     "EntityTooLarge": (errno.EFBIG, "the object is too large for it"),

@@ -40,7 +40,7 @@ async def post_fit(data: JSONBody[FitRequest], submission: Submission) -> Respon
     scope="steer-global",
     summary="Fit a Jacobian lens to a corpus",
     description=(
-        "Computes a Jacobian lens from prompts, writes it below the setting `lens_dir`, and "
+        "Computes a Jacobian lens from prompts, writes it below `lenses` in `artifacts_dir`, and "
         "registers it for all tenants. A job on the model's gradient worker, which shares that "
         "folder with the service; its result has `fit`."
     ),

@@ -22,7 +22,7 @@ from ...schemas.artifacts.saes import SAES
 from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ...schemas.base.errors import MidstreamError, suggestion
 from ...schemas.base.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, MAX_NAME, NAME_PATTERN
-from ...schemas.base.settings import Settings
+from ...schemas.base.settings import ArtifactFolder
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.policies import POLICIES, Policy, PolicyChange
 from ...schemas.requests.steering import MODULES
@@ -56,7 +56,7 @@ class RegisteredKind:
 
 
 def from_folder(
-    resolve: Callable[[Any, str, ModelInfo, str], Registered], folder: Callable[[Settings], str]
+    resolve: Callable[[Any, str, ModelInfo, str], Registered], folder: ArtifactFolder
 ) -> Any:
     """Return the `make` of a kind that is registered from a folder on the server. `resolve` reads
     files.
@@ -65,7 +65,7 @@ def from_folder(
     async def make(
         data: Any, name: str, info: ModelInfo, context: AppContext, caller: Caller
     ) -> Made:
-        root = folder(context.settings)
+        root = context.settings.artifacts_of(folder)
         artifact = await anyio.to_thread.run_sync(resolve, data, name, info, root)
         return lambda _: artifact, {}
 
@@ -83,26 +83,26 @@ ROWS = (
     ),
     RegisteredKind(
         LORAS,
-        from_folder(resolve_lora, lambda settings: settings.lora_dir),
-        "`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter.",
+        from_folder(resolve_lora, "loras"),
+        "`path` is a folder below `loras` in `artifacts_dir`, as PEFT saves an adapter.",
     ),
     RegisteredKind(
         SAES,
-        from_folder(resolve_sae, lambda settings: settings.sae_root),
-        "`path` is a folder below the setting `sae_dir` with `cfg.json` and "
+        from_folder(resolve_sae, "saes"),
+        "`path` is a folder below `saes` in `artifacts_dir` with `cfg.json` and "
         "`sae_weights.safetensors` (SAELens), or with `params.npz` (Gemma Scope), which requires "
         "`hook` and `layer`.",
     ),
     RegisteredKind(
         TUNED_LENSES,
-        from_folder(resolve_tuned, lambda settings: settings.lens_root),
-        "tuned lenses. `path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
+        from_folder(resolve_tuned, "lenses"),
+        "tuned lenses. `path` is a folder below `lenses` in `artifacts_dir` with `lens.safetensors`: "
         "`{layer}.weight` and `{layer}.bias` of each layer.",
     ),
     RegisteredKind(
         JACOBIAN_LENSES,
-        from_folder(lens_of, lambda settings: settings.lens_root),
-        "Jacobian lenses. `path` is a folder below the setting `lens_dir` with `lens.safetensors`, "
+        from_folder(lens_of, "lenses"),
+        "Jacobian lenses. `path` is a folder below `lenses` in `artifacts_dir` with `lens.safetensors`, "
         "as fits write it and `midstream convert` makes it of other tools' files.",
     ),
     RegisteredKind(

@@ -5,6 +5,7 @@ Lists names; reads no file.
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.settings import Settings
@@ -35,7 +36,7 @@ def store_of(settings: Settings, requested: str | None) -> str:
     default = (
         below(settings.artifacts, "harvests")
         if settings.artifacts.startswith("s3://")
-        else str(settings.harvest_root)
+        else str(Path(settings.data_dir).resolve() / "harvests")
     )
     stores = allowed(settings.harvest_stores) or [default]
     if requested is None:

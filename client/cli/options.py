@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base.records import json_or_text
 from ...schemas.base.settings import SettingsError
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
 from ...schemas.service.global_capture import parse_hooks
@@ -24,14 +25,6 @@ STEER = "FILE[:LAYERS[:SCALE]] | @MODULE[:SCALE], [:NAME=VALUE]…"
 
 
 # --- Fields
-
-
-def value(text: str) -> Any:
-    """Return the JSON that `text` is; other text unchanged."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
 
 
 def fields(
@@ -61,7 +54,7 @@ def fields(
         path, equals, text = pair.partition("=")
         if not (equals and path):
             raise invalid("--set", f"{pair!r} is not FIELD=VALUE", allowed="such as max_tokens=4")
-        _put(given, path, value(text))
+        _put(given, path, json_or_text(text))
     return _merged(content, given)
 
 
@@ -103,9 +96,9 @@ def read(file: Path) -> Any:
             case ".json":
                 return msgspec.json.decode(raw)
             case ".jsonl":
-                return [value(line) for line in raw.decode().splitlines() if line.strip()]
+                return [json_or_text(line) for line in raw.decode().splitlines() if line.strip()]
     text = raw.decode()
-    content = value(text)
+    content = json_or_text(text)
     return content if isinstance(content, dict | list) else [*filter(str.strip, text.splitlines())]
 
 
@@ -182,7 +175,7 @@ def steering(texts: Sequence[str] | None, option: str = "--steer") -> list[Steer
         named = [part.partition("=")[::2] for part in parts[len(by_place) :]]
         given = [*zip(places, by_place, strict=False), *named]
         try:
-            entry = {name: _READ.get(name, value)(item) for name, item in given if item}
+            entry = {name: _READ.get(name, json_or_text)(item) for name, item in given if item}
             if module is not None:
                 entries += wire.pack_steering([{"module": module, **entry}])
             else:

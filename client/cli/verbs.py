@@ -286,7 +286,10 @@ def convert(
         Path, typer.Argument(metavar="FILE", help="A lens of neuronpedia or TransformerLens: .pt.")
     ],
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder to write, below the server's lens_dir.")
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Folder to write, below the server's artifacts_dir/lenses."
+        ),
     ],
     checkpoint: Annotated[
         Path | None,

@@ -225,8 +225,8 @@ class Loras(NamedCalls[M, Lora]):
     async def put(
         self, name: str, path: str, model: str | None = None, description: str = ""
     ) -> Lora:
-        """Register the adapter in the folder `path` below the server's `lora_dir`; requests use it
-        as `lora=name`.
+        """Register the adapter in the folder `path` below the server's `artifacts_dir/loras`;
+        requests use it as `lora=name`.
 
         An existing adapter of that name is replaced (`replaced` in the record).
         """
@@ -249,8 +249,8 @@ class Saes(NamedCalls[M, Sae]):
         model: str | None = None,
         description: str = "",
     ) -> Sae:
-        """Register the sparse autoencoder in the folder `path` below the server's `sae_dir`;
-        requests use it as `"sae": name`.
+        """Register the sparse autoencoder in the folder `path` below the server's
+        `artifacts_dir/saes`; requests use it as `"sae": name`.
 
         `hook` and `layer`: only for files that do not name them (Gemma Scope's). An existing SAE of
         that name is replaced (`replaced` in the record).
@@ -276,8 +276,8 @@ class Lenses(NamedCalls[M, TunedLens]):
         model: str | None = None,
         description: str = "",
     ) -> TunedLens:
-        """Register the tuned lens in the folder `path` below the server's `lens_dir`; requests use
-        it as `"tuned": name`.
+        """Register the tuned lens in the folder `path` below the server's `artifacts_dir/lenses`;
+        requests use it as `"tuned": name`.
 
         `hook`: the hook point whose rows h the lens maps. `residual`: the map is h + W h + b
         instead of W h + b. An existing lens of that name is replaced (`replaced` in the record).
@@ -297,8 +297,8 @@ class Jacobians(NamedCalls[M, JacobianLens]):
     async def put(
         self, name: str, path: str, model: str | None = None, description: str = ""
     ) -> JacobianLens:
-        """Register the Jacobian lens in the folder `path` below the server's `lens_dir`; lenses use
-        it as `"jacobian": name`, and steering with a `token`.
+        """Register the Jacobian lens in the folder `path` below the server's
+        `artifacts_dir/lenses`; lenses use it as `"jacobian": name`, and steering with a `token`.
 
         `midstream convert` makes such a folder from other tools' files. An existing lens
         of that name is replaced (`replaced` in the record).

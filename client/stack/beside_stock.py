@@ -63,8 +63,11 @@ def for_both(settings: Settings, gpu: bool) -> Settings:
     options = settings.engine_options
     if gpu:
         options = {"gpu_memory_utilization": GPU_SHARE} | options
-    own = msgspec.structs.replace(settings.vllm, enable_prefix_caching=False)
-    return msgspec.structs.replace(settings, vllm=own, engine_options=options)
+    return msgspec.structs.replace(
+        settings,
+        vllm=msgspec.structs.replace(settings.vllm, enable_prefix_caching=False),
+        engine_options=options,
+    )
 
 
 @contextmanager

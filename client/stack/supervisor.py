@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, get_args
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx2
@@ -29,6 +29,7 @@ from ...schemas.base.records import now
 from ...schemas.base.settings import (
     FILE_VARIABLE,
     PREFIX,
+    ArtifactFolder,
     Settings,
     SettingsError,
     asks_for_keys,
@@ -215,8 +216,8 @@ class Supervisor:
                 prepare(self.settings, self.data, self._say, self._fixed), self.data, self._say
             )
             logs = private_folder(self.data / "logs")
-            for root in (self.settings.sae_root, self.settings.lens_root):
-                Path(root).expanduser().mkdir(parents=True, exist_ok=True)
+            for kind in get_args(ArtifactFolder):
+                Path(self.settings.artifacts_of(kind)).mkdir(parents=True, exist_ok=True)
             self._say(
                 f"midstream {__version__} starting with {self.settings.served_model}; loading a "
                 f"model takes about a minute (logs: {logs})"

@@ -57,7 +57,7 @@ class StoredLensFit(Record, tag="jacobian_lens"):
     prompts: list[list[int]]  # token ids
     fit: JacobianFit
     hidden_size: int  # of the model
-    folder: str = ""  # below `lens_dir`; every attempt writes a folder of its own in it
+    folder: str = ""  # below `artifacts_dir/lenses`; every attempt writes a folder of its own in it
     description: str = ""  # of the lens
 
     @property

@@ -33,7 +33,7 @@ class StoredLora(Record):
 
     name: str
     digest: str  # of its files, see `lora_files`
-    path: str  # of its folder, below `lora_dir`
+    path: str  # of its folder, below `artifacts_dir/loras`
     bytes: int = 0  # of its weights
 
 

@@ -36,7 +36,7 @@ class StoredSae(Record):
 
     name: str
     digest: str  # of its files, see `sae_files`
-    path: str  # of its folder, below `sae_dir`
+    path: str  # of its folder, below `artifacts_dir/saes`
     hook: Hook
     layer: int
     bytes: int  # of its weights in float32

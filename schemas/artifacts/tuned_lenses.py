@@ -16,7 +16,7 @@ class StoredTuned(Record):
 
     name: str
     digest: str  # SHA-256 of its file
-    path: str  # of its folder, below `lens_dir`
+    path: str  # of its folder, below `artifacts_dir/lenses`
     residual: bool  # its maps give what is added to a row
 
 

@@ -145,6 +145,14 @@ def from_json(raw: bytes | str, kind: type[T]) -> T:
     return decoded
 
 
+def json_or_text(text: str) -> Any:
+    """Return the JSON that a text is: a number, true, a list, an object; other text unchanged."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
 def to_msgpack(value: Any) -> bytes:
     """Encode `value` as MessagePack."""
     return _msgpack_encoder.encode(value)

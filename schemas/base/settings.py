@@ -8,18 +8,20 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
 from .errors import Translated, suggestion
 from .limits import MAX_IMAGE
-from .records import Record, to_json
+from .records import Record, json_or_text, to_json
 from .secret_files import is_burnt, is_exposed
 from .tuning import Natural, Positive, PositiveInt, Tuning
 from .vllm_options import VllmOptions
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+#: Folders of `artifacts_dir`.
+ArtifactFolder = Literal["loras", "lenses", "saes"]
 
 #: The value of `tool_parser` with which chats take no tools.
 NO_TOOLS = "none"
@@ -192,24 +194,12 @@ class Settings(Record):
     # NAME=VALUE`. Which ones are accepted: docs/vllm.md#options-of-vllm
     engine_options: dict[str, Any] = {}
 
-    # LoRA adapters
+    # Registered artifacts
 
-    # Folder below which adapters may be registered; API and workers read it at the same path.
-    # Empty: no adapters are served, and the engine runs without vLLM's LoRA layers
-    lora_dir: str = ""
-
-    # Tuned lenses
-
-    # Folder below which tuned and Jacobian lenses may be registered; API and workers read it at the
-    # same path, and gradient workers write the lenses there that they fit. Empty: `lenses` in
-    # `data_dir`
-    lens_dir: str = ""
-
-    # Sparse autoencoders
-
-    # Folder below which sparse autoencoders may be registered; API and workers read it at the same
-    # path. Empty: `saes` in `data_dir`
-    sae_dir: str = ""
+    # Folder with the folders `loras`, `lenses` and `saes`, below which these may be registered; API
+    # and workers read it at the same path, and gradient workers write the lenses there that they
+    # fit. Empty: `data_dir`
+    artifacts_dir: str = ""
 
     # Tools, extensions and proof
 
@@ -252,10 +242,6 @@ class Settings(Record):
     # as a fresh attempt, `fail` fails them immediately. See
     # docs/steering.md#when-ranks-disagree
     on_desync: Literal["retry", "fail"] = "retry"
-    # Minimum interval between ERROR log lines about disagreements of ranks (seconds)
-    desync_log_s: Positive = 60.0
-    # How often a worker checks for changes to global steering and for queries about its ranks
-    steering_poll_s: Positive = 0.25
     # How long a change to global steering waits for the workers' checks (seconds). Should be longer
     # than `lease_s`, so that a worker killed just before a change does not make the change fail
     steering_wait_s: Positive = 20.0
@@ -267,13 +253,12 @@ class Settings(Record):
 
     # Artifact store
 
-    # Where captures are kept: `s3://bucket/prefix`, or a folder. Empty: `captures` in `data_dir`. A
-    # folder in memory (tmpfs) is written twice as fast or more if it is mounted with `huge=always`;
-    # `midstream doctor` says whether it is
+    # Where captures are kept: `s3://bucket/prefix`, or a folder.
+    # `?endpoint=https://s3.example:9000` after a bucket names an S3 server that is not AWS', and
+    # `region=` its region (without it: `AWS_REGION`, or `us-east-1`). Empty: `captures` in
+    # `data_dir`. A folder in memory (tmpfs) is written twice as fast or more if it is mounted with
+    # `huge=always`; `midstream doctor` says whether it is
     artifact_store: str = ""
-    # Address of an S3 server that is not AWS', such as `https://s3.example:9000`
-    artifact_endpoint: str = ""
-    artifact_region: str = ""  # Region of the bucket. Empty: `AWS_REGION`, or `us-east-1`
     # Access key. Empty: AWS' own variables, its credentials file, or the machine's role
     artifact_access_key: str = ""
     # Secret key that belongs to it; better as a file: `MIDSTREAM_ARTIFACT_SECRET_KEY_FILE`
@@ -424,31 +409,12 @@ class Settings(Record):
 
     @property
     def artifacts(self) -> str:
-        """The URI of the artifact store for `open_store`, without credentials."""
-        if not self.artifact_store.startswith("s3://"):
-            return self.artifact_store or str(self.capture_root)
-        options = urlencode(
-            {
-                name: value
-                for name in ("endpoint", "region")
-                if (value := getattr(self, f"artifact_{name}"))
-            }
-        )
-        return self.artifact_store + (f"?{options}" if options else "")
+        """The artifact store for `open_store`: a folder, or a URI without credentials."""
+        return self.artifact_store or str(self.capture_root)
 
-    @property
-    def harvest_root(self) -> Path:
-        return Path(self.data_dir).resolve() / "harvests"
-
-    @property
-    def sae_root(self) -> str:
-        """The folder below which sparse autoencoders may be registered."""
-        return self.sae_dir or str(Path(self.data_dir).resolve() / "saes")
-
-    @property
-    def lens_root(self) -> str:
-        """The folder below which tuned lenses may be registered."""
-        return self.lens_dir or str(Path(self.data_dir).resolve() / "lenses")
+    def artifacts_of(self, kind: ArtifactFolder) -> str:
+        """The folder below which artifacts of a kind are registered."""
+        return str(Path(self.artifacts_dir or self.data_dir).expanduser().resolve() / kind)
 
 
 #: Tables of the file → their fields of `Settings`.
@@ -512,12 +478,9 @@ def chosen(
         if name.startswith(PREFIX) and name != FILE_VARIABLE
     }
     arguments = {name: value for name, value in overrides.items() if value is not None}
-    for more in (
-        _checked(_with_files(from_env, known), known, "environment"),
-        _checked(_with_files(dict(given or {}), known), known, SET),
-        _checked(arguments, known, "arguments"),
-    ):
-        values |= more
+    values |= _checked(_with_files(from_env, known), known, "environment")
+    values |= _checked(_with_files(dict(given or {}), known), known, SET)
+    values |= _checked(arguments, known, "arguments")
     for name in SECRETS:
         if is_burnt(str(values.get(name, ""))):
             raise SettingsError(
@@ -575,12 +538,21 @@ def refuse_exposed(label: str, path: str, reason: str = "") -> None:
 def _check_store(settings: Settings) -> None:
     """Raise SettingsError for an invalid store or Grafana URL."""
     store = settings.artifact_store
-    if "://" in store and not _STORE.fullmatch(store):
-        raise SettingsError(f"artifact_store={store!r}: valid: s3://bucket/prefix, or a folder")
+    place, _, query = store.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    known = options.keys() <= {"endpoint", "region"} and all(options.values())
+    if "://" in store and not (known and _STORE.fullmatch(place)):
+        raise SettingsError(
+            f"artifact_store={store!r}: valid: s3://bucket/prefix, with ?endpoint=URL&region=NAME "
+            "if the store is not AWS' or in another region, or a folder"
+        )
     if settings.grafana_url and not settings.grafana_url.startswith(("http://", "https://")):
         raise SettingsError(f"grafana_url={settings.grafana_url!r}: valid: http://… or https://…")
-    for name in ("artifact_endpoint", "artifact_public_endpoint"):
-        if (value := getattr(settings, name)) and not _ENDPOINT.fullmatch(value):
+    for name, value in (
+        ("endpoint of artifact_store", options.get("endpoint")),
+        ("artifact_public_endpoint", settings.artifact_public_endpoint),
+    ):
+        if value and not _ENDPOINT.fullmatch(value):
             raise SettingsError(f"{name}={value!r}: valid: http://host:port or https://host:port")
     if bool(settings.artifact_access_key) != bool(settings.artifact_secret_key):
         raise SettingsError(
@@ -597,16 +569,8 @@ def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
             raise SettingsError(
                 f"--engine {pair!r}: write it as NAME=VALUE, such as gpu_memory_utilization=0.8"
             )
-        options[name.strip().replace("-", "_")] = _decoded(value)
+        options[name.strip().replace("-", "_")] = json_or_text(value)
     return options
-
-
-def _decoded(text: str) -> Any:
-    """Return what a text is as JSON (number, true, list, object); any other text is itself."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, str]:
@@ -653,15 +617,11 @@ def _is_secret(name: str, value: Any) -> bool:
 def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:
     """Convert each value to its setting's type; of texts, `"false"` becomes false."""
     texts, where = source in ("environment", SET), "" if source == SET else f" ({source})"
-
-    def label(name: str) -> str:
-        written = variable(name) if source == "environment" else name
-        return f"{SET} {name}" if source == SET else written
-
+    label = {"environment": variable, SET: f"{SET} {{}}".format}.get(source, str)
     checked = {}
     for name, value in raw.items():
         if name not in known and name.startswith(f"{ENGINE_TABLE}."):  # `option_check` knows these
-            checked[name] = _decoded(value) if texts else value
+            checked[name] = json_or_text(value) if texts else value
             continue
         if name not in known:
             named = next((full for full in known if full.endswith(f".{name}")), name)

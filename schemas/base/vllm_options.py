@@ -4,7 +4,7 @@ from typing import Literal
 
 from .dtypes import DType
 from .records import Record
-from .tuning import PositiveInt
+from .tuning import Natural, PositiveInt
 
 
 class VllmOptions(Record):
@@ -36,8 +36,9 @@ class VllmOptions(Record):
     block_size: PositiveInt | None = None
     # Size of the KV cache in blocks; overrides vLLM's own estimate
     num_gpu_blocks_override: PositiveInt | None = None
-    # Distinct adapters in one engine step; requests with others wait for a later step
-    max_loras: PositiveInt = 4
+    # Distinct adapters in one engine step; requests with others wait for a later step. 0: no
+    # adapters are served, and the engine runs without vLLM's LoRA layers
+    max_loras: Natural = 0
     # Adapters that each rank keeps loaded, at least `max_loras`. A job whose adapter does not fit
     # waits until another job ends
     max_cpu_loras: PositiveInt = 16

@@ -98,7 +98,7 @@ class LensFitRequest(Handling, kw_only=True):
     model: Name
     name: PathName
     prompts: Prompts  # texts or token ids; each counts the same
-    folder: PathName | None = None  # below `lens_dir`; null: the lens's name
+    folder: PathName | None = None  # below `artifacts_dir/lenses`; null: the lens's name
     layers: LayerSelector = "all"
     rank: Count | None = None
     seed: Index = 0

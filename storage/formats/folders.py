@@ -8,23 +8,15 @@ from pathlib import Path
 from ...schemas.base.errors import Translated, invalid
 
 
-def folder_below(
-    root: str, path: str, setting: str, things: str, kinds: Sequence[Sequence[str]]
-) -> Path:
-    """Returns the folder at `path` below `root`, which `setting` names or has as its default; it
-    must have all files of one of `kinds`. `things`: what is registered from such folders.
+def folder_below(root: str, path: str, setting: str, kinds: Sequence[Sequence[str]]) -> Path:
+    """Returns the folder at `path` below `root`, which errors call `setting`; it must have all
+    files of one of `kinds`.
 
-    Raises a 400 naming `path` if the setting is empty, or if the folder is missing or outside
-    `root`, also through a symbolic link.
+    Raises a 400 naming `path` if the folder is missing or outside `root`, also through a symbolic
+    link.
     """
     files = ", or ".join(" and ".join(names) for names in kinds)
     allowed = f"the path of a folder below {setting} that contains {files}"
-    if not root:
-        raise invalid(
-            "path",
-            f"no {things} are served: the setting {setting} is empty",
-            hint=f"start with `midstream up --set {setting}=FOLDER`",
-        )
     top = Path(root).expanduser().resolve()
     if "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:
         raise invalid("path", f"{path!r} is not a path below {setting}", allowed=allowed)
@@ -49,7 +41,7 @@ def folder_below(
 
 
 def new_folder(root: str, path: str, setting: str) -> Path:
-    """Returns the folder `path` below `root`, which `setting` names, to be written.
+    """Returns the folder `path` below `root`, which errors call `setting`, to be written.
 
     Raises a 400 naming `folder` if a symbolic link leads outside `root`.
     """

@@ -48,7 +48,7 @@ def folder_of(root: str, path: str) -> Path:
 
     Raises a 400 if it is missing, or outside `root`, for example through a symbolic link.
     """
-    return folder_below(root, path, "lens_dir", "tuned lenses", ((FILE,),))
+    return folder_below(root, path, "artifacts_dir/lenses", ((FILE,),))
 
 
 @contextmanager
@@ -226,7 +226,7 @@ def check_jacobian(folder: Path, num_layers: int, hidden_size: int) -> JacobianC
 
 
 def lens_of(request: JacobianLensRequest, name: str, model: ModelInfo, root: str) -> JacobianLens:
-    """Return what a registration stores. `root`: the setting `lens_dir`.
+    """Return what a registration stores. `root`: the folder of lenses.
 
     Raises a 400 naming the field. Reads the file: not for an event loop.
     """

@@ -108,7 +108,7 @@ def folder_of(root: str, path: str) -> Path:
 
     Raises a 400 if it is missing, or outside `root`, also through a symbolic link.
     """
-    return folder_below(root, path, "lora_dir", "adapters", [FILES])
+    return folder_below(root, path, "artifacts_dir/loras", [FILES])
 
 
 def read(folder: Path) -> LoraContent:

@@ -116,7 +116,7 @@ def folder_of(root: str, path: str) -> Path:
 
     Raises a 400 if it is missing, or outside `root`, also through a symbolic link.
     """
-    return folder_below(root, path, "sae_dir", "sparse autoencoders", KINDS)
+    return folder_below(root, path, "artifacts_dir/saes", KINDS)
 
 
 @contextmanager

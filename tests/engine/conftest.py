@@ -168,7 +168,7 @@ def engine(model: str, env: Mapping[str, str] | None = None, **options: Any) -> 
                 folder,
                 request.getfixturevalue(model),
                 with_extensions(tmp_path_factory.mktemp("site"), env),
-                lens_dir=str(folder),
+                artifacts_dir=str(folder),
                 hooks="all,inside",
                 extensions=EXTENSIONS,
                 **options,
@@ -253,8 +253,8 @@ def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "kv_cache_gib": 0.5,
         "hooks": "all,inside",
     }
-    saes = str(ROOT / "examples" / "data" / "saes")
-    options = {"sae_dir": saes, "log_format": "json", "certify": False}
+    artifacts = str(ROOT / "examples" / "data")
+    options = {"artifacts_dir": artifacts, "log_format": "json", "certify": False}
     yield from running(
         Stack(tmp_path_factory.mktemp("demo-stack"), api=True, **engine, **options, **PATIENT)
     )
@@ -276,11 +276,11 @@ def tiny_stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "hooks": "all,inside",
     }
     loras = {
-        "lora_dir": str(folder / "adapters"),
+        "artifacts_dir": str(folder),
         "engine.max_loras": 2,
         "engine.max_lora_rank": 16,
     }
-    (folder / "adapters").mkdir()
+    (folder / "loras").mkdir()
     stack = Stack(
         folder / "data", api=True, **{"tuning.gradients_idle_s": 3.0}, **engine, **loras, **PATIENT
     )

@@ -168,7 +168,7 @@ def test_features_are_verified_by_patches_of_row_plus_delta_times_decoder(
     service: Service, kind: str
 ) -> None:
     """Exact values on vLLM are those of a hook in transformers that writes the row by hand."""
-    found = Dictionary(Path(service.stack.settings.sae_root), kind, seed=2)
+    found = Dictionary(Path(service.stack.settings.artifacts_of("saes")), kind, seed=2)
     made = service.http.put(
         f"/v1/artifacts/saes/{kind}", json={"path": found.name, "model": "tiny"}
     )

@@ -86,17 +86,19 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
     corpus = [prompt_of(24, seed=seed) for seed in range(4)]
     jacobians, fit = fit_jacobian_lens(Points(truth.model), corpus, [0, 2], JacobianFit())
     head = truth.model.get_output_embeddings().weight.detach().numpy()
+    folder = v1.settings.artifacts_of("lenses")
     write(
-        Path(v1.settings.lens_dir, "jacobian"),
+        Path(folder, "jacobian"),
         {layer: matrix.numpy() for layer, matrix in jacobians.items()},
         fit,
         Matrix(head),
     )
     model = msgspec.convert(v1.info, ModelInfo)
-    found = lens_of(JacobianLensRequest(path="jacobian"), "mine", model, v1.settings.lens_dir)
+    root = v1.settings.artifacts_of("lenses")
+    found = lens_of(JacobianLensRequest(path="jacobian"), "mine", model, root)
     spec = SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])
     (directed,) = check_directed([spec], {"mine": found}, model)
-    plain = DirectionFiles(v1.settings.lens_dir).plain_specs(directed, [7, 123])
+    plain = DirectionFiles(folder).plain_specs(directed, [7, 123])
     job = v1.job(
         prompt_of(12, seed=8),
         max_tokens=1,

@@ -49,7 +49,7 @@ def adapted(
     nursery: Nursery | None, folder: Path, name: str, env: dict[str, str] | None = None, **settings
 ) -> Adapted:
     """`nursery`: None for an engine of several ranks, which has processes of its own."""
-    base, root = checkpoint(name, folder / name), folder / "adapters"
+    base, root = checkpoint(name, folder / name), folder / "loras"
     targets = TARGETS.get(name, LLAMA)
     loras: dict[str, StoredLora | None] = {"": None}
     loras["one"] = make_adapter(root, "one", base, targets)
@@ -59,7 +59,7 @@ def adapted(
         for each in ("one", "two")
     }
     options = {
-        "lora_dir": str(root),
+        "artifacts_dir": str(folder),
         "engine.max_loras": 2,
         "engine.max_cpu_loras": 2,
         "engine.max_lora_rank": 16,
@@ -228,12 +228,12 @@ def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -
     alphas by module.
     """
     base = checkpoint("llama", tmp_path / "llama")
-    loras, golden = peft_rows.write(tmp_path / "adapters", base), np.load(peft_rows.ROWS)
+    loras, golden = peft_rows.write(tmp_path / "loras", base), np.load(peft_rows.ROWS)
     with closing(
         nursery.host(
             tmp_path / "engine",
             base,
-            lora_dir=str(tmp_path / "adapters"),
+            artifacts_dir=str(tmp_path),
             **{"engine.max_loras": 3, "engine.max_lora_rank": 8},
         )
     ) as host:
@@ -355,8 +355,7 @@ def test_models_that_cannot_be_adapted_are_refused_at_boot(
         nursery.host(
             tmp_path / "engine",
             checkpoint(name, tmp_path / name),
-            lora_dir=str(tmp_path),
-            **{"engine.max_model_len": 128},
+            **{"engine.max_loras": 4, "engine.max_model_len": 128},
         )
 
 

@@ -59,7 +59,7 @@ def test_the_plan_counts_what_vllm_reserves_and_keeps(tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     found = plan(
         model_of(config, "float32"),
-        Settings(lora_dir=str(tmp_path), vllm=VllmOptions(**options)),
+        Settings(vllm=VllmOptions(**options)),
         gpu=False,
     )
     sizes = {part.name: part.bytes for part in found.memory}

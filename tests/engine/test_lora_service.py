@@ -37,7 +37,7 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tiny_stack: Stack, llama: Path) -> Iterator[Served]:
     """Adapters `one` and `two`, registered."""
-    base, root = llama, Path(tiny_stack.settings.lora_dir)
+    base, root = llama, Path(tiny_stack.settings.artifacts_of("loras"))
     make_adapter(root, "first", base, LLAMA)
     make_adapter(root, "deep/second", base, LLAMA[:2], rank=4)
     make_adapter(root, "large", base, LLAMA, rank=32)
@@ -82,8 +82,8 @@ def test_what_cannot_be_served_is_refused_when_it_is_registered(served: Served) 
     """Before any request runs; the message says what is valid."""
     for path, says in {
         "large": "r is 32; the worker accepts at most 16 (setting engine.max_lora_rank)",
-        "../llama": "is not a path below lora_dir",
-        "missing": "there is no folder 'missing' in lora_dir",
+        "../llama": "is not a path below artifacts_dir/loras",
+        "missing": "there is no folder 'missing' in artifacts_dir/loras",
         "deep": "has no adapter_config.json",
         "other-base": "has the shape",
     }.items():

@@ -34,10 +34,9 @@ def stack(
         "kv_cache_gib": 0.1,
         "lease_s": 60,
     }
-    engine["capture_window_mib"] = 1
+    engine["tuning.capture_window_mib"] = 1
     store = {
-        "artifact_store": f"s3://{s3_kit.new_bucket()}/lab",
-        "artifact_endpoint": proxy.url,
+        "artifact_store": f"s3://{s3_kit.new_bucket()}/lab?endpoint={proxy.url}",
         "artifact_access_key": s3_kit.ACCESS_KEY,
         "artifact_secret_key": s3_kit.SECRET_KEY,
     }

@@ -47,7 +47,9 @@ class Operated:
     def __init__(self, stack: Stack) -> None:
         self.client = Client(stack.url)
         self.http = httpx2.Client(base_url=stack.url, timeout=120)
-        make_adapter(Path(stack.settings.lora_dir), "owners", Path(stack.settings.model), LLAMA)
+        make_adapter(
+            Path(stack.settings.artifacts_of("loras")), "owners", Path(stack.settings.model), LLAMA
+        )
         self.client.loras.put("owners", "owners")
         weight = np.random.default_rng(4).normal(size=(1, HIDDEN))
         self.client.probes.put("watch", weight=weight, layer=0, thresholds=[1e9])

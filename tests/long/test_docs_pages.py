@@ -50,11 +50,8 @@ WORKER = "vm-SmolLM2-135M-Instruct"
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     data = tmp_path_factory.mktemp("stack") / ".midstream"
-    folders = {
-        "lora_dir": data / "adapters",
-        "lens_dir": data / "lenses",
-        "sae_dir": ROOT / "examples" / "data" / "saes",
-    }
+    data.mkdir()
+    (data / "saes").symlink_to(ROOT / "examples" / "data" / "saes")
     with pytest.MonkeyPatch.context() as patch:  # also for the commands of pages
         patch.setenv("PYTHONPATH", str(install_example(tmp_path_factory.mktemp("site"))))
         patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
@@ -64,7 +61,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
             "engine.dtype": "float32",
             "tool_parser": "hermes",
             "metrics_port": three_ports(),
-            **folders,
+            "engine.max_loras": 4,
         }
         up = Up(data, engine=None, model_name=None, worker_id=WORKER, **options)
         try:

@@ -48,8 +48,8 @@ def golden() -> Golden:
 
 @pytest.fixture(scope="module")
 def service(serve) -> Stack:
-    saes = str(ROOT / "examples" / "data" / "saes")
-    return serve(model_name="SmolLM2-135M-Instruct", hooks="all,inside", sae_dir=saes)
+    artifacts = str(ROOT / "examples" / "data")
+    return serve(model_name="SmolLM2-135M-Instruct", hooks="all,inside", artifacts_dir=artifacts)
 
 
 @pytest.fixture(scope="module")

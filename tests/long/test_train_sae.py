@@ -25,11 +25,13 @@ def python(library) -> Path:
 
 @pytest.fixture(scope="module")
 def service(serve, tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    return serve(**{"engine.max_model_len": 256}, sae_dir=str(tmp_path_factory.mktemp("saes")))
+    return serve(
+        **{"engine.max_model_len": 256}, artifacts_dir=str(tmp_path_factory.mktemp("artifacts"))
+    )
 
 
 def test_the_example_trains_registers_and_shows_features(python: Path, service: Stack) -> None:
-    out = Path(service.settings.sae_dir) / "small"
+    out = Path(service.settings.artifacts_of("saes")) / "small"
     sizes = "--rounds 1 --tokens 12 --features 64 --active 8 --steps 400"
     example = [str(python), str(ROOT / "examples" / "train_sae.py"), "--name", "small"]
     command = [*example, "--out", str(out), *sizes.split()]

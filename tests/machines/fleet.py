@@ -72,14 +72,12 @@ class Fleet(Machines):
         self._chosen["relay_url"] = f"tcp://{network.address(where.get('relay', HERE))}:{port}"
         if "store" in where:
             endpoint = f"http://{network.address(where['store'])}:{STORE_PORT}"
+            query = urlencode({"endpoint": endpoint, "region": s3_kit.REGION})
             self._chosen |= {
-                "artifact_store": f"s3://{BUCKET}/kept",
-                "artifact_endpoint": endpoint,
-                "artifact_region": s3_kit.REGION,
+                "artifact_store": f"s3://{BUCKET}/kept?{query}",
                 "artifact_access_key": s3_kit.ACCESS_KEY,
                 "artifact_secret_key": s3_kit.SECRET_KEY,
-                "harvest_stores": f"s3://{BUCKET}/rows?"
-                + urlencode({"endpoint": endpoint, "region": s3_kit.REGION}),
+                "harvest_stores": f"s3://{BUCKET}/rows?{query}",
             }
 
     def environment(self, name: str) -> dict[str, str]:

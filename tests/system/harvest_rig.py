@@ -24,7 +24,7 @@ def stored(
         "id": harvest_id,
         "model": "fake-model",
         "created": now(),
-        "uri": f"{rig.settings.harvest_root}/{harvest_id}",
+        "uri": f"{rig.settings.data_dir}/harvests/{harvest_id}",
         "sites": sites,
         "source": HarvestSource(lines=documents),
         "max_length": 4095,

@@ -11,7 +11,6 @@ which has all of them run in one process, and finds nothing registered when it b
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from stack import Stack
@@ -20,20 +19,20 @@ from typer.testing import CliRunner
 from midstream.client import Client
 from midstream.client.cli.main import app
 
-FOLDERS = ("sae", "lora", "lens")
+FOLDERS = {"sae": "saes", "lora": "loras", "lens": "lenses"}
 
 
 @pytest.fixture(scope="session")
 def running_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("shared")
-    settings: dict[str, Any] = {f"{kind}_dir": str(folder / kind) for kind in FOLDERS}
-    for kind in FOLDERS:
-        (folder / kind).mkdir()
+    for name in FOLDERS.values():
+        (folder / name).mkdir()
     with Stack(
         folder / "stack",
         api=True,
         callbacks=False,
-        **{"engine.tensor_parallel_size": 2},
+        artifacts_dir=str(folder),
+        **{"engine.tensor_parallel_size": 2, "engine.max_loras": 4},
         engine_options={"token_s": 0.01},
         admin_key="ms_admin0000000_" + "a" * 43,
         webhook_allow_private=True,
@@ -41,9 +40,7 @@ def running_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         # between two heartbeats
         lease_s=9.0,
         **{"tuning.visibility_timeout_s": 60},
-        steering_poll_s=0.05,
         steering_wait_s=90.0,
-        **settings,
     ) as running:
         yield running
 
@@ -84,7 +81,7 @@ def nameless(client: Client) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folders(stack: Stack) -> dict[str, Path]:
     """Kind of artifact → the folder of those that an operator has installed."""
-    return {kind: Path(getattr(stack.settings, f"{kind}_dir")) for kind in FOLDERS}
+    return {kind: Path(stack.settings.artifacts_of(name)) for kind, name in FOLDERS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -177,8 +177,8 @@ def test_the_command_line_registers_lists_and_deletes(
 @pytest.mark.parametrize(
     ("kind", "body", "field", "says"),
     [
-        ("saes", {"path": "../sae/standard"}, "path", "not a path below sae_dir"),
-        ("saes", {"path": "none"}, "path", "there is no folder 'none' in sae_dir"),
+        ("saes", {"path": "../saes/standard"}, "path", "not a path below artifacts_dir/saes"),
+        ("saes", {"path": "none"}, "path", "there is no folder 'none' in artifacts_dir/saes"),
         ("saes", {"path": "standard", "hook": "zz"}, "hook", "Invalid enum value 'zz'"),
         ("saes", {"path": "standard", "layer": 3}, "layer", "the SAE was trained on layer 1"),
         (
@@ -188,10 +188,10 @@ def test_the_command_line_registers_lists_and_deletes(
             "this model has no layer 4",
         ),
         ("saes", {"path": "standard", "model": "other"}, "model", "unknown model 'other'"),
-        ("loras", {"path": "/etc"}, "path", "not a path below lora_dir"),
+        ("loras", {"path": "/etc"}, "path", "not a path below artifacts_dir/loras"),
         ("loras", {"path": "wide"}, "path", "rank 2 on this model needs [8, 2]"),
         ("loras", {"path": "dora"}, "path", "use_dora is 'True', which is not served"),
-        ("lenses", {"path": "../lens/all"}, "path", "not a path below lens_dir"),
+        ("lenses", {"path": "../lenses/all"}, "path", "not a path below artifacts_dir/lenses"),
         ("lenses", {"path": "wide"}, "path", "has the shape [9]; this model needs [8]"),
         ("lenses", {"path": "deep"}, "path", "this model has no layer 4; valid: 0 to 3"),
         ("lenses", {"path": "nan"}, "path", "2.weight has values that are not finite"),

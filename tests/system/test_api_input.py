@@ -352,7 +352,7 @@ def test_without_a_folder_no_adapter_is_taken(api: Api, hand: Hand) -> None:
         ("PUT", "/v1/artifacts/loras/a", {"path": "a"}),
         ("POST", "/v1/jobs", BODY | {"lora": "a"}),
     ):
-        refused(api.http.request(method, path, json=body), 400, "lora", "lora_dir is empty")
+        refused(api.http.request(method, path, json=body), 400, "lora", "engine.max_loras is 0")
 
 
 def test_submitting_before_any_worker_is_a_retryable_503(api: Api) -> None:

@@ -50,7 +50,6 @@ stack = stack_with(
     **{"engine.tensor_parallel_size": 2},
     lease_s=60.0,
     **{"tuning.visibility_timeout_s": 60},
-    steering_poll_s=0.05,
     steering_wait_s=40.0,
     fault="",
 )

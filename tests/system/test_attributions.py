@@ -131,7 +131,7 @@ def restarted(stack: Stack) -> Iterator[Callable[..., None]]:
 @pytest.fixture(scope="module")
 def features(stack: Stack) -> str:
     """The name of a registered autoencoder."""
-    dictionary(Path(stack.settings.sae_root))
+    dictionary(Path(stack.settings.artifacts_of("saes")))
     with httpx2.Client(base_url=stack.url, timeout=DEADLINE_S) as http:
         made = http.put("/v1/artifacts/saes/first", json={"path": "first"})
     assert made.status_code == 201, made.text

@@ -93,7 +93,7 @@ def test_cancelled_fits_register_nothing(stack: Stack, client: Client) -> None:
         assert client.jobs.wait(job_id).state is State.CANCELLED
     assert "stopped" not in {module.name for module in client.modules.list("fake-model")}
     assert list(client.jacobians.list("fake-model")) == []
-    assert not Path(stack.settings.lens_root, "stopped").exists()
+    assert not Path(stack.settings.artifacts_of("lenses"), "stopped").exists()
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_fitted_lens_is_registered_with_its_error_and_read(stack: Stack, client:
     assert lens.vocabulary > 0
     fit = lens.fit
     assert (fit.method, fit.prompts, fit.short, len(fit.errors)) == ("sketched", 4, 1, 3)
-    file = Path(stack.settings.lens_root, lens.path, "lens.safetensors")
+    file = Path(stack.settings.artifacts_of("lenses"), lens.path, "lens.safetensors")
     assert lens.path.startswith(f"corpora/{job.id}-")
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     assert client.lens("hello", jacobian="said").layers == lens.layers
@@ -128,14 +128,14 @@ def test_fit_of_a_name_that_exists_keeps_the_former_file(stack: Stack, client: C
     second = client.fit_lens(**LENS | {"rank": None})
     assert (second.fit.method, client.jacobians.get("said")) == ("exact", second)
     files = [
-        Path(stack.settings.lens_root, lens.path, "lens.safetensors").read_bytes()
+        Path(stack.settings.artifacts_of("lenses"), lens.path, "lens.safetensors").read_bytes()
         for lens in (first, second)
     ]
     assert files[0] != files[1]
 
 
 def test_folder_that_cannot_be_written_fails_the_fit(stack: Stack, client: Client) -> None:
-    root = Path(stack.settings.lens_root)
+    root = Path(stack.settings.artifacts_of("lenses"))
     root.mkdir(parents=True, exist_ok=True)
     (root / "blocked").write_text("a file in the way")
     with refuses(match="cannot be written", kind="internal"):

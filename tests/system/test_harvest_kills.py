@@ -57,7 +57,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterat
     access = {"artifact_access_key": s3_kit.ACCESS_KEY, "artifact_secret_key": s3_kit.SECRET_KEY}
     stores = f"{directory}/rows, {s3_kit.uri(proxy, prefix='rows')}"
     shutil.copytree(ROOT / "tests" / "data" / "saes", directory / "saes")
-    access["sae_dir"] = str(directory / "saes")
+    access["artifacts_dir"] = str(directory)
     with Stack(directory, api=True, max_attempts=20, harvest_stores=stores, **access) as running:
         with Client(running.url) as client:
             client.saes.put("tiny", "standard")

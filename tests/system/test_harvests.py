@@ -58,7 +58,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         **{"engine.pipeline_parallel_size": 2},
         harvest_sources=str(corpora),
         harvest_stores=str(directory / "rows"),
-        sae_dir=str(saes / "saes"),
+        artifacts_dir=str(saes),
     ) as running:
         with Client(running.url) as client:
             client.saes.put("tiny", "standard")

@@ -43,9 +43,7 @@ class Apart(Stack):
 @pytest.fixture(scope="module")
 def stack(proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     settings = {
-        "artifact_store": f"s3://{s3_kit.new_bucket()}/lab",
-        "artifact_endpoint": proxy.url,
-        "artifact_region": s3_kit.REGION,
+        "artifact_store": s3_kit.uri(proxy, prefix="lab"),
         "artifact_access_key": s3_kit.ACCESS_KEY,
         "artifact_secret_key": s3_kit.SECRET_KEY,
     }

@@ -115,7 +115,7 @@ async def test_changes_at_once_each_build_on_the_one_before(redis_url: str, tmp_
 
 
 def test_a_further_kind_is_served_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = RegisteredKind(RULERS, from_folder(resolve_ruler, lambda settings: ""), "A ruler.")
+    row = RegisteredKind(RULERS, from_folder(resolve_ruler, "lenses"), "A ruler.")
     rows = (*registered.ROWS, row)
     monkeypatch.setattr(openapi, "ROWS", rows)
     others = [route for route in app.ROUTES if route not in registered.ROUTES]

@@ -23,7 +23,7 @@ def browser() -> Iterator[Browser]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(SAES, folder / "saes")
-    stores = {"sae_dir": str(folder / "saes"), "harvest_stores": str(folder / "rows")}
+    stores = {"artifacts_dir": str(folder), "harvest_stores": str(folder / "rows")}
     with Site(folder / "site", **stores) as started:
         yield started
 

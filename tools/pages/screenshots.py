@@ -163,7 +163,7 @@ def main(names: list[str]) -> None:
             engine=os.environ.get("MIDSTREAM_ENGINE", "vllm"),
             model_name=None,
             hooks="all,inside",  # for attention
-            sae_dir=ROOT / "examples" / "data" / "saes",
+            artifacts_dir=ROOT / "examples" / "data",
         )
         try:
             url = up.ready(600.0)

@@ -3,7 +3,7 @@ checks that both print the same.
 
     make lens                                     # TransformerLens' own environment
     OMP_NUM_THREADS=1 midstream up --set hooks=all,inside --engine dtype=float32 \\
-        --set sae_dir=$PWD/examples/data/saes
+        --set artifacts_dir=$PWD/examples/data
     python tools/peers/tutorials.py --repeats 3    # medians of alternating rounds
     python tools/peers/tutorials.py --write        # one round; writes the notebooks' outputs
 

@@ -109,7 +109,7 @@ class Worker:
             outbox_dir=str(data / "outbox"),
             spill_dir=str(data / "spill"),
             capture_root=self._settings.artifacts,
-            lens_dir=self._settings.lens_root,
+            lens_dir=self._settings.artifacts_of("lenses"),
             cores=sorted(os.sched_getaffinity(0)),
             curve_secret_file=self._settings.curve_secret_file,
             curve_server_key=self._settings.curve_server_key,

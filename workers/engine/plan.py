@@ -414,7 +414,7 @@ def _adapters(model: ModelShape, settings: Settings, layers: int, *, gpu: bool) 
     """Returns the memory that vLLM reserves for the LoRA adapters of a step, and that of the
     adapters that a rank keeps loaded, all with `max_lora_rank`.
     """
-    if not settings.lora_dir:
+    if not settings.vllm.max_loras:
         return []
     item = settings.vllm.max_lora_rank * ITEM_BYTES[model.dtype]
     step = (

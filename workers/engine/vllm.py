@@ -147,7 +147,7 @@ class VllmEngine(RankControl):
             segment_mib=settings.tuning.segment_mib,
             memory_limit_kib=settings.tuning.memory_limit_kib,
             capture_quota_mib=settings.capture_quota_mib,
-            lens_dir=settings.lens_root,
+            lens_dir=settings.artifacts_of("lenses"),
             cores=sorted(os.sched_getaffinity(0)),
             log_format=settings.log_format,
             log_level=settings.log_level,
@@ -450,7 +450,7 @@ class VllmEngine(RankControl):
         )
 
     async def _lora_support(self) -> LoraSupport | None:
-        if not self._settings.lora_dir:
+        if not self._settings.vllm.max_loras:
             return None
         modules: dict[str, list[LoraModule]] = {}
         for of_rank in await self._call("midstream_lora_modules", ()):
@@ -724,5 +724,6 @@ def _ring(
 def _queue_mib(settings: Settings, ring: Ring | None) -> int:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size_mib = settings.tuning.capture_queue_mib
-    ranks = settings.vllm.ranks
-    return plan_queue(ring, host_bytes=host_bytes, ranks=ranks, size_mib=size_mib) >> 20
+    return (
+        plan_queue(ring, host_bytes=host_bytes, ranks=settings.vllm.ranks, size_mib=size_mib) >> 20
+    )

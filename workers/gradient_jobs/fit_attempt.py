@@ -76,9 +76,9 @@ class FitAttempt:
         So no other folder is overwritten: jobs that were accepted with the name's former lens keep
         its file. The folder of an attempt that fails is removed.
         """
-        job, root = self._attempt.job, self._ledger.settings.lens_root
+        job, root = self._attempt.job, self._ledger.settings.artifacts_of("lenses")
         path = f"{wanted.folder}/{job.id}-{self._attempt.number}"
-        folder, count = new_folder(root, path, "lens_dir"), len(wanted.prompts)
+        folder, count = new_folder(root, path, "artifacts_dir/lenses"), len(wanted.prompts)
 
         def computed(points: Any, check: Callable[[], None]) -> None:
             from ..gradients.jacobian import fit_to_folder
@@ -100,7 +100,7 @@ class FitAttempt:
             if isinstance(error, ValueError):
                 raise MidstreamError("intervention_failed", str(error)) from error
             if isinstance(error, OSError):
-                detail = f"the lens cannot be written to {root} (lens_dir): {error}"
+                detail = f"the lens cannot be written to {root} (artifacts_dir/lenses): {error}"
                 raise MidstreamError("internal", detail) from error
             raise
         lenses = Registry(self._ledger, JACOBIAN_LENSES)

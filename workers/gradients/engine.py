@@ -73,9 +73,11 @@ _RANK: dict[str, Any] = {"rank": 0, "tp": 0, "pp": 0}
 
 def _alone(settings: Settings) -> Settings:
     """Return the settings with any machine's values for what does not belong to the model."""
-    own = msgspec.structs.replace(settings.vllm, tensor_parallel_size=1, pipeline_parallel_size=1)
+    own = msgspec.structs.replace(
+        settings.vllm, tensor_parallel_size=1, pipeline_parallel_size=1, max_loras=0
+    )
     return msgspec.structs.replace(
-        settings, vllm=own, executor="auto", nodes=1, speculative_tokens=0, lora_dir=""
+        settings, vllm=own, executor="auto", nodes=1, speculative_tokens=0
     )
 
 
@@ -315,7 +317,9 @@ class TransformersEngine:
 
     def _load_sae(self, sae: StoredSae) -> Autoencoder:
         settings = self._settings
-        return load_registered(sae, settings.sae_root, settings.tuning.sae_cache_mib << 20)
+        return load_registered(
+            sae, settings.artifacts_of("saes"), settings.tuning.sae_cache_mib << 20
+        )
 
     async def generate(self, ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         """Compute the gradient rows of one prompt, and pass them on; no token is generated."""

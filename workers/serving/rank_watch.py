@@ -1,6 +1,6 @@
 """What a worker does about its ranks besides running jobs: answers, reports, and resyncs.
 
-The watch polls Redis every `steering_poll_s`: it checks with the ranks whether they could apply
+The watch polls Redis every `POLL_S`: it checks with the ranks whether they could apply
 global steering that is proposed or in force, and reports on them. A job begins only while the
 worker is `serving`. When ranks of a stage disagree, or may, the worker takes no jobs, stops those
 that have interventions or captures, resets every rank, and compares the ranks. Then it serves
@@ -33,11 +33,15 @@ from .redis_retry import UNAVAILABLE, patiently
 
 logger = logging.getLogger(__name__)
 
+#: How often Redis is asked for changes to global steering and for queries about the ranks.
+POLL_S = 0.25
 #: How often the ranks are compared, in addition to every receipt, and the worker reports without
 #: being asked.
 COMPARE_S = 5.0
 #: Retry interval for global steering that the ranks refused, or that could not be read.
 RETRY_S = 1.0
+#: The least time between ERROR log lines on ranks that disagree.
+COMPLAINT_S = 60.0
 VERSION_MISMATCH = "version_mismatch"
 #: A resync waits this long for the engine to let go of the requests that it stopped.
 DRAIN_S = 30.0
@@ -135,7 +139,7 @@ class RankWatch:
         unreachable = False
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.steering_poll_s):
+                async with asyncio.timeout(POLL_S):
                     await self._wake.wait()
             self._wake.clear()
             try:
@@ -310,8 +314,8 @@ class RankWatch:
                 )
 
     def _complain(self, why: str) -> None:
-        """Log an ERROR, at most once per `desync_log_s`: every request may cause the same error."""
-        if time.monotonic() - self._complained < self._settings.desync_log_s:
+        """Log an ERROR, at most once per `COMPLAINT_S`: every request may cause the same error."""
+        if time.monotonic() - self._complained < COMPLAINT_S:
             logger.info("ranks diverged again (count since the start: %d): %s", self.desyncs, why)
             return
         self._complained = time.monotonic()

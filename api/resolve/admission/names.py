@@ -70,8 +70,8 @@ class Names:
         self, settings: Settings, ledger: Ledger, steering: LedgerSteering, served: Served
     ):
         self._ledger, self._steering, self._served = ledger, steering, served
-        self._features = FeatureFiles(settings.sae_root)
-        self._directions = DirectionFiles(settings.lens_root)
+        self._features = FeatureFiles(settings.artifacts_of("saes"))
+        self._directions = DirectionFiles(settings.artifacts_of("lenses"))
         self._reading_files = anyio.CapacityLimiter(1)
 
     async def resolve(

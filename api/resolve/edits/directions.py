@@ -61,7 +61,7 @@ class DirectionFiles:
     """
 
     def __init__(self, root: str) -> None:
-        """`root`: the setting `lens_dir`."""
+        """`root`: the folder of lenses."""
         self._root = root
         self._known: OrderedDict[tuple[str, int, int], np.ndarray] = OrderedDict()
         self._checked: dict[str, tuple[int, int, int]] = {}  # digest → state of the checked file

@@ -80,7 +80,7 @@ class FeatureFiles:
     """
 
     def __init__(self, root: str) -> None:
-        """`root`: the setting `sae_dir`."""
+        """`root`: the folder of autoencoders."""
         self._root = root
         self._known: OrderedDict[tuple[str, int], FeatureVectors] = OrderedDict()
 

@@ -59,7 +59,8 @@ def _support(model: ModelInfo) -> LoraSupport:
     if model.lora is None:
         raise invalid(
             "lora",
-            (f"{model.name!r} is served without adapters: the worker's setting lora_dir is empty"),
-            hint="omit it, or have the operator start with `--set lora_dir=FOLDER`",
+            f"{model.name!r} is served without adapters: the worker's setting engine.max_loras is "
+            "0",
+            hint="omit it, or have the operator start with `--engine max_loras=4`",
         )
     return model.lora

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 #: few milliseconds only. The same holds for bytes: a receipt is large only if it contains rows for
 #: the response.
 BATCH, BATCH_BYTES = 256, 8 << 20
+#: The least time between log lines on a worker's ranks that disagree.
+DISAGREEMENT_LOG_S = 60.0
 
 
 @dataclass
@@ -189,7 +191,7 @@ class Settler:
         """
         at = time.monotonic()
         if at >= self._log_at.get(worker, at):
-            self._log_at[worker] = at + self._settings.desync_log_s
+            self._log_at[worker] = at + DISAGREEMENT_LOG_S
             log.warning(
                 "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
             )

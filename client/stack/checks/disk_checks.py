@@ -7,9 +7,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import get_args
+from urllib.parse import parse_qsl, urlsplit
 
-from ....schemas.base.settings import is_loopback
+from ....schemas.base.settings import ArtifactFolder, is_loopback
 from ....storage.store import Demanding, committed, open_store
 from .finding import CheckFinding, graded, timed
 from .service import Service
@@ -29,9 +30,14 @@ def data_disk(service: Service) -> Iterator[CheckFinding]:
     settings = service.settings
     if Path(settings.data_dir).is_dir():
         text = (
-            "by the settings of this command (those of the server may differ), autoencoders are "
-            f"registered from {settings.sae_root}, lenses from {settings.lens_root}, adapters from "
-            f"{settings.lora_dir or 'nowhere (lora_dir is empty)'}"
+            "by the settings of this command (those of the server may differ), artifacts are "
+            "registered from "
+            + ", ".join(map(settings.artifacts_of, get_args(ArtifactFolder)))
+            + (
+                ""
+                if settings.vllm.max_loras
+                else "; no adapters are served (engine.max_loras is 0)"
+            )
         )
         yield CheckFinding("ok", "folders", text)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
@@ -98,9 +104,10 @@ def store(service: Service) -> Iterator[CheckFinding]:
         advice = "use another server: docs/machines.md lists tested servers"
         yield CheckFinding("fail", "artifact store", trouble, advice)
         return
-    address = urlsplit(settings.artifact_endpoint)
+    endpoint = dict(parse_qsl(urlsplit(settings.artifacts).query)).get("endpoint", "")
+    address = urlsplit(endpoint)
     if address.scheme == "http" and not is_loopback(address.hostname or ""):
-        found = f"{settings.artifact_endpoint} is not encrypted"
+        found = f"{endpoint} is not encrypted"
         yield CheckFinding(
             "warn", "artifact store", found, "use https:// outside a private network"
         )

@@ -45,7 +45,7 @@ class FakeGradients(FakeEngine):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._sae_root = settings.sae_root
+        self._sae_root = settings.artifacts_of("saes")
         self.gradients = GradientInfo(
             model=self.info.name, identity=self.info.identity, dtype="float32", device="cpu"
         )

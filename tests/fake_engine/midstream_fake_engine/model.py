@@ -106,7 +106,7 @@ def make_info(
         },
         extensions=[reader.facts for reader in (installed or {}).values()],
         lora=LoraSupport(max_rank=settings.vllm.max_lora_rank, modules={FAKE_LINEAR: [LORA_SHAPE]})
-        if settings.lora_dir
+        if settings.vllm.max_loras
         else None,
     )
 

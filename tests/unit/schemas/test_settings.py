@@ -69,7 +69,9 @@ def test_arguments_win_over_the_environment_and_the_environment_over_the_file(
         ({FILE_VARIABLE: "/nowhere/gone.toml"}, {}, r"gone\.toml"),
         ({}, {"artifact_store": "gs://bucket"}, "valid: s3://bucket/prefix"),
         ({}, {"artifact_store": "s3://key:secret@bucket"}, "valid: s3://bucket/prefix"),
-        ({}, {"artifact_endpoint": "minio:9000"}, "valid: http://host:port"),
+        ({}, {"artifact_store": "s3://kept/here?endpoint=minio:9000"}, "valid: http://host:port"),
+        ({}, {"artifact_store": "s3://kept/here?zone=a"}, "valid: s3://bucket/prefix"),
+        ({}, {"artifact_store": "s3://kept/here?endpoint"}, "valid: s3://bucket/prefix"),
         ({}, {"artifact_public_endpoint": "http://user:secret@minio"}, "valid: http://host:port"),
         ({}, {"artifact_secret_key": "alone"}, "belong together"),
     ],
@@ -93,16 +95,9 @@ def test_a_child_process_reads_back_the_same_settings() -> None:
 
 
 def test_the_uri_of_the_artifact_store_has_endpoint_and_region_and_no_credentials() -> None:
-    settings = load_settings(
-        {},
-        artifact_store="s3://kept/here",
-        artifact_endpoint="http://minio:9000",
-        artifact_region="eu-west-1",
-        **{"artifact_access_key": "AKID", "artifact_secret_key": "hidden"},
-    )
-    assert (
-        settings.artifacts == "s3://kept/here?endpoint=http%3A%2F%2Fminio%3A9000&region=eu-west-1"
-    )
+    uri = "s3://kept/here?endpoint=http://minio:9000&region=eu-west-1"
+    keys = {"artifact_access_key": "AKID", "artifact_secret_key": "hidden"}
+    assert load_settings({}, artifact_store=uri, **keys).artifacts == uri
     assert (
         Settings(data_dir="/data").artifacts,
         Settings(artifact_store="/shared/captures").artifacts,

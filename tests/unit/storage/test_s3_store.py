@@ -504,9 +504,7 @@ def test_a_segment_is_referred_to_before_its_index_is_there(
 def test_a_server_that_ignores_conditions_is_refused_at_the_start(
     s3: FaultProxy, bucket: S3Store, when: str, said: str
 ) -> None:
-    settings = Settings(
-        artifact_store=bucket.link(""), artifact_endpoint=s3.url, artifact_region=s3_kit.REGION
-    )
+    settings = Settings(artifact_store=bucket.uri)
     fitness.require(settings)
     s3.fault("deaf", when)
     with pytest.raises(SettingsError, match=said):

@@ -36,6 +36,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "model": settings.model,
         "served_model_name": settings.served_model,
         **msgspec.structs.asdict(settings.vllm),
+        "enable_lora": settings.vllm.max_loras > 0,  # if not, vLLM reads none of the sizes
         "disable_log_stats": True,
         # models that take text only ignore this option and the next two
         "language_model_only": not settings.images_per_prompt,
@@ -56,10 +57,6 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         # A rank knows a token's position before the forward pass only if no step begins before the
         # drafts of the last step are verified.
         options |= {"speculative_config": speculative_config(settings), "async_scheduling": False}
-    if settings.lora_dir:
-        options["enable_lora"] = True
-    else:
-        options = {name: value for name, value in options.items() if "lora" not in name}
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options | accepted(settings).options

@@ -14,7 +14,7 @@ OURS: dict[str, str] = {
     "nnodes": "nodes",
     "node_rank": "node_rank",
     "kv_cache_memory_bytes": "kv_cache_gib (on a CPU; elsewhere engine.num_gpu_blocks_override)",
-    "enable_lora": "lora_dir",
+    "enable_lora": "engine.max_loras",
     "log_level": "log_level",
     "log_config_file": "log_format",
     "logging_config": "log_format",

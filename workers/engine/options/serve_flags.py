@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ....schemas.base.settings import SettingsError, engine_options, known_settings
+from ....schemas.base.records import json_or_text
+from ....schemas.base.settings import SettingsError, known_settings
 from ....schemas.base.vllm_options import VllmOptions
 from ...runner.support.vllm_source import installed
 from .option_lists import OURS, WRONG
@@ -53,7 +54,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "trust_request_chat_template",
         "trust_request_mm_kwargs",
     ),
-    "adapters are registered while the server runs: `--set lora_dir=FOLDER`, then "
+    "adapters are registered while the server runs: `--max-loras NUMBER`, then "
     "`midstream put lora`": ("lora_modules",),
     "the parsers are vLLM's own: `--tool-call-parser`": ("tool_parser_plugin",),
     "TLS ends at a proxy in front of the API": (
@@ -246,7 +247,6 @@ def translated(given: Mapping[str, str | bool]) -> dict[str, Any]:
     """
     wrong = [f"{flag(name)}: {REFUSED[name]}" for name in given if name in REFUSED]
     settings: dict[str, Any] = {}
-    options: dict[str, Any] = {}
     types = known_settings()
     for name, value in given.items():
         if isinstance(value, str) and name in _TOKENS and (number := _SUFFIXED.fullmatch(value)):
@@ -258,9 +258,7 @@ def translated(given: Mapping[str, str | bool]) -> dict[str, Any]:
                 wrong.append(f"{flag(name)} {value!r}: {error}")
             settings |= ALSO.get(name, {})
         elif name not in REFUSED and name not in NO_EFFECT:
-            options |= (
-                {name: value} if isinstance(value, bool) else engine_options([f"{name}={value}"])
-            )
+            settings[f"engine.{name}"] = value if isinstance(value, bool) else json_or_text(value)
     if wrong:
         raise SettingsError("; ".join(wrong))
-    return settings | ({"engine_options": options} if options else {})
+    return settings

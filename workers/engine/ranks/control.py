@@ -40,12 +40,15 @@ class RankControl(ABC):
         self._vectors = RankVectors(self._ranks, settings.tuning.vector_cache_mib << 20)
         self._runs = RankRuns(self._ranks, settings.tuning.run_cache_mib << 20)
         self._loras = RankLoras(
-            self._ranks, settings.lora_dir, settings.vllm.max_cpu_loras, lambda: self.info.lora
+            self._ranks,
+            settings.artifacts_of("loras"),
+            settings.vllm.max_cpu_loras,
+            lambda: self.info.lora,
         )
         self._artifacts: dict[type[StoredArtifact], RankCache[Any]] = {
             StoredLora: self._loras,
             StoredSae: RankSaes(
-                self._ranks, settings.sae_root, settings.tuning.sae_cache_mib << 20
+                self._ranks, settings.artifacts_of("saes"), settings.tuning.sae_cache_mib << 20
             ),
         }
         self._rows = RowAdmission(settings.tuning.steering_rows, settings.tuning.steering_entries)

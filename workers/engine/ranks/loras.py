@@ -22,7 +22,7 @@ class RankLoras(RankCache[StoredLora]):
     def __init__(
         self, ranks: Ranks, root: str, budget: int, support: Callable[[], LoraSupport | None]
     ) -> None:
-        """`root`: the setting `lora_dir`. `support`: returns what the model accepts."""
+        """`root`: the folder of adapters. `support`: returns what the model accepts."""
         super().__init__(ranks, budget)
         self._root, self._support = root, support
         # digest → vLLM's number of every adapter ever loaded; numbers are never reused
@@ -56,7 +56,7 @@ class RankLoras(RankCache[StoredLora]):
         if support is None:
             raise MidstreamError(
                 "invalid_request",
-                "this worker serves no adapters: its setting lora_dir is empty",
+                "this worker serves no adapters: its setting engine.max_loras is 0",
                 field="lora",
             )
         folder = folder_of(self._root, lora.path)

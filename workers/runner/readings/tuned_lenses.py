@@ -23,7 +23,7 @@ class TunedMaps:
     """Tuned lenses of one rank. Called from writer threads."""
 
     def __init__(self, root: str) -> None:
-        """`root`: the setting `lens_dir`."""
+        """`root`: the folder of lenses."""
         self._root = root
         self._known: dict[str, tuple[int, int, int]] = {}  # digest → state of the checked file
 

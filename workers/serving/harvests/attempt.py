@@ -113,7 +113,7 @@ class HarvestAttempt:
         task = SurveyTask(
             job=job.id,
             survey=survey,
-            sae_root=settings.sae_root,
+            sae_root=settings.artifacts_of("saes"),
             sae_bytes=settings.tuning.sae_cache_mib << 20,
             data_dir=settings.data_dir,
         )

@@ -42,7 +42,7 @@ class _Loaded:
         if self._sae is None or self._digest != named.digest:
             self._sae = None
             self._sae = load_registered(
-                named, settings.sae_root, settings.tuning.sae_cache_mib << 20
+                named, settings.artifacts_of("saes"), settings.tuning.sae_cache_mib << 20
             )
             self._digest = named.digest
         return self._sae

@@ -17,7 +17,7 @@ const form = {
   missing: ({ readings }, { saes }) =>
     readings.features
       ? html`<p>This model reads no features: ${readings.features}.</p>`
-      : !saes.length && html`<p>No sparse autoencoder is registered. Put one below the folder <code>sae_dir</code>, then run <code>midstream put sae NAME PATH</code>.</p>`,
+      : !saes.length && html`<p>No sparse autoencoder is registered. Put one below the folder <code>artifacts_dir/saes</code>, then run <code>midstream put sae NAME PATH</code>.</p>`,
   fields: (_, { saes }) => [
     { name: "sae", label: "Autoencoder", api: "features[0].sae", value: saes[0].name, options: Object.fromEntries(saes.map(({ name, hook, layer, form: { d_sae } }) => [name, `${name}: ${d_sae} features of ${hook}, layer ${layer}`])) },
     { name: "top_k", label: "Features per token", api: "features[0].top_k", value: "10", type: "number", min: 1, max: 256 },

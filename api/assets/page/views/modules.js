@@ -42,13 +42,13 @@ const KINDS = [
   },
   {
     title: "Sparse autoencoders", path: "/v1/artifacts/saes", list: "saes", open: (name) => ["features", "sae", name],
-    empty: "Dictionaries of features, from a folder below sae_dir.", command: "midstream put sae NAME PATH",
+    empty: "Dictionaries of features, from a folder below artifacts_dir/saes.", command: "midstream put sae NAME PATH",
     what: ({ form, hook, layer }) => `${number(form.d_sae)} features of ${hook}, layer ${layer} · ${form.architecture}`,
     facts: ({ form, path, trained_on, bytes: size, digest }) => [["Width of rows", number(form.d_in)], ["Trained on", trained_on], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
   {
     title: "Tuned lenses", path: "/v1/artifacts/lenses", list: "lenses", open: (name) => ["lens", "through", name],
-    empty: "Maps that make early layers readable, from a folder below lens_dir.", command: "midstream put lens NAME PATH",
+    empty: "Maps that make early layers readable, from a folder below artifacts_dir/lenses.", command: "midstream put lens NAME PATH",
     what: ({ hook, layers }) => `${hook}, layers ${ranges(layers)}`,
     facts: ({ residual, path, bytes: size, digest }) => [["Maps", residual ? "added to the row" : "replace the row"], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },
@@ -60,7 +60,7 @@ const KINDS = [
   },
   {
     title: "LoRA adapters", path: "/v1/artifacts/loras", list: "loras",
-    empty: "Trained changes of linear layers, from a folder below lora_dir.", command: "midstream put lora NAME PATH",
+    empty: "Trained changes of linear layers, from a folder below artifacts_dir/loras.", command: "midstream put lora NAME PATH",
     what: ({ rank, modules }) => `rank ${rank} · ${count(modules.length, "linear layer")}`,
     facts: ({ modules, path, bytes: size, digest }) => [["Linear layers", modules.join(", ")], ["Folder", path], ["Size", bytes(size)], ["Digest", digest]],
   },

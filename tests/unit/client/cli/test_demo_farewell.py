@@ -23,10 +23,9 @@ def test_the_command_that_the_demo_proposes_shows_its_captures(
     stores = {
         "default": "",
         "folder": str(tmp_path / "kept elsewhere"),
-        "bucket": f"s3://{new_bucket()}/lab",
+        "bucket": f"s3://{new_bucket()}/lab?endpoint={s3.url}&region=us-east-1",
     }
-    more = {"artifact_endpoint": s3.url, "artifact_region": "us-east-1"} if kind == "bucket" else {}
-    settings = Settings(data_dir="demo", artifact_store=stores[kind], **more)
+    settings = Settings(data_dir="demo", artifact_store=stores[kind])
     write(
         open_store(settings.artifacts), finished("job_1", tag="demo", sites={"post_block": [LAYER]})
     )

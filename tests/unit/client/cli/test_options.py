@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from midstream import SteeringSpec
 from midstream.client.cli import options
+from midstream.schemas.base.records import json_or_text
 from midstream.schemas.base.tensors import from_numpy
 
 JOY = np.arange(4, dtype=np.float32)
@@ -53,12 +54,12 @@ def steering(text: str) -> Any:
         (options.positions, "0,5:9,-1", [0, {"start": 5, "stop": 9}, -1]),
         (options.positions, ":", ":"),
         (options.positions, "5:x", "5:x"),
-        (options.value, "3", 3),
-        (options.value, "0-5", "0-5"),
-        (options.value, "true", True),
-        (options.value, '"3"', "3"),
-        (options.value, "[0, -1]", [0, -1]),
-        (options.value, "", ""),
+        (json_or_text, "3", 3),
+        (json_or_text, "0-5", "0-5"),
+        (json_or_text, "true", True),
+        (json_or_text, '"3"', "3"),
+        (json_or_text, "[0, -1]", [0, -1]),
+        (json_or_text, "", ""),
     ],
 )
 def test_what_is_typed_becomes_fields(

@@ -276,7 +276,7 @@ def test_adapters_are_divided_on_one_side_and_experts_take_none() -> None:
             part.name: part.bytes
             for part in plan(
                 model_of(LLAMA_8B),
-                Settings(lora_dir="/adapters", vllm=VllmOptions(tensor_parallel_size=ranks)),
+                Settings(vllm=VllmOptions(max_loras=4, tensor_parallel_size=ranks)),
             ).memory
         }
         for ranks in (1, 2)
@@ -292,7 +292,7 @@ def test_adapters_are_divided_on_one_side_and_experts_take_none() -> None:
     assert "adapters" not in {part.name for part in plan(model_of(LLAMA_8B), Settings()).memory}
     assert {
         part.bytes
-        for part in plan(model_of(QWEN_30B), Settings(lora_dir="/adapters")).memory
+        for part in plan(model_of(QWEN_30B), Settings(vllm=VllmOptions(max_loras=4))).memory
         if "adapters" in part.name
     } == {0}
 

@@ -121,7 +121,7 @@ def test_refused_flags_say_why_all_at_once() -> None:
     assert str(refused.value) == (
         "--enable-dbo: it divides a batch's rows between passes or ranks, and edits would reach "
         "the wrong rows; --ssl-keyfile: TLS ends at a proxy in front of the API; "
-        "--lora-modules: adapters are registered while the server runs: `--set lora_dir=FOLDER`, "
+        "--lora-modules: adapters are registered while the server runs: `--max-loras NUMBER`, "
         "then `midstream put lora`; --port 'http': Expected `int`, got `str`"
     )
 

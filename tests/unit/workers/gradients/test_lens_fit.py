@@ -56,7 +56,9 @@ async def test_a_lens_is_synced_before_it_is_registered(
     monkeypatch.setattr(os, "replace", replaced)
     monkeypatch.setattr(fit_attempt, "Registry", lambda *_: SimpleNamespace(put=put))
     view = AsyncMock(return_value=SimpleNamespace(attempt=1, state=State.RUNNING))
-    ledger: Any = SimpleNamespace(settings=SimpleNamespace(lens_root=str(tmp_path)), view=view)
+    ledger: Any = SimpleNamespace(
+        settings=SimpleNamespace(artifacts_of=lambda _: str(tmp_path)), view=view
+    )
     work = FitWork(fit=WANTED)
     job = SimpleNamespace(id="job_1", model="m", work_as=lambda _: work)
     attempt: Any = SimpleNamespace(

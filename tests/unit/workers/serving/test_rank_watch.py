@@ -109,9 +109,7 @@ class Worker:
             "worker_id": "w",
             "relay_url": "tcp://127.0.0.1:9",
         }
-        self.settings = load_settings(
-            {}, **(values | {"engine.tensor_parallel_size": 2, "steering_poll_s": 0.01} | changed)
-        )
+        self.settings = load_settings({}, **(values | {"engine.tensor_parallel_size": 2} | changed))
         self.engine, self.board, self.told = FakeEngine(self.settings), Board(), 0
         self.watch = RankWatch(self.board, self.engine, self.settings, "boot", self._tell)  # type: ignore[arg-type]
         self.watch.stop_runs = self._stop_runs
@@ -161,6 +159,7 @@ class Worker:
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midstream.workers.serving.rank_watch.RETRY_S", 0.02)
+    monkeypatch.setattr("midstream.workers.serving.rank_watch.POLL_S", 0.01)
 
 
 @pytest.fixture

@@ -60,7 +60,9 @@ def rows_of(
     site = "post_block", 1
     base = run(folder, "base", rows[:3], [2, 3, 4], site)
     source = run(folder, "source", rows[3:6], [6, 7, 8], site)
-    chosen = load_settings({}, artifact_store=str(folder), sae_dir=str(ROOT), **settings)
+    chosen = load_settings(
+        {}, artifact_store=str(folder), artifacts_dir=str(ROOT.parent), **settings
+    )
     found = FeatureRows(chosen, asked).rows(base, None if asked.ablation else source, units)
     return {number: [to_numpy(row) for row in written] for number, written in found.items()}
 
@@ -139,7 +141,7 @@ def test_an_autoencoder_that_changed_or_is_too_large_is_refused(
     with refuses(says):
         rows_of(tmp_path, sweep(stored), units((0, 1)), **{"tuning.sae_cache_mib": 1})
     engine = TransformersEngine(
-        Settings(model="m", sae_dir=str(ROOT), tuning=Tuning(sae_cache_mib=1))
+        Settings(model="m", artifacts_dir=str(ROOT.parent), tuning=Tuning(sae_cache_mib=1))
     )
     with refuses(says):
         engine._load_sae(stored)
