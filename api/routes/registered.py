@@ -96,14 +96,15 @@ ROWS = (
     RegisteredKind(
         TUNED_LENSES,
         from_folder(resolve_tuned, "lenses"),
-        "tuned lenses. `path` is a folder below `lenses` in `artifacts_dir` with `lens.safetensors`: "
-        "`{layer}.weight` and `{layer}.bias` of each layer.",
+        "tuned lenses. `path` is a folder below `lenses` in `artifacts_dir` with "
+        "`lens.safetensors`: `{layer}.weight` and `{layer}.bias` of each layer.",
     ),
     RegisteredKind(
         JACOBIAN_LENSES,
         from_folder(lens_of, "lenses"),
-        "Jacobian lenses. `path` is a folder below `lenses` in `artifacts_dir` with `lens.safetensors`, "
-        "as fits write it and `midstream convert` makes it of other tools' files.",
+        "Jacobian lenses. `path` is a folder below `lenses` in `artifacts_dir` with "
+        "`lens.safetensors`, as fits write it and `midstream convert` makes it of other tools' "
+        "files.",
     ),
     RegisteredKind(
         PROBES,
