@@ -35,9 +35,7 @@ from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
 from .jobs import ERRORS, PROBLEM, ModelFilter
 from .probes import Made, change_policy, make_policy, make_probe
-from .steering import make_module, module_file, module_of
-
-CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM, 429: PROBLEM}
+from .steering import CHANGE_ERRORS, make_module, module_file, module_of
 
 
 @dataclass(frozen=True)
@@ -182,6 +180,7 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         responses={
             201: ResponseSpec(record, description="The name is new", generate_examples=False),
             **CHANGE_ERRORS,
+            429: PROBLEM,
         },
         operation_class=PutOperation,
     )

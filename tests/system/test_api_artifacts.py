@@ -221,6 +221,14 @@ def test_an_artifact_has_a_kind_and_a_name(
     refused(http.get(f"/v1/artifacts/{path}"), status, field, says)
 
 
+def test_what_one_kind_has_is_refused_for_others(http: httpx2.Client) -> None:
+    problem = refused(http.patch("/v1/artifacts/saes/x", json={"mode": "shadow"}), 400, "kind")
+    assert problem["allowed"] == "policies"
+    assert refused(http.get("/v1/artifacts/saes/x/file"), 400, "kind")["allowed"] == "modules"
+    file = {"content": b"x", "headers": {"Content-Type": "application/octet-stream"}}
+    refused(http.put("/v1/artifacts/saes/x", **file), 415, "Content-Type", "octet-stream")  # type: ignore[arg-type]
+
+
 # --- Named by requests
 # --------------------------------------------------------------------------------------------------
 
