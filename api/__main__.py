@@ -15,11 +15,12 @@ import uvicorn
 
 from ..broker.artifacts import fitness
 from ..broker.ledger.people import keys
-from ..broker.ops import logs, metrics_server, redis_durability, traces
-from ..broker.ops.hosts import allowed_names
-from ..schemas.base import faults
+from ..broker.processes.hosts import allowed_names
+from ..broker.redis_service import durability as redis_durability
+from ..broker.telemetry import logs, metrics_server, traces
 from ..schemas.base.errors import MidstreamError
-from ..schemas.base.settings import (
+from ..schemas.settings import faults
+from ..schemas.settings.settings import (
     Settings,
     SettingsError,
     asks_for_keys,

@@ -24,16 +24,16 @@ from ..broker.ledger.named.steering import LedgerSteering
 from ..broker.ledger.people.keys import LedgerKeys
 from ..broker.ledger.people.sessions import Sessions
 from ..broker.ledger.recovery.harvests import LedgerHarvests
-from ..broker.ops import logs
-from ..broker.ops.hosts import Hosts
+from ..broker.processes.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
+from ..broker.telemetry import logs
 from ..schemas.access.keys import Caller
-from ..schemas.base.faults import crash_point
-from ..schemas.base.settings import Settings, asks_for_keys
 from ..schemas.jobs.harvests import HarvestView
 from ..schemas.jobs.jobs import Job, JobView, State
 from ..schemas.jobs.kinds import KINDS
 from ..schemas.jobs.models import ModelInfo
+from ..schemas.settings.faults import crash_point
+from ..schemas.settings.settings import Settings, asks_for_keys
 from ..storage.store import open_store
 from .operations.disks import CaptureQuota, Disks
 from .operations.job_feed import JobFeed

@@ -38,8 +38,8 @@ from services import service
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.client.stack.supervisor import read_state
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
+from midstream.schemas.settings.settings import Settings
 
 FAKE, MODEL = "fake-model", "of-demo-size"
 LAYERS, HIDDEN, LENGTH = 30, 576, 8192

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midstream.schemas.base.settings import Settings, load_settings, to_environment
+from midstream.schemas.settings.settings import Settings, load_settings, to_environment
 
 DATA = Path(__file__).with_name("data")
 DEMO_MODEL = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"

@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from midstream.broker.queue.celery_app import make_app
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 
 DONE, QUEUE = "bench:noop:done", "bench-noop"
 

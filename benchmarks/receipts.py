@@ -24,10 +24,10 @@ from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.receipts import sender
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.requests.specs import StoredCapture
+from midstream.schemas.settings.settings import Settings
 
 WORKER, BOOT, IDENTITY = "bench", "boot", "a" * 64
 PROMPTS = 512  # per job

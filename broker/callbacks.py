@@ -18,18 +18,19 @@ import redis
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
-from ..schemas.base import faults
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.records import now
-from ..schemas.base.settings import Settings, SettingsError, load_settings
+from ..schemas.settings import faults
+from ..schemas.settings.settings import Settings, SettingsError, load_settings
 from .artifacts import fitness
 from .ledger.jobs.ledger import Ledger
 from .ledger.recovery.reaper import Reaper
-from .ops import metrics, observability, redis_durability
-from .ops.liveness import REAPER_KEY
-from .ops.redis_availability import is_redis_unavailable
+from .processes.liveness import REAPER_KEY
 from .queue.celery_app import CALLBACKS_QUEUE, make_app
 from .queue.transport import transport_of
+from .redis_service import durability as redis_durability
+from .redis_service.availability import is_redis_unavailable
+from .telemetry import metrics, start as observability
 from .webhooks.sender import WebhookSender
 
 log = logging.getLogger(__name__)

@@ -25,22 +25,22 @@ from celery.states import READY_STATES, RETRY
 
 from ..schemas.base.errors import STATUS_OF_KIND
 from ..schemas.base.records import now
-from ..schemas.base.settings import (
+from ..schemas.jobs.jobs import TERMINAL, State
+from ..schemas.settings.settings import (
     Settings,
     SettingsError,
     asks_for_keys,
     is_loopback,
     load_settings,
 )
-from ..schemas.jobs.jobs import TERMINAL, State
 from .ledger.people import keys
-from .ops import redis_open
-from .ops.acl import jobs_url
-from .ops.hosts import Hosts
-from .ops.install import basic
+from .processes.hosts import Hosts
+from .processes.install import basic
 from .queue.celery_app import make_app
 from .queue.messages import job_of_task
 from .queue.task_events import SUCCEEDED, JobEnding, endings, event_of
+from .redis_service import opening as redis_open
+from .redis_service.acl import jobs_url
 
 log = logging.getLogger("midstream.broker.flower")  # not `__main__`
 

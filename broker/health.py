@@ -18,11 +18,11 @@ import msgspec
 import redis
 
 from ..schemas.base.records import from_json
-from ..schemas.base.settings import Settings, SettingsError, load_settings
 from ..schemas.jobs.models import WorkerInfo
-from .ops import redis_open
-from .ops.install import basic
-from .ops.liveness import REAPER_KEY, RELAY_KEY
+from ..schemas.settings.settings import Settings, SettingsError, load_settings
+from .processes.install import basic
+from .processes.liveness import REAPER_KEY, RELAY_KEY
+from .redis_service import opening as redis_open
 
 TIMEOUT_S = 5.0
 #: File in a container's temporary folder, which exists until its worker is ready. It is empty, or

@@ -30,8 +30,8 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 from ..schemas.base.errors import MidstreamError, Translated
-from ..schemas.base.faults import crash_point
 from ..schemas.jobs.captures import SEGMENT_SUFFIX, index_of
+from ..schemas.settings.faults import crash_point
 from .direct_write import LEAST, DirectWriter
 from .disk import probe
 from .store import Buffer, NotInPlaceError, check_key

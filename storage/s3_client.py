@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
-from ..schemas.base.settings import load_settings
+from ..schemas.settings.settings import load_settings
 from .calls import CALLS, StoreCall
 from .store import TRANSIENT
 

@@ -22,8 +22,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import obstore
 
-from ..schemas.base.faults import crash_point
 from ..schemas.jobs.captures import SEGMENTS, index_of
+from ..schemas.settings.faults import crash_point
 from .calls import StoreCall
 from .disk import disk_trouble
 from .s3_client import S3Address, Stale, ask, client, counted, explained, together, where

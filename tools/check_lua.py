@@ -14,8 +14,8 @@ import redis
 
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs import ledger as jobs
-from midstream.broker.ops import redis_server
 from midstream.broker.queue import transport
+from midstream.broker.redis_service import server as redis_server
 from midstream.broker.webhooks import outbox, secrets
 
 BROKER = Path(scripts.__file__).parents[1]

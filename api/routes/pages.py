@@ -21,9 +21,9 @@ from litestar.response import Redirect
 
 from ...schemas.base.errors import MidstreamError, shortened
 from ...schemas.base.records import to_json
-from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
 from ...schemas.jobs.kinds import KINDS
+from ...schemas.settings.settings import Settings
 from ..context import AppContext
 from ..web.auth import needs
 from ..web.body import JsonRequest

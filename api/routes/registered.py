@@ -22,10 +22,10 @@ from ...schemas.artifacts.saes import SAES
 from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ...schemas.base.errors import MidstreamError, suggestion
 from ...schemas.base.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, MAX_NAME, NAME_PATTERN
-from ...schemas.base.settings import ArtifactFolder
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.policies import POLICIES, Policy, PolicyChange
 from ...schemas.requests.steering import MODULES
+from ...schemas.settings.settings import ArtifactFolder
 from ...storage.formats.lens_files import lens_of
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora

@@ -16,8 +16,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from ...broker.ledger.jobs.ledger import Ledger, reachable
 from ...broker.ledger.jobs.status import read_status
 from ...broker.ledger.named.steering import Account
-from ...broker.ops.liveness import RELAY_KEY
-from ...broker.ops.metrics import (
+from ...broker.processes.liveness import RELAY_KEY
+from ...broker.telemetry.metrics import (
     HELD,
     LEDGER,
     LEDGER_DURABLE,
@@ -27,7 +27,6 @@ from ...broker.ops.metrics import (
     SteeringReport,
 )
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.instance import instance_of
 from ...schemas.base.limits import MAX_NAME
 from ...schemas.base.version import __version__
 from ...schemas.jobs.models import ModelInfo, WorkerInfo
@@ -35,6 +34,7 @@ from ...schemas.jobs.openai import ModelCard, ModelList
 from ...schemas.service.compatibility import judged, misfit_of
 from ...schemas.service.health import Health, Readiness
 from ...schemas.service.status import ServiceStatus
+from ...schemas.settings.instance import instance_of
 from ..context import AppContext
 from ..operations.rank_agreement import stage_agreements
 from ..web.auth import may_observe, needs

@@ -19,13 +19,13 @@ from ...broker.ledger.jobs.ledger import not_found
 from ...broker.ledger.people import keys
 from ...broker.ledger.people.keys import LedgerKeys
 from ...broker.ledger.people.sessions import Sessions, name_of
-from ...broker.ops.hosts import SAFE, Hosts
+from ...broker.processes.hosts import SAFE, Hosts
 from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, StoredKey
 from ...schemas.access.sessions import Session
 from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.records import now
-from ...schemas.base.settings import Settings, asks_for_keys
 from ...schemas.jobs.jobs import JobView
+from ...schemas.settings.settings import Settings, asks_for_keys
 from .middleware import MONITORING
 from .wrong_keys import WrongKeys
 

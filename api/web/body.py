@@ -23,8 +23,8 @@ from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.json_bounds import JsonCounter, TooManyValues
 from ...schemas.base.limits import MAX_IDEMPOTENCY_KEY
 from ...schemas.base.records import from_json
-from ...schemas.base.settings import Settings
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
+from ...schemas.settings.settings import Settings
 from . import problems
 from .auth import caller_of
 from .request_context import CURRENT

@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.base.records import to_json
-from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
+from ...schemas.settings.settings import Settings
 from .middleware import MONITORING
 
 #: Largest size in bytes of a request line with its headers.

@@ -16,8 +16,8 @@ import anyio
 from litestar import Litestar, Request
 
 from ...broker.ledger.jobs.ledger import JobSnapshot
-from ...broker.ops import logs, metrics, traces
-from ...broker.ops.traces import TraceSpan
+from ...broker.telemetry import logs, metrics, traces
+from ...broker.telemetry.traces import TraceSpan
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now

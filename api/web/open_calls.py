@@ -3,7 +3,7 @@
 A call counts from its authorization until its answer ends or its client leaves (`Call.held`).
 """
 
-from ...schemas.base.settings import Settings
+from ...schemas.settings.settings import Settings
 from .request_context import CURRENT
 from .shares import Rate, Shares
 

@@ -12,7 +12,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
-from ...broker.ops import metrics
+from ...broker.telemetry import metrics
 from ...schemas.base.errors import (
     STATUS_OF_KIND,
     MidstreamError,

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...broker.ops.traces import TraceSpan
+from ...broker.telemetry.traces import TraceSpan
 from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 

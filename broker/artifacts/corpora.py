@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
-from ...schemas.base.settings import Settings
 from ...schemas.jobs.harvests import HarvestSource, SourceFormat
+from ...schemas.settings.settings import Settings
 from ...storage.store import ArtifactStore, below, open_store
 
 #: File suffix → format.

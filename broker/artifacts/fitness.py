@@ -2,7 +2,7 @@
 
 import logging
 
-from ...schemas.base.settings import Settings, SettingsError
+from ...schemas.settings.settings import Settings, SettingsError
 from ...storage.store import Demanding, open_store
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import socket
 from celery import Celery
 from kombu import Queue
 
-from ...schemas.base.settings import Settings
 from ...schemas.requests.attributions import Queue as QueueName
-from ..ops import redis_open
+from ...schemas.settings.settings import Settings
+from ..redis_service import opening as redis_open
 
 #: kombu's Redis priorities: one list per step; 0 is served first.
 PRIORITY_STEPS = (0, 3, 6, 9)

@@ -19,7 +19,7 @@ from celery.worker.consumer import Consumer as CeleryConsumer
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import ResponseError
 
-from ..ops.redis_availability import await_writes, is_redis_unavailable
+from ..redis_service.availability import await_writes, is_redis_unavailable
 from .transport import is_closed
 
 logger = logging.getLogger(__name__)

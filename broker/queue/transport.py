@@ -24,8 +24,8 @@ from kombu.transport.virtual import base as kombu_virtual
 from kombu.utils.json import dumps, loads
 from redis.exceptions import ConnectionError as RedisConnectionError, RedisError, ResponseError
 
-from ..ops import redis_open
-from ..ops.redis_availability import is_redis_unavailable
+from ..redis_service import opening as redis_open
+from ..redis_service.availability import is_redis_unavailable
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import zmq
 from zmq.utils import z85
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
-from ...schemas.base.settings import Settings, SettingsError, refuse_exposed
-from ..ops.private_files import private_folder
+from ...schemas.settings.settings import Settings, SettingsError, refuse_exposed
+from ..processes.private_files import private_folder
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator

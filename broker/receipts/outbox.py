@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from ...schemas.base.faults import crash_point
 from ...schemas.base.records import to_msgpack
-from ...schemas.base.settings import relay_addresses
 from ...schemas.jobs.receipts import Receipt
+from ...schemas.settings.faults import crash_point
+from ...schemas.settings.settings import relay_addresses
 from ...storage.disk import FULL, disk_trouble
 from .curve import ClientKeys
 from .outbox_store import LOCK_WAIT_S, OutboxError, Store

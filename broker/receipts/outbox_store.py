@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...schemas.base.errors import MidstreamError
-from ..ops.private_files import locked_file, private_folder
+from ..processes.private_files import locked_file, private_folder
 from .frames import new_epoch
 
 log = logging.getLogger(__name__)

@@ -27,19 +27,20 @@ import redis.retry
 import zmq
 from redis.exceptions import NoScriptError
 
-from ...schemas.base import faults
 from ...schemas.base.errors import Translated
-from ...schemas.base.faults import crash_point
 from ...schemas.base.records import from_msgpack, to_msgpack
-from ...schemas.base.settings import Settings, SettingsError, load_settings
 from ...schemas.base.version import __version__
 from ...schemas.jobs.captures import path_fault
 from ...schemas.jobs.receipts import LostRange, Receipt, receipt_decoder
+from ...schemas.settings import faults
+from ...schemas.settings.faults import crash_point
+from ...schemas.settings.settings import Settings, SettingsError, load_settings
 from ..ledger.core.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
 from ..ledger.jobs.settlement import mark_key
-from ..ops import metrics, observability, redis_durability, redis_open
-from ..ops.liveness import RELAY_ALIVE_S, RELAY_BEAT_S, RELAY_KEY
-from ..ops.replicas import Replicas
+from ..processes.liveness import RELAY_ALIVE_S, RELAY_BEAT_S, RELAY_KEY
+from ..redis_service import durability as redis_durability, opening as redis_open
+from ..redis_service.replicas import Replicas
+from ..telemetry import metrics, start as observability
 from . import frames
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, FrameKind, ProtocolMismatch

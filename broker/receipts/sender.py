@@ -21,10 +21,10 @@ from enum import Enum, auto
 
 import zmq
 
-from ...schemas.base.faults import crash_point
 from ...schemas.base.records import to_msgpack
 from ...schemas.base.version import __version__
 from ...schemas.jobs.receipts import PROTOCOL, LostRange
+from ...schemas.settings.faults import crash_point
 from . import frames
 from .curve import ClientKeys
 from .frames import Frame, FrameError, FrameKind, ProtocolMismatch

@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 
 from ...schemas.access.webhooks import DeliveryAttempt, DeliveryState
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.faults import crash_point
 from ...schemas.base.records import now
-from ...schemas.base.settings import Settings
+from ...schemas.settings.faults import crash_point
+from ...schemas.settings.settings import Settings
 from ..ledger.jobs.ledger import Ledger
-from ..ops import metrics
+from ..telemetry import metrics
 from .http import NoAnswer, Poster, TargetRefused
 from .outbox import DeliveryLease, WebhookOutbox
 from .secrets import WebhookSecrets

@@ -25,8 +25,8 @@ from rich.text import Text
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
-from ...schemas.base.settings import Settings, load_settings
 from ...schemas.base.version import __version__
+from ...schemas.settings.settings import Settings, load_settings
 from ...workers.demo_model import MODEL_NAME, fetch_demo_model
 from ..captures.reader import CaptureReader
 from ..render import jobs, steering as show_steering, sweeps

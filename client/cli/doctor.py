@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ...schemas.base.settings import Settings, SettingsError, engine_options, load_settings
+from ...schemas.settings.settings import Settings, SettingsError, engine_options, load_settings
 from ..extras import COMMANDS, need
 from ..render.findings import Report
 from ..sdk import discovery

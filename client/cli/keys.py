@@ -9,7 +9,7 @@ import msgspec
 
 from ...schemas.access.keys import DEFAULT_TENANT, CreatedKey, KeyRequest
 from ...schemas.base.errors import invalid
-from ...schemas.base.settings import load_settings
+from ...schemas.settings.settings import load_settings
 from ..render.jobs import minute
 from ..sdk.service import key_request
 from .terminal import Connector, err
@@ -127,7 +127,7 @@ def acl(
     passwords, and the URLs with which they open it. `database`: the number of the database that
     Midstream uses; `host`: Redis' host and port.
     """
-    from ...broker.ops.acl import ROLES, SERVERS, USERS_FILE, write_users
+    from ...broker.redis_service.acl import ROLES, SERVERS, USERS_FILE, write_users
 
     place = Path(folder)
     write_users(place, database, host)

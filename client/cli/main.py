@@ -8,8 +8,8 @@ import typer
 from typer.core import TyperGroup
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.settings import SettingsError
 from ...schemas.base.version import __version__
+from ...schemas.settings.settings import SettingsError
 from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk.client import VERBS
 from . import doctor, jobs, requests, service, stack, start, verbs

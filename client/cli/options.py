@@ -11,9 +11,9 @@ import msgspec
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.records import json_or_text
-from ...schemas.base.settings import SettingsError
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
 from ...schemas.service.global_capture import parse_hooks
+from ...schemas.settings.settings import SettingsError
 from .. import vectors
 from ..sdk import wire
 from ..sdk.fields import Steering

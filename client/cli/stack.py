@@ -13,9 +13,9 @@ import httpx2
 import typer
 
 from ...schemas.base.errors import MidstreamError, suggestion
-from ...schemas.base.instance import instance_of
 from ...schemas.base.records import now, to_json
-from ...schemas.base.settings import load_settings
+from ...schemas.settings.instance import instance_of
+from ...schemas.settings.settings import load_settings
 from ..render import jobs
 from ..sdk import discovery
 from ..stack.processes import birth, end_leftover, wait_for

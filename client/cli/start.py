@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ...schemas.base.settings import Settings, chosen, engine_options, load_settings
 from ...schemas.service.global_capture import from_settings
+from ...schemas.settings.settings import Settings, chosen, engine_options, load_settings
 from ..extras import COMMANDS, need
 from .options import HOOKS_FORM, overrides
 

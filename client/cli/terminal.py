@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import to_json
-from ...schemas.base.settings import load_settings
+from ...schemas.settings.settings import load_settings
 from ..render import records
 from ..sdk.client import Client
 

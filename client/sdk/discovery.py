@@ -14,10 +14,10 @@ from typing import Any
 import httpx2
 import msgspec
 
-from ...schemas.base.instance import instance_of
 from ...schemas.base.records import from_json
-from ...schemas.base.settings import Settings, load_settings
 from ...schemas.service.health import Health
+from ...schemas.settings.instance import instance_of
+from ...schemas.settings.settings import Settings, load_settings
 from .wire import ServerUnreachable
 
 #: State file of `midstream up` in its data directory.

@@ -23,8 +23,6 @@ from ...schemas.base.errors import (
     invalid,
 )
 from ...schemas.base.records import Suggesting, from_json, to_json
-from ...schemas.base.secret_files import is_exposed
-from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import (
     PROBLEM_EVENT,
@@ -38,6 +36,8 @@ from ...schemas.jobs.jobs import (
 )
 from ...schemas.jobs.openai import OpenAIRequest
 from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
+from ...schemas.settings.secret_files import is_exposed
+from ...schemas.settings.settings import Settings
 from .. import notebook, values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked

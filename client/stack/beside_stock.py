@@ -13,7 +13,7 @@ import msgspec
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
-from ...schemas.base.settings import Settings
+from ...schemas.settings.settings import Settings
 from ..sdk.client import Client
 from .checks.facts import host_facts
 from .checks.finding import CheckFinding, findings_of

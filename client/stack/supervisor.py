@@ -26,7 +26,8 @@ import msgspec
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
-from ...schemas.base.settings import (
+from ...schemas.base.version import __version__
+from ...schemas.settings.settings import (
     FILE_VARIABLE,
     PREFIX,
     ArtifactFolder,
@@ -35,7 +36,6 @@ from ...schemas.base.settings import (
     asks_for_keys,
     to_environment,
 )
-from ...schemas.base.version import __version__
 from ...storage.disk import disk_trouble, probe
 from ..sdk.discovery import STATE_FILE, reachable
 from .processes import (
@@ -52,7 +52,7 @@ from .processes import (
 
 if TYPE_CHECKING:
     from ...broker.ledger.jobs.fleet import Fleet
-    from ...broker.ops.redis_server import RedisServer
+    from ...broker.redis_service.server import RedisServer
     from ...schemas.jobs.models import ModelInfo
 
 Announce = Callable[[str], None]
@@ -158,7 +158,7 @@ class Supervisor:
 
     def ready_line(self) -> str:
         """The line printed once everything is up: addresses, without secrets."""
-        from ...broker.ops.logs import redacted
+        from ...broker.telemetry.logs import redacted
 
         model = self._model
         dtype = f" in {model.dtype} ({model.dtype_reason})" if model and model.dtype_reason else ""
@@ -207,8 +207,8 @@ class Supervisor:
 
         On any failure everything is stopped again.
         """
-        from ...broker.ops.install import with_secrets
-        from ...broker.ops.private_files import private_folder
+        from ...broker.processes.install import with_secrets
+        from ...broker.processes.private_files import private_folder
 
         try:
             self._take_folder()
@@ -241,7 +241,7 @@ class Supervisor:
     def _say_how_to_make_a_key(self) -> None:
         """Print the command that creates the first key, if keys are required and none exists."""
         from ...broker.ledger.people.keys import any_key
-        from ...broker.ops.logs import redacted
+        from ...broker.telemetry.logs import redacted
 
         if not asks_for_keys(self.settings) or self.settings.admin_key:
             return
@@ -401,7 +401,7 @@ class Supervisor:
 
         Raises MidstreamError("unavailable") if it cannot be written.
         """
-        from ...broker.ops.install import close_folder
+        from ...broker.processes.install import close_folder
 
         try:
             self._umask = os.umask(close_folder(self.data, self._say))
@@ -452,7 +452,8 @@ class Supervisor:
             yield "redis", pid, birth(pid)
 
     def _start_redis(self, waiting: Callable[[], None]) -> None:
-        from ...broker.ops import install, redis_server
+        from ...broker.processes import install
+        from ...broker.redis_service import server as redis_server
 
         port = self._redis.port if self._redis else urlsplit(self.settings.redis_url).port or 0
         limits = (self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync)
@@ -643,7 +644,7 @@ def own_redis_url(data: Path) -> str:
     """Return the URL, with password, of the Redis that a `midstream up` runs on `data`; empty if
     none runs there.
     """
-    from ...broker.ops.install import kept_redis_url
+    from ...broker.processes.install import kept_redis_url
 
     shown = str(read_state(data).get("redis_url", ""))
     return (kept_redis_url(data) or shown) if shown else ""

@@ -58,7 +58,7 @@ def cli() -> str:
 
 def openapi() -> bytes:
     """The OpenAPI document, as `python -m midstream.api --openapi` prints it."""
-    settings = import_module("midstream.schemas.base.settings").Settings()
+    settings = import_module("midstream.schemas.settings.settings").Settings()
     app = import_module("midstream.api.app").make_app(settings)
     return bytes(import_module("midstream.api.openapi").document(app))
 

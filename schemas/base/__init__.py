@@ -1,1 +1,1 @@
-"""Records and their encoding, errors, limits, dtypes, settings."""
+"""Records and their encoding, errors, limits, dtypes, tensors."""

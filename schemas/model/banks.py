@@ -8,8 +8,8 @@ The residual bank has rows of the model's hidden size. A row of another bank hol
 from collections.abc import Mapping
 
 from ..base.records import Record
-from ..base.settings import SettingsError
 from ..prompts.selectors import FORWARD, HOOKS, INSIDE, Hook
+from ..settings.settings import SettingsError
 
 RESIDUAL = "residual"
 #: Bank → its hooks. Keys and values have the model's key heads; queries and `z` have its query

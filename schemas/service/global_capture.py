@@ -12,7 +12,6 @@ from typing import cast, get_args
 import msgspec
 
 from ..base.errors import MidstreamError, Translated, suggestion
-from ..base.settings import Settings, SettingsError
 from ..jobs.models import ModelInfo
 from ..prompts.selectors import (
     EVERY,
@@ -30,6 +29,7 @@ from ..prompts.selectors import (
     written_span,
 )
 from ..requests.specs import CaptureSpec, StoredCapture
+from ..settings.settings import Settings, SettingsError
 
 #: Names of hooks, aliases included.
 HOOK_NAMES = (*EVERY, *get_args(Alias))

@@ -19,12 +19,12 @@ from refit import certify_with
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
-from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, runs_named
 from midstream.schemas.requests.specs import DIMS_PREFIX, EntryPoint, Grade
 from midstream.schemas.requests.steering import GlobalSteering
+from midstream.schemas.settings.settings import load_settings
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.ranks.control import disagreement
 from midstream.workers.engine.requests import prompt_request

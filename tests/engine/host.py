@@ -25,7 +25,6 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.artifacts.loras import StoredLora
 from midstream.schemas.artifacts.probes import StoredProbe
 from midstream.schemas.base.records import from_json, from_msgpack, to_json
-from midstream.schemas.base.settings import load_settings, to_environment
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
@@ -34,6 +33,7 @@ from midstream.schemas.prompts.selectors import Hook, PositionSelector
 from midstream.schemas.requests.interventions import STEERING_FIELDS
 from midstream.schemas.requests.source_runs import RunFile, RunFiles, run_key
 from midstream.schemas.requests.specs import PatchSpec, SteeringSpec, StoredCapture, StoredSteering
+from midstream.schemas.settings.settings import load_settings, to_environment
 
 _numbers = itertools.count()
 #: Nobody listens there: receipts stay in the outbox, where the tests read them.

@@ -29,9 +29,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from midstream.broker.ops.orphans import die_with_parent
+from midstream.broker.processes.orphans import die_with_parent
 from midstream.schemas.base.records import from_json, to_json
-from midstream.schemas.base.settings import load_settings
+from midstream.schemas.settings.settings import load_settings
 
 if TYPE_CHECKING:
     from host import Host

@@ -11,8 +11,8 @@ from option_cases import changed, copied, remote
 from tiny import LAYERS, checkpoint
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine
 
 

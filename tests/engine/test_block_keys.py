@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midstream.broker.ops import orphans
+from midstream.broker.processes import orphans
 from midstream.schemas.requests.specs import RankSpec
 from midstream.workers.runner.base.packed_spec import pack
 from midstream.workers.runner.base.row_index import RowIndex

@@ -24,11 +24,11 @@ from tiny import HIDDEN, LAYERS
 from tolerances import FP32_LOGPROBS
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow
 from midstream.schemas.requests.specs import Grade
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine
 
 ALL = list(range(LAYERS))

@@ -10,8 +10,8 @@ import pytest
 from adapters import LLAMA, make_adapter
 from tiny import checkpoint
 
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.plan import model_of, plan
 
 #: Prints bytes: of what is reserved for a step's adapters, and of one adapter that is loaded.

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from tree import ROOT
 
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.tuning import Tuning
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.tuning import Tuning
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.engine.dtype import choose
 from midstream.workers.engine.plan import model_of, plan
@@ -23,7 +23,7 @@ sys.path.insert(0, sys.argv[1])
 import kit
 from direct import Direct
 import msgspec
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.runner.base.config import plane_config
 direct = Direct(msgspec.convert(json.loads(sys.argv[2]), Settings), {})
 worker = direct.engine._llm.llm.model_executor.driver_worker.worker

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from midstream.schemas.base.settings import Settings, load_settings, to_environment
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings, load_settings, to_environment
+from midstream.schemas.settings.vllm_options import VllmOptions
 
 
 class Platform:

@@ -30,8 +30,8 @@ from reference import Edit
 from tolerances import FP32_CODES, FP32_HOOKS
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support.quantisation import UnsupportedQuantisationError
 
@@ -242,7 +242,7 @@ def test_what_this_cpu_cannot_run_is_refused_before_a_process_starts(
 _TRY = """
 import sys
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine.vllm import configured
 from midstream.workers.engine.options.engine_arguments import prepare_environment
 from midstream.workers.runner.support.kernel_check import check_kernels

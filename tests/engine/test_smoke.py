@@ -21,8 +21,8 @@ from reference import Reference
 from tiny import checkpoint
 from tolerances import FP32_HOOKS
 
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support import seams
 from midstream.workers.runner.support.seam_table import Seam

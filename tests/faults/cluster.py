@@ -20,7 +20,7 @@ from midstream_fake_engine.model import identity_of
 from s3_kit import FaultProxy
 from stack import Stack, free_port
 
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 
 #: The weights that workers have under the name `clients.MODEL`: at first, and after a fault of the
 #: kind `model`.

@@ -41,10 +41,10 @@ from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import StoredPolicy
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
 from midstream.schemas.jobs.works import DoseWork, FitWork, HarvestWork, SweepWork
 from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
 

@@ -55,7 +55,7 @@ def arm(points: Mapping[str, Point], armed: str) -> None:
 
 
 def crash(owner: Any, name: str) -> Point:
-    """Return one of the product's own crash points, see `schemas.base.faults`."""
+    """Return one of the product's own crash points, see `schemas.settings.faults`."""
     return Point(owner, "crash_point", counts=lambda reached: reached == name)
 
 

@@ -20,7 +20,7 @@ from judge import Verdict, judge
 from monitor import Monitor
 from receiver import Clock, Receiver
 
-from midstream.schemas.base.faults import CRASH_POINTS, FOLDER
+from midstream.schemas.settings.faults import CRASH_POINTS, FOLDER
 
 PLAIN = Plan(0, "job", ("a plain prompt",), 8)
 PACKED = replace(

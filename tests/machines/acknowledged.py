@@ -12,8 +12,8 @@ from redis.backoff import ExponentialBackoff
 from redis_group import RedisGroup
 
 from midstream.broker.ledger.core.aof_barrier import AofBarrier
-from midstream.broker.ops import redis_open
-from midstream.broker.ops.acl import OPERATOR
+from midstream.broker.redis_service import opening as redis_open
+from midstream.broker.redis_service.acl import OPERATOR
 
 PAUSE_S, AFTER_S = 0.01, 3.0
 

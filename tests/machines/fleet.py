@@ -30,8 +30,8 @@ from network import HERE, Network
 from redis_group import RedisGroup
 
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.ops.acl import OPERATOR
-from midstream.schemas.base.settings import Settings, load_settings, values_of
+from midstream.broker.redis_service.acl import OPERATOR
+from midstream.schemas.settings.settings import Settings, load_settings, values_of
 
 SETTINGS: dict[str, Any] = {
     "engine_options": {"token_s": 0.02},

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import redis
 from network import Network
 
-from midstream.broker.ops import redis_server
-from midstream.broker.ops.acl import OPERATOR
+from midstream.broker.redis_service import server as redis_server
+from midstream.broker.redis_service.acl import OPERATOR
 
 SERVICE, REDIS_PORT, SENTINEL_PORT = "midstream", 6390, 26390
 #: After so long without an answer a sentinel takes a master for dead. A real installation gives it

@@ -13,7 +13,7 @@ from fleet import SentinelFleet, Step
 from network import HERE, Network
 from redis_group import RedisGroup
 
-from midstream.broker.ops.acl import write_users
+from midstream.broker.redis_service.acl import write_users
 
 REDIS = ("r1", "r2", "r3")
 WHERE = {"worker-2": "w2"}

@@ -20,7 +20,7 @@ from up_kit import Up
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.ops import redis_server
+from midstream.broker.redis_service import server as redis_server
 from midstream.client import Client
 
 

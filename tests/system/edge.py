@@ -31,11 +31,11 @@ from midstream.broker.ledger.jobs.ledger import Claim, Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings, load_settings, to_environment
 from midstream.schemas.jobs.jobs import Event, Job, JobView, Output, TokenLogprob
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, WorkerInfo, encode_bundle
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.requests.specs import StoredCapture
+from midstream.schemas.settings.settings import Settings, load_settings, to_environment
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 
 T = TypeVar("T")

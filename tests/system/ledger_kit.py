@@ -20,7 +20,6 @@ from midstream.broker.queue.celery_app import (
 from midstream.broker.queue.messages import job_of_task, task_id_of
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.kinds import KINDS
@@ -28,6 +27,7 @@ from midstream.schemas.jobs.models import WorkerInfo
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.schemas.requests.steering import MODULES, Module
+from midstream.schemas.settings.settings import Settings, load_settings
 
 MODEL, WORKER, BOOT, EPOCH, IDENTITY = "tiny", "w1", "boot1", "epoch1", "a" * 64
 

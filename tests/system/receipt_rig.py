@@ -21,9 +21,9 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.base.settings import Settings, load_settings, to_environment
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.settings.settings import Settings, load_settings, to_environment
 
 T = TypeVar("T")
 BOOT = "boot-1"

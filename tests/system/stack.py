@@ -32,11 +32,10 @@ from ports import free_port
 from processes import Processes
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
-from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import make_app
+from midstream.broker.redis_service import server as redis_server
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import load_settings, to_environment
 from midstream.schemas.jobs.jobs import (
     TERMINAL,
     Job,
@@ -47,6 +46,7 @@ from midstream.schemas.jobs.jobs import (
     StoredPrompt,
 )
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+from midstream.schemas.settings.settings import load_settings, to_environment
 
 T = TypeVar("T")
 

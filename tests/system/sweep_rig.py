@@ -35,7 +35,6 @@ from midstream.broker.receipts.relay import Relay
 from midstream.schemas.artifacts.conditions import Condition, Schedule
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
 from midstream.schemas.base.records import now, to_msgpack
-from midstream.schemas.base.settings import Settings, load_settings, values_of
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.sweep_units import Units
@@ -58,6 +57,7 @@ from midstream.schemas.requests.policies import (
 )
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import dims_name
+from midstream.schemas.settings.settings import Settings, load_settings, values_of
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.rank_watch import RankWatch

@@ -31,7 +31,6 @@ from sweep_rig import (
 )
 
 from midstream.client import Client
-from midstream.schemas.base.faults import FOLDER
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.attributions import AttributionResult
@@ -45,6 +44,7 @@ from midstream.schemas.requests.attributions import (
     StoredAttribution,
     Verify,
 )
+from midstream.schemas.settings.faults import FOLDER
 
 TOP, RANDOM, DOUBTFUL = 4, 6, 2
 BOTH = [pair(), pair(CLEAN.replace("The", "Our"), CORRUPT.replace("The", "Our"))]

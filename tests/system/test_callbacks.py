@@ -14,8 +14,8 @@ from mortal_redis import mortal
 from wait_kit import wait_until
 
 from midstream.broker.queue.celery_app import lists_of, queue_of
-from midstream.schemas.base.settings import Settings, to_environment
-from midstream.schemas.base.tuning import Tuning
+from midstream.schemas.settings.settings import Settings, to_environment
+from midstream.schemas.settings.tuning import Tuning
 
 
 def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kombu.utils.imports import symbol_by_name
 from midstream.broker.queue.celery_app import make_app
 from midstream.broker.queue.consumer import WorkerConsumer, settle
 from midstream.broker.queue.transport import is_closed
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 
 
 def taken(redis_url: str) -> tuple[Connection, Message]:

@@ -11,11 +11,11 @@ import pytest
 from receipt_rig import Jobs, Peer, RelayProcess, free_port, once_each, receipt
 from wait_kit import wait_until
 
-from midstream.broker.ops.redis_server import RedisServer
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.receipts.frames import FrameKind
 from midstream.broker.receipts.outbox import Outbox
+from midstream.broker.redis_service.server import RedisServer
 from midstream.schemas.base.records import to_msgpack
 
 

@@ -16,9 +16,9 @@ from refusal_kit import refuses
 from stack import MODULES, Stack
 
 from midstream.broker.ledger.core import memory_pressure
-from midstream.broker.ops import redis_durability, redis_server
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.base.settings import Settings, SettingsError, to_environment
+from midstream.broker.redis_service import durability as redis_durability, server as redis_server
+from midstream.schemas.settings.settings import Settings, SettingsError, to_environment
 
 #: Commands in a log that is loaded slowly.
 LOADED_COMMANDS = 60_000

@@ -20,8 +20,8 @@ from wait_kit import wait_until
 
 from midstream.client import Client
 from midstream.client.harvest import Harvest
-from midstream.schemas.base.faults import CRASH_POINTS, FOLDER
 from midstream.schemas.jobs.harvests import HarvestView
+from midstream.schemas.settings.faults import CRASH_POINTS, FOLDER
 
 DOCUMENTS = texts(100, 1600)
 WAIT_S = 120.0

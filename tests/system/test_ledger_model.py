@@ -21,7 +21,7 @@ from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
-from midstream.broker.ops.liveness import RELAY_KEY
+from midstream.broker.processes.liveness import RELAY_KEY
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now

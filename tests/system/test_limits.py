@@ -39,7 +39,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
-from midstream.broker.ops import redis_server
+from midstream.broker.redis_service import server as redis_server
 from midstream.schemas.access.keys import Limits, Tenant, scoped
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now

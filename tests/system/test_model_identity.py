@@ -26,11 +26,11 @@ from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
 from midstream.schemas.base.records import now
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.harvests import OVER
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.receipts import receipt_decoder
 from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.app import EXIT_ENGINE_DIED, EXIT_NO_ENGINE
 
 OTHER = "b" * 64

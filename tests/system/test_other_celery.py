@@ -13,8 +13,8 @@ from celery import Celery
 from ledger_kit import settings_for
 from wait_kit import wait_until
 
-from midstream.broker.ops.acl import rules
 from midstream.broker.queue.celery_app import UNACKED, channels_of, make_app, queue_of
+from midstream.broker.redis_service.acl import rules
 
 #: Longer than the visibility timeout of the app that looks for abandoned messages.
 TASK_S = 2.5

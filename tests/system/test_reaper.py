@@ -38,7 +38,7 @@ from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.jobs.status import relay_since
 from midstream.broker.ledger.recovery import reaper as reaper_module
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.ops.liveness import RELAY_KEY
+from midstream.broker.processes.liveness import RELAY_KEY
 from midstream.broker.queue.celery_app import make_app, queue_of
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.base.records import now, to_json

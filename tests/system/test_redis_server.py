@@ -13,7 +13,7 @@ from redis_kit import handed_over
 from refusal_kit import refuses
 from wait_kit import wait_until
 
-from midstream.broker.ops import aof_repair, redis_server
+from midstream.broker.redis_service import aof_repair, server as redis_server
 from midstream.schemas.base.errors import MidstreamError
 
 

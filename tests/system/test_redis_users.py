@@ -14,11 +14,11 @@ from machines_rig import Machines, make_certificates
 from ports import free_port
 from wait_kit import wait_until
 
-from midstream.broker.ops.acl import OPERATOR, jobs_url, write_users
-from midstream.broker.ops.redis_server import executable
 from midstream.broker.queue.celery_app import UNACKED, make_app
+from midstream.broker.redis_service.acl import OPERATOR, jobs_url, write_users
+from midstream.broker.redis_service.server import executable
 from midstream.client.stack.checks.redis_checks import default_user
-from midstream.schemas.base.settings import SettingsError, load_settings
+from midstream.schemas.settings.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
 FLOWERS_AUTH = "somebody:a password"

@@ -19,8 +19,8 @@ from midstream.broker.ledger.named.registry import PUT_TRIES, Registry, look_up
 from midstream.schemas.artifacts.probes import PROBES
 from midstream.schemas.artifacts.registered import ArtifactKind, FolderRequest, Registered
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.settings.settings import Settings
 
 
 class Ruler(Registered, kw_only=True):

@@ -20,8 +20,8 @@ from wait_kit import wait_until
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.receipts.relay import bind_address
-from midstream.schemas.base.settings import SettingsError
 from midstream.schemas.jobs.jobs import State
+from midstream.schemas.settings.settings import SettingsError
 
 
 @contextmanager

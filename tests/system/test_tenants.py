@@ -12,7 +12,7 @@ from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.named.steering import LedgerSteering
-from midstream.broker.ops.redis_server import RedisServer
+from midstream.broker.redis_service.server import RedisServer
 from midstream.client import Client
 from midstream.schemas.access.keys import Limits
 from midstream.schemas.base.tensors import from_numpy

@@ -14,7 +14,7 @@ from kombu.transport import redis as kombu_redis
 
 from midstream.broker.queue.celery_app import make_app, queue
 from midstream.broker.queue.transport import AT_ONCE, QueueTransport
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.app import make_worker_app
 
 OPTIONS = {"visibility_timeout": 60, "queue_order_strategy": "priority"}

@@ -22,7 +22,7 @@ from up_kit import START_S, Up
 from wait_kit import wait_until
 
 from midstream.broker.ledger.people.keys import new_key
-from midstream.broker.ops.install import basic
+from midstream.broker.processes.install import basic
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client import Client
 from midstream.client.sdk.discovery import STATE_FILE

@@ -17,9 +17,9 @@ from stack import Stack, stack_with
 from midstream import __version__
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.schemas.base.records import now, to_msgpack
-from midstream.schemas.base.settings import to_environment
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.service.compatibility import WIRE, disagreement
+from midstream.schemas.settings.settings import to_environment
 
 MODEL = "fake-model"
 

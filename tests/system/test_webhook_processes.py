@@ -20,8 +20,8 @@ from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import WebhookDelivery
-from midstream.schemas.base.settings import Settings, to_environment
-from midstream.schemas.base.tuning import Tuning
+from midstream.schemas.settings.settings import Settings, to_environment
+from midstream.schemas.settings.tuning import Tuning
 
 
 class Senders:

@@ -20,11 +20,11 @@ from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now, to_msgpack
-from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, JobView, Output, Sampling, State, StoredPrompt
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.schemas.requests.steering import SteeringTemplate
+from midstream.schemas.settings.settings import load_settings
 from midstream.workers.engine.prompts.format_check import FormatsBusy
 from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.engine.ranks.collective import Quarantined

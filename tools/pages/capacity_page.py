@@ -289,7 +289,7 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
     from services import service
 
     from midstream.client.stack.supervisor import read_state
-    from midstream.schemas.base.settings import to_environment
+    from midstream.schemas.settings.settings import to_environment
 
     count = JOBS if at_once > 1 else FEW_JOBS
     others: list[subprocess.Popen[bytes]] = []

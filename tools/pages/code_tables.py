@@ -23,11 +23,12 @@ from midstream.client.cli.main import app
 from midstream.client.sdk.calls import Calls
 from midstream.schemas.base import limits
 from midstream.schemas.base.records import Record
-from midstream.schemas.base.settings import TABLES, Settings
+from midstream.schemas.settings.settings import TABLES, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("client", "http", "settings")}
-BASE = ROOT / "schemas" / "base"
+LIMITS = ROOT / "schemas" / "base" / "limits.py"
+SETTINGS = ROOT / "schemas" / "settings"
 END = "<!-- end of the table -->"
 TABLE = re.compile(rf"<!-- table: (?P<name>[^\n]+) -->\n.*?{END}", re.DOTALL)
 LINK = re.compile(r"docs/(?P<file>(?:[\w-]+/)*[\w-]+\.md)(?P<anchor>#[\w-]+)?")
@@ -71,7 +72,7 @@ def _settings() -> Iterator[tuple[str, str]]:
 def _limits() -> str:
     rows = [
         f"| {meaning} | {int(getattr(limits, name)):,} | `{name}` |\n"
-        for _, name, meaning in _described(*_parsed(BASE / "limits.py"))
+        for _, name, meaning in _described(*_parsed(LIMITS))
         if name.startswith(("MAX_", "MIN_"))
     ]
     return (
@@ -121,7 +122,7 @@ def _first(text: str | None) -> str:
 
 def _of_record(record: type[Record]) -> Iterator[tuple[str, str, str]]:
     """Yield the section, name and comment of each setting of a record."""
-    for path in BASE.glob("*.py"):
+    for path in SETTINGS.glob("*.py"):
         lines, statements = _parsed(path)
         for node in statements:
             if isinstance(node, ast.ClassDef) and node.name == record.__name__:

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.settings import Settings
+from ...schemas.settings.settings import Settings
 
 #: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or
 #: `transformer.h.3.ln_1.bias`.

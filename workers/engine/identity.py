@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from ...broker.ops.private_files import locked_file
+from ...broker.processes.private_files import locked_file
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.settings import Settings
+from ...schemas.settings.settings import Settings
 
 #: Id of this start of the process; receipts and leases carry it, so that leftovers of a previous
 #: start are recognised.

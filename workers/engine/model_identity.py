@@ -20,8 +20,8 @@ from typing import Any
 
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import to_json
-from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import encode_bundle
+from ...schemas.settings.settings import Settings
 from ..runner.hooks.config_rules import as_served
 from .prompts.tokenizer import bundle_of
 

@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 import redis
 
-from ...broker.ops import redis_open
-from ...broker.ops.redis_availability import await_writes, is_redis_unavailable
+from ...broker.redis_service import opening as redis_open
+from ...broker.redis_service.availability import await_writes, is_redis_unavailable
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import from_json, to_json
-from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import SHOWN_IDENTITY
+from ...schemas.settings.settings import Settings
 from ..runner.base.config import PlaneConfig
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from ...schemas.base.dtypes import ITEM_BYTES
 from ...schemas.base.ring import HALVES, Ring, plan_queue, plan_ring
-from ...schemas.base.settings import Settings
 from ...schemas.model.banks import BANKS, asked_hooks
 from ...schemas.prompts.selectors import HOOKS, Hook
 from ...schemas.requests.interventions import EVERY, FAMILIES, MAX_RANK, SCALARS
+from ...schemas.settings.settings import Settings
 from ..runner.hooks.architectures import PRE_NORM, UnsupportedArchitectureError, Variant, variant_of
 from ..runner.hooks.site_costs import CASES, RankShape, StepCost, step_cost
 from .plan_inside import Inside, inside_of

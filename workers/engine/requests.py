@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...broker.ops.global_capture import count_skipped
+from ...broker.artifacts.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo

@@ -26,7 +26,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from ...schemas.artifacts.loras import LoraModule, LoraSupport, LoraUse
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.ring import Ring, plan_queue, plan_ring, plan_writers
-from ...schemas.base.settings import NO_TOOLS, Settings, SettingsError
 from ...schemas.base.version import __version__
 from ...schemas.jobs.certificates import UNPROVEN
 from ...schemas.jobs.jobs import Prompted
@@ -38,6 +37,7 @@ from ...schemas.requests.specs import StoredCapture
 from ...schemas.requests.steering import RankSteering
 from ...schemas.service.engine_errors import in_our_settings
 from ...schemas.service.global_capture import from_settings
+from ...schemas.settings.settings import NO_TOOLS, Settings, SettingsError
 from ...storage.formats.lora_files import joined
 from ..runner.base.compile_key import layout
 from ..runner.base.config import Found, PlaneConfig

@@ -11,11 +11,11 @@ from ...broker.ledger.results.attribution_cells import chosen_cells
 from ...broker.ledger.results.attribution_result import estimated_pair
 from ...broker.ledger.results.sweep_result import sweep_start, sweep_summary
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.faults import crash_point
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.sweeps import UnitRecord
 from ...schemas.jobs.works import SweepWork
+from ...schemas.settings.faults import crash_point
 from ..engine.protocol import EstimateRequest, GradientEngine
 from ..serving.attempt import Attempt, Bench
 from ..serving.redis_retry import patiently

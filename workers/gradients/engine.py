@@ -27,7 +27,6 @@ from ...broker.receipts.outbox import Outbox
 from ...schemas.artifacts.saes import StoredSae
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.ring import plan_writers
-from ...schemas.base.settings import Settings, SettingsError
 from ...schemas.base.tensors import Tensor, to_numpy
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import Output
@@ -35,6 +34,7 @@ from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.steering import GlobalSteering, RankSteering
+from ...schemas.settings.settings import Settings, SettingsError
 from ...storage.store import open_store
 from ..engine.checkpoint import check_folder
 from ..engine.identity import BOOT

@@ -15,9 +15,9 @@ from typing import Any
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, EventsLost, Ledger
 from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER
 from ...schemas.base.errors import MidstreamError, Problem
-from ...schemas.base.faults import crash_point
 from ...schemas.base.records import now
 from ...schemas.jobs.jobs import State
+from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, NotYet, check_lengths
 from ..engine.ranks.collective import Quarantined
 from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, Run, StoreUnavailable

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import WorkerInfo
+from ...schemas.settings.settings import Settings
 from .attempt import AttemptOutcome
 from .attempts import Attempts
 from .redis_retry import LONGEST_PAUSE_S, UNAVAILABLE

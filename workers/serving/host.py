@@ -25,11 +25,11 @@ from ...broker.ledger.named.steering import LedgerSteering
 from ...broker.ledger.recovery.reaper import Reaper
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import now
-from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.models import WorkerInfo, encode_bundle
 from ...schemas.requests.attributions import GRADIENTS
+from ...schemas.settings.settings import Settings
 from ...storage.disk import probe
 from ...storage.store import open_store
 from ..engine.identity import BOOT

@@ -12,7 +12,7 @@ from platform import python_version
 
 from prometheus_client import REGISTRY
 
-from ...broker.ops.metrics import OF_WORKER, STORE, ScrapedMetrics, WorkerReport
+from ...broker.telemetry.metrics import OF_WORKER, STORE, ScrapedMetrics, WorkerReport
 from ...schemas.base.records import now
 from ...schemas.base.store_calls import StoreCalls
 from ...schemas.base.version import __version__

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ...broker.ledger.jobs.ledger import Claim
-from ...broker.ops import logs, metrics, traces
+from ...broker.telemetry import logs, metrics, traces
 from ...schemas.base.records import now
 from ...schemas.jobs.jobs import State
 

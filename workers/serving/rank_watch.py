@@ -18,7 +18,6 @@ from typing import cast
 from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import now
-from ...schemas.base.settings import Settings
 from ...schemas.base.tensors import Tensor, content_hash
 from ...schemas.requests.steering import (
     GlobalSteering,
@@ -26,6 +25,7 @@ from ...schemas.requests.steering import (
     WorkerState,
     WorkerSteering,
 )
+from ...schemas.settings.settings import Settings
 from ..engine.protocol import Engine
 from ..engine.ranks.collective import Quarantined
 from ..engine.ranks.control import disagreement

@@ -16,7 +16,6 @@ from ....schemas.base.edit_sizes import EditLimit
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import EXAMPLE_TOKEN_BYTES, MAX_SURVEY_BYTES
 from ....schemas.base.records import now
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.harvests import (
     HarvestRequest,
     HarvestState,
@@ -30,6 +29,7 @@ from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import Hook
 from ....schemas.requests.harvest_work import SCALED, HarvestPart, Survey
 from ....schemas.requests.specs import StoredCapture, StoredSteering
+from ....schemas.settings.settings import Settings
 from ....storage.store import below
 from ..edits.model_state import ModelState
 from ..edits.steering import check_number, limited, resolve_edits

@@ -22,11 +22,11 @@ from ....schemas.artifacts.loras import LORAS, StoredLora
 from ....schemas.artifacts.probes import PROBES, ProbeUse, StoredProbe
 from ....schemas.artifacts.registered import ArtifactKind
 from ....schemas.artifacts.saes import SAES
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.policies import POLICIES, Policy
 from ....schemas.requests.specs import PatchSpec, SteeringSpec
 from ....schemas.requests.steering import MODULES
+from ....schemas.settings.settings import Settings
 from ..edits.directions import DirectionFiles, check_directed
 from ..edits.features import (
     NONE,

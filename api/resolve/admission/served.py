@@ -8,9 +8,9 @@ import anyio.to_thread
 from ....broker.ledger.jobs.ledger import Ledger
 from ....schemas.base.errors import MidstreamError, invalid, suggestion
 from ....schemas.base.records import from_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.service.compatibility import misfit_of
+from ....schemas.settings.settings import Settings
 from ..prompts.tokenizer import Codec
 from ..prompts.tokenizer_pool import BundleHelpers, Helpers
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ....broker.artifacts import global_capture
 from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup
-from ....broker.ops import global_capture
 from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_READING_WORK
 from ....schemas.jobs.models import ModelInfo

@@ -3,7 +3,7 @@
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.base.errors import invalid
-from ....schemas.base.settings import Settings
+from ....schemas.settings.settings import Settings
 
 
 def check_callback(callback: Callback | None, settings: Settings) -> None:

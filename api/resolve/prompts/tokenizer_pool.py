@@ -25,12 +25,12 @@ import anyio
 import msgspec
 import numpy as np
 
-from ....broker.ops.orphans import die_with_parent
+from ....broker.processes.orphans import die_with_parent
 from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
 from ....schemas.base.records import Wire, from_msgpack, to_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
+from ....schemas.settings.settings import Settings
 from .tokenizer import Codec, Encoded, TooLong
 
 log = logging.getLogger("midstream.api")

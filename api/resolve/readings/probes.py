@@ -29,7 +29,6 @@ from ....schemas.base.limits import (
     MAX_TAG,
 )
 from ....schemas.base.records import now, to_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, resolve_layers
@@ -46,6 +45,7 @@ from ....schemas.requests.policies import (
 )
 from ....schemas.requests.specs import CaptureSpec, SteeringSpec, StoredCapture, probe_captures
 from ....schemas.requests.steering import Module
+from ....schemas.settings.settings import Settings
 from ..edits.model_state import ModelState, unknown_module
 from ..edits.steering import check_limited
 from ..positions.captures import Bounds, one_hook

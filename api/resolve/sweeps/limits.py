@@ -5,12 +5,12 @@ the cell quota.
 from itertools import accumulate
 
 from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import PatchWindow, StoredSweep
 from ....schemas.requests.specs import steering_rows
 from ....schemas.requests.steering import GlobalSteering
 from ....schemas.requests.sweep_paths import BRANCH_HOOK
+from ....schemas.settings.settings import Settings
 from ..edits.steering import Room
 from .alignment import CLEAN, CORRUPT
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import anyio.to_thread
 
 from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import (
     Alignment,
@@ -38,6 +37,7 @@ from ....schemas.prompts.selectors import (
     select,
 )
 from ....schemas.requests.steering import GlobalSteering
+from ....schemas.settings.settings import Settings
 from ..admission.admission import ENTRY_COST, RESOLVE_LIMIT, SEARCHED_CHARACTERS, SPAN_COST
 from ..admission.continuations import Continuation, ReadPrompt, continue_prompts
 from ..edits.patches import mask_tensor

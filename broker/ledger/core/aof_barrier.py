@@ -16,9 +16,9 @@ from typing import Any
 
 import redis.exceptions
 
-from ...ops.redis_availability import PROBE_KEY
-from ...ops.redis_durability import refuse_lossy
-from ...ops.replicas import AsyncReplicas, Holders, Replicas, holders
+from ...redis_service.availability import PROBE_KEY
+from ...redis_service.durability import refuse_lossy
+from ...redis_service.replicas import AsyncReplicas, Holders, Replicas, holders
 
 #: Seconds between two polls while a sync is running.
 PAUSE_S = 0.01

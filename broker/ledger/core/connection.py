@@ -11,9 +11,13 @@ from redis.backoff import ExponentialBackoff
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import from_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
-from ...ops import redis_availability, redis_durability, redis_open
+from ....schemas.settings.settings import Settings
+from ...redis_service import (
+    availability as redis_availability,
+    durability as redis_durability,
+    opening as redis_open,
+)
 from . import scripts
 from .aof_barrier import AofBarrier
 from .auto_pipeline import PipelinedRedis

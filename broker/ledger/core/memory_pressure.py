@@ -5,7 +5,7 @@ workers' writes fail.
 import time
 from typing import Any
 
-from ...ops.redis_durability import refuse_lossy
+from ...redis_service.durability import refuse_lossy
 
 #: Seconds between two samples. Bytes that this process accepts in between are added to the last.
 SAMPLE_S = 1.0

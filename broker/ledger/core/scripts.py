@@ -23,7 +23,6 @@ from ....schemas.artifacts.registered import ArtifactKind, Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import now, to_json, to_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
 from ....schemas.jobs.harvests import OVER
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
@@ -34,6 +33,7 @@ from ....schemas.requests.attributions import Queue
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunRecord
+from ....schemas.settings.settings import Settings
 from ...queue.celery_app import SEPARATOR, channels_of
 from ...queue.messages import SENT_CHANNEL, templates
 from . import script_arguments

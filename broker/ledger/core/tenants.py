@@ -10,7 +10,7 @@ from ....schemas.access.keys import Limits, Tenant, TenantUsage, TenantView
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import MAX_HARVESTS_KEPT, MAX_SURVEYS
 from ....schemas.base.records import from_msgpack, now, to_msgpack
-from ....schemas.base.settings import Settings
+from ....schemas.settings.settings import Settings
 
 #: name → packed `Tenant`, of tenants with limits of their own.
 TENANTS = "ms:tenants"

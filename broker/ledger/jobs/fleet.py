@@ -5,10 +5,10 @@ import redis.asyncio
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import from_json, to_json
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import SHOWN_IDENTITY, GradientInfo, ModelInfo, WorkerInfo
 from ....schemas.requests.attributions import Queue
 from ....schemas.service.compatibility import OLDEST_WIRE, WIRE
+from ....schemas.settings.settings import Settings
 from ..core import scripts
 from ..core.connection import LedgerConnection, reachable
 

@@ -17,7 +17,6 @@ import redis.asyncio
 
 from ....schemas.base.errors import MidstreamError, Problem, Translated
 from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import (
@@ -34,6 +33,7 @@ from ....schemas.jobs.sweeps import UnitRecord
 from ....schemas.jobs.works import SweepWork
 from ....schemas.requests.attributions import Queue
 from ....schemas.requests.steering import GlobalSteering, SteeringTemplate
+from ....schemas.settings.settings import Settings
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
 from ..core.connection import of_each as of_each, reachable as reachable

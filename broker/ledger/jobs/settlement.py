@@ -14,9 +14,9 @@ from typing import Any, cast
 import redis
 
 from ....schemas.base.records import now
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.receipts import LostRange, Receipt
-from ...ops import metrics, traces
+from ....schemas.settings.settings import Settings
+from ...telemetry import metrics, traces
 from ..core import scripts
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from ....schemas.service.status import (
     RelayStatus,
     ServiceStatus,
 )
-from ...ops.liveness import REAPER_KEY, RELAY_KEY
+from ...processes.liveness import REAPER_KEY, RELAY_KEY
 from .ledger import Ledger, reachable
 
 #: Step of the queue → its name: 0 and 9 are the priorities `high` and `low`, the others the

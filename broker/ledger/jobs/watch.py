@@ -19,7 +19,7 @@ import redis.exceptions
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.jobs import Event
-from ...ops import redis_open
+from ...redis_service import opening as redis_open
 from ..results.views import after_id
 from .ledger import Ledger, not_found
 

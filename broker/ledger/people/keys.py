@@ -25,8 +25,8 @@ from ....schemas.access.keys import (
 )
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_msgpack, now, to_msgpack
-from ....schemas.base.settings import PREFIX, Settings, SettingsError
 from ....schemas.base.version import __version__
+from ....schemas.settings.settings import PREFIX, Settings, SettingsError
 from ..jobs.ledger import ALPHABET, Ledger, reachable
 
 KEYS = "ms:keys"

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
 
-from ....schemas.base.faults import crash_point
 from ....schemas.base.records import now
-from ....schemas.base.settings import Settings
 from ....schemas.base.states import State
 from ....schemas.requests.attributions import Queue
+from ....schemas.settings.faults import crash_point
+from ....schemas.settings.settings import Settings
 from ...queue.celery_app import UNACKED, lists_of, queue_of
 from ...queue.messages import job_of_task
 from ..core import scripts

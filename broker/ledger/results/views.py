@@ -10,7 +10,6 @@ from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.jobs import (
     TERMINAL,
     CaptureResults,
@@ -29,6 +28,7 @@ from ....schemas.jobs.sweeps import StoredSweep
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
+from ....schemas.settings.settings import Settings
 from ..core.record import JobRecord
 from .attribution_cells import KnownUnits
 from .outcomes import GRIDS, outcome

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import parse_qsl, urlsplit
 
-from ....schemas.base.settings import ArtifactFolder, is_loopback
+from ....schemas.settings.settings import ArtifactFolder, is_loopback
 from ....storage.store import Demanding, committed, open_store
 from .finding import CheckFinding, graded, timed
 from .service import Service

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from ....schemas.base.settings import SettingsError
+from ....schemas.settings.settings import SettingsError
 from ...extras import COMPANIONS_ADVICE, companions_trouble, import_trouble
 from .finding import CheckFinding, graded
 from .service import Service

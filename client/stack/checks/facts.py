@@ -9,8 +9,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ....schemas.base.settings import SECRETS, Settings, values_of
 from ....schemas.base.version import __version__
+from ....schemas.settings.settings import SECRETS, Settings, values_of
 from .finding import CheckFinding
 from .plan import host_bytes
 from .rig import Rig

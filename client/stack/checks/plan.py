@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ....schemas.base.errors import MidstreamError
-from ....schemas.base.settings import Settings
+from ....schemas.settings.settings import Settings
 from .finding import CheckFinding
 
 if TYPE_CHECKING:

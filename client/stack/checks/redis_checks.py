@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ....schemas.base.settings import Settings
+from ....schemas.settings.settings import Settings
 from .finding import TIMEOUT_S, CheckFinding, Level, clock_finding, graded, timed
 from .service import Service
 
@@ -27,8 +27,8 @@ def redis_server(service: Service) -> Iterator[CheckFinding]:
         )
         yield CheckFinding("warn", "redis", found, advice)
         return
-    from ....broker.ops import redis_open
-    from ....broker.ops.redis_server import OLDEST
+    from ....broker.redis_service import opening as redis_open
+    from ....broker.redis_service.server import OLDEST
 
     client = redis_open.client(
         service.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
@@ -76,7 +76,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[CheckFinding]:
 
 def default_user(client: Any, version: tuple[int, ...]) -> Iterator[CheckFinding]:
     """Yield whether a restart would drop data for want of the default user's rights, see
-    `broker.ops.acl`. Nothing if this user may not ask.
+    `broker.redis_service.acl`. Nothing if this user may not ask.
     """
     import redis
 

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from ....schemas.base.errors import MidstreamError
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.certificates import Certificate
 from ....schemas.jobs.jobs import JobView
+from ....schemas.settings.settings import Settings
 from ...sdk.client import Client
 from ..processes import wait_for
 from ..supervisor import Announce, Supervisor

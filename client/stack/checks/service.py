@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import httpx2
 
 from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.settings import Settings
+from ....schemas.settings.settings import Settings
 from ...sdk import wire
 from .finding import TIMEOUT_S
 

@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
-from ....schemas.base.settings import Settings, is_loopback
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.service.status import ServiceStatus
+from ....schemas.settings.settings import Settings, is_loopback
 from ...sdk import wire
 from ...sdk.client import Client
 from .finding import SKEW_WARN_S, CheckFinding, clock_finding, graded, version_finding

@@ -27,10 +27,10 @@ from msgspec import UNSET, UnsetType
 from tokenizers import Tokenizer
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
 from midstream.schemas.requests.specs import RankSpec, StoredSteering
 from midstream.schemas.requests.steering import RankSteering
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.engine.ranks.control import RankControl, row_demand
 from midstream.workers.engine.ranks.rank_spec import rank_spec

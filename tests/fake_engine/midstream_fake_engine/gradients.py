@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.jobs import Sampling
@@ -25,6 +24,7 @@ from midstream.schemas.jobs.models import GradientInfo, ModelInfo
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
 from midstream.schemas.requests.attributions import Estimate, FeatureScore
 from midstream.schemas.requests.specs import RankSpec
+from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats.sae_files import folder_of
 from midstream.workers.engine.protocol import EngineRequest, EstimateRequest
 

@@ -12,12 +12,12 @@ from tokenizers.models import BPE
 
 from midstream.schemas.artifacts.loras import LoraModule, LoraSupport
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, encode_bundle
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.global_capture import from_settings
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.runner.files.consumers import available
 from midstream.workers.runner.readings.installed_readers import LoadedReader
 

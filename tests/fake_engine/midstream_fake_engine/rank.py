@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
 from midstream.schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.runner.base.actions import ActionKind, ActionLedger
 
 from .model import HIDDEN_SIZE

@@ -64,7 +64,7 @@ KNOWN = {
     "commit": "putting a step's plan where the forward pass reads it raises",
     "lose_law": "the certification's call of an MLP raises on this rank",
     "settle": "reading which rows are not finite raises",
-    "crash": "the process dies at a crash point: `schemas.base.faults`",
+    "crash": "the process dies at a crash point: `schemas.settings.faults`",
     "rpc": "faults may be switched while the engine runs",
 }
 

@@ -15,11 +15,11 @@ from midstream.broker.receipts.curve import client_keys
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.artifacts.probes import ProbeScore
 from midstream.schemas.base.dtypes import narrowed
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import select
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.schemas.settings.settings import Settings
 from midstream.storage.store import open_store
 from midstream.workers.engine.identity import BOOT
 from midstream.workers.engine.protocol import EngineRequest

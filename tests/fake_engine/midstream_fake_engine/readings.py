@@ -8,11 +8,11 @@ import numpy as np
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.readings.features import FeaturesPart, StoredFeatures
 from midstream.schemas.readings.installed import StoredReader
 from midstream.schemas.readings.lens import LensPart, StoredLens
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.runner.base.extensions import ExtensionError, named, trusted
 from midstream.workers.runner.files.finished_rows import (
     FinishedCapture,

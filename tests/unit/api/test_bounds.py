@@ -17,10 +17,10 @@ from midstream.schemas.base import json_bounds, limits
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.json_bounds import TooManyValues, check_json
 from midstream.schemas.base.records import from_json
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling
 from midstream.schemas.jobs.openai import ONLY
 from midstream.schemas.requests.lens_args import REFUSED
+from midstream.schemas.settings.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from midstream.schemas.base.settings import GlobalCapture, Settings, SettingsError
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.requests.specs import CaptureSpec
 from midstream.schemas.service.global_capture import from_settings, parse
+from midstream.schemas.settings.settings import GlobalCapture, Settings, SettingsError
 
 
 def test_positions_and_tag_are_read_and_nothing_is_captured_without_hooks() -> None:

@@ -4,9 +4,9 @@ import pytest
 from refusal_kit import refuses
 
 from midstream.api.__main__ import serve
-from midstream.broker.ops.hosts import Hosts
+from midstream.broker.processes.hosts import Hosts
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings, SettingsError, asks_for_keys
+from midstream.schemas.settings.settings import Settings, SettingsError, asks_for_keys
 
 OPEN = Settings()  # on loopback nobody is asked for a key
 KEYS = Settings(auth="keys")

@@ -13,7 +13,7 @@ from routes import operations
 from midstream.api.app import make_app
 from midstream.api.openapi import document
 from midstream.schemas.base.records import Published
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 
 KEPT = Path(__file__).resolve().parents[3] / "docs" / "routes.txt"
 

@@ -18,7 +18,7 @@ from midstream.schemas.access.keys import (
     unscoped,
 )
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings, asks_for_keys
+from midstream.schemas.settings.settings import Settings, asks_for_keys
 
 APP = make_app(Settings(redis_url="redis://127.0.0.1:1/0"))
 

@@ -10,13 +10,13 @@ from kombu.transport import redis as kombu_redis
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.results import pages, views
-from midstream.broker.ops.redis_availability import is_redis_unavailable
 from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, make_app, queue_of
 from midstream.broker.queue.visibility import RENEW_S
+from midstream.broker.redis_service.availability import is_redis_unavailable
 from midstream.broker.webhooks.outbox import SCRIPTS
 from midstream.schemas.base.errors import STATUS_OF_KIND, MidstreamError
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.kinds import KINDS
+from midstream.schemas.settings.settings import Settings
 
 
 def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:

@@ -18,7 +18,7 @@ from midstream.broker.receipts.curve import (
     server_keys,
 )
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings, SettingsError
+from midstream.schemas.settings.settings import Settings, SettingsError
 
 
 def test_a_new_key_is_readable_by_its_owner_alone_and_never_written_over(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from midstream.broker.ops import logs
-from midstream.schemas.base.settings import Settings
+from midstream.broker.telemetry import logs
+from midstream.schemas.settings.settings import Settings
 
 SECRET = "hunter2hunter2"
 
@@ -130,7 +130,7 @@ def test_logs_redact_secrets(text: str, shown: str, log_format: str, said: Said)
 def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
     program = (
         "import sys\nfrom midstream.broker.ops import observability, traces\nfrom "
-        "midstream.schemas.base.settings import Settings\n"
+        "midstream.schemas.settings.settings import Settings\n"
         "observability.start(Settings(), 'api')\nspan = traces.begin('x', '00-' + 'a' "
         "* 32 + '-' + 'b' * 16 + '-01')\n"
         "traces.record('y', span.traceparent, 0.0, "

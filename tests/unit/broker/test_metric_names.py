@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 from tree import PACKAGES, ROOT, imports_of, sources
 
 from midstream.api.routes import service as _service  # noqa: F401
-from midstream.broker.ops.metrics import OF_WORKER, ScrapedMetrics
+from midstream.broker.telemetry.metrics import OF_WORKER, ScrapedMetrics
 
 
 class Metric(NamedTuple):
@@ -51,8 +51,8 @@ def there() -> set[Metric]:
 
 
 #: Modules that make metrics of prometheus_client; all others only update those of
-#: `broker/ops/metrics.py`.
-DECLARE = {"broker/ops/metrics.py"}
+#: `broker/telemetry/metrics.py`.
+DECLARE = {"broker/telemetry/metrics.py"}
 
 
 def test_metrics_are_declared_in_one_module() -> None:

@@ -9,10 +9,10 @@ from midstream.broker.ledger.results import views
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.artifacts.loras import LoraUse, StoredLora
 from midstream.schemas.base.records import from_msgpack, to_msgpack
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, JobView, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.jobs.works import SweepWork
+from midstream.schemas.settings.settings import Settings
 
 #: Read by scripts, the API and the feed, not by views.
 SCRIPTED = {"asked", "cost", "prompt", "request", "written_by"}

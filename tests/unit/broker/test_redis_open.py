@@ -8,7 +8,6 @@ import pytest
 from kombu.utils.imports import symbol_by_name
 from redis.connection import SSLConnection
 
-from midstream.broker.ops import logs, redis_durability, redis_open
 from midstream.broker.queue.celery_app import channels_of, make_app
 from midstream.broker.queue.transport import (
     QueueChannel,
@@ -17,7 +16,9 @@ from midstream.broker.queue.transport import (
     SentinelTransport,
     transport_of,
 )
-from midstream.schemas.base.settings import Settings, SettingsError, load_settings
+from midstream.broker.redis_service import durability as redis_durability, opening as redis_open
+from midstream.broker.telemetry import logs
+from midstream.schemas.settings.settings import Settings, SettingsError, load_settings
 
 PLAIN = "redis+sentinel://worker:secret@s1:1,s2,[::1]:3/2?service=ms"
 

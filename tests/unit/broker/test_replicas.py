@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from midstream.broker.ops.replicas import (
+from midstream.broker.redis_service.replicas import (
     Agreed,
     Holders,
     RedisAddress,

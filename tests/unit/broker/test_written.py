@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from midstream.broker.ledger.core.aof_barrier import Barrier
-from midstream.broker.ops.redis_availability import LossyRedis
+from midstream.broker.redis_service.availability import LossyRedis
 
 
 def told(

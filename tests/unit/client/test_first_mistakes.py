@@ -17,7 +17,7 @@ from midstream.client.cli.options import overrides
 from midstream.client.sdk import wire
 from midstream.lens import HookedModel
 from midstream.schemas.base.errors import invalid, unknown
-from midstream.schemas.base.settings import SettingsError, load_settings
+from midstream.schemas.settings.settings import SettingsError, load_settings
 
 #: An address where nothing listens.
 CLOSED = "127.0.0.1:1"

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from tree import PACKAGES, ROOT, sources
 
-from midstream.schemas.base.faults import CRASH_POINTS, FOLDER, arm, crash_point
-from midstream.schemas.base.settings import SettingsError
+from midstream.schemas.settings.faults import CRASH_POINTS, FOLDER, arm, crash_point
+from midstream.schemas.settings.settings import SettingsError
 
 NAMED = re.compile(
     r'"((?:api|worker|capture|segment|receipt|relay|sweep|attribution|harvest|sweeper|webhook)\.[a-z]+)"'
 )
 DIE = (
-    "import sys; from midstream.schemas.base.faults import arm, crash_point; "
+    "import sys; from midstream.schemas.settings.faults import arm, crash_point; "
     "arm(*sys.argv[1:3]); crash_point(sys.argv[3]); print('alive')"
 )
 

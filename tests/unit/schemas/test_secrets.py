@@ -14,9 +14,9 @@ import pytest
 
 from midstream.broker.receipts import curve
 from midstream.client.sdk import wire
-from midstream.schemas.base import secret_files
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import SettingsError, load_settings
+from midstream.schemas.settings import secret_files
+from midstream.schemas.settings.settings import SettingsError, load_settings
 
 LETTERS = string.ascii_letters + string.digits
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from midstream.schemas.base.settings import (
+from midstream.schemas.settings.settings import (
     FILE_VARIABLE,
     Settings,
     SettingsError,
     load_settings,
     to_environment,
 )
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.vllm_options import VllmOptions
 
 
 def test_defaults_without_settings() -> None:

@@ -29,7 +29,7 @@ from s3_kit import FaultProxy
 
 from midstream.broker.artifacts import fitness, retention
 from midstream.client import CaptureReader
-from midstream.schemas.base.settings import Settings, SettingsError
+from midstream.schemas.settings.settings import Settings, SettingsError
 from midstream.storage import s3_client, s3_store
 from midstream.storage.s3_client import Stale
 from midstream.storage.s3_store import S3Store, _Troubles, open_store

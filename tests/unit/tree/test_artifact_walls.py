@@ -16,7 +16,7 @@ NAMES = {
     "broker/ledger/results/views.py",
     "client/cli/demo.py",
     "client/stack/checks/disk_checks.py",
-    "schemas/base/settings.py",
+    "schemas/settings/settings.py",
     "workers/engine/nodes.py",
     "workers/engine/vllm.py",
 }

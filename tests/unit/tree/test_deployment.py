@@ -24,9 +24,9 @@ from tree import PACKAGES, ROOT
 from midstream import __version__
 from midstream.broker import flower, health
 from midstream.broker.ledger.people import keys
-from midstream.broker.ops import install
+from midstream.broker.processes import install
 from midstream.client.stack.processes import wait_for
-from midstream.schemas.base.settings import Settings, SettingsError
+from midstream.schemas.settings.settings import Settings, SettingsError
 
 
 def test_compose_names_the_version_one_worker_and_loopback_alone() -> None:

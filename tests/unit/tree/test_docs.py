@@ -13,7 +13,7 @@ import typer
 from tree import ROOT
 
 from midstream.client.cli.main import app
-from midstream.schemas.base.settings import Settings, values_of
+from midstream.schemas.settings.settings import Settings, values_of
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.broker.ops.install import (
+from midstream.broker.processes.install import (
     close_folder,
     keep_redis_url,
     kept_redis_url,
@@ -15,7 +15,7 @@ from midstream.broker.ops.install import (
     with_secrets,
 )
 from midstream.broker.receipts.curve import client_keys, server_keys, with_kept_keys
-from midstream.schemas.base.settings import Settings, SettingsError
+from midstream.schemas.settings.settings import Settings, SettingsError
 
 
 def mode(path: Path) -> int:

@@ -16,14 +16,8 @@ import pytest
 import yaml
 from tree import ROOT, tracked
 
-from midstream.schemas.base.settings import (
-    PREFIX,
-    SECRETS,
-    Settings,
-    known_settings,
-    variable,
-)
 from midstream.schemas.base.version import __version__
+from midstream.schemas.settings.settings import PREFIX, SECRETS, Settings, known_settings, variable
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "gpu", "bucket", "keda")

@@ -47,7 +47,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "receipts webhooks",
         "ledger",
         "queue artifacts",
-        "ops",
+        "redis_service telemetry",
+        "processes",
     ),
     "api": (
         "__main__",
@@ -90,7 +91,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "artifacts",
         "model",
         "prompts",
-        "access",
+        "access settings",
         "base",
     ),
     "api/resolve": ("sweeps", "admission", "readings", "edits", "positions", "prompts"),

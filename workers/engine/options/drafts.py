@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 
-from ....schemas.base.settings import Settings, SettingsError
+from ....schemas.settings.settings import Settings, SettingsError
 
 #: Draft tokens are looked up in the prompt by the last 4 to 2 tokens.
 _NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}

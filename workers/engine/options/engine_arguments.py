@@ -8,9 +8,9 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from ....broker.ops.private_files import private_folder
+from ....broker.processes.private_files import private_folder
 from ....schemas.base.records import to_json
-from ....schemas.base.settings import Settings, SettingsError
+from ....schemas.settings.settings import Settings, SettingsError
 from ...runner.support.quantisation import W4A8
 from .. import no_torchvision
 from ..dtype import Choice, choose
@@ -174,7 +174,7 @@ def _logging_config(settings: Settings) -> str:
     returns its path.
     """
     formatter = {
-        "()": "midstream.broker.ops.logs.JsonFormatter",
+        "()": "midstream.broker.telemetry.logs.JsonFormatter",
         "process": "engine",
         "worker": settings.worker_id,
     }

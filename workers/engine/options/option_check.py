@@ -22,8 +22,8 @@ from pydantic import (
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from ....schemas.base.errors import Translated, suggestion
-from ....schemas.base.settings import Settings, SettingsError
 from ....schemas.jobs.certificates import UNPROVEN
+from ....schemas.settings.settings import Settings, SettingsError
 from ...runner.support.rules import is_one_of
 from .option_lists import OURS, PROVEN, WRONG
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from ....schemas.base.records import json_or_text
-from ....schemas.base.settings import SettingsError, known_settings
-from ....schemas.base.vllm_options import VllmOptions
+from ....schemas.settings.settings import SettingsError, known_settings
+from ....schemas.settings.vllm_options import VllmOptions
 from ...runner.support.vllm_source import installed
 from .option_lists import OURS, WRONG
 

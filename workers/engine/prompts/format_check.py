@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from ....broker.ops.orphans import die_with_parent
+from ....broker.processes.orphans import die_with_parent
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.records import to_json
 from ..admission import FairTurns

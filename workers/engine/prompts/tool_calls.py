@@ -20,9 +20,9 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 
 from ....schemas.base.errors import MidstreamError, Translated, invalid
-from ....schemas.base.settings import SettingsError
 from ....schemas.jobs.jobs import CallDelta, Message, MessageDelta
 from ....schemas.prompts.chat import FunctionCall, ToolCall
+from ....schemas.settings.settings import SettingsError
 from ..protocol import EngineRequest
 from .tool_families import parser_for
 

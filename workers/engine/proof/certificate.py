@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ....broker.ops.private_files import private_folder
+from ....broker.processes.private_files import private_folder
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import to_json
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy

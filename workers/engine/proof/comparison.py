@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.certificates import LawFigure
 from ....schemas.prompts.selectors import HOOKS, INSIDE, Hook
+from ....schemas.settings.settings import Settings
 from ...runner.hooks.config_rules import as_served
 from .reference import NamedTensors, NotComparableError, TransformersReference
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ....schemas.base.settings import PREFIX, load_settings
+from ....schemas.settings.settings import PREFIX, load_settings
 from ..options import engine_arguments
 
 SERVER = "vllm.entrypoints.openai.api_server"

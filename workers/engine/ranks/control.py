@@ -10,10 +10,10 @@ import msgspec
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.saes import StoredSae
 from ....schemas.base.records import by_key
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.specs import RankSpec, SteeringRow, StoredSteering, steering_rows
 from ....schemas.requests.steering import GlobalSteering, RankSteering
+from ....schemas.settings.settings import Settings
 from ..admission import RowAdmission, RowDemand
 from ..protocol import Fetch, Locate, StoredArtifact
 from .collective import RankCache, Ranks

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.settings import SettingsError
 from ....schemas.extensions import Extension, OpTerms, ReaderTerms
+from ....schemas.settings.settings import SettingsError
 
 Terms = TypeVar("Terms", ReaderTerms, OpTerms)
 

@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from ....broker.ops import logs
-from ....broker.ops.orphans import die_with_parent
+from ....broker.processes.orphans import die_with_parent
 from ....broker.receipts.curve import client_keys
 from ....broker.receipts.outbox import Outbox
-from ....schemas.base.faults import arm
+from ....broker.telemetry import logs
 from ....schemas.base.records import from_msgpack, learn_records, to_msgpack
+from ....schemas.settings.faults import arm
 from ....storage.calls import CALLS
 from ..base.backlog import Backlog
 from ..base.shared_memory import SharedMemory

@@ -25,7 +25,7 @@ from .harvest_shards import OpenShards
 from .layouts import Filesystem, StoreConfig, each
 
 if TYPE_CHECKING:
-    from ....schemas.base.tuning import Tuning
+    from ....schemas.settings.tuning import Tuning
     from ..base.config import PlaneConfig
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from ....kernels import IDLE, STREAM, WHOLE
-from ....schemas.base.faults import arm
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import StoredSteering, steering_rows, touched, touched_hooks
+from ....schemas.settings.faults import arm
 from ....storage.store import open_store
 from ..base.actions import ActionLedger
 from ..base.config import PlaneConfig, RankPlace

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from ....broker.ops.orphans import die_with_parent
+from ....broker.processes.orphans import die_with_parent
 from ....schemas.base.records import learn_records
 from ....schemas.base.version import __version__
 from ....schemas.requests.source_runs import is_row

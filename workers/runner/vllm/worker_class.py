@@ -18,8 +18,8 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
-from ....broker.ops import logs
-from ....broker.ops.orphans import die_with_parent
+from ....broker.processes.orphans import die_with_parent
+from ....broker.telemetry import logs
 from ....kernels import IDLE, STREAM, WHOLE
 from ....schemas.base.records import learn_records
 from ....schemas.base.tensors import Tensor

@@ -12,13 +12,12 @@ from contextlib import aclosing
 
 import msgspec
 
+from ....broker.artifacts.global_capture import QUOTA_SPARE, count_skipped
 from ....broker.artifacts.retention import CaptureUsage
 from ....broker.ledger.recovery.harvests import LedgerHarvests, PartFate
-from ....broker.ops import metrics
-from ....broker.ops.global_capture import QUOTA_SPARE, count_skipped
+from ....broker.telemetry import metrics
 from ....schemas.base.dtypes import RowDType
 from ....schemas.base.errors import MidstreamError
-from ....schemas.base.faults import crash_point
 from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.version import __version__
 from ....schemas.jobs.harvests import (  # fmt: skip
@@ -41,6 +40,7 @@ from ....schemas.jobs.works import HarvestWork
 from ....schemas.prompts.selectors import PositionWindow
 from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture
+from ....schemas.settings.faults import crash_point
 from ....storage.harvests import checked, checksum, put
 from ....storage.store import ArtifactStore, open_store
 from ...engine.admission import CellSlots

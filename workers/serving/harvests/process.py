@@ -21,10 +21,9 @@ from typing import IO, TypeVar
 import msgspec
 import numpy as np
 
-from ....broker.ops.orphans import die_with_parent
+from ....broker.processes.orphans import die_with_parent
 from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
 from ....schemas.base.records import from_msgpack, to_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.harvests import (
     HarvestPlan,
     PlannedUnit,
@@ -34,6 +33,7 @@ from ....schemas.jobs.harvests import (
     SurveyTask,
 )
 from ....schemas.jobs.models import TokenizerBundle
+from ....schemas.settings.settings import Settings
 from .cut import CutDocument
 from .source import SourceFiles
 

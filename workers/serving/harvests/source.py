@@ -16,9 +16,9 @@ from ....broker.artifacts.corpora import find, missing, roots_of
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.limits import MAX_DOCUMENT_BYTES
 from ....schemas.base.records import to_msgpack
-from ....schemas.base.settings import Settings
 from ....schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
 from ....schemas.jobs.models import TokenizerBundle
+from ....schemas.settings.settings import Settings
 from ....storage.store import ArtifactStore, Distant, Handle, open_store
 from .cut import CutDocument, fed
 from .tables import READERS

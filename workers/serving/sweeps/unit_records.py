@@ -8,9 +8,9 @@ from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.jobs.sweeps import LedgerSweeps
 from ....broker.ledger.results.attribution_cells import exact_units
 from ....broker.ledger.results.sweep_result import sweep_cell
-from ....schemas.base.faults import crash_point
 from ....schemas.jobs.sweeps import SweepCell, Unit, UnitRecord
 from ....schemas.jobs.works import SweepWork
+from ....schemas.settings.faults import crash_point
 from ...engine.protocol import Engine
 from ..attempt import Attempt
 from ..redis_retry import patiently

@@ -16,9 +16,9 @@ from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.core.auto_pipeline import Parts, packed
 from midstream.schemas.base.records import from_json, now, to_json, to_msgpack
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.settings.settings import Settings
 
 SETTINGS = Settings(redis_url="redis://127.0.0.1:1/0")
 #: The documented limits: bytes of memory for each of the body, and seconds for which nothing else

@@ -10,8 +10,8 @@ from refusal_kit import refuses
 
 from midstream.api.resolve.positions import captures as rules
 from midstream.api.resolve.positions.captures import Bounds, resolve_captures
-from midstream.broker.ops import global_capture as everyone
-from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
+from midstream.broker.artifacts import global_capture as everyone
+from midstream.broker.telemetry.metrics import GLOBAL_CAPTURE_SKIPPED
 from midstream.schemas.base.limits import MAX_SEARCHED
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.prompts.selectors import PositionWindow, Span

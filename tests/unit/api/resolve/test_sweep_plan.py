@@ -18,7 +18,6 @@ from midstream.api.resolve.sweeps.limits import room_of_cell
 from midstream.api.resolve.sweeps.plan import PlannedSweep, plan_sweep
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
-from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
 from midstream.schemas.jobs.sweep_units import Units
@@ -26,6 +25,7 @@ from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import dims_name, dims_named
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.settings.settings import load_settings
 
 #: A token for each word with the space before it; " of" and "Paris" written as one word are one
 #: token, as in a BPE.

@@ -27,8 +27,8 @@ from midstream.api.resolve.prompts.tokenizer import (
 from midstream.api.resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.base.settings import load_settings
 from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.settings.settings import load_settings
 
 MESSAGES = [
     {"role": "system", "content": "be <brief> & 'kind'"},

@@ -17,7 +17,7 @@ from midstream.api.routes import pages
 from midstream.api.web import problems
 from midstream.api.web.body import JsonRequest
 from midstream.api.web.problems import nearest
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from s3_kit import FaultProxy
 
 from midstream.api.operations.disks import Disks
 from midstream.api.routes.captures import _described
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.captures import ManifestFile
 from midstream.schemas.jobs.jobs import FileEntry, Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.requests.specs import StoredCapture
+from midstream.schemas.settings.settings import Settings
 from midstream.storage.store import ArtifactStore, open_store
 
 

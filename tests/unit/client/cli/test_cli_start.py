@@ -15,7 +15,7 @@ from midstream.client.cli import main
 from midstream.client.stack import beside_stock, supervisor
 from midstream.client.stack.checks.finding import CheckFinding
 from midstream.client.stack.checks.promises import PROMISES, judge
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 
 
 @pytest.fixture

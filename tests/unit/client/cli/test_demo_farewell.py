@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from midstream.client.cli.demo import LAYER, _farewell
 from midstream.client.cli.main import app
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 from midstream.storage.store import open_store
 
 

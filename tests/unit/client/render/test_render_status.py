@@ -15,7 +15,6 @@ from midstream.client.render import status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
 from midstream.client.stack.checks.finding import CheckFinding
 from midstream.client.stack.checks.service import Service
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
 from midstream.schemas.service.status import (
     CallbacksStatus,
@@ -25,6 +24,7 @@ from midstream.schemas.service.status import (
     RelayStatus,
     ServiceStatus,
 )
+from midstream.schemas.settings.settings import Settings
 
 AT = 1_800_000_000.0
 

@@ -18,8 +18,8 @@ from midstream.client.stack.checks.promises import PROMISES, judge
 from midstream.client.stack.checks.rig import Rig
 from midstream.client.stack.checks.table import of
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 
 
 @pytest.mark.parametrize(

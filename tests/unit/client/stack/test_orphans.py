@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.broker.ops.orphans import die_with_parent
+from midstream.broker.processes.orphans import die_with_parent
 from midstream.client.stack.processes import birth, wait_for
 
 #: Starts a child as vLLM starts its processes, says its pid, and stays. The child asks to end with
@@ -24,7 +24,7 @@ def live():
     (folder / "started").touch()
     while not (folder / "asks").exists():
         time.sleep(0.01)
-    from midstream.broker.ops.orphans import die_with_parent
+    from midstream.broker.processes.orphans import die_with_parent
     die_with_parent()
     (folder / "asked").touch()
     time.sleep(600)

@@ -25,8 +25,8 @@ from midstream.client.sdk.discovery import STATE_FILE
 from midstream.client.stack import processes, supervisor
 from midstream.client.stack.processes import Child, birth, end_leftover, members, wait_for
 from midstream.client.stack.supervisor import Supervisor, child_environment, prepare
-from midstream.schemas.base.settings import Settings, SettingsError, load_settings
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings, SettingsError, load_settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 
 
 def child(

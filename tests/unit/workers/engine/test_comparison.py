@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine.proof.comparison import (
     LONGEST,
     ComparedPrompt,

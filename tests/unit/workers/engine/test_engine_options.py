@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from midstream.schemas.base.settings import (
+from midstream.schemas.settings.settings import (
     FILE_VARIABLE,
     Settings,
     SettingsError,
@@ -27,7 +27,7 @@ from midstream.schemas.base.settings import (
     load_settings,
     to_environment,
 )
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.options import engine_arguments as vllm_options, option_lists
 from midstream.workers.engine.options.option_check import accepted
 from midstream.workers.engine.options.option_lists import (

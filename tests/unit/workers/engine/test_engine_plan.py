@@ -14,9 +14,9 @@ from midstream.client.stack.checks.plan import planned
 from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue, plan_writers
-from midstream.schemas.base.settings import Settings, load_settings
-from midstream.schemas.base.tuning import Tuning
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings, load_settings
+from midstream.schemas.settings.tuning import Tuning
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine import plan as module
 from midstream.workers.engine.dtype import choose
 from midstream.workers.engine.plan import model_of, plan

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine import nodes
 
 LEASE_S = 8.0

@@ -14,9 +14,9 @@ from midstream_fake_engine.rank import FakeFaults
 from midstream_fake_engine.ranks import FakeRanks
 from refusal_kit import refuses
 
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.vllm_options import VllmOptions
 from midstream.schemas.requests.source_runs import RunFile, RunFiles
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.ranks.collective import Quarantined, Ranks
 from midstream.workers.engine.ranks.source_runs import RankRuns
 

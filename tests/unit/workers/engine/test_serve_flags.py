@@ -10,7 +10,7 @@ from tree import ROOT
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from midstream.schemas.base.settings import SettingsError, known_settings, load_settings
+from midstream.schemas.settings.settings import SettingsError, known_settings, load_settings
 from midstream.workers.engine.options.serve_flags import (
     ALSO,
     COMMON,

@@ -5,7 +5,6 @@ import pytest
 from midstream_fake_engine.model import make_bundle, make_info, make_tokenizer
 from refusal_kit import refuses
 
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.jobs.sweep_units import Units
@@ -14,6 +13,7 @@ from midstream.schemas.jobs.works import SweepWork, Work
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import ZEROS, parse_row
 from midstream.schemas.requests.specs import columns_of, steering_rows
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine.protocol import check_lengths
 from midstream.workers.serving.sweeps.requests import SweepRequests
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.tool_parsers import ToolParserManager
 
-from midstream.schemas.base.settings import SettingsError
+from midstream.schemas.settings.settings import SettingsError
 from midstream.workers.engine.prompts.tool_calls import ToolParsers
 from midstream.workers.engine.prompts.tool_families import (
     CANDIDATES,

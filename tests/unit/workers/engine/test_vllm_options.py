@@ -7,8 +7,8 @@ import pytest
 from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig, vllm as vllm_config
 from vllm.platforms import current_platform
 
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.options import engine_arguments as vllm_options
 from midstream.workers.engine.options.engine_arguments import engine_options, scheduler_class
 

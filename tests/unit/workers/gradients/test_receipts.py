@@ -11,11 +11,11 @@ from gradient_kit import BASE, SOURCE, model_info
 from midstream_fake_engine.gradients import small_model
 from msgspec.structs import replace
 
-from midstream.schemas.base.settings import Settings
-from midstream.schemas.base.tuning import Tuning
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
+from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.tuning import Tuning
 from midstream.workers.engine.protocol import EstimateRequest
 from midstream.workers.gradients.engine import TransformersEngine
 from midstream.workers.gradients.loading import Footprint

@@ -15,8 +15,8 @@ from refusal_kit import refuses
 
 from midstream.broker.artifacts.corpora import find, roots_of, store_of
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
+from midstream.schemas.settings.settings import Settings
 from midstream.storage.store import open_store
 from midstream.workers.serving.harvests import source as source_files, tables
 from midstream.workers.serving.harvests.cut import CutDocument

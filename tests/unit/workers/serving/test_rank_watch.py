@@ -18,13 +18,13 @@ from wait_kit import holding
 
 from midstream.broker.ledger.named.steering import Look
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import load_settings
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.steering import (
     GlobalSteering,
     SteeringTemplate,
     WorkerSteering,
 )
+from midstream.schemas.settings.settings import load_settings
 from midstream.workers.serving.rank_watch import RankWatch
 from midstream.workers.serving.redis_retry import end_tasks
 

@@ -14,11 +14,11 @@ from sae_rows import FORMS, ROOT
 from safetensors.numpy import load_file
 
 from midstream.schemas.artifacts.saes import StoredSae
-from midstream.schemas.base.settings import Settings, load_settings
 from midstream.schemas.base.tensors import to_numpy
-from midstream.schemas.base.tuning import Tuning
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, Unit
 from midstream.schemas.requests.attributions import StoredAttribution, Verify
+from midstream.schemas.settings.settings import Settings, load_settings
+from midstream.schemas.settings.tuning import Tuning
 from midstream.storage.formats.sae_files import reading
 from midstream.workers.gradients.engine import TransformersEngine
 from midstream.workers.serving.sweeps import features as sweep_features

@@ -18,13 +18,13 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolv
 from midstream.api.resolve.prompts.request_parsing import parse_job
 from midstream.api.resolve.readings.readings import resolve_readings
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.settings import SettingsError
 from midstream.schemas.extensions import Extension, Option, Rows
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.readings.installed import ReaderSpec, StoredReader
 from midstream.schemas.requests.specs import StoredCapture
+from midstream.schemas.settings.settings import SettingsError
 from midstream.workers.runner.base.extensions import (
     ExtensionError,
     agreed,

@@ -17,8 +17,8 @@ from vllm.config import SpeculativeConfig
 from vllm.config.speculative import SpeculativeMethod
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from midstream.schemas.base.settings import Settings, SettingsError
-from midstream.schemas.base.vllm_options import VllmOptions
+from midstream.schemas.settings.settings import Settings, SettingsError
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.options.drafts import check_drafter, check_drafts, speculative_config
 from midstream.workers.engine.options.engine_arguments import engine_options
 from midstream.workers.engine.vllm import VllmEngine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from midstream.broker.ops import orphans
+from midstream.broker.processes import orphans
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import RankSpec, StoredSteering

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...schemas.base.settings import Settings, SettingsError, asks_for_keys, is_loopback
+from ...schemas.settings.settings import Settings, SettingsError, asks_for_keys, is_loopback
 from .private_files import OWNER_ALONE, kept_secret, private_folder
 
 SECRETS = "secrets"  # folder in the data directory

@@ -10,8 +10,8 @@ import re
 import time
 from typing import Any, Literal
 
-from ...schemas.base.settings import Settings, SettingsError
 from ...schemas.base.version import __version__
+from ...schemas.settings.settings import Settings, SettingsError
 
 #: `00-<trace id>-<span id>-<flags>`; all-zero ids are invalid (W3C Trace Context, level 1).
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...schemas.base.settings import Settings
+from ...schemas.settings.settings import Settings
 from . import logs, metrics_server, traces
 
 

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from .dtypes import DType
-from .records import Record
+from ..base.dtypes import DType
+from ..base.records import Record
 from .tuning import Natural, PositiveInt
 
 

@@ -24,7 +24,7 @@ import redis.exceptions
 import redis.sentinel
 from redis.connection import SSLConnection, parse_url
 
-from ...schemas.base.settings import SENTINEL_SCHEMES, SettingsError
+from ...schemas.settings.settings import SENTINEL_SCHEMES, SettingsError
 
 SENTINEL_PORT = 26379
 #: Seconds to wait for a sentinel's answer; a sentinel that is cut off costs this much time.

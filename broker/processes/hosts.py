@@ -13,7 +13,7 @@ import re
 from urllib.parse import urlsplit
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.settings import Settings, SettingsError, is_loopback
+from ...schemas.settings.settings import Settings, SettingsError, is_loopback
 
 #: An address in brackets, or a name or address; and a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{0,5})?", re.IGNORECASE)

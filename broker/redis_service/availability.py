@@ -10,7 +10,7 @@ import redis
 import redis.exceptions
 
 from ...storage.disk import disk_trouble
-from . import redis_open
+from . import opening as redis_open
 
 log = logging.getLogger(__name__)
 

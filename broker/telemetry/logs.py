@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...schemas.base.records import to_json
-from ...schemas.base.settings import Settings
+from ...schemas.settings.settings import Settings
 
 #: Identifiers that a log line may carry, in this order.
 FIELDS = ("job", "request", "attempt", "worker", "rank", "tenant", "request_id", "trace_id")

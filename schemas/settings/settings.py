@@ -12,9 +12,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from .errors import Translated, suggestion
-from .limits import MAX_IMAGE
-from .records import Record, json_or_text, to_json
+from ..base.errors import Translated, suggestion
+from ..base.limits import MAX_IMAGE
+from ..base.records import Record, json_or_text, to_json
 from .secret_files import is_burnt, is_exposed
 from .tuning import Natural, Positive, PositiveInt, Tuning
 from .vllm_options import VllmOptions
@@ -51,7 +51,8 @@ SECRETS = (
 #: Parameters of a `redis_url` that name files: the authorities that sign Redis' certificate, and
 #: the client certificate with its key, if Redis requires one.
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-#: Schemes of a `redis_url` that names sentinels, without and with TLS: see `broker.ops.redis_open`.
+#: Schemes of a `redis_url` that names sentinels, without and with TLS: see
+#: `broker.redis_service.opening`.
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 
 

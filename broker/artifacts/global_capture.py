@@ -10,7 +10,7 @@ import msgspec
 
 from ...schemas.jobs.jobs import Job
 from ...schemas.jobs.models import ModelInfo
-from .metrics import GLOBAL_CAPTURE_SKIPPED
+from ..telemetry.metrics import GLOBAL_CAPTURE_SKIPPED
 
 log = logging.getLogger(__name__)
 

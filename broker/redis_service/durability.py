@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import redis
 
-from ...schemas.base.settings import SENTINEL_SCHEMES, Settings, SettingsError
-from . import redis_open
-from .redis_availability import LossyRedis, is_redis_unavailable
+from ...schemas.settings.settings import SENTINEL_SCHEMES, Settings, SettingsError
+from . import opening as redis_open
+from .availability import LossyRedis, is_redis_unavailable
 
 log = logging.getLogger(__name__)
 

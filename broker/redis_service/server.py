@@ -23,8 +23,8 @@ from typing import IO, Any
 import redis
 
 from ...schemas.base.errors import MidstreamError
+from ..processes.private_files import private_folder
 from . import aof_repair
-from .private_files import private_folder
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import start_http_server
 
-from ...schemas.base.settings import Settings, SettingsError
 from ...schemas.base.version import __version__
+from ...schemas.settings.settings import Settings, SettingsError
 from .metrics import BUILD
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Redis: start, open, users, durability, replicas, repair of its log."""

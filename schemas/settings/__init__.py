@@ -1,0 +1,1 @@
+"""Settings, their tables, secret files, and the name of a running stack."""
