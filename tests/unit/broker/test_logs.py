@@ -129,9 +129,9 @@ def test_logs_redact_secrets(text: str, shown: str, log_format: str, said: Said)
 
 def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
     program = (
-        "import sys\nfrom midstream.broker.ops import observability, traces\nfrom "
+        "import sys\nfrom midstream.broker.telemetry import start, traces\nfrom "
         "midstream.schemas.settings.settings import Settings\n"
-        "observability.start(Settings(), 'api')\nspan = traces.begin('x', '00-' + 'a' "
+        "start.start(Settings(), 'api')\nspan = traces.begin('x', '00-' + 'a' "
         "* 32 + '-' + 'b' * 16 + '-01')\n"
         "traces.record('y', span.traceparent, 0.0, "
         "1.0)\nspan.end()\nprint(span.traceparent, 'opentelemetry' in sys.modules)"
