@@ -133,7 +133,7 @@ class Worker:
     async def check(self, name: str, *vectors: str) -> str:
         """The answer to a new check."""
         self.board.checks[name] = steering(0, *vectors).entries
-        await self.follow()
+        await holding(lambda: name in self.board.answered)
         return self.board.answered[name]
 
     async def until(self, state: str) -> WorkerSteering:
@@ -207,7 +207,6 @@ async def test_a_check_that_redis_interrupts_is_answered_later(at: Worker) -> No
         raise MidstreamError("unavailable", "Redis is away")
 
     at.board.get_tensor = cut  # type: ignore[method-assign]
-    await at.follow()
     assert not await at.check("c1", NAMES[0])
     assert not at.engine._vectors._held
 
