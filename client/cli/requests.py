@@ -66,7 +66,7 @@ SteerOption = Annotated[
         metavar=options.STEER, help="Add a vector, apply op=…, or use a named module; repeatable."
     ),
 ]
-Positions = Annotated[
+PositionsOption = Annotated[
     str | None,
     typer.Option(help="last_prompt, all_prompt, all_generated, all, 0,5,-1, 5:9, 5: or last:64."),
 ]
@@ -117,7 +117,7 @@ def submit(
     ] = None,
     layers: LayersOption = None,
     hooks: HooksOption = None,
-    positions: Positions = None,
+    positions: PositionsOption = None,
     steer: SteerOption = None,
     max_tokens: MaxTokens = None,
     wait: Wait = True,
@@ -297,7 +297,7 @@ def lens(
     client: Client,
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
     layers: Annotated[str, typer.Option(help=LAYERS)] = "all",
-    positions: Positions = "all_prompt",
+    positions: PositionsOption = "all_prompt",
     token: Annotated[
         list[str] | None,
         typer.Option(help="Token whose rank to show: its text, with its leading space, or its id."),
