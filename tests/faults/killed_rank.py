@@ -21,7 +21,7 @@ from midstream.storage import file_store
 from midstream.workers.runner.files.desk import COMMAND
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.readings.readings import ReadingConsumer
-from midstream.workers.runner.rows import delivery, link
+from midstream.workers.runner.rows import delivery
 from midstream.workers.runner.rows.arena import Arena
 from midstream.workers.runner.rows.capture import RowStream
 from midstream.workers.runner.rows.delivery import ForwardedReceipts, RowDelivery
@@ -33,8 +33,8 @@ TOGETHER, CHUNK = 8, 16
 #: Seconds in which either process ends after the other, which only a fault reaches.
 PATIENCE_S = 15.0
 POINTS = {
-    "process started": Point(link.Link, "begun", follows=False, most=1),
-    "process serves": Point(link.Link, "begun", most=1),
+    "process started": Point(delivery.Link, "begun", follows=False, most=1),
+    "process serves": Point(delivery.Link, "begun", most=1),
     "step begun": Point(DataPlane, "begin", most=24),
     "step planned": Point(DataPlane, "plan", most=24),
     "in the forward": Point(rank_kit, "pair_site", most=24),
@@ -70,7 +70,7 @@ def main(
     """
     os.environ.update({FOLDER: folder, ARMED: armed})
     arm(POINTS, armed)
-    link.PROGRAM = "killed_rowd"
+    delivery.PROGRAM = "killed_rowd"
     rig = Rig(
         Path(folder),
         connect=delivery.connected,

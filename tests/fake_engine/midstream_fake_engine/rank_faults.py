@@ -293,7 +293,7 @@ class FaultyRank:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         from midstream.workers.runner.base.config import plane_config
         from midstream.workers.runner.certificate import module_laws
-        from midstream.workers.runner.rows import link
+        from midstream.workers.runner.rows import delivery
         from midstream.workers.runner.vllm import worker_class
 
         module: Any = worker_class  # whose imports are replaced
@@ -317,7 +317,7 @@ class FaultyRank:
 
         with (
             mock.patch.multiple(module, complete=completed, install=installed, DataPlane=made),
-            mock.patch.object(link, "PROGRAM", "midstream_fake_engine.rowd_faults"),
+            mock.patch.object(delivery, "PROGRAM", "midstream_fake_engine.rowd_faults"),
         ):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 

@@ -20,7 +20,7 @@ from rank_kit import stream_of
 from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.files.streams import RecordingFile
 from midstream.workers.runner.plane import data_plane
-from midstream.workers.runner.rows import delivery, link
+from midstream.workers.runner.rows import delivery
 from midstream.workers.runner.rows.delivery import ForwardedReceipts
 
 
@@ -141,7 +141,7 @@ def test_a_rank_whose_process_hangs_gives_up(
     said = list[str]()
     monkeypatch.setattr(delivery, "_give_up", lambda error: said.append(str(error)))
     rig = Rig(tmp_path, connect=delivery.connected)
-    monkeypatch.setattr(link, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(delivery, "_PATIENCE_S", 0.2)
     for _ in range(30):
         time.sleep(0.02)
         rig.plane.status()
