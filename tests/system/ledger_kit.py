@@ -112,7 +112,7 @@ async def sent(ledger: Ledger, model: str = MODEL) -> list[Sent]:
 
 async def submit_unsent(ledger: Ledger, job: Job, blobs: dict[str, Any] | None = None) -> None:
     """Accept a job and lose its message in the same moment, before a worker can take it."""
-    script = ledger._scripts._bound["submit"]
+    script = ledger.scripts._bound["submit"]
 
     async def lossy(args: list[Any]) -> Any:
         async with ledger.redis.pipeline(transaction=True) as pipe:
@@ -122,11 +122,11 @@ async def submit_unsent(ledger: Ledger, job: Job, blobs: dict[str, Any] | None =
         assert json.loads(lost)["headers"]["id"] == job.id
         return reply
 
-    ledger._scripts._bound["submit"] = lossy
+    ledger.scripts._bound["submit"] = lossy
     try:
         await ledger.submit(job, blobs or {})
     finally:
-        ledger._scripts._bound["submit"] = script
+        ledger.scripts._bound["submit"] = script
 
 
 def receipt(

@@ -79,7 +79,8 @@ class LedgerConnection:
         self.tenants = LedgerTenants(self.redis, settings)
         self._pressure = MemoryPressure(self.redis, settings.redis_allow_lossy)
         self._written = AofBarrier(self.redis, settings.redis_replicas, settings.redis_allow_lossy)
-        self._scripts = scripts.Scripts(client)
+        # Binding one hashes its text, so those who share the client share these.
+        self.scripts = scripts.Scripts(client)
 
     @classmethod
     def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> Self:

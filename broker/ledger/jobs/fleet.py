@@ -45,7 +45,7 @@ class Fleet(LedgerConnection):
             info=_encoded(worker),
             lease_s=self.settings.lease_s,
         )
-        outcome, *rest = scripts.text(await self._scripts.publish(args=arguments))
+        outcome, *rest = scripts.text(await self.scripts.publish(args=arguments))
         if outcome == "refused":
             other, identity = rest
             raise MidstreamError(

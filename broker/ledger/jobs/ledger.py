@@ -199,7 +199,7 @@ class Ledger(Fleet):
             request,
         )
         size = len(packed)
-        reply = await self._scripts.submit(args=[packed, await self._pressure.percent(size)])
+        reply = await self.scripts.submit(args=[packed, await self._pressure.percent(size)])
         outcome, job_id = scripts.text(reply[:2])
         if outcome == "refused":
             used, allowed, seconds = scripts.text(reply[2:])
@@ -259,7 +259,7 @@ class Ledger(Fleet):
 
         Raises not_found, and conflict if the job is over. A repeated request is harmless.
         """
-        reply = await self._scripts.cancel(args=scripts.pack(self.settings, id=job_id))
+        reply = await self.scripts.cancel(args=scripts.pack(self.settings, id=job_id))
         (outcome, *state) = scripts.text(reply)
         if outcome == "unknown":
             raise not_found(job_id)
@@ -308,7 +308,7 @@ class Ledger(Fleet):
             self.settings.queue,
             crowded,
         )
-        outcome, *rest = await self._scripts.claim(args=arguments)
+        outcome, *rest = await self.scripts.claim(args=arguments)
         if outcome == b"unknown":
             raise not_found(job_id)
         if outcome == b"refused":
@@ -417,7 +417,7 @@ class Ledger(Fleet):
 
     @reachable
     async def _report(self, script: str, job_id: str, attempt: int, **own: Any) -> str:
-        reply = await getattr(self._scripts, script)(
+        reply = await getattr(self.scripts, script)(
             args=scripts.pack(self.settings, id=job_id, attempt=attempt, **own)
         )
         outcome = str(reply.decode())
@@ -435,7 +435,7 @@ class Ledger(Fleet):
             lease_s=self.settings.lease_s,
             held=[*held.items()],
         )
-        lost, cancelling = await self._scripts.renew(args=arguments)
+        lost, cancelling = await self.scripts.renew(args=arguments)
         return Renewal(set(scripts.text(lost)), set(scripts.text(cancelling)))
 
     # --- reading
@@ -597,4 +597,4 @@ class LedgerPart:
         self._ledger = ledger
         self._redis: Any = ledger.redis
         self._settings = ledger.settings
-        self._scripts = scripts.Scripts(ledger.redis)
+        self._scripts = ledger.scripts

@@ -97,7 +97,7 @@ class Reaper:
         self._settings = settings
         self._ledger = ledger
         self._redis = ledger.redis
-        self._scripts = scripts.Scripts(ledger.redis)
+        self._scripts = ledger.scripts
         self._recount_at = 0.0
         self._captures = LedgerCaptures(ledger)
         self._runs = LedgerRuns(ledger)
