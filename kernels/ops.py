@@ -32,6 +32,8 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
+# Every launch in a graph costs time at each replay, with or without work. Most requests need the
+# residual stream alone: directions are added to it, and rows captured from it.
 #: Families of forward passes: with the launches of all sites, with those of the residual stream's
 #: group (`hooks.sites.stream_hooks`), and with none. A launch of group `g` runs in the families up
 #: to `g`.
@@ -61,6 +63,8 @@ def family() -> int:
 
 def _in_its_families(site: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any, group: int = WHOLE) -> None:
+        # This runs while a graph is captured, not when it is replayed: what is left out costs
+        # nothing.
         if group >= _family:
             site(*arguments)
 

@@ -51,6 +51,8 @@ class CapturePort(NamedTuple):
 
 BEFORE = CapturePort(4, 5, 6, 7, 8)
 AFTER = CapturePort(9, 10, 11, 12, 13)
+# Counted like this, and not by tokens, edits are linear: the product of a vector and a boolean
+# matrix is the expected count of each site of a step.
 #: Columns of `counts`. An edit is one configuration row at one token: a token with two of them
 #: counts twice.
 COUNTS = 3

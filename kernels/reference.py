@@ -409,6 +409,8 @@ def _edit_listed(
     return count
 
 
+# When a limit bounded the sum of all edits, a request with a limit of 1e-6 switched the operator's
+# edits off.
 def _by_owner(
     before: torch.Tensor,
     after: torch.Tensor,
@@ -484,6 +486,7 @@ def _measure(
     are scaled in `after`, int64.
     """
     row = before.float()
+    # From the rows as they are stored, so that a capture before and after the edits shows the same.
     norm, change = (torch.linalg.vector_norm(item, dim=1) for item in (row, after.float() - row))
     over, kept = torch.zeros(0, dtype=torch.int64), _relative(norm, change)
     if any(bool(limits.any()) for _, _, limits in edits):

@@ -54,6 +54,7 @@ _REGISTERS = {2: 64, 4: 96}
 
 #: Whether a launch may begin before the previous one has ended, on GPUs that support this. It would
 #: hide the launch latency; off until `benchmarks/gpu/stage_kernels.py` has measured what it gains.
+#: A site does not let the kernel after it start early, which would only occupy multiprocessors.
 DEPENDENT_LAUNCH = False
 #: First compute capability with dependent launches, times 10.
 _FIRST_DEPENDENT = 90
@@ -278,6 +279,7 @@ def _count(counts, plan, of, number):  # type: ignore[no-untyped-def]
 
     The address is computed at each call, because keeping it would need registers.
     """
+    # Relaxed, because no other instruction has to wait for it.
     tl.atomic_add(counts + (tl.load(plan + _SITE) - 1) * _COUNTS + of, number, sem="relaxed")
 
 
@@ -700,6 +702,7 @@ def _sites(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    # 0 if no site of the launch has anything to do: then nothing else is loaded.
     active = tl.load(plan + _SITE)
     if DEPENDENT:
         # The previous launch may still be running. All earlier launches have ended, so the plan is
@@ -717,6 +720,8 @@ def _sites(  # type: ignore[no-untyped-def]
         row = tl.zeros([BLOCK], ring.dtype.element_ty)
         hidden_row = row
         loaded = active * 0
+        # A loop on the device that loads rows when they are first needed spilled 64 bytes a thread;
+        # unrolled, two sites spilled 232, and each number of sites would be compiled by itself.
         for site in range(sites):
             of_site, entries = plan + site * _COLUMNS, site_rows + site * _FAMILIES * configurations
             before_slot, after_slot = _slots(of_site, capture_slots, token, capacity)

@@ -314,6 +314,7 @@ class FileDraft:
         weakref.finalize(self, os.close, descriptor)
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        # Through the page cache: parts of streams are small, and not aligned for direct writes.
         _write_at(self._descriptor, buffers, offset)
 
     def read(self, start: int, count: int) -> bytes:
@@ -331,6 +332,7 @@ class FileDraft:
 
     def link(self, path: Path) -> None:
         """Give the file a name. Raises OSError."""
+        # A file without a name gets one only once: a commit that is tried again reads its bytes.
         self.adoptable = False
 
         def create(folder: int) -> None:

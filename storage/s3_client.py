@@ -101,6 +101,8 @@ _NOT_THE_KEY = frozenset({"NoSuchBucket", "NoSuchUpload"})
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 #: In obstore's error for a request without a response.
+#: Such an error has a text but no type, so obstore is pinned to a minor release and a test compares
+#: the texts.
 _TIMEOUT = re.compile(r"kind: Timeout|timed out|Elapsed")
 _CUT = re.compile(r"kind: (Request|Body|Decode)|IncompleteMessage|body error")
 _METADATA = "169.254.169.254"
@@ -138,6 +140,7 @@ def client(address: S3Address, quick: bool = False, repeats: bool = False) -> An
         "timeout": timedelta(seconds=seconds),
     }
     retries: dict[str, Any] = {
+        # obstore does not say how often it repeats, so only the parts of an upload are left to it.
         "max_retries": RETRIES if repeats else 0,
         "retry_timeout": timedelta(seconds=RETRY_S),
         "backoff": {

@@ -192,6 +192,8 @@ class S3Store:
     def link(self, key: str) -> str:
         return f"s3://{'/'.join(filter(None, (self.address.bucket, self.address.prefix, key)))}"
 
+    # A link opens the whole object, so callers sign only objects of a single job; blobs in a
+    # segment, which may be of several tenants, go through the API.
     def sign(self, key: str, seconds: int, endpoint: str = "") -> str:
         address = self.address._replace(endpoint=endpoint or self.address.endpoint)
         with explained(address, key):
@@ -211,6 +213,8 @@ class S3Store:
                 key,
             )
 
+    # Replaced, because objects cannot be changed in place. A handle asks for the version that it
+    # opened, and a small blob takes one request, so only readers of large ones can find it gone.
     def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
         """Replace the object by a copy with zeros in `ranges`. If another process changes it
         meanwhile, start again from the new version.
@@ -231,6 +235,7 @@ class S3Store:
     def sealed(self, key: str) -> bool:
         return True
 
+    # An empty object and not a tag: some servers have no tags, and tags cannot be listed.
     def mark(self, name: str) -> None:
         self.put(check_key(f"{DELETED}/{name}"), b"")
 
@@ -422,6 +427,8 @@ class _Dropped(Exception):
     """Makes obstore abort an upload, so that no object is created."""
 
 
+# Up to a part is held; beyond that, an object takes about 60 MiB of memory regardless of its size.
+# Parts that a killed process leaves are invisible, until a lifecycle rule removes them.
 class _Upload:
     """An object that is being written: held in memory while it is smaller than a part, then
     uploaded in parts.
@@ -536,6 +543,9 @@ class S3Writer:
         _each(_Upload.complete, [upload for upload in uploads if upload.key not in indices])
         crash_point("capture.renamed")
         _each(_Upload.complete, [upload for upload in uploads if upload.key in indices])
+        # Only now may receipts leave: an object that was replaced or deleted meanwhile was not
+        # written. A group takes three waves of requests (blobs, indices, this), regardless of its
+        # size.
         _each(_Upload.confirm, [upload for upload in uploads if upload.size])
         self._uploads.clear()
 
@@ -543,6 +553,7 @@ class S3Writer:
         """Abort the uploads, and forget the outcome of the last test write: the store may be
         unreachable.
         """
+        # Queued groups then wait for one test write, not each for its own retries.
         _troubles.forget(self._store)
         for upload in self._uploads.values():
             upload.drop()
@@ -553,6 +564,8 @@ class S3Segment:
     """A segment in a bucket: takes a single group, and is complete after that."""
 
     def __init__(self, store: S3Store, key: str) -> None:
+        # Not a conditional creation (`If-None-Match: *`): a request that is repeated because its
+        # answer was lost would fail on its own object. Segments have the boot id in their names.
         with suppress(FileNotFoundError):
             store.stat(key)
             raise FileExistsError(errno.EEXIST, "there is such a segment", key)
@@ -568,6 +581,8 @@ class S3Segment:
                 tag, _, name = self.key.partition(f"/{SEGMENTS}/")
                 for job in sorted(set(_JOB.findall(index))):
                     # before the index, so that a deletion finds every segment with blobs of the job
+                    # Each group is a segment here, so a tag may have hundreds of thousands of
+                    # indices; reading all of them, as on a disk, would take too long.
                     writer.append(f"{REFERENCES}/{job.decode()}/{tag}/{name}", [])
                 writer.append(index_of(self.key), [index])
                 self.size = sum(map(len, data))

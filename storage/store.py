@@ -35,6 +35,7 @@ class NotInPlaceError(OSError):
     """
 
 
+# A handle may raise, so a store with versions of objects needs no locks for `erase` to succeed.
 class Handle(Protocol):
     """An object opened for reading.
 

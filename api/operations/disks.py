@@ -75,8 +75,11 @@ class CaptureQuota:
         Raises `quota_exceeded` if there is no room for the captures that its user requested.
         """
         tags, operator_tags = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
+        # Without these captures, the status `ok` would be false.
         if tags - operator_tags:
             await anyio.to_thread.run_sync(self.usage.take, [1])
+        # Left out while some of the quota remains: global capture must not block requests that
+        # capture nothing themselves.
         if tags & operator_tags:
             try:
                 await anyio.to_thread.run_sync(

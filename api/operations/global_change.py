@@ -34,6 +34,8 @@ async def change(
     _, current = await steering.standing(model, [])
     if content_digest(list(entries)) == current.digest:
         return current
+    # A change that a rank cannot apply would fail every job. Checks do not depend on what is in
+    # force, so concurrent changes need no turns: the last one counts.
     check = await steering.open_check(model, entries, blobs)
     try:
         if entries:  # what takes steering away needs nothing of the ranks

@@ -160,6 +160,7 @@ def _link(context: AppContext, entry: FileEntry) -> str | None:
         or entry.path.endswith(SEGMENT_SUFFIX)
     ):
         return None
+    # Links are in manifests, which are authorised; they are neither stored nor logged.
     return store.sign(entry.path, settings.artifact_link_s, settings.artifact_public_endpoint)
 
 

@@ -159,6 +159,7 @@ def header_of(handle: Handle, place: BlobPlace) -> Header:
     if size < place.bytes:
         raise DamagedBlob(f"it is truncated: {size} of {place.bytes} bytes")
     manifest = header.manifest
+    # A receipt is trusted only as far as it can be checked: the blob itself must name the job.
     if (manifest.job, manifest.request, manifest.tag or place.tag) != (
         place.job,
         place.request,

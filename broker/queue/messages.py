@@ -14,6 +14,7 @@ from celery import Celery
 
 from .celery_app import task_of
 
+# Redis keeps every script's text until it exits, so one text for each process would be a leak.
 #: The sender; Celery has a process's name here. No replies are expected: there is no result
 #: backend.
 ORIGIN = "ledger@midstream"
@@ -80,6 +81,7 @@ def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) ->
     The body is JSON text, which kombu does not decode (`body_encoding`).
     """
     return {
+        # Text, because Lua has no base64.
         "body": _PLACEHOLDER.sub(lambda result: f"@{result[1] or result[2]}@", json.dumps(body)),
         "content-encoding": "utf-8",
         "content-type": "application/json",

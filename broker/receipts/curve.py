@@ -231,6 +231,7 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
     with Translated(
         OSError, lambda error: SettingsError(f"curve_dir={str(folder)!r}: {error.strerror}")
     ):
+        # Also for a relay on loopback, which other accounts of the machine can reach.
         private_folder(folder)
         with (folder / "lock").open("a") as lock:  # a worker may start before the relay
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -93,6 +93,8 @@ class ProtocolMismatch(FrameError):
         self.refusal = refusal  # if the frame was one
 
 
+# One message is one frame, since several parts would take more objects for each receipt on both
+# sides.
 _PREFIX = {kind: bytes([PROTOCOL, kind]) for kind in FrameKind}
 
 

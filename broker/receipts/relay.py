@@ -337,6 +337,7 @@ class Relay:
         try:
             while True:
                 with client.pipeline(transaction=False) as pipe:
+                    # On this connection, so that a change of master needs no pause here.
                     pipe.mget([mark_key(*stream) for stream in streams])
                     barrier.ask(pipe)
                     result, *answers = pipe.execute()

@@ -378,6 +378,7 @@ class ReceiptSender(threading.Thread):
 
     def _report_missing(self, socket: "zmq.Socket[bytes]", last: int) -> None:
         """Report `sent + 1 … last` as lost, once everything before them is acknowledged."""
+        # The relay ignores a range beyond a gap, which receipts under way may still leave.
         if self._acked == self._sent:
             first = self._sent + 1
             jobs = self._store.jobs_of(first, last)
@@ -437,6 +438,7 @@ class ReceiptSender(threading.Thread):
                 )
 
     def _on_mark(self, socket: "zmq.Socket[bytes]", frame: Frame) -> None:
+        # The nonce tells a late answer from this one: it must not rewind the stream.
         if self._phase is not Phase.AWAIT_MARK or frame.payload != to_msgpack(self._nonce):
             return
         mark = frame.seq

@@ -140,6 +140,7 @@ class Replicas:
         """Return whether `holders` suffice; None if that depends on the sentinels."""
         if not self._sentinels:
             return holders.confirmed >= self.minimum
+        # Not all replicas: the loss of one machine would then stop every acknowledgement.
         self.wait_for = max(self.minimum, holders.recent)
         if len(holders.having) < self.minimum:
             return False
@@ -148,6 +149,8 @@ class Replicas:
     def _sufficient_for(self, view: Agreed | None, holders: Holders) -> bool:
         if view is None:
             return False
+        # The sentinels were asked after the write was confirmed: before, they could still have
+        # promoted a replica without it.
         self._known, self._trusted = view.known, time.monotonic() + TRUSTED_S
         return view.run == holders.run and view.needed <= holders.having
 

@@ -49,6 +49,7 @@ class ReceiverAnswer(NamedTuple):
     retry_after: str | None  # the header, as it came
 
 
+# Not `standardwebhooks`, which signs with one secret: during a rotation two sign.
 def signature(secrets: Iterable[str], message_id: str, timestamp: int, body: bytes) -> str:
     """Return the header `webhook-signature`: one `v1,…` per secret (`whsec_` and base64),
     HMAC-SHA256 by Standard Webhooks 1.0.

@@ -89,6 +89,8 @@ def heads_of(kind: AttentionKind, heads: LayerSelector | None) -> list[int]:
         return resolve_layers("all" if heads is None else heads, kind.heads, "head")
 
 
+# The reader computes patterns because vLLM's kernels never hold one: a forward pass that did would
+# be another computation than the served one.
 def pattern(
     queries: np.ndarray,
     keys: np.ndarray,
@@ -154,6 +156,8 @@ def _scores(
 
     `query_places`, `lows`: each query's position, and the first position that it sees.
     """
+    # float64, because it is closer to the model's arithmetic than either order of float32 sums. It
+    # takes twice the time of a float32 softmax.
     scores: np.ndarray = queries @ keys.T
     scores *= kind.scale
     if kind.softcap:
@@ -187,6 +191,7 @@ def _lowest(places: np.ndarray, kind: AttentionKind) -> np.ndarray:
 
 def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None:
     """Raise MidstreamError unless every key that a query sees is among `places`."""
+    # A softmax over the keys that happen to be captured would be another pattern.
     present = np.searchsorted(places, queries, side="right") - np.searchsorted(places, lows)
     lacking = np.flatnonzero(present < queries - lows + 1)
     if not len(lacking):

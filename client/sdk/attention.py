@@ -73,6 +73,8 @@ def values_fields(
     """Return the fields of a job that captures, at one layer, the rows that `attention_patches`
     needs, with `patches` applied to the layers below.
     """
+    # One request for each layer: A′·v in the forward pass would need the values of all tokens at a
+    # site where a step (of chunks, cached prefixes, drafts) may hold only some.
     capture = {"hooks": {"q": [layer], "v": [layer]}, "positions": "all_prompt", "at": "after"}
     same = {name: value for name, value in fields.items() if name in _SHARED}
     return {

@@ -55,6 +55,8 @@ class Blocking:
     _awaited: Any
 
 
+# A coroutine needs a loop only when it suspends. A loop in a background thread would have trouble
+# inside a running loop (a notebook's cell), in threads and with Ctrl-C.
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine over the blocking transport; return its result, or raise its error."""
     try:
@@ -158,6 +160,8 @@ class _Method:
         return function if group is None else MethodType(function, group)
 
 
+# Not generated from one client (two copies in the tree), and not a description of a request with a
+# parser: calls that poll, stream or retry do not fit into one.
 class call(_Method, Generic[P, T]):
     """A method written as a coroutine: it returns the coroutine's result in `Calls[Blocks]`, the
     coroutine elsewhere.

@@ -70,6 +70,7 @@ _KEYS = frozenset(
 )
 
 
+# Not the package `gguf`: a file of 65 bytes that declares an array of 2^60 keeps it busy for ever.
 class _Reader:
     """A cursor over the file's bytes; never reads or allocates beyond their end."""
 

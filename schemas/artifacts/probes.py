@@ -129,6 +129,8 @@ class ProbeUse(Record):
 ProbeList = Annotated[list[Reference | ProbeUse], msgspec.Meta(max_length=MAX_REQUEST_PROBES)]
 
 
+# A policy's scores are a probe of the request, and a probe's own action is a policy without a name,
+# so that rows, weights, receipts and gates need no case for either.
 class StoredProbe(Record):
     """A probe as a job stores it: registering the name again does not affect the job."""
 

@@ -30,6 +30,8 @@ def key_hash(seed: int, documents: np.ndarray, positions: np.ndarray) -> np.ndar
     return mixed(mixed(start ^ documents.astype(np.uint64)) ^ positions.astype(np.uint64))
 
 
+# By keys alone: the order depends neither on completion nor on numpy's generators, and a reader can
+# check it. A shuffle over shards would take a second copy of all rows.
 def row_order(seed: int | None, documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the order of the rows as indices, int64 `[rows]`.
 

@@ -125,6 +125,8 @@ class HarvestShards(Record, kw_only=True):
     shuffle: ShuffleSeed | None = 0
 
 
+# The consumers are named here: one that came later would miss what was dropped, and one that never
+# comes would keep everything.
 class HarvestStream(Record, kw_only=True):
     """A stream of a harvest's units, in their order, to consumers that acknowledge them."""
 

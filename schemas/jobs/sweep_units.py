@@ -35,6 +35,8 @@ def nodes_of(pair: StoredPair) -> list[Node]:
     return [Node(prefix, tuple(sorted(token_ids))) for prefix, token_ids in graded.items()]
 
 
+# The numbers follow from the sweep alone, so worker, relay and readers need no table of them, and
+# receipts name no ids of the engine.
 class Units:
     """The numbering of one sweep's units and requests."""
 

@@ -3,6 +3,7 @@
 from .layer_kinds import LayerKind
 
 #: Version of the arithmetic that a kind describes; readers reject kinds of a later version.
+#: A capture can be read years later, without the service, by a reader that ignores unknown fields.
 VERSION = 1
 #: Hook points whose rows determine a pattern: queries and keys, as attention uses them.
 ATTENDING = frozenset({"q", "k"})

@@ -2,7 +2,11 @@
 once for each bank.
 
 The residual bank has rows of the model's hidden size. A row of another bank holds all heads
-(neurons, experts) side by side.
+(neurons, experts) side by side: a head is a range of columns, so that kernels, planner, prefix
+cache and kept rows know nothing of heads.
+
+Banks are fixed by name, not by the model: API, worker, scheduler and ranks must agree on which
+sites share a table and a file, and only the ranks know the loaded model.
 """
 
 from collections.abc import Mapping

@@ -468,6 +468,7 @@ def _check(span: Span, images: Sequence[ImageRef], at: str) -> None:
     """Raises SelectorError for positions that are known only when the request ends, and for every
     n-th position of a prompt with images.
     """
+    # Not for edits: an edit acts when its token is computed, before its window is known.
     if span.is_window:
         raise SelectorError(
             "last, head_and_tail, around and when are for the positions of a capture, and stand "

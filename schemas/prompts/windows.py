@@ -125,6 +125,8 @@ class Windowed(Record, omit_defaults=True):
         """
         return sum(self.ends) and sum(self.ends) + 256
 
+    # A filter once the request is over, when tokens, scores and rows are known: chunks, preemption,
+    # drafts and ranks need no case of their own, and a window equals a slice of a whole capture.
     def keep(
         self, selected: Sequence[int], token_ids: Sequence[int], high: Sequence[bool] = ()
     ) -> set[int]:

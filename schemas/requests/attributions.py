@@ -16,6 +16,8 @@ from ..base.records import Record
 
 #: The queue of a model that a job waits in: that of its vLLM workers, or that of its gradient
 #: workers.
+#: Not two names of tasks in one queue: kombu delivers from a list to any consumer, so workers would
+#: take messages that they must put back.
 Queue = Literal["", "gradients"]
 GRADIENTS: Queue = "gradients"
 

@@ -44,7 +44,8 @@ NO_LIMIT = float.fromhex("0x1.fffffep127")
 #: A feature's target and activation count as equal if they differ by at most this share of the sum
 #: of the absolute terms of its dot product. Float32 sums in a different order differ by less.
 NEAR = 2.0**-20
-#: A feature's `norm`: how its autoencoder normalises a row before encoding, by SAELens' names.
+#: A feature's `norm`: how its autoencoder normalises a row before encoding, by SAELens' names. It
+#: differs from row to row, so that it cannot be folded into the encoder.
 NORMS = ("none", "layer_norm", "constant_norm_rescale")
 #: SAELens' constant of `layer_norm`.
 LAYER_NORM_EPS = 1e-5

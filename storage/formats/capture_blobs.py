@@ -33,6 +33,8 @@ class DamagedBlob(ValueError):
     """These bytes are not a whole blob of Midstream; the message says why."""
 
 
+# No header has the length 0. Whether zeros are a deletion or damage is for the ledger to say, so
+# that segments need no tombstones.
 class DeletedBlob(DamagedBlob):
     """The blob was deleted: its range in a segment was erased and reads as zeros."""
 

@@ -3,7 +3,8 @@ fit a model.
 
 SAELens: `cfg.json` and `sae_weights.safetensors`, in the layout of version 6 (`metadata`) or the
 earlier flat layout. Gemma Scope: `params.npz`, always JumpReLU; it names neither hook nor layer. An
-SAE that cannot be computed exactly as SAELens does is refused; the error has the reason.
+SAE that cannot be computed exactly as SAELens does is refused; the error has the reason. So is a
+member of the configuration that is unknown here: SAELens ignores such members.
 """
 
 import hashlib

@@ -227,7 +227,8 @@ class FairTurns:
 
 class StepRows(CaptureBudget):
     """Limits the rows that the requests in the engine capture of their next tokens to `limit`, the
-    rows of the ring. A step's other captures can be split to fit.
+    rows of the ring. A step's other captures can be split to fit. A demand is held while its
+    request lives, because a preempted request starts over.
 
     `limit` 0: no ring and no limit.
     """

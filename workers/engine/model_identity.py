@@ -74,6 +74,8 @@ def identity_of(settings: Settings, config: Any) -> str:
         "dtype": str(config.dtype).removeprefix("torch."),
         "model": content_of(digests, config.model, config),
         # of an architecture without other rules: those depend on the config alone
+        # vLLM rotates by longrope's long factors where `max_model_len` exceeds the original length,
+        # so workers on both sides of it compute different rows.
         **dict.fromkeys(as_served("", config.hf_text_config, config.max_model_len), "as served"),
     }
     if "hf_config_path" in options:
@@ -176,6 +178,9 @@ class FileDigests:
             )
             return hashlib.sha256(json.dumps(self._contents(files)).encode()).hexdigest()
 
+    # Files, not tensors: those would need a reader for each format, and leave out config and
+    # tokenizer. Other shards of one checkpoint count as another model: that refuses too much, never
+    # too little.
     def _contents(self, files: Mapping[str, Path]) -> list[tuple[str, str]]:
         began, read, fresh = time.time(), 0, False
         contents = []
@@ -226,6 +231,8 @@ def _stat(file: Path) -> Stat:
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
 
 
+# All bytes: a digest of 4 KiB of every MiB could miss an edit of one norm's weights. The engine
+# reads the same bytes from the page cache afterwards.
 def _content(file: Path, size: int, pool: ThreadPoolExecutor) -> str:
     """Returns the BLAKE2b over the digests of the file's pieces, which threads compute."""
     digest = hashlib.blake2b(size.to_bytes(8, "big"), digest_size=32)

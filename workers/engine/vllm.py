@@ -446,6 +446,8 @@ class VllmEngine(RankControl):
         return (
             None
             if lora is None
+            # The digest as name and path: then it is in the prefix cache's hashes, and in the keys
+            # of kept rows that follow from these.
             else LoRARequest(lora.digest, self._loras.number(lora.digest), lora.digest)
         )
 

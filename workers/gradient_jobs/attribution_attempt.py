@@ -92,6 +92,8 @@ class AttributionAttempt:
             verified([receipts], self._engine.world)
         except UnverifiedUnit as error:
             return replace(record, reason=str(error))
+        # Stored with the estimates, so that a later attempt on either worker goes on with the same
+        # cells.
         chosen = chosen_cells(self._sweep, pair, estimate)
         return replace(record, estimate=replace(estimate, chosen=chosen), receipts=receipts)
 
@@ -106,6 +108,8 @@ class AttributionAttempt:
         crash_point("attribution.kept")
         self._continue(kept == "kept", kept)
 
+    # One job in two queues: a job for each phase would have two states, cancellations and results,
+    # and a vLLM worker that called this one would hold the job while it waits.
     async def _hand_on(self, estimates: list[UnitRecord]) -> None:
         chosen = [record.estimated.chosen for record in estimates if record.estimated is not None]
         cells = len({number for of in chosen for numbers in of.values() for number in numbers})

@@ -106,6 +106,8 @@ def feature_effects(
         result.error[column] = error.item()
         if draw:
             found = parts.change.any(0).nonzero()[:, 0].tolist()
+            # Drawn here, from the features that differ and the errors: most of a dictionary is
+            # inactive in both prompts, and its effect is known to be 0.
             result.drawn.extend(
                 (column, *item) for item in zip(found, effects[found].tolist(), strict=True)
             )

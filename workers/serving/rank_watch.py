@@ -280,6 +280,8 @@ class RankWatch:
             Quarantined, lambda error: ResyncFailed(f"resync of the ranks failed: {error.detail}")
         ):
             await self._drain(why)
+            # Checksums are cumulative: after one difference, ranks never agree again, and what else
+            # differs is unknown. A reset takes moments; a new engine would load its weights.
             await self._engine.restart_ledgers()
             ranks = await self._engine.steering_status()
             if unequal := disagreement(ranks):

@@ -69,6 +69,8 @@ def _pieces(harvest: Harvest, hook: str, layer: int) -> Iterator[tuple[DocumentR
             yield rows.part(start, stop), stop < len(order)
 
 
+# At most one of a document, so that one repetitive text does not fill the list. The tie rule makes
+# results repeatable.
 class Examples:
     """Counts of each feature's activations, and the `top` largest, at most one of a document, with
     their contexts.

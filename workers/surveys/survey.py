@@ -28,6 +28,8 @@ LOGIT_BYTES = 64
 NO_CHECKPOINT = Checkpoint(refused="this engine has no checkpoint")
 
 
+# In a process on the model's worker that shares no lock with the model's thread or the event loop.
+# Not in the gradient queue: most installations have no gradient worker.
 def run_survey(task: SurveyTask) -> SurveyEntry:
     """Compute the survey and write its file. Raises MidstreamError, OSError, DamagedBlob."""
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
@@ -66,6 +68,8 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
     )
 
 
+# Document by document: short ones make smaller matrix products, but no example has to be kept apart
+# from those of other documents.
 def featured(
     sae: Autoencoder, documents: Iterable[tuple[DocumentRows, int, int]], top: int, context: int
 ) -> Examples:
@@ -87,6 +91,8 @@ def featured(
     return examples
 
 
+# Predictions come from `post_block` of the last layer and each model's own head: a hook for logits
+# would store a vocabulary for each token, 50 to 200 times as much as a row.
 def heads(harvests: Sequence[Harvest], data_dir: str) -> list[TransformersReference]:
     """Load the final norm and output matrix of the checkpoint that computed each harvest, in
     transformers and float32. Raises `invalid_request` where that is impossible: for a reason that

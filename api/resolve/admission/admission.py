@@ -612,6 +612,7 @@ def under_limit(job: Job, limit: EditLimit | None) -> Job:
     if limit is None:
         return job
     if KINDS[job.kind].grid:
+        # A patch that is scaled down would answer another question without saying so.
         detail = "sweeps patch whole rows, which the tenant's edit_limit does not allow"
         raise MidstreamError("forbidden", detail)
     steering = [

@@ -213,6 +213,7 @@ def _edits(
     check_number(body.steering, state)
     edits, _ = resolve_edits([], body.steering, Bounds(info, [PromptFacts(1)]), state)
     found = edits[0] if edits else []
+    # The API does not know the lengths of the documents.
     if any(edit.positions != "all" for edit in found):
         raise invalid("steering", "has entries at some positions only", allowed='positions "all"')
     return [limited(edit, limit, "steering") for edit in found]

@@ -37,6 +37,8 @@ class ModelState:
     #: Policies of all traffic that refuse edits which hide a request from them.
     guards: Sequence[Policy] = ()
 
+    # A request that knows the probe's direction could take it out before the site, and put it back
+    # after. Scoring a second, unedited row would take a second forward pass.
     def check_seen(self, at: str, hook: Hook, layers: Sequence[int]) -> None:
         """Raises a 400 for an edit of the request's own, in the field `at`, that changes the rows
         which a policy of all traffic reads: at its probe's site or before it.

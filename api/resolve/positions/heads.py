@@ -51,7 +51,7 @@ def dimensions(heads: Sequence[int], shape: RowShape) -> list[int]:
 
 def within_one_rank(spec: SteeringSpec, family: Intervention, model: ModelInfo) -> None:
     """Raises ValueError if an op would have to sum over columns that several tensor-parallel ranks
-    hold.
+    hold: a collective inside a site would order the ranks' launches.
     """
     hook = resolve_hook(spec.hook or "post_block")
     if model.tp == 1 or not family.sums or hook not in model.inside or hook == "router":

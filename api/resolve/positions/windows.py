@@ -29,6 +29,7 @@ async def with_window_tokens(spec: CaptureSpec | None, codec: Codec) -> CaptureS
     if spec is None or span is None or span.around is None or span.around.text is None:
         return spec
     text = span.around.text
+    # Here, because ranks have no tokenizer. Other tokenisations of the same letters are not found.
     encoded = await codec.encode([text, f" {text}"], special_tokens=False)
     sequences = [list(each) for each in dict.fromkeys(map(tuple, encoded)) if each]
     if not 0 < (longest := max(map(len, sequences), default=0)) <= MAX_AROUND:

@@ -61,7 +61,8 @@ def placed(
 ) -> list[ImageRef]:
     """Return each image with the place of its placeholder in the chat template's tokens.
 
-    Raises a 400 if there are more or fewer placeholders than images.
+    Raises a 400 if there are more or fewer placeholders than images: a text may contain one, and a
+    template may drop images.
     """
     if not images:
         return []

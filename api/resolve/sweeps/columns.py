@@ -148,6 +148,7 @@ def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> li
     return [ColumnPart(f"head {head}", head, _dims(head, width)) for head in chosen]
 
 
+# Masks are named by their dimensions, so that thousands of cells store and send no tensors.
 def _dims(head: int, width: int) -> str:
     return f"{head * width}-{(head + 1) * width - 1}"
 

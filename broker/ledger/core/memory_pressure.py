@@ -11,6 +11,8 @@ from ...redis_service.durability import refuse_lossy
 SAMPLE_S = 1.0
 
 
+# The submitting script checks the sample, not this process: it answers a repeated submission of an
+# accepted job before it checks any limit.
 class MemoryPressure:
     """Samples a redis.asyncio client. Belongs to its event loop."""
 

@@ -372,6 +372,8 @@ class LedgerRuns(LedgerPart):
             disk = self._scanned[2]
             await asyncio.to_thread(must_be_there, self._store, job)
             return disk
+        # Receipts expire, or go with Redis, but captures stay until they are deleted; the mark of a
+        # deletion is in the store, too.
         disk = await asyncio.to_thread(source_run_files.on_disk, self._store, job, tag)
         if disk and not any(map(source_run_files.shortfall, disk.values())):
             self._scanned = job, tag, disk

@@ -91,6 +91,9 @@ def not_found(harvest_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown harvest {harvest_id}")
 
 
+# The work is done by ordinary jobs, so claims, fencing, fair shares and the reaper need no code
+# here. One job would bind a harvest to one worker and its deaths; a leader that waits in a slot
+# could deadlock.
 class LedgerHarvests(HarvestStreams):
     """Harvests in a ledger. Belongs to the ledger's event loop."""
 
@@ -358,6 +361,8 @@ class LedgerHarvests(HarvestStreams):
                     raise
                 log.error("harvest %s cannot continue: %s", harvest_id, error)
 
+    # The API, workers and the reaper call it, and every step may be repeated or raced, so no
+    # process owns a harvest and none has to be waited for when it dies.
     @reachable
     async def advance(self, harvest_id: str) -> None:
         """Check the parts under way, and submit, stop or end as they require.
@@ -534,6 +539,7 @@ class LedgerHarvests(HarvestStreams):
 
     async def _room(self, model: str) -> int:
         workers = sum(worker.model == model for worker in await self._ledger.workers())
+        # No worker is idle between two parts, and none takes all parts.
         return PARTS_PER_WORKER * max(1, workers)
 
     async def _stop(self, out: Out) -> bool:

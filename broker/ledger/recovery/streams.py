@@ -27,6 +27,8 @@ from ..core import scripts
 from ..jobs.ledger import LedgerPart, reachable
 
 
+# A stream is a view of the harvest's files, so what protects a harvest from kills protects it too,
+# and its bits are those of the files. The API sends no rows.
 class HarvestStreams(LedgerPart):
     """The part of `Harvests` that serves streams."""
 
@@ -85,6 +87,8 @@ class HarvestStreams(LedgerPart):
         await self._ledger.written()
         await self.drop_shards(harvest)
 
+    # After the acknowledgement is durable, by whoever recorded it: what a killed process leaves, a
+    # consumer's next call deletes.
     @reachable
     async def drop_shards(self, harvest: StoredHarvest) -> None:
         """Delete shards that all consumers have acknowledged, unless they are kept: of one part, so
@@ -103,6 +107,8 @@ class HarvestStreams(LedgerPart):
 
     # --- the harvest's side
 
+    # Of unit numbers, not a count of unacknowledged units: units that were computed out of order
+    # could fill that while the first is missing. Here the first is always inside.
     @reachable
     async def window_end(self, harvest: StoredHarvest) -> int:
         """Return the number of the first unit that may not be computed yet."""

@@ -150,6 +150,9 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: K
     for number, effect in exact.items():
         part = part_of(number)
         under[part] = max(under[part], effect - sizes.get(number, 0.0))
+    # The cells looked at have large estimates, so they do not show how far others are too small. A
+    # sum alone does not either: a weak cell is never too small by much, but a strong one with the
+    # same relative error is.
     factors = (
         effect / sizes[number] if sizes.get(number) else math.inf
         for number, effect in exact.items()
@@ -171,6 +174,8 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: K
         bound=max(raised.values(), default=None),
         last=last,
         sampled=len(exact.keys() & {*sample}),
+        # A part whose cells were all underestimated more than those looked at can still hide a top
+        # cell.
         settled=not reaching and exact.keys() >= {*sample},
     )
     room = max(budget - len(looked), 0)

@@ -47,6 +47,8 @@ def _completed(result: DoseResult, cell: DoseCell, receipts: Sequence[Receipt]) 
     )
 
 
+# From zero on: a cell behind a collapse may look safe, because text that repeats one rare token can
+# have a low loss by chance.
 def _largest_safe(cells: Sequence[DoseCell], layer: int | None, sign: int) -> DoseCell | None:
     """Return a layer's last cell, away from scale 0, before the first that is not safe."""
     found = None

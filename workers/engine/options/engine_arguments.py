@@ -133,6 +133,8 @@ def scheduler_class(config: VllmConfig) -> str:
     vLLM's CPU platform never overlaps steps. With one stage and no drafts it still runs the
     asynchronous class, as accelerators do, but step by step.
     """
+    # Overlap changes nothing for ranks, even with `stages + 1` steps under way: each gets the steps
+    # in order, and what a step carries takes effect after the steps before it.
     overlaps = config.scheduler_config.async_scheduling
     if current_platform.is_cpu():
         overlaps = (

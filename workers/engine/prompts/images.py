@@ -1,8 +1,10 @@
 """Images of prompts on the worker: which images the model takes, and how prompts are expanded.
 
 vLLM's renderer runs the model's own processor, which replaces the placeholder of each image by as
-many tokens as the image takes. Positions that were resolved against the prompt as written are
-mapped here to the expanded prompt, before anything of the request reaches the engine.
+many tokens as the image takes. The API cannot: it has no code of transformers' and vLLM's
+processors, arithmetic of its own would be wrong for some model, and it accepts jobs without a live
+worker. Positions that were resolved against the prompt as written are mapped here to the expanded
+prompt, before anything of the request reaches the engine.
 """
 
 import dataclasses
@@ -23,7 +25,9 @@ from ....schemas.prompts.images import ImageRef, ImageSpan, of_image
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ..protocol import EngineRequest
 
-#: Architectures whose rows of prompts with images were compared with transformers'.
+#: Architectures whose rows of prompts with images were compared with transformers'. The certificate
+#: says nothing of images, and of several images in a prompt of LLaVA-OneVision, vLLM alone cuts
+#: each into tiles.
 COMPARED = frozenset(
     f"{name}ForConditionalGeneration"
     for name in ("Idefics3", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")

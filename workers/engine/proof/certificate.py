@@ -2,8 +2,9 @@
 hook point of the loaded model.
 
 `docs/architectures.md` says what is proven, and why so. The requests go through scheduler, KV cache
-and sites as any other; the ranks judge their rows (`workers.runner.certificate`), and the rows that
-one stage hands to the next are compared here.
+and sites as any other: vLLM's dummy run skips attention, and a forward pass of our own would skip
+scheduler and cache. All rows together grow with the model's depth, so the ranks judge their rows
+(`workers.runner.certificate`), and the rows that one stage hands to the next are compared here.
 """
 
 import asyncio
@@ -491,7 +492,8 @@ class _Run:
 
     def _groups(self) -> Iterator[list[int]]:
         """Yields groups of layers that one request edits, each layer at its own position: as many
-        as the prompt has positions and the steering table rows.
+        as the prompt has positions and the steering table rows. So the cost grows with layers plus
+        positions, not with their product.
         """
         size = max(1, min(len(self._prompt) - 2, self._access.steering_rows))
         for first in range(0, len(self._layers), size):

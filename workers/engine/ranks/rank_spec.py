@@ -21,6 +21,8 @@ def rank_spec(ask: EngineRequest) -> RankSpec | None:
         return None
     prompt_tokens = len(ask.token_ids)
     global_rows = global_steering.at(prompt_tokens)
+    # Global entries travel as if the user had written them first. Digest, first affected position
+    # and prefix cache need no second rule, and ranks no state that would have to follow the ledger.
     steering = [*global_rows, *own_steering]
     lowest = min(
         (lowest_position(capture.positions, prompt_tokens) for capture in captures),

@@ -9,12 +9,15 @@ from .collective import LoadCall, RankCache
 class RankRuns(RankCache[RunFiles]):
     """The cache of source runs; sizes are bytes of rows."""
 
+    # Runs are whole, and the worker alone evicts them: if ranks held parts of runs, or different
+    # ones, nobody would know which requests they can serve.
     put, drop, dropping = "midstream_put_run", "midstream_drop_runs", "dropping source runs"
 
     def _key(self, item: RunFiles) -> str:
         return item.key
 
     def _size(self, item: RunFiles) -> int:
+        # Every rank counts the rows of all stages: otherwise a run could fit on some ranks only.
         return item.bytes
 
     async def _prepare(self, item: RunFiles) -> LoadCall:

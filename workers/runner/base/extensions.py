@@ -3,7 +3,9 @@
 A package offers a reader by an entry point of the group `midstream.readers`, an op by an entry
 point of `midstream.ops`. The entry point names a class or function that is called without
 arguments, once per process, and returns a `ReaderCode` (`installed_readers`) or an `OpCode`
-(`installed_ops`). A package is imported only if the setting `extensions` names it. See
+(`installed_ops`). A package is imported only if the setting `extensions` names it. Code in a
+request would run with the worker's rights, and could not be compared between ranks and versions; a
+package has a name, a version and a digest, which certificate, receipts and results state. See
 `docs/extending.md`.
 """
 

@@ -19,6 +19,7 @@ class LateError(Exception):
     """The code took too long, or is still busy with an abandoned call."""
 
 
+# A Python thread cannot be stopped, but it can be abandoned.
 class HelperThread(Generic[Question, ResultT]):
     """Runs one function in its own thread, one call at a time."""
 

@@ -207,6 +207,7 @@ class RowIndex:
 
 
 def _ports(capture: StoredCapture, *, tensor_parallel: bool) -> frozenset[PortName]:
+    # Rows that only the first rank recorded are of no use to a capture that needs every rank.
     everywhere, heads = (
         tensor_parallel and capture.everywhere,
         tuple(capture.heads) if tensor_parallel else (),

@@ -398,10 +398,10 @@ def verdict(
 
     A failed law shows that one of its hooks is wrong, but not which. The smallest set of hooks that
     explains all failures is blamed, branches first. Edits are then judged by the remaining hooks,
-    and failures are blamed on the edited hook. A hook is also not proven if no law that holds
-    covers it in some layer. Exempt are the two ends of the stream, the first layer's input and the
-    last layer's output, which have no neighbour. `unshown`: receives the hooks that nothing proves
-    and nothing disproves.
+    and failures are blamed on the edited hook: a wrong branch makes its neighbours' edits look
+    wrong. A hook is also not proven if no law that holds covers it in some layer. Exempt are the
+    two ends of the stream, the first layer's input and the last layer's output, which have no
+    neighbour. `unshown`: receives the hooks that nothing proves and nothing disproves.
     """
     judged = list(findings)
     laws = combine(finding for finding in judged if not finding.edit)

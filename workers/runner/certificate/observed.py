@@ -110,6 +110,7 @@ class ObservedRequests:
             )
             plan(view)
 
+        # Not log-probabilities: vLLM compiles a function when they are first asked for (4 s).
         def observed_logits(*args: Any, **kwargs: Any) -> Any:
             logits = compute_logits(*args, **kwargs)
             state = next(iter((*args, *kwargs.values())))

@@ -16,11 +16,14 @@ from ..base.extensions import ExtensionError, Offer, code_of, declared, digest
 
 logger = logging.getLogger(__name__)
 
-#: Op codes are below this: a code is a float32 in the pool's scalars, which is exact for these.
+#: Op codes are below this: a code is a float32 in the pool's scalars, which is exact for these. As
+#: a number of the entry, it is in the cache's keys, the action ledger and each rank's admission.
 CODES = 1 << 24
 #: Largest difference between a row's results alone and in a batch, relative to its largest element:
 #: matrix products may round differently.
 ALONE = 1e-4
+#: Graphs replay without Python, and an operator's kernel would have to prove its registers, bounds
+#: and bits: that is a family of `FAMILIES`, not a plug-in.
 ON_CPUS = "ops run on CPUs: the kernels of accelerators do not call Python"
 _ROWS, _SEED = 6, 23
 

@@ -35,6 +35,8 @@ class _LoadedRun:
     bytes: int
 
 
+# One rank that reads for the others would need a collective, in which all wait when one fails. The
+# price is one read for each rank, of a file that is in the page cache.
 class RunStore:
     """Source runs of one rank. Methods refuse by LookupError or ValueError, and change nothing
     then.

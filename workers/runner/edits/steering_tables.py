@@ -135,6 +135,8 @@ class RowTable:
         self.num_sites[row] = self.sites[row].sum()
         if self._columns is not None and self._columns.sharded:
             self._whole[row] = prepared.fingerprint(), prepared.crc32
+        # The ledger records the bytes that were written, not their name: a rank that wrote other
+        # bytes reports another checksum.
         return row, prepared.crc32
 
     def release(self, key: str) -> bool:

@@ -84,6 +84,8 @@ def joined(content: RowContent, hidden_size: int, dtype: torch.dtype, *, pinned:
     )
 
 
+# A table of vectors for each site and family would be nearly all zeros; a pool takes memory in
+# proportion to the edits.
 class EntryPool:
     """Owns `Buffers.pool`, `scalars` and `site_rows` of one rank.
 

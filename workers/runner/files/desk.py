@@ -124,6 +124,8 @@ class EndedRequest(Wire, tag="ended"):
         shown = counted if self.shown else []
         return msgspec.structs.replace(
             receipt,
+            # Not in the ledger's running checksum: a request that fails on one rank alone would put
+            # all later receipts out of step.
             checksum=sealed(self.state, results),
             sizes=[size for sizes in shown for size in sizes.report(receipt.request)],
         )

@@ -138,6 +138,8 @@ class FinishedCapture(Origin):
             // sum(map(len, self.sites.values())),
             dropped=list(self.dropped),
             tag=self.capture.tag,
+            # The number of stages would not show what is missing: a stage may hold none of the
+            # layers.
             all_sites={
                 str(hook): layers
                 for hook, layers in (self.capture.sites | self.capture.beside).items()

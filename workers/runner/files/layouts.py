@@ -104,6 +104,8 @@ class Filesystem:
         self._usage = usage
         self._owner = f"{config.owner}-{thread}"
         self._numbers = itertools.count()
+        # Threads share no segment, so none waits for a lock; after a restart, nothing is appended
+        # to what a crash has left.
         self._segments: OrderedDict[str, Segment] = OrderedDict()  # tag → the one appended to
         #: The last write failed because the store accepts no writes.
         self.unavailable = False

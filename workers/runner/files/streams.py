@@ -2,9 +2,11 @@
 window of its rows in memory.
 
 The file has room for the longest header, then for each tensor of the blob, with every position that
-the request may capture. When the request has ended, the tensors are moved together to close gaps,
-and the header is written last. If the store can adopt the file, it becomes the capture's object.
-Otherwise, and for other layouts, the rows are read from the file as if from memory.
+the request may capture. A row's place follows from its site and position: so rows come in any
+order, and one that is computed again (after a preemption, or a rejected draft) replaces the first.
+When the request has ended, the tensors are moved together to close gaps, and the header is written
+last. If the store can adopt the file, it becomes the capture's object. Otherwise, and for other
+layouts, the rows are read from the file as if from memory.
 """
 
 import sys
@@ -76,8 +78,8 @@ class RecordingFile:
         self._draft: Draft | None = None
         self._header = 0
         self._written = np.zeros(len(self.order), dtype=bool)
-        # dtype → which rows are not finite in that dtype, `[positions, ports]`; where all are
-        # finite, it takes no memory
+        # dtype → which rows are not finite in that dtype, `[positions, ports]`: by position, so
+        # that only the last computation of a row counts; where all are finite, it takes no memory
         self._bad = {
             dtype: np.zeros((len(self.order), len(shape.ports)), dtype=bool)
             for dtype in (shape.dtype, self._stored_as)
@@ -189,8 +191,8 @@ class RecordingFile:
             at += run.count
 
     def _move_together(self, draft: Draft, kept: np.ndarray) -> None:
-        """Close the gaps of positions that were not captured. Rows move towards the beginning in
-        order, so none is overwritten before it has moved.
+        """Close the gaps of positions that were not captured: safetensors allows no holes. Rows
+        move towards the beginning in order, so none is overwritten before it has moved.
         """
         stride, to = len(self.order) * self._row_bytes, self._header
         runs = contiguous(kept) if len(kept) else []

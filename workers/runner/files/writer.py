@@ -171,6 +171,8 @@ class CaptureWriter:
             raise ValueError(f"a writer has {threads} threads, and needs at least one")
         self._begin = begin
         self._outbox = outbox
+        # Harvests and readings have threads of their own: behind shards that were tried for 20 s
+        # each, other jobs lost their receipts.
         self._queues: dict[WriterWork, _Jobs] = {
             work: _Turns() if work == "reading" else queue.SimpleQueue() for work in works
         }

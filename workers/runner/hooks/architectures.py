@@ -53,7 +53,8 @@ class Variant:
     when: Mapping[str, Any] = field(default_factory=dict)  # field of the HF text config → value
     refused: str = ""  # why this configuration is not supported
     #: The model's loop passes a layer's output to the next layer unchanged, and nothing else reads
-    #: or writes it in between.
+    #: or writes it in between. Taps do not show this, so a test reads the loop in vLLM's source.
+    #: Not so on the Transformers backend: its loop is in transformers, and decorators may wrap it.
     chained: bool = False
     measured: Mapping[Hook, SumLaw] = field(
         default_factory=dict
@@ -136,7 +137,7 @@ def launch_groups(
     variant: Variant, hooks: Collection[Hook], *, next_layer: bool
 ) -> list[tuple[Hook, ...]]:
     """Return the groups of a layer's hooks that share one launch: hooks on the same tensors, with
-    nothing in between.
+    nothing in between. (Where one tensor is the stream, the addition lies between it and a branch.)
 
     The list begins after `pre_attn` and ends with the `pre_attn` of the *next* layer, which may
     share a launch with the last hooks of this layer if `next_layer`. A launch edits single tensors

@@ -2,8 +2,11 @@
 
 The layer's composite parts (attention, MLP, experts) are replaced by stubs that return random rows;
 its norms run unchanged. The places of the stream and of each branch then follow from which tensors
-are sums of which others. Least squares finds these sums, without attention metadata and without
-relying on names. An edit in place checks every result.
+are sums of which others. Least squares finds these sums, without attention metadata, KV cache or
+collectives. An edit in place checks every result.
+
+Names would be guesses: `post_attention_layernorm` is the norm before the MLP in Llama, and that of
+the attention branch in Gemma 2; Granite multiplies each branch by a number that no module names.
 """
 
 import inspect
@@ -140,6 +143,7 @@ class _Probe:
         generator = torch.Generator().manual_seed(0)
         calls: list[_Call] = []
         hidden, residual = self._rows(generator), self._rows(generator) if self.residual else None
+        # Random rows are independent of one another, so the multipliers of a sum are unique.
         stubs = {path: self._rows(generator) for path in returns}
         with ExitStack() as stack:
             for path, part in _parts(self.layer):
@@ -473,7 +477,7 @@ class _Probe:
 
     def _check_edits(self, taps: Taps, laws: Mapping[Hook, SumLaw], kind: Any) -> None:
         """Add rows in place at each tap of a branch or of the stream, and check that they reach the
-        layer's output, times their multiplier.
+        layer's output, times their multiplier: a tensor with the right values may be a copy.
         """
         last: SumLaw = laws.get("post_block", {})
         through: dict[Hook, float | None] = {

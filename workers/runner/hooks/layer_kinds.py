@@ -59,6 +59,8 @@ def attention_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> A
     why = f"it has {len(modules)} attention modules" if rest else _unknown(module)
     if why:
         return AttentionKind(layers=[number], refused=why)
+    # Read from vLLM's modules, not from the config: families name these values differently, and
+    # vLLM may read them in its own way. The modules hold what the kernel gets.
     impl: Any = module.impl
 
     def values(given: Any) -> list[float]:
@@ -66,6 +68,7 @@ def attention_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> A
         if given is None:
             return []
         local = torch.as_tensor(given, dtype=torch.float32, device=next(layer.parameters()).device)
+        # Gathered when the model is loaded, so that every rank's manifest holds all heads.
         return [float(value) for value in gather(local.detach().flatten().contiguous())]
 
     return AttentionKind(
@@ -84,6 +87,7 @@ def attention_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> A
 
 def _unknown(module: Any) -> str:
     """Return why `AttentionKind` cannot describe this module; empty if it can."""
+    # What a subclass or another backend adds to a score cannot be seen from outside.
     if type(module) not in _MODULES:
         return f"attention module {type(module).__name__} is not known"
     impl = module.impl

@@ -123,6 +123,8 @@ def install(
         sites,
         adapter,
         ordered,
+        # Where the forward runs as Python, re-entry begins before `pre_attn`. What a model keeps
+        # between its layers (for EAGLE-3) must not have the next layer's edits.
         next_layer=always and bool(ordered) and not read_between_layers(model, adapter),
     )
     visits: dict[nn.Module, dict[TapSide, list[tuple[bool, LaunchVisit]]]] = {}

@@ -152,6 +152,8 @@ class DataPlane:
             self._delivery,
             lambda: self.block_size,
         )
+        # One order for all phases: a tuple for each phase would allow any, and would have to be
+        # read in as many places.
         parts: list[StepPart | None] = [
             # First, because nothing of a step with a wrong adapter may be used.
             Adapters(requests, loras, self.actions) if loras is not None else None,
@@ -361,6 +363,8 @@ class DataPlane:
             self._family = IDLE
             for request_id, first, count in windows if self._tracked else ():
                 if (tracked := self._tracked.get(request_id)) is not None:
+                    # Conservative, and cheap at each step: gaps in the window, steps of `every_n`
+                    # and sites of other stages count as work.
                     begin, end = tracked.touched
                     if first < end and begin < first + count:
                         self._family = min(self._family, tracked.family)
@@ -379,10 +383,14 @@ class DataPlane:
         self._banks.precede()
         requests = self._requests
         places = np.stack((view.counts, view.positions))
+        # Two runs can agree bit for bit only if vLLM composed their batches identically: tests
+        # compare this checksum first.
         self._schedule = zlib.crc32(places.tobytes(), self._schedule)
         batch = requests.batch
         if batch is None or not batch.tokens.move_to(view):
             batch = requests.batch = self._batch_of(view)
+        # The v2 runner chooses its graph before it prepares its inputs, so that rows may need more
+        # launches than the graph has: their requests fail.
         # no request needs launches that the smallest family of any request lacks
         lost = requests.slots.lost(batch.tokens, self._family) if self._family > self._least else []
         if lost:

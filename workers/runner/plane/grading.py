@@ -53,6 +53,7 @@ class Grading(StepPart):
         for number, rows in enumerate(view.requests):
             self._rows += rows.samples
             tracked = members.get(number)
+            # A preempted request computes its prompt again, and keeps its first grade.
             if tracked is None or tracked.graded is not None or tracked.reported:
                 continue
             # vLLM may pad a prompt's last chunk with drafts
@@ -66,9 +67,12 @@ class Grading(StepPart):
 
         Does not wait: values may still be copied from the device when this returns.
         """
+        # Only the first logits after a plan are the step's: warm-up precedes every plan, and logits
+        # of prompt tokens come after those for the sampler.
         due, self._due = self._due, []
         if not due:
             return []
+        # The step's sampled rows are one for each request, and one more for each draft token.
         if logits.ndim != 2 or len(logits) != self._rows:
             return [
                 (
@@ -189,6 +193,8 @@ def tap(model: nn.Module, take: Callable[[torch.Tensor], None]) -> None:
     """Pass every result of `model.compute_logits` to `take`, including dummy runs and logits of
     prompt tokens.
     """
+    # In both runners this runs outside compiled graphs, and before temperature, penalties and
+    # grammar masks. Soft caps and scales belong to the model, and are included.
     compute_logits = model.compute_logits
 
     def with_grades(*args: Any, **kwargs: Any) -> Any:

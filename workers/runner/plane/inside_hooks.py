@@ -415,7 +415,8 @@ def _wrap(
 def _visited(visit: LaunchVisit, rows: torch.Tensor, width: int) -> torch.Tensor:
     """Return `rows`, of any shape with `width` numbers for each token, after the site's visit.
 
-    Views of a larger tensor are copied.
+    Views of a larger tensor are copied, in a traced forward in every step: a copy within the op,
+    only when it has work, gave rows of NaN (v1, compiled, CPU).
     """
     flat = rows.reshape(-1, width).contiguous()
     visit(flat, None)

@@ -3,7 +3,9 @@ output goes to the scheduler.
 
 One batched product scores all requests with the same probes: `[sites, rows, hidden_size] × [sites,
 hidden_size, labels]`, float32. Every rank of a stage computes the same scores; their checksum goes
-into the action ledger, on which ranks must agree.
+into the action ledger, on which ranks must agree. A reading would come too late to end a request. A
+product in the forward pass would save the rows' copy to the host, but need its kernel, graphs and
+tables, and scoring takes less time than the work around it.
 """
 
 import itertools
@@ -80,7 +82,8 @@ class Scorer:
 
     def take(self, recorded: Sequence[ScoredRows]) -> None:
         """Score the rows of a step: urgent ones as soon as they have landed, others together with
-        those of later steps, since scoring many takes about as long as scoring a few.
+        those of later steps, since scoring many takes about as long as scoring a few. The checksum
+        is of all scores of a request, so it does not depend on when they are computed.
         """
         news, landed = list[News](), bool(self.pending) or self._error is not None
         self._last = news if recorded else None

@@ -140,6 +140,7 @@ def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size:
 def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
     """Return whether nothing needs the results of the layers below the entry for these rows."""
     assert spec.entry is not None
+    # Part of a prompt is computed in full, because the rest of it may have to be.
     if spec.captures or rows.first_position + rows.num_rows != spec.prompt_tokens:
         return False
     # Cache blocks that end before the first edited position may serve other requests.

@@ -22,7 +22,7 @@ _TAINTING = "its cached prefix is being computed by a request whose intervention
 
 class WrongAdapterError(RuntimeError):
     """Rows were not computed with their request's adapter. Ends the engine: no row and no cached
-    block of this rank can be trusted.
+    block of this rank can be trusted, even of other requests, and no receipt could say which.
     """
 
 

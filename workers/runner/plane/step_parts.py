@@ -92,6 +92,8 @@ class StepPart:
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
         """Set up a new request's captures and probes."""
 
+    # Apart from `admit`: a request is steered even if it cannot be captured, as its cached blocks
+    # say.
     def acquire(self, tracked: Tracked) -> None:
         """Give a new request its share of common resources, even if `admit` failed it."""
 

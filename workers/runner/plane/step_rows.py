@@ -189,6 +189,8 @@ class RowsPart(StepPart):
         if tracked is None or tracked.reported:
             return
         place = (item.site.hook, item.site.layer) if item.site is not None else None
+        # What no edit can have reached comes from the unedited model, and is only counted. If it
+        # overflows after an edit, the cause is unknown: the request fails.
         if not item.edited and (
             tracked.unsound or precedes_edits(tracked.spec, item.position, place, after=False)
         ):
@@ -232,6 +234,7 @@ class RowsPart(StepPart):
         concerned = [
             tracked for tracked in [requests.tracked.get(miscount.id)] if tracked is not None
         ]
+        # Rows may have been kept for later requests before their step was judged.
         if miscount.kind == "capture_failed":
             self.store.clear()
             self.unkept = requests.step

@@ -181,6 +181,7 @@ def _windowed(values: np.ndarray, count: int, window: int, *, largest: bool) -> 
         rest = np.pad(values, missing, constant_values=-inf)
         return [*sliding_window_view(rest, window).max(axis=1).tolist()]
     # Parts of few bits, whose sums are exact in any order; one part, but for extreme values.
+    # A running sum would be faster, but one large score would spoil it.
     sums, rest = [np.zeros(count)], np.pad(values, missing)
     while rest.any():
         unit = 2.0 ** (frexp(np.abs(rest).max())[1] - _BITS)

@@ -300,6 +300,7 @@ class Watch:
         self.decide(positions)
         rows, triggers = self.rows[:positions], self._triggers(positions)
         scores, crossing = rows["scores"], rows["aggregates"] >= self.kind.thresholds
+        # Each rank decides by itself. One that decided otherwise may have equal scores by the end.
         checksum = zlib.crc32(rows["on"].tobytes(), zlib.crc32(scores.tobytes()))
         decided: dict[int, dict[str, Any]] = {}
         for number, policy in enumerate(probe.policy for probe in self.probes):

@@ -1,5 +1,5 @@
 """Installed readers: loads them, checks each when the rank starts, and calls them with the rows of
-requests, for readings of type `StoredReader`.
+requests, for readings of type `StoredReader`. A fault or a late answer never reaches the forward.
 """
 
 import logging

@@ -1,6 +1,10 @@
 """Readings: computes the results that requests want from captured rows, in threads of the writer
 that do nothing else, with modules of the loaded model.
 
+Captures handle chunks, preemption, kept rows, drafts and graphs; a reading in the forward pass
+would need each case again, and would delay the step of all requests. Its answer is in the receipt,
+so that one that fails cannot go unnoticed.
+
 Readers run next to the engine's forward passes. They take part in no collective call: a reading
 that needs every rank of a stage is computed in parts, which the host joins
 (`StoredCapture.everywhere`).

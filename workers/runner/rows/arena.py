@@ -140,6 +140,7 @@ class Arena:
         first, last = -(-max(start, self._keep) // PAGE) * PAGE, stop // PAGE * PAGE
         if first < last:
             self.memory.advise(first, last, _MADV_REMOVE)
+        # Not before rows on their way have landed: a late copy would overwrite another request's.
         self._returned.append((start, stop, self.landing))
 
     def _reserve(self, start: int, size: int) -> None:

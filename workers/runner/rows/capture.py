@@ -188,6 +188,8 @@ class Recording:
             return None
         if block is not None and not block.kept:
             return block
+        # The kept rows are references to their block, so positions that are computed again get a
+        # new one. The old rows count where that has none.
         if block is not None and self.watch is None:  # the rows that are not computed again
             self.earlier += block.runs(first, block.span.stop)
         try:
@@ -231,6 +233,8 @@ class Recording:
         passed = {
             first: block for first, block in self._blocks.items() if block.span.stop <= reached
         }
+        # `around` and `when` drop nothing early: a later token may match, and looking for it here
+        # would cost every step of the model's thread.
         if bounded and self.stream is None:
             # rejected drafts may have been recorded beyond the tokens that stay
             end, before = reached - tail - SPAN, 0  # captured positions before a block

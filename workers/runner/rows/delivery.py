@@ -58,6 +58,8 @@ _PIPE_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
 
+# A process, not a thread: beside the model's thread, on one interpreter lock, a helper that makes
+# short calls costs that three to five times its own time.
 class Link:
     """The process of one rank. Messages are sent from any thread, the rest is of the model's."""
 

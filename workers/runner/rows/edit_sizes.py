@@ -59,6 +59,8 @@ class RequestSizes:
         return bool(counted)
 
 
+# Each size is kept (a thousandth of the KV cache), so that the median is exact. A histogram took
+# ten times as long in a step, and counted rows that were computed before a stop string was found.
 class SizeTable:
     """The sizes of all live requests in one bank."""
 

@@ -274,6 +274,8 @@ class FiniteCheck:
         if self._side is not None:
             record, event = self._copied(self._side, parts, hidden)
         else:
+            # A value that is not finite stays so along the stream: the last layer's output shows
+            # those of every layer.
             if hidden is not None and not all_finite(hidden):
                 parts["sums"] = hidden.sum(dim=-1, dtype=torch.float32)
             if not parts:
@@ -288,6 +290,8 @@ class FiniteCheck:
         """Have the observations copied; return the record of them and its end. Adds to `parts` what
         `hidden` gives.
         """
+        # Each step copies its own record: a request ends while a later step is under way, and what
+        # is copied only then could be read only after that step.
         self.over = event = torch.cuda.Event(blocking=True)
         side.wait_stream(torch.cuda.current_stream(self._device))
         try:
@@ -327,6 +331,8 @@ class FiniteCheck:
         seen, due = item.read(), item.due
         found: list[NonFiniteRow | Miscount | StepSizes] = []
         if due is not None and seen.counts is not None:
+            # Counts are never set back, so a difference stays in all later sums; later steps are
+            # judged by what is added to it.
             off = seen.counts - item.expected
             if not np.array_equal(off, self._off):
                 found += due.miscounts(item.step, due.counts + (off - self._off), self._sites)

@@ -110,6 +110,8 @@ class SlotTable:
         return values
 
 
+# On one GPU, vLLM's scheduler, its model runner and our threads share one interpreter lock: the
+# model waits for what a step does in Python. So a step reads arrays, not requests.
 class Slots:
     """What a rank knows of each slot's request in all banks; slot 0 is of requests without one."""
 

@@ -3,7 +3,9 @@
 A setting is listed because its other values split, reorder, pad or skip rows of a batch, compute
 rows that the scheduler did not count, or replace code that the adapters wrap; or because the
 certificate could not show that rows are wrong. No setting of Midstream leads to a refused value; a
-vLLM plug-in, an environment variable or the default of a later version may.
+vLLM plug-in, an environment variable or the default of a later version may. What no rule names is
+served if the certificate and the comparison pass: so a new version of vLLM costs a start, and no
+classification of all its settings.
 """
 
 import vllm

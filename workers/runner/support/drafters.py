@@ -154,7 +154,7 @@ def _misfits(config: VllmConfig) -> Iterator[str]:
 
 def check_loaded(drafter: nn.Module | None, read: Sequence[int], adapter: Adapter) -> None:
     """Raises UnsupportedDrafterError for a drafter that would run hook sites of the model, or that
-    cannot read the target's rows.
+    cannot read the target's rows. A site in a drafter would edit the drafts and record its rows.
 
     Called after `sites.install`. `drafter`: the drafting model, if any; `read`: the numbers of
     layers after which an EAGLE-3 head reads the stream.

@@ -1,4 +1,5 @@
-"""Tries vLLM's kernel for quantised layers on this processor, before any weights are read.
+"""Tries vLLM's kernel for quantised layers on this processor, before any weights are read. In a
+rank, the same error would end the engine, and the caller would not see it.
 
 vLLM chooses a kernel by the format only, and a kernel that the processor does not support fails or
 errs when it runs, not when the layer is loaded: without VNNI, oneDNN's int8 products saturate in 16
@@ -52,6 +53,7 @@ def check_kernels(config: VllmConfig, name: str) -> None:
 
     The kernel is chosen for a layer like the model's `down_proj` on the meta device, within
     milliseconds and before any process of the engine starts. On a CPU, a small layer then runs it.
+    Kernels of experts are not chosen this way: rules of `quantisation` refuse them.
     """
     hidden = config.model_config.get_hidden_size()
     size = getattr(config.model_config.hf_text_config, "intermediate_size", None) or hidden

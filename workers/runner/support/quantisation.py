@@ -304,6 +304,8 @@ def refuse_gguf(model: str) -> None:
 def refuse_shared_scales(model: torch.nn.Module) -> None:
     """Raises UnsupportedQuantisationError if a loaded layer rounds all rows of a step with one
     scale computed from them.
+
+    Looks at loaded layers, because a config does not say which kernel vLLM will take.
     """
     for name, module in model.named_modules():
         if any(_shares(part) for part in _parts(module)):

@@ -43,6 +43,8 @@ class CellSteps:
         block: those in `waits`, which would hold up others behind them, and cells.
         """
         held = {request for request in waiting if request.request_id in waits} if waits else set()
+        # Otherwise a step begins with the first cells that arrive: 32 of them were split into steps
+        # of 2 or 3 and of 30, and the first took a fifth of the time of the second.
         if self._bases:
             others = [request for request in waiting if request not in held]
             held |= self._held_back(running, others)

@@ -133,6 +133,7 @@ def dispatch_by_family(dispatcher: CudagraphDispatcher, families: Sequence[int])
 def capture_families(manager: CudaGraphManager, families: Sequence[int]) -> None:
     """Give the v2 runner's manager these families, before it captures them in this order."""
     base = type(manager)
+    # vLLM made the instance, so that it gets a subclass, as the runner does: no file changes.
     manager.__class__ = type(f"Midstream{base.__name__}", (_Dispatching, base, _Capturing), {})
     for mode, descriptors in manager._capture_descs.items():
         manager._capture_descs[mode] = [

@@ -34,7 +34,7 @@ def install() -> None:
         now = time.monotonic()
         if now > self.last_read + self.busy_loop_s:
             # Wait for a notification only after the busy time: vLLM's socket may drop those that
-            # follow each other closely.
+            # follow each other closely, and the reader would sleep for five seconds.
             spin(self, timeout_ms)
             return
         began = getattr(self, _WAIT_BEGAN, 0.0)

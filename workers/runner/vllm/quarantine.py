@@ -86,6 +86,7 @@ class Quarantine:
 
     def leaving(self, request_id: str) -> None:
         """Remember the blocks of a request, which are about to be freed."""
+        # A block that is evicted by mistake costs only a recomputation.
         if groups := self._blocks(request_id):
             self._freed[request_id] = groups
             self._freed.move_to_end(request_id)

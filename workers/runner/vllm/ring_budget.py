@@ -51,7 +51,11 @@ class CapturedRows:
         self._prompt_tokens, self._stages = prompt_tokens, len(stages)
 
     def of(self, start: int, stop: int) -> StageRows:
-        """Return the number of rows of the positions `[start, stop)`, and their bytes."""
+        """Return the number of rows of the positions `[start, stop)`, and their bytes.
+
+        Counts follow positions, so chunks, preemption and cache hits need no case of their own. Two
+        captures of a site count twice, although they share its rows.
+        """
         rows = [0] * (2 * self._stages)
         for capture, sites in self._captures:
             positions = len(capture.select(start, stop, self._prompt_tokens))

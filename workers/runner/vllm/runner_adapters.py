@@ -1,6 +1,6 @@
 """Adapters of vLLM's v1 and v2 model runners. No other module knows a runner's attributes.
 
-Both adapters are mix-ins of the platform's runner class; see `docs/decisions/0001-contracts.md`.
+Both adapters are mix-ins of the platform's runner class; see `docs/decisions/0002-data-plane.md`.
 """
 
 import itertools

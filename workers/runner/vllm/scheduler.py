@@ -188,6 +188,8 @@ class _Midstream:
 
     def midstream_end(self, ends: list[tuple[str, int]]) -> None:
         """Send ends to all ranks with the next step, which `has_finished_requests` ensures."""
+        # With a step, all ranks get an end at the same moment, as their checksums require, and
+        # after the abort that the worker sent earlier.
         self._midstream_ends += ends
 
     def has_finished_requests(self) -> bool:
@@ -207,6 +209,9 @@ class _Midstream:
                 RequestStatus.FINISHED_ERROR,
             )
             stopped_by = "" if aborted else self._midstream_probes.ended_by(request.request_id)
+            # vLLM names ended requests to the ranks, but not their tokens, and a later step may
+            # already be running. With these tokens ranks cut surplus rows exactly, and label rows
+            # without model outputs.
             self._midstream_finished[request.request_id] = Finish(
                 list(request.all_token_ids), aborted, stopped_by
             )
@@ -288,8 +293,9 @@ class _Midstream:
     ) -> int:
         """Limit a request's tokens in this step to its chunk, and to the room for its rows.
 
-        vLLM calls this for every request before it schedules the request's tokens. A running
-        request without tokens is left out of the step.
+        A lower `max_num_scheduled_tokens` would also limit requests that capture nothing, and would
+        have to assume the worst order. vLLM calls this for every request before it schedules the
+        request's tokens. A running request without tokens is left out of the step.
         """
         if not self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
             num_new_tokens = min(
@@ -395,6 +401,7 @@ class _Midstream:
             base = self._midstream_bases.get(request.request_id, RepeatedPrompt("", 0, 0))
             limits = [] if max_cache_hit_length is None else [max_cache_hit_length]
             if (
+                # A capture would lack the rows of skipped positions.
                 captures is None
                 and (
                     result := self._midstream_blocks.find(
@@ -448,6 +455,8 @@ def _accept_ends() -> None:
     def midstream_end(self: Any, ends: list[tuple[str, int]]) -> None:
         self.scheduler.midstream_end([(key, num_tokens) for key, num_tokens in ends])
 
+    # A call to all ranks would hold up the engine core until each has answered. Abort messages with
+    # ids that we make up would not do either: the core handles each of them twice.
     EngineCore.midstream_end = midstream_end
 
 
@@ -487,6 +496,7 @@ def _install_block_keys() -> None:
             keys = (*(keys or ()), (_KEY, owner))
         return keys, next_mm_idx
 
+    # vLLM looks this name up at each call, so replacing it here suffices.
     kv_cache_utils.generate_block_hash_extra_keys = generate_block_hash_extra_keys
 
 

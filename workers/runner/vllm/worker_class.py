@@ -101,6 +101,7 @@ class MidstreamWorker(PlatformWorker):
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        # The worker has checked its own copy, for a clear error; the runner obeys this one.
         caveats = check(self.vllm_config)
         config, model = plane_config(), self.vllm_config.model_config
         # the ranks of another machine may have another vLLM or other variables
@@ -115,6 +116,7 @@ class MidstreamWorker(PlatformWorker):
             super().load_model(*args, **kwargs)
         # Created before anything runs, because on CPUs it replaces vLLM's arithmetic.
         loras = (
+            # vLLM has replaced the linear layers, so sites on them are behind the adapter's product
             LoadedAdapters(self.model_runner.lora_manager, Path(config.spill_dir))
             if self.vllm_config.lora_config is not None
             else None

@@ -16,9 +16,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 def install() -> None:
     """Make this process zero every block that a request begins to use."""
+    # To zero only the blocks of requests with non-finite values, the scheduler would have to know
+    # these in time. It learns of them a step too late, and overflowing keys need not reach the
+    # stream at all.
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 
 
+# vLLM's v1 runner for CPUs omits layers with sliding windows, and its v2 runner needs Triton.
 class CpuBlocks:
     """Mix-in of CPU model runners, v1 and v2, that zeroes blocks of all kinds, without Triton.
 

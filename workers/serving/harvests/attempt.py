@@ -135,6 +135,8 @@ class HarvestAttempt:
         plan = await source.plan()
         job, attempt = self._attempt.job, self._attempt.number
         key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
+        # The input is cut into units before anything is computed: a unit then means the same
+        # documents to every attempt and worker.
         file = await self._put(harvest, store, key, to_msgpack(plan))
         crash_point("harvest.planned")
         answer = await patiently(
@@ -175,6 +177,8 @@ class HarvestAttempt:
                 )
             )
 
+        # The last object: without it a harvest is not done, and with it everything that it names is
+        # durable.
         await self._put(harvest, store, MANIFEST, to_json(manifest), close)
         self._check(
             await patiently(lambda: self._harvests.sealed(job, attempt), f"end of {harvest.id}")
@@ -314,6 +318,8 @@ class HarvestAttempt:
                     if number >= await patiently(
                         lambda: self._harvests.window_end(harvest), f"window of {harvest.id}"
                     ):
+                        # A full window holds no worker, at the price of a job for every unit of a
+                        # harvest that waits.
                         break  # the rest of the part is submitted again when consumers are there
                     documents = await source.read(plan, plan.units[number])
                     shards = shards_of(
@@ -456,6 +462,8 @@ class HarvestAttempt:
         requests += [ask.request for ask in asks]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._sequence(ask)) for ask in asks]
+        # The receipt of the sequence that completes a shard names its file. A receipt for each
+        # shard would be a second protocol between ranks and worker.
         receipts = await self._settled([ask.request for ask in asks])
         generated = 0 if harvest.generate is None else sum(task.result() for task in tasks)
         files = {

@@ -67,6 +67,7 @@ def _unpacked(
             yield piece, [(document.number, start, 0, len(piece))]
 
 
+# Packing never crosses a unit, so that a unit can be computed again alone.
 def _packed(
     harvest: StoredHarvest, documents: Iterable[CutDocument], eos: int | None
 ) -> Iterator[tuple[np.ndarray, list[CutSpan]]]:

@@ -38,6 +38,8 @@ from .cut import CutDocument
 from .source import SourceFiles
 
 #: The process's RLIMIT_DATA, which does not count mapped files. Sources that need more are refused.
+#: pyarrow and tokenizers allocate what a file asks for, and take no limit (a footer can be checked,
+#: a compressed buffer cannot), so the kernel enforces one.
 LIMIT_MIB = 2048
 #: That of a process that computes surveys, with an autoencoder or the model's output matrix.
 SURVEY_MIB = 1 << 15

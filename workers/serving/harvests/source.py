@@ -95,6 +95,8 @@ class SourceFiles:
                     self._show(f"{key!r} from document {first} on")
                     first += unit.documents
 
+    # Planned in input order and only as far as the limit, which is then exact, regardless of the
+    # number of workers.
     def _limited(
         self, files: list[SourceFile], units: Iterable[PlannedUnit], tokens: int
     ) -> Iterator[PlannedUnit]:
@@ -140,6 +142,8 @@ class SourceFiles:
         if begun < at:  # the last line may lack a newline
             yield _unit(begun, at, lines + (line_start < at) - planned, at - begun, crc32)
 
+    # A table's checksum is of its values as MessagePack: its bytes depend on how pyarrow batches
+    # them. So planning reads a table once, and cuts by what its values really hold.
     def _grouped(self, values: Iterable[Any]) -> Iterator[PlannedUnit]:
         """Yield units of consecutive values, such as the request's lines."""
         start = row = weight = crc32 = 0

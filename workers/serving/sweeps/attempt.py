@@ -388,6 +388,7 @@ class SweepAttempt:
         versions = {receipt.global_version for receipt in receipts} - {self._everyone.version}
         if why := self._pairs[pair].take_in(units, self._units.noise(pair)):
             return why
+        # Cells under different global steering could not be compared with one baseline.
         if needed and versions:
             return (
                 f"the sweep began under global steering version {min(versions)} and was "

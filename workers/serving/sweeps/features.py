@@ -104,6 +104,8 @@ class FeatureRows:
         def read(files: RunFiles) -> torch.Tensor:
             return torch.from_numpy(read_rows(store, files, site)).float()
 
+        # Not the gradient worker's rows, which differ from vLLM's by rounding: an exact value would
+        # be that of rows that vLLM never computed.
         ours, theirs = read(base), None if source is None else read(source)
         mean = None
         if self._sweep.ablation == "mean":

@@ -152,6 +152,7 @@ class SweepRequests:
                 *self._frozen(path, unit.pair, (layer, hook), places, base),
             ]
         run = run_key(self._job.id, self.units.first_request(unit), FIRST)
+        # A receiver's output is replaced instead of its input, on which alone it depends.
         reached = [end for end in path.receivers if reaches((layer, hook), (end.layer, end.hook))]
         after = range(places[0][0], len(sweep.pairs[unit.pair].base))
         return [
@@ -178,6 +179,8 @@ class SweepRequests:
         """Return patches that hold the frozen branches as they are in the run `base`, wherever the
         sender has an effect.
         """
+        # To hold a branch's output is to hold all its heads, with a fraction of the rows that the
+        # `z` of each would take.
         sites = path.frozen_sites(*sender, self._top(path))
         after = range(places[0][0], len(self._sweep.pairs[pair].base))
         return [
@@ -396,6 +399,8 @@ class SweepRequests:
         """Return the unit's patches. `base`: the key of the unpatched run of the same tokens."""
         sweep, hook, mask = self._sweep, self._sweep.hooks[unit.hook], self._mask(unit)
         everywhere = [position for position, _ in places]
+        # The prompt's own row, written into itself, takes the path of a cell: the same batches,
+        # entry and rows. A plain rerun would show less noise than a cell is subject to.
         if unit.kind == "noise":
             return [
                 _patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(base, hook, at, to)))

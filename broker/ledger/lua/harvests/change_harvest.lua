@@ -15,6 +15,7 @@ local cancelled = wanted == 'cancel'
 if args.ask then
   if cancelled and args.ask ~= 'cancel' then
     return 'cancelling'
+  -- A seal sets `closing` before it writes the manifest, so a cancelled harvest never has one.
   elseif closing and args.ask ~= 'run' then
     return 'sealing' -- its manifest may exist already
   end

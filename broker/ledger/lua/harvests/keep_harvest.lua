@@ -34,6 +34,7 @@ elseif args.survey then
   redis.call('SREM', key('harvest-surveying', args.harvest), id)
 elseif args.record then
   new = redis.call('HSETNX', key('harvest-done', args.harvest), args.part, args.record) == 1
+  -- The part's manifest has them now: Redis holds only the units of parts under way.
   redis.call('DEL', units)
 end
 if new then

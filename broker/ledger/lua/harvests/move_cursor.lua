@@ -16,6 +16,8 @@ if field == 'dropped' then
   redis.call('HINCRBY', record, 'bytes', less)
   tally(record, tenant, 'bytes', less)
 else
+  -- A cursor counts units and not shards: a document's rows lie in several shards of a unit, and
+  -- trainers want documents.
   if args.cursor > (tonumber(units) or 0) then
     return 'ahead'
   end

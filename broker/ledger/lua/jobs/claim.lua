@@ -11,12 +11,15 @@ local hash = key('job', id)
 -- The attempt runs under the global steering of this moment, to its end. If it has entries, every prompt gets receipts, not only those
 -- that the job edits or captures.
 local function claimed(job)
+  -- Switching running requests over would leave outputs that no single configuration explains, and
+  -- KV blocks that were computed half under each.
   local version, entries = unpack(redis.call('HMGET', key('steering', job.model), 'global_version', 'entries'))
   local prompts = entries and job.prompts or job.asked -- that get receipts
   if READS_RECEIPTS[job.kind] then
     prompts = 0 -- its worker reads the receipts of each unit
   end
   redis.call('HSET', hash, 'expected', prompts * args.ranks, 'everyone', entries and '1' or '0', 'global_version', version or 0)
+  -- These are pinned only while the global steering names them; the job may fetch them later.
   for _, name in ipairs(redis.call('SMEMBERS', key('pins', 'global:' .. job.model))) do
     copy_for_job(name)
   end
@@ -41,6 +44,8 @@ if overdue(job) then
   fail(job, 'not_started_in_time', LATE, nil, 'aborted')
   return {'refused', job.state}
 end
+-- Compared here because every attempt begins here, of jobs, sweeps and parts of harvests alike. A
+-- record without an identity is of a version that had none: it matches no model.
 if args.identity == '' or job.identity ~= args.identity then
   refuse_model(job)
   return {'refused', job.state}

@@ -10,6 +10,8 @@ local said = tonumber(redis.call('HGET', key('job', id), 'said') or 0)
 if args.number <= said then
   return 'emitted' -- emitted before; the reply was lost
 end
+-- Events are numbered because none waits for replicas. An attempt with a hole is given up, so that
+-- a reader sees a stream that starts again and never one with a gap.
 if args.number > said + 1 then
   return 'behind'
 end

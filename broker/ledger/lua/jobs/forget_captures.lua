@@ -14,6 +14,8 @@ local job = read(id)
 if job and not TERMINAL[job.state] then
   return 'running'
 end
+-- A lease protects captures from expiry, not from their owner. A job that has loaded the rows,
+-- which are correct, then finishes; one that has yet to load them fails.
 if args.spare and redis.call('ZCOUNT', key('run-lease', id), now, '+inf') > 0 then
   return 'leased'
 end

@@ -19,5 +19,6 @@ job.queue, job.cells_expected, job.handed_on = args.queue, args.cells, true
 job.line = job.queue == '' and job.step or job.step .. '.' .. job.queue
 redis.call('HSET', key('job', job.id), 'queue', job.queue, 'cells_expected', job.cells_expected)
 redis.call('HINCRBY', key('job', job.id), 'excused', 1)
+-- It waits for its turn there: the jobs of a tenant with many attributions do not overtake others.
 move(job, 'queued')
 return 'handed_on'

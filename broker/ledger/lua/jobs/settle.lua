@@ -72,6 +72,7 @@ local function act(job, request, decided)
   for place = 1, #decided, 3 do
     local policy, triggers, detail = unpack(decided, place, place + 2)
     local entry, mark = policies[policy] or {}, policy .. '_' .. request
+    -- At the receipt, not at the job's end: a job that fails later has triggered all the same.
     if entry.latch_s and triggers > 0 then
       redis.call('SET', latch(policy), job.id, 'NX', 'EX', entry.latch_s)
     end
@@ -128,6 +129,8 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     if #decided > 0 then
       act(job, request, decided)
     end
+    -- Clients of a sweep wait for cells and not for receipts, and an error affects only its own
+    -- cell.
     local sweep = READS_RECEIPTS[job.kind] -- its worker reads the ticket, unit by unit
     if not sweep then
       job.receipts, job.more = job.receipts + 1, job.more + 1

@@ -27,6 +27,8 @@ end
 -- The first limit that a submission exceeds; if none, charges its cost to the rates and returns nil. A rate is a leaky
 -- bucket (GCRA): `{name}_until` is when it is empty; a minute ahead it is full. A submission worth more than a minute
 -- is accepted when the bucket is empty.
+-- GCRA needs one number for each rate, keeps no history, and gives the exact time to wait. Refusing
+-- larger submissions for ever would turn the rate limit into a size limit.
 local function over_limit(limits)
   local queued, all_cells, jobs, cells, bytes =
     unpack(redis.call('HMGET', 'ms:usage', '/queued', '/cells', tenant .. '/jobs', tenant .. '/cells', tenant .. '/bytes'))

@@ -12,9 +12,12 @@ for _, raw in ipairs(redis.call('HVALS', 'ms:workers')) do
   end
 end
 local other = others[''] or others[args.queue]
+-- In the commit that stores the liveness, so that of two workers that start at once one is refused.
+-- Otherwise half of the accepted requests would fail.
 if other and other.identity ~= args.identity then
   return {'refused', other.worker, other.identity or ''}
 end
+-- A gradient worker is not counted where the service asks who serves a model, or compares ranks.
 redis.call('HSET', args.queue == '' and 'ms:models' or 'ms:gradients', args.name, args.model)
 redis.call('HSET', 'ms:workers', args.worker, args.info)
 redis.call('SET', key('alive', args.worker), args.boot, 'PX', math.floor(args.lease_s * 1000))

@@ -1,6 +1,8 @@
 -- Order in which messages are sent. A queued job's message is sent while fewer than `args.window` of its model and line are in flight
 -- (sent and not claimed); the other jobs wait here, per tenant, and the tenant with the least virtual time is next (stride scheduling).
 -- A line is the jobs of one queue and step: `6` of the vLLM workers, `6.gradients` of the gradient workers.
+-- Celery's lists are first in, first out, and kombu would take turns between queues, whatever a job
+-- costs. So few messages are under way, and the next job is chosen as late as possible.
 
 local function turn(what, model, line, tenant)
   return 'ms:' .. what .. ':' .. model .. ':' .. line .. (tenant and ':' .. tenant or '')
@@ -25,6 +27,7 @@ end
 -- The tenant whose turn it is, and its virtual time; nil if no job waits. Idle tenants are forgotten once their
 -- time is past: a returning tenant starts at the virtual time of the waiting ones.
 local function front(model, line)
+  -- Kept until then: otherwise, a tenant that submits one job at a time would always be next.
   while true do
     local tenant, at = unpack(redis.call('ZRANGE', turn('fair', model, line), 0, 0, 'WITHSCORES'))
     if not tenant or redis.call('EXISTS', turn('wait', model, line, tenant)) == 1 then
@@ -44,6 +47,8 @@ local function fill(model, line)
     end
     local job = read(redis.call('ZPOPMIN', turn('wait', model, line, tenant))[1])
     if job and job.state == 'queued' then
+      -- The cost is known at acceptance. Tokens that are then not generated are not refunded: the
+      -- user's `max_tokens` bounds the error.
       redis.call('ZADD', turn('fair', model, line), at + (job.cost or 1) / (limits_of(tenant).weight or 1), tenant)
       send(job)
       under_way = under_way + 1
@@ -61,6 +66,8 @@ local function line_up(job)
   end
   redis.call('ZADD', turn('fair', job.model, job.line), 'NX', least or 0, job.tenant)
   redis.call('ZADD', turn('wait', job.model, job.line, job.tenant), now, job.id)
+  -- The job stays in `ms:live`, the set of unfinished jobs from which usage is counted, but the
+  -- reaper leaves it alone.
   look_at_queued(job, math.huge)
   fill(job.model, job.line)
 end

@@ -79,6 +79,7 @@ local function policies_of(job)
 end
 
 -- The latches of the job's conversation at its first claim: {policy, job that set it, ...}. Every later attempt decides by the same.
+-- Those of the claim, not of the moment: the result of a running request would depend on timing.
 local function latched(job)
   local known = redis.call('HGET', key('job', job.id), 'latched')
   if known then

@@ -1,4 +1,5 @@
 -- Sending of a job's message, in the commit that gives the job its turn. `messages.py` generates the templates MESSAGE and SENT.
+-- The broker is this Redis. A message that a process sent after the commit could be lost with it.
 
 local posted = {} -- ids of the jobs whose messages this script has put into their queues
 
@@ -22,10 +23,12 @@ local function post(job)
   local task = job.attempt == 0 and job.id or job.id .. '.' .. job.attempt
   local of = {job = job.id, task = task, kind = job.kind, queue = queue_of(job), step = job.step, at = args.at}
   local list = job.step == 0 and of.queue or of.queue .. SEPARATOR .. job.step
+  -- A queue that accepts no message must not undo the change of the job's state.
   if type(redis.pcall('LPUSH', list, MESSAGE(of))) == 'table' then
     look_at(job, now) -- refused: a user of an older `users.acl` may not write queues; the reaper may
     return
   end
+  -- kombu's prefix has the number of the database, which Lua cannot query.
   redis.pcall('PUBLISH', args.channels .. SENT_CHANNEL, SENT(of))
   posted[#posted + 1] = job.id
 end

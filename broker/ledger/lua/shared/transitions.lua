@@ -127,6 +127,8 @@ end
 
 -- The artifact store is unavailable: the job, which is queued or running, waits for it; at most `store_wait` in all, which a sweep
 -- counts from its last progress. The attempt does not count.
+-- The rows were dropped and will be computed again: held, they would fill
+-- `tuning.capture_queue_mib` within seconds and stop every capture.
 local function await_store(job, why)
   local hash = key('job', job.id)
   redis.call('HSETNX', hash, 'store_away', args.at)

@@ -1,4 +1,5 @@
 -- Limits and usage of tenants; usage is counted in the commit that changes it.
+-- (Counting at each submission would be exact too, but slow with many captures.)
 
 -- Limits set for a tenant by name.
 local function limits_of(tenant)
