@@ -1,1 +1,1 @@
-"""Lua scripts' arguments, the job's record, durability, tenants, the order of dispatch."""
+"""Lua scripts' arguments, the job's record, durability, tenants, priorities of jobs."""
