@@ -1,1 +1,1 @@
-"""`midstream up`: processes on this machine; `verify`; `doctor --plan`."""
+"""`midstream up`: processes on this machine; `doctor`, and what it plans."""

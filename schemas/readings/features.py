@@ -2,16 +2,18 @@
 the result.
 """
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
 import msgspec
+import numpy as np
 
 from ..artifacts.saes import StoredSae
 from ..base.limits import MAX_FEATURE_SPECS, MAX_FEATURE_TOP, Reference
 from ..base.records import Record, Wire
 from ..prompts.selectors import Hook, RequestedPositions
 from ..prompts.sites import At
-from .stored import StoredReading
+from .stored import StoredReading, copied
 
 
 class FeatureSpec(Record):
@@ -51,6 +53,8 @@ class StoredFeatures(StoredReading, tag="features", omit_defaults=True):
 class FeaturesPart(Wire, tag="features"):
     """The features of a prompt's rows. Arrays are little-endian, in C order, `[positions, …]`."""
 
+    FIELD: ClassVar[str] = "features"  # of results
+
     capture: int  # index in `RankSpec.captures`
     sae: str
     digest: str
@@ -62,6 +66,27 @@ class FeaturesPart(Wire, tag="features"):
     activations: bytes  # float32 `[positions, k]`
     active: bytes  # int32 `[positions]`: how many features are active
     errors: bytes  # float32 `[positions]`: ‖row − reconstruction‖ / ‖row‖
+
+    @staticmethod
+    def joined(request: int, parts: Sequence["FeaturesPart"]) -> "FeaturesReading":
+        """Return the reading of the only part: one rank computes all features of a layer."""
+        part = parts[0]
+        count = len(part.positions)
+        indices = (
+            np.frombuffer(part.indices, "<i4").reshape(count, -1)
+            if count
+            else np.zeros((0, 0), "<i4")
+        )
+        activations = np.frombuffer(part.activations, "<f4").reshape(indices.shape)
+        rows = [(own >= 0, own, values) for own, values in zip(indices, activations, strict=True)]
+        return FeaturesReading(
+            **copied(part, "sae", "digest", "hook", "layer", "positions", "token_ids"),
+            request=request,
+            features=[own[present].tolist() for present, own, _ in rows],
+            activations=[values[present].tolist() for present, _, values in rows],
+            active=np.frombuffer(part.active, "<i4").tolist(),
+            errors=np.frombuffer(part.errors, "<f4").tolist(),
+        )
 
 
 class FeaturesReading(Record):

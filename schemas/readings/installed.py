@@ -3,7 +3,8 @@ result.
 """
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from ..base.limits import MAX_INT64, MAX_OPTION_TEXT, MAX_OPTIONS, MAX_READERS, 
 from ..base.records import Record, Wire
 from ..prompts.selectors import RequestedPositions
 from ..prompts.sites import At, SitesSpec
-from .stored import StoredReading
+from .stored import StoredReading, copied
 
 #: Types of the options of installed readers.
 OptionValue = (
@@ -100,6 +101,8 @@ class ReadArray(Record):
 class ReaderPart(Wire, tag="reader"):
     """Answer of an installed reader on one pipeline stage, and the code that gave it."""
 
+    FIELD: ClassVar[str] = "readers"  # of results
+
     capture: int  # index in `RankSpec.captures`
     name: str
     package: str
@@ -111,6 +114,22 @@ class ReaderPart(Wire, tag="reader"):
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
     arrays: dict[str, ReadArray]
+
+    @staticmethod
+    def joined(request: int, parts: Sequence["ReaderPart"]) -> "ReaderReading | None":
+        """Return the stages' parts in the order of their layers; None while a part is missing."""
+        if sum(len(layers) for part in parts for layers in part.sites.values()) < parts[0].of:
+            return None
+        first = parts[0]
+        ordered = sorted(parts, key=lambda part: min(layers[0] for layers in part.sites.values()))
+        return ReaderReading(
+            **copied(first, "name", "package", "version", "digest", "options"),
+            request=request,
+            parts=[
+                ReaderResult(**copied(part, "sites", "positions", "token_ids", "arrays"))
+                for part in ordered
+            ],
+        )
 
 
 class ReaderResult(Record):

@@ -1,15 +1,17 @@
 """The logit lens: what a request gives, what a job stores, one rank's part, and the result."""
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import msgspec
+import numpy as np
 
 from ..artifacts.tuned_lenses import StoredTuned
 from ..base.limits import MAX_LENS_TOKEN, MAX_LENS_TOKENS, MAX_LENS_TOP, Index, Reference
 from ..base.records import Record, Wire
 from ..prompts.selectors import Hook, HookName, LayerSelector, RequestedPositions
 from ..prompts.sites import At
-from .stored import StoredReading
+from .stored import StoredReading, copied
 
 #: A token by its id, or a text that is one token.
 NamedToken = Index | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LENS_TOKEN)]
@@ -67,6 +69,8 @@ class LensPart(Wire, tag="lens"):
     Arrays are little-endian, in C order, `[layers, positions, …]`.
     """
 
+    FIELD: ClassVar[str] = "lens"  # of results
+
     capture: int  # index in `RankSpec.captures`
     shard: int  # of the vocabulary
     shards: int
@@ -82,6 +86,44 @@ class LensPart(Wire, tag="lens"):
     total: bytes  # float32 `[…]`: log-sum-exp of the shard's logits
     named_logits: bytes = b""  # float32 `[…, named]`, the same on every rank
     above: bytes = b""  # int32 `[…, named]`: how many tokens of the shard have a larger logit
+
+    @staticmethod
+    def joined(request: int, parts: Sequence["LensPart"]) -> "LensReading | None":
+        """Return the reading over all shards of the vocabulary; None while a shard is missing."""
+        if {part.shard for part in parts} != set(range(parts[0].shards)):
+            return None
+        first = parts[0]
+        shape = len(first.layers), len(first.positions)
+        total = np.logaddexp.reduce(
+            [_array(part.total, "<f4", shape).astype(np.float64) for part in parts]
+        )
+        ids = np.concatenate([_array(part.top, "<i4", (*shape, -1)) for part in parts], axis=-1)
+        logits = np.concatenate(
+            [_array(part.logits, "<f4", (*shape, -1)) for part in parts], axis=-1
+        )
+        most = max((len(part.top) for part in parts), default=0) // (
+            4 * max(1, shape[0] * shape[1])
+        )
+        order = np.argsort(-logits, axis=-1, kind="stable")[..., :most]
+        named = (*shape, len(first.named))
+        own = _array(first.named_logits, "<f4", named)
+        return LensReading(
+            **copied(first, "hook", "layers", "positions", "token_ids"),
+            request=request,
+            top_tokens=np.take_along_axis(ids, order, axis=-1).tolist(),
+            top_logprobs=(np.take_along_axis(logits, order, axis=-1) - total[..., None])
+            .astype(np.float32)
+            .tolist(),
+            named_tokens=first.named,
+            named_ranks=np.sum(
+                [_array(part.above, "<i4", named) for part in parts], axis=0
+            ).tolist()
+            if first.named
+            else [],
+            named_logprobs=(own - total[..., None]).astype(np.float32).tolist()
+            if first.named
+            else [],
+        )
 
 
 class LensReading(Record):
@@ -104,3 +146,10 @@ class LensReading(Record):
     named_tokens: list[int] = []
     named_ranks: list[list[list[int]]] = []
     named_logprobs: list[list[list[float]]] = []
+
+
+def _array(raw: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    if shape[-1] == -1:
+        rows = shape[0] * shape[1]
+        shape = (*shape[:-1], len(raw) // (4 * rows) if rows else 0)
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)

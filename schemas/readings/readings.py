@@ -1,11 +1,13 @@
 """Readings: what ranks compute from captured rows instead of storing them.
 
 A reading is attached to a capture (`StoredCapture.reading`). The capture's rows go to the rank's
-readers, which return one part per rank. Parts travel in the receipt and are joined in
-`broker.ledger.results.readings`.
+readers, which return one part per rank. Parts travel in the receipt, and `joined` makes one
+result of those of a prompt.
 
 Each kind has a file here with its four forms: the request, the instruction to a rank, the rank's
-part, and the result. A new kind is a member of each type in this file.
+part, and the result. A new kind is a member of each type in this file, a row in
+`api/resolve/readings/readings.py`, a reader of the ranks in `workers/runner/readings/`, and a field
+in `client/sdk/fields.py`.
 """
 
 import msgspec

@@ -1,6 +1,6 @@
 """A reading as a job stores it: the members that every kind has."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..artifacts.saes import StoredSae
 from ..base.records import Record
@@ -38,3 +38,8 @@ class StoredReading(Record, omit_defaults=True):
     def size(self, positions: int, sites: int) -> int:
         """Return the most bytes of one rank's part, without its header."""
         return positions * (sites * self.row_size() + _POSITION_BYTES)
+
+
+def copied(part: Any, *names: str) -> dict[str, Any]:
+    """Return the fields that a reading copies from its part."""
+    return {name: getattr(part, name) for name in names}

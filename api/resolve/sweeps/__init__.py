@@ -1,1 +1,1 @@
-"""Plans sweeps: prompts, columns, paths, limits."""
+"""Plans sweeps: prompts and their alignment, columns, paths, limits."""

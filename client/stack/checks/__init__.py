@@ -1,1 +1,1 @@
-"""The checks that `midstream doctor`, `verify` and `demo` run."""
+"""The checks that `midstream doctor` and `demo` run."""

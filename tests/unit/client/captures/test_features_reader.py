@@ -7,10 +7,9 @@ import pytest
 import torch
 from sae_rows import D_IN, D_SAE, ROOT
 
-from midstream.broker.ledger.results.readings import join_features
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.readings.features import StoredFeatures
+from midstream.schemas.readings.features import FeaturesPart, StoredFeatures
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.formats.sae_files import reading
@@ -69,7 +68,7 @@ def test_a_part_has_the_bytes_that_admission_counts(top_k: int) -> None:
     counted = wanted.size(len(rows), 1)
     assert counted * 0.98 < len(to_msgpack(part)) <= counted + HEADER
     joined, wide = (
-        join_features(3, [part]),
+        FeaturesPart.joined(3, [part]),
         load(ROOT / "jumprelu", wanted.sae.digest).encode(torch.from_numpy(rows)).numpy(),
     )
     assert (joined.request, joined.sae, joined.positions[0], len(joined.features)) == (

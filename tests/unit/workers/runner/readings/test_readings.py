@@ -14,7 +14,7 @@ import torch
 from sae_rows import FORMS, ROOT
 from safetensors.numpy import save_file
 
-from midstream.broker.ledger.results.readings import join_lens, readings
+from midstream.broker.ledger.results.readings import readings
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.artifacts.tuned_lenses import StoredTuned
 from midstream.schemas.base.records import to_msgpack
@@ -104,7 +104,7 @@ def parts(count: int) -> list[LensPart]:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_shards_of_a_vocabulary_join_to_the_whole(count: int) -> None:
-    found = join_lens(0, parts(count)[::-1])
+    found = LensPart.joined(0, parts(count)[::-1])
     wanted = (torch.from_numpy(ROWS) @ HEAD.T).log_softmax(dim=-1).numpy()
     assert found is not None
     tokens = np.argsort(-wanted, axis=-1)[..., :4]
@@ -126,7 +126,7 @@ def test_shards_of_a_vocabulary_join_to_the_whole(count: int) -> None:
 
 
 def test_a_lens_of_which_a_shard_is_missing_is_not_shown() -> None:
-    assert join_lens(0, parts(2)[:1]) is None
+    assert LensPart.joined(0, parts(2)[:1]) is None
 
 
 def test_readings_come_by_prompt_and_leave_other_consumers_alone() -> None:
@@ -214,7 +214,7 @@ def registered(root: Path, *, residual: bool = False) -> tuple[StoredTuned, dict
 def test_a_tuned_lens_is_the_formula_before_the_head(tmp_path: Path, residual: bool) -> None:
     tuned, maps = registered(tmp_path, residual=residual)
     lens = LensReader(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))  # type: ignore[arg-type]
-    found = join_lens(0, [lens(capture(StoredLens(top_k=VOCABULARY, tuned=tuned)), 0)])
+    found = LensPart.joined(0, [lens(capture(StoredLens(top_k=VOCABULARY, tuned=tuned)), 0)])
     assert found is not None
     for place, layer in enumerate(LAYERS):
         rows = (
