@@ -36,7 +36,7 @@ from sweep_rig import check_attribution
 from tokenizers import Tokenizer
 
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.ledger.named.steering import LedgerSteering
+from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import StoredPolicy
@@ -44,6 +44,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
 from midstream.schemas.jobs.works import DoseWork, FitWork, HarvestWork, SweepWork
 from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.requests.steering import MODULES
 from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
@@ -494,7 +495,7 @@ RESULTS = {"sweep": _sweep, "attribution": _attribution, "fit": lambda *_: iter(
 
 async def _modules(ledger: Ledger, observed: list[Observed], verdict: Verdict) -> None:
     """Every fit registered its module, no other did, and the same fit learned the same numbers."""
-    registered = {module.name: module for module in await LedgerSteering(ledger).modules(MODEL)}
+    registered = {module.name: module for module in await Registry(ledger, MODULES).of_model(MODEL)}
     digests: dict[int, set[str]] = defaultdict(set)
     for client in observed:
         if client.plan.way != "fit":

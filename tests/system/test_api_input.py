@@ -473,6 +473,7 @@ def test_an_unknown_query_parameter_is_400_on_every_route(api: Api) -> None:
     pages = re.compile("/(docs|docs/.*|page/.*|schema.*)?")
     assert len(served) > 140
     for method, path in served:
+        path = path.replace("{kind}", "probes").replace("{action}", "pause")
         answer = api.http.request(method, re.sub("{.*?}", "x", path), params={"joy": "2"})
         field = answer.json()["field"] if answer.status_code == 400 else None
         free = method == "OPTIONS" or pages.fullmatch(path)

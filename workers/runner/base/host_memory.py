@@ -5,7 +5,6 @@ fails raises HostMemoryError.
 import numpy as np
 import torch
 
-from ....schemas.base.errors import Translated
 from .shared_memory import HostMemoryError
 
 
@@ -15,11 +14,10 @@ def locked_like(values: torch.Tensor) -> torch.Tensor:
     Torch's allocator does not reuse it before the copies queued from it or into it are over.
     Raises HostMemoryError.
     """
-    with Translated(
-        (RuntimeError, MemoryError),
-        lambda error: _none(values.numel() * values.itemsize, "page-locked memory", error),
-    ):
+    try:  # each step calls this, and a context would be two calls more
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    except (RuntimeError, MemoryError) as error:
+        raise _none(values.numel() * values.itemsize, "page-locked memory", error) from error
 
 
 def locked_copy(values: torch.Tensor) -> torch.Tensor:
@@ -27,11 +25,10 @@ def locked_copy(values: torch.Tensor) -> torch.Tensor:
 
     Raises HostMemoryError.
     """
-    with Translated(
-        (RuntimeError, MemoryError),
-        lambda error: _none(values.numel() * values.itemsize, "page-locked memory", error),
-    ):
+    try:  # each step calls this, and a context would be two calls more
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+    except (RuntimeError, MemoryError) as error:
+        raise _none(values.numel() * values.itemsize, "page-locked memory", error) from error
 
 
 def lock(memory: np.ndarray) -> None:
