@@ -3,12 +3,14 @@
 import re
 
 import pytest
-import redis
+import redis.asyncio
 from hypothesis import given, settings, strategies as st
 from kombu.transport import redis as kombu_redis
 
 from midstream.broker.ledger.core import scripts
-from midstream.broker.ledger.jobs.ledger import new_job_id
+from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
+from midstream.broker.ledger.jobs.sweeps import LedgerSweeps
+from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ledger.results import pages, views
 from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, make_app, queue_of
 from midstream.broker.queue.visibility import RENEW_S
@@ -34,6 +36,18 @@ def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_kn
     }
     assert raised <= set(STATUS_OF_KIND)
     assert "ranks_disagree" in raised
+
+
+def test_parts_of_a_ledger_use_its_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers make parts for each job, and binding all scripts takes over a millisecond."""
+    ledger = Ledger(redis.asyncio.Redis(), Settings())
+
+    def bind(*_: object) -> None:
+        raise AssertionError("bound again")
+
+    monkeypatch.setattr(redis.asyncio.Redis, "register_script", bind)
+    assert LedgerSweeps(ledger)._scripts is ledger.scripts
+    assert Reaper(ledger, ledger.settings)._scripts is ledger.scripts
 
 
 def test_job_ids_cannot_be_guessed_and_sort_by_age() -> None:  # field case 40
