@@ -154,6 +154,7 @@ async def test_state_of_another_version_names_both_versions(
         newer.setattr(scripts, "__version__", "9.0.0")
         newer.setattr(scripts, "to_msgpack", later)
         scripts.source.cache_clear()
+        newer.setattr(ledger, "scripts", scripts.Scripts(ledger.redis))
         theirs = LedgerSteering(ledger)
         await put_module(ledger, module(A), blobs(A))
         newer.setattr(broker_steering, "__version__", "9.0.0")
