@@ -243,11 +243,12 @@ _TRY = """
 import sys
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import Settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import configured
 from midstream.workers.engine.options.engine_arguments import prepare_environment
 from midstream.workers.runner.support.kernel_check import check_kernels
 for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
-    settings = Settings(model=model, dtype=dtype, max_model_len=64)
+    settings = Settings(model=model, vllm=VllmOptions(dtype=dtype, max_model_len=64))
     prepare_environment(settings)
     try:
         check_kernels(configured(settings)[0], model)
