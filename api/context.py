@@ -21,8 +21,7 @@ from litestar import Request
 from ..broker.ledger.jobs.ledger import Ledger, new_job_id, reachable
 from ..broker.ledger.jobs.watch import JobWatcher, SharedReads
 from ..broker.ledger.named.steering import LedgerSteering
-from ..broker.ledger.people.keys import LedgerKeys
-from ..broker.ledger.people.sessions import Sessions
+from ..broker.ledger.people.keys import LedgerKeys, Sessions
 from ..broker.ledger.recovery.harvests import LedgerHarvests
 from ..broker.processes.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
@@ -46,8 +45,7 @@ from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
 from .resolve.prompts.vllm_lens_fields import check_answer
 from .web import request_context
-from .web.auth import Gate, caller_of
-from .web.key_revocation import KeyWatch
+from .web.auth import Gate, KeyWatch, caller_of
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
 from .web.request_context import traceparent

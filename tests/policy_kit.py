@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from midstream.schemas.artifacts.conditions import Condition
+from midstream.schemas.artifacts.probes import Condition
 
 
 def decisions_of(

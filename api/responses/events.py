@@ -14,7 +14,7 @@ from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, inva
 from ...schemas.base.records import to_json
 from ...schemas.jobs.jobs import PROBLEM_EVENT, TERMINAL, Event
 from ..context import AppContext
-from ..web.key_revocation import ALWAYS, HeldKey
+from ..web.auth import ALWAYS, HeldKey
 
 MEDIA_TYPE = "text/event-stream"
 #: Keep proxies from buffering a stream.

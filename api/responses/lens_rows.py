@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from ...schemas.base.dtypes import ITEM_BYTES, DType
-from ...schemas.requests.lens_args import LensRows
-from ...schemas.requests.lens_vectors import packed as in_json
+from ...schemas.requests.lens_vectors import LensRows, packed as in_json
 from . import packed
 
 HOOK = "post_block"

@@ -24,11 +24,16 @@ from ...schemas.base.records import now
 from ...schemas.jobs.jobs import JobResult, JobView
 from ...schemas.jobs.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
 from ...schemas.readings.readings import FIELDS
-from ...schemas.requests.lens_args import LensRows
+from ...schemas.requests.lens_vectors import LensRows
 from ..context import AppContext, unless_client_leaves
 from ..resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_completion
-from ..resolve.prompts.url_modules import modules_of, with_modules
-from ..resolve.prompts.vllm_lens_fields import TAG, as_written, with_lens_args
+from ..resolve.prompts.vllm_lens_fields import (
+    TAG,
+    as_written,
+    modules_of,
+    with_lens_args,
+    with_modules,
+)
 from ..responses import events, lens_rows, openai_shapes
 from ..responses.openai_shapes import AnswerShape
 from ..responses.outcome import (

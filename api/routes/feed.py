@@ -17,8 +17,7 @@ from ...schemas.service.feed import MAX_FEED
 from ..context import AppContext
 from ..operations.job_feed import SENDS_PER_S, TICK_S
 from ..responses import events
-from ..web.auth import needs, tenant_asked
-from ..web.key_revocation import HeldKey
+from ..web.auth import HeldKey, needs, tenant_asked
 from ..web.open_calls import EVENTS
 from .jobs import ERRORS, Whose
 

@@ -1,4 +1,4 @@
-"""Routes of registered artifacts, and the row of each kind."""
+"""Routes of what is registered, with the row of each kind, and of source runs."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,29 +13,97 @@ from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from ...broker.ledger.named.registry import Registry
+from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.access.keys import Caller, Scope, unscoped
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ...schemas.artifacts.loras import LORAS
-from ...schemas.artifacts.probes import PROBES
+from ...schemas.artifacts.probes import PROBES, ProbeRequest
 from ...schemas.artifacts.registered import ArtifactKind, Registered
 from ...schemas.artifacts.saes import SAES
 from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
 from ...schemas.base.errors import MidstreamError, suggestion
-from ...schemas.base.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, MAX_NAME, NAME_PATTERN
+from ...schemas.base.limits import (
+    MAX_DESCRIPTION,
+    MAX_MODULE_NAME,
+    MAX_NAME,
+    MAX_POLICY_VERSIONS,
+    NAME_PATTERN,
+)
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.requests.policies import POLICIES, Policy, PolicyChange
+from ...schemas.requests.policies import (
+    POLICIES,
+    Policy,
+    PolicyChange,
+    PolicyRequest,
+    PolicyVersion,
+    Steer,
+)
+from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.steering import MODULES
 from ...schemas.settings.settings import ArtifactFolder
 from ...storage.formats.lens_files import lens_of
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
+from ..resolve.readings.probes import changed, check_fit, digest_of, resolve_policy, resolve_probe
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
-from .jobs import ERRORS, PROBLEM, ModelFilter
-from .probes import Made, change_policy, make_policy, make_probe
-from .steering import CHANGE_ERRORS, make_module, module_file, module_of
+from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize
+from .steering import CHANGE_ERRORS, Made, make_module, module_file, module_of
+
+
+async def make_probe(
+    data: ProbeRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
+) -> Made:
+    made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info)
+    return lambda _: made, blobs
+
+
+async def make_policy(
+    data: PolicyRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
+) -> Made:
+    found = await context.names.look_up(info, [(PROBES, data.probe)])
+    probe = found.known(PROBES, data.probe, "probe")
+    named = [action.module for action in data.actions if isinstance(action, Steer)]
+    state = await context.names.state(info, named, caller)
+    made = resolve_policy(data, info, probe, state, caller, context.settings)
+    return lambda former: _with(former, made, info.name, name), {}
+
+
+async def change_policy(
+    name: str, data: PolicyChange, context: AppContext, caller: Caller, info: ModelInfo
+) -> Policy:
+    policies = Registry(context.ledger, POLICIES)
+    missing = await policies.unknown(info.name, name)
+
+    def make(now: Policy | None) -> Policy:
+        if now is None:
+            raise missing
+        made = changed(now, data)
+        # the present version may stop applying to all traffic also where it fits no longer
+        if data.version is not None or made.content.all_traffic:
+            check_fit(made, info)
+        return _with(now, made, info.name, name)
+
+    policy, _ = await policies.put(info.name, name, make, {})
+    return policy.shown_to(caller)
+
+
+def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> Policy:
+    """Return the policy with one version more; the oldest ones are dropped."""
+    kept = [] if former is None else former.versions
+    number = kept[-1].version + 1 if kept else 1
+    made = msgspec.structs.replace(made, version=number, digest=digest_of(made))
+    versions = [*kept, made][-MAX_POLICY_VERSIONS:]
+    return Policy(
+        name=name,
+        model=model,
+        digest=made.digest,
+        created=made.created,
+        description=made.content.description,
+        versions=versions,
+    )
 
 
 @dataclass(frozen=True)
@@ -300,4 +368,59 @@ async def patch_artifact(
     return await change_policy(name, data, context, caller, info)
 
 
-ROUTES: list[Any] = [*routes_of(ROWS), get_artifact_file, patch_artifact]
+RunParameter = Annotated[
+    str,
+    PathParameter(
+        max_length=MAX_NAME, description="A run's name, or the id of a job with capture files"
+    ),
+]
+
+
+@get(
+    "/v1/runs",
+    opt=needs("read"),
+    summary="List the source runs, newest first",
+    description="Named runs only.",
+    responses=ERRORS,
+)
+async def list_runs(
+    context: AppContext,
+    caller: Caller,
+    info: ModelInfo,
+    limit: PageSize = 50,
+    cursor: CursorParameter = None,
+) -> RunPage:
+    return await LedgerRuns(context.ledger, caller).list(info.name, limit, cursor)
+
+
+@get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
+async def get_run(
+    name: RunParameter, context: AppContext, caller: Caller, info: ModelInfo
+) -> RunView:
+    return await LedgerRuns(context.ledger, caller).view(info.name, name)
+
+
+@delete(
+    "/v1/runs/{name:str}",
+    opt=needs("submit"),
+    status_code=204,
+    summary="Delete a source run",
+    description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs "
+    "that have loaded its rows keep them; "
+    "later jobs fail.",
+    responses={**ERRORS, 409: PROBLEM},
+)
+async def delete_run(
+    name: RunParameter, context: AppContext, caller: Caller, info: ModelInfo
+) -> None:
+    await LedgerRuns(context.ledger, caller).delete(info.name, name)
+
+
+ROUTES: list[Any] = [
+    *routes_of(ROWS),
+    get_artifact_file,
+    patch_artifact,
+    list_runs,
+    get_run,
+    delete_run,
+]

@@ -10,8 +10,7 @@ from litestar import Response, delete, get, post
 from litestar.datastructures import Cookie
 from litestar.params import JSONBody
 
-from ...schemas.access.keys import EVERYBODY
-from ...schemas.access.sessions import SessionRequest, SessionView
+from ...schemas.access.keys import EVERYBODY, SessionRequest, SessionView
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.version import __version__
 from ..context import AppContext

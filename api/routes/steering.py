@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +38,12 @@ from ..resolve.edits import module_export, steering
 from ..web.auth import needs
 from ..web.body import FILE_TYPES
 from .jobs import ERRORS, PROBLEM, ModelFilter
-from .probes import Made
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
 ANSWER_S, LOOK_S = 2.0, 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
+#: Makes an artifact of the one that has its name; content hash → packed tensor.
+Made = tuple[Callable[[Any], Any], Mapping[str, bytes]]
 
 
 def module_of(raw: bytes) -> ModuleRequest:

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS, BlobEntry, index_of
-from ...storage.blobs import read_entries
 from ...storage.formats.capture_blobs import DamagedBlob
-from ...storage.store import ArtifactStore, Referring, Rewriting
+from ...storage.store import ArtifactStore, Referring, Rewriting, read_entries
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from zlib_ng import zlib_ng
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, index_of
-from ...storage.blobs import indices, read_entries
 from ...storage.formats.capture_blobs import DamagedBlob, DeletedBlob, Header, read_header
-from ...storage.store import ArtifactStore, open_store
+from ...storage.store import ArtifactStore, indices, open_store, read_entries
 
 
 @dataclass(frozen=True)

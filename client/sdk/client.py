@@ -9,10 +9,8 @@ from .. import notebook
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, stream, verb
 from .captures import Captures
-from .completions import Completions
-from .fits import Fits
 from .harvests import Harvests
-from .jobs import Jobs
+from .jobs import Completions, Fits, Jobs
 from .mapping.map import over
 from .readings import Readings
 from .registered import (

@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 import numpy as np
 
 from ...schemas.access.handling import Priority
-from ...schemas.artifacts.conditions import Aggregation
-from ...schemas.artifacts.probes import ProbeSide, ProbeUse
+from ...schemas.artifacts.probes import Aggregation, ProbeSide, ProbeUse
 from ...schemas.base.states import CallbackEvent
 from ...schemas.jobs.fits import FitExample, RegisterWhen
 from ...schemas.jobs.harvests import (

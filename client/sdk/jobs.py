@@ -1,24 +1,36 @@
-"""Calls on jobs: submit, follow, wait, results."""
+"""Calls on jobs: submit, follow, wait, results; fits; OpenAI-style completions, chats."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any, Unpack
 
 import httpx2
 
+from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.doses import DoseRequest
+from ...schemas.jobs.fits import FitOutcome, FitRequest, FitResult, LensFitRequest, LensFitResult
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
+from ...schemas.jobs.openai import ChatRequest, CompletionRequest
 from .. import values
+from ..images import with_images
 from . import wire
 from .answers.progress import prompts_bar
 from .calls import Awaits, Calls, M, call, stream
-from .fields import JobFields
+from .fields import (
+    Chat,
+    ChatFields,
+    CompletionFields,
+    FitFields,
+    JobFields,
+    LensFitFields,
+    PromptInput,
+)
 from .server import ServerCalls
-from .wire import HttpCall, JobLike
+from .wire import Answer, HttpCall, JobLike
 
 
 def poll(job_id: JobLike, version: str, seconds: float) -> HttpCall:
@@ -199,3 +211,104 @@ class Jobs(Calls[M]):
     async def cancel(self, job_id: JobLike) -> JobView:
         """Request cancellation; raises `conflict` if the job has ended."""
         return await self._ask(HttpCall("POST", wire.job_path(job_id, "cancel")), JobView)
+
+
+class Completions(Calls[M]):
+    """OpenAI-style calls."""
+
+    @call
+    async def completion(
+        self,
+        /,
+        model: str,
+        prompt: PromptInput | Sequence[PromptInput],
+        **fields: Unpack[CompletionFields],
+    ) -> Answer:
+        """Call `POST /v1/completions` with OpenAI's and Midstream's fields."""
+        body = {**fields, "model": model, "prompt": prompt}
+        return await self._held("/v1/completions", wire.openai_body(CompletionRequest, body))
+
+    @call
+    async def chat(
+        self,
+        /,
+        model: str,
+        messages: Chat,
+        *,
+        images: Sequence[Any] = (),
+        **fields: Unpack[ChatFields],
+    ) -> Answer:
+        """Call `POST /v1/chat/completions` with OpenAI's and Midstream's fields.
+
+        `images`: paths of PNG or JPEG files, their bytes, or Pillow images; they are placed before
+        the text of the last user message.
+        """
+        body = {**fields, "model": model, "messages": with_images(messages, images)}
+        return await self._held("/v1/chat/completions", wire.openai_body(ChatRequest, body))
+
+    async def _held(self, path: str, body: dict[str, Any]) -> Answer:
+        """Return the answer to a held request. If the server stops holding it, wait for its job,
+        and return the answer from the job's result.
+        """
+        response = await self._send(HttpCall("POST", path, body=body, timeout=wire.HELD_S))
+        if response.status_code != 202:
+            return wire.answer(response)
+        jobs, view = Jobs[Awaits](self._io), wire.decode(response, JobView)
+        await jobs.wait(view.id)
+        return wire.answer_from_result(await jobs.result(view.id))
+
+
+class Fits(Calls[M]):
+    """Jobs that learn modules from examples (docs/learn.md#learn-steering-from-examples) or compute
+    Jacobian lenses (docs/read.md#fit-a-lens).
+    """
+
+    @call
+    async def submit(
+        self, request: FitRequest | LensFitRequest, *, idempotency_key: str | None = None
+    ) -> JobView:
+        """Submit the fit of a module or of a Jacobian lens; returns immediately. Safe to repeat."""
+        kind = "modules" if isinstance(request, FitRequest) else "jacobians"
+        return await self._submit(f"/v1/{kind}/fit", request, idempotency_key)
+
+    @call
+    async def module(
+        self, /, request: FitRequest | None = None, **fields: Unpack[FitFields]
+    ) -> FitResult:
+        """Fit a module, by struct or by its fields (`model=…, name=…, method=…`); wait, and return
+        its training record and its effect on held-out examples.
+
+        Steer with it afterwards by its name: `steering={"module": name}`. Without a better effect
+        than none it is registered only with `register="always"`; `reason` says so.
+        """
+        body = values.request(request, dict(fields), FitRequest)
+        result = await self.result(await self.submit(body))
+        assert isinstance(result, FitResult)
+        return result
+
+    @call
+    async def lens(
+        self, /, request: LensFitRequest | None = None, **fields: Unpack[LensFitFields]
+    ) -> JacobianLens:
+        """Fit a Jacobian lens, by struct or by its fields (`model=…, name=…, prompts=…`); wait, and
+        return it as it is registered: `fit` states the prompts used and the error of each layer of
+        a sketch (`rank`).
+
+        Read through it afterwards by its name: `client.lens(prompt, jacobian=name)`.
+        """
+        body = values.request(request, dict(fields), LensFitRequest)
+        result = await self.result(await self.submit(body))
+        assert isinstance(result, LensFitResult)
+        return result.lens
+
+    @call
+    async def result(self, job_id: JobLike) -> FitOutcome:
+        """Wait for a fit, and return its result. Raises the job's error if it failed, and
+        `not_found` for a job that is not a fit.
+        """
+        jobs = Jobs[Awaits](self._io)
+        await jobs.wait(job_id)
+        result = (await jobs.result(job_id)).fit
+        if not isinstance(result, FitResult | LensFitResult):
+            raise MidstreamError("not_found", f"job {wire.id_of(job_id)} is not a fit")
+        return result

@@ -16,8 +16,7 @@ from ...schemas.base.records import now
 from ...schemas.settings.settings import Settings
 from ..sdk.client import Client
 from .checks.facts import host_facts
-from .checks.finding import CheckFinding, findings_of
-from .checks.rig import Rig
+from .checks.finding import CheckFinding, Rig, findings_of
 from .checks.table import of
 from .processes import Child, members, wait_for
 from .supervisor import (

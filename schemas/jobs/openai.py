@@ -25,7 +25,7 @@ from ..base.limits import (
 from ..base.records import Record
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
 from ..readings.readings import ReadingAnswers
-from ..requests.lens_args import LensArgs, LensRows
+from ..requests.lens_vectors import LensArgs, LensRows
 from .jobs import (
     AllowedTokens,
     BadWords,

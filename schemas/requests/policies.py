@@ -8,8 +8,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 
 from ..access.keys import Caller
-from ..artifacts.conditions import Condition, Mode
-from ..artifacts.probes import StoredProbe
+from ..artifacts.probes import Condition, Mode, StoredProbe
 from ..artifacts.registered import ArtifactKind, Registered, Registration
 from ..base.edit_sizes import EditLimit
 from ..base.limits import (

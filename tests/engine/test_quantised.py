@@ -246,7 +246,7 @@ from midstream.schemas.settings.settings import Settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import configured
 from midstream.workers.engine.options.engine_arguments import prepare_environment
-from midstream.workers.runner.support.kernel_check import check_kernels
+from midstream.workers.runner.support.quantisation import check_kernels
 for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
     settings = Settings(model=model, vllm=VllmOptions(dtype=dtype, max_model_len=64))
     prepare_environment(settings)

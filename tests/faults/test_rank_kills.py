@@ -20,7 +20,7 @@ import killed_rank
 import killed_rowd
 import pytest
 from killed_requests import BLOCKED, KINDS, check_files, check_receipt, kind_of
-from test_aof_barrier import serving
+from test_durability import serving
 
 from midstream.broker.receipts.relay import Relay
 from midstream.client.stack.processes import wait_for

@@ -13,7 +13,7 @@ from redis_kit import handed_over
 from refusal_kit import refuses
 from wait_kit import wait_until
 
-from midstream.broker.redis_service import aof_repair, server as redis_server
+from midstream.broker.redis_service import server as redis_server
 from midstream.schemas.base.errors import MidstreamError
 
 
@@ -125,7 +125,7 @@ def write_some(folder: Path, *, rewritten: bool = False) -> Path:
             if rewritten and number == 4:
                 rewrite(client)
     server.stop()
-    return aof_repair._written_file(folder)
+    return server._written_file(folder)
 
 
 def keys_after_start(folder: Path, said: list[str]) -> int:

@@ -32,8 +32,13 @@ from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import DeliveryAttempt
-from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
-from midstream.schemas.artifacts.probes import ProbeContent, ProbeScore, StoredProbe
+from midstream.schemas.artifacts.probes import (
+    Condition,
+    ProbeContent,
+    ProbeScore,
+    StoredPolicy,
+    StoredProbe,
+)
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import CaptureResults, Job, State

@@ -109,7 +109,7 @@ class Attribution:
 
 
 def label(node: Any) -> str:
-    """As `kind.layer.head`, in the words of `workers.gradients.edges`."""
+    """As `kind.layer.head`, in the words of `workers.gradients.attribution`."""
     kinds = {"attn_head_out": "head", "mlp_out": "mlp", "mlp_in": "mlp"}
     kind = kinds.get(node.kind, node.kind.removesuffix("_input"))
     return ".".join(str(part) for part in (kind, node.layer, node.head) if part is not None)

@@ -46,15 +46,13 @@ from ..runner.files.consumers import available
 from ..runner.hooks.architectures import UnsupportedArchitectureError, describe
 from ..runner.support import build_errors, seams
 from ..runner.support.denylist import check
-from ..runner.support.kernel_check import check_kernels
-from ..runner.support.quantisation import quantisation_of, refuse_gguf
+from ..runner.support.quantisation import check_kernels, quantisation_of, refuse_gguf
 from ..runner.vllm.ring_budget import CapturedRows
 from ..runner.vllm.stages import stage_layers
 from . import nodes
 from .admission import CaptureBudget, StepRows
-from .checkpoint import check_folder, check_layers
 from .identity import BOOT
-from .model_identity import content_of, digests_in, identity_of
+from .model_identity import check_folder, check_layers, content_of, digests_in, identity_of
 from .options.drafts import check_drafter, check_drafts
 from .options.engine_arguments import (
     dtype_of,

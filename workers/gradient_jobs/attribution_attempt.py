@@ -7,9 +7,8 @@ import time
 from msgspec.structs import replace
 
 from ...broker.ledger.jobs.sweeps import LedgerSweeps
-from ...broker.ledger.results.attribution_cells import chosen_cells
 from ...broker.ledger.results.attribution_result import estimated_pair
-from ...broker.ledger.results.sweep_result import sweep_start, sweep_summary
+from ...broker.ledger.results.sweep_result import chosen_cells, sweep_start, sweep_summary
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Output

@@ -20,11 +20,10 @@ from ...schemas.jobs.jobs import State
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, NotYet, check_lengths
 from ..engine.ranks.collective import Quarantined
-from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, Run, StoreUnavailable
+from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, ReceiptReader, Run, StoreUnavailable
 from .kinds import runs_of
 from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
-from .receipts import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
 
 logger = logging.getLogger(__name__)

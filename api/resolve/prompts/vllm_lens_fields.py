@@ -1,6 +1,9 @@
-"""Translates vllm-lens' request fields into our `steering` and `capture`."""
+"""Translates into our `steering` and `capture` what other tools send: vllm-lens' request fields,
+and modules named in the URL's parameter `module`, by tools that send only OpenAI's fields.
+"""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,14 +14,15 @@ import msgspec
 from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.base.errors import Excluded, MidstreamError, check_excluded, invalid
 from ....schemas.base.json_bounds import TooManyValues, check_json
-from ....schemas.base.limits import MAX_ENTRIES, MAX_LAYERS, Index
+from ....schemas.base.limits import MAX_ENTRIES, MAX_LAYERS, MAX_MODULE_TEXT, NAME_PATTERN, Index
 from ....schemas.base.records import from_json
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.openai import OpenAIRequest
-from ....schemas.requests.lens_args import REFUSED, LensArgs
 from ....schemas.requests.lens_vectors import (
     MAX_LENS_BYTES,
+    REFUSED,
+    LensArgs,
     LensVector,
     LensVectorError,
     LensVectors,
@@ -224,3 +228,49 @@ def as_written(parsed: ParsedRequest) -> Iterator[None]:
             ):
                 raise error.at(value) from error
         raise
+
+
+FIELD = "module"
+_SCALE = re.compile(r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?", re.ASCII)
+
+
+def modules_of(texts: Sequence[str]) -> list[dict[str, str | float]]:
+    """Return the equivalent entries of `steering`. Raises a 400 naming `module`."""
+    return [_entry(text) for text in texts]
+
+
+def _entry(text: str) -> dict[str, str | float]:
+    if len(text) > MAX_MODULE_TEXT:
+        raise invalid(FIELD, f"has {len(text)} characters", allowed=f"at most {MAX_MODULE_TEXT}")
+    name, colon, scale = text.partition(":")
+    if re.match(NAME_PATTERN, name) is None:
+        raise invalid(
+            FIELD,
+            f"{text!r} does not begin with a module's name",
+            allowed="NAME or NAME:SCALE, such as joy:2.5",
+        )
+    if not colon:
+        return {"module": name}
+    if _SCALE.fullmatch(scale) is None or not math.isfinite(float(scale)):
+        raise invalid(
+            FIELD,
+            f"{scale!r} in {text!r} is not a scale",
+            allowed="a finite number, such as 2.5 or -1",
+        )
+    return {"module": name, "scale": float(scale)}
+
+
+def with_modules(parsed: ParsedRequest, entries: Sequence[dict[str, str | float]]) -> ParsedRequest:
+    """Return the request with these modules after its own steering."""
+    first = len(parsed.steering)
+    specs = [
+        SteeringSpec(
+            module=str(entry["module"]),
+            scale=entry.get("scale"),  # type: ignore[arg-type]
+        )
+        for entry in entries
+    ]
+    written = {f"steering[{first + index}]": FIELD for index in range(len(specs))}
+    return replace(
+        parsed, steering=[*parsed.steering, *specs], written={**parsed.written, **written}
+    )

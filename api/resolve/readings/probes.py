@@ -12,7 +12,6 @@ from ....broker.ledger.named.registry import Lookup
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
-from ....schemas.artifacts.conditions import decay_fault
 from ....schemas.artifacts.probes import (
     PROBES,
     Probe,
@@ -20,6 +19,7 @@ from ....schemas.artifacts.probes import (
     ProbeRequest,
     ProbeUse,
     StoredProbe,
+    decay_fault,
 )
 from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import (

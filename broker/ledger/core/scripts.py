@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from ....schemas.access.keys import unscoped
-from ....schemas.artifacts.conditions import StoredPolicy
 from ....schemas.artifacts.loras import use_of
-from ....schemas.artifacts.probes import ProbeScore
+from ....schemas.artifacts.probes import ProbeScore, StoredPolicy
 from ....schemas.artifacts.registered import ArtifactKind, Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import MAX_REQUEST_POLICIES

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ....schemas.access.handling import Callback
-from ....schemas.artifacts.conditions import POLICY, StoredPolicy
-from ....schemas.artifacts.probes import Probe, StoredProbe
+from ....schemas.artifacts.probes import POLICY, Probe, StoredPolicy, StoredProbe
 from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo

@@ -16,15 +16,17 @@ from ....schemas.jobs.attributions import (
 from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import StoredSweep, Unit, UnitRecord
 from ....schemas.requests.attributions import Estimate
-from .attribution_cells import (
+from .sweep_result import (
     KnownUnits,
     adaptive_round,
     effects,
     estimated_values,
     exact_units,
+    grid_of,
+    noise_floor_of,
+    sweep_result,
     unchanged,
 )
-from .sweep_result import grid_of, noise_floor_of, sweep_result
 
 #: A rank correlation of fewer cells says nothing.
 LEAST_CELLS = 3

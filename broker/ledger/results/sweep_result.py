@@ -1,15 +1,21 @@
 """Assembles a sweep's unit records into grids, for results and for the first and last event of a
-stream.
+stream; and chooses the cells or features of an attribution that are computed exactly: by their
+estimates, at random, and for the method `adaptive` round by round.
 """
 
 import math
+import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+from typing import NamedTuple
 
+from ....schemas.jobs.attributions import NotLookedAt
 from ....schemas.jobs.sweep_units import Units
 from ....schemas.jobs.sweeps import (
     HEAD_AXES,
     Baseline,
+    Metric,
     PairResult,
     Skipped,
     StoredPair,
@@ -22,10 +28,12 @@ from ....schemas.jobs.sweeps import (
     UnitRecord,
 )
 from ....schemas.prompts.selectors import Hook
-from .attribution_cells import KnownUnits
+from ....schemas.requests.attributions import Estimate, StoredAttribution, Why
 from .sweep_metrics import noise_floor
 
 CellValues = list[list[float | None]]  # [layers][columns]
+
+KnownUnits = Mapping[int, UnitRecord]
 
 
 def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepResult:
@@ -249,3 +257,214 @@ def _skipped(sweep: StoredSweep, records: KnownUnits) -> list[Skipped]:
         Skipped(pair=pair, hook=sweep.hooks[hook], layers=layers, column=column, reason=reason)
         for (pair, hook, column, reason), layers in sorted(result.items())
     ]
+
+
+#: Cells that it computes at a time, at the least: forward passes are batched.
+LEAST_ROUND = 8
+#: Random cells of each part of the grid, at the least, on which `adaptive` tests what it assumes of
+#: the others.
+SAMPLE = 2
+#: Effects below this share of the last of the top cells do not say by what factor an estimate is
+#: too small: rounding and noise are most of them.
+FAINT = 0.1
+
+
+def unchanged(metric: Metric, base: float) -> float:
+    """Return the value of a cell whose patch changes nothing, in the metric's units."""
+    return 0.0 if metric == "recovered" else base
+
+
+def exact_units(sweep: StoredSweep, pair: int, records: KnownUnits) -> Iterable[Unit]:
+    """Return the pair's units with exact values: its cells, or with `sae` the chosen features."""
+    units, attribution = Units(sweep), sweep.attributed
+    if attribution is None or attribution.sae is None:
+        return units.cells(pair)
+    record = records.get(units.estimate(pair).number)
+    estimate = None if record is None else record.estimated
+    return units.features(pair, attribution.checked_features(estimate) if estimate else [])
+
+
+def estimated_values(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float | None]:
+    """Return the number of each of these units → the estimate of its value."""
+    units, attribution = Units(sweep), sweep.attributed
+    if attribution is None or attribution.sae is None:
+        return dict(zip(units.cells_of(pair), estimate.values, strict=False))
+    nothing = unchanged(sweep.metric, estimate.base)
+    scores = attribution.checked_features(estimate)
+    return {
+        unit.number: nothing + score.score
+        for unit, score in zip(units.features(pair, scores), scores, strict=True)
+    }
+
+
+def effects(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float]:
+    """Return the number of each cell with an estimate → the size of its estimated effect, in the
+    metric's units; strongest first.
+    """
+    nothing = unchanged(sweep.metric, estimate.base)
+    sizes = {
+        number: abs(value - nothing)
+        for number, value in estimated_values(sweep, pair, estimate).items()
+        if value is not None
+    }
+    return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
+
+
+def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why, list[int]]:
+    """Return the numbers of the pair's cells to be computed exactly; none for `adaptive`, which
+    chooses later. A cell may be chosen for several reasons.
+
+    The random cells are drawn from all cells that can be patched, the top ones among them, so that
+    what is found in them holds for the grid. Random features are drawn where they are estimated.
+    """
+    attribution = sweep.attributed
+    if attribution is None or attribution.verify is None or attribution.method == "adaptive":
+        return {}
+    verify, numbers = attribution.verify, Units(sweep).cells_of(pair)
+    if attribution.sae is not None:
+        features = Units(sweep).features(pair, attribution.checked_features(estimate))
+        number_of = {(unit.column, unit.feature): unit.number for unit in features}
+        top, drawn = (
+            [number_of[score.column, score.feature] for score in scores]
+            for scores in (estimate.features[: verify.top], estimate.drawn)
+        )
+        return {"top": top, "random": sorted(drawn)}
+    sizes = effects(sweep, pair, estimate)
+    columns = sweep.pairs[pair].columns
+    possible = [unit.number for unit in Units(sweep).cells(pair) if columns[unit.column].places]
+    top = list(sizes)[: verify.top]
+    doubtful = [numbers[place] for place in estimate.doubtful if numbers[place] in sizes]
+    draw = random.Random(f"{attribution.seed}/{pair}")
+    return {
+        "top": top,
+        "random": sorted(draw.sample(possible, min(verify.random, len(possible)))),
+        "doubtful": [number for number in doubtful if number not in top][: verify.doubtful],
+    }
+
+
+def cells_to_compute(sweep: StoredSweep, pair: int, records: KnownUnits) -> set[int] | None:
+    """Return the numbers of the pair's cells to compute now; None: all of them.
+
+    For `adaptive` the next round, from what the records say; empty once it is over.
+    """
+    attribution = sweep.attributed
+    if attribution is None:
+        return None
+    record = records.get(Units(sweep).estimate(pair).number)
+    estimate = None if record is None else record.estimated
+    if estimate is None:
+        return set()
+    if attribution.method == "adaptive":
+        return set(adaptive_round(sweep, pair, estimate, records).cells)
+    return {number for numbers in estimate.chosen.values() for number in numbers}
+
+
+class Round(NamedTuple):
+    cells: list[int]  # numbers of the cells to compute next; empty: it is over
+    left: NotLookedAt  # as it is before this round
+
+
+def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: KnownUnits) -> Round:
+    """Return the next round of the method `adaptive`. It depends on the records alone, so that an
+    attempt after a killed worker continues.
+
+    Coarse: the grid is divided into parts, and the strongest estimate of each is computed, with the
+    top estimates. Fine: estimates of other cells are raised by the worst that was found: by the
+    worst underestimate in the part, or by the worst factor in the grid. Those that reach the exact
+    effect of the last of the top cells are computed, largest first. Once none does, the same is
+    asked of a random sample of the cells that nothing singled out, from each part. It is over when
+    that changes nothing, or the budget is used up.
+    """
+    attribution, units = sweep.attributed, Units(sweep)
+    assert attribution is not None
+    assert attribution.verify is not None
+    top, budget = attribution.verify.top, attribution.budget
+    sizes = effects(sweep, pair, estimate)
+    part_of = _parts(sweep, top)
+    looked = [number for number in units.cells_of(pair) if number in records]
+    exact: dict[int, float] = {}
+    base = records.get(units.base(pair).number)
+    nothing = unchanged(sweep.metric, base.value if base and base.value is not None else 0.0)
+    for number in looked:
+        if (value := records[number].value) is not None:
+            exact[number] = abs(value - nothing)
+    last = sorted(exact.values(), reverse=True)[top - 1] if len(exact) >= top else None
+    under: defaultdict[int, float] = defaultdict(float)
+    for number, effect in exact.items():
+        part = part_of(number)
+        under[part] = max(under[part], effect - sizes.get(number, 0.0))
+    # The cells looked at have large estimates, so they do not show how far others are too small. A
+    # sum alone does not either: a weak cell is never too small by much, but a strong one with the
+    # same relative error is.
+    factors = (
+        effect / sizes[number] if sizes.get(number) else math.inf
+        for number, effect in exact.items()
+        if effect > FAINT * (last or 0.0)
+    )
+    factor = max(factors, default=1.0)
+    unseen = [number for number in sizes if number not in records]
+    raised = {
+        number: max(
+            sizes[number] + under[part_of(number)], sizes[number] and sizes[number] * factor
+        )
+        for number in unseen
+    }
+    reaching = [number for number in unseen if last is None or raised[number] >= last]
+    picked, sample = _begun(sizes, part_of, attribution, top, pair)
+    left = NotLookedAt(
+        cells=len(unseen),
+        largest=max((sizes[number] for number in unseen), default=None),
+        bound=max(raised.values(), default=None),
+        last=last,
+        sampled=len(exact.keys() & {*sample}),
+        # A part whose cells were all underestimated more than those looked at can still hide a top
+        # cell.
+        settled=not reaching and exact.keys() >= {*sample},
+    )
+    room = max(budget - len(looked), 0)
+    if not looked:
+        return Round(picked[:room], left)
+    reaching.sort(key=lambda number: (-raised[number], number))
+    following = reaching or [number for number in sample if number not in records]
+    return Round(following[: min(room, max(top, LEAST_ROUND))], left)
+
+
+def _begun(
+    sizes: Mapping[int, float],
+    part_of: Callable[[int], int],
+    attribution: StoredAttribution,
+    top: int,
+    pair: int,
+) -> tuple[list[int], list[int]]:
+    """Return the cells to begin with, and the random sample of the others: a quarter of the budget,
+    and at least `SAMPLE` of each part.
+
+    `sizes`: strongest first.
+    """
+    # stable: the strongest of each part comes first
+    parts = [[*numbers] for _, numbers in groupby(sorted(sizes, key=part_of), part_of)]
+    picked = dict.fromkeys([*[*sizes][:top], *(numbers[0] for numbers in parts)])
+    rest = [[number for number in numbers if number not in picked] for numbers in parts]
+    draw = random.Random(f"{attribution.seed}/{pair}")
+    most = max(SAMPLE, attribution.budget // (4 * max(len(parts), 1)))
+    return [*picked], [
+        number for numbers in rest for number in draw.sample(numbers, min(most, len(numbers)))
+    ]
+
+
+def _parts(sweep: StoredSweep, parts: int) -> Callable[[int], int]:
+    """Return the function from a cell's number to its part: each hook's layers and columns are cut
+    so that there are about `parts` in all, at least one for each hook.
+    """
+    layers, columns = len(sweep.layers), sweep.num_columns
+    share = max(1, round(parts / len(sweep.hooks)))  # parts of a hook
+    down = min(layers, max(1, round(math.sqrt(share * layers / columns))))
+    across, units = min(columns, max(1, round(share / down))), Units(sweep)
+
+    def part(number: int) -> int:
+        cell = units.cell(number)
+        assert cell is not None
+        row, column = cell.layer * down // layers, cell.column * across // columns
+        return (cell.hook * down + row) * across + column
+
+    return part

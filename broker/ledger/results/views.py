@@ -30,9 +30,9 @@ from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.settings.settings import Settings
 from ..core.record import JobRecord
-from .attribution_cells import KnownUnits
 from .outcomes import GRIDS, outcome
 from .readings import readings
+from .sweep_result import KnownUnits
 
 #: Ranges of positions that a detail lists; the rest are only counted.
 SHOWN_RANGES = 8

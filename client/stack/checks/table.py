@@ -19,8 +19,7 @@ from . import (
     rows,
     service_checks,
 )
-from .finding import Check, CheckFinding, Depth
-from .promises import judge
+from .finding import Check, CheckFinding, Depth, judge
 
 #: Seconds that stopped processes may take to end: an engine frees gigabytes.
 END_S = 10.0

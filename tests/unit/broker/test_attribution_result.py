@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from midstream.broker.ledger.results.attribution_cells import (
+from midstream.broker.ledger.results.attribution_result import pair_attribution, spearman
+from midstream.broker.ledger.results.sweep_result import (
     adaptive_round,
     cells_to_compute,
     chosen_cells,
 )
-from midstream.broker.ledger.results.attribution_result import pair_attribution, spearman
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, UnitRecord

@@ -100,7 +100,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "vllm",
         "proof vllm_output model_identity",
         "plan options ranks requests prompts",
-        "plan_inside dtype no_torchvision admission checkpoint nodes identity protocol",
+        "plan_inside dtype no_torchvision admission nodes identity protocol",
     ),
     "workers/runner": (
         "vllm",

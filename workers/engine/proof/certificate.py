@@ -33,15 +33,19 @@ from ....schemas.requests.specs import StoredCapture, StoredSteering, content_ke
 from ...runner.certificate.laws import (
     STREAM,
     TOLERANCES,
+    CertificatePlan,
+    Copy,
+    EditRun,
     JudgedShape,
+    Judgement,
     LawFinding,
     LawFindings,
+    direction,
     judge_boundary,
     judge_entered,
     verdict,
     verdict_inside,
 )
-from ...runner.certificate.plans import CertificatePlan, Copy, EditRun, Judgement, direction
 from ..protocol import EngineRequest
 from ..requests import trial_request
 from .comparison import (

@@ -1,13 +1,14 @@
 """Laws that rows of a loaded model must obey, and the hook points that violations disprove.
 
-Pure functions from rows to figures. A law that holds is evidence for each row in it, since every
+Pure functions from rows to figures; and the messages of a certification run, which say what the
+ranks must judge, and their judgements. A law that holds is evidence for each row in it, since every
 row is captured independently. Each figure is compared with a tolerance, whose reason is in
 `TOLERANCES`.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +17,51 @@ import torch
 
 from ....schemas.base.records import by_key
 from ....schemas.prompts.selectors import HOOKS, Hook
+
+
+class EditRun(msgspec.Struct):
+    """A request that adds a vector at `hook` of each `layers[i]`, at position `positions[i]`, times
+    `scales[i]`.
+    """
+
+    request: int
+    plain: int  # a request in the same batch with the same tokens and no edits
+    hook: Hook
+    layers: list[int]
+    positions: list[int]
+    scales: list[float]
+
+
+class Copy(msgspec.Struct):
+    """A request whose rows must equal the base's at these positions."""
+
+    law: str
+    request: int
+    positions: list[int]
+
+
+class CertificatePlan(msgspec.Struct):
+    """Requests, by number, whose rows all ranks judge."""
+
+    base: int
+    tokens: list[int]  # the base's prompt and generated tokens
+    positions: list[int]  # the base's captured positions, ascending
+    first: int  # the first position with a next token: the last of the prompt
+    copies: list[Copy]
+    edits: list[EditRun]
+    final: EditRun | None = None  # an edit of the last layer's `post_block` at `first`
+
+
+def direction(hidden_size: int) -> np.ndarray:
+    """Return the vector of all edits, float32 `[hidden_size]`: standard normal elements."""
+    return np.random.default_rng(16).normal(size=hidden_size).astype(np.float32)
+
+
+def places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:
+    """Yield (layer, (request, position, scale)) of each edit."""
+    for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True):
+        yield layer, (edit.request, position, scale)
+
 
 #: Kind of law → (tolerance in units of the model dtype's `eps` unless the reason states another
 #: unit, reason).
@@ -107,6 +153,16 @@ class LawFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def ok(self) -> bool:
         return self.figure <= 1.0  # False for NaN
+
+
+class Judgement(msgspec.Struct):
+    """Judgement of one rank."""
+
+    findings: list[LawFinding]
+    not_compared: dict[str, str]  # law → why it was not judged
+    # float32 rows at the stage's first and last layer, for the neighbouring stages
+    edges: dict[str, bytes]
+    readings: dict[str, str] = {}  # kind of reading → why the run disproved it
 
 
 class JudgedShape(NamedTuple):

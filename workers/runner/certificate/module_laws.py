@@ -19,17 +19,19 @@ from ..hooks.output_head import FINAL_NORM
 from ..hooks.sites import language_model
 from ..readings.logit_lens import LensReader
 from .laws import (
+    CertificatePlan,
     JudgedShape,
     LawFinding,
     RowsAt,
+    direction,
     factor_of,
     judge_module,
     judge_parts,
+    places,
     rowwise,
     sumwise,
 )
 from .observed import ObservedRequests
-from .plans import CertificatePlan, direction, places
 
 if TYPE_CHECKING:
     from ..hooks.architectures import Adapter

@@ -15,7 +15,7 @@ from ....schemas.model.banks import RowShape
 from ....schemas.model.layer_kinds import of_layers
 from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import RankSpec, StoredCapture
-from ....storage.blobs import FileBytes
+from ....storage.store import FileBytes
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ import numpy as np
 from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.base.records import Wire
 from ....schemas.requests.specs import RankSpec
-from ....storage.blobs import FileBytes
 from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
-from ....storage.store import ArtifactStore, Draft, Drafts
+from ....storage.store import ArtifactStore, Draft, Drafts, FileBytes
 from .finished_rows import FinishedCapture, Origin
 from .layouts import file_name
 from .recorded import (

@@ -21,8 +21,7 @@ from ....storage.store import ArtifactStore
 from ..base.backlog import Backlog
 from .consumers import BUILT_IN, Logging, MemoryConsumer, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome
-from .harvest_shards import OpenShards
-from .layouts import Filesystem, StoreConfig, each
+from .layouts import Filesystem, OpenShards, StoreConfig, each
 
 if TYPE_CHECKING:
     from ....schemas.settings.tuning import Tuning

@@ -305,7 +305,7 @@ DEEPSTACK = frozenset({"qwen3_vl_text"})
 
 def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapter:
     """Return the adapter of a model, before its weights are read; the variant of a model without an
-    entry is `UNKNOWN` until `model_adapter.complete`.
+    entry is `UNKNOWN` until `sites.complete`.
 
     `architecture`: HF's `architectures[0]`, or the backend's class, which is replaced by the
     config's; `hf_config`: transformers' config; `max_model_len`: tokens, prompt and generated.

@@ -5,13 +5,15 @@ Sites are installed after loading and before compilation or graph capture; model
 unchanged. Neighbouring sites on the same tensors share one launch. In a traced forward every launch
 is one opaque op whose tensors are buffers of its module, so the same graph serves idle and busy
 steps. A forward that runs as Python skips a launch that is not busy.
+
+The adapter of a loaded model is its entry in the table, or the structure discovered in its layers.
 """
 
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,16 +21,19 @@ from torch import nn
 
 from ....kernels import STREAM, WHOLE, pair_site, single_site
 from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
-from ....schemas.prompts.selectors import Hook
+from ....schemas.prompts.selectors import HOOKS, Hook
 from ....schemas.requests.interventions import EVERY, FAMILIES, SCALARS
 from .architectures import (
+    UNKNOWN,
     Adapter,
     TapKind,
     TapSide,
     UnsupportedArchitectureError,
+    Variant,
     launch_groups,
     stream_group,
 )
+from .layer_discovery import LayerShape, NoStreamError, probe
 
 
 @dataclass
@@ -378,3 +383,98 @@ def places(forward: Callable[..., Any]) -> tuple[int, int]:
     names = list(inspect.signature(forward).parameters)
     hidden = names.index("hidden_states") if "hidden_states" in names else 0
     return hidden, names.index("residual") if "residual" in names else hidden + 1
+
+
+#: Module of vLLM's Transformers backend.
+BACKEND_MODULE = "vllm.model_executor.models.transformers"
+
+
+def complete(
+    adapter: Adapter, model: nn.Module, config: Any, *, dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """Return `adapter`, completed for the loaded `model`. `config`: the model's HF text config.
+
+    A table entry applies only if vLLM runs the model in the entry's way: by vLLM's own model file,
+    or by the Transformers backend. Otherwise the layers are probed. Raises
+    UnsupportedArchitectureError if no stream is found.
+    """
+    backend = type(language_model(model)).__module__.startswith(BACKEND_MODULE)
+    if adapter.variant.known and adapter.variant.backend == backend:
+        return adapter
+    path = decoder_layers(model, adapter)
+    known = [float(value) for value in vars(config).values() if isinstance(value, float) and value]
+    layer_shapes: dict[int, LayerShape] = {}
+    for number, layer in enumerate(language_model(model).get_submodule(path)):
+        if isinstance(layer, nn.Identity):  # the layer is on another pipeline stage
+            continue
+        try:
+            layer_shapes[number] = probe(
+                layer, adapter.hidden_size, dtype=dtype, device=device, known=known
+            )
+        except NoStreamError as error:
+            raise UnsupportedArchitectureError(
+                f"{adapter.architecture}: no residual stream was found in layer {number}: {error}"
+            ) from error
+    return _joined(replace(adapter, variant=UNKNOWN), path, backend, layer_shapes)
+
+
+def _joined(
+    adapter: Adapter, path: str, backend: bool, layer_shapes: dict[int, LayerShape]
+) -> Adapter:
+    """Return `adapter` with the probed layers, restricted to the hooks that all layers have."""
+    absent: dict[Hook, str] = {}
+    for hook in HOOKS:
+        lacking = [number for number, shape in layer_shapes.items() if hook not in shape.taps]
+        if lacking:
+            reason = layer_shapes[lacking[0]].absent.get(hook, "it was not found")
+            absent[hook] = (
+                reason
+                if len(lacking) == len(layer_shapes)
+                else f"layer {lacking[0]} has none: {reason}"
+            )
+    variants = {
+        number: Variant(
+            path,
+            {hook: tap for hook, tap in shape.taps.items() if hook not in absent},
+            absent,
+            backend=backend,
+            measured={
+                hook: law
+                for hook, law in shape.laws.items()
+                if hook not in absent and not absent.keys() & law.keys()
+            },
+        )
+        for number, shape in layer_shapes.items()
+    }
+    first = variants[min(variants)]
+    return replace(
+        adapter,
+        variant=first,
+        kinds={number: variant for number, variant in variants.items() if variant != first},
+    )
+
+
+def decoder_layers(model: nn.Module, adapter: Adapter) -> str:
+    """Return the path of the decoder layers in vLLM's language model.
+
+    Raises UnsupportedArchitectureError.
+    """
+    lists = sorted(
+        _lists(language_model(model), adapter.num_layers), key=lambda path: path.count(".")
+    )
+    if not lists:
+        raise UnsupportedArchitectureError(
+            f"{adapter.architecture}: no list of {adapter.num_layers} decoder layers was "
+            "found in the model"
+        )
+    return lists[0]
+
+
+def _lists(root: nn.Module, length: int) -> Iterator[str]:
+    for path, module in root.named_modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == length
+            and any(next(layer.children(), None) is not None for layer in module)
+        ):
+            yield path

@@ -43,14 +43,11 @@ from ..rows.delivery import RowConnection, connected
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
-from .grading import Grading
 from .probe_scores import Scorer
-from .reentry import Reentry, ReentryGate
-from .reports import Reports
-from .requests import Requests
+from .reentry import Grading, Reentry, ReentryGate
+from .requests import RanStep, Reports, Requests, StepBatch, StepPart
 from .step_edits import EditsPart
 from .step_loras import Adapters
-from .step_parts import RanStep, StepBatch, StepPart
 from .step_probes import ProbesPart
 from .step_rows import RowsPart
 

@@ -23,8 +23,7 @@ from ..probes.kinds import ProbeGroup
 from ..probes.probe_news import News
 from ..probes.watches import Watch
 from ..probes.weight_stacks import ProbedRows, Stacks, WeightStack
-from ..rows.capture import Recording
-from ..rows.scored_rows import ScoredRows
+from ..rows.capture import Recording, ScoredRows
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
 _CHUNK = 2**19

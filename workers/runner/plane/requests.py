@@ -1,18 +1,188 @@
-"""Requests that a rank tracks, from their admission to their reports."""
+"""Requests that a rank tracks, from their admission to their reports; the batch of those of a step,
+by what it has to do for them; and the base class of the parts of a step, with its phases.
+"""
 
+import dataclasses
 import logging
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ....schemas.jobs.receipts import BY_REQUEST
+import numpy as np
+import torch
+
+from ....schemas.base.version import __version__
+from ....schemas.jobs.receipts import BY_REQUEST, Receipt
 from ....schemas.prompts.selectors import select
-from ..base.engine_step import Finish
+from ..base.actions import ActionLedger
+from ..base.config import PlaneConfig, RankPlace
+from ..base.engine_step import Finish, NewRequest, StepView
+from ..base.row_index import Keeping
 from ..edits.taints import Taints
+from ..files.desk import EndedRequest
+from ..files.finished_rows import Origin
+from ..probes.watches import ProbeError, SharedGates, Watch, shown
+from ..rows.capture import Recording, ScoredRows
+from ..rows.delivery import RowDelivery
 from ..rows.planner import Tracked
-from ..rows.slot_table import Slots
-from .reports import Reports
-from .step_parts import StepBatch
+from ..rows.slot_table import Slots, StepTokens
+
+
+class Reports:
+    """Reports of one rank; `Tracked.reported` ensures at most one receipt for each request."""
+
+    def __init__(
+        self,
+        config: PlaneConfig,
+        place: RankPlace,
+        delivery: RowDelivery,
+        actions: ActionLedger,
+        *,
+        num_layers: int,
+    ) -> None:
+        """`num_layers`: of the whole model."""
+        self._config, self._place, self._delivery, self._actions = config, place, delivery, actions
+        self._origin = Origin(
+            config.worker,
+            place.rank,
+            place.pp,
+            place.stages,
+            num_layers,
+            tuple(config.caveats),
+            config.identity,
+        )
+        self.describe()
+
+    def describe(self, **changed: Any) -> None:
+        """Change fields of `Origin` for every later manifest."""
+        self._origin = dataclasses.replace(self._origin, **changed)
+        self._delivery.set_origin(self._origin)
+
+    def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
+        """Report a request that has ended, once its captured rows are written.
+
+        `token_ids`: all its tokens, including those of the prompt. `rows`: how many of them,
+        from the first on, have rows.
+        """
+        if tracked.reported:
+            return
+        if self._place.grades and (why := lacking(tracked)):
+            self.failed(step, tracked, why, "intervention_failed")
+            return
+        if tracked.watch is not None:
+            try:
+                _score(tracked, tracked.watch, rows)
+            except ProbeError as error:
+                self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
+                return
+        recordings = {
+            number: recording
+            for number, recording in tracked.recordings.items()
+            if not recording.capture.scored
+        }
+        request = EndedRequest(
+            self._receipt(step, tracked),
+            tracked.spec,
+            [
+                recording.ended(number, _high(tracked, recording))
+                for number, recording in recordings.items()
+            ],
+            token_ids,
+            rows,
+            tracked.unsound,
+            [sizes.recorded for sizes in tracked.sizes.values()],
+            self._place.tp == 0,
+            tracked.results,
+            self._actions.state,
+            sum(recording.nbytes for recording in recordings.values()),
+        )
+        self._delivery.submit(request, recordings, list(tracked.sizes.values()))
+        tracked.reported = True
+
+    def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
+        """Report a failure, without waiting for the request to end. `kind`: see `Receipt.kind`.
+
+        The receipt has what policies have decided so far: no request hides it by failing.
+        """
+        if tracked.reported:
+            return
+        try:
+            if tracked.watch is not None and (rows := tracked.watch.decide_all(tracked.counted)):
+                _score(tracked, tracked.watch, rows)
+        except Exception:
+            logger.exception("a failed request is reported without the decisions of its policies")
+        tracked.failure, tracked.failure_kind = message, kind
+        tracked.forget()
+        self._delivery.submit(EndedRequest(self._receipt(step, tracked), tracked.spec), {})
+        tracked.reported = True
+
+    def _receipt(self, step: int, tracked: Tracked) -> Receipt:
+        spec, place = tracked.spec, self._place
+        return Receipt(
+            version=__version__,
+            worker=self._config.worker,
+            boot=self._config.boot,
+            job=spec.job,
+            request=spec.request,
+            attempt=spec.attempt,
+            rank=place.rank,
+            world=place.world,
+            tp=place.tp,
+            pp=place.pp,
+            step=step,
+            actions=self._actions.count,
+            checksum=self._actions.seal(tracked.results),
+            status="error" if tracked.failure else "ok",
+            message=tracked.failure,
+            applied=tracked.applied,
+            kind=tracked.failure_kind,
+            global_version=spec.global_version,
+            epoch=self._actions.epoch,
+            graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
+            trace=spec.trace,
+            # of a failure those of policies, from every rank: only the first such receipt counts
+            scores=[score for score in tracked.scores if score.policy is not None]
+            if tracked.failure
+            else tracked.scores
+            if place.tp == 0
+            else [],
+            identity=self._config.identity,
+        )
+
+
+def _score(tracked: Tracked, watch: Watch, rows: int) -> None:
+    """Set the results of a request's probes, about its first `rows` tokens. Raises ProbeError."""
+    tracked.scores, tracked.results = watch.results(rows, tracked.stopped_by)
+    tracked.scores = [
+        shown(watch, score, rows) if score.name in tracked.gates else score
+        for score in tracked.scores
+    ]
+
+
+def _high(tracked: Tracked, recording: Recording) -> list[bool]:
+    """Return for each token whether the probe that a capture's window names is high."""
+    window = recording.capture.window
+    if window is None or window.when is None:
+        return []
+    assert tracked.watch is not None, "the window's probe scores every token"
+    return list(tracked.watch.high(window.when.probe, window.when.at_least))
+
+
+def lacking(tracked: Tracked) -> str:
+    """Return why an ended request has no grade of its next token; empty if it has a grade, or
+    requested none.
+    """
+    if tracked.spec.grade is None:
+        return ""
+    if tracked.graded is None:
+        return "the next token was not graded: no logits at the end of the prompt"
+    values = tracked.graded()
+    return (
+        "" if all(map(math.isfinite, values)) else f"the next token's grade is not finite: {values}"
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -211,3 +381,103 @@ class Requests:
         self.taints.forget(
             step, {tracked.spec.digest for tracked in self.tracked.values() if tracked.failure}
         )
+
+
+class StepBatch:
+    """The requests of a step."""
+
+    def __init__(
+        self, view: StepView, tracked: Mapping[str, Tracked], without: Collection[str] = ()
+    ) -> None:
+        """`without`: requests for which the step does nothing."""
+        self.members = [
+            (number, item)
+            for number, request in enumerate(view.ids)
+            if (item := tracked.get(request)) is not None and request not in without
+        ]
+        slots = np.zeros(len(view.ids), dtype=np.int64)
+        for number, item in self.members:
+            slots[number] = item.slot
+        self.tokens = StepTokens(view, slots)
+        every = [item for _, item in self.members]
+        self.steered = [item for item in every if item.rows]
+        self.recording = [item for item in every if item.recordings]
+        self.planned = [item for item in every if item.rows or item.recordings]
+        self.gated = self._gated()
+        #: The kinds of watches whose scores decide gates of the step.
+        self.deciding = {gates.kind for gates in self.gated if gates.decides}
+        #: Whether more may be decided in a step than gates.
+        self.watched = any(
+            item.spec.entry is not None
+            or (item.spec.grade is not None and item.graded is None and not item.reported)
+            for item in every
+        )
+
+    def _gated(self) -> list[SharedGates]:
+        groups: dict[Any, list[tuple[int, Watch]]] = {}
+        for number, item in self.members:
+            if item.gates and (watch := item.watch) is not None:
+                key = not item.reported, watch.kind, tuple(item.gates)
+                groups.setdefault(key, []).append((number, watch))
+        if groups:
+            columns = 1 + max(len(probes) for _, _, probes in groups)
+            self.tokens.closed = np.zeros((len(self.tokens.slots), columns), dtype=bool)
+        members = self.tokens.members
+        return [
+            SharedGates(each, probes, members, decides=decides)
+            for (decides, _, probes), each in groups.items()
+        ]
+
+
+@dataclass(slots=True)
+class RanStep:
+    """A step whose forward pass ran."""
+
+    view: StepView | None  # None: it was not planned
+    # output of the last layer, `[tokens, hidden_size]`; None on other stages
+    hidden: torch.Tensor | None
+    # the recorded rows that probes read; None: no site had anything to do
+    recorded: list[ScoredRows] | None = None
+
+
+class StepPart:
+    """One concern of a rank; a part overrides the phases that concern it.
+
+    The data plane calls the phases in the order of the methods below, each for all parts before the
+    next. An error that a part raises ends the engine; therefore a part guards work that only some
+    requests need, see `Requests.guard`.
+    """
+
+    def begin(self, ended: Mapping[str, int]) -> None:
+        """Begin a step before which requests ended. `ended`: request → its `Finish.rows`."""
+
+    def release(self, tracked: Tracked) -> None:
+        """Take back from an ended request what `acquire` gave it."""
+
+    def admit(self, tracked: Tracked, request: NewRequest) -> None:
+        """Set up a new request's captures and probes."""
+
+    # Apart from `admit`: a request is steered even if it cannot be captured, as its cached blocks
+    # say.
+    def acquire(self, tracked: Tracked) -> None:
+        """Give a new request its share of common resources, even if `admit` failed it."""
+
+    def prepare(self, keeping: Keeping | None) -> None:
+        """Prepare the step, whose requests are admitted. `keeping`: commands about stored rows.
+        Not called if there are none, and nothing waits for the writers.
+        """
+
+    def plan(self, batch: StepBatch, view: StepView) -> None:
+        """Set up the next forward. `batch`: the tracked requests of `view`."""
+
+    def drain(self, step: RanStep) -> None:
+        """Take the results of the forward."""
+
+    def settle(self, step: RanStep) -> None:
+        """Check the step, and pass on rows that are no longer needed."""
+
+    def forget(self) -> None:
+        """Drop the state of requests, which have all failed, and what the worker's calls set."""
+
+    def close(self) -> None:
+        """Finish pending work, and stop."""

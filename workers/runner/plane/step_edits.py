@@ -12,8 +12,7 @@ from ..edits.source_runs import RunStore
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
 from .probe_scores import Scorer
-from .requests import TAINTED, Requests
-from .step_parts import StepBatch, StepPart
+from .requests import TAINTED, Requests, StepBatch, StepPart
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ..base.actions import ActionLedger
-from .requests import Requests
-from .step_parts import RanStep, StepPart
+from .requests import RanStep, Requests, StepPart
 
 if TYPE_CHECKING:
     from .loras import LoadedAdapters

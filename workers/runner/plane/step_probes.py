@@ -4,12 +4,11 @@ from collections.abc import Mapping
 
 from ..base.engine_step import NewRequest
 from ..base.row_index import Keeping
-from ..probes.gates import gates_of
+from ..probes.watches import gates_of
+from ..rows.capture import reused_rows
 from ..rows.planner import Tracked
-from ..rows.scored_rows import reused_rows
 from .probe_scores import Scorer
-from .requests import Requests
-from .step_parts import RanStep, StepPart
+from .requests import RanStep, Requests, StepPart
 
 
 class ProbesPart(StepPart):

@@ -1,4 +1,4 @@
-"""Captured rows of a request, from recording until they are written.
+"""Captured rows of a request, from recording until they are written; and those that probes read.
 
 Each row is recorded at the place where it stays, in a block with a place for every captured
 position at each port (a site has two ports: before and after its edits). If a position was recorded
@@ -8,12 +8,13 @@ attended to its keys and values.
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 
 from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.requests.specs import StoredCapture
@@ -24,11 +25,9 @@ from ..files.finished_rows import BankColumns
 from ..files.recorded import CaptureShape, Extent, RowBlock, places_of
 from ..files.streams import StreamOpened
 from ..hooks.sites import RankSite
+from ..probes.watches import Watch
+from ..probes.weight_stacks import WeightStack
 from .arena import BankRows, RecordedBlock
-
-if TYPE_CHECKING:
-    from ..probes.watches import Watch
-    from ..probes.weight_stacks import WeightStack
 
 logger = logging.getLogger(__name__)
 
@@ -275,3 +274,52 @@ class Recording:
 def _numbers_of(wants: bytes) -> bytes:
     """Return the ports of a mask as `BlockPlace` has them."""
     return np.flatnonzero(np.frombuffer(wants, dtype=bool)).tobytes()
+
+
+class Readers:
+    """The watches of positions whose rows the same probes read."""
+
+    def __init__(self, stack: WeightStack, watches: Sequence[Watch]) -> None:
+        self.stack, self.watches, self.table = stack, watches, watches[0].table
+        self.slots = np.array([watch.slot for watch in watches])
+        self.streams_from = np.array([watch.streams_from for watch in watches])
+        streams = bool((self.streams_from >= 0).any())
+        #: Whether the scores are needed as soon as a step is over; whether there is news in them.
+        self.urgent = stack.kind.decides or streams
+        self.tells = self.urgent and (streams or stack.kind.ends) and stack.last
+
+
+class ScoredRows(NamedTuple):
+    """Rows that the same probes read, at positions that ascend for each watch."""
+
+    readers: Readers
+    positions: np.ndarray
+    numbers: np.ndarray  # [ports of the stack, positions]: of the rows in `memory`
+    memory: torch.Tensor  # all rows of the bank
+    landing: Landing
+    blocks: object  # keeps the rows
+
+    def has(self, needed: Mapping[Watch, int]) -> bool:
+        """Return whether a row is among the first `needed` of its watch."""
+        readers, positions = self.readers, self.positions
+        return any(
+            watch.table is readers.table
+            and bool((positions[readers.slots == watch.slot] < n).any())
+            for watch, n in needed.items()
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.numbers.size * self.memory.shape[1] * self.memory.itemsize)
+
+
+def reused_rows(recording: Recording) -> Iterator[ScoredRows]:
+    """Yield the rows that an earlier request recorded for this one, once."""
+    reused, recording.reused = recording.reused, []
+    stack, watch = cast(WeightStack, recording.stack), cast(Watch, recording.watch)
+    for extent in reused:
+        block, positions = cast(RecordedBlock, extent.block), np.array(extent.positions)
+        first = block.row + np.searchsorted(block.ports, stack.ports) * block.place.count
+        numbers = first[:, None] + extent.at + np.arange(extent.count)
+        readers = Readers(stack, [watch] * extent.count)
+        yield ScoredRows(readers, positions, numbers, block.all, extent.landing, block)

@@ -20,15 +20,13 @@ from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
 from ..edits.steering_tables import RowTable
 from ..hooks.sites import Buffers, RankSite
-from ..probes.gates import open_among
-from ..probes.watches import Watch
+from ..probes.watches import Watch, open_among
 from .arena import BankRows
 from .buffers import Staging
-from .capture import Recording
+from .capture import Recording, ScoredRows
 from .edit_sizes import RequestSizes
 from .finite_check import Due
 from .overload import Overload
-from .scored_rows import ScoredRows
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
 from .step_places import FEW, Places, PositionRun, StepLayout, layout_of, runs_at_most
 

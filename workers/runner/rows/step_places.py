@@ -16,8 +16,7 @@ import numpy as np
 from ..base.landings import Landing
 from ..probes.watches import Watch
 from .arena import BankRows, RecordedBlock
-from .capture import Recording
-from .scored_rows import Readers, ScoredRows
+from .capture import Readers, Recording, ScoredRows
 
 #: Tokens of a request in a step, at most, that may go to two blocks: with drafts. Longer runs are
 #: cut where a block ends.

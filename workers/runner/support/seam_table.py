@@ -370,7 +370,7 @@ SEAMS: tuple[Seam, ...] = (
         ("get_pp_indices(num_hidden_layers, pp_rank, pp_size)",),
         "vllm/stages.py",
     ),
-    Seam("vllm.distributed.parallel_state", ("_TP",), "support/kernel_check.py"),
+    Seam("vllm.distributed.parallel_state", ("_TP",), "support/quantisation.py"),
     Seam(
         "vllm.v1.engine.async_llm:AsyncLLM",
         (
@@ -435,7 +435,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.model_executor.layers.linear",
         ("ReplicatedLinear",),
-        "support/kernel_check.py, plane/inside_hooks.py",
+        "support/quantisation.py, plane/inside_hooks.py",
     ),
     Seam(
         "vllm.model_executor.layers.linear:LinearBase",

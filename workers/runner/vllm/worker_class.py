@@ -32,27 +32,33 @@ from ..base.config import Found, PlaneConfig, RankPlace, plane_config
 from ..base.extensions import ExtensionError, trusted
 from ..base.process import threads_elsewhere
 from ..certificate.certify import Certifier
-from ..certificate.plans import CertificatePlan
+from ..certificate.laws import CertificatePlan
 from ..certificate.together import NoAnswerError
 from ..edits.installed_ops import load_ops
 from ..hooks.architectures import UnsupportedArchitectureError, describe
 from ..hooks.layer_kinds import attention_kinds, routing_kinds
-from ..hooks.model_adapter import complete
-from ..hooks.sites import RankSite, Sizes, install, read_between_layers, stream_hooks, warm_up
+from ..hooks.sites import (
+    RankSite,
+    Sizes,
+    complete,
+    install,
+    read_between_layers,
+    stream_hooks,
+    warm_up,
+)
 from ..plane.data_plane import DataPlane, answer
-from ..plane.grading import tap
 from ..plane.inside_hooks import Group, install_inside
 from ..plane.loras import LoadedAdapters
-from ..plane.reentry import enters_above, install_gate
+from ..plane.reentry import enters_above, install_gate, tap
 from ..readings.features import FeatureReader
 from ..readings.installed_readers import LoadedReader, load_readers
 from ..readings.readers import readers_of
 from ..support import build_errors, cpu_fp8
 from ..support.denylist import UnsupportedConfigurationError, check
 from ..support.drafters import UnsupportedDrafterError, check_loaded
-from ..support.kernel_check import check_kernels
 from ..support.quantisation import (
     UnsupportedQuantisationError,
+    check_kernels,
     quantisation_of,
     refuse_shared_scales,
 )

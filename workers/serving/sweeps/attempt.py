@@ -14,8 +14,12 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, NamedTuple
 
-from ....broker.ledger.results.attribution_cells import cells_to_compute, exact_units
-from ....broker.ledger.results.sweep_result import sweep_start, sweep_summary
+from ....broker.ledger.results.sweep_result import (
+    cells_to_compute,
+    exact_units,
+    sweep_start,
+    sweep_summary,
+)
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.tensors import Tensor, content_hash
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
@@ -30,9 +34,8 @@ from ...engine.admission import CellSlots
 from ...engine.protocol import EngineRequest, GeneratingEngine
 from ...engine.ranks.collective import Quarantined
 from ...engine.requests import tensors_of
-from ..attempt import Attempt, Bench, StoreUnavailable
+from ..attempt import Attempt, Bench, SourceRunLeases, StoreUnavailable
 from ..redis_retry import end_tasks
-from ..source_run_leases import SourceRunLeases
 from .features import FeatureRows
 from .neurons import order_by_difference
 from .requests import SweepRequests

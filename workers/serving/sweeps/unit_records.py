@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.jobs.sweeps import LedgerSweeps
-from ....broker.ledger.results.attribution_cells import exact_units
-from ....broker.ledger.results.sweep_result import sweep_cell
+from ....broker.ledger.results.sweep_result import exact_units, sweep_cell
 from ....schemas.jobs.sweeps import SweepCell, Unit, UnitRecord
 from ....schemas.jobs.works import SweepWork
 from ....schemas.settings.faults import crash_point

@@ -12,8 +12,7 @@ from rich.console import Console
 from midstream.api.resolve.readings.probes import _tag_of, changed, digest_of
 from midstream.broker.ledger.named.probes import scores_of, unfit, with_policies
 from midstream.client.render.records import listed
-from midstream.schemas.artifacts.conditions import Condition
-from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import Condition, ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.policies import (

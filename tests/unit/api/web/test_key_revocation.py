@@ -9,8 +9,8 @@ import pytest
 from refusal_kit import refuses
 from wait_kit import holding
 
-from midstream.api.web import key_revocation
-from midstream.api.web.key_revocation import KeyWatch
+from midstream.api.web import auth
+from midstream.api.web.auth import KeyWatch
 from midstream.schemas.access.keys import EVERYBODY, Caller
 from midstream.schemas.base.errors import MidstreamError
 
@@ -35,7 +35,7 @@ class Stored:
 
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(key_revocation, "KNOWN_S", 0.001)
+    monkeypatch.setattr(auth, "KNOWN_S", 0.001)
     return Stored()
 
 

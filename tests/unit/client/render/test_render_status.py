@@ -13,8 +13,7 @@ from midstream import MidstreamError, __version__
 from midstream.client import extras
 from midstream.client.render import status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
-from midstream.client.stack.checks.finding import CheckFinding
-from midstream.client.stack.checks.service import Service
+from midstream.client.stack.checks.finding import CheckFinding, Service
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
 from midstream.schemas.service.status import (
     CallbacksStatus,

@@ -1,13 +1,22 @@
-"""Metrics of pairs and scalars of gradient rows, against transformers' logits."""
+"""Metrics of pairs and scalars of gradient rows, against transformers' logits; and which rows a
+request gets, of which scalar, in which dtype and columns.
+"""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
-from gradient_kit import BASE, SOURCE, PointsOf, no_sae, sweep
+from gradient_kit import BASE, SOURCE, PointsOf, model_info, no_sae, small_llama, sweep
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.sweeps import StoredPair
+from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.scalars import StoredScalar
-from midstream.workers.gradients.captured import gradient_rows, scalar_of
+from midstream.schemas.requests.specs import StoredCapture
+from midstream.workers.engine.protocol import EngineRequest
+from midstream.workers.gradients.captured import finished, gradient_rows, scalar_of
 from midstream.workers.gradients.pairs import (
     NonFiniteGradient,
     PairMetric,
@@ -15,6 +24,7 @@ from midstream.workers.gradients.pairs import (
     require_finite,
 )
 from midstream.workers.gradients.points import Points
+from midstream.workers.runner.files.finished_rows import FinishedCapture
 
 
 def logprob(points: Points, prompt: list[int], continuation: list[int]) -> float:
@@ -106,3 +116,137 @@ def test_first_site_that_is_not_finite_is_named() -> None:
     fine, bad = torch.zeros(2, 3), torch.tensor([[0.0, float("nan"), float("inf")]])
     with pytest.raises(NonFiniteGradient, match="z of layer 4: not finite: 2 of 3"):
         require_finite({("post_block", 1): fine, ("z", 4): bad, ("q", 5): bad})
+
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2]
+LOGIT = StoredScalar(kind="logit", token=7, foil=8)
+
+
+@pytest.fixture(scope="module")
+def points() -> Points:
+    return Points(small_llama())
+
+
+INFO = model_info(hidden_size=16)
+
+
+def rows(
+    points: Points,
+    *captures: StoredCapture,
+    check: Callable[[], None] = lambda: None,
+    **tensors: torch.Tensor,
+) -> list[FinishedCapture]:
+    return finished(
+        points,
+        EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures)),
+        INFO,
+        "w1",
+        tensors,
+        no_sae,
+        check,
+    )
+
+
+def array(part: FinishedCapture, hook: str, layer: int) -> np.ndarray:
+    (buffer,) = part.rows(hook, layer)
+    return np.frombuffer(buffer, dtype=part.dtype).reshape(len(part.positions), -1)
+
+
+def by_hand(points: Points, scalar: str) -> np.ndarray:
+    """d scalar / d (output of layer 0), `[tokens, hidden]`, by autograd on transformers' model."""
+    kept = []
+
+    def keep(_module: object, _args: object, output: torch.Tensor) -> torch.Tensor:
+        kept.append(output.requires_grad_())
+        return kept[0]
+
+    handle = points.model.model.layers[0].register_forward_hook(keep)
+    logits = points.model(input_ids=torch.tensor([TOKENS])).logits[0]
+    handle.remove()
+    values = {
+        "logit": logits[-1, 7] - logits[-1, 8],
+        "loss": -sum(logits[at - 1].log_softmax(-1)[TOKENS[at]] for at in range(1, len(TOKENS))),
+        "probe": (kept[0][0, [2, 4]] @ torch.arange(16.0)).sum(),
+    }
+    (gradient,) = torch.autograd.grad(values[scalar], kept)
+    return gradient[0].numpy()
+
+
+PROBE = StoredProbe(
+    name="p",
+    digest="",
+    content=ProbeContent("post_block", 0, ["weight", "bias"], ["a", "b"], [None, None]),
+    model="m",
+)
+SCALARS = {
+    "logit": LOGIT,
+    "loss": StoredScalar(kind="loss", positions=list(range(1, len(TOKENS)))),
+    "probe": StoredScalar(kind="probe", probe=PROBE, label=1, positions=[2, 4]),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_rows_are_those_of_autograd_by_hand(points: Points, name: str) -> None:
+    capture = StoredCapture({"post_block": [0]}, "all_prompt", "t", gradient=SCALARS[name])
+    tensors = {
+        "weight": torch.stack([torch.zeros(16), torch.arange(16.0)]),
+        "bias": torch.zeros(2),
+    }
+    (part,) = rows(points, capture, **tensors)
+    np.testing.assert_allclose(array(part, "post_block", 0), by_hand(points, name), atol=1e-6)
+
+
+def test_a_score_has_no_gradient_at_what_comes_after_the_row_that_it_reads(points: Points) -> None:
+    """`pre_attn` of the next layer is the same tensor in transformers, and a patch of it comes too
+    late.
+    """
+    sites = {"pre_attn": [0, 1], "post_block": [0, 1], "attn_out": [1]}
+    capture = StoredCapture(sites, "all_prompt", "t", gradient=SCALARS["probe"])  # type: ignore[arg-type]
+    (part,) = rows(points, capture, weight=torch.ones(2, 16), bias=torch.zeros(2))
+    moved = {site for site in part.rows.args[0] if array(part, *site).any()}  # type: ignore[attr-defined]
+    assert moved == {("pre_attn", 0), ("post_block", 0)}
+
+
+def test_only_the_selected_positions_and_heads_are_kept(points: Points) -> None:
+    whole = StoredCapture(
+        {"z": [1]}, "all_prompt", "a", gradient=LOGIT, row=RowShape(heads=4, width=4)
+    )
+    part = StoredCapture(
+        {"z": [1]}, [0, 6], "b", gradient=LOGIT, row=RowShape(heads=4, width=4), heads=[1, 3]
+    )
+    every, chosen = rows(points, whole, part)
+    expected = array(every, "z", 1).reshape(7, 4, 4)[[0, 6]][:, [1, 3]].reshape(2, 8)
+    np.testing.assert_array_equal(array(chosen, "z", 1), expected)
+
+
+def test_rows_that_overflow_the_stored_dtype_are_counted(points: Points) -> None:
+    large = StoredScalar(kind="probe", probe=PROBE, label=0, positions=[2])
+    capture = StoredCapture({"post_block": [0]}, [1, 2], "t", dtype="float16", gradient=large)
+    (part,) = rows(points, capture, **{"weight": torch.full((2, 16), 1e6), "bias": torch.zeros(2)})
+    assert part.non_finite == {("post_block", 0): 1}
+
+
+def test_the_finished_capture_has_the_manifest_of_any_capture(points: Points) -> None:
+    (part,) = rows(points, StoredCapture({"post_block": [0, 1]}, [2, 5], "t", gradient=LOGIT))
+    manifest = part.manifest(part.sites)
+    assert (manifest.positions, manifest.token_ids, manifest.sites, manifest.dtype) == (
+        [2, 5],
+        [4, 9],
+        {"post_block": [0, 1]},
+        "float32",
+    )
+    assert (manifest.identity, manifest.worker, part.size) == ("i" * 64, "w1", 256)
+    assert len(part.rows("post_block", 1)[0]) == 128
+
+
+def test_a_stopped_job_computes_no_further_capture(points: Points) -> None:
+    calls: list[int] = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("stopped")
+
+    capture = StoredCapture({"post_block": [0]}, [1], "t", gradient=LOGIT)
+    with pytest.raises(RuntimeError, match="stopped"):
+        rows(points, capture, capture, check=check)

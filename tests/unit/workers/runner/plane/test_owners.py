@@ -14,9 +14,9 @@ from plane_kit import WEIGHT, Adapters, Rig, for_everyone, probed
 from rank_kit import HIDDEN, Request, capture, steering, stream_of
 
 from midstream.api.resolve.admission.admission import under_limit
-from midstream.api.resolve.admission.doses import expanded
-from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
+from midstream.api.resolve.admission.fits import expanded
 from midstream.schemas.artifacts.loras import LoraUse
+from midstream.schemas.artifacts.probes import Condition, Schedule, StoredPolicy
 from midstream.schemas.base.edit_sizes import EditLimit
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt

@@ -19,11 +19,17 @@ from refusal_kit import refuses
 
 import midstream
 from midstream.client.probes import fit
-from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
-from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import (
+    Condition,
+    Decision,
+    ProbeAction,
+    ProbeContent,
+    Schedule,
+    StoredPolicy,
+    StoredProbe,
+)
 from midstream.schemas.base.limits import MAX_DECISIONS
 from midstream.workers.runner.probes import deciders, watches as watches_module
-from midstream.workers.runner.probes.gates import open_among, shown
 from midstream.workers.runner.probes.kinds import ProbeGroup
 from midstream.workers.runner.probes.probe_news import (
     SCORES,
@@ -32,7 +38,7 @@ from midstream.workers.runner.probes.probe_news import (
     ProbeNews,
     Scored,
 )
-from midstream.workers.runner.probes.watches import ProbeError, Watch
+from midstream.workers.runner.probes.watches import ProbeError, Watch, open_among, shown
 from midstream.workers.runner.probes.weight_stacks import ProbedRows, Stacks
 
 

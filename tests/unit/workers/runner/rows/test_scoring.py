@@ -19,8 +19,7 @@ from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.plane import probe_scores
 from midstream.workers.runner.plane.probe_scores import _CHUNK, Scorer
 from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
-from midstream.workers.runner.rows.capture import Ports, Recording
-from midstream.workers.runner.rows.scored_rows import reused_rows
+from midstream.workers.runner.rows.capture import Ports, Recording, reused_rows
 
 HIDDEN, LAYERS = 16, 3
 PORTS = Ports(
