@@ -226,10 +226,12 @@ async def open_context(settings: Settings) -> AsyncIterator[AppContext]:
     try:
         async with JobWatcher(ledger) as watcher:
             context = AppContext(settings, ledger, watcher, celery)
+            recording = asyncio.create_task(context.figures.record(), name="midstream-history")
             try:
                 yield context
             finally:
                 context.close()
+                await ended(recording)
                 await context.served.close()
     finally:
         await ledger.close()

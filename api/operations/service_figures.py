@@ -3,8 +3,11 @@ many pages are open.
 """
 
 import asyncio
+import contextlib
 import shutil
 import time
+from collections import deque
+from collections.abc import Iterable
 
 import anyio.to_thread
 import msgspec
@@ -13,15 +16,24 @@ from ...broker.artifacts.retention import CaptureUsage
 from ...broker.ledger.jobs.ledger import Ledger, reachable
 from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.access.keys import Caller, TenantView
+from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now, to_json
+from ...schemas.jobs.models import WorkerInfo
 from ...schemas.service.compatibility import judged
-from ...schemas.service.feed import FeedModel, FeedService
+from ...schemas.service.feed import FeedHistory, FeedModel, FeedService
 from ...schemas.settings.settings import Settings
 from .disks import Disks
 from .job_feed import event
 
 #: Seconds for which the figures are cached.
 FRESH_S = 2.0
+#: Seconds between two points of the history, and how many are kept: an hour.
+STEP_S, POINTS = 10.0, 360
+
+
+def _speed(workers: Iterable[WorkerInfo]) -> float:
+    """Return the tokens per second that the workers generate."""
+    return sum(worker.stats.generated_tokens_s for worker in workers if worker.stats is not None)
 
 
 class ServiceFigures:
@@ -47,6 +59,19 @@ class ServiceFigures:
         self._known: FeedService | None = None
         # (tenant, whether the caller may observe) → the event, while `_known` is cached
         self._rendered: dict[tuple[str, bool], bytes] = {}
+        self._points: deque[tuple[float, float, int]] = deque(maxlen=POINTS)
+
+    async def record(self) -> None:
+        """Add a point to the history every `STEP_S`; none while Redis is unreachable."""
+        while True:
+            with contextlib.suppress(MidstreamError):
+                speed, (queued, _) = _speed(await self._ledger.workers()), await self._counts()
+                self._points.append((now(), speed, queued))
+            await asyncio.sleep(STEP_S)
+
+    def history(self) -> bytes:
+        """Return the points of the last hour, as the event `history` of a feed."""
+        return event(b"history", to_json(FeedHistory(points=[*self._points])))
 
     async def rendered(self, caller: Caller) -> bytes:
         """Return the figures that the caller may see, as the event `service` of a feed.
@@ -102,9 +127,7 @@ class ServiceFigures:
             at=now(),
             models=models,
             tenant=tenant,
-            tokens_s=sum(
-                worker.stats.generated_tokens_s for worker in workers if worker.stats is not None
-            ),
+            tokens_s=_speed(workers),
             queued=queued,
             live=live,
             disk_free=free,

@@ -31,8 +31,9 @@ FEED_URL = "/v1/feed"
     summary="Follow all jobs and the state of the service",
     description="Endless server-sent events: `jobs` with the newest jobs (`first` marks the first "
     "event, `more` means that the next one continues them), then with new and changed jobs, at "
-    "most three times a second; `service` every two seconds; `error` with a problem "
-    "when the key is revoked or expires. A new connection begins with the newest jobs again.",
+    "most three times a second; `history` once, with the figures of the last hour; `service` every "
+    "two seconds; `error` with a problem when the key is revoked or expires. A new connection "
+    "begins with the newest jobs again.",
     media_type=events.MEDIA_TYPE,
     opt=needs("read") | EVENTS,
     responses=ERRORS,
@@ -66,6 +67,8 @@ async def _events(
             for event in await context.waiting.patiently(lambda: subscriber.take(count)):
                 yield event
             if (at := time.monotonic()) >= service_due:
+                if not service_due and caller.may("observe"):
+                    yield context.figures.history()
                 yield await context.waiting.patiently(lambda: context.figures.rendered(caller))
                 service_due = at + max(SERVICE_S, context.feed.open / SENDS_PER_S)
             with contextlib.suppress(TimeoutError):

@@ -214,6 +214,7 @@ class Job(Accepted, dict=True, kw_only=True):
     """
 
     kind: KindName
+    title: str = ""  # the text by which people recognise it; empty: its work's, or its first prompt
     prompts: list[StoredPrompt]  # empty if its work has its own
     sampling: Sampling
     #: One list per prompt: positions are resolved against that prompt. Empty if nothing is

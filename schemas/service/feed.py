@@ -55,3 +55,11 @@ class FeedService(Published, omit_defaults=True):
     disk_total: int | None = None
     quota_left: int | None = None  # bytes of the captures' quota
     troubles: list[str] = []  # problems that keep the service from working
+
+
+class FeedHistory(Published):
+    """Event `history`, once, for keys with the scope `observe`: the figures of the last hour, as
+    this API process has seen them.
+    """
+
+    points: list[tuple[float, float, int]]  # `at`, `tokens_s` and `queued`, oldest first

@@ -414,6 +414,9 @@ def test_a_feed_has_the_jobs_of_its_tenant_alone(api: Api, hand: Hand) -> None:
         found, all_of_them = events(stream.iter_lines()), events(whole.iter_lines())
         seen = jobs_until(found, before[ada])
         everything = jobs_until(all_of_them, before[ada])  # the newest come first, and in one event
+        history = next(all_of_them)
+        assert (history["event"], len(history["data"]["points"][-1])) == ("history", 3)
+        assert next(found)["event"] == "service", "her key may not observe"
         assert before[bob] in everything
         after = {bob: bob.submit(), ada: ada.submit()}  # his comes first
         seen |= jobs_until(found, after[ada])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 from safetensors.numpy import load
-from web_kit import NARROW, Site, User, Visit, held, until, visiting
+from web_kit import NARROW, WIDE, Site, User, Visit, held, until, visiting
 
 HIDDEN = 8
 PROMPT = "the sky is"
@@ -99,6 +99,16 @@ def test_keys_and_the_slider_move_over_tokens_and_layers(
     visit.check_accessible()
 
 
+def test_an_outlier_sets_the_scale_only_if_asked(site: Site, visit: Visit, shown: str) -> None:
+    visit.log_in(site.alice, f"capture/{shown}")
+    first = site.alice.get(f"/v1/captures/{shown}/norms")["norms"][0]
+    ends = visit.page.locator(".legend > span")
+    expect(ends.last).to_contain_text("without 1 outlier")
+    expect(ends.first).to_have_text(rounded(sorted(first)[1]))
+    visit.page.get_by_label("full range").check()
+    expect(ends.first).to_have_text(rounded(min(first)))
+
+
 def test_the_table_has_the_numbers_of_the_api(site: Site, visit: Visit, shown: str) -> None:
     visit.log_in(site.alice, f"capture/{shown}")
     visit.page.get_by_label("as a table").check()
@@ -176,11 +186,16 @@ def test_an_error_of_the_capture_form_is_at_its_field(
 
 def test_a_deleted_capture_says_so(site: Site, visit: Visit) -> None:
     visit.allow("410")
-    job = site.alice.ended(capture={"layers": "all", "tag": "gone"})
+    job = site.alice.ended(("the sky is " * 9,), capture={"layers": "all", "tag": "gone"})
     visit.log_in(site.alice, "capture")
-    expect(listed(visit, job)).to_have_text("the sky is")
+    expect(listed(visit, job)).to_contain_text("the sky is")
     visit.page.on("dialog", lambda dialog: dialog.accept())
-    visit.page.get_by_role("button", name=f"Delete {job}").click()
+    delete = visit.page.get_by_role("button", name=f"Delete {job}")
+    delete.scroll_into_view_if_needed()
+    box = delete.bounding_box()
+    assert box is not None
+    assert box["x"] + box["width"] < WIDE[0], "a long prompt leaves room for the other columns"
+    delete.click()
     expect(listed(visit, job)).to_have_count(0)
     visit.open(f"capture/{job}")
     expect(visit.page.get_by_role("alert")).to_contain_text("were deleted")
@@ -195,7 +210,17 @@ def test_a_cancelled_capture_ends_the_wait(site: Site, visit: Visit) -> None:
             "the job to run",
         )
         visit.log_in(site.alice, f"capture/{job}")
-        expect(visit.page.get_by_text("The job is running …")).to_be_visible()
+        standing = visit.page.locator(".standing")
+        expect(standing).to_contain_text(re.compile(r"The job is running ….* (for \d|of about)"))
+        assert visit.page.evaluate(
+            """async () => {
+                const { before, usual } = await import("/page/lib/jobs.js");
+                const job = { state: "queued", model: "m", kind: "chat", created: 3 };
+                const ran = { state: "succeeded", started: 4, finished: 6 };
+                const list = [2, 4].map((created) => ({ ...job, created }));
+                return [before(job, { list }), usual(job, { list: [...list, { ...job, ...ran }] })];
+            }"""
+        ) == [1, 2]
         site.alice.post(f"/v1/jobs/{job}/cancel")
         expect(visit.page.get_by_role("alert").first).to_contain_text("The job is cancelled")
 

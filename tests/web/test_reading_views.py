@@ -137,7 +137,11 @@ def test_modules_lists_every_kind_and_deletes(site: Site, visit: Visit) -> None:
     for name in ("sea", "calm", "tiny", "short-lived"):
         expect(page.get_by_role("article", name=name)).to_be_visible()
     expect(page.get_by_role("article", name="sea")).to_contain_text("add at post_block, layers 1-2")
+    page.get_by_label("Find").fill("tokens from 1")
+    expect(page.get_by_role("article")).to_have_count(1)
+    page.get_by_label("Find").fill("")
     page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("article", name="short-lived").get_by_text("Details").click()
     page.get_by_role("button", name="Delete short-lived").click()
     expect(page.get_by_role("article", name="short-lived")).to_have_count(0)
     left = site.alice.get("/v1/artifacts/modules")["modules"]
@@ -253,6 +257,8 @@ def test_the_views_fit_a_phone_and_are_accessible(
             visit.open(view + (f"/{jobs[view]}" if view in jobs else ""))
             shown = ".finding" if view in jobs else "main form, main article"
             expect(visit.page.locator(shown).first).to_be_visible()
+            if view == "attention":
+                expect(visit.page.get_by_role("region", name="What it shows")).to_be_visible()
             visit.check_shown()
 
 

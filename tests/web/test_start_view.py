@@ -4,7 +4,7 @@ import re
 
 import pytest
 from playwright.sync_api import expect
-from web_kit import Site, Visit, held
+from web_kit import MODEL, Site, Visit, held
 
 
 @pytest.mark.smoke
@@ -37,6 +37,24 @@ def test_results_are_shown_by_prompt_and_output(site: Site, visit: Visit) -> Non
     expect(cards.first).to_contain_text(outputs[3]["outputs"][0]["text"])
     cards.first.click()
     expect(visit.page).to_have_url(re.compile(f"#/jobs/{jobs[3]}"))
+
+
+def test_chats_and_token_ids_are_called_by_what_was_said(site: Site, visit: Visit) -> None:
+    user = site.user("chats")
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which river?"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Which hill?"}]}]
+    ids = user.post("/v1/tokenize", model=MODEL, prompt="the sea is")["tokens"]
+    for body in (
+        {"messages": [said]},
+        {"messages": [parts]},
+        {"prompts": [ids]},
+        {"prompts": [ids]},
+    ):
+        user.wait(user.post("/v1/jobs", model=MODEL, sampling={"max_tokens": 2}, **body)["id"])
+    visit.log_in(user, "start")
+    cards = visit.page.get_by_role("region", name="Latest results").locator(".result")
+    expect(cards.locator("strong")).to_have_text(["the sea is", "Which hill?", "Which river?"])
+    expect(cards.first).to_contain_text("2 runs")
 
 
 def test_a_key_that_may_not_submit_says_so(site: Site, visit: Visit) -> None:

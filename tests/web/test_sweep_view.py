@@ -127,6 +127,9 @@ def test_an_example_is_aligned_before_it_runs_and_is_sent_once(site: Site, visit
         ),
     )
     visit.log_in(site.alice, "sweep")
+    bar = visit.page.locator(".run-bar")
+    expect(bar).to_be_in_viewport(ratio=1)
+    expect(bar).to_contain_text("Fill in clean and corrupt and answer")
     visit.page.get_by_role("button", name="Try an example").click()
     planned = visit.page.get_by_role("region", name="What will run")
     expect(planned).to_contain_text("3 hook points, 4 layers")

@@ -30,6 +30,8 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
     visit.log_in(site.alice)
     expect(row(visit, job)).to_contain_text("mine")
     expect(row(visit, job)).to_contain_text("the sky is")
+    expect(row(visit, job)).not_to_contain_text("alice")
+    expect(visit.page.get_by_role("img", name=re.compile(r"jobs from \d\d:"))).to_be_visible()
     row(visit, job).focus()
     visit.page.keyboard.press("Enter")
     details = visit.page.locator("section.details")
@@ -57,6 +59,12 @@ def test_closing_a_job_on_a_phone_returns_to_its_row(browser: Browser, site: Sit
         expect(visit.page.get_by_role("table", name="Jobs")).to_be_hidden()
         visit.page.keyboard.press("Escape")
         expect(row(visit, job)).to_be_focused()
+        views = visit.page.get_by_role("navigation", name="Views")
+        expect(views).to_be_hidden()
+        visit.page.get_by_role("button", name="Menu").click()
+        views.get_by_role("link", name="Sweep").click()
+        expect(visit.page.get_by_role("heading", name="New sweep")).to_be_visible()
+        expect(views).to_be_hidden()
 
 
 PROMPT = 'it\'s "5 $HOME" \\ é 😀\nJSON'
@@ -235,6 +243,19 @@ def test_ops_counts_the_workers_that_the_bar_counts(site: Site, visit: Visit) ->
     parts = visit.page.get_by_role("region", name="Service components")
     expect(parts).to_contain_text("1 of 1")
     expect(parts).to_contain_text("healthy, and 1 gradient worker")
+
+
+def test_charts_go_on_from_what_the_service_has_seen(site: Site, visit: Visit) -> None:
+    points = visit.log_in(site.operator, "ops").evaluate(
+        """async () => {
+            const { History } = await import("/page/lib/history.js");
+            const history = new History();
+            history.begin({ points: [[0, 1, 2], [3590, 3, 4]] });
+            for (const at of [3601, 3603, 3605]) history.take({ at, tokens_s: at, queued: 0 });
+            return history.of("tokens_s");
+        }"""
+    )
+    assert points == [[3590, 3], [3601, 3601], [3605, 3605]], "an hour, in steps of ten seconds"
 
 
 def test_ops_names_the_scope_that_a_key_lacks(site: Site, visit: Visit) -> None:

@@ -127,7 +127,6 @@ def opened(page: Page) -> None:
 def ops(page: Page) -> None:
     expect(page.get_by_text("All ranks agree")).to_be_visible()
     expect(page.get_by_role("region", name="Workers")).to_be_visible()
-    time.sleep(20)  # the charts begin when the page is opened
 
 
 class Shot(NamedTuple):

@@ -96,8 +96,7 @@ function Figures({ service, connected }) {
   const usage = service && service.tenant.usage;
   const limits = service && service.tenant.limits;
   const quota = limits && limits.capture_mib ? limits.capture_mib * 2 ** 20 - usage.capture_bytes : service ? service.quota_left ?? null : null;
-  const models = service ? service.models.map((model) => model.name) : [];
-  const figure = (name, value, bad = false) => html`<div class=${bad ? "bad" : models.includes(name) ? "" : "minor"}><dt>${name}</dt><dd>${value}</dd></div>`;
+  const figure = (name, value, bad = false) => html`<div class=${bad ? "bad" : ""}><dt>${name}</dt><dd>${value}</dd></div>`;
   return html`<div class="figures">
     <div role="status" class="global">${
       steered.length ? html`<strong class="steered">Global steering is on: ${steered.map((model) => `${model.name} (${model.steering_entries})`).join(", ")}</strong>` : ""
@@ -130,9 +129,10 @@ function Shell({ session, onEnd }) {
   if (history.current === null) history.current = new History();
   const main = useRef(null);
   const shown = useRef("");
+  const [menu, setMenu] = useState(false); // on a phone: whether the views are listed
 
   useEffect(() => {
-    const change = () => setAt(route());
+    const change = () => (setAt(route()), setMenu(false));
     addEventListener("hashchange", change);
     return () => removeEventListener("hashchange", change);
   }, []);
@@ -145,6 +145,7 @@ function Shell({ session, onEnd }) {
       onState: setConnected,
       onEvent: ({ event, data }) => {
         if (event === "jobs") jobs.current.take(data);
+        else if (event === "history") history.current.begin(data);
         else if (event === "service") {
           history.current.take(data);
           setService(data);
@@ -163,8 +164,6 @@ function Shell({ session, onEnd }) {
       (loaded) => current && setView(() => loaded),
       (failure) => current && setError(failure),
     );
-    const here = document.querySelector("nav.views [aria-current]");
-    if (here) here.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone the views are a strip
     if (shown.current && shown.current !== at.name && main.current) main.current.focus(); // a screen reader goes on in the new view
     shown.current = at.name;
     return () => {
@@ -179,16 +178,17 @@ function Shell({ session, onEnd }) {
   };
   const models = service ? service.models : [];
   return html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), main.current.focus())}>Skip to content</a>
-    <div class="frame"><header>
+    <div class=${menu ? "frame open" : "frame"} onKeyDown=${(event) => event.key === "Escape" && setMenu(false)}><header>
       <a class="name" href="#/start"><${Logo} />Midstream</a>
       <${Figures} service=${service} connected=${connected} />
+      <button type="button" class="button small menu" aria-expanded=${menu ? "true" : "false"} aria-controls="views" onClick=${() => setMenu(!menu)}>${menu ? "Close" : "Menu"}</button>
       <div class="who">
         <span>${session.key_name ? `${session.tenant} · ${session.key_name}` : session.auth === "open" ? "no login needed" : session.tenant}</span>
         <${Theme} />
         ${session.csrf && html`<${Button} kind="small" onClick=${logOut} onError=${setError}>Log out<//>`}
       </div>
     </header>
-    <nav class="views" aria-label="Views">${GROUPS.map((group) => html`<div>
+    <nav class="views" id="views" aria-label="Views">${GROUPS.map((group) => html`<div>
       ${group && html`<h2>${group}</h2>`}${Object.entries(VIEWS).filter(([, view]) => view.group === group).map(
         ([name, { title }]) => html`<a href=${`#/${name}`} aria-current=${name === at.name ? "page" : null}>${title}</a>`,
       )}</div>`)}</nav>

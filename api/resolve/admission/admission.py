@@ -19,13 +19,19 @@ import msgspec
 from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.base.edit_sizes import EditLimit
-from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
+from ....schemas.base.errors import (
+    Excluded,
+    MidstreamError,
+    Translated,
+    check_excluded,
+    invalid,
+    shortened,
+)
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ....schemas.base.records import now
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import NO_TOOL_PARSER, ModelInfo
-from ....schemas.prompts.chat import ChatMessage
 from ....schemas.prompts.images import digest_of
 from ....schemas.prompts.selectors import (
     DimensionSelector,
@@ -50,7 +56,12 @@ from ..positions.captures import (
 from ..positions.gates import gated_by
 from ..positions.windows import with_window_tokens
 from ..prompts.images import check_number as check_number_of_images, placed
-from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
+from ..prompts.request_parsing import (
+    ParsedPrompt,
+    ParsedRequest,
+    last_said,
+    plain_messages,
+)
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
 from ..readings.probes import check_step, check_tokens
 from ..readings.readings import (
@@ -72,6 +83,8 @@ ASSUMED_LAYERS = 32
 #: The most that a job may cost (about a second). A job that costs more than `RESOLVE_INLINE` is
 #: resolved off the event loop.
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
+#: The most tokens that are decoded for the title of a job whose prompt has no text.
+TITLE_TOKENS = 64
 EMPTY_ONCE_TOKENISED = "has no tokens: a prompt needs at least one"
 
 
@@ -118,10 +131,7 @@ async def tokenise(
             check_number_of_images(prompt.images, prompt.field, model)
             try:
                 ids, text = await codec.encode_chat(
-                    plain_messages(
-                        message for message in prompt.value if isinstance(message, ChatMessage)
-                    ),
-                    prompt.rendering,
+                    plain_messages(prompt.messages), prompt.rendering
                 )
             except TooLong as error:
                 raise too_long(error, prompt.field, model) from None
@@ -538,6 +548,7 @@ async def admit(
     job = Job(
         id=job_id,
         kind=parsed.kind,
+        title=_title(parsed.prompts[0], prompts[0], codec),
         model=model.name,
         prompts=prompts,
         sampling=msgspec.structs.replace(parsed.sampling, max_tokens=max_tokens),
@@ -569,6 +580,15 @@ async def admit(
     pinned |= {name for of_prompt in captures for capture in of_prompt for name in capture.tensors}
     blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
     return Admitted(job, blobs, sorted(pinned - blobs.keys()))
+
+
+def _title(prompt: ParsedPrompt, stored: StoredPrompt, codec: Codec) -> str:
+    """Return the value of `Job.title`: what the user said last in a conversation, and the beginning
+    of a prompt that has no text.
+    """
+    if prompt.is_conversation:
+        return shortened(last_said(prompt.messages))
+    return codec.text_of(stored.token_ids[:TITLE_TOKENS]) if stored.text is None else ""
 
 
 def _contents(parsed: ParsedRequest, model: ModelInfo, named: Referents) -> dict[str, str]:

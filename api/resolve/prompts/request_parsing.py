@@ -145,6 +145,10 @@ class ParsedPrompt:
             and isinstance(self.value[0], ChatMessage)
         )
 
+    @property
+    def messages(self) -> list[ChatMessage]:
+        return [message for message in self.value if isinstance(message, ChatMessage)]
+
 
 @dataclass(frozen=True)
 class ParsedRequest:
@@ -403,6 +407,15 @@ def plain_messages(messages: Iterable[ChatMessage]) -> list[PlainMessage]:
     its old one.
     """
     return [_message(message) for message in messages]
+
+
+def last_said(messages: Sequence[ChatMessage]) -> str:
+    """Return the text of the last message of the user; of the last message, if there is none."""
+    *_, last = [message for message in messages if message.role == "user"] or messages
+    content = _content(last)
+    return (
+        content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
+    )
 
 
 def _message(message: ChatMessage) -> PlainMessage:

@@ -98,7 +98,7 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "cost": job.cost,
         "survey": job.work.facts.surveyed or None,
         "request": msgspec.Raw(request) if request else None,
-        "prompt": shortened(_prompt(job, request), SHOWN),
+        "prompt": shortened(_prompt(job), SHOWN),
         "written_by": __version__,
     }
     return {
@@ -108,17 +108,10 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
     }
 
 
-def _prompt(job: Job, request: bytes) -> str:
-    """Return the text by which people recognise the job: its work's title, the last message of a
-    chat, else the first prompt.
-    """
-    if job.work.facts.title:
-        return job.work.facts.title
-    if job.kind == "chat" and request:
-        content = from_json(request, dict[str, Any])["messages"][-1].get("content")
-        if isinstance(content, str):
-            return content
-    return (job.prompts[0].text or "") if job.prompts else ""
+def _prompt(job: Job) -> str:
+    """Return the text by which people recognise the job."""
+    first = job.prompts[0].text if job.prompts else None
+    return job.work.facts.title or job.title or first or ""
 
 
 def _policies(job: Job) -> dict[str, dict[str, Any]]:

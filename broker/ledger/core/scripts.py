@@ -244,10 +244,11 @@ def _record(job: Job) -> Iterator[bytes]:
 
 
 async def record(job: Job) -> bytes | Parts:
-    """Return the job as it is stored.
+    """Return the job as it is stored for workers, without its title.
 
     A large job is packed twice, to find its size and to send it, and is never in memory as a whole.
     """
+    job = msgspec.structs.replace(job, title="")  # workers of older versions refuse the field
     if sum(map(_weight, job.prompts)) < PART:
         return to_msgpack(job)
     size = 0

@@ -170,18 +170,15 @@ def test_every_written_field_is_described() -> None:
 
 
 def test_a_record_says_what_was_asked() -> None:
-    def shown(request: bytes = b"", **changes: Any) -> str:
-        return written(make_job(**changes), request)["prompt"].decode()
+    def shown(**changes: Any) -> str:
+        return written(make_job(**changes))["prompt"].decode()
 
     long = StoredPrompt(token_ids=[1], text="é" * 500)
     assert shown(prompts=[long]) == "é" * (record.SHOWN - 1) + "…"
     assert shown() == "", "token ids are not text"
     templated = StoredPrompt(token_ids=[1], text="<|user|>Hi<|end|>")
-    chat = b'{"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}]}'
-    assert shown(chat, kind="chat", prompts=[templated]) == "Hi"
-    assert shown(kind="chat", prompts=[templated]) == "<|user|>Hi<|end|>", "the body was too large"
-    parts = b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}'
-    assert shown(parts, kind="chat", prompts=[templated]) == "<|user|>Hi<|end|>"
+    assert shown(title="Hi", prompts=[templated]) == "Hi"
+    assert shown(prompts=[templated]) == "<|user|>Hi<|end|>"
     pair = StoredPair(
         base=[1], source=[2], columns=[], base_tokens=["A ", "dog"], source_tokens=["A ", "cat"]
     )

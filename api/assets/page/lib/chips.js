@@ -1,16 +1,10 @@
 // Tokens as coloured chips, and what their colours mean.
 
 import { html } from "./ui.js";
-import { colour } from "./heatmap.js";
+import { colour, inkOn } from "./heatmap.js";
 import { useDark } from "./theme.js";
 
-const channel = (part) => (part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
-
-/** Black or white, whichever is read better on `rgb(r,g,b)`: at least 4.5 to 1. */
-export function inkOn(rgb) {
-  const [r, g, b] = rgb.match(/\d+/g).map((part) => channel(Number(part)));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
-}
+export { inkOn };
 
 /** Blanks and line ends as signs, so that a chip shows where they are. */
 export const visible = (word) => word.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "·") || "∅";

@@ -24,6 +24,13 @@ export function age(moment, now = Date.now() / 1000) {
   return s < 10 ? `${Math.floor(s)} s` : duration(s);
 }
 
+/** A moment as `14:02:11`; of another day than `now`, as `Nov 28, 14:02`. */
+export function clock(moment, now) {
+  const at = new Date(moment * 1000);
+  const today = at.toDateString() === new Date(now * 1000).toDateString();
+  return at.toLocaleString("en", { hour12: false, hour: "2-digit", minute: "2-digit", ...(today ? { second: "2-digit" } : { month: "short", day: "numeric" }) });
+}
+
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

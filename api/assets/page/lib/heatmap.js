@@ -29,12 +29,21 @@ const SHADES = { light: [[243, 247, 247], [191, 226, 226], [112, 184, 187], [28,
 /** `share` from 0 to 1, cut off there. */
 export const shade = (share, dark = isDark()) => between(SHADES[dark ? "dark" : "light"], Math.max(0, share));
 
-const LABELS = 100; // CSS pixels for the tokens
+const channel = (part) => (part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
+
+/** Black or white, whichever is read better on `rgb(r,g,b)`: at least 4.5 to 1. */
+export function inkOn(rgb) {
+  const [r, g, b] = rgb.match(/\d+/g).map((part) => channel(Number(part)));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
+}
+
+const LABELS = 132; // CSS pixels for the tokens
 const TITLE = 16; // and for the title of each axis
 const AXIS = 20 + TITLE; // and for the layers' numbers
 const ROW = [0.25, 20]; // least and greatest height of a row
 const HEIGHT = 640; // of all rows, where that leaves them ROW[1]
 const CELL = [0.25, 26];
+const TEXT = 46; // least width of a cell with text
 const FONT = 12;
 const MEASURED = 1000; // names
 const MOST = 16000; // device pixels of a canvas that browsers draw
@@ -42,7 +51,8 @@ const MOST = 16000; // device pixels of a canvas that browsers draw
 export class Heatmap {
   /**
    * `source`: {rows: names of tokens, columns: names of layers, at(row, column) → share from −1 to 1, NaN: no value, null: not there yet,
-   * scale() → text that changes when all shares do, titles: of the rows' axis and of the columns'}. `dark`: colours that do not follow the page's.
+   * scale() → text that changes when all shares do, titles: of the rows' axis and of the columns', widest: CSS pixels of a cell,
+   * text(row, column) → what wide cells say}. `dark`: colours that do not follow the page's.
    */
   constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw), dark = null } = {}) {
     this.canvas = canvas;
@@ -67,7 +77,7 @@ export class Heatmap {
     this.context.font = `${FONT}px system-ui, sans-serif`;
     const widest = source.rows.slice(0, MEASURED).reduce((most, name) => Math.max(most, this.context.measureText(name).width), 16);
     this.left = TITLE + Math.min(LABELS, widest + 8, Math.max(24, width / 3 - TITLE));
-    this.cell = Math.min(CELL[1], Math.max(CELL[0], (width - this.left - 2) / columns));
+    this.cell = Math.min(source.widest || CELL[1], Math.max(CELL[0], (width - this.left - 2) / columns));
     this.row = Math.min(ROW[1], Math.max(ROW[0], HEIGHT / rows));
     this.width = Math.ceil(this.left + this.cell * columns + 2);
     this.height = Math.ceil(this.row * rows + AXIS);
@@ -154,8 +164,13 @@ export class Heatmap {
       context.stroke();
       context.restore();
     } else {
-      context.fillStyle = colour(share, this.fixed ?? isDark());
+      const ground = colour(share, this.fixed ?? isDark());
+      context.fillStyle = ground;
       context.fillRect(x, y, w, h);
+      if (!this.source.text || w < TEXT || h < FONT) return;
+      context.font = `${FONT - 1}px system-ui, sans-serif`;
+      [context.fillStyle, context.textAlign, context.textBaseline] = [inkOn(ground), "center", "middle"];
+      context.fillText(this.source.text(row, column), x + w / 2, y + h / 2 + 0.5);
     }
   }
 

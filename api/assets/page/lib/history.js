@@ -1,8 +1,9 @@
-// What the service's figures were since the page was opened; nothing is stored.
+// What the service's figures were in the last hour, of which the API brings what was before the page was opened.
 
 import { kindOf } from "./kinds.js";
 
-const MOST = 900; // half an hour of one event every two seconds
+const HOUR_S = 3600;
+const STEP_S = 10; // between two points, but for the last one
 const BUCKET_S = 60;
 
 export class History {
@@ -10,9 +11,16 @@ export class History {
     this.points = []; // {at, tokens_s, queued}
   }
 
+  /** The `history` event. */
+  begin({ points }) {
+    this.points = points.map(([at, tokens_s, queued]) => ({ at, tokens_s, queued }));
+  }
+
   /** One `service` event. */
   take({ at, tokens_s = null, queued = null }) {
-    this.points = [...this.points.slice(1 - MOST), { at, tokens_s, queued }];
+    const [before, last] = this.points.slice(-2);
+    if (last && last.at - before.at < STEP_S) this.points.pop();
+    this.points = [...this.points.filter((point) => point.at > at - HOUR_S), { at, tokens_s, queued }];
   }
 
   /** [[at, value], …] of one figure. */

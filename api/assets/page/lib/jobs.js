@@ -11,6 +11,7 @@ export class JobStore {
     this.byId = new Map();
     this.order = [];
     this.listeners = new Set();
+    this.varied = new Map(); // what `differ` answered for this order
     this.stale = false;
     this.loaded = false;
     this.revision = 0;
@@ -34,8 +35,16 @@ export class JobStore {
       this.order = [...this.byId.values()].sort((a, b) => b.created - a.created || (a.id < b.id ? 1 : -1));
       for (const job of this.order.splice(MOST)) this.byId.delete(job.id);
       this.stale = false;
+      this.varied.clear();
     }
     return this.order;
+  }
+
+  /** Whether jobs here have different values of `of`. */
+  differ(of) {
+    const { list } = this;
+    if (!this.varied.has(of)) this.varied.set(of, list.some((job) => of(job) !== of(list[0])));
+    return this.varied.get(of);
   }
 
   subscribe(listener) {
@@ -45,8 +54,16 @@ export class JobStore {
 }
 
 export const owner = (job) => job.tenant || "default";
+const modelOf = (job) => job.model;
 export const over = (job) => ENDED.has(job.state) || job.state === "cancelled";
-export const tagOf = (job) => (!kindOf(job.kind).grid && job.tags && job.tags.length ? job.tags.join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
+const UNNAMED = "default"; // tag and owner of whoever gives none: it tells nothing
+export const tagOf = (job) => (!kindOf(job.kind).grid && job.tags && job.tags.length ? job.tags.filter((tag) => tag !== UNNAMED).join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
+
+/** What tells it from others of the same prompt in `jobs`: how it was read and edited, its tag, whose it is, its model. */
+export const markOf = (job, jobs) => {
+  const edits = [...Object.keys(job.modules || {}), ...(job.lora ? [job.lora.name] : [])].join(" + ");
+  return [(job.metadata && job.metadata.page) || job.kind, edits ? `with ${edits}` : job.steered && "steered", tagOf(job), jobs.differ(owner) && owner(job) !== UNNAMED && owner(job), jobs.differ(modelOf) && job.model, job.prompts > 1 && `${job.prompts} prompts`].filter(Boolean).join(" · ");
+};
 
 /** What people call it: its `name` in the metadata, else what was asked. */
 export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || tagOf(job) || `${job.kind} of token ids`;
@@ -76,6 +93,19 @@ export function timeLeft(job, now) {
   if (job.state !== "running" || !job.cells_expected || !job.cells || !job.started) return null;
   return ((now - job.started) / job.cells) * (job.cells_expected - job.cells);
 }
+
+const SUCH = 5; // jobs whose time one's own is expected to take
+
+/** The median seconds that the latest jobs like it ran; null: none has. */
+export function usual(job, jobs) {
+  const pageOf = (each) => each.metadata && each.metadata.page;
+  const such = jobs.list.filter((each) => each.state === "succeeded" && each.started && each.kind === job.kind && each.model === job.model && pageOf(each) === pageOf(job));
+  const took = such.slice(0, SUCH).map((each) => each.finished - each.started).sort((a, b) => a - b);
+  return took.length ? took[took.length >> 1] : null;
+}
+
+/** How many of the jobs that are known here were sent before it to its model, and wait too. */
+export const before = (job, jobs) => jobs.list.filter((each) => each.state === "queued" && each.model === job.model && each.created < job.created).length;
 
 /** How long, how much longer, which attempt and why: for a job at hand. */
 export function timing(job, now) {

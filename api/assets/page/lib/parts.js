@@ -1,7 +1,8 @@
 // What views are built from: section, stat tiles, empty state, an id in short, a line chart.
 
-import { duration } from "./format.js";
-import { Button, html, useState } from "./ui.js";
+import { count, duration } from "./format.js";
+import { before, progressOf, usual } from "./jobs.js";
+import { Button, Progress, html, useNow, useState } from "./ui.js";
 
 /** The mark: a stream of three lines, tapped in the middle. */
 export const Logo = () => html`<svg class="logo" viewBox="0 0 32 32" aria-hidden="true" fill="none" stroke="currentColor" stroke-width="3" stroke-linecap="round">
@@ -17,8 +18,26 @@ export const Stats = ({ items }) => html`<dl class="stats">${items.map(
   ({ name, value, note, bad }) => html`<div class=${`stat${bad ? " bad" : ""}`}><dt>${name}</dt><dd>${value}${note && html`<small>${note}</small>`}</dd></div>`,
 )}</dl>`;
 
+/** A table; on a phone its rows are lists, each value after its head. `keys`: of the rows, where they come and go. */
+export const Table = ({ label, heads, rows, keys = [] }) => html`<div class="wide card" tabindex="0" role="region" aria-label=${label}><table>
+  <thead><tr>${heads.map((head) => html`<th scope="col">${head || html`<span class="visually-hidden">Action</span>`}</th>`)}</tr></thead>
+  <tbody>${rows.map((cells, row) => html`<tr key=${keys[row]}>${cells.map((cell, n) => html`<td data-head=${(n && heads[n]) || null}>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
+
 /** Where nothing is yet: what it would be, and as `children` how it comes. */
 export const EmptyState = ({ title, text, children }) => html`<div class="empty-state"><strong>${title}</strong>${text && html`<p>${text}</p>`}${children}</div>`;
+
+/** What a job that has not ended does: its place in the queue; how long it has run, beside how long such jobs take. */
+export function Standing({ job, jobs }) {
+  const now = useNow(1);
+  const [runs, took] = [job.state === "running" && job.started ? Math.max(0, now - job.started) : null, usual(job, jobs)];
+  const known = progressOf(job) || (runs !== null && took !== null && [Math.min(runs, 0.95 * took), took, `${duration(runs)} of about ${duration(took)}`]);
+  const first = before(job, jobs);
+  return html`<div class="standing card"><p role="status">The job is ${job.state} …</p>${
+    known
+      ? html`<${Progress} value=${known[0]} total=${known[1]} label=${known[2]} />`
+      : html`<span>${runs !== null ? `for ${duration(runs)}` : job.state === "queued" && first > 0 && `${count(first, "job")} before it`}</span>`
+  } <a href=${`#/jobs/${job.id}`}>Job</a></div>`;
+}
 
 const PILLS = { succeeded: "good", failed: "bad", aborted: "bad", running: "busy", cancelling: "busy" };
 export const State = ({ state }) => html`<span class=${`pill state ${state} ${PILLS[state] || ""}`}>${state}</span>`;

@@ -2,8 +2,10 @@
 
 import { get, post } from "./api.js";
 import { Button, Field, Problem, html, useEffect, useMemo, useState } from "./ui.js";
-import { EmptyState } from "./parts.js";
+import { EmptyState, Standing } from "./parts.js";
 import { age } from "./format.js";
+import { Guide } from "./guides.js";
+import { titleOf } from "./jobs.js";
 import { visible } from "./chips.js";
 import { useModels } from "./models.js";
 
@@ -118,7 +120,7 @@ export function Reading({ id, jobs, children }) {
   const live = jobs.byId.get(id) || view; // knows at once that the job runs
   const failed = view && OVER.has(view.state) && view.state !== "succeeded";
   return html`<${Problem} error=${error} />
-    ${!error && !failed && !result && html`<p class="loading" role="status">The job is ${live ? live.state : "loading"} …</p>`}
+    ${!error && !failed && !result && (live && !OVER.has(live.state) ? html`<${Standing} job=${live} jobs=${jobs} />` : html`<p class="loading" role="status">Loading …</p>`)}
     ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
     ${result && html`${result.outputs.length > 1 && html`<p class="inline"><label>Prompt <input type="number" min="0" max=${result.outputs.length - 1} value=${n} onChange=${({ target }) => choose(Math.max(0, Math.min(result.outputs.length - 1, Math.trunc(target.valueAsNumber) || 0)))} /></label><span class="soft">of ${result.outputs.length}, from 0</span></p>`}
       ${children(result, view, n)}<p class="soft">From <a href=${`#/jobs/${id}`}>this job</a>, ${age(view.created)} ago.</p>`}`;
@@ -130,9 +132,11 @@ export function Recent({ name, jobs }) {
   useEffect(() => jobs.subscribe(() => redraw((count) => count + 1)), [jobs]);
   const found = [];
   for (const job of jobs.list) if (found.length < RECENT && job.metadata && job.metadata.page === name) found.push(job);
-  return found.length > 0 && html`<section aria-label="Recent"><h2>Recent</h2><ul class="recent">${found.map(
-    ({ id, prompt, state, created }) => html`<li key=${id}><a href=${`#/${name}/${id}`}>${prompt || id}</a> <span class="soft">${state === "succeeded" ? "" : `${state}, `}${age(created)} ago</span></li>`,
-  )}</ul></section>`;
+  return html`<div class="reading even"><${Guide} of=${name} /><section class="card" aria-label="Recent"><h2>Recent</h2>${
+    found.length ? "" : html`<p class="soft">What you read is listed here by its prompt.</p>`
+  }<ul class="recent">${found.map(
+    (job) => html`<li key=${job.id}><a class="two-lines" href=${`#/${name}/${job.id}`}>${titleOf(job)}</a> <span class="soft">${job.state === "succeeded" ? "" : `${job.state}, `}${age(job.created)} ago</span></li>`,
+  )}</ul></section></div>`;
 }
 
 /** Bars with text: `items` is [{key, text, value, share, active}]; `onPick(key)` makes them buttons. */

@@ -4,7 +4,7 @@ import { del, get, post } from "../lib/api.js";
 import { Button, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
 import { HookBoxes } from "../lib/hooks.js";
 import { titleOf } from "../lib/jobs.js";
-import { EmptyState, shortId } from "../lib/parts.js";
+import { EmptyState, Table, shortId } from "../lib/parts.js";
 import { useModels } from "../lib/models.js";
 import { age, bytes, number } from "../lib/format.js";
 import { Shown } from "./captured.js";
@@ -80,11 +80,11 @@ function Recent({ jobs }) {
   return html`<h2>Captures</h2>
     <${Problem} error=${error} />
     ${page && !page.captures.length && html`<${EmptyState} title="No captures yet." text="Press Capture above; the rows appear here, to open, download or delete." />`}
-    ${page && page.captures.length > 0 && html`<div class="scroll-x card" tabindex="0" role="group" aria-label="Captures"><table class="plain"><thead><tr><th>Prompt</th><th>Tags</th><th>Age</th><th>Status</th><th>Rows</th><th>Size</th><th><span class="visually-hidden">Delete</span></th></tr></thead>
-      <tbody>${page.captures.map(
-        (entry) => html`<tr key=${entry.job}><td><a href=${`#/capture/${entry.job}`} title=${entry.job}>${jobs.byId.has(entry.job) ? titleOf(jobs.byId.get(entry.job)) : shortId(entry.job)}</a></td><td>${entry.tags.join(", ")}</td><td>${age(entry.created)}</td><td>${entry.status}</td><td>${number(entry.rows)}</td><td>${bytes(entry.bytes)}</td>
-          <td><${Button} kind="small danger" aria-label=${`Delete ${entry.job}`} onClick=${() => remove(entry.job)} onError=${setError}>Delete<//></td></tr>`,
-      )}</tbody></table></div>`}
+    ${page && page.captures.length > 0 && html`<${Table} label="Captures" heads=${["Prompt", "Tags", "Age", "Status", "Rows", "Size", ""]} keys=${page.captures.map(({ job }) => job)} rows=${page.captures.map((entry) => [
+      html`<a class="two-lines" href=${`#/capture/${entry.job}`} title=${entry.job}>${jobs.byId.has(entry.job) ? titleOf(jobs.byId.get(entry.job)) : shortId(entry.job)}</a>`,
+      entry.tags.join(", "), age(entry.created), entry.status, number(entry.rows), bytes(entry.bytes),
+      html`<${Button} kind="small danger" aria-label=${`Delete ${entry.job}`} onClick=${() => remove(entry.job)} onError=${setError}>Delete<//>`,
+    ])} />`}
     ${page && page.next && html`<${Button} onClick=${() => load(page.next)} onError=${(failure) => failure.name !== "AbortError" && setError(failure)}>More captures<//>`}`;
 }
 

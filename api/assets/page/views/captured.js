@@ -2,10 +2,10 @@
 
 import { get } from "../lib/api.js";
 import { Button, Empty, Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
-import { bytes, number } from "../lib/format.js";
+import { bytes, count, number } from "../lib/format.js";
 import { hookTitle } from "../lib/hooks.js";
 import { titleOf } from "../lib/jobs.js";
-import { Id } from "../lib/parts.js";
+import { Id, Standing } from "../lib/parts.js";
 import { Heatmap } from "../lib/heatmap.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
 
@@ -24,22 +24,34 @@ function queryOf(asked) {
   return query;
 }
 
-/** Shares from −1 to 1 of all values, `[layer][row]`, and what −1 or 0 and 1 stand for. Cosines are their own shares. */
-function scaled(found, by, each) {
-  if (by === "cosine") return { shares: found.cosines, low: -1, ranges: found.layers.map(() => [-1, 1]) };
-  const logs = found.norms.map((row) => row.map((value) => (value === null || value <= 0 ? null : Math.log(value))));
-  const range = (values) => values.reduce(([a, b], value) => (value === null ? [a, b] : [Math.min(a, value), Math.max(b, value)]), [Infinity, -Infinity]);
-  const rows = logs.map(range);
-  const all = rows.reduce(([a, b], [c, d]) => [Math.min(a, c), Math.max(b, d)], [Infinity, -Infinity]);
-  const ranges = rows.map((own) => (each ? own : all));
-  const shares = logs.map((row, layer) => {
-    const [a, b] = ranges[layer];
-    return row.map((value) => (value === null ? null : b > a ? (value - a) / (b - a) : 0.5));
-  });
-  return { shares, low: 0, ranges: ranges.map(([a, b]) => (b >= a ? [Math.exp(a), Math.exp(b)] : [null, null])) };
+/** Interquartile ranges beyond the quartiles; what is farther off is an outlier (Tukey's outer fences), as the first token's row is in most models. */
+const FAR = 3;
+
+/** The least and the greatest of `values`; unless `full`, of those that are no outliers. */
+function rangeOf(values, full) {
+  const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
+  const [low, high] = [0.25, 0.75].map((share) => sorted[Math.round(share * (sorted.length - 1))]);
+  const near = full ? sorted : sorted.filter((value) => value >= low - FAR * (high - low) && value <= high + FAR * (high - low));
+  return [near[0], near[near.length - 1]];
 }
 
-function Grid({ found, shares, words, at, move }) {
+/** Shares from −1 to 1 of all values, `[layer][row]`, what −1 or 0 and 1 stand for, and how many values are `beyond` that. Cosines are their own shares. */
+function scaled(found, by, each, full) {
+  if (by === "cosine") return { shares: found.cosines, low: -1, ranges: found.layers.map(() => [-1, 1]), beyond: found.layers.map(() => 0) };
+  const logs = found.norms.map((row) => row.map((value) => (value === null || value <= 0 ? null : Math.log(value))));
+  const all = rangeOf(logs.flat(), full);
+  const ranges = logs.map((row) => (each ? rangeOf(row, full) : all));
+  const shares = logs.map((row, layer) => {
+    const [a, b] = ranges[layer];
+    return row.map((value) => (value === null ? null : value < a ? 0 : value > b ? 1 : b > a ? (value - a) / (b - a) : 0.5));
+  });
+  const beyond = logs.map((row, layer) => row.filter((value) => value !== null && (value < ranges[layer][0] || value > ranges[layer][1])).length);
+  return { shares, low: 0, beyond, ranges: ranges.map((range) => range.map((end) => (end === undefined ? null : Math.exp(end)))) };
+}
+
+const WIDEST = 120; // pixels of a cell, where there are few layers
+
+function Grid({ found, shares, values, words, at, move }) {
   const canvas = useRef(null);
   const frame = useRef(null);
   const map = useRef(null);
@@ -55,6 +67,8 @@ function Grid({ found, shares, words, at, move }) {
         return share === null || share === undefined ? NaN : share;
       },
       scale: () => "",
+      widest: WIDEST,
+      text: (row, column) => short(Number(values[column][row].toPrecision(3))),
     };
     const width = () => Math.max(200, frame.current.clientWidth);
     map.current = new Heatmap(canvas.current, source, width());
@@ -127,7 +141,7 @@ export function Shown({ job, jobs }) {
   const failed = view && view.state !== "succeeded" && OVER.has(view.state);
   return html`<h1>${live ? titleOf(live) : "Capture"}</h1><p><a href="#/capture">All captures</a> · <a href=${`#/jobs/${job}`}>Job</a> <${Id} id=${job} /></p>
     <${Problem} error=${error} />
-    ${view && !OVER.has(view.state) && html`<p role="status">The job is ${live && !OVER.has(live.state) ? live.state : view.state} …</p>`}
+    ${view && !OVER.has(view.state) && html`<${Standing} job=${live && !OVER.has(live.state) ? live : view} jobs=${jobs} />`}
     ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
     ${view && OVER.has(view.state) && html`<${Norms} job=${job} model=${view.model} quiet=${failed} />`}`;
 }
@@ -138,6 +152,7 @@ function Norms({ job, model, quiet }) {
   const [error, setError] = useState(null);
   const [modules, setModules] = useState([]);
   const [each, setEach] = useState(true);
+  const [full, setFull] = useState(false);
   const [table, setTable] = useState(false);
   const [at, move] = useState({ row: 0, layer: 0 });
   useEffect(() => {
@@ -158,7 +173,7 @@ function Norms({ job, model, quiet }) {
     return () => stop.abort();
   }, [job, asked]);
   const by = found && found.cosines ? "cosine" : "norm";
-  const scale = useMemo(() => found && scaled(found, by, each), [found, by, each]);
+  const scale = useMemo(() => found && scaled(found, by, each, full), [found, by, each, full]);
   const words = useMemo(() => found && (found.tokens || found.token_ids.map(String)), [found]);
   if (!found) return quiet && error && error.code === "not_found" ? null : html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
 
@@ -189,7 +204,8 @@ function Norms({ job, model, quiet }) {
       <label>Colour by <select value=${asked.module} onChange=${change("module", { from: "", start: asked.start })}><option value="">norm</option>
         ${modules.length > 0 && html`<optgroup label="cosine to module">${modules.map(({ name }) => html`<option value=${name}>${name}</option>`)}</optgroup>`}</select></label>
       ${chosen && html`<label>Module vector <select value=${asked.from} onChange=${change("from", { start: asked.start })}><option value="">each layer</option>${layersOf.map((number) => html`<option value=${number}>layer ${number}</option>`)}</select></label>`}
-      ${by === "norm" && html`<label><input type="checkbox" checked=${each} onChange=${(event) => setEach(event.target.checked)} /> scale each layer separately</label>`}
+      ${by === "norm" && html`<label><input type="checkbox" checked=${each} onChange=${(event) => setEach(event.target.checked)} /> scale each layer separately</label>
+        <label><input type="checkbox" checked=${full} onChange=${(event) => setFull(event.target.checked)} /> full range</label>`}
       <label><input type="checkbox" checked=${table} onChange=${(event) => setTable(event.target.checked)} /> as a table</label>
     </form>
     <${Problem} error=${error} />
@@ -203,10 +219,10 @@ function Norms({ job, model, quiet }) {
           ? html`<${Empty}>No rows.<//>`
           : html`<div class="norms card" tabindex="0" role="group" aria-label=${`${by} by token and layer`} aria-describedby="norms-keys" onKeyDown=${key}>
               <p><label>Layer <input type="range" min="0" max=${found.layers.length - 1} value=${at.layer} aria-valuetext=${`layer ${layer}`} onInput=${(event) => move({ ...at, layer: Number(event.target.value) })} onKeyDown=${(event) => event.stopPropagation()} /> <output>${layer}</output></label></p>
-              ${missing ? html`<${Empty}>The module has no vector at layer ${layer}.<//>` : html`<${Legend} what=${by === "cosine" ? "cosine" : "norm, on a logarithmic scale"} low=${scale.low} from=${scale.ranges[at.layer][0]} to=${scale.ranges[at.layer][1]} />`}
+              ${missing ? html`<${Empty}>The module has no vector at layer ${layer}.<//>` : html`<${Legend} what=${by === "cosine" ? "cosine" : `norm, on a logarithmic scale${scale.beyond[at.layer] ? ` without ${count(scale.beyond[at.layer], "outlier")}` : ""}`} low=${scale.low} from=${scale.ranges[at.layer][0]} to=${scale.ranges[at.layer][1]} />`}
               <${Chips} items=${items} label=${`Tokens at layer ${layer}`} active=${found.positions[at.row]} onPick=${(position) => move({ ...at, row: found.positions.indexOf(position) })} />
               <p role="status" class="norm-said">token ${found.positions[at.row]} “${visible(words[at.row])}”, layer ${layer}: ${by} ${missing ? "none" : short(value)}</p>
-              <${Grid} found=${found} shares=${scale.shares} words=${words} at=${at} move=${move} />
+              <${Grid} found=${found} shares=${scale.shares} values=${values} words=${words} at=${at} move=${move} />
               <p id="norms-keys" class="soft">Arrow keys move over tokens (left, right) and layers (up, down).</p>
             </div>`
     }

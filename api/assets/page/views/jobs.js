@@ -2,14 +2,29 @@
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState, Button, Problem, Progress, useNow } from "../lib/ui.js";
 import { post } from "../lib/api.js";
-import { age } from "../lib/format.js";
-import { askedOf, outcomeOf, owner, progressOf, tagOf, timing, titleOf } from "../lib/jobs.js";
+import { age, clock, duration } from "../lib/format.js";
+import { askedOf, markOf, outcomeOf, over, owner, progressOf, tagOf, timing, titleOf } from "../lib/jobs.js";
 import { KINDS } from "../lib/kinds.js";
 import { EmptyState, State } from "../lib/parts.js";
 import { Rows } from "../lib/table.js";
 import { JobDetails } from "./job.js";
 
 const STATES = ["queued", "running", "cancelling", "succeeded", "failed", "cancelled", "aborted", "expired"];
+
+const BARS = 60;
+const LEAST_S = 600; // that the axis spans
+
+/** When the jobs of the table were sent: a bar for each part of the time from the oldest until now, with its ends. */
+function Strip({ jobs, now }) {
+  const from = Math.min(jobs[jobs.length - 1].created, now - LEAST_S);
+  const bars = Array.from({ length: BARS }, () => ({ succeeded: 0, failed: 0, others: 0 }));
+  for (const job of jobs) bars[Math.min(BARS - 1, Math.max(0, Math.floor(((job.created - from) / (now - from)) * BARS)))][job.state === "succeeded" ? "succeeded" : over(job) ? "failed" : "others"] += 1;
+  const most = Math.max(...bars.map((bar) => bar.succeeded + bar.failed + bar.others));
+  return html`<div class="strip"><span>${clock(from, now)}</span><svg viewBox=${`0 0 ${BARS} 1`} preserveAspectRatio="none" role="img" aria-label=${`${jobs.length} jobs from ${clock(from, now)} until now, at most ${most} in ${duration((now - from) / BARS)}`}>${bars.flatMap((bar, x) => {
+    let top = 1;
+    return Object.entries(bar).filter(([, jobs]) => jobs).map(([name, jobs]) => html`<rect class=${name} x=${x + 0.1} y=${(top -= jobs / most)} width="0.8" height=${jobs / most} />`);
+  })}</svg><span>now</span></div>`;
+}
 
 export default function View({ params, session, jobs }) {
   const [, redraw] = useState(0);
@@ -42,12 +57,11 @@ export default function View({ params, session, jobs }) {
     setError(null);
     await post(`/v1/jobs/${job.id}/cancel`);
   };
-  const several = new Set(jobs.list.map(owner)).size > 1;
   const columns = [
     {
       name: "run",
       title: "Prompt",
-      cell: (job) => html`<strong>${titleOf(job)}</strong><small>${[askedOf(job), job.kind, tagOf(job), several && owner(job), job.prompts > 1 && `${job.prompts} prompts`].filter(Boolean).join(" · ")}</small>`,
+      cell: (job) => html`<strong>${titleOf(job)}</strong><small>${[askedOf(job), markOf(job, jobs)].filter(Boolean).join(" · ")}</small>`,
     },
     { name: "output", title: "Output", cell: (job) => html`<span class=${job.error ? "bad" : ""} title=${outcomeOf(job)}>${outcomeOf(job)}</span>` },
     {
@@ -56,10 +70,10 @@ export default function View({ params, session, jobs }) {
       cell: (job) => {
         const found = progressOf(job);
         const told = timing(job, now);
-        return html`<${State} state=${job.state} /> ${may && (job.state === "queued" || job.state === "running") && html`<${Button} kind="small quiet" aria-label=${`Cancel ${titleOf(job)}`} onClick=${() => cancel(job)} onError=${setError}>Cancel<//> `}${found && html`<${Progress} value=${found[0]} total=${found[1]} label=${found[2]} />`}<small title=${told}>${told}</small>`;
+        return html`<${State} state=${job.state} /> ${may && (job.state === "queued" || job.state === "running") && html`<${Button} kind="small quiet" aria-label=${`Cancel ${titleOf(job)}`} onClick=${() => cancel(job)} onError=${setError}>Cancel<//> `}${found && html`<${Progress} value=${found[0]} total=${found[1]} label=${found[2]} />`}<small title=${told}>${told}<span class="narrow">${told && " · "}${age(job.created, now)} ago</span></small>`;
       },
     },
-    { name: "age", title: "Age", cell: (job) => age(job.created, now) },
+    { name: "age", title: "Age", cell: (job) => html`${age(job.created, now)}<small>${clock(job.created, now)}</small>` },
   ];
   const change = (name) => (event) => setFilter({ ...filter, [name]: event.target.value });
   const nothing = jobs.list.length
@@ -73,6 +87,7 @@ export default function View({ params, session, jobs }) {
       <span class="soft" role="status">${items.length} of ${jobs.list.length} jobs</span>
     </form>
     <${Problem} error=${error} />
+    ${items.length > 0 && !opened && html`<${Strip} jobs=${items} now=${now} />`}
     <div class=${opened ? "split" : ""}>
       ${items.length ? html`<${Rows} label="Jobs" columns=${columns} items=${items} active=${opened} onOpen=${open} />` : jobs.loaded ? nothing : html`<p class="soft">Loading …</p>`}
       ${opened && html`<${JobDetails} key=${opened} id=${opened} job=${jobs.byId.get(opened)} session=${session} onClose=${close} />`}

@@ -3,7 +3,7 @@
 import { html, useEffect, useState, Button, Empty, Problem, useNow } from "../lib/ui.js";
 import { latencies } from "../lib/history.js";
 import { titleOf } from "../lib/jobs.js";
-import { Chart, State, Stats } from "../lib/parts.js";
+import { Chart, State, Stats, Table } from "../lib/parts.js";
 import { get } from "../lib/api.js";
 import { age, bytes, count, duration, identity, number, percent } from "../lib/format.js";
 
@@ -33,10 +33,6 @@ function usePolled(path, on) {
   }, [path, on, turn]);
   return [known, () => next((n) => n + 1)];
 }
-
-const Table = ({ label, heads, rows }) => html`<div class="wide card" tabindex="0" role="region" aria-label=${label}><table>
-  <thead><tr>${heads.map((head) => html`<th scope="col">${head}</th>`)}</tr></thead>
-  <tbody>${rows.map((cells) => html`<tr>${cells.map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
 
 function Ranks({ dynamic }) {
   const agree = new Map(dynamic.determinism.stages.map((stage) => [`${stage.worker} ${stage.pp}`, stage.consistent]));
@@ -100,9 +96,9 @@ function Slow({ jobs }) {
   ])} />`;
 }
 
-const MINUTES = 30;
+const MINUTES = 60;
 
-/** Tokens/s and the queue since the page was opened, and how long jobs took: what the feed has brought. */
+/** Tokens/s, the queue, and how long jobs took, in the last hour: what the feed has brought. */
 function Charts({ jobs, history, observes }) {
   const now = useNow(2);
   const digits = (value) => number(value, value < 10 ? 1 : 0);

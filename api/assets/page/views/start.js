@@ -7,7 +7,7 @@ import { get, post } from "../lib/api.js";
 import { age, count, duration } from "../lib/format.js";
 import { ours } from "../lib/hooks.js";
 import { colour } from "../lib/heatmap.js";
-import { askedOf, outcomeOf, over, placeOf, progressOf, timing, titleOf } from "../lib/jobs.js";
+import { askedOf, markOf, outcomeOf, over, placeOf, progressOf, timing, titleOf } from "../lib/jobs.js";
 import { useModels } from "../lib/models.js";
 import { EmptyState, Section, State } from "../lib/parts.js";
 import { EXAMPLE } from "../lib/sweep_request.js";
@@ -87,11 +87,21 @@ function Found({ job }) {
   return text || outcomeOf(job);
 }
 
+/** The newest results, one of each title and mark, with how many there are of it. */
+function latest(jobs) {
+  const found = new Map();
+  for (const job of jobs.list) {
+    const same = `${titleOf(job)}\n${markOf(job, jobs)}`;
+    if (job.state === "succeeded" && (found.has(same) || found.size < RESULTS)) found.set(same, { job, ...found.get(same), runs: (found.get(same)?.runs ?? 0) + 1 });
+  }
+  return [...found.values()];
+}
+
 function Results({ jobs, now }) {
-  const found = jobs.list.filter((job) => job.state === "succeeded").slice(0, RESULTS);
+  const found = latest(jobs);
   if (!found.length) return html`<${EmptyState} title="No results yet." text="They appear here by their prompt as soon as the first job has ended. Start with one of the examples above." />`;
   return html`<div class="cards">${found.map(
-    (job) => html`<a key=${job.id} class="card result" href=${placeOf(job)}><small>${job.kind} · ${age(job.created, now)} ago</small><strong>${titleOf(job)}</strong>${askedOf(job) && html`<small>${askedOf(job)}</small>`}<span>${job.kind === "sweep" ? html`<${Found} job=${job} />` : outcomeOf(job)}</span></a>`,
+    ({ job, runs }) => html`<a key=${job.id} class="card result" href=${placeOf(job)}><small>${markOf(job, jobs)} · ${age(job.created, now)} ago${runs > 1 && ` · ${runs} runs`}</small><strong>${titleOf(job)}</strong>${askedOf(job) && html`<small>${askedOf(job)}</small>`}<span>${job.kind === "sweep" ? html`<${Found} job=${job} />` : outcomeOf(job)}</span></a>`,
   )}</div>`;
 }
 

@@ -133,9 +133,10 @@ export default function Form({ like }) {
           <${Text} name="more" label="Other request fields, as JSON" hint="heads, neurons, path, mask, alpha, lora, priority, metadata …" form=${form} told=${told} change=${change} />
         </div>
       </details>
-      <${Planned} plan=${plan} wanting=${wanting || (asked.errors ? "Correct the marked field." : "")} request=${asked.request} waits=${Boolean(body)} />
       ${error && !place && html`<${Problem} error=${error} />`}
-      <p><${Button} id="sweep-start" kind="main" disabled=${!body} onClick=${submit}>Run the sweep<//></p>
+      <${Planned} plan=${plan} wanting=${wanting || (asked.errors ? "Correct the marked field." : "")} request=${asked.request} waits=${Boolean(body)}>
+        <${Button} id="sweep-start" kind="main" disabled=${!body} aria-describedby="sweep-planned" onClick=${submit}>Run the sweep<//>
+      <//>
     </form>`;
 }
 
@@ -201,17 +202,16 @@ function Hooks({ model, chosen, error, change }) {
   </fieldset>`;
 }
 
-/** What would run. */
-function Planned({ plan, wanting, request, waits }) {
+/** What would run, or why nothing can, beside the button that stays in sight. */
+function Planned({ plan, wanting, request, waits, children }) {
   const { found, error, stale } = plan;
   const state = found && !stale
     ? `${number(found.cells)} cells: ${found.pairs.length > 1 ? `${found.pairs.length} pairs, ` : ""}${count(found.hooks.length, "hook point")}, ${count(found.layers.length, "layer")}, ${count(found.pairs[0].columns.length, "column")}${found.skipped ? `; ${number(found.skipped)} cannot be patched` : ""}. ${number(found.tokens)} tokens.`
     : wanting || (error ? "This sweep cannot run as it is; see the error." : waits ? "Aligning the tokens …" : "");
-  return html`<section aria-label="What will run" class=${`planned ${stale ? "stale" : ""}`} aria-busy=${stale ? "true" : "false"}>
-    <p role="status" class=${error ? "bad" : ""}>${state}</p>
+  return html`<section aria-label="What will run" class=${`planned ${stale ? "stale" : ""}`} aria-busy=${stale ? "true" : "false"}><div>
     ${found && found.pairs.slice(0, 8).map((pair, n) => html`<${Aligned} key=${n} pair=${pair} patched=${found.patched} title=${found.pairs.length > 1 ? `Pair ${n + 1}` : ""} />`)}
     ${found && found.pairs.length > 8 && html`<p>… and ${found.pairs.length - 8} more pairs</p>`}
-  </section>`;
+  </div><div class="run-bar card">${children}<p id="sweep-planned" role="status" class=${error ? "bad" : ""}>${state}</p></div></section>`;
 }
 
 const MOST_SHOWN = 400; // tokens of a pair
