@@ -15,7 +15,7 @@ _OF_CLIENT = (
     *("Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client"),
     *("Mapped", "MidstreamError", "PatchSource", "PatchSpec", "PatchStudy", "ServerTimeout"),
     *("ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch"),
-    *("harvest", "matrix", "probes", "returned_rows", "samples"),
+    *("harvest", "matrix", "probes", "read_rows", "read_texts", "returned_rows", "samples"),
 )
 __all__ = ["__version__", "lens", *_OF_CLIENT]
 

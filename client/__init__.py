@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         returned_rows as returned_rows,
     )
     from .study.patch_study import AsyncPatchStudy as AsyncPatchStudy, PatchStudy as PatchStudy
+    from .texts import read_rows as read_rows, read_texts as read_texts
     from .values import UnknownArgument as UnknownArgument
 
 #: Module → its public names, loaded on first use.
@@ -34,6 +35,7 @@ _MODULES = {
     ".captures.reader": "CaptureReader",
     ".sdk.mapping.map": "Mapped",
     ".sdk.wire": "Answer VersionMismatch ServerTimeout ServerUnreachable returned_rows",
+    ".texts": "read_rows read_texts",
     ".values": "UnknownArgument",
     ".captures.row_matrix": "matrix samples",
     ".study.patch_study": "PatchStudy AsyncPatchStudy",

@@ -6,6 +6,7 @@ Lists names; reads no file.
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.harvests import HarvestSource, SourceFormat
@@ -18,6 +19,8 @@ ENDINGS: dict[str, SourceFormat] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".csv": "csv",
+    ".tsv": "csv",
 }
 #: Limit on a source's files plus the folders still to be listed.
 MAX_FILES = 100_000
@@ -137,33 +140,30 @@ def _files(store: ArtifactStore, path: str) -> list[str]:
 
 def _of_format(source: HarvestSource, files: list[str]) -> tuple[list[str], SourceFormat]:
     formats = {file: ENDINGS.get(file[file.rfind(".") :].lower()) for file in files}
-    if source.format != "auto":
-        chosen = (
-            files if len(files) == 1 else [file for file in files if formats[file] == source.format]
+    kinds = (
+        sorted({kind for kind in formats.values() if kind is not None})
+        if source.format == "auto"
+        else [source.format]
+    )
+    if len(kinds) != 1:
+        text = (
+            f"has files of several formats: {', '.join(kinds)}"
+            if kinds
+            else "has no file with a known ending"
         )
-        kind: SourceFormat = source.format
-    else:
-        kinds = sorted({result for result in formats.values() if result is not None})
-        if len(kinds) != 1:
-            text = (
-                f"has files of several formats: {', '.join(kinds)}"
-                if kinds
-                else "has no file with a known ending"
-            )
-            raise invalid(
-                "source.format",
-                f"{source.path!r} {text}",
-                allowed=f"jsonl, parquet or arrow; by their endings {', '.join(ENDINGS)}",
-            )
-        (kind,) = kinds
-        chosen = [file for file in files if formats[file] == kind]
+        raise invalid(
+            "source.format",
+            f"{source.path!r} {text}",
+            allowed=f"jsonl, parquet, arrow or csv; by their endings {', '.join(ENDINGS)}",
+        )
+    chosen = files if len(files) == 1 else [file for file in files if formats[file] == kinds[0]]
     if not chosen:
         raise invalid(
             "source.format",
             f"{source.path!r} has no {source.format} file",
-            allowed="auto, jsonl, parquet, arrow",
+            allowed=", ".join(get_args(SourceFormat)),
         )
-    return chosen, kind
+    return chosen, kinds[0]
 
 
 def missing(error: OSError, key: str) -> MidstreamError:

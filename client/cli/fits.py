@@ -1,6 +1,5 @@
 """What `fit` does: learns modules, Jacobian lenses and probes from a file of examples."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -8,18 +7,22 @@ import numpy as np
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.probes import Probe
-from ...schemas.base.errors import Translated, invalid
 from ...schemas.jobs.fits import FitResult
 from ...schemas.prompts.selectors import HookName
 from ..captures.row_matrix import samples
 from ..render import readings
 from ..sdk.client import Client
 from ..sdk.wire import given
+from ..values import checked
 from . import options
 from .terminal import Connector, first_model, out
 
 #: Tag of the rows that probes are trained on.
 _TAG = "probe-training"
+
+
+#: Columns of a training file of a module: a line has one of the sides, both, or the last two.
+_OF_MODULES = ("positive", "negative", "prompt", "target")
 
 
 class TrainingLine(msgspec.Struct):
@@ -33,7 +36,7 @@ def module(connect: Connector, name: str, file: str, /, **fields: Any) -> FitRes
     """Learn a module, and register it if it works on held-out examples. A line of the file has
     `positive` and `negative`, or one of them, or `prompt` and `target`.
     """
-    lines = _lines(file)
+    lines = options.rows(file, _OF_MODULES, required=False)
     for side in ("positive", "negative"):
         fields[side] = [line[side] for line in lines if side in line]
     fields["examples"] = [line for line in lines if "target" in line]
@@ -42,20 +45,14 @@ def module(connect: Connector, name: str, file: str, /, **fields: Any) -> FitRes
 
 def lens(connect: Connector, name: str, file: str, /, **fields: Any) -> JacobianLens:
     """Compute a Jacobian lens from a corpus, and register it. A line of the file has `text`."""
-    fields["prompts"] = [line["text"] for line in _lines(file) if "text" in line]
+    fields["prompts"] = [
+        row["text"] for row in options.rows(file, options.TEXT, required=False) if "text" in row
+    ]
     return connect().fit_lens(None, **_named(connect(), name, fields))
 
 
 def _named(client: Client, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "model": fields.pop("model", None) or first_model(client), **fields}
-
-
-def _lines(file: str) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file. Raises MidstreamError naming the file."""
-    lines = options.read(Path(file))
-    if not (isinstance(lines, list) and all(isinstance(line, dict) for line in lines)):
-        raise invalid("FILE", f"{file} is not JSON lines", allowed="an object on each line")
-    return lines
 
 
 def probe(
@@ -77,7 +74,8 @@ def probe(
 
     `rows`: of a text, of its last token, their mean, or all. `strength`: scikit-learn's C.
     """
-    client, examples = connect(), read_examples(Path(file))
+    read = options.rows(file, TrainingLine.__struct_fields__)
+    client, examples = connect(), checked(read, list[TrainingLine], "FILE")
     served = model or first_model(client)
     matrix, groups = _rows(client, served, examples, layer, hook, rows)
     from ..probes import fit
@@ -93,29 +91,6 @@ def probe(
     )
     out.print(readings.measured(found.metrics))
     return client.probes.put(name, found, model=served, **given(**fields))
-
-
-def read_examples(file: Path) -> list[TrainingLine]:
-    """Read labelled texts, one JSON object per line.
-
-    Raises MidstreamError that names an invalid line.
-    """
-    examples = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        with Translated(
-            msgspec.DecodeError,
-            lambda error, number=number: invalid(  # type: ignore[misc]
-                "FILE",
-                f"{file}, line {number} is not a JSON object: {error}",
-                allowed='JSON lines such as {"text": "…", "label": "…"}',
-                hint="this is a CSV file: convert it" if file.suffix == ".csv" else None,
-            ),
-        ):
-            if line.strip():
-                examples.append(msgspec.json.decode(line, type=TrainingLine))
-    if not examples:
-        raise invalid("FILE", f"{file} has no lines")
-    return examples
 
 
 def _rows(

@@ -3,6 +3,7 @@ positions, hooks and steering. The server validates their values.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base.limits import MAX_PROMPTS
 from ...schemas.base.records import json_or_text
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
 from ...schemas.service.global_capture import parse_hooks
@@ -17,9 +19,14 @@ from ...schemas.settings.settings import SettingsError
 from .. import vectors
 from ..sdk import wire
 from ..sdk.fields import Steering
+from ..texts import READERS, read_rows, split
 
 #: The metavar of every option that takes hooks.
 HOOKS_FORM = "HOOK[:LAYERS];…"
+#: The column of prompts and documents in a file.
+TEXT = ("text",)
+#: Files that texts are read from.
+ROWS_FORM = "FILE[:COLUMN] in CSV, JSON lines or Parquet, or one a line"
 #: The metavar of `--steer`.
 STEER = "FILE[:LAYERS[:SCALE]] | @MODULE[:SCALE], [:NAME=VALUE]…"
 
@@ -32,30 +39,30 @@ def fields(
     pairs: Sequence[str] | None,
     typed: Mapping[str, Any] = MappingProxyType({}),
     items: str = "",
+    wanted: Sequence[str] = TEXT,
 ) -> dict[str, Any]:
     """Return the fields of a request: those of `file`, in place of which those of `typed` (the
     command's own options, by path) and of `--set` are taken.
 
     A path that is given more than once gets the list of its values. A file that has no fields but
-    a list, or lines of text, adds to the list at the path `items`. Raises MidstreamError naming the
-    option.
+    rows adds to the list at the path `items`: texts, or objects with several that are `wanted`.
+    Raises MidstreamError naming the option.
     """
     given: dict[str, Any] = {}
     for path, item in typed.items():
         if item not in (None, [], {}):
             _put(given, path, item)
-    content = {} if file is None else read(file)
-    if not isinstance(content, dict):
-        if not items:
-            raise invalid("--file", f"{file} has no fields", allowed="a JSON object, or TOML")
-        _put(given, items, content)
-        content = {}
+    content = {} if file is None else _fields_of(file)
+    if content is None and not items:
+        raise invalid("--file", f"{file} has no fields", allowed="a JSON object, or TOML")
+    if file is not None and content is None:
+        _put(given, items, texts(file) if wanted == TEXT else rows(file, wanted, required=False))
     for pair in pairs or ():
         path, equals, text = pair.partition("=")
         if not (equals and path):
             raise invalid("--set", f"{pair!r} is not FIELD=VALUE", allowed="such as max_tokens=4")
         _put(given, path, json_or_text(text))
-    return _merged(content, given)
+    return _merged(content or {}, given)
 
 
 def _put(given: dict[str, Any], path: str, item: Any) -> None:
@@ -82,24 +89,34 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def read(file: Path) -> Any:
-    """Return the content of a file: of `.toml` and `.json` an object or a list, of `.jsonl` the
-    values of its lines; of others, JSON if it is such, or the lines that are not blank.
-
-    Raises MidstreamError naming the file, OSError.
+def _fields_of(file: Path) -> Any:
+    """Return the object of a JSON or TOML file; None for files of rows. Raises MidstreamError
+    naming the file, OSError.
     """
+    path, columns = split(file)
+    if columns or path.suffix.lower() in READERS:
+        return None
     raw = file.read_bytes()
     with Translated(msgspec.DecodeError, lambda error: invalid("--file", f"{file}: {error}")):
-        match file.suffix:
-            case ".toml":
-                return msgspec.toml.decode(raw)
-            case ".json":
-                return msgspec.json.decode(raw)
-            case ".jsonl":
-                return [json_or_text(line) for line in raw.decode().splitlines() if line.strip()]
-    text = raw.decode()
-    content = json_or_text(text)
-    return content if isinstance(content, dict | list) else [*filter(str.strip, text.splitlines())]
+        if file.suffix == ".toml":
+            return msgspec.toml.decode(raw)
+        content = msgspec.json.decode(raw) if file.suffix == ".json" else json_or_text(raw.decode())
+    return content if isinstance(content, dict) else None
+
+
+def texts(file: str | Path) -> list[Any]:
+    """Return the texts of a file. Raises as `rows`."""
+    return [row["text"] for row in rows(file, TEXT)]
+
+
+def rows(file: str | Path, wanted: Sequence[str], required: bool = True) -> list[dict[str, Any]]:
+    """Return the rows of a file, of which there must be some, and no more of them than it takes to
+    see that they are too many. Raises as `read_rows`.
+    """
+    found = [*islice(read_rows(file, wanted, required), MAX_PROMPTS + 1)]
+    if not found:
+        raise invalid("FILE", f"{file} has no rows", allowed=f"rows with {', '.join(wanted)}")
+    return found
 
 
 # --- Sites

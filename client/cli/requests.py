@@ -28,6 +28,7 @@ from ..sdk.client import Client
 from ..sdk.sweeps import sweep_request
 from ..sdk.wire import job_request
 from ..study.patch_study import PatchStudy
+from ..texts import split
 from . import options
 from .captures import open_capture
 from .jobs import follow, print_result, print_view, report_end
@@ -106,7 +107,7 @@ def submit(
         typer.Option(
             "--file",
             "-f",
-            help="Fields of the request (JSON, TOML), or prompts: one a line, or a JSON list.",
+            help=f"Fields of the request (JSON, TOML), or prompts: {options.ROWS_FORM}.",
         ),
     ] = None,
     set_: FieldsOption = None,
@@ -183,7 +184,9 @@ def sweep(
     if save is not None and not save.absolute().parent.is_dir():
         raise invalid("--save", f"{save}: no such folder")
     typed = _typed(clean, corrupt, answer, foil, hooks, layers, model)
-    request = _pairs(client, options.fields(file, set_, typed, "pairs"), pair, figure, SweepRequest)
+    request = _pairs(
+        client, options.fields(file, set_, typed, "pairs", _SHARED), pair, figure, SweepRequest
+    )
     view = client.sweeps.submit(request)
     detach(view, wait, json_)
     with bar("sweep") as progress:
@@ -222,7 +225,7 @@ def attribute(
     see how far the estimates can be trusted.
     """
     typed = _typed(clean, corrupt, answer, foil, hooks, layers, model)
-    fields = options.fields(file, set_, typed, "pairs")
+    fields = options.fields(file, set_, typed, "pairs", _SHARED)
     view = client.attributions.submit(_pairs(client, fields, pair, figure, AttributionRequest))
     detach(view, wait, json_)
     with bar("attribution") as progress:
@@ -280,10 +283,21 @@ def _finish(
 
 @with_client
 def dose(
-    client: Client, file: File = None, set_: FieldsOption = None, json_: AsJson = False
+    client: Client,
+    file: File = None,
+    set_: FieldsOption = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help=f"Prompts to continue: {options.ROWS_FORM}.")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Texts that have nothing to do with the effect: likewise.")
+    ] = None,
+    json_: AsJson = False,
 ) -> None:
     """Weigh the effect of steering against its damage, by layer and scale."""
-    fields = _of_a_model(client, options.fields(file, set_))
+    files = {"prompts": prompts, "held_out": held_out}
+    typed = {name: options.texts(path) for name, path in files.items() if path is not None}
+    fields = _of_a_model(client, options.fields(file, set_, typed))
     result = client.dose(None, **fields)
     if not print_json(result, json_):
         print_result(client, result)
@@ -431,7 +445,9 @@ def harvest(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SOURCE]", help="File or folder below the server's harvest_sources."
+            metavar="[SOURCE]",
+            help="File, with its column as FILE:COLUMN, or folder below the server's "
+            "harvest_sources.",
         ),
     ] = None,
     file: Annotated[
@@ -439,8 +455,8 @@ def harvest(
         typer.Option(
             "--file",
             "-f",
-            help="Fields of the request (JSON, TOML), or documents that are sent with it: one a "
-            "line, or a JSON list.",
+            help="Fields of the request (JSON, TOML), or documents that are sent with it: "
+            f"{options.ROWS_FORM}.",
         ),
     ] = None,
     set_: FieldsOption = None,
@@ -454,7 +470,9 @@ def harvest(
     json_: AsJson = False,
 ) -> None:
     """Harvest the rows of a corpus. Interrupting it leaves the harvest running."""
-    typed = {"source.path": source, "model": model, "max_tokens": max_tokens}
+    path, column = split(source or "")
+    typed: dict[str, Any] = {"source.path": source and str(path), "source.field": column}
+    typed |= {"model": model, "max_tokens": max_tokens}
     fields = options.fields(file, set_, typed | options.sites(hooks, layers), "source.lines")
     if "source" not in fields:
         raise invalid("SOURCE", "is required unless --file has documents or a whole request")

@@ -25,13 +25,16 @@ def register(app: typer.Typer) -> None:
 
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    updates: Annotated[
+        int, typer.Option("-n", help="Exit after this many updates.", min=1, show_default=False)
+    ] = 1 << 40,
     interval: Annotated[float, typer.Option(help="Seconds between updates.", min=0.2)] = INTERVAL_S,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Show live status: queues, workers, relay, webhooks, Redis. Stop with Ctrl-C."""
     with connect(url) as client:
-        if once or json_:
+        if once or json_ or updates == 1:
             status = client.status()
             if not print_json(status, json_):
                 out.print(show_status.status(status, client.url))
@@ -44,7 +47,7 @@ def top(
                 screen=out.is_terminal,
                 auto_refresh=False,
             ) as live:
-                while True:
+                for _ in range(1, updates):
                     time.sleep(interval)
                     before, rendering = _update(client.status, client.url, before)
                     live.update(rendering, refresh=True)

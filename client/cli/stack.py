@@ -60,7 +60,12 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
     if json_:
         print(to_json(_facts(data, stack, known, alive)).decode())
     elif stack is None:
-        out.print(f"no stack is running on {data}", markup=False, soft_wrap=True)
+        out.print(
+            f"no stack is running on {data}; set MIDSTREAM_DATA_DIR or give --data-dir for one "
+            "elsewhere",
+            markup=False,
+            soft_wrap=True,
+        )
         if alive:
             listing = ", ".join(f"{name} (pid {pid})" for name, pid in alive.items())
             out.print(

@@ -255,7 +255,11 @@ def fit(
     kind: Annotated[str, _kind("fit")],
     name: Annotated[str, typer.Argument(help="The name to register it under.")],
     file: Annotated[
-        str, typer.Argument(help="Examples as JSON lines: see the guides to fits and probes.")
+        str,
+        typer.Argument(
+            help="Examples in CSV, JSON lines or Parquet, FILE[:COLUMN,…]: see the guides to fits "
+            "and probes."
+        ),
     ],
     model: Model = None,
     set_: FieldsOption = None,

@@ -353,20 +353,35 @@ SHOWN: dict[type, Shown] = {
             "description": _text("description"),
         },
     ),
+    # the actions are below each other, for the same reason as the jobs of runs
     Policy: Shown(
         "Policies",
-        _POLICY := {
+        {
+            "name": lambda policy: f"{escape(policy.name)} v{policy.current.version}",
+            "mode": lambda policy: (
+                policy.current.content.mode
+                + (", all traffic" if policy.current.content.all_traffic else "")
+            ),
+            **(
+                _DECIDES := {
+                    "probe": lambda policy: escape(policy.current.content.probe),
+                    "condition": lambda policy: (
+                        f"{(item := policy.current.content.condition).aggregation} ≥ "
+                        f"{item.at_least:g}"
+                    ),
+                }
+            ),
+            "actions": lambda policy: "\n".join(policy.current.content.kinds),
+        },
+        {
             "name": _text("name"),
+            "digest": _short_digest,
             "version": lambda policy: str(policy.current.version),
             "mode": lambda policy: policy.current.content.mode,
             "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
-            "probe": lambda policy: escape(policy.current.content.probe),
-            "condition": lambda policy: (
-                f"{(item := policy.current.content.condition).aggregation} ≥ {item.at_least:g}"
-            ),
+            **_DECIDES,
             "actions": lambda policy: ", ".join(policy.current.content.kinds),
         },
-        {"name": _POLICY["name"], "digest": _short_digest} | _POLICY,
     ),
     # the job is below the run's name, so that both fit 80 columns
     RunView: Shown(

@@ -119,24 +119,22 @@ def _jobs(now: ServiceStatus, before: ServiceStatus | None) -> Table:
 
 
 def _queues(queues: Iterable[QueueStatus]) -> Table:
-    rows = []
-    for queue in queues:
-        tenants = ", ".join(
-            f"{tenant} {count}"
-            for tenant, count in sorted(queue.waiting.items(), key=lambda item: -item[1])
-        )
-        rows.append(
-            [
-                queue.model,
-                tenants,
-                queue.priority,
-                str(queue.sent),
-                str(sum(queue.waiting.values())),
-            ]
-        )
-    return _table(
-        "queues", ["model", "waiting", "priority", "sent", "waiting"], rows, name_columns=2
-    )
+    rows = [
+        [
+            queue.model,
+            ", ".join(
+                f"{tenant} {count}"
+                for tenant, count in sorted(queue.waiting.items(), key=lambda item: -item[1])
+            ),
+            queue.priority,
+            str(queue.sent),
+            str(sum(queue.waiting.values())),
+            _ago(queue.oldest_s) if queue.waiting else "–",
+        ]
+        for queue in queues
+    ]
+    columns = ["model", "who waits", "priority", "sent", "waiting", "oldest"]
+    return _table("queues", columns, rows, name_columns=2)
 
 
 def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:

@@ -39,7 +39,7 @@ from .jobs import SamplingRequest
 FORMAT = "midstream-harvest-1"
 MANIFEST = "manifest.json"
 
-SourceFormat = Literal["auto", "jsonl", "parquet", "arrow"]
+SourceFormat = Literal["auto", "jsonl", "parquet", "arrow", "csv"]
 DocumentKind = Literal["text", "chat", "tokens"]
 #: Treatment of a document longer than `max_length`: `truncate` drops the rest; `split` makes
 #: further sequences of the rest; `pack` also joins documents, with the end-of-text token between

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from ..base.errors import NO_FIELD, MidstreamError, invalid, misfit, shortened, suggestion
+from ..jobs.jobs import Sampling
 from ..prompts.selectors import ALIASES
 
 #: msgspec's messages for a name that an enumeration, or the tag of a union, does not have.
@@ -24,7 +25,9 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         "model",
         "extra_body belongs to the openai client: send its content at the top level",
     ),
+    ("|".join(Sampling.__struct_fields__), "sampling", "it is a field of `sampling`"),
     (r"coeff(icient)?|multiplier|strength", "scale", "did you mean 'scale'?"),
+    (r"threshold", "at_least", "did you mean 'at_least'?"),
     (r"sub(tract)?", "add", "use op 'add' with a negative scale"),
     (
         r"blocks\.(\d+)\.((?:\w+\.)?hook_\w+)",

@@ -13,6 +13,7 @@ class QueueStatus(Published):
     sent: int  # jobs whose message is in Celery's queue
     waiting: dict[str, int]  # tenant → jobs that wait in the ledger
     queue: str = ""  # of the model: empty for its vLLM workers, or `gradients`
+    oldest_s: float = 0.0  # since when the first of those that wait in the ledger has waited
 
 
 class RedisStatus(Published):

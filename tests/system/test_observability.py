@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -306,8 +307,11 @@ def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
     assert (told["stats"]["rows"], told["versions"]["midstream"]) == (256, "0.1.0")
 
 
-def test_top_prints_the_service_once_on_80_columns(stack: Seen, held: httpx2.Response) -> None:
-    arguments = ["top", "--once", "--url", stack.url]
+@pytest.mark.parametrize("shown", ["--once", "-n1", "-n2"])
+def test_top_prints_the_service_once_on_80_columns(
+    stack: Seen, held: httpx2.Response, shown: str
+) -> None:
+    arguments = ["top", shown, "--interval=0.2", "--url", stack.url]
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.splitlines())) <= 80
@@ -422,8 +426,10 @@ def lonely(stack: Seen) -> Seen:
 
 
 def test_the_status_counts_what_waits_by_priority_and_tenant(lonely: Seen) -> None:
+    time.sleep(0.2)
     status = from_json(httpx2.get(f"{lonely.url}/v1/status", timeout=LONG_S).content, ServiceStatus)
     (queue,) = status.queues
+    assert 0.1 < queue.oldest_s < LONG_S
     assert (queue.priority, queue.sent, queue.waiting) == ("batch", 1, {"alice": 2})
     assert status.queued == status.live == 3
     assert (status.workers, status.relay.alive) == ([], False)

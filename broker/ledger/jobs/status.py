@@ -84,11 +84,13 @@ async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
     async with ledger.redis.pipeline(transaction=False) as pipe:
         pipe.scard(f"ms:sent:{name}")
         for tenant in tenants:
-            pipe.zcard(f"ms:wait:{name}:{tenant.decode()}")
-        sent, *waiting = await pipe.execute()
+            waits = f"ms:wait:{name}:{tenant.decode()}"
+            pipe.zcard(waits).zrange(waits, 0, 0, withscores=True)
+        sent, *found = await pipe.execute()
     result = {
-        tenant.decode(): count for tenant, count in zip(tenants, waiting, strict=True) if count
+        tenant.decode(): count for tenant, count in zip(tenants, found[::2], strict=True) if count
     }
+    since = [at for first in found[1::2] for _, at in first]
     return (
         QueueStatus(
             model=model,
@@ -96,6 +98,7 @@ async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
             sent=sent,
             waiting=result,
             queue=queue,
+            oldest_s=round(max(0.0, now() - min(since)), 1) if since else 0.0,
         )
         if sent or result
         else None

@@ -46,6 +46,19 @@ class Service:
         ):
             return httpx2.get(f"{self.url}{path}", headers=headers, timeout=TIMEOUT_S)
 
+    @cached_property
+    def missing(self) -> list[str]:
+        """What the API lacks to run a job. Raises MidstreamError if there is no answer."""
+        ready = self.get("/readyz")
+        if ready.status_code == 200:
+            return []
+        return ready.json().get("missing") or [f"/readyz answers {ready.status_code}"]
+
+    @property
+    def without_redis(self) -> bool:
+        """Whether Redis, as the API sees it, answers nothing or takes no writes."""
+        return any(what.startswith("redis") for what in self.missing)
+
 
 #: `info`: a fact that no check judges.
 Level = Literal["info", "ok", "warn", "fail"]

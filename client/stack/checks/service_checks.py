@@ -29,7 +29,7 @@ def api(service: Service) -> Iterator[CheckFinding]:
     """Check that the API answers, its version and clock, whether a job would run, its models and
     keys. Raises MidstreamError if there is no answer.
     """
-    answer, ready = service.get("/healthz", keyed=False), service.get("/readyz")
+    answer = service.get("/healthz", keyed=False)
     version = answer.headers.get(wire.VERSION_HEADER)
     if version is None:
         yield CheckFinding(
@@ -45,11 +45,13 @@ def api(service: Service) -> Iterator[CheckFinding]:
     if date := answer.headers.get("date"):
         ahead = parsedate_to_datetime(date).timestamp() + 0.5 - time.time()
         yield clock_finding("api clock", ahead, DATE_SKEW_S)
-    missing = "" if ready.status_code == 200 else f"/readyz answers {ready.status_code}"
-    if missing and (named := ready.json().get("missing", [])):
-        missing = "; ".join(named)
+    missing = "; ".join(service.missing)
     found = f"no job would run now: {missing}" if missing else "a job would run now"
-    yield graded("ready", bool(missing), found, "start a worker, and check its log")
+    worker = any(what.startswith(("worker", "model")) for what in service.missing)
+    advice = "start a worker, and check its log" if worker else "mend that: no worker is at fault"
+    yield graded("ready", bool(missing), found, advice)
+    if service.without_redis:  # every other answer would be a time-out
+        return
     listed = service.get("/v1/models")
     for entry in listed.json()["data"] if listed.status_code == 200 else []:
         yield from _model(service.get(f"/v1/models/{entry['id']}").json())
@@ -61,6 +63,14 @@ def parts(service: Service) -> Iterator[CheckFinding]:
     MidstreamError if neither the API nor Redis has the status.
     """
     try:
+        if service.without_redis:  # no heartbeat is newer than the fault
+            yield CheckFinding(
+                "warn",
+                "service",
+                "not checked: without Redis no process reports",
+                "mend Redis first",
+            )
+            return
         with Client(service.url, service.settings.api_key) as client:
             status = client.status()
     except MidstreamError:
@@ -85,13 +95,18 @@ def judged(status: ServiceStatus, settings: Settings) -> Iterator[CheckFinding]:
     """Judge a status."""
     relay, callbacks = status.relay, status.callbacks
     if not status.workers:
-        advice = "start one (`python -m midstream.workers`), and check its log"
-        yield CheckFinding("fail", "workers", "none is running", advice)
+        yield CheckFinding(
+            "fail",
+            "workers",
+            "none is running",
+            "start one (`python -m midstream.workers`), and check its log",
+        )
     for worker in status.workers:
         yield from _worker(worker, status.at, settings)
-    found = f"at {relay.url}, receipts accepted: {relay.received}"
     yield (
-        version_finding("relay", relay.version, found)
+        version_finding(
+            "relay", relay.version, f"at {relay.url}, receipts accepted: {relay.received}"
+        )
         if relay.alive
         else CheckFinding(
             "fail",
@@ -106,19 +121,32 @@ def judged(status: ServiceStatus, settings: Settings) -> Iterator[CheckFinding]:
         "not recovered, and webhooks are not sent"
     )
     found = f"alive, the reaper's last pass {ago:.1f} s ago" if callbacks.last_sweep else "alive"
-    advice = "start it (`python -m midstream.broker.callbacks`), and check its log"
-    yield graded("callbacks", not callbacks.alive, found if callbacks.alive else lost, advice)
+    yield graded(
+        "callbacks",
+        not callbacks.alive,
+        found if callbacks.alive else lost,
+        "start it (`python -m midstream.broker.callbacks`), and check its log",
+    )
     overdue = callbacks.webhooks_overdue_s
     more = f", the oldest overdue by {overdue:.0f} s" if overdue >= 1 else ""
-    advice = "`midstream list webhooks --set state=pending` lists receivers that do not answer"
-    found = f"{callbacks.webhooks_pending} pending{more}"
-    yield graded("webhooks", overdue, found, advice, OVERDUE_WARN_S, math.inf)
+    yield graded(
+        "webhooks",
+        overdue,
+        f"{callbacks.webhooks_pending} pending{more}",
+        "`midstream list webhooks --set state=pending` lists receivers that do not answer",
+        OVERDUE_WARN_S,
+        math.inf,
+    )
     served = {worker.model for worker in status.workers if worker.healthy and not worker.queue}
     for queue in status.queues:
         if queue.model not in served:
             waiting = queue.sent + sum(queue.waiting.values())
-            found = f"no worker serves {queue.model}; jobs waiting: {waiting}"
-            yield CheckFinding("fail", "queue", found, f"start a worker for {queue.model}")
+            yield CheckFinding(
+                "fail",
+                "queue",
+                f"no worker serves {queue.model}; jobs waiting: {waiting}",
+                f"start a worker for {queue.model}",
+            )
 
 
 def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[CheckFinding]:
@@ -140,15 +168,20 @@ def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[Check
     if ahead > SKEW_WARN_S or ahead < -(settings.lease_s + SKEW_WARN_S):
         yield clock_finding(f"{about} clock", ahead)
     if stats.last_desync_at is not None and at - stats.last_desync_at < DESYNC_WARN_S:
-        found = (
+        yield CheckFinding(
+            "warn",
+            about,
             f"its ranks have disagreed (count: {stats.desyncs}), most recently "
-            f"{(at - stats.last_desync_at) / 60:.0f} min ago: {stats.last_desync}"
+            f"{(at - stats.last_desync_at) / 60:.0f} min ago: {stats.last_desync}",
+            "the affected jobs were retried; if it recurs, suspect the hardware",
         )
-        advice = "the affected jobs were retried; if it recurs, suspect the hardware"
-        yield CheckFinding("warn", about, found, advice)
     if stats.outbox > OUTBOX_WARN:
-        advice = "check that the relay is running and reachable from the worker"
-        yield CheckFinding("warn", about, f"{stats.outbox} receipts wait for the relay", advice)
+        yield CheckFinding(
+            "warn",
+            about,
+            f"{stats.outbox} receipts wait for the relay",
+            "check that the relay is running and reachable from the worker",
+        )
 
 
 def _model(card: dict[str, Any]) -> Iterator[CheckFinding]:
@@ -167,8 +200,12 @@ def _model(card: dict[str, Any]) -> Iterator[CheckFinding]:
         )
         yield CheckFinding("ok", about, code)
     if certificate is None:
-        advice = "start the worker with the setting certify=true"
-        yield CheckFinding("warn", about, "its hook points were not certified", advice)
+        yield CheckFinding(
+            "warn",
+            about,
+            "its hook points were not certified",
+            "start the worker with the setting certify=true",
+        )
         return
     proven = ", ".join(certificate["proven"]) or "no hook"
     text = f"certified in {certificate['seconds']:.1f} s: {proven}"
@@ -177,8 +214,13 @@ def _model(card: dict[str, Any]) -> Iterator[CheckFinding]:
     if absent:
         text += "; not served: " if certificate["absent"] else "; absent: "
         text += "; ".join(f"{hook}: {why}" for hook, why in absent.items())
-    advice = "see docs/architectures.md, and the worker's log"
-    yield graded(about, bool(certificate["absent"]), text, advice, fail=math.inf)
+    yield graded(
+        about,
+        bool(certificate["absent"]),
+        text,
+        "see docs/architectures.md, and the worker's log",
+        fail=math.inf,
+    )
 
 
 def _keys(service: Service) -> CheckFinding:

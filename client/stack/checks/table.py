@@ -46,7 +46,8 @@ CHECKS = (
         ("quick",),
         "redis",
         redis_checks.redis_server,
-        "start Redis, and check MIDSTREAM_REDIS_URL, its user and password, and the network",
+        "start Redis; if it runs, check its log and disk, MIDSTREAM_REDIS_URL with user and "
+        "password, and the network",
     ),
     Check(
         ("quick",),

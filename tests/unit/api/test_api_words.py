@@ -182,6 +182,7 @@ def test_a_misspelt_name_at_any_depth_gets_a_hint(
 
 
 LAYER_3 = "hooks name a place, layers a number: such as post_block, layers=3"
+AT_LEAST = "did you mean 'at_least'?"
 NO_NUMBER = "it is text: send a number"
 MODULE = 'a module is named as [{"module": NAME}]'
 
@@ -203,6 +204,11 @@ MODULE = 'a module is named as [{"module": NAME}]'
             "actions[0].strength",
             "did you mean 'scale'?",
         ),
+        *(
+            (JobRequest, {word: 1}, word, "it is a field of `sampling`")
+            for word in ("max_tokens", "temperature")
+        ),
+        (PolicyRequest, {"condition": {"threshold": 2}}, "condition.threshold", AT_LEAST),
         (
             JobRequest,
             {"steering": [{"op": "subtract"}]},

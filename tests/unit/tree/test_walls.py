@@ -68,7 +68,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "stack",
         "sdk",
         "captures harvest vectors",
-        "values probes",
+        "values probes texts",
         "notebook durations extras frames images",
     ),
     "workers": (

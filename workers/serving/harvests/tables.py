@@ -1,16 +1,20 @@
-"""Reads a column of Parquet and Arrow files row by row; one page or batch and one value are in
+"""Reads a column of Parquet, Arrow and CSV files row by row; one page or batch and one value are in
 memory at a time.
 """
 
 import io
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from ....schemas.base.limits import MAX_DOCUMENT_BYTES
+from ....storage.formats.csv_rows import CsvRows
 from ....storage.store import Handle
 
 #: Rows of a Parquet file that are decoded together at most, and about how many bytes.
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20
+#: Bytes of a CSV file that are read together.
+PIECE = 1 << 20
 #: First bytes of an Arrow file in the file format; the stream format has none.
 MAGIC = b"ARROW1"
 
@@ -82,9 +86,19 @@ def arrow_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterat
         at += batch.num_rows
 
 
+def csv_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterator[Any]:
+    """Yields the column's values from row `start` on; None for an empty cell. Reads the rows before
+    it too: their places are not known. Raises ValueError and csv.Error.
+    """
+    rows = CsvRows(io.BufferedReader(HandleFile(handle), PIECE))
+    _check_field(field, rows.names)
+    return (row.get(field) for _, row in islice(rows, start, None))
+
+
 READERS: dict[str, Callable[[Handle, bool, str, int], Iterator[Any]]] = {
     "parquet": parquet_values,
     "arrow": arrow_values,
+    "csv": csv_values,
 }
 TOO_LARGE = f": a document may have at most {MAX_DOCUMENT_BYTES:,}"
 

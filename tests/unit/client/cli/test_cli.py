@@ -208,12 +208,17 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ("put module n gone.npy:3", "FILE: 'gone.npy:3': "),
         ("create curve boss w1", "role: unknown role 'boss' (allowed: relay, worker)"),
         ("create acl --set database=-1", "database: Expected `int` >= 0"),
-        ("fit jacobian n lines.jsonl --model m", "lines.jsonl is not JSON lines"),
-        ("fit probe p lines.csv --set layer=1", "line 1 is not a JSON object: "),
+        ("fit module n lines.jsonl --model m", "lines.jsonl, line 1 has no columns"),
+        ("fit jacobian n lines.csv --model m", "FILE: lines.csv has no rows"),
+        ("fit probe p lines.csv --set layer=1", "FILE: lines.csv has no rows"),
+        ("fit probe p labels.csv --set layer=1", "labels.csv, line 2 has no 'label'"),
+        ("fit probe p labels.csv:text,x --set layer=1", "has no 'x': it has text, id"),
+        ("fit probe p labels.jsonl --set layer=1", "FILE[0].label: Expected `bool | int | str`"),
         (
-            "fit probe p lines.csv --set layer=1",
-            "this is a CSV file: convert it (allowed: JSON lines",
+            "submit --file torn.jsonl --model m",
+            "torn.jsonl cannot be read after line 0: JSON is malformed",
         ),
+        ("dose --prompts labels.csv:verse", "name columns as in labels.csv:text"),
         ("fit probe p lines.csv", "missing a required argument: 'layer'"),
         (
             "fit probe p lines.csv --set layer=1 --set rows=some",
@@ -230,7 +235,10 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
 def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: str) -> None:
     Path("lines.jsonl").write_text("[1]\n")
     Path("torn.json").write_text('{"prompts": ')
+    Path("torn.jsonl").write_text("text,label\n")
     Path("lines.csv").write_text("text,label\n")
+    Path("labels.csv").write_text("text,id\na,1\n")
+    Path("labels.jsonl").write_text('{"text": "a", "label": [1]}\n')
     Path("policy.json").write_text('{"probe": "p", "actions": [], "condition": {"threshold": 2}}')
     ended = cli(*typed.split())
     assert (ended.code, ended.out) == (1, "")

@@ -227,11 +227,12 @@ def test_options_take_the_place_of_a_files_fields(folder: Path, name: str, conte
 @pytest.mark.parametrize(
     ("name", "content", "meant"),
     [
+        ("lines.csv", 'id,text\n1,"a, b"\n', ["a, b"]),
+        ("lines.jsonl", '{"prompt": "a"}\n"b"\n[1, 2]\n', ["a", "b", [1, 2]]),
         ("lines.txt", "one\n\ntwo\n", ["one", "two"]),
         ("lines", "[1] is a citation\n", ["[1] is a citation"]),
         ("list.json", '["one\\nwith a break", "two"]', ["one\nwith a break", "two"]),
         ("list.txt", '["one", "two"]', ["one", "two"]),
-        ("pairs.jsonl", '{"clean": "a"}\n\n{"clean": "b"}\n', [{"clean": "a"}, {"clean": "b"}]),
     ],
 )
 def test_a_file_without_fields_is_more_of_a_list(
@@ -239,3 +240,12 @@ def test_a_file_without_fields_is_more_of_a_list(
 ) -> None:
     Path(name).write_text(content)
     assert options.fields(Path(name), [], {"of": ["typed"]}, "of") == {"of": ["typed", *meant]}
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv", "other.csv:clean=right,answer=to"])
+def test_rows_of_several_columns_are_objects(folder: Path, name: str) -> None:
+    Path("pairs.jsonl").write_text('{"clean": "a", "answer": " b"}\n\n{"clean": "c"}\n')
+    Path("pairs.csv").write_text("clean;answer\na; b\n\nc;\n")
+    Path("other.csv").write_text("id,to,right\n1, b,a\n")
+    rows = options.fields(Path(name), [], {}, "pairs", ("clean", "answer"))["pairs"]
+    assert rows == [{"clean": "a", "answer": " b"}, {"clean": "c"}][: len(rows)]

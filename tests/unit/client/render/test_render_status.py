@@ -7,14 +7,21 @@ from typing import Any
 import msgspec
 import pytest
 from http_kit import reply, server
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from midstream import MidstreamError, __version__
 from midstream.client import extras
-from midstream.client.render import status as show_status
+from midstream.client.render import records, status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
 from midstream.client.stack.checks.finding import CheckFinding, Service
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
+from midstream.schemas.requests.policies import (
+    Condition,
+    Policy,
+    PolicyRequest,
+    PolicyVersion,
+    Webhook,
+)
 from midstream.schemas.service.status import (
     CallbacksStatus,
     DesyncStatus,
@@ -77,6 +84,7 @@ def status(**changes: Any) -> ServiceStatus:
                 priority="interactive",
                 sent=64,
                 waiting={"a-long-tenant": 99_936},
+                oldest_s=7300,
             )
         ],
         "workers": [
@@ -111,17 +119,39 @@ def status(**changes: Any) -> ServiceStatus:
     return ServiceStatus(**(facts | changes))
 
 
-def printed(now: ServiceStatus, before: ServiceStatus | None = None) -> str:
+def drawn(shown: RenderableType) -> str:
     console = Console(width=80, file=io.StringIO())
-    console.print(show_status.status(now, "http://api.example:8321", before))
+    console.print(shown)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def printed(now: ServiceStatus, before: ServiceStatus | None = None) -> str:
+    return drawn(show_status.status(now, "http://api.example:8321", before))
+
+
+def test_a_list_of_policies_breaks_no_word_at_80_columns() -> None:
+    hook = Webhook(url="https://alerts.example.com")
+    content = PolicyRequest(
+        probe="personal-data",
+        condition=Condition(aggregation="mean", window=4, at_least=0.25),
+        actions=["flag", hook, "stop"],
+        mode="canary",
+        share=0.5,
+        all_traffic=True,
+    )
+    facts: Any = dict.fromkeys(PolicyVersion.__struct_fields__)
+    version = PolicyVersion(**facts | {"version": 12, "content": content})
+    policy = Policy(name="no-personal-data", model="m", digest="d", created=AT, versions=[version])
+    text = drawn(records.listed([policy], Policy))
+    for word in ("no-personal-data v12", "condition", "mean ≥ 0.25", "actions", "webhook"):
+        assert word in text, text
 
 
 def test_a_busy_service_fits_on_80_columns_and_keeps_its_numbers() -> None:
     text = printed(status())
     assert max(map(len, text.splitlines())) <= 80
-    for number in ("1234567", "99936", "4096", "12346", "97%", "256/256", "8×2"):
+    for number in ("1234567", "99936", "4096", "12346", "97%", "256/256", "8×2", "2 h"):
         assert number in text, number
     later = status(at=AT + 2, counts={"meta-llama-3.1-70b-instruct": {"succeeded": 1_200_041}})
     assert " 20.5" in printed(later, status())
@@ -211,3 +241,14 @@ def test_the_doctor_lists_allowed_hosts() -> None:
             "give --url with one of: localhost, api.example",
         )
     ]
+
+
+def test_the_doctor_blames_no_other_part_for_a_fault_of_redis() -> None:
+    missing = ["redis: disk full: Redis cannot write its log", "outbox: disk full: /data/worker"]
+    refused = reply({"ready": False, "missing": missing}, status=503)
+    with server(reply({}), refused) as (url, seen):
+        service = Service(Settings(), "", url)
+        found = [*service_checks.api(service), *service_checks.parts(service)]
+    assert [one.about for one in found if one.level != "ok"] == ["ready", "service"]
+    assert found[-1].found == "not checked: without Redis no process reports"
+    assert (found[-2].advice, len(seen)) == ("mend that: no worker is at fault", 2)

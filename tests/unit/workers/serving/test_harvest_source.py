@@ -2,6 +2,7 @@
 file and place.
 """
 
+import csv
 import json
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from midstream.broker.artifacts.corpora import find, roots_of, store_of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
 from midstream.schemas.settings.settings import Settings
+from midstream.storage.formats import csv_rows
 from midstream.storage.store import open_store
 from midstream.workers.serving.harvests import source as source_files, tables
 from midstream.workers.serving.harvests.cut import CutDocument
@@ -102,6 +104,9 @@ def write_texts(path: Path, values: list[Any], stream: bool = False, **options: 
     table = pa.table({"text": values, "number": list(range(len(values)))})
     if path.suffix == ".jsonl":
         write_jsonl(path, values)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([["number", "text"], *enumerate(values)])
     elif path.suffix == ".parquet":
         parquet.write_table(table, path, row_group_size=90, **options)
     else:
@@ -120,7 +125,7 @@ CHANGES: dict[str, Callable[[list[str]], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow", "csv"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_was_changed_since_the_plan_is_not_read(
     tmp_path: Path, ending: str, change: str
@@ -139,7 +144,7 @@ def test_a_file_that_was_changed_since_the_plan_is_not_read(
             read(made, plan, unit)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow", "csv"])
 @pytest.mark.parametrize("change", ["rewritten", "reordered"])
 @pytest.mark.parametrize("limited", [False, True])
 def test_a_change_that_keeps_size_and_time_is_seen_by_the_checksum(
@@ -161,7 +166,8 @@ def test_a_change_that_keeps_size_and_time_is_seen_by_the_checksum(
 
 
 @pytest.mark.parametrize(
-    ("ending", "stream"), [("jsonl", False), ("parquet", False), ("arrow", False), ("arrow", True)]
+    ("ending", "stream"),
+    [("jsonl", False), ("parquet", False), ("arrow", False), ("arrow", True), ("csv", False)],
 )
 def test_units_are_read_in_any_order(tmp_path: Path, ending: str, stream: bool) -> None:
     write_texts(tmp_path / f"texts.{ending}", TEXTS, stream)
@@ -181,14 +187,17 @@ def test_texts_of_a_dictionary_are_planned_by_what_they_hold(tmp_path: Path) -> 
     assert max(unit.weight for unit in plan.units) < 17 << 20
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow", "csv"])
 def test_a_document_that_is_too_large_is_named(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (source_files, tables):
+    for module in (source_files, tables, csv_rows):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1 << 20)
     write_texts(tmp_path / f"texts.{ending}", [*TEXTS[:100], "z" * (2 << 20), "after"])
-    with refuses(f"texts.{ending}", match=r"line 101 is longer|row 100 has 2,097,152 bytes"):
+    with refuses(
+        f"texts.{ending}",
+        match=r"line 101 is longer|row 100 has 2,097,152 bytes",
+    ):
         reader(tmp_path, HarvestSource(path=f"texts.{ending}")).plan()
 
 
