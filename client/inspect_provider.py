@@ -30,7 +30,7 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
 from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.jobs.openai import ChatRequest
-from ..schemas.readings.readings import FIELDS as READINGS
+from ..schemas.readings.readings import READINGS
 from .sdk.calls import finish
 from .sdk.client import Client
 from .sdk.discovery import address

@@ -31,7 +31,7 @@ async def change(
     changed: `conflict` if a rank rejects the change, `unavailable` if a live worker does not
     answer.
     """
-    _, current = await steering.standing(model, [])
+    current = await steering.current(model)
     if content_digest(list(entries)) == current.digest:
         return current
     # A change that a rank cannot apply would fail every job. Checks do not depend on what is in

@@ -101,7 +101,7 @@ class ServiceFigures:
         workers = [judged(worker) for worker in await self._ledger.workers()]
         models = []
         for info in await self._ledger.models():
-            _, steering = await self._steering.standing(info.name, [])
+            steering = await self._steering.current(info.name)
             serving = [worker for worker in workers if worker.model == info.name]
             models.append(
                 FeedModel(

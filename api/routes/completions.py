@@ -23,7 +23,7 @@ from ...schemas.base.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
 from ...schemas.base.records import now
 from ...schemas.jobs.jobs import JobResult, JobView
 from ...schemas.jobs.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
-from ...schemas.readings.readings import FIELDS
+from ...schemas.readings.readings import READINGS
 from ...schemas.requests.lens_vectors import LensRows
 from ..context import AppContext, unless_client_leaves
 from ..resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_completion
@@ -64,7 +64,7 @@ RESPONSES = {
     ),
     **SUBMIT_ERRORS,
 }
-ADDED = ", ".join(f"`{field}`" for field in FIELDS)
+ADDED = ", ".join(f"`{field}`" for field in READINGS)
 DESCRIPTION = (
     "OpenAI's API with `steering`, `patch`, `capture`, "
     f"{ADDED} and `capture_wait`. With `stream: true` the answer "

@@ -92,7 +92,7 @@ async def post_harvest(
     idempotency = request.idempotency(key)
     info = await context.served.model(data.model)
     state = await context.names.state(info, modules_named(data.steering), caller)
-    found = await context.names.look_up(info, [(LORAS, data.lora)])
+    found = await context.names.look_up(info, (LORAS, data.lora))
     lora = named_lora(data.lora, info, found)
     limits = (await context.ledger.tenants.get(caller.tenant)).limits
     harvest = await plan_harvest(data, info, context.settings, state, lora, caller, limits)
@@ -276,7 +276,7 @@ async def post_survey(
             other = await context.harvests.stored(data.against)
             await check_comparable(stored, other, state, context.harvests)
             uris.append(other.uri)
-        found = await context.names.look_up(info, [(SAES, data.sae)])
+        found = await context.names.look_up(info, (SAES, data.sae))
         part = plan_survey(data, harvest, stored, uris, info, found)
         job = submission.job("harvest", info, data, work=HarvestWork(part=part))
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))

@@ -63,7 +63,7 @@ async def make_probe(
 async def make_policy(
     data: PolicyRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
 ) -> Made:
-    found = await context.names.look_up(info, [(PROBES, data.probe)])
+    found = await context.names.look_up(info, (PROBES, data.probe))
     probe = found.known(PROBES, data.probe, "probe")
     named = [action.module for action in data.actions if isinstance(action, Steer)]
     state = await context.names.state(info, named, caller)

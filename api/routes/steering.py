@@ -166,7 +166,7 @@ async def delete_global(context: AppContext, model: ModelFilter = None) -> Globa
 )
 async def get_global(context: AppContext, model: ModelFilter = None) -> GlobalView:
     name = (await context.served.the_model(model)).name
-    return _global(name, (await context.steering.standing(name, []))[1])
+    return _global(name, await context.steering.current(name))
 
 
 def _global(model: str, steering: GlobalSteering) -> GlobalView:

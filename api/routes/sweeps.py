@@ -76,9 +76,9 @@ async def _planned(
 ) -> tuple[PlannedSweep, StoredLora | None]:
     """Return the plan, and the adapter that the body names."""
     sae_name = body.sae if isinstance(body, AttributionRequest) else None
-    found = await context.names.look_up(info, [(LORAS, body.lora), (SAES, sae_name)])
+    found = await context.names.look_up(info, (LORAS, body.lora), (SAES, sae_name))
     lora = named_lora(body.lora, info, found)
-    _, global_steering = await context.steering.standing(info.name, [])
+    global_steering = await context.steering.current(info.name)
     sae = None
     if isinstance(body, AttributionRequest):
         check_method(body)
@@ -288,7 +288,7 @@ async def _submit_fit(
     info, job_id = await context.served.model(data.model), await submission.known()
     if job_id is None:
         fit = await resolve(data, info, await context.served.codec(info))
-        _, steering = await context.steering.standing(info.name, [])
+        steering = await context.steering.current(info.name)
         hooks = {"hook": fit.hook} if isinstance(fit, StoredModuleFit) else {}
         gradients = await context.ledger.gradients(info)
         check_gradients(hooks, info, gradients, bool(steering.entries))

@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 from urllib.parse import quote
 
-from ...schemas.artifacts.jacobian_lenses import JacobianLens, JacobianLensRequest
-from ...schemas.artifacts.loras import Lora, LoraRequest
-from ...schemas.artifacts.probes import Probe, ProbeRequest
-from ...schemas.artifacts.saes import Sae, SaeRequest
-from ...schemas.artifacts.tuned_lenses import TunedLens, TunedLensRequest
+from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
+from ...schemas.artifacts.loras import LORAS, Lora
+from ...schemas.artifacts.probes import PROBES, Probe
+from ...schemas.artifacts.registered import ArtifactKind
+from ...schemas.artifacts.saes import SAES, Sae
+from ...schemas.artifacts.tuned_lenses import TUNED_LENSES, TunedLens
 from ...schemas.base.edit_sizes import EditLimit
 from ...schemas.base.errors import Translated, invalid
 from ...schemas.base.limits import PathName
-from ...schemas.requests.policies import Policy, PolicyChange, PolicyRequest
+from ...schemas.requests.policies import POLICIES, Policy, PolicyChange
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.specs import SteeringSpec
 from ...schemas.requests.steering import (
     MODEL_HEADER,
+    MODULES,
     Dynamic,
     GlobalRequest,
     GlobalView,
@@ -88,11 +90,13 @@ class NamedCalls(Calls[M], Generic[M, R]):
     `model` may be omitted if the server serves only one.
     """
 
-    _path: str
-    _record: type[R]
-    _request: type  # the body that registers one
+    _kind: ArtifactKind[Any]
     _timeout = 60.0
     _put_timeout = 60.0  # the server reads, hashes and checks files meanwhile
+
+    @property
+    def _path(self) -> str:
+        return f"/v1/artifacts/{self._kind.plural}"
 
     def _call(
         self, method: str, name: str, model: str | None = None, more: str = "", body: Any = None
@@ -106,21 +110,19 @@ class NamedCalls(Calls[M], Generic[M, R]):
 
     async def _put(self, name: str, **fields: Any) -> R:
         """Register an object by the fields of its body."""
-        body: Any = wire.checked(fields, self._request, "")
-        return await self._ask(self._call("PUT", name, body=body), self._record)
+        body: Any = wire.checked(fields, self._kind.request, "")
+        return await self._ask(self._call("PUT", name, body=body), self._kind.view)
 
     @call
     async def list(self, model: str | None = None) -> Listing[R]:
         """Return all of a model."""
         call = HttpCall("GET", self._path, params=of_model(model), timeout=self._timeout)
-        page: Any = dict[str, list[self._record]]  # type: ignore[name-defined]
-        (listed,) = (await self._ask(call, page)).values()
-        return Listing(listed)
+        return Listing(getattr(await self._ask(call, self._kind.page), self._kind.plural))
 
     @call
     async def get(self, name: str, model: str | None = None) -> R:
         """Return one. Raises `not_found`."""
-        return await self._ask(self._call("GET", name, model), self._record)
+        return await self._ask(self._call("GET", name, model), self._kind.view)
 
     @call
     async def delete(self, name: str, model: str | None = None) -> None:
@@ -133,7 +135,7 @@ class Modules(NamedCalls[M, ModuleView]):
     requests keep the steering with which they began.
     """
 
-    _path, _record = "/v1/artifacts/modules", ModuleView
+    _kind = MODULES
     _timeout = _put_timeout = CHANGE_S
 
     @call
@@ -218,7 +220,7 @@ class GlobalSteeringCalls(Calls[M]):
 class Loras(NamedCalls[M, Lora]):
     """LoRA adapters (docs/vllm.md#lora-adapters)."""
 
-    _path, _record, _request = "/v1/artifacts/loras", Lora, LoraRequest
+    _kind = LORAS
     _put_timeout = 300.0
 
     @call
@@ -236,7 +238,7 @@ class Loras(NamedCalls[M, Lora]):
 class Saes(NamedCalls[M, Sae]):
     """Sparse autoencoders (docs/read.md#features-of-sparse-autoencoders)."""
 
-    _path, _record, _request = "/v1/artifacts/saes", Sae, SaeRequest
+    _kind = SAES
     _put_timeout = 600.0
 
     @call
@@ -263,7 +265,7 @@ class Saes(NamedCalls[M, Sae]):
 class Lenses(NamedCalls[M, TunedLens]):
     """Tuned lenses (docs/read.md#tuned-lenses)."""
 
-    _path, _record, _request = "/v1/artifacts/lenses", TunedLens, TunedLensRequest
+    _kind = TUNED_LENSES
     _put_timeout = 600.0
 
     @call
@@ -290,7 +292,7 @@ class Lenses(NamedCalls[M, TunedLens]):
 class Jacobians(NamedCalls[M, JacobianLens]):
     """Jacobian lenses (docs/read.md#jacobian-lenses)."""
 
-    _path, _record, _request = "/v1/artifacts/jacobians", JacobianLens, JacobianLensRequest
+    _kind = JACOBIAN_LENSES
     _put_timeout = 600.0
 
     @call
@@ -309,7 +311,7 @@ class Jacobians(NamedCalls[M, JacobianLens]):
 class Probes(NamedCalls[M, Probe]):
     """Linear probes (docs/probes.md)."""
 
-    _path, _record, _request = "/v1/artifacts/probes", Probe, ProbeRequest
+    _kind = PROBES
 
     @call
     async def put(
@@ -334,7 +336,7 @@ class Probes(NamedCalls[M, Probe]):
 class Policies(NamedCalls[M, Policy]):
     """Policies, which act on the scores of probes (docs/probes.md#policies)."""
 
-    _path, _record, _request = "/v1/artifacts/policies", Policy, PolicyRequest
+    _kind = POLICIES
 
     @call
     async def put(self, /, name: str, **fields: Any) -> Policy:
@@ -352,6 +354,13 @@ class Policies(NamedCalls[M, Policy]):
         """
         body = wire.checked(wire.given(**fields), PolicyChange, "")
         return await self._ask(self._call("PATCH", name, model, body=body), Policy)
+
+
+#: How requests call the kind of what they name → its calls.
+BY_KIND: dict[str, Any] = {
+    calls._kind.short: calls
+    for calls in (Modules, Loras, Saes, Lenses, Jacobians, Probes, Policies)
+}
 
 
 class SourceRuns(Calls[M]):

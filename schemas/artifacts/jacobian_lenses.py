@@ -87,6 +87,7 @@ class JacobianLens(TunedLens):
 
 JACOBIAN_LENSES = ArtifactKind(
     "jacobians",
+    "jacobian",
     "Jacobian lens",
     JacobianLens,
     JacobianLensRequest,

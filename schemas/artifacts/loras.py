@@ -70,4 +70,4 @@ class Lora(RegisteredFolder, kw_only=True):
         return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)
 
 
-LORAS = ArtifactKind("loras", "adapter", Lora, LoraRequest, "ms:loras:", MAX_LORAS)
+LORAS = ArtifactKind("loras", "lora", "adapter", Lora, LoraRequest, "ms:loras:", MAX_LORAS)

@@ -198,7 +198,7 @@ class Probe(Registered, kw_only=True):
         )
 
 
-PROBES = ArtifactKind("probes", "probe", Probe, ProbeRequest, "ms:probes:", MAX_PROBES)
+PROBES = ArtifactKind("probes", "probe", "probe", Probe, ProbeRequest, "ms:probes:", MAX_PROBES)
 
 
 class ProbeUse(Record):

@@ -1,6 +1,7 @@
 """Registered artifacts: the fields that all kinds share, and the description of a kind."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Generic, Self, TypeVar
 
 import msgspec
@@ -65,6 +66,7 @@ class ArtifactKind(Generic[T]):
     """A kind of registered artifact, for the ledger and the routes."""
 
     plural: str  # in its URL path, and the field of its list
+    short: str  # in `Job.contents`
     noun: str  # in errors
     record: type[T]
     request: type[Any]
@@ -75,11 +77,11 @@ class ArtifactKind(Generic[T]):
     shown: type[Registered] | None = None  # what `shown_to` returns, if it is not a `record`
 
     @property
-    def view(self) -> type[Registered]:
+    def view(self) -> type[Any]:
         """What the API returns of an artifact."""
         return self.shown or self.record
 
-    @property
+    @cached_property
     def page(self) -> type[msgspec.Struct]:
         """The answer of a list."""
         fields = [(self.plural, list[self.view])]  # type: ignore[name-defined]
@@ -88,3 +90,12 @@ class ArtifactKind(Generic[T]):
     def key_of(self, tenant: str, name: str) -> str:
         """Return the name under which a tenant's artifact is stored."""
         return scoped(tenant, name) if self.of_tenants else name
+
+
+#: A registered artifact that a request names: its kind and its name.
+NamedArtifact = tuple[ArtifactKind[Any], str]
+
+
+def references(*named: tuple[ArtifactKind[Any], str | None]) -> list[NamedArtifact]:
+    """Return those that have a name."""
+    return [(kind, name) for kind, name in named if name is not None]

@@ -69,4 +69,4 @@ class Sae(RegisteredFolder, kw_only=True):
         )
 
 
-SAES = ArtifactKind("saes", "sparse autoencoder", Sae, SaeRequest, "ms:saes:", MAX_SAES)
+SAES = ArtifactKind("saes", "sae", "sparse autoencoder", Sae, SaeRequest, "ms:saes:", MAX_SAES)

@@ -43,6 +43,7 @@ class TunedLens(RegisteredFolder, kw_only=True):
 
 TUNED_LENSES = ArtifactKind(
     "lenses",
+    "tuned",
     "tuned lens",
     TunedLens,
     TunedLensRequest,

@@ -24,7 +24,7 @@ from ..base.limits import (
 )
 from ..base.records import Record
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
-from ..readings.readings import ReadingAnswers
+from ..readings.readings import ReadingResults
 from ..requests.lens_vectors import LensArgs, LensRows
 from .jobs import (
     AllowedTokens,
@@ -231,7 +231,8 @@ class TokenUsage(Record):
     prompt_tokens_details: CachedTokens
 
 
-class OpenAIAnswer(ReadingAnswers):
+# `omit_defaults`: an answer has no readings that were not asked for
+class OpenAIAnswer(ReadingResults, omit_defaults=True):
     """Fields of every answer and chunk.
 
     `created` is in seconds since the epoch; `id` is the job's.

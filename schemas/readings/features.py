@@ -3,17 +3,18 @@ the result.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from ..artifacts.saes import StoredSae
+from ..artifacts.registered import NamedArtifact
+from ..artifacts.saes import SAES, StoredSae
 from ..base.limits import MAX_FEATURE_SPECS, MAX_FEATURE_TOP, Reference
 from ..base.records import Record, Wire
 from ..prompts.selectors import Hook, RequestedPositions
 from ..prompts.sites import At
-from .stored import StoredReading, copied
+from .stored import ReadingKind, StoredReading, copied
 
 
 class FeatureSpec(Record):
@@ -27,9 +28,9 @@ class FeatureSpec(Record):
     at: At = "after"  # before or after steering at the same site
 
     @property
-    def references(self) -> list[tuple[str, str]]:
-        """(Kind, name) of the registered artifacts that it names."""
-        return [("sae", self.sae)]
+    def references(self) -> list[NamedArtifact]:
+        """The registered artifacts that it names."""
+        return [(SAES, self.sae)]
 
 
 #: The entries of one request: usually one autoencoder per layer.
@@ -52,8 +53,6 @@ class StoredFeatures(StoredReading, tag="features", omit_defaults=True):
 
 class FeaturesPart(Wire, tag="features"):
     """The features of a prompt's rows. Arrays are little-endian, in C order, `[positions, …]`."""
-
-    FIELD: ClassVar[str] = "features"  # of results
 
     capture: int  # index in `RankSpec.captures`
     sae: str
@@ -106,3 +105,6 @@ class FeaturesReading(Record):
     activations: list[list[float]]
     active: list[int]  # how many features are active, of all
     errors: list[float]  # ‖row − reconstruction‖ / ‖row‖, of all active features
+
+
+FEATURES = ReadingKind(FeatureList, [], StoredFeatures, FeaturesPart)

@@ -4,16 +4,17 @@ result.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
+from ..artifacts.registered import NamedArtifact
 from ..base.limits import MAX_INT64, MAX_OPTION_TEXT, MAX_OPTIONS, MAX_READERS, Name
 from ..base.records import Record, Wire
 from ..prompts.selectors import RequestedPositions
 from ..prompts.sites import At, SitesSpec
-from .stored import StoredReading, copied
+from .stored import ReadingKind, StoredReading, copied
 
 #: Types of the options of installed readers.
 OptionValue = (
@@ -38,8 +39,8 @@ class ReaderSpec(SitesSpec, kw_only=True):
     options: ReaderOptions = {}
 
     @property
-    def references(self) -> list[tuple[str, str]]:
-        """(Kind, name) of the registered artifacts that it names: none."""
+    def references(self) -> list[NamedArtifact]:
+        """The registered artifacts that it names: none."""
         return []
 
 
@@ -101,8 +102,6 @@ class ReadArray(Record):
 class ReaderPart(Wire, tag="reader"):
     """Answer of an installed reader on one pipeline stage, and the code that gave it."""
 
-    FIELD: ClassVar[str] = "readers"  # of results
-
     capture: int  # index in `RankSpec.captures`
     name: str
     package: str
@@ -154,3 +153,6 @@ class ReaderReading(Record):
     digest: str  # SHA-256 of the package's files
     options: dict[str, OptionValue]
     parts: list[ReaderResult]
+
+
+READERS = ReadingKind(ReaderList, [], StoredReader, ReaderPart)

@@ -6,12 +6,14 @@ from typing import Annotated, ClassVar
 import msgspec
 import numpy as np
 
-from ..artifacts.tuned_lenses import StoredTuned
+from ..artifacts.jacobian_lenses import JACOBIAN_LENSES
+from ..artifacts.registered import NamedArtifact, references
+from ..artifacts.tuned_lenses import TUNED_LENSES, StoredTuned
 from ..base.limits import MAX_LENS_TOKEN, MAX_LENS_TOKENS, MAX_LENS_TOP, Index, Reference
 from ..base.records import Record, Wire
 from ..prompts.selectors import Hook, HookName, LayerSelector, RequestedPositions
 from ..prompts.sites import At
-from .stored import StoredReading, copied
+from .stored import ReadingKind, StoredReading, copied
 
 #: A token by its id, or a text that is one token.
 NamedToken = Index | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LENS_TOKEN)]
@@ -38,10 +40,9 @@ class LensSpec(Record):
     at: At = "after"
 
     @property
-    def references(self) -> list[tuple[str, str]]:
-        """(Kind, name) of the registered artifacts that it names."""
-        named = (("tuned", self.tuned), ("jacobian", self.jacobian))
-        return [(kind, name) for kind, name in named if name]
+    def references(self) -> list[NamedArtifact]:
+        """The registered artifacts that it names."""
+        return references((TUNED_LENSES, self.tuned), (JACOBIAN_LENSES, self.jacobian))
 
 
 class StoredLens(StoredReading, tag="lens", omit_defaults=True):
@@ -68,8 +69,6 @@ class LensPart(Wire, tag="lens"):
 
     Arrays are little-endian, in C order, `[layers, positions, …]`.
     """
-
-    FIELD: ClassVar[str] = "lens"  # of results
 
     capture: int  # index in `RankSpec.captures`
     shard: int  # of the vocabulary
@@ -146,6 +145,9 @@ class LensReading(Record):
     named_tokens: list[int] = []
     named_ranks: list[list[list[int]]] = []
     named_logprobs: list[list[list[float]]] = []
+
+
+LENS = ReadingKind(LensSpec | None, None, StoredLens, LensPart)
 
 
 def _array(raw: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

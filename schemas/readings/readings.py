@@ -5,50 +5,53 @@ readers, which return one part per rank. Parts travel in the receipt, and `joine
 result of those of a prompt.
 
 Each kind has a file here with its four forms: the request, the instruction to a rank, the rank's
-part, and the result. A new kind is a member of each type in this file, a row in
-`api/resolve/readings/readings.py`, a reader of the ranks in `workers/runner/readings/`, and a field
-in `client/sdk/fields.py`.
+part, and the result. A new kind is a field of `ReadingResults` with its row, rules in
+`api/resolve/readings/readings.py`, a reader of the ranks in `workers/runner/readings/readers.py`,
+and a field in `client/sdk/fields.py`.
 """
 
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args
+
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from ..artifacts.loras import Adapted
 from ..base.records import Record
-from .features import FeatureList, FeaturesPart, FeaturesReading, StoredFeatures
-from .installed import ReaderList, ReaderPart, ReaderReading, StoredReader
-from .lens import LensPart, LensReading, LensSpec, StoredLens
-
-#: A reading of any kind, as a job stores it.
-AnyStoredReading = StoredLens | StoredFeatures | StoredReader
-#: A part of any kind.
-ReadingPart = LensPart | FeaturesPart | ReaderPart
-part_decoder = msgspec.msgpack.Decoder(ReadingPart)
-
-
-class ReadingRequest(Adapted, kw_only=True):
-    """A request that may ask for readings. OpenAI-style answers are held until they are there."""
-
-    lens: LensSpec | None = None
-    features: FeatureList = []
-    readers: ReaderList = []
+from .features import FEATURES, FeaturesReading
+from .installed import READERS, ReaderReading
+from .lens import LENS, LensReading
+from .stored import ReadingKind, StoredReading
 
 
 class ReadingResults(Record, kw_only=True):
-    """Readings in a job's result: one for each prompt and spec, in the request's order."""
+    """Readings in a result or in an OpenAI-style answer: one for each prompt and spec, in the
+    request's order; null: not asked for. Each field is annotated with the row of its kind.
+    """
 
-    lens: list[LensReading] | None = None
-    features: list[FeaturesReading] | None = None
-    readers: list[ReaderReading] | None = None
-
-
-class ReadingAnswers(Record, kw_only=True):
-    """Readings in an OpenAI-style answer, where the request asked for them."""
-
-    lens: list[LensReading] | UnsetType = UNSET
-    features: list[FeaturesReading] | UnsetType = UNSET
-    readers: list[ReaderReading] | UnsetType = UNSET
+    lens: Annotated[list[LensReading] | None, LENS] = None
+    features: Annotated[list[FeaturesReading] | None, FEATURES] = None
+    readers: Annotated[list[ReaderReading] | None, READERS] = None
 
 
-#: The fields of requests and results that hold readings.
-FIELDS = tuple(ReadingRequest.__annotations__)
+#: Field of requests and results → its kind of reading.
+READINGS: dict[str, ReadingKind] = {
+    field: get_args(annotation)[1] for field, annotation in ReadingResults.__annotations__.items()
+}
+_KINDS = tuple(READINGS.values())
+#: Decodes a part of any kind.
+part_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Union[tuple(kind.part for kind in _KINDS)]  # noqa: UP007 (of a tuple)
+)
+if TYPE_CHECKING:
+    AnyStoredReading = StoredReading
+    ReadingRequest = Adapted
+else:
+    #: A reading of any kind, as a job stores it.
+    AnyStoredReading = Union[tuple(kind.stored for kind in _KINDS)]  # noqa: UP007
+    #: A request that may ask for readings. OpenAI-style answers are held until they are there.
+    ReadingRequest = msgspec.defstruct(
+        "ReadingRequest",
+        [(field, kind.request, kind.default) for field, kind in READINGS.items()],
+        bases=(Adapted,),
+        module=__name__,
+        kw_only=True,
+    )

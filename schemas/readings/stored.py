@@ -1,9 +1,10 @@
-"""A reading as a job stores it: the members that every kind has."""
+"""What every kind of reading has: a row of its forms, and the members of what a job stores."""
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..artifacts.saes import StoredSae
-from ..base.records import Record
+from ..base.records import Record, Wire
 
 #: The consumer that rows of a reading go to. No request can name it.
 READER = "reading"
@@ -38,6 +39,20 @@ class StoredReading(Record, omit_defaults=True):
     def size(self, positions: int, sites: int) -> int:
         """Return the most bytes of one rank's part, without its header."""
         return positions * (sites * self.row_size() + _POSITION_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadingKind:
+    """The forms of one kind of reading besides its result, from the request to the ranks' parts."""
+
+    request: Any  # type of the request's field
+    default: Any  # of that field
+    stored: type[StoredReading]  # its tag is the kind's name, under which workers report it
+    part: type[Wire]
+
+    @property
+    def name(self) -> str:
+        return str(self.stored.__struct_config__.tag)
 
 
 def copied(part: Any, *names: str) -> dict[str, Any]:

@@ -166,6 +166,8 @@ def _without_owner(version: PolicyVersion) -> PolicyVersion:
     return msgspec.structs.replace(version, content=content, modules=[], tenant="", key="")
 
 
-POLICIES = ArtifactKind("policies", "policy", Policy, PolicyRequest, "ms:policies:", MAX_POLICIES)
+POLICIES = ArtifactKind(
+    "policies", "policy", "policy", Policy, PolicyRequest, "ms:policies:", MAX_POLICIES
+)
 #: The policies that a request names.
 PolicyList = Annotated[list[Reference], msgspec.Meta(max_length=MAX_REQUEST_POLICIES)]

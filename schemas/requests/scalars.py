@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..artifacts.probes import StoredProbe
-from ..artifacts.saes import StoredSae
+from ..artifacts.probes import PROBES, StoredProbe
+from ..artifacts.registered import NamedArtifact, references
+from ..artifacts.saes import SAES, StoredSae
 from ..base.limits import MAX_LENS_TOKEN, MAX_PROBE_LABELS, Index, Reference
 from ..base.records import Record
 from ..prompts.selectors import RequestedPositions
@@ -36,10 +37,9 @@ class ScalarSpec(Record):
     feature: Index | None = None
 
     @property
-    def references(self) -> list[tuple[str, str]]:
-        """(Kind, name) of the registered artifact that it names."""
-        named = (("probe", self.probe), ("sae", self.sae))
-        return [(kind, name) for kind, name in named if name is not None]
+    def references(self) -> list[NamedArtifact]:
+        """The registered artifact that it names."""
+        return references((PROBES, self.probe), (SAES, self.sae))
 
 
 #: Kind → the fields that it requires, and those that it may have.

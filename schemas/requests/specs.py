@@ -7,8 +7,11 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
+from ..artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ..artifacts.loras import LoraUse
 from ..artifacts.probes import StoredProbe
+from ..artifacts.registered import NamedArtifact, references
+from ..artifacts.saes import SAES
 from ..base.dtypes import ITEM_BYTES, RowDType
 from ..base.edit_sizes import EditLimit
 from ..base.limits import (
@@ -98,8 +101,8 @@ class CaptureSpec(SitesSpec):
     scalar: ScalarSpec | None = None  # required with `of` = `gradient`
 
     @property
-    def references(self) -> list[tuple[str, str]]:
-        """(Kind, name) of the registered artifacts that it names."""
+    def references(self) -> list[NamedArtifact]:
+        """The registered artifacts that it names."""
         return [] if self.scalar is None else self.scalar.references
 
 
@@ -165,6 +168,11 @@ class SteeringSpec(Record):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}: omit it, or give a finite number")
+
+    @property
+    def references(self) -> list[NamedArtifact]:
+        """The registered artifacts that it names, besides its module."""
+        return references((JACOBIAN_LENSES, self.jacobian), (SAES, self.sae))
 
 
 class PatchSource(Record):

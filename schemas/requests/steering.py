@@ -164,7 +164,14 @@ class Module(ModuleFacts, kw_only=True):
 
 
 MODULES = ArtifactKind(
-    "modules", "module", Module, ModuleRequest, "ms:modules:", of_tenants=True, shown=ModuleView
+    "modules",
+    "module",
+    "module",
+    Module,
+    ModuleRequest,
+    "ms:modules:",
+    of_tenants=True,
+    shown=ModuleView,
 )
 
 

@@ -4,7 +4,6 @@ merged into weights as reference.
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from tiny import LAYERS, checkpoint
 from tolerances import FP32_LOGPROBS, FP32_ROWS
 
 from midstream.client import Client
-from midstream.client.cli import main
 
 pytestmark = pytest.mark.long
 
@@ -159,20 +157,3 @@ def test_a_sweep_under_an_adapter_measures_the_merged_model(served: Served) -> N
                     position,
                 )
     assert not result.skipped
-
-
-def test_the_command_line_adds_uses_lists_and_removes(
-    served: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def midstream(*words: str) -> str:
-        with suppress(SystemExit):
-            main.main([*words, "--url", served.stack.url])
-        return capsys.readouterr().out
-
-    assert "deep/second" in midstream(
-        "put", "lora", "shell", "deep/second", "--set", "description=from a terminal"
-    )
-    assert "shell" in midstream("list", "loras")
-    assert "self_attn.q_proj" in midstream("get", "lora", "shell")
-    assert '"name":"shell"' in midstream("submit", "w5 w6", "--set", "lora=shell", "--json")
-    assert "shell deleted" in midstream("delete", "lora", "shell")

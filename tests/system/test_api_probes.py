@@ -39,11 +39,8 @@ def calm(client: Client) -> str:
         "labels": ["calm", "angry"],
         "thresholds": [None, 5.0],
     }
-    assert client.probes.put("calm", **fields).replaced == ""
-    first = client.probes.get("calm")
-    assert (first.content.layer, first.content.labels) == (3, ["calm", "angry"])
-    assert client.probes.put("calm", **fields | {"bias": [1, 2]}).replaced == first.digest
-    assert [probe.name for probe in client.probes.list()] == ["calm"]
+    made = client.probes.put("calm", **fields | {"bias": [1, 2]})
+    assert (made.content.layer, made.content.labels) == (3, ["calm", "angry"])
     return "calm"
 
 
@@ -227,15 +224,12 @@ def test_tokens_beyond_the_limit_are_refused(client: Client, calm: str) -> None:
         )
 
 
-def test_the_command_line_registers_lists_and_deletes(
+def test_the_command_line_takes_the_weights_of_a_file(
     midstream: Callable[..., str], tmp_path: Path
 ) -> None:
     np.savez(tmp_path / "probe.npz", weight=np.ones((1, HIDDEN), np.float32))
     of_file = ["--set", "layer=1", "--set", "labels=x", "--set", "thresholds=1.5"]
-    midstream("put", "probe", "cli", str(tmp_path / "probe.npz"), *of_file)
-    assert "cli" in midstream("list", "probes")
-    assert "x ≥ 1.5" in midstream("get", "probe", "cli")
-    assert "deleted" in midstream("delete", "probe", "cli")
+    assert "x ≥ 1.5" in midstream("put", "probe", "cli", str(tmp_path / "probe.npz"), *of_file)
 
 
 def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> None:
@@ -422,12 +416,10 @@ def test_a_policy_captures_the_window_around_its_trigger(client: Client, calm: s
         run(client, "window", capture={"layers": 0, "tag": "policy-window"})
 
 
-def test_the_commands_of_policies(midstream: Callable[..., str], calm: str, tmp_path: Path) -> None:
-    file = tmp_path / "policy.json"
-    file.write_text(json.dumps(of_all(calm, "flag", all_traffic=False)))
-    assert "last ≥ 5" in midstream("put", "policy", "cli", "--file", str(file))
+def test_the_command_line_changes_and_uses_a_policy(
+    client: Client, midstream: Callable[..., str], calm: str
+) -> None:
+    client.policies.put("cli", **of_all(calm, "flag", all_traffic=False))
     assert "shadow" in midstream("change", "policy", "cli", "--set", "mode=shadow")
-    assert "cli" in midstream("list", "policies")
     shown = midstream("submit", "hello there", "--set=policies=cli", "--set=conversation=c9")
     assert "only recorded" in shown
-    assert "deleted" in midstream("delete", "policy", "cli")

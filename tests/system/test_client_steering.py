@@ -43,25 +43,18 @@ def test_a_module_steers_like_its_scaled_entries(client: Client) -> None:
 
 
 @pytest.mark.long
-def test_the_command_line_registers_uses_exports_and_deletes_modules(
+def test_the_command_line_uses_and_exports_modules(
     client: Client, midstream: Callable[..., str], tmp_path: Path
 ) -> None:
     file = tmp_path / "joy.safetensors"
     save_file({"post_block.2": JOY}, file, {"op": "add", "scale": "0.5"})
-    made = midstream("put", "module", "joy", str(file), "--set", "description=to smile")
-    digest = client.modules.get("joy").digest
-    assert digest in made
-    assert digest[:12] in midstream("list", "modules")
-    assert json.loads(midstream("get", "module", "joy", "--json"))["digest"] == digest
+    midstream("put", "module", "joy", str(file), "--set", "description=to smile")
     done = midstream("submit", "once upon a time", "--steer", "@joy:4", "--max-tokens=12", "--json")
     assert json.loads(done)["outputs"][0]["text"] == text(
         client, {"layers": 2, "vector": JOY, "scale": 2.0}
     )
     written = midstream("export", "module", "joy", "-o", str(tmp_path / "joy.gguf"))
     assert written == f"joy written to {tmp_path}/joy.gguf as gguf\n"
-    midstream("delete", "module", "joy")
-    with pytest.raises(AssertionError, match=r"steering\[0\].module"):
-        midstream("submit", "once upon a time", "--steer", "@joy")
 
 
 def test_the_command_line_sets_global_steering_and_shows_ranks(

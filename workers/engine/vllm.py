@@ -263,7 +263,7 @@ class VllmEngine(RankControl):
                 plane.step_rows * len(self._stages),
             ),
             grades=True,
-            readings=readings | {"features": ""},
+            readings=readings,
             extensions=extensions,
             absent=absent,
             attention=grouped(kind for item in of_ranks for kind in item.attention),

@@ -226,7 +226,7 @@ class RankWatch:
         """
         self._retried = time.monotonic()
         try:
-            _, current = await self._broker.standing(self._model, [])
+            current = await self._broker.current(self._model)
             refusal = await self._refusal(current)
             if refusal:
                 refusal = f"global steering version {current.version}: {refusal}"

@@ -65,13 +65,11 @@ from ..prompts.request_parsing import (
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
 from ..readings.probes import check_step, check_tokens
 from ..readings.readings import (
-    ARTIFACTS,
-    artifacts_named,
     positions_asked,
     resolve_readings,
     with_token_ids_of,
 )
-from .names import NO_NAMES, Referents, modules_of
+from .names import NO_NAMES, Referents, artifacts_of, modules_of
 
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
 #: unit is the time for one listed position.
@@ -593,12 +591,10 @@ def _title(prompt: ParsedPrompt, stored: StoredPrompt, codec: Codec) -> str:
 
 def _contents(parsed: ParsedRequest, model: ModelInfo, named: Referents) -> dict[str, str]:
     """Return the value of `Job.contents`."""
-    contents = named.state.features.contents | {
-        f"{kind}/{name}": named.found.known(ARTIFACTS[kind], name, kind).digest
-        for kind, name in artifacts_named(parsed)
+    contents = {
+        f"{kind.short}/{name}": named.found.known(kind, name, kind.short).digest
+        for kind, name in artifacts_of(parsed)
     }
-    if named.lora is not None:
-        contents[f"lora/{named.lora.name}"] = named.lora.digest
     for probe in named.probes:
         kind, used = ("probe", probe) if probe.policy is None else ("policy", probe.policy)
         contents[f"{kind}/{used.name}"] = used.digest

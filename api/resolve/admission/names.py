@@ -4,7 +4,7 @@ Each store is asked once for everything that a request names; what is found is c
 further questions.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +13,13 @@ import msgspec
 
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.probes import watched_model
-from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup, Registry, look_up
+from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup, look_up
 from ....broker.ledger.named.source_runs import LedgerRuns
 from ....broker.ledger.named.steering import LedgerSteering
 from ....schemas.access.keys import Caller, own, scoped, shown
-from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ....schemas.artifacts.loras import LORAS, StoredLora
 from ....schemas.artifacts.probes import PROBES, ProbeUse, StoredProbe
-from ....schemas.artifacts.registered import ArtifactKind
-from ....schemas.artifacts.saes import SAES
+from ....schemas.artifacts.registered import ArtifactKind, NamedArtifact, references
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.policies import POLICIES, Policy
 from ....schemas.requests.specs import PatchSpec, SteeringSpec
@@ -44,7 +42,7 @@ from ..positions.gates import gated_by
 from ..prompts.request_parsing import ParsedRequest
 from ..readings.lens import named_jacobian, single_tokens
 from ..readings.probes import NO_POLICIES, Applied, policies_of, probes_of
-from ..readings.readings import ARTIFACTS, artifacts_named
+from ..readings.readings import artifacts_read
 from ..readings.saes import named_sae
 from .served import Served
 
@@ -89,14 +87,15 @@ class Names:
         """
         steering, patch = parsed.steering, parsed.patch
         guards = ((POLICIES, name) for name in watching)
-        found = await self.look_up(info, [*_artifacts_of(parsed), *guards])
+        modules = [(MODULES, scoped(caller.tenant, name)) for name in modules_of(parsed)]
+        found = await self.look_up(info, *artifacts_of(parsed), *guards, *modules)
         lora = named_lora(parsed.lora, info, found)
         probes = probes_of(parsed.probes, info, found)
         of_all_traffic = found.present(POLICIES, watching)
         policies = policies_of(parsed, info, found, of_all_traffic, job_id)
-        state, modules = NOTHING, modules_of(parsed)
+        state = NOTHING
         if modules or steering or patch or policies.gated:
-            state = await self.state(info, modules, caller, patch, of_all_traffic)
+            state = await self._state(info, caller, found, patch, of_all_traffic)
         features = await self.features(info, steering, found)
         modules_found = {**state.modules, **policies.modules}
         state = replace(state, modules=modules_found, features=features)
@@ -104,51 +103,49 @@ class Names:
 
     async def for_gradients(self, parsed: ParsedRequest, info: ModelInfo) -> Referents:
         """Return what a request of gradient rows names: it runs the model as it is."""
-        named = [(ARTIFACTS[kind], name) for kind, name in artifacts_named(parsed)]
-        found = await self.look_up(info, named)
+        found = await self.look_up(info, *artifacts_of(parsed))
         return Referents(found=found._replace(gradients=await self._ledger.gradients(info)))
 
     async def look_up(
-        self, info: ModelInfo, named: Iterable[tuple[ArtifactKind[Any], str | None]]
+        self, info: ModelInfo, *named: tuple[ArtifactKind[Any], str | None]
     ) -> Lookup:
         """Return the named artifacts of the model; a name that is None stands for none."""
-        given = [(kind, name) for kind, name in named if name is not None]
-        return await look_up(self._ledger, info.name, given)
+        return await look_up(self._ledger, info.name, references(*named))
 
-    async def state(
+    async def state(self, info: ModelInfo, names: Sequence[str], caller: Caller) -> ModelState:
+        """Return a consistent snapshot of the caller's modules with these names and of global
+        steering, with the policies of all traffic.
+        """
+        _, watching = await watched_model(self._ledger, info.name)
+        found = await self.look_up(
+            info, *((MODULES, scoped(caller.tenant, name)) for name in names)
+        )
+        return await self._state(info, caller, found, (), watching)
+
+    async def _state(
         self,
         info: ModelInfo,
-        names: Sequence[str],
         caller: Caller,
-        patch: Sequence[PatchSpec] = (),
-        watching: Sequence[Policy] | None = None,
+        found: Lookup,
+        patch: Sequence[PatchSpec],
+        watching: Sequence[Policy],
     ) -> ModelState:
-        """Return a consistent snapshot of the caller's modules with these names and of global
-        steering, and the source runs that patches name.
-
-        `watching`: the policies of all traffic, if they are known.
+        """Return the modules that were found, global steering, and the source runs that patches
+        name. `watching`: the policies of all traffic.
         """
-        needed = runs_of(patch)
-        kept, current = await self._steering.standing(
-            info.name, [scoped(caller.tenant, name) for name in names]
-        )
         modules = {
             shown(name): msgspec.structs.replace(module, name=shown(name))
-            for name, module in kept.items()
+            for (plural, name), module in found.records.items()
+            if plural == MODULES.plural
         }
-        known = (
-            own(caller.tenant, await Registry(self._ledger, MODULES).names(info.name))
-            if len(modules) < len(names)
-            else []
-        )
+        known = own(caller.tenant, found.names.get(MODULES.plural, ()))
         runs = await find_runs(self._ledger, info.name, patch, caller)
         every_run = (
             await LedgerRuns(self._ledger, caller).names(info.name)
-            if len(runs) < len(needed)
+            if len(runs) < len(runs_of(patch))
             else []
         )
-        if watching is None:
-            _, watching = await watched_model(self._ledger, info.name)
+        current = await self._steering.current(info.name, found.steering)
         guards = [
             policy
             for policy in watching
@@ -164,7 +161,7 @@ class Names:
         `found`: the artifacts that it names, if they are known.
         """
         if found is None:
-            found = await self.look_up(info, _artifacts_of_steering(specs))
+            found = await self.look_up(info, *(each for spec in specs for each in spec.references))
         saes, lenses = {}, {}
         for index, spec in enumerate(specs):
             at = f"steering[{index}]"
@@ -200,23 +197,19 @@ def modules_of(parsed: ParsedRequest) -> list[str]:
 
 def names_something(parsed: ParsedRequest) -> bool:
     """Return whether the request names what may change or be deleted after it is accepted."""
-    artifacts = any(name is not None for _, name in _artifacts_of(parsed))
-    return bool(artifacts or parsed.readings or modules_of(parsed) or runs_of(parsed.patch))
+    return bool(
+        artifacts_of(parsed) or parsed.readings or modules_of(parsed) or runs_of(parsed.patch)
+    )
 
 
-def _artifacts_of(parsed: ParsedRequest) -> list[tuple[ArtifactKind[Any], str | None]]:
+def artifacts_of(parsed: ParsedRequest) -> list[NamedArtifact]:
+    """Return the registered artifacts that the request names, besides modules."""
     probes = (use.probe if isinstance(use, ProbeUse) else use for use in parsed.probes)
     return [
-        (LORAS, parsed.lora),
-        *((ARTIFACTS[kind], name) for kind, name in artifacts_named(parsed)),
+        *references((LORAS, parsed.lora)),
+        *artifacts_read(parsed),
         *((PROBES, name) for name in probes),
         *((POLICIES, name) for name in parsed.policies),
-        *_artifacts_of_steering(parsed.steering),
+        *(parsed.capture.references if parsed.capture else ()),
+        *(reference for spec in parsed.steering for reference in spec.references),
     ]
-
-
-def _artifacts_of_steering(
-    specs: Sequence[SteeringSpec],
-) -> list[tuple[ArtifactKind[Any], str | None]]:
-    jacobians = ((JACOBIAN_LENSES, spec.jacobian) for spec in specs)
-    return [*jacobians, *((SAES, spec.sae) for spec in specs)]

@@ -64,12 +64,6 @@ class NamedFeatures(NamedTuple):
     # place of a spec with `jacobian` in the body → the specs that it stands for
     directions: Mapping[str, list[SteeringSpec]] = {}
 
-    @property
-    def contents(self) -> dict[str, str]:
-        """Kind and name of each artifact → its digest, as in `Job.contents`."""
-        saes = {f"sae/{sae.name}": sae.digest for sae in self.saes.values()}
-        return saes | {f"jacobian/{lens.name}": lens.digest for lens in self.lenses.values()}
-
 
 NONE = NamedFeatures()
 

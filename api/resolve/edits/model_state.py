@@ -1,5 +1,6 @@
 """State of a model that requests can refer to: modules, source runs, global steering."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,13 +69,15 @@ async def find_runs(
         if spec.source.run is not None:
             requested.setdefault(spec.source.run, set()).add(spec.source.prompt)
     runs = LedgerRuns(ledger, caller)
-    result = {}
-    for name, prompts in requested.items():
+
+    async def view(name: str) -> RunView | None:
         if (run := await runs.lookup(model, name)) is not None:
-            result[name] = await _read_run(runs, run, prompts)
-        elif (foreign := await _of_another_model(ledger, runs, model, name)) is not None:
-            result[name] = _view(foreign, "ready", "", None)
-    return result
+            return await _read_run(runs, run, requested[name])
+        foreign = await _of_another_model(ledger, runs, model, name)
+        return foreign and _view(foreign, "ready", "", None)
+
+    views = await asyncio.gather(*map(view, requested))
+    return {name: found for name, found in zip(requested, views, strict=True) if found}
 
 
 async def _read_run(runs: LedgerRuns, run: RunRecord, prompts: set[int]) -> RunView:
@@ -82,7 +85,7 @@ async def _read_run(runs: LedgerRuns, run: RunRecord, prompts: set[int]) -> RunV
     if standing.state != "ready":
         return _view(run, standing.state, standing.detail, None)
     try:
-        return _view(run, "ready", "", await runs.prompts(run, prompts))
+        return _view(run, "ready", "", await runs.ready_prompts(run, prompts))
     except MidstreamError as error:
         if error.kind not in STATE_OF_KIND:
             raise

@@ -28,7 +28,7 @@ from ....schemas.prompts.chat import (
     ToolCall,
     ToolUse,
 )
-from ....schemas.readings.readings import FIELDS
+from ....schemas.readings.readings import READINGS
 from ....schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .formats import bounded_json, format_of, structured
 from .images import read_image
@@ -282,7 +282,7 @@ _SAME = ("model", "capture", "steering", "patch", "lora", "probes", "policies", 
 def _parsed(body: JobRequest | OpenAIRequest, **own: Any) -> ParsedRequest:
     """Return the request with the members that all bodies share; `own`: the others."""
     same = {name: getattr(body, name) for name in _SAME}
-    readings = {name: spec for name in FIELDS if (spec := getattr(body, name))}
+    readings = {name: spec for name in READINGS if (spec := getattr(body, name))}
     if of_gradients(body) and own["kind"] != "gradient":
         raise invalid("capture.of", "gradient rows are served by POST /v1/jobs only")
     return ParsedRequest(

@@ -7,8 +7,7 @@ import msgspec
 
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
-from ....schemas.artifacts.registered import ArtifactKind
-from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TUNED_LENSES, TunedLens
+from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TunedLens
 from ....schemas.base.errors import Translated, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
@@ -17,10 +16,6 @@ from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
 from ..prompts.tokenizer import Codec, TooLong
 from .reading_captures import reading_captures
-
-#: Field of a lens → the kind of what it names, whose maps rows go through first.
-_MAPS: dict[str, ArtifactKind[Any]] = {"tuned": TUNED_LENSES, "jacobian": JACOBIAN_LENSES}
-
 
 # --- What a request names -------------------------------------------------------------------------
 
@@ -36,8 +31,8 @@ def _maps(spec: LensSpec, bounds: Bounds, at: str) -> TunedLens | None:
     if len(named) > 1:
         raise invalid(f"{at}.jacobian", "is not valid together with tuned", hint="omit one")
     ((kind, name),) = named
-    lens: TunedLens = bounds.found.known(_MAPS[kind], name, f"{at}.{kind}")
-    check_shape(lens, bounds.model, f"{at}.{kind}")
+    lens: TunedLens = bounds.found.known(kind, name, f"{at}.{kind.short}")
+    check_shape(lens, bounds.model, f"{at}.{kind.short}")
     return lens
 
 

@@ -1,22 +1,19 @@
 """Resolution of readings: what a request wants computed from captured rows, as one capture per
 prompt and reading.
 
-A kind of reading is a row in `READINGS`. How much may come back is limited together with what the
-consumer `memory` returns.
+Each kind of reading has its rules in `RULES`. How much may come back is limited together with what
+the consumer `memory` returns.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
-from ....schemas.artifacts.probes import PROBES
-from ....schemas.artifacts.registered import ArtifactKind
-from ....schemas.artifacts.saes import SAES
-from ....schemas.artifacts.tuned_lenses import TUNED_LENSES
+from ....schemas.artifacts.registered import NamedArtifact
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import RequestedPositions
+from ....schemas.readings.readings import READINGS
 from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds
 from ..prompts.tokenizer import Codec
@@ -28,30 +25,19 @@ if TYPE_CHECKING:
     from ..prompts.request_parsing import ParsedRequest
 
 
-@dataclass(frozen=True)
-class ReadingKind:
-    """A kind of reading, and how a request's specs of it are resolved."""
+class ReadingRules(NamedTuple):
+    """How a request's specs of one kind of reading are resolved."""
 
-    kind: str  # as workers report it
     captures: Callable[[Any, Bounds, str], list[StoredCapture]]  # one per prompt
     #: Returns a spec with token ids in place of texts.
     encode: Callable[[Any, Codec], Awaitable[Any]] | None = None
 
 
-#: Field of a request (`ReadingRequest`) → kind of reading. A field may hold a list.
-READINGS: dict[str, ReadingKind] = {
-    "lens": ReadingKind("lens", resolve_lens, with_token_ids),
-    "features": ReadingKind("features", resolve_features),
-    "readers": ReadingKind("reader", resolve_reader),
-}
-
-
-#: Kind in `references` of a reading's spec → kind of registered artifact.
-ARTIFACTS: dict[str, ArtifactKind[Any]] = {
-    "sae": SAES,
-    "tuned": TUNED_LENSES,
-    "jacobian": JACOBIAN_LENSES,
-    "probe": PROBES,
+#: Field of a request → the rules of its kind of reading. A field may hold a list.
+RULES = {
+    "lens": ReadingRules(resolve_lens, with_token_ids),
+    "features": ReadingRules(resolve_features),
+    "readers": ReadingRules(resolve_reader),
 }
 
 
@@ -64,12 +50,9 @@ def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
             yield field, field, spec
 
 
-def artifacts_named(parsed: "ParsedRequest") -> list[tuple[str, str]]:
-    """Return (key of `ARTIFACTS`, name) of the registered artifacts that readings and the scalar of
-    gradient rows name.
-    """
-    specs = [spec for _, _, spec in _each(parsed)] + ([parsed.capture] if parsed.capture else [])
-    return [reference for spec in specs for reference in spec.references]
+def artifacts_read(parsed: "ParsedRequest") -> list[NamedArtifact]:
+    """Return the registered artifacts that readings name."""
+    return [reference for _, _, spec in _each(parsed) for reference in spec.references]
 
 
 async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedRequest":
@@ -79,7 +62,7 @@ async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedReq
     """
     encoded = iter(
         [
-            spec if (encode := READINGS[field].encode) is None else await encode(spec, codec)
+            spec if (encode := RULES[field].encode) is None else await encode(spec, codec)
             for field, _, spec in _each(parsed)
         ]
     )
@@ -99,9 +82,8 @@ def resolve_readings(
     """
     stored_captures: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in _each(parsed):
-        reading = READINGS[field]
-        _check_served(reading.kind, at, bounds.model)
-        captures = reading.captures(spec, bounds, at)
+        _check_served(READINGS[field].name, at, bounds.model)
+        captures = RULES[field].captures(spec, bounds, at)
         if twin := next((other for other, before in stored_captures if before == captures), ""):
             raise invalid(at, f"asks the same as {twin}", hint="omit one of them")
         stored_captures.append((at, captures))

@@ -143,6 +143,12 @@ class LedgerRuns(LedgerPart):
             raise MidstreamError(
                 KIND_OF_STATE[standing.state], f"source run {shown(run.name)}: {standing.detail}"
             )
+        return await self.ready_prompts(run, only)
+
+    async def ready_prompts(
+        self, run: RunRecord, only: Collection[int] | None = None
+    ) -> list[RunPrompt]:
+        """As `prompts`, of a run whose `standing` is known to be ready."""
         result = await self._blobs(run.job, run.tag, only)
         for request, blobs in result.items():
             if why := source_run_files.shortfall(blobs):
@@ -385,18 +391,13 @@ class LedgerRuns(LedgerPart):
         ticket = f"ms:ticket:{job}"
         if only is None:
             return [receipt_decoder.decode(raw) for raw in await self._redis.hvals(ticket)]
-        receipts: Receipts = []
-        for request in only:
-            first = await self._redis.hget(ticket, f"{request}/0")
-            if first is None:
-                return []
-            receipts.append(receipt_decoder.decode(first))
-            rest = [f"{request}/{rank}" for rank in range(1, receipts[-1].world)]
-            packed = await self._redis.hmget(ticket, rest) if rest else []
-            if None in packed:
-                return []
-            receipts += [receipt_decoder.decode(raw) for raw in packed]
-        return receipts
+        packed = await self._redis.hmget(ticket, [f"{request}/0" for request in only])
+        if None in packed:
+            return []
+        receipts = [receipt_decoder.decode(raw) for raw in packed]
+        rest = [f"{each.request}/{rank}" for each in receipts for rank in range(1, each.world)]
+        packed = await self._redis.hmget(ticket, rest) if rest else []
+        return [] if None in packed else receipts + [receipt_decoder.decode(raw) for raw in packed]
 
 
 def _readiness(

@@ -20,15 +20,13 @@ from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.requests.steering import (
-    MODULES,
     GlobalSteering,
-    Module,
     SteeringTemplate,
     WorkerSteering,
 )
 from ..core import scripts
 from ..jobs.ledger import LedgerPart, reachable
-from .registry import Registry, packed_blobs, size_of, unreadable
+from .registry import GLOBAL, packed_blobs, size_of, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -246,25 +244,12 @@ class LedgerSteering(LedgerPart):
         return msgspec.structs.replace(steering, version=int(version), changed=float(changed))
 
     @reachable
-    async def standing(
-        self, model: str, names: Sequence[str]
-    ) -> tuple[dict[str, Module], GlobalSteering]:
-        """Return a consistent snapshot of the modules with these names that exist, and of global
-        steering.
-        """
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(_state(model), "global_version", "entries", "changed")
-            if names:
-                pipe.hmget(_modules(model), list(names))
-            (version, entries, changed), *result = await pipe.execute()
-        pairs = zip(names, result[0] if result else [], strict=True)
-        registry = Registry(self._ledger, MODULES)
-        modules = {
-            name: await registry.read(model, name, packed)
-            for name, packed in pairs
-            if packed is not None
-        }
-        return modules, GlobalSteering(
+    async def current(
+        self, model: str, stored: Sequence[bytes | None] | None = None
+    ) -> GlobalSteering:
+        """Return global steering. `stored`: what a `Lookup` has of it; None: it is read."""
+        version, entries, changed = stored or await self._redis.hmget(_state(model), GLOBAL)
+        return GlobalSteering(
             version=int(version or 0),
             entries=[] if entries is None else await self._entries(model, entries),
             changed=float(changed or 0),
@@ -305,10 +290,6 @@ def _check(check: str) -> str:
 
 def _answer_of(boot: str) -> str:
     return f"answer:{boot}"
-
-
-def _modules(model: str) -> str:
-    return f"ms:modules:{model}"
 
 
 def _report(worker: str) -> str:

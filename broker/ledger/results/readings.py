@@ -7,8 +7,10 @@ from typing import Any
 
 from ....schemas.base.records import by_key
 from ....schemas.jobs.receipts import Receipt
-from ....schemas.readings.readings import part_decoder
+from ....schemas.readings.readings import READINGS, part_decoder
 from ....schemas.readings.stored import READER
+
+_FIELDS = {kind.part: field for field, kind in READINGS.items()}
 
 
 def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
@@ -23,5 +25,5 @@ def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
     result: dict[str, list[Any]] = {}
     for request, capture, kind in sorted(of_one, key=lambda key: key[:2]):
         if (joined := kind.joined(request, of_one[request, capture, kind])) is not None:
-            result.setdefault(kind.FIELD, []).append(joined)
+            result.setdefault(_FIELDS[kind], []).append(joined)
     return result

@@ -14,7 +14,7 @@ from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import JobRequest, JobView
 from ....schemas.jobs.openai import ChatRequest
-from ....schemas.readings.readings import FIELDS
+from ....schemas.readings.readings import READINGS
 from ....schemas.requests.policies import Policy
 
 #: Fields that `base` does not digest with the rest of the request: some do not affect the results;
@@ -33,8 +33,6 @@ def named(request: NamedRequest) -> Iterator[ArtifactRef]:
     """
     for entry in request.steering:
         yield from (("module", entry.module),) if entry.module else ()
-        yield from (("sae", entry.sae),) if entry.sae else ()
-        yield from (("jacobian", entry.jacobian),) if entry.jacobian else ()
     for patch in request.patch:
         yield from (("run", patch.source.run),) if patch.source.run else ()
         yield from (("module", patch.source.module),) if patch.source.module else ()
@@ -43,10 +41,11 @@ def named(request: NamedRequest) -> Iterator[ArtifactRef]:
         if isinstance(probe, ProbeUse) and probe.module:
             yield "module", probe.module
     yield from (("policy", name) for name in request.policies)
-    for field in FIELDS:
-        specs = getattr(request, field) or []
-        for spec in specs if isinstance(specs, list) else [specs]:
-            yield from spec.references
+    specs: list[Any] = [*request.steering]
+    for field in READINGS:
+        asked = getattr(request, field) or []
+        specs += asked if isinstance(asked, list) else [asked]
+    yield from ((kind.short, name) for spec in specs for kind, name in spec.references)
     if request.lora:
         yield "lora", request.lora
 

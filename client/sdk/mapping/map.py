@@ -21,7 +21,7 @@ from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_PROMPTS
 from ....schemas.base.records import to_json
 from ....schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, State
-from ....schemas.readings.readings import FIELDS
+from ....schemas.readings.readings import READINGS
 from ....schemas.requests.steering import GlobalView
 from ... import notebook
 from ...captures.reader import CaptureReader
@@ -32,17 +32,7 @@ from ..calls import Awaits, Calls
 from ..captures import Captures
 from ..fields import MapFields
 from ..jobs import Jobs
-from ..registered import (
-    GlobalSteeringCalls,
-    Jacobians,
-    Lenses,
-    Loras,
-    Modules,
-    Policies,
-    Probes,
-    Saes,
-    SourceRuns,
-)
+from ..registered import BY_KIND, GlobalSteeringCalls, Policies, SourceRuns
 from ..server import ServerCalls
 from ..transport import Transport
 from . import key as map_key
@@ -67,16 +57,6 @@ AGAIN = frozenset(
 LOOK_S = 1.0
 #: The longest pause before a refused request is repeated.
 MAX_PAUSE_S = 60.0
-#: How requests call what they name → its calls.
-_KINDS: dict[str, Any] = {
-    "module": Modules,
-    "sae": Saes,
-    "lora": Loras,
-    "tuned": Lenses,
-    "jacobian": Jacobians,
-    "policy": Policies,
-    "probe": Probes,
-}
 _OF_PROMPT = re.compile(r"(?:prompts|messages)\[(\d+)\](.*)", re.DOTALL)
 
 
@@ -272,7 +252,7 @@ async def _digest(io: Transport, named: map_key.ArtifactRef, model: str) -> str:
     kind, name = named
     if kind == "run":
         return (await SourceRuns[Awaits](io).get(name, model)).job
-    return str((await _KINDS[kind](io).get(name, model)).digest)
+    return str((await BY_KIND[kind](io).get(name, model)).digest)
 
 
 class _Mapping:
@@ -580,7 +560,7 @@ def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
         capture_results=own_captures,
         determinism=determinism,
         probes=[probe for probe in result.probes if probe.request == number],
-        **{field: own(getattr(result, field)) for field in FIELDS},
+        **{field: own(getattr(result, field)) for field in READINGS},
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from ....schemas.readings.features import StoredFeatures
 from ....schemas.readings.installed import StoredReader
 from ....schemas.readings.lens import StoredLens
+from ....schemas.readings.stored import StoredReading
 from ..hooks.output_head import NoHeadError, OutputHead
 from .features import FeatureReader
 from .installed_readers import InstalledReaders, LoadedReader
@@ -44,18 +45,18 @@ def readers_of(
     `reduce`: the sum over the ranks of the stage. `sites`: (hook, layer) whose features this rank
     reads. `lens_dir`: the folder with the tuned lenses. `installed`: by name.
     """
-    readers: dict[type, Reader] = {
+    readers: dict[type[StoredReading], Reader] = {
         StoredReader: InstalledReaders(installed or {}),
         StoredFeatures: FeatureReader(sites, device),
     }
+    refused = {}
     try:
         if stages > 1:
             raise NoHeadError(_STAGES)
         with torch.inference_mode():
             head = OutputHead(model, adapter, dtype, device)
     except Exception as error:  # an unusual model is served without a lens
-        return readers, {"lens": str(error) or type(error).__name__, "reader": ""}
-    return {**readers, StoredLens: LensReader(head, reduce, TunedMaps(lens_dir))}, {
-        "lens": "",
-        "reader": "",
-    }
+        refused["lens"] = str(error) or type(error).__name__
+    else:
+        readers[StoredLens] = LensReader(head, reduce, TunedMaps(lens_dir))
+    return readers, {str(kind.__struct_config__.tag): "" for kind in readers} | refused

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from ....schemas.base.dtypes import DTYPES
-from ....schemas.base.records import to_msgpack
-from ....schemas.readings.readings import ReadingPart
+from ....schemas.base.records import Wire, to_msgpack
 from ....schemas.requests.specs import RankSpec
 from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
 
@@ -33,7 +32,7 @@ _OF_THREAD = threading.local()
 
 #: (the capture, with its reading; its index in `RankSpec.captures`) → the rank's part. Raises
 #: ReadingError, or any other exception.
-Reader = Callable[[FinishedCapture, int], ReadingPart]
+Reader = Callable[[FinishedCapture, int], Wire]
 
 
 @runtime_checkable

@@ -85,12 +85,6 @@ MANY = [40] * 200
                 ),
             )
         ),
-        (lambda: resolved({}, readings={}), "lens", "run a version of Midstream without it"),
-        (
-            lambda: resolved({}, readings={"lens": "the output matrix is elsewhere"}),
-            "lens",
-            "is elsewhere",
-        ),
         (lambda: resolved(SOME, capture=ROWS), "lens", ""),
         (
             lambda: resolved(

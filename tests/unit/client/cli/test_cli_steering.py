@@ -1,7 +1,6 @@
 """Do the commands about steering ask for what was meant, and show what came back?"""
 
 import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,11 @@ from rich.console import Console
 from midstream import MidstreamError, SteeringSpec
 from midstream.client.render import records, steering as show_steering
 from midstream.schemas.base.records import from_json
-from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.requests.steering import (
     Dynamic,
     EntryView,
     GlobalRequest,
     GlobalView,
-    ModuleRequest,
     ModuleView,
     RankAgreement,
     RankSteering,
@@ -116,19 +113,6 @@ def shown(what: Any, **options: Any) -> str:
     console = Console(**{"width": 80, "file": io.StringIO()} | options)
     console.print(what, soft_wrap=True)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-
-def test_a_module_is_registered_from_files(cli: Cli, tmp_path: Path) -> None:
-    np.save(tmp_path / "joy.npy", JOY)
-    file = f"{tmp_path}/joy.npy:3:2"
-    ended, seen = cli.served(
-        "put", "module", "joy", file, "--set", "description=to smile", by=[reply(MODULE)]
-    )
-    assert (ended.code, "cdcdcd" in ended.out) == (0, True)
-    vector = SteeringSpec(layers=3, scale=2.0, vector=from_numpy(JOY))
-    assert from_json(seen.bodies[0], ModuleRequest) == ModuleRequest(
-        steering=[vector], description="to smile"
-    )
 
 
 def test_global_steering_is_set_from_the_same_options(cli: Cli) -> None:

@@ -14,11 +14,9 @@ import torch
 from sae_rows import FORMS, ROOT
 from safetensors.numpy import save_file
 
-from midstream.broker.ledger.results.readings import readings
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.artifacts.tuned_lenses import StoredTuned
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.jobs.receipts import Consumed, Receipt
 from midstream.schemas.readings.features import StoredFeatures
 from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.schemas.readings.readings import part_decoder
@@ -123,27 +121,6 @@ def test_shards_of_a_vocabulary_join_to_the_whole(count: int) -> None:
         [7, 8, 9],
         NAMED,
     )
-
-
-def test_a_lens_of_which_a_shard_is_missing_is_not_shown() -> None:
-    assert LensPart.joined(0, parts(2)[:1]) is None
-
-
-def test_readings_come_by_prompt_and_leave_other_consumers_alone() -> None:
-    (part,) = parts(1)
-
-    def receipt(request: int) -> Receipt:
-        consumed = [
-            Consumed("memory", rows=b"rows"),
-            Consumed(READER, rows=to_msgpack(part)),
-            Consumed(READER, ok=False, message="no"),
-        ]
-        return Receipt(
-            "v", "w", "b", "j", request, 1, 0, 1, 0, 0, 0, 0, "0", "ok", consumed=consumed
-        )
-
-    found = readings([receipt(1), receipt(0)])
-    assert [reading.request for reading in found["lens"]] == [0, 1]
 
 
 def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
