@@ -32,16 +32,22 @@ def overlapping(spelled: list[bytes], text: str, span: Span) -> list[int]:
 
     `spelled`: each token's bytes; empty for one that the text does not contain.
     """
-    assert b"".join(spelled) == text.encode(), "the tokens spell the text"
     starts = [at for at in range(len(text)) if text.startswith(span.text, at)]
     apart: list[int] = []
     for start in starts:
         if not apart or start >= apart[-1] + len(span.text):
             apart.append(start)
+    chosen = apart if span.occurrence is None else [apart[span.occurrence]]
+    return covering(spelled, text, [(start, start + len(span.text)) for start in chosen])
+
+
+def covering(spelled: list[bytes], text: str, pieces: list[tuple[int, int]]) -> list[int]:
+    """Indices of the tokens that overlap one of these ranges of characters."""
+    assert b"".join(spelled) == text.encode(), "the tokens spell the text"
     wanted = {
         byte
-        for start in (apart if span.occurrence is None else [apart[span.occurrence]])
-        for byte in range(len(text[:start].encode()), len(text[: start + len(span.text)].encode()))
+        for start, stop in pieces
+        for byte in range(len(text[:start].encode()), len(text[:stop].encode()))
     }
     found, at = [], 0
     for index, token in enumerate(spelled):

@@ -1,14 +1,30 @@
 """Routes that convert between text and token ids, with the tokenizer of the model's workers."""
 
+import anyio.to_thread
 from litestar import Response, post
 from litestar.params import JSONBody
 
-from ...schemas.base.errors import Translated, invalid
-from ...schemas.jobs.jobs import StoredPrompt
+from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.jobs.jobs import Sampling, StoredPrompt
+from ...schemas.jobs.models import ModelInfo
+from ...schemas.prompts.selectors import (
+    PositionSelector,
+    RequestedPositions,
+    SelectorError,
+    end_position,
+    select,
+)
 from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from ...schemas.requests.specs import CaptureSpec
 from ..context import AppContext
-from ..resolve.prompts.request_parsing import parse_conversation, plain_messages
-from ..resolve.prompts.tokenizer import TooLong, check_vocabulary
+from ..resolve.admission.admission import check_cost, facts_of, tokenise
+from ..resolve.positions.captures import Bounds, positions_of_each
+from ..resolve.prompts.request_parsing import (
+    ParsedPrompt,
+    ParsedRequest,
+    parse_conversation,
+)
+from ..resolve.prompts.tokenizer import Codec, TooLong, check_vocabulary
 from ..web.auth import needs
 from .jobs import SUBMIT_ERRORS
 
@@ -20,40 +36,76 @@ from .jobs import SUBMIT_ERRORS
     summary="Tokenise text or a conversation",
     description=(
         "Uses the model's own tokenizer and chat template: a job with the same "
-        "`prompt` or `messages` has these tokens."
+        "`prompt` or `messages` has these tokens. `positions` are resolved as those of a capture."
     ),
     responses=SUBMIT_ERRORS,
 )
 async def tokenize(data: JSONBody[TokenizeRequest], context: AppContext) -> Response[Tokenized]:
     if (data.prompt is None) == (data.messages is None):
         raise invalid("prompt", "give either prompt or messages", allowed="prompt, or messages")
-    info = await context.served.model(data.model)
+    info = await context.served.the_model(data.model)
     codec = await context.served.codec(info)
     special_tokens = data.messages is None and data.add_special_tokens
-    with Translated(
-        TooLong,
-        lambda error: invalid("prompt" if data.messages is None else "messages", error.detail),
-        hidden=True,
-    ):
-        if data.messages is not None:
-            if images := parse_conversation("messages", data.messages).images:
-                raise invalid(
-                    "messages",
-                    f"has {len(images)} images, whose tokens only the worker knows",
-                    allowed="text parts",
-                )
-            ids, text = await codec.encode_chat(plain_messages(data.messages))
-            prompt = StoredPrompt(token_ids=ids, text=text)
-        else:
-            assert data.prompt is not None
+    asked = ParsedPrompt("prompt", data.prompt or "")
+    if data.messages is not None:
+        asked = parse_conversation("messages", data.messages)
+    if asked.images:
+        raise invalid(
+            asked.field,
+            f"has {len(asked.images)} images, whose tokens only the worker knows",
+            allowed="text parts",
+        )
+    if isinstance(data.prompt, str):
+        with Translated(TooLong, lambda error: invalid("prompt", error.detail), hidden=True):
             (ids,) = await codec.encode([data.prompt], special_tokens=special_tokens)
-            prompt = StoredPrompt(token_ids=ids, text=data.prompt)
-    words = await codec.read(prompt.token_ids, prompt.text, special_tokens=special_tokens)
+        # without them, spans are found in what the ids decode to
+        text = data.prompt if special_tokens else None
+        prompt = StoredPrompt(token_ids=ids, text=text)
+    else:
+        (prompt,) = await tokenise([asked], info, codec)
+    words = await codec.read(
+        prompt.token_ids,
+        data.prompt if isinstance(data.prompt, str) else prompt.text,
+        special_tokens=special_tokens,
+    )
+    tokens, positions, generated = len(words), None, False
+    if data.positions is not None:
+        selector = await _selected(data.positions, asked, prompt, info, codec)
+        positions = [*select(selector, 0, tokens, tokens)]
+        generated = end_position(selector, tokens) > tokens
     return Response(
         Tokenized(
-            count=len(ids), max_model_len=info.max_model_len, tokens=list(ids), token_strs=words
+            count=tokens,
+            max_model_len=info.max_model_len,
+            tokens=list(prompt.token_ids),
+            token_strs=words,
+            positions=positions,
+            generated=generated,
         )
     )
+
+
+async def _selected(
+    positions: RequestedPositions,
+    asked: ParsedPrompt,
+    prompt: StoredPrompt,
+    info: ModelInfo,
+    codec: Codec,
+) -> PositionSelector:
+    """Resolve positions in a prompt. Raises a 400 naming `positions`."""
+    spec = CaptureSpec(positions=positions)
+    parsed = ParsedRequest("generate", info.name, [asked], Sampling(), capture=spec)
+
+    def work() -> PositionSelector:
+        check_cost(parsed, 1, len(prompt.text or "") or 4 * len(prompt.token_ids))
+        bounds = Bounds(info, facts_of(parsed, [prompt], codec), info.max_model_len)
+        return positions_of_each(spec, bounds)[0]
+
+    with (
+        Translated(SelectorError, lambda error: invalid(f"positions{error.at}", str(error))),
+        Translated(MidstreamError, lambda error: error.at("positions")),
+    ):
+        return await anyio.to_thread.run_sync(work)
 
 
 @post(

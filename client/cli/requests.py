@@ -4,7 +4,7 @@
 Each has options for what is typed daily; `--set` and `--file` give every field that HTTP takes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args
 
@@ -12,7 +12,9 @@ import typer
 
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.attributions import AttributionRequest
+from ...schemas.jobs.jobs import JobRequest
 from ...schemas.jobs.sweeps import SweepRequest
+from ...schemas.prompts.selectors import RequestedPositions, Span
 from ..captures.patterns import Attention, Behaviour, attention_of
 from ..images import with_images
 from ..render import (
@@ -125,6 +127,9 @@ def submit(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print receipts and the job's facts.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the tokens that positions select.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
     """Submit a job; by default, wait for it and show the result."""
@@ -144,11 +149,41 @@ def submit(
         fields["messages"] = [
             with_images([{"role": "user", "content": text}], image) for text in texts
         ]
-    view = client.submit(job_request(None, _of_a_model(client, fields)))
+    request = job_request(None, _of_a_model(client, fields))
+    if dry_run:
+        _print_positions(client, request, json_)
+        return
+    view = client.submit(request)
     detach(view, wait, json_)
     if not json_:
         follow(client, view)
     report_end(client, client.wait(view.id), json_, verbose)
+
+
+def _print_positions(client: Client, request: JobRequest, as_json: bool) -> None:
+    """Print the tokens that each selector of positions selects in each prompt."""
+    selectors = [*_selectors(client, request)] or [("prompt", "all_prompt")]
+    for number, prompt in enumerate(request.prompts or request.messages or ()):
+        for field, positions in selectors:
+            late = isinstance(positions, Span) and positions.is_window
+            found = [] if late else client.positions(prompt, positions, model=request.model)
+            tokens = [at._asdict() for at in found]
+            if not print_json({"prompt": number, "field": field, "tokens": tokens}, as_json):
+                shown = "   …  known when the request ends" if late else found
+                say(f"prompt {number}, {field}:\n{shown}")
+
+
+def _selectors(client: Client, request: JobRequest) -> Iterator[tuple[str, RequestedPositions]]:
+    """Yield each selector of a request's capture, steering and patches by its field."""
+    specs: dict[str, Any] = {"capture": request.capture} if request.capture else {}
+    specs |= {f"steering[{index}]": spec for index, spec in enumerate(request.steering)}
+    specs |= {f"patch[{index}]": spec for index, spec in enumerate(request.patch)}
+    for field, spec in specs.items():
+        if spec.positions is None and spec.module is not None:
+            for number, entry in enumerate(client.modules.get(spec.module).entries):
+                yield f"{field}, entry {number} of {spec.module}", entry.positions
+        else:
+            yield f"{field}.positions", spec.positions or "all"
 
 
 def _of_a_model(client: Client, fields: dict[str, Any]) -> dict[str, Any]:

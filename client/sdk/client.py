@@ -71,6 +71,7 @@ class Verbs(Calls[M]):
     ready = verb(ServerCalls.ready)
     status = verb(ServerCalls.status)
     tokenize = verb(ServerCalls.tokenize)
+    positions = verb(ServerCalls.positions)
     detokenize = verb(ServerCalls.detokenize)
 
     def __init__(self, io: Transport, blocking: bool = False):

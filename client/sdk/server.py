@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.prompts.chat import ChatMessage
 from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized
+from ...schemas.requests.specs import CaptureSpec
 from ...schemas.service.status import ServiceStatus
+from ..values import checked
 from . import wire
+from .answers.positions import PromptPositions, TokenAt
 from .calls import Calls, M, call
-from .fields import Chat
+from .fields import Chat, Positions
 from .wire import HttpCall
 
 
@@ -64,6 +68,35 @@ class ServerCalls(Calls[M]):
             **wire.given(prompt=prompt, messages=None if messages is None else list(messages)),
         }
         return await self._ask(HttpCall("POST", "/v1/tokenize", body=body), Tokenized)
+
+    @call
+    async def positions(
+        self,
+        prompt: Any,
+        positions: Positions = "all_prompt",
+        *,
+        model: str | None = None,
+    ) -> PromptPositions:
+        """Return the tokens that `positions` (as of a capture) select in a prompt, before anything
+        runs.
+
+        `prompt`: text, token ids, or a conversation; `model`: null for the only served one. Raises
+        MidstreamError for positions that a job would refuse.
+        """
+        chat = any(isinstance(part, Mapping | ChatMessage) for part in prompt[:1])
+        spec = checked({"positions": positions}, CaptureSpec)
+        body = {
+            "messages" if chat else "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            **wire.given(model=model, positions=spec.positions),
+        }
+        answer = await self._ask(HttpCall("POST", "/v1/tokenize", body=body), Tokenized)
+        return PromptPositions(
+            (
+                TokenAt(at, answer.token_strs[at], answer.tokens[at])
+                for at in answer.positions or ()
+            ),
+            answer.generated,
+        )
 
     @call
     async def detokenize(self, model: str, tokens: Sequence[int]) -> Detokenized:

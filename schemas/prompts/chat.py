@@ -47,8 +47,11 @@ class ToolCall(Record):
     type: Literal["function"] = "function"
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
 class ChatMessage(Record):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     #: Only an assistant's message may have no content.
     content: (
         Text | Annotated[list[TextPart | ImagePart], msgspec.Meta(max_length=MAX_MESSAGES)] | None

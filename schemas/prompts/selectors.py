@@ -21,6 +21,7 @@ from ..base.limits import (
     Count,
 )
 from ..base.records import Record, T
+from .chat import Role
 from .images import MAX_IMAGE_TOKENS, ImageRef, inside
 from .windows import WINDOWS, Windowed, joined
 
@@ -212,13 +213,17 @@ class PositionWindow(Record, omit_defaults=True):
 PositionSelector = PositionName | list[int] | PositionWindow
 
 
-_KINDS = ("text", "image", *WINDOWS)
+#: Parts of a conversation, as the chat template renders them: `tools`: the definitions of tools;
+#: `header`: of a message, the template's own text before its content; `all`: a message with the
+#: template's text around it.
+Part = Literal["content", "reasoning", "tool_calls", "tools", "header", "all"]
+_KINDS = ("text", "image", "turn", *WINDOWS)
 
 
 # `omit_defaults`: servers without the newer fields accept spans that do not use them
 class Span(Windowed, omit_defaults=True):
-    """Consecutive tokens: by their text, by their positions, or those of an image; or positions
-    that are known only when the request ends.
+    """Consecutive tokens: by their text, by their positions, those of an image, or those of a
+    message; or positions that are known only when the request ends.
 
     By `text`: every prompt token that overlaps an occurrence of the text in the prompt.
     `occurrence`: 0 for the first, 1 for the second, …, negative from the last; null: all. By
@@ -226,8 +231,10 @@ class Span(Windowed, omit_defaults=True):
     generated token). Negative positions count from the prompt's end; positions of generated tokens
     follow those of the prompt. By `image`: the tokens of an image of the prompt, by its number
     (negative from the last), or of `all` images; with both `start` and `stop`, only the tokens
-    `[start, stop)` of each image, counted from the image's first token. `every`: of a range, only
-    every n-th position, from the first.
+    `[start, stop)` of each image, counted from the image's first token. By `turn`, `role` and
+    `part` of a conversation: the tokens that overlap a part (null: the content) of the message with
+    this index among those with the role (null: among all; negative from the last), or of all of
+    them (null). `every`: of a range, only every n-th position, from the first.
 
     Windows are for captures alone.
     """
@@ -240,14 +247,23 @@ class Span(Windowed, omit_defaults=True):
         None
     )
     every: Count | None = None
+    turn: PositionNumber | None = None
+    role: Role | None = None
+    part: Part | None = None
 
     def __post_init__(self) -> None:
-        kinds = [name for name in _KINDS if getattr(self, name) is not None]
+        kinds = [
+            name
+            for name in _KINDS
+            if getattr(self, name) is not None or (name == "turn" and self.is_turn)
+        ]
         if len(kinds) > 1 and kinds != ["text", "image"]:  # see `_check_image`
             raise ValueError(f"give one of {', '.join(kinds)}")
-        if self.is_window:
+        if self.is_window or self.is_turn:
             if (self.start, self.stop, self.every, self.occurrence) != (None, None, None, 0):
                 raise ValueError(f"{kinds[0]} takes neither start, stop, every nor occurrence")
+            if self.part == "tools" and (self.turn, self.role) != (None, None):
+                raise ValueError("part 'tools' is of the whole conversation: omit turn and role")
             return
         if self.every is not None and kinds:
             raise ValueError(f"every is valid for a range of positions: omit {kinds[0]}")
@@ -287,6 +303,10 @@ class Span(Windowed, omit_defaults=True):
     @property
     def is_range(self) -> bool:
         return self.image is None and (self.start, self.stop, self.every) != (None, None, None)
+
+    @property
+    def is_turn(self) -> bool:
+        return (self.turn, self.role, self.part) != (None, None, None)
 
 
 _Places = Annotated[list[PositionNumber | Span], msgspec.Meta(max_length=MAX_POSITIONS)]
@@ -390,13 +410,17 @@ class SpanFinder(Protocol):
     """Finds spans in the text of one prompt."""
 
     def __call__(self, span: Span) -> list[int]:
-        """Return the positions of the prompt tokens that overlap a text span. Raises
-        SelectorError.
+        """Return the positions of the prompt tokens that overlap a span of the text, or of a
+        message. Raises SelectorError.
         """
 
 
 def no_text(span: Span) -> list[int]:
-    """Reject a text span of a prompt that has no text."""
+    """Reject a span of a text or a message for a prompt that has none."""
+    if span.is_turn:
+        raise SelectorError(
+            "turn, role and part need a prompt given as `messages`: this one is text or token ids"
+        )
     raise SelectorError(
         "a text span needs the prompt's text, and its token ids do not decode to a text that "
         "encodes to them: give positions"
@@ -434,7 +458,7 @@ def resolve_positions(
         raise SelectorError("no position given: give at least one")
     positions: set[int] = set()
     ranges: list[range] = []  # without a step
-    texts: set[tuple[str | None, int | None]] = set()
+    spans: set[Span] = set()  # in the text
     for index, item in enumerate(requested_positions):
         if isinstance(item, Span):
             _check(item, images, f"[{index}]")
@@ -448,8 +472,8 @@ def resolve_positions(
                     ranges.append(part)
                 else:
                     positions.update(part)
-            elif (item.text, item.occurrence) not in texts:
-                texts.add((item.text, item.occurrence))
+            elif item not in spans:
+                spans.add(item)
                 positions.update(_span(item, find, f"[{index}]"))
             continue
         if not -prompt_tokens <= item < prompt_tokens:

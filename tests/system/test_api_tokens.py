@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from edge import MODEL, WORDS, Api, Hand, refused
 
+from midstream.schemas.prompts.selectors import select
+
 CHAT = [{"role": "user", "content": "hello there"}]
 
 
@@ -29,10 +31,35 @@ def test_the_tokens_endpoint_matches_the_tokens_of_a_job(
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "positions", "wanted"),
+    [
+        ("prompt", "hello there world", [{"text": "there"}, -1], [2, 3]),
+        ("prompt", [1, 2, 3], {"start": 1, "stop": 9}, [1, 2]),
+        ("messages", [*CHAT, {"role": "assistant", "content": "a b"}], {"turn": -1}, [7, 8]),
+        ("messages", CHAT, {"role": "user", "part": "all"}, [1, 2, 3, 4]),
+    ],
+)
+def test_positions_are_those_of_a_capture(
+    api: Api, hand: Hand, name: str, value: Any, positions: Any, wanted: list[int]
+) -> None:
+    hand.serve()
+    found = api.http.post("/v1/tokenize", json={name: value, "positions": positions}).json()
+    assert found["positions"] == wanted
+    assert found.get("generated", False) == ("stop" in str(positions))
+    body = {"prompts": None, f"{name.removesuffix('s')}s": [value]}
+    sampling = {"max_tokens": 8}
+    job = hand.job(api.submit(**body, capture={"positions": positions}, sampling=sampling))
+    count = found["count"]
+    assert [*select(job.captures[0][0].positions, 0, count, count)] == wanted
+
+
 def test_special_tokens_can_be_left_out(api: Api, hand: Hand) -> None:
     hand.serve()
     body = {"model": MODEL, "prompt": "hello there", "add_special_tokens": False}
     assert api.http.post("/v1/tokenize", json=body).json()["tokens"] == [2, 3]
+    body["positions"] = {"text": "there"}
+    assert api.http.post("/v1/tokenize", json=body).json()["positions"] == [1]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +68,10 @@ def test_special_tokens_can_be_left_out(api: Api, hand: Hand) -> None:
         ("tokenize", {}, "prompt"),
         ("tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
         ("tokenize", {"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+        ("tokenize", {"prompt": "a", "positions": [0, 9]}, "positions[1]"),
+        ("tokenize", {"prompt": "a", "positions": {"turn": 0}}, "positions"),
+        ("tokenize", {"messages": CHAT, "positions": {"turn": 4}}, "positions.turn"),
+        ("tokenize", {"prompt": [len(WORDS)]}, "prompt[0]"),
         ("detokenize", {"tokens": [1, len(WORDS)]}, "tokens[1]"),
         ("detokenize", {"tokens": [-1]}, "tokens[0]"),
     ],

@@ -38,6 +38,7 @@ from ....schemas.prompts.selectors import (
     LayerSelector,
     RequestedPositions,
     Span,
+    SpanFinder,
     no_text,
     parts_of,
 )
@@ -63,6 +64,7 @@ from ..prompts.request_parsing import (
     plain_messages,
 )
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
+from ..prompts.turns import Turns
 from ..readings.probes import check_step, check_tokens
 from ..readings.readings import (
     positions_asked,
@@ -74,7 +76,9 @@ from .names import NO_NAMES, Referents, artifacts_of, modules_of
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
 #: unit is the time for one listed position.
 ENTRY_COST, SPAN_COST, PART_COST = 8, 64, 8
-#: Characters of a prompt that are searched for a span's text in one unit.
+#: Cost of rendering a message, and how often a conversation is rendered for one of its parts.
+MESSAGE_COST, RENDERS = 64, 8
+#: Characters of a prompt that are searched for a span's text, or rendered, in one unit.
 SEARCHED_CHARACTERS = 32
 #: Number of layers assumed for a patch that gives its layers as a text.
 ASSUMED_LAYERS = 32
@@ -392,6 +396,13 @@ def check_cost(
             if isinstance(positions, list)
             else 0
         )
+        costs[field] += sum(
+            _cost_of_turn(item, len(prompt.value), characters // prompts)
+            for item in items
+            if isinstance(item, Span) and item.is_turn
+            for prompt in parsed.prompts
+            if prompt.is_conversation
+        )
         costs[field] += tokens * sum(len(prompt.images) for prompt in parsed.prompts)
         costs[field] += (
             prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * len(texts))
@@ -409,6 +420,13 @@ def check_cost(
             hint="use fewer positions or spans, or fewer prompts in one job",
         )
     return sum(costs.values())
+
+
+def _cost_of_turn(span: Span, messages: int, characters: int) -> int:
+    """Return what a span of a conversation costs: the times it is rendered, at most."""
+    each = span.turn is None and span.part in ("tool_calls", "header", "all")
+    renders = RENDERS + 2 * messages * each
+    return renders * (messages * MESSAGE_COST + characters // SEARCHED_CHARACTERS)
 
 
 def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
@@ -503,9 +521,10 @@ def facts_of(
             result = codec.map_text(
                 prompt.text, prompt.token_ids, special_tokens=not from_body.is_conversation
             )
-        facts.append(
-            PromptFacts(len(prompt.token_ids), result.find if result else no_text, prompt.images)
-        )
+        find: SpanFinder = result.find if result else no_text
+        if result and from_body.is_conversation:
+            find = Turns(codec, from_body.value, from_body.rendering, result).find
+        facts.append(PromptFacts(len(prompt.token_ids), find, prompt.images))
     return facts
 
 

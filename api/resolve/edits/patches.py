@@ -446,7 +446,8 @@ def _mean_of(patch: ResolvedPatch, prompt: RunPrompt) -> tuple[int, ...]:
 
 def _no_text(span: Span) -> list[int]:
     raise SelectorError(
-        "is not available: a run has positions but no text; give numbers or a range", ".text"
+        "is not available: a run has positions but no text; give numbers or a range",
+        "" if span.is_turn else ".text",
     )
 
 

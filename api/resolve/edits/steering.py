@@ -509,7 +509,8 @@ def _check_global_positions(requested_positions: RequestedPositions, at: str) ->
         if isinstance(item, Span) and not item.is_range:
             raise invalid(
                 where,
-                "text is not valid here: global steering applies to every prompt",
+                f"{'a turn' if item.is_turn else 'text'} is not valid here: global steering "
+                "applies to every prompt",
                 allowed=allowed,
             )
         for place in (item.start, item.stop) if isinstance(item, Span) else (item,):

@@ -65,9 +65,9 @@ class Bounds:
 
 
 def has_text(positions: RequestedPositions) -> bool:
-    """Return whether the selector contains spans of the prompt's text."""
+    """Return whether the selector contains spans of the prompt's text, or of its messages."""
     return any(
-        isinstance(item, Span) and item.text is not None
+        isinstance(item, Span) and (item.text is not None or item.is_turn)
         for item in (positions if isinstance(positions, list) else [positions])
     )
 

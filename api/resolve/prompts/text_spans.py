@@ -7,7 +7,7 @@ from unicodedata import normalize
 import numpy as np
 
 from ....schemas.base.errors import shortened
-from ....schemas.prompts.selectors import SelectorError, Span
+from ....schemas.prompts.selectors import SelectorError, Span, no_text
 
 #: Characters of a prompt that an error shows.
 SHOWN_CHARACTERS = 60
@@ -28,13 +28,14 @@ class TextMap:
     )  # text → where its occurrences begin
 
     def find(self, span: Span) -> list[int]:
-        """Return the positions of the tokens that overlap the span, which must have a text.
+        """Return the positions of the tokens that overlap the span of the text.
 
         Occurrences do not overlap, as in `str.count`. Each text is searched for once, however many
         spans name it. Raises SelectorError if the text does not occur often enough, or if no token
         covers it.
         """
-        assert span.text is not None
+        if span.text is None:
+            return no_text(span)
         if span.text not in self._starts:
             self._starts[span.text] = np.array(self._occurrences(span.text))
         starts = self._starts[span.text]
@@ -47,15 +48,13 @@ class TextMap:
                 )
                 raise SelectorError(detail, ".occurrence")
             starts = starts[[span.occurrence]]
-        positions = self._overlapping(starts, starts + len(span.text))
-        if not positions:
-            raise SelectorError(
-                f"{shortened(span.text)!r} is in the prompt, but no token covers it", ".text"
-            )
-        return positions
+        without = f"{shortened(span.text)!r} is in the prompt, but no token covers it"
+        return self.covering(starts, starts + len(span.text), SelectorError(without, ".text"))
 
-    def _overlapping(self, starts: np.ndarray, stops: np.ndarray) -> list[int]:
-        """Return the ascending positions of the tokens with a character in one of these pieces."""
+    def covering(self, starts: np.ndarray, stops: np.ndarray, without: SelectorError) -> list[int]:
+        """Return the ascending positions of the tokens with a character in one of these pieces.
+        `without`: raised if there is none.
+        """
         positions, begins, ends, furthest = self._tokens
         first = np.searchsorted(
             furthest, starts, side="right"
@@ -64,6 +63,8 @@ class TextMap:
         piece = np.repeat(np.arange(len(starts)), count)
         token = np.arange(len(piece)) + (first - (np.cumsum(count) - count))[piece]
         result: list[int] = np.unique(positions[token[ends[token] > starts[piece]]]).tolist()
+        if not result:
+            raise without
         return result
 
     @cached_property

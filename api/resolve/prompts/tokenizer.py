@@ -258,6 +258,10 @@ class Codec:
         (ids,) = await self.encode([text], special_tokens=False)  # the template has them
         return ids, text
 
+    def special_token(self, name: str) -> str:
+        """Return the text of a special token, such as `bos_token`; empty without one."""
+        return self._bundle.special_tokens.get(name, "")
+
     def render(self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN) -> str:
         template = self._template
         given = {

@@ -1,0 +1,256 @@
+"""Where the parts of a conversation stand in the text that its chat template rendered.
+
+Nothing is known of the template. The conversation is rendered again with marks around its contents,
+which must leave the rest of the text as it was, and rendered in part. What a template drops,
+repeats, rewrites or moves is refused.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import accumulate, takewhile
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.prompts.chat import ChatMessage, PlainMessage, Rendering, Role
+from ....schemas.prompts.selectors import Part, SelectorError, Span
+from .request_parsing import plain_messages
+from .text_spans import TextMap
+from .tokenizer import Codec
+
+#: Roles that an error shows.
+SHOWN_ROLES = 16
+#: A range of characters, `[start, stop)`.
+CharRange = tuple[int, int]
+#: A mark, by its number: characters of a private use area, which no template strips.
+_MARK = re.compile("\ue000([0-9]+)\ue001")
+#: Field of a plain message → the number of its first mark among the message's four; the next one is
+#: at its end. Templates read either name of the reasoning.
+_MARKED = {"content": 0, "reasoning": 2, "reasoning_content": 2}
+
+
+class Turns:
+    """A conversation and its rendered text."""
+
+    def __init__(self, codec: Codec, messages: Sequence[Any], rendering: Rendering, where: TextMap):
+        """`where`: of the text as it was rendered."""
+        self._codec, self._rendering, self._where = codec, rendering, where
+        self._roles: list[Role] = [message.role for message in messages]
+        self._plain = plain_messages(messages)
+        self._alone = msgspec.structs.replace(rendering, opened=False, continued=False)
+
+    def find(self, span: Span) -> list[int]:
+        """Return the positions of the prompt tokens that overlap the span. Raises SelectorError."""
+        if not span.is_turn:
+            return self._where.find(span)
+        part = span.part or "content"
+        chosen = [0] if part == "tools" else self._chosen(span)
+        sent = [
+            number
+            for number in chosen
+            if part in _ADDED or str(self._plain[number].get(part) or "").strip()
+        ]
+        without = SelectorError(f"{part} of message {chosen[0]} is empty: it has no token")
+        if not sent:
+            raise without
+        with Translated(MidstreamError, lambda error: SelectorError(error.detail), hidden=True):
+            pieces = [_FIND[part](self, number, part) for number in sent]
+        starts, stops = np.array(pieces).T
+        return self._where.covering(starts, stops, without)
+
+    def _chosen(self, span: Span) -> list[int]:
+        """Return the numbers of the messages that the span selects."""
+        numbers = [number for number, role in enumerate(self._roles) if span.role in (None, role)]
+        if span.turn is None and numbers:
+            return numbers
+        with Translated(
+            IndexError,
+            lambda error: SelectorError(
+                f"there is no turn{'' if span.turn is None else f' {span.turn}'}"
+                + (f" with role {span.role!r}" if span.role else "")
+                + f": the conversation has {', '.join(self._roles[:SHOWN_ROLES])} (a system prompt "
+                "that the chat template adds is no turn)",
+                ".role" if span.turn is None else ".turn",
+            ),
+        ):
+            return [numbers[span.turn or 0]]
+
+    # --- Contents
+
+    def marked(self, number: int, part: str) -> CharRange:
+        """Return the content or the reasoning of a message."""
+        places, first = self._layout[1], 4 * number + _MARKED[part]
+        starts, stops = places.get(first, []), places.get(first + 1, [])
+        text, sent = self._where.text[sum(starts) : sum(stops)], self._plain[number][part]
+        faults = {
+            "drops it, or a part of it": not starts or not stops,
+            "repeats it": len(starts + stops) > 2,
+            "rewrites it": isinstance(sent, str) and text.strip() != sent.strip(),
+            "puts it behind a later message": first + 3
+            < max(takewhile(lambda mark: mark != first, places), default=0),
+        }
+        for why, is_so in faults.items():
+            if is_so:
+                raise self._refused(number, part, why)
+        return starts[0], stops[0]
+
+    @cached_property
+    def _layout(self) -> tuple[list[PlainMessage], dict[int, list[int]]]:
+        """The messages with marks, and mark → its places in the text, in order."""
+        for inside in (
+            False,
+            True,
+        ):  # of the white space around contents, which a template may trim
+            messages = [_with_marks(*item, inside) for item in enumerate(self._plain)]
+            texts = _MARK.split(self._codec.render(messages, self._rendering))
+            if "".join(texts[::2]) == self._where.text:
+                places: dict[int, list[int]] = {}
+                for mark, place in zip(texts[1::2], accumulate(map(len, texts[::2])), strict=False):
+                    places.setdefault(int(mark), []).append(place)
+                return messages, places
+        raise SelectorError(
+            "the chat template renders this conversation differently if its contents change, so "
+            "that they cannot be told from its own text: give spans of text"
+        )
+
+    # --- Messages, and what the template writes around contents
+
+    def apart(self, number: int, part: str, stop: int) -> CharRange:
+        """Return the piece from the message's start, which must have no other message's content."""
+        start = self.end(number - 1) if number else self._start()
+        for mark, places in self._layout[1].items():
+            # marks at ends: the message before may end where this one starts
+            if mark // 4 != number and mark % 2 == 0 and any(start <= at < stop for at in places):
+                raise self._refused(number, part, f"puts message {mark // 4} there as well")
+        return start, stop
+
+    def begin(self, number: int) -> int:
+        """Return where the content of a message begins, or its reasoning."""
+        own = [at[0] for mark, at in self._layout[1].items() if mark // 4 == number]
+        if not own:
+            raise self._refused(number, "header", "writes no content after it")
+        return own[0]
+
+    def _start(self) -> int:
+        """Return where the first message starts."""
+        role, text, bos = self._roles[0], self._where.text, self._codec.special_token("bos_token")
+        if role in ("system", "developer"):
+            own = text.startswith(bos, self.end(0))  # some begin every message with it
+            return len(bos) if text.startswith(bos) and not own else 0
+        # Before it the template may write a system prompt of its own: the message has what stands
+        # before another one with its role.
+        roles: list[Role] = [role, "user" if role == "assistant" else "assistant", role]
+        again = [ChatMessage(role=each, content="x" * n) for n, each in enumerate(roles, 1)]
+        other = self._codec.render(plain_messages(again), self._alone)
+        turns = Turns(self._codec, again, self._alone, TextMap(other, np.empty((0, 2))))
+        header = other[turns.end(1) : turns.begin(2)]
+        if not text.endswith(header, 0, self.begin(0)):
+            raise self._refused(0, "header", "writes another one than before later messages")
+        return self.begin(0) - len(header)
+
+    def end(self, number: int) -> int:
+        """Return where a message ends."""
+        if number + 1 == len(self._plain) and self._rendering.continued:
+            return len(self._where.text)
+        # what follows the last content if the conversation ends here
+        messages, places = self._layout
+        *_, mark, tail = [
+            "-1",
+            *_MARK.split(self._codec.render(messages[: number + 1], self._alone)),
+        ]
+        nowhere = len(self._where.text) + 1  # a content that the template drops if messages follow
+        last = ({-1: [0]} | places).get(int(mark), [nowhere])[-1]
+        # some end a text that awaits no answer with this
+        eos = self._codec.special_token("eos_token")
+        for end in (tail, tail.removesuffix(eos)):
+            if self._where.text.startswith(end, last):
+                return last + len(end)
+        raise SelectorError(
+            f"where message {number} ends is unknown: the chat template ends it differently if "
+            "other messages follow"
+        )
+
+    # --- What a template writes only for tools
+
+    def tools(self, number: int, part: str) -> CharRange:
+        """Return the definitions of tools, or a message's calls of tools, with the template's text
+        around them.
+        """
+        sent, toolless = self._plain, msgspec.structs.replace(self._alone, tools=None)
+        tools = self._rendering.tools or [] if part == "tools" else sent[number].get(part, [])
+        without = {name: value for name, value in sent[number].items() if name != part}
+        # A template may refuse the answer of a tool without the call of it, and write the
+        # definitions of tools before the last question.
+        for end, rendering in (
+            (len(sent), self._rendering),
+            (number + 1, self._alone),
+            (number + 1, toolless),
+        ):
+            rest = msgspec.structs.replace(rendering, tools=None) if part == "tools" else rendering
+            with suppress(MidstreamError):
+                text = self._codec.render(sent[:end], rendering)
+                others = [*sent[:number], without, *sent[number + 1 : end]]
+                piece = _added(text, self._codec.render(others, rest), tools)
+                if piece and self._where.text.startswith(text[: piece[1]]):
+                    return piece
+        raise SelectorError(
+            f"{part} of message {number} cannot be told from the rest of the prompt: there are "
+            "none, or the chat template drops them or writes other text with them"
+        )
+
+    def _refused(self, number: int, part: str, why: str) -> SelectorError:
+        return SelectorError(
+            f"{part} of message {number} is not in the rendered prompt as it was sent: the chat "
+            f"template {why}"
+        )
+
+
+#: Parts that messages do not have as they are sent.
+_ADDED = ("tools", "header", "all")
+_FIND: dict[Part, Callable[[Turns, int, str], CharRange]] = {
+    "content": Turns.marked,
+    "reasoning": Turns.marked,
+    "tool_calls": Turns.tools,
+    "tools": Turns.tools,
+    "header": lambda turns, number, part: turns.apart(number, part, turns.begin(number)),
+    "all": lambda turns, number, part: turns.apart(number, part, turns.end(number)),
+}
+
+
+def _added(text: str, rest: str, tools: Sequence[dict[str, Any]]) -> CharRange | None:
+    """Return where a text has more than the rest, but for white space in its place; None unless
+    that is one piece with the names of all these tools.
+    """
+    after = _same(text[::-1], rest[::-1])
+    stop = len(text) - after
+    start = _same(text[:stop], rest[: len(rest) - after])
+    named = all(tool["function"]["name"] in text[start:stop] for tool in tools)
+    one = tools and named and not rest[start : len(rest) - after].strip()
+    return (start, stop) if one else None
+
+
+def _same(text: str, other: str) -> int:
+    """Return the length of what both texts begin with."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))])
+
+
+def _with_marks(number: int, message: PlainMessage, inside: bool) -> PlainMessage:
+    """Return a message with marks around its contents; `inside`: inside the white space around
+    them.
+    """
+    changed: PlainMessage = {}
+    for name, first in _MARKED.items():
+        before, after = (f"\ue000{4 * number + first + end}\ue001" for end in (0, 1))
+        sent = message.get(name) or ""
+        if isinstance(sent, list):  # parts, such as images
+            ends = [{"type": "text", "text": mark} for mark in (before, after)]
+            changed[name] = [ends[0], *sent, ends[1]]
+        elif text := sent.strip():
+            changed[name] = (
+                sent.replace(text, f"{before}{text}{after}") if inside else f"{before}{sent}{after}"
+            )
+    return message | changed

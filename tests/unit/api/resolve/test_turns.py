@@ -1,0 +1,517 @@
+"""Are the turns of a conversation found where the chat templates that people use render them?"""
+
+import asyncio
+from ast import literal_eval
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+from model_kit import model
+from refusal_kit import refuses
+from spelling import byte_level, covering
+from test_images import URL, picture
+from test_spans import merged_byte_level
+
+from midstream.api.resolve.admission.admission import check_cost, facts_of, tokenise
+from midstream.api.resolve.positions.captures import Bounds, resolve_captures
+from midstream.api.resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_job
+from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.jobs import JobRequest
+from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.jobs.openai import ChatRequest
+from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.requests.specs import CaptureSpec
+
+TEMPLATES = Path(__file__).parents[3] / "data" / "templates"
+#: Template → its first token, and the one that ends an answer.
+TOKENS = {
+    "deepseek-r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "gemma2": ("<bos>", "<eos>"),
+    "llama3.1": ("<|begin_of_text|>", "<|eot_id|>"),
+    "mistral-v3": ("<s>", "</s>"),
+    "phi3": ("<s>", "<|endoftext|>"),
+    "qwen2.5": ("<|im_start|>", "<|im_end|>"),  # as SmolLM2's, which begins messages with it
+    "qwen3": ("", "<|im_end|>"),
+    "zephyr": ("<s>", "</s>"),
+}
+#: Templates that leave out white space around contents, of these roles.
+TRIMMED = {
+    "gemma2": {"user", "assistant"},
+    "llama3.1": {"system", "user", "assistant"},
+    "mistral-v3": {"assistant"},
+}
+CALL = {"id": "abcdefghi", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "It."}}
+SHOWN_TOOL = (
+    '{"type": "function", "function": '
+    '{"name": "weather", "description": "It.", "parameters": null}}'
+)
+SYSTEM, HI, HELLO = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+)
+THOUGHT = HELLO | {"reasoning": "A greeting."}
+CALLED = [HI, {"role": "assistant", "tool_calls": [CALL]}]
+ANSWERED = [*CALLED, {"role": "tool", "content": "12 C", "tool_call_id": "abcdefghi"}]
+
+
+@cache
+def codec_of(template: str, text: str = "", parts: bool = False) -> Codec:
+    tokenizer = merged_byte_level()
+    bos, eos = TOKENS.get(template, ("", ""))
+    return Codec(
+        TokenizerBundle(
+            tokenizer_json=tokenizer.to_str(),
+            chat_template=text or (TEMPLATES / f"{template}.jinja").read_text(),
+            special_tokens={"bos_token": bos, "eos_token": eos},
+            eos_token_ids=[],
+            parts=parts,
+        )
+    )
+
+
+def asked(messages: list[dict[str, Any]], span: dict[str, Any], **fields: Any) -> ParsedRequest:
+    body = {"model": "m", "messages": messages, **fields}
+    parsed = parse_chat(from_json(to_json(body), ChatRequest))
+    return replace(parsed, capture=CaptureSpec(positions=[from_json(to_json(span), Span)]))
+
+
+def found(codec: Codec, parsed: ParsedRequest, **facts: Any) -> tuple[str, list[int], list[bytes]]:
+    """The rendered text, the positions that the request's capture has, and each token's bytes."""
+    info = model(vocab_size=1 << 20, max_model_len=1 << 20, **facts)
+    prompts = asyncio.run(tokenise(parsed.prompts, info, codec))
+    bounds = Bounds(info, facts_of(parsed, prompts, codec))
+    positions = resolve_captures(parsed.capture, bounds, [])[0][0].positions
+    names = [codec._tokenizer.id_to_token(token) for token in prompts[0].token_ids]
+    return prompts[0].text, positions, [byte_level(name, {"<s>", "</s>"}) for name in names]
+
+
+QWEN_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
+    "provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    + SHOWN_TOOL
+    + "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
+    "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+LLAMA_SYSTEM = (
+    "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+    "Today Date: 26 Jul 2024\n\n"
+)
+LLAMA_USER = "<|start_header_id|>user<|end_header_id|>\n\n"
+LLAMA_ANSWER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+#: Template, messages and other fields; the rendered text, cut by hand into pieces; span → the
+#: numbers of its pieces.
+CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], list[str], dict[str, list[int]]]] = [
+    (
+        "qwen2.5",  # its own system prompt is in no message
+        [HI, HELLO, HI],
+        {},
+        [
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+            "assistant.<|im_end|>\n",
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n"),
+            *("<|im_start|>assistant\n", "Hello.", "<|im_end|>\n"),
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n"),
+        ],
+        {
+            "{'turn': 0}": [2],
+            "{'role': 'user'}": [2, 8],
+            "{'turn': -1, 'role': 'user'}": [8],
+            "{'turn': 0, 'part': 'header'}": [1],
+            "{'turn': 0, 'part': 'all'}": [1, 2, 3],
+            "{'turn': 1, 'part': 'all'}": [4, 5, 6],
+            "{'turn': -1, 'part': 'all'}": [7, 8, 9],
+        },
+    ),
+    (
+        "qwen2.5",
+        [SYSTEM, *ANSWERED],
+        {"tools": [TOOL]},
+        [
+            *("<|im_start|>system\n", "Be brief.", "\n\n" + QWEN_TOOLS, "<|im_end|>\n"),
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n"),
+            *("<|im_start|>assistant\n", QWEN_CALL, "<|im_end|>\n"),
+            *("<|im_start|>user\n<tool_response>\n", "12 C", "\n</tool_response><|im_end|>\n"),
+            "<|im_start|>assistant\n",
+        ],
+        {
+            "{'part': 'tools'}": [2],
+            "{'role': 'system', 'part': 'all'}": [0, 1, 2, 3],
+            "{'part': 'tool_calls'}": [8],
+            "{'turn': 2, 'part': 'all'}": [7, 8, 9],
+            "{'role': 'tool'}": [11],
+            "{'role': 'tool', 'part': 'header'}": [10],
+        },
+    ),
+    (
+        "qwen3",
+        [HI, THOUGHT],
+        {"add_generation_prompt": False, "continue_final_message": True},
+        [
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n"),
+            *("<|im_start|>assistant\n<think>\n", "A greeting.", "\n</think>\n\n", "Hello."),
+        ],
+        {
+            "{'part': 'reasoning'}": [4],
+            "{'turn': -1}": [6],
+            "{'turn': -1, 'part': 'header'}": [3],
+            "{'turn': -1, 'part': 'all'}": [3, 4, 5, 6],
+        },
+    ),
+    (
+        "qwen3",
+        CALLED,
+        {"tools": [TOOL], "add_generation_prompt": False},
+        [
+            "<|im_start|>system\n" + QWEN_TOOLS + "<|im_end|>\n",
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n"),
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            *(QWEN_CALL, "<|im_end|>\n"),
+        ],
+        {
+            "{'part': 'tools'}": [0],
+            "{'part': 'tool_calls'}": [5],
+            "{'turn': -1, 'part': 'all'}": [4, 5, 6],
+        },
+    ),
+    (
+        "llama3.1",  # writes a system message with dates, and trims
+        [SYSTEM, HI, HELLO | {"content": "\n Hello. "}, HI],
+        {},
+        [
+            *("<|begin_of_text|>", LLAMA_SYSTEM, "Be brief.", "<|eot_id|>"),
+            *(LLAMA_USER, "Hi", "<|eot_id|>", LLAMA_ANSWER, "Hello.", "<|eot_id|>"),
+            *(LLAMA_USER, "Hi", "<|eot_id|>", LLAMA_ANSWER),
+        ],
+        {
+            "{'role': 'system'}": [2],
+            "{'role': 'system', 'part': 'header'}": [1],
+            "{'turn': 1, 'role': 'user'}": [11],
+            "{'role': 'assistant'}": [8],
+            "{'role': 'user', 'part': 'all'}": [4, 5, 6, 10, 11, 12],
+        },
+    ),
+    (
+        "llama3.1",
+        CALLED,
+        {"add_generation_prompt": False},
+        [
+            *("<|begin_of_text|>", LLAMA_SYSTEM, "<|eot_id|>", LLAMA_USER, "Hi", "<|eot_id|>"),
+            *(LLAMA_ANSWER, '{"name": "weather", "parameters": {"city": "Oslo"}}', "<|eot_id|>"),
+        ],
+        {
+            "{'part': 'tool_calls'}": [7],
+            "{'turn': 0, 'part': 'all'}": [3, 4, 5],
+            "{'turn': 1, 'part': 'all'}": [6, 7, 8],
+        },
+    ),
+    (
+        "mistral-v3",
+        [*ANSWERED, HELLO, HI | {"content": "And now?"}],
+        {"tools": [TOOL]},
+        [
+            *("<s>", "[INST] ", "Hi", "[/INST]"),
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}, "id": "abcdefghi"}]',
+            *("</s>", '[TOOL_RESULTS] {"content": ', "12 C", ', "call_id": "abcdefghi"}'),
+            *("[/TOOL_RESULTS]", " ", "Hello.", "</s>"),
+            f"[AVAILABLE_TOOLS] [{SHOWN_TOOL}][/AVAILABLE_TOOLS]",
+            *("[INST] ", "And now?", "[/INST]"),
+        ],
+        {
+            "{'part': 'tool_calls'}": [4],
+            "{'part': 'tools'}": [13],
+            "{'role': 'tool'}": [7],
+            "{'role': 'assistant'}": [11],
+            "{'turn': -1, 'part': 'header'}": [13, 14],
+            "{'turn': -2, 'part': 'all'}": [10, 11, 12],
+        },
+    ),
+    (
+        "mistral-v3",  # the system prompt is in the last user's turn
+        [SYSTEM, HI],
+        {},
+        ["<s>[INST] ", "Be brief.", "\n\n", "Hi", "[/INST]"],
+        {"{'role': 'system'}": [1], "{'role': 'user'}": [3]},
+    ),
+    (
+        "gemma2",  # calls the assistant `model`
+        [HI, HELLO | {"content": " Hello.\n"}, HI],
+        {},
+        [
+            *("<bos>", "<start_of_turn>user\n", "Hi", "<end_of_turn>\n"),
+            *("<start_of_turn>model\n", "Hello.", "<end_of_turn>\n"),
+            *("<start_of_turn>user\n", "Hi", "<end_of_turn>\n", "<start_of_turn>model\n"),
+        ],
+        {
+            "{'role': 'assistant'}": [5],
+            "{'role': 'assistant', 'part': 'all'}": [4, 5, 6],
+            "{'turn': 0, 'part': 'header'}": [1],
+            "{'turn': -1, 'part': 'all'}": [7, 8, 9],
+        },
+    ),
+    (
+        "phi3",  # ends a conversation without a question with another token
+        [SYSTEM, HI, HELLO | {"content": " Hello. "}, HI],
+        {},
+        [
+            *("<|system|>\n", "Be brief.", "<|end|>\n", "<|user|>\n", "Hi", "<|end|>\n"),
+            *("<|assistant|>\n", " Hello. ", "<|end|>\n", "<|user|>\n", "Hi", "<|end|>\n"),
+            "<|assistant|>\n",
+        ],
+        {
+            "{'turn': 0, 'part': 'all'}": [0, 1, 2],
+            "{'role': 'assistant'}": [7],
+            "{'role': 'assistant', 'part': 'all'}": [6, 7, 8],
+            "{'turn': -1, 'part': 'all'}": [9, 10, 11],
+        },
+    ),
+    (
+        "deepseek-r1",
+        [SYSTEM, HI, HELLO, HI],
+        {},
+        [
+            *("<｜begin▁of▁sentence｜>", "Be brief.", "<｜User｜>", "Hi", "<｜Assistant｜>"),
+            *("Hello.", "<｜end▁of▁sentence｜>", "<｜User｜>", "Hi", "<｜Assistant｜><think>\n"),
+        ],
+        {
+            "{'role': 'system', 'part': 'all'}": [1],
+            "{'turn': 1, 'part': 'all'}": [2, 3],
+            "{'role': 'assistant'}": [5],
+            "{'role': 'assistant', 'part': 'all'}": [4, 5, 6],
+        },
+    ),
+    (
+        "zephyr",
+        [SYSTEM, HI, HELLO],
+        {"add_generation_prompt": False},
+        [
+            *("<|system|>\n", "Be brief.", "</s>\n", "<|user|>\n", "Hi", "</s>\n"),
+            *("<|assistant|>\n", "Hello.", "</s>\n"),
+        ],
+        {
+            "{'part': 'content'}": [1, 4, 7],
+            "{'part': 'header'}": [0, 3, 6],
+            "{'turn': -1, 'part': 'all'}": [6, 7, 8],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "fields", "pieces", "spans"),
+    CASES,
+    ids=[f"{case[0]}-{len(case[1])}" for case in CASES],
+)
+def test_turns_equal_spans_cut_by_hand(
+    template: str,
+    messages: list[dict[str, Any]],
+    fields: dict[str, Any],
+    pieces: list[str],
+    spans: dict[str, list[int]],
+) -> None:
+    codec = codec_of(template)
+    ends = [0, *accumulate(map(len, pieces))]
+    for span, numbers in spans.items():
+        parsed = asked(messages, literal_eval(span), **fields)
+        text, positions, spelled = found(codec, parsed)
+        assert text == "".join(pieces)
+        places = [(ends[number], ends[number + 1]) for number in numbers]
+        assert positions == covering(spelled, text, places), span
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "fields", "span", "words"),
+    [
+        ("deepseek-r1", [HI, THOUGHT, HI], {}, {"part": "reasoning"}, "message 1 is not in the"),
+        ("qwen3", [HI, THOUGHT, HI], {}, {"part": "reasoning"}, "the chat template drops it"),
+        (
+            "deepseek-r1",
+            [HI, HELLO | {"content": "<think>So</think>Hello."}, HI],
+            {},
+            {"turn": 1},
+            "or a part of it",
+        ),
+        ("mistral-v3", [SYSTEM, HI, HELLO, HI], {}, {"turn": 0}, "puts it behind a later message"),
+        (
+            "mistral-v3",
+            [SYSTEM, HI, HELLO, HI],
+            {},
+            {"turn": -1, "part": "all"},
+            "puts message 0 there as well",
+        ),
+        (
+            "mistral-v3",
+            [SYSTEM, HI, HELLO, HI],
+            {},
+            {"turn": 0, "part": "all"},
+            "is empty: it has no token",
+        ),
+        # the template takes equal messages for one
+        (
+            "mistral-v3",
+            [HI, HELLO, HI],
+            {"tools": [TOOL]},
+            {"turn": 0},
+            "renders this conversation",
+        ),
+        (
+            "llama3.1",
+            [HI, HELLO, HI],
+            {"tools": [TOOL]},
+            {"part": "tools"},
+            "writes other text with them",
+        ),
+        (
+            "llama3.1",
+            [HI, HELLO, HI],
+            {"tools": [TOOL]},
+            {"turn": 0, "part": "all"},
+            "writes another one than before later messages",
+        ),
+        ("phi3", ANSWERED, {}, {"part": "tool_calls"}, "drops them or writes other text"),
+        ("phi3", ANSWERED, {}, {"turn": 1, "part": "header"}, "writes no content after it"),
+        ("phi3", ANSWERED, {}, {"turn": 1}, "content of message 1 is empty"),
+        ("phi3", [HI | {"content": " \n"}], {}, {"turn": 0}, "content of message 0 is empty"),
+        ("phi3", [HI | {"content": ""}], {}, {"part": "all"}, "writes no content after it"),
+        (
+            "qwen3",  # what is dropped is not where the message ends
+            [HI, CALLED[1] | {"reasoning": "So"}, HI],
+            {},
+            {"turn": 1, "part": "all"},
+            "ends is unknown",
+        ),
+        ("phi3", [HI], {}, {"part": "tools"}, "there are none"),
+        (
+            "phi3",
+            [HI],
+            {},
+            {"role": "system"},
+            "no turn with role 'system': the conversation has user (",
+        ),
+        ("phi3", [HI, HELLO], {}, {"turn": 2}, "no turn 2: the conversation has user, assistant ("),
+        ("phi3", [HI, HELLO], {}, {"turn": -2, "role": "user"}, "no turn -2 with role 'user'"),
+        ("phi3", [HI], {}, {"turn": 0, "part": "reasoning"}, "reasoning of message 0 is empty"),
+        ("qwen3", ANSWERED, {}, {"turn": 1, "part": "all"}, "ends is unknown"),
+        (
+            "deepseek-r1",
+            [SYSTEM, HI],
+            {},
+            {"turn": 0, "part": "header"},
+            "is empty: it has no token",
+        ),
+    ],
+)
+def test_a_turn_that_is_not_rendered_as_sent_is_refused(
+    template: str, messages: Any, fields: dict[str, Any], span: dict[str, Any], words: str
+) -> None:
+    with refuses(words) as refused:
+        found(codec_of(template), asked(messages, span, **fields))
+    assert refused.value.field.startswith("capture.positions[0]")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "repeats it"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "rewrites it"),
+        (
+            "{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}",
+            "renders this",
+        ),
+    ],
+)
+def test_templates_that_repeat_rewrite_or_measure_are_refused(template: str, words: str) -> None:
+    with refuses(words):
+        found(codec_of("", template), asked([HI], {"turn": 0}))
+
+
+def test_an_image_belongs_to_the_content_that_it_stands_in() -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
+        "{{ p.text if p.type == 'text' else 'IMG' }}{% endfor %}{% endfor %}"
+    )
+    codec = codec_of("", template, parts=True)
+    image = codec.encode_here(["IMG"], False)[0].ids.tolist()
+    words = {"type": "text", "text": "What?"}
+    for content, wanted in (
+        ([picture(URL), words], "IMGWhat?"),
+        ([words, picture(URL)], "What?IMG"),
+        ([picture(URL)], "IMG"),
+    ):
+        parsed = asked([HI, HI | {"content": content}, HI], {"turn": 1})
+        text, positions, spelled = found(codec, parsed, images=2, image_placeholder=image)
+        start = text.index(wanted)
+        assert positions == covering(spelled, text, [(start, start + len(wanted))])
+
+
+def test_prompts_without_messages_have_no_turns() -> None:
+    for prompts in (["Hi"], [[1, 2]]):
+        parsed = parse_job(
+            JobRequest(model="m", prompts=prompts, capture=CaptureSpec(positions=Span(turn=0)))
+        )
+        with refuses("need a prompt given as `messages`", field="capture.positions"):
+            found(codec_of("phi3"), parsed)
+
+
+@pytest.mark.parametrize("template", TOKENS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_tokens_of_a_turn_cover_its_content_exactly(template: str, data: st.DataObject) -> None:
+    letters = st.text("ab \n<>|é京🙂\ue000", max_size=6)
+    roles = ["user", "assistant"] * data.draw(st.integers(1, 3))
+    if template not in ("gemma2", "mistral-v3"):
+        roles = ["system"] * data.draw(st.integers(0, 1)) + roles
+    opened = data.draw(st.booleans())
+    spaces = st.text(" \n\t", max_size=2)
+    messages = [
+        {
+            "role": role,
+            "content": f"{data.draw(spaces)}«{data.draw(letters)}{n}»{data.draw(spaces)}",
+        }
+        for n, role in enumerate(roles[: -1 if opened else None])
+    ]
+    number = data.draw(st.integers(0, len(messages) - 1))
+    fields = {"add_generation_prompt": opened, "continue_final_message": not opened}
+    parsed = asked(messages, {"turn": number}, **fields)
+    text, positions, spelled = found(codec_of(template), parsed)
+    stripped = [message for message in messages if message["role"] in TRIMMED.get(template, ())]
+    content = messages[number]["content"]
+    if any(message["content"] != message["content"].strip() for message in stripped) or (
+        template == "qwen3" and not opened and messages[-1]["content"].startswith("\n")
+    ):
+        content = content.strip()
+    start = text.index(content.strip()) - (len(content) - len(content.lstrip()))
+    assert text.count(content.strip()) == 1
+    assert positions == covering(spelled, text, [(start, start + len(content))])
+
+
+def test_turns_of_long_conversations_are_bounded() -> None:
+    parsed = asked([HI, HELLO] * 200, {"role": "user"})
+    assert check_cost(parsed, 1, 2000) < check_cost(asked([HI, HELLO] * 400, {"turn": 0}), 1, 2000)
+    with refuses("selects too many positions", field="capture.positions"):
+        check_cost(asked([HI, HELLO] * 200, {"part": "all"}), 1, 2000)
+
+
+@pytest.mark.parametrize(
+    ("span", "words"),
+    [
+        ({"turn": 0, "text": "a"}, "give one of text, turn"),
+        ({"turn": 0, "image": 0}, "give one of image, turn"),
+        ({"role": "user", "start": 1}, "turn takes neither"),
+        ({"part": "all", "occurrence": 1}, "turn takes neither"),
+        ({"part": "tools", "turn": 0}, "omit turn and role"),
+        ({"role": "model"}, "Invalid enum value 'model'"),
+    ],
+)
+def test_a_turn_stands_alone_in_its_span(span: dict[str, Any], words: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=words):
+        from_json(to_json(span), Span)
