@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import notebook as notebook  # so that results can be drawn, wherever they come from
 from .extras import explained
 
 if TYPE_CHECKING:

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..schemas.artifacts.probes import HeldOut, Roc, ScoreHistogram
 from ..schemas.base.errors import Translated, invalid
+from ..schemas.base.limits import MAX_PROBE_BINS
 from ..schemas.base.records import Plotted
 from .extras import need
 
@@ -18,6 +20,8 @@ from .extras import need
 _ITERATIONS = 2000
 #: Shuffles of the labels for the baseline.
 _SHUFFLES = 5
+#: The quantiles of the scores between which a histogram has its bins.
+_RANGE = (0.01, 0.99)
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,13 @@ class Fit(Plotted):
     # with two classes, the threshold with the best accuracy on the training rows; otherwise 0
     thresholds: list[float]
     metrics: Metrics
+    held_out: list[HeldOut]  # for each label
     layer: int | None = None  # the site of the rows, if known
     hook: str | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `PUT /v1/artifacts/probes/{name}` that are known."""
-        names = ("weight", "bias", "labels", "thresholds", "layer", "hook")
+        names = ("weight", "bias", "labels", "thresholds", "layer", "hook", "held_out")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def __repr__(self) -> str:
@@ -122,13 +127,15 @@ def fit(
                 allowed="two or more in both train and held_out",
             )
     weight, bias = _train(rows[train], names[train], classes, strength)
-    accuracy, auroc = _evaluate(rows[test] @ weight.T + bias, names[test], classes)
+    scores = rows[test] @ weight.T + bias
+    accuracy, auroc = _evaluate(scores, names[test], classes)
     generator = np.random.default_rng(seed)
     shuffled = []
     for _ in range(_SHUFFLES):
         weight_, bias_ = _train(rows[train], generator.permutation(names[train]), classes, strength)
         shuffled.append(_evaluate(rows[test] @ weight_.T + bias_, names[test], classes))
     two = len(classes) == 2
+    of_scores = classes[1:] if two else classes
     counts = Counter(names[test].tolist())
     metrics = Metrics(
         accuracy=accuracy,
@@ -142,11 +149,15 @@ def fit(
     return Fit(
         weight=weight.astype(np.float32),
         bias=bias.astype(np.float32),
-        labels=classes[1:] if two else classes,
+        labels=of_scores,
         thresholds=[_threshold(rows[train] @ weight[0] + bias[0], names[train] == classes[1])]
         if two
         else [0.0] * len(classes),
         metrics=metrics,
+        held_out=[
+            _held_out(column, names[test] == name)
+            for column, name in zip(scores.T, of_scores, strict=True)
+        ],
         layer=layer,
         hook=hook,
     )
@@ -216,6 +227,30 @@ def _evaluate(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> 
         for number in range(len(classes))
     ]
     return float((scores.argmax(axis=1) == numbers).mean()), float(np.mean(aurocs))
+
+
+def _held_out(scores: np.ndarray, positive: np.ndarray) -> HeldOut:
+    """Return the ROC curve, at most `MAX_PROBE_BINS` of its points, and the histogram of both
+    classes, whose first and last bin have what is beyond them.
+    """
+    metrics = importlib.import_module("sklearn.metrics")
+    fpr, tpr, _ = metrics.roc_curve(positive, scores)
+    kept = np.unique(np.linspace(0, len(fpr) - 1, MAX_PROBE_BINS).round().astype(int))
+    inside = np.clip(scores, *np.quantile(scores, _RANGE))
+    edges = np.histogram_bin_edges(inside, "auto")
+    if len(edges) > MAX_PROBE_BINS + 1:
+        edges = np.histogram_bin_edges(inside, MAX_PROBE_BINS)
+    negative, positives = (
+        np.histogram(inside[side], edges)[0].tolist() for side in (~positive, positive)
+    )
+    return HeldOut(
+        roc=Roc(
+            fpr=fpr[kept].tolist(),
+            tpr=tpr[kept].tolist(),
+            auc=float(metrics.roc_auc_score(positive, scores)),
+        ),
+        histogram=ScoreHistogram(edges=edges.tolist(), negative=negative, positive=positives),
+    )
 
 
 def _threshold(scores: np.ndarray, positive: np.ndarray) -> float:

@@ -272,6 +272,8 @@ def packed(values: Any, field: str) -> Tensor:
     # rows of different lengths
     with Translated(ValueError, lambda error: invalid(field, f"is not an array: {error}")):
         array = _from_torch(values) if is_torch(values) else np.asarray(values)
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which jax brings: numpy has no such kind
+        array = array.astype(np.float32)
     if array.dtype.kind not in "fiu":
         raise invalid(
             field,
@@ -317,6 +319,8 @@ def job_id(job: Any) -> Any:
 
 def _source(value: Any, field: str) -> Any:
     """Convert the name of a source run, a job, or a vector, to a patch source."""
+    if isinstance(value, PatchSource):
+        return msgspec.structs.replace(value, run=job_id(value.run))
     if isinstance(value, Mapping):
         return {**value, "run": job_id(value["run"])} if "run" in value else value
     if isinstance(run := job_id(value), str):

@@ -383,8 +383,10 @@ class CaptureReader(Plotted):
         """Return where each image of the prompt is: positions `[start, stop)`, in order."""
         return self._of(request).manifest.images
 
-    def tokens(self, request: int = 0) -> list[str]:
-        """Return the text of the token at each of `positions`, with its leading space.
+    @property
+    def tokens(self) -> list[str]:
+        """The text of the token at each of `positions()`, with its leading space: of the first
+        prompt, as all that takes a `request`; `words(request)` has those of the others.
 
         Raises MidstreamError: `not_found` for a reader that was opened from files alone (use
         `Client.capture`), and what the request to the server raises.
@@ -397,15 +399,14 @@ class CaptureReader(Plotted):
                 hint="open the capture with Client.capture(job), or pass token_ids() to "
                 "Client.detokenize",
             )
-        return self.read_tokens(self.token_ids(request))
+        return self.read_tokens(self.token_ids())
 
     def words(self, request: int = 0) -> list[str]:
-        """Return `tokens`; for a reader opened from files alone, the token ids in digits."""
-        return (
-            [str(token) for token in self.token_ids(request)]
-            if self.read_tokens is None
-            else self.tokens(request)
-        )
+        """Return the text of the token at each of `positions(request)`; for a reader opened from
+        files alone, its id in digits.
+        """
+        ids = self.token_ids(request)
+        return [str(token) for token in ids] if self.read_tokens is None else self.read_tokens(ids)
 
     def dropped(self, request: int = 0) -> list[int]:
         """Return the requested positions that at least one stage dropped under overload."""

@@ -58,17 +58,29 @@ def _show_job(connect: Connector, view: JobView) -> None:
 def _export_job(
     connect: Connector, job: str, path: str = "-", /, *, pair: int | None = None
 ) -> str:
-    """Write a job's result as JSON, or draw it if the path is that of a figure."""
-    result = connect().result(job)
+    """Write a job's result."""
+    return _written(connect().result(job), job, path, **wire.given(pair=pair))
+
+
+def _export_probe(connect: Connector, name: str, path: str = "-", /, **fields: Any) -> str:
+    """Write what is known of a probe, such as its ROC curve."""
+    return _written(connect().probes.get(name, **fields), name, path)
+
+
+def _written(result: Any, name: str, path: str, **options: Any) -> str:
+    """Write a result to a file: as JSON, as a table (.csv), or drawn."""
     if path == "-":
         print_json(result)
         return ""
-    if Path(path).suffix == ".json":
-        Path(path).write_bytes(to_json(result))
-    else:
-        figures.check(path, "--output")
-        figures.plot(result, path, **wire.given(pair=pair))
-    return f"{job} written to {path}"
+    match Path(path).suffix:
+        case ".json":
+            Path(path).write_bytes(to_json(result))
+        case ".csv":
+            result.to_pandas().to_csv(path, index=False)
+        case _:
+            figures.check(path, "--output")
+            figures.plot(result, path, **options)
+    return f"{name} written to {path}"
 
 
 def _stream(
@@ -224,7 +236,9 @@ KINDS = (
     Kind(
         "probe",
         "probes",
-        _calls("probes", *_NAMED) | {"put": _put_probe, "fit": fits.probe},
+        _calls("probes", *_NAMED)
+        | {"put": _put_probe, "export": _export_probe}
+        | {"fit": fits.probe},
     ),
     Kind("policy", "policies", _calls("policies", *_NAMED, "change")),
     Kind("run", "runs", _calls("source_runs", "list", "get", "delete"), paged=True),

@@ -20,6 +20,7 @@ from ..images import with_images
 from ..render import (
     attention as show_attention,
     attributions as show_attributions,
+    doses,
     figures,
     readings,
     records,
@@ -33,7 +34,7 @@ from ..study.patch_study import PatchStudy
 from ..texts import split
 from . import options
 from .captures import open_capture
-from .jobs import follow, print_result, print_view, report_end
+from .jobs import follow, print_view, report_end
 from .terminal import (
     AsJson,
     FieldsOption,
@@ -230,7 +231,7 @@ def sweep(
         PatchStudy.of(view.id, request, result).save(save)
     if not print_json(result, json_):
         out.print(show_sweeps.report(result, pair, top))
-    _finish(view.id, figure, lambda path: figures.heatmap(result, path, pair=pair), json_)
+    _finish(view.id, figure, lambda path: figures.plot(result, path, pair=pair), json_)
     if not result.summary.cells:  # exit non-zero, so that a script stops
         raise MidstreamError(
             "intervention_failed",
@@ -327,15 +328,20 @@ def dose(
     held_out: Annotated[
         Path | None, typer.Option(help="Texts that have nothing to do with the effect: likewise.")
     ] = None,
+    figure: Figure = None,
+    texts: Annotated[bool, typer.Option(help="Print the whole text of each scale.")] = False,
     json_: AsJson = False,
 ) -> None:
     """Weigh the effect of steering against its damage, by layer and scale."""
+    if figure is not None:
+        figures.check(figure, "--figure")
     files = {"prompts": prompts, "held_out": held_out}
     typed = {name: options.texts(path) for name, path in files.items() if path is not None}
     fields = _of_a_model(client, options.fields(file, set_, typed))
     result = client.dose(None, **fields)
-    if not print_json(result, json_):
-        print_result(client, result)
+    if not print_json(result, json_) and result.dose:
+        out.print(*doses.drawn(result.dose, texts), sep="\n")
+    _finish(result.id, figure, result.plot, json_)
 
 
 # --- Readings
@@ -378,7 +384,7 @@ def lens(
         if result.named:
             out.print(readings.named_table(result))
     if figure is not None:
-        figures.lens_figure(result, figure)
+        result.plot(figure)
 
 
 def attention(
@@ -438,7 +444,7 @@ def attention(
     )
     if not print_json(_facts(result), json_):
         out.print(show_attention.report(result, panels))
-    _finish(result.job, figure, lambda path: figures.attention_figure(result, path, panels), json_)
+    _finish(result.job, figure, lambda path: result.plot(path, panels=panels), json_)
 
 
 def _facts(attention: Attention) -> dict[str, Any]:

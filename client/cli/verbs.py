@@ -205,9 +205,9 @@ def export(
         typer.Option(
             "--output",
             "-o",
-            help="The file: of a job .json or a figure's; of a module .npz, .safetensors, .gguf, "
-            ".pt; of a capture .npz, .safetensors or a folder; of a streamed harvest file:FOLDER "
-            "or a Mooncake store.",
+            help="The file: of a job or probe .json, .csv or a figure's; of a module .npz, "
+            ".safetensors, .gguf, .pt; of a capture .npz, .safetensors or a folder; of a streamed "
+            "harvest file:FOLDER or a Mooncake store.",
         ),
     ] = None,
     model: Model = None,

@@ -14,8 +14,8 @@ from .jobs import count, table
 from .sweeps import Heatmap, remarks
 
 
-def _number(value: float | None, sign: str) -> str:
-    return "–" if value is None else format(value, f"{sign}.3f")
+def _signed(value: float | None) -> str:
+    return "–" if value is None else format(value, "+.3f")
 
 
 def report(attribution: Attribution, most: int = 10) -> RenderableType:
@@ -44,17 +44,15 @@ def checked_table(attribution: Attribution, most: int) -> Table:
     """Return a table of the `most` strongest cells with an exact value, and of the next `most` that
     disagree.
     """
-    numbers = ("layer", "estimate", "exact", "difference")
-    title = f"{_kind(attribution).capitalize()}s computed exactly"
+    numbers = ("layer", "estimated", "exact", "difference")
+    title = f"Effects of {_kind(attribution)}s computed exactly"
     names, cells = attribution.estimates.names, attribution.cells
     rows = [
         (
             escape(place_name(names, cell.column, cell.feature)),
             titled(cell.hook),
             str(cell.layer),
-            _number(cell.estimate, ""),
-            _number(cell.exact, ""),
-            _number(cell.difference, "+"),
+            *map(_signed, (cell.estimate_effect, cell.exact_effect, cell.difference)),
             ", ".join(cell.why),
             "[red]off[/]" if cell.off else "",
         )

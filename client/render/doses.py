@@ -21,10 +21,16 @@ _CELL: dict[str, Cell] = {
 }
 
 
-def drawn(result: DoseResult) -> Iterator[RenderableType]:
-    """Yield a table of all cells, and the largest safe scale of each layer and sign."""
+#: The column of whole texts.
+_WHOLE: dict[str, Cell] = {"text": lambda cell: escape(" ".join(cell.text.split()))}
+
+
+def drawn(result: DoseResult, whole: bool = False) -> Iterator[RenderableType]:
+    """Yield a table of all cells, and the largest safe scale of each layer and sign. `whole`: with
+    the whole text of each cell, one prompt at every scale.
+    """
     every = [result.unsteered, *result.cells]
-    rows = lines("Dose", _CELL, every)
+    rows = lines("Dose", _CELL | _WHOLE if whole else _CELL, every)
     for row, cell in zip(rows.rows, every, strict=True):
         row.style = None if cell.safe else "red"
     yield rows

@@ -94,9 +94,9 @@ def lens_figure(lens: "Lens") -> Any:
             )
             for cell in zip(tokens, logprobs, strict=True)
         ]
-        for tokens, logprobs in zip(lens.tokens, lens.logprobs, strict=True)
+        for tokens, logprobs in zip(lens.top_ids, lens.logprobs, strict=True)
     ]
-    names = _tokens(lens.positions, [lens.word(token) for token in lens.token_ids])
+    names = _tokens(lens.positions, lens.tokens)
     panel = module.graph_objects.Heatmap(
         z=np.exp(lens.logprobs[:, :, 0]),
         x=names,

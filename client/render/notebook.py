@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from rich import markup
 from rich.console import Console, RenderableType
 from rich.segment import Segment
@@ -14,16 +13,18 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.jobs import JobResult, Output
 from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.requests.steering import GlobalView
 from ...schemas.service.status import ServiceStatus
-from .. import frames
 from . import (
     attention as maps,
+    doses,
     figures,
     interactive,
     jobs,
+    lines,
     readings,
     records,
     status,
@@ -131,6 +132,8 @@ def _image(name: str, drawn: bytes) -> str:
 def _job_html(result: JobResult) -> str:
     if result.sweep is not None:
         return sweep_html(result.sweep)
+    if result.dose:
+        return dose_html(result.dose)
     captures = result.capture_results
     parts: list[RenderableType] = [records.listed(result.outputs, Output)]
     if captures.status != "not_requested":
@@ -172,9 +175,9 @@ def plot(value: Any, path: Any, **options: Any) -> Any:
     return figures.plot(value, path, **options)
 
 
-def frame(records: Sequence[msgspec.Struct]) -> Any:
-    """Return a data frame with a line for each record. Raises MidstreamError without pandas."""
-    return frames.pandas().DataFrame(map(msgspec.structs.asdict, records))
+def frame(value: Any, *arguments: Any, **options: Any) -> Any:
+    """Return a result as a data frame; see `schemas.base.records.Result`."""
+    return lines.frame(value, *arguments, **options)
 
 
 def attention_html(attention: "Attention") -> str:
@@ -205,6 +208,12 @@ def mapped_html(item: "Mapped") -> str:
     ) + _job_html(item.result)
 
 
+def dose_html(result: DoseResult) -> str:
+    """Return the figure, if matplotlib is installed, and the text of each layer and scale."""
+    image = _png(lambda: plot(result, None))
+    return (_image("dose", image) if image else "") + html(*doses.drawn(result, whole=True))
+
+
 def grid_html(grid: "Grid") -> str:
     """Return the heatmap, if matplotlib is installed, and the strongest cells."""
     drawn = _png(lambda: plot(grid, None))
@@ -219,6 +228,7 @@ def plotly_figure(value: Any, *arguments: Any) -> Any:
 #: Record type → the function that renders it as HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
+    DoseResult: dose_html,
     JobResult: _job_html,
     GlobalView: lambda view: html(steering.global_line(view), steering.entries(view.entries)),
     ServiceStatus: lambda now: html(status.status(now, "")),

@@ -49,7 +49,7 @@ def lens_table(lens: Lens, last: int = 12) -> Table:
     )
     drawn.add_column("layer", justify="right", style="dim")
     for place in places:
-        drawn.add_column(Text(shown(lens.word(lens.token_ids[place]))), no_wrap=True)
+        drawn.add_column(Text(shown(lens.tokens[place])), no_wrap=True)
     for row in reversed(range(len(lens.layers))):
         cells = [_cell(lens, row, place) for place in places]
         drawn.add_row(str(lens.layers[row]), *cells)
@@ -64,7 +64,7 @@ def named_table(lens: Lens, place: int = -1) -> Table:
         box=None,
         pad_edge=False,
         padding=(0, 2, 0, 0),
-        title=f"after {lens.word(lens.token_ids[place])!r}",
+        title=f"after {lens.tokens[place]!r}",
         title_justify="left",
     )
     drawn.add_column("layer", justify="right", style="dim")
@@ -82,7 +82,7 @@ def named_table(lens: Lens, place: int = -1) -> Table:
 def _cell(lens: Lens, row: int, place: int) -> Text:
     probability = float(np.exp(lens.logprobs[row, place, 0]))
     style = next(style for least, style in _STEPS if probability >= least)
-    return Text(f"{shown(lens.word(lens.tokens[row, place, 0])):<{_CELL}}", style=style)
+    return Text(f"{shown(lens.word(lens.top_ids[row, place, 0])):<{_CELL}}", style=style)
 
 
 def features_table(features: Features, most: int = 5) -> Table:
@@ -101,7 +101,7 @@ def features_table(features: Features, most: int = 5) -> Table:
             f"{feature}: {value:.2f}" for feature, value in list(features.of(place).items())[:most]
         )
         word, active, error = (
-            Text(shown(features.word(place))),
+            Text(shown(features.tokens[place])),
             str(reading.active[place]),
             f"{reading.errors[place]:.2f}",
         )

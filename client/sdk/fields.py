@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 import numpy as np
 
 from ...schemas.access.handling import Priority
-from ...schemas.artifacts.probes import Aggregation, ProbeSide, ProbeUse
+from ...schemas.artifacts.probes import Aggregation, HeldOut, ProbeSide, ProbeUse
 from ...schemas.base.states import CallbackEvent
 from ...schemas.jobs.fits import FitExample, RegisterWhen
 from ...schemas.jobs.harvests import (
@@ -346,5 +346,6 @@ class ProbeFields(TypedDict, total=False):
     thresholds: float | Sequence[float | None] | None
     aggregation: Aggregation | None
     decay: float | None
+    held_out: Sequence[HeldOut]
     model: str | None
     description: str | None

@@ -17,7 +17,7 @@ from ...schemas.prompts.selectors import LayerSelector, as_ranges
 from ...schemas.readings.features import FeaturesReading
 from ...schemas.readings.lens import LensReading, LensSpec
 from ...schemas.requests.specs import PatchSpec
-from .. import frames, notebook
+from .. import notebook
 from ..captures.patterns import Attention, attention_of
 from ..captures.reader import CaptureReader
 from ..values import known_keywords
@@ -45,7 +45,7 @@ TOP_K = 10
 class Lens(Plotted):
     """Logit lens of one prompt.
 
-    `tokens[i, j, k]`: the k-th most likely next token, of layer `layers[i]` at `positions[j]`.
+    `top_ids[i, j, k]`: the k-th most likely next token, of layer `layers[i]` at `positions[j]`.
     """
 
     job: str
@@ -53,7 +53,7 @@ class Lens(Plotted):
     layers: list[int]
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
-    tokens: np.ndarray  # int64 `[layers, positions, k]`, most likely first
+    top_ids: np.ndarray  # int64 `[layers, positions, k]`, most likely first
     logprobs: np.ndarray  # float32 `[layers, positions, k]`, nats
     named: list[int]  # token ids that the request named
     ranks: np.ndarray  # int64 `[layers, positions, named]`; 0: the most likely of the vocabulary
@@ -63,25 +63,17 @@ class Lens(Plotted):
     def __repr__(self) -> str:
         return (
             f"Lens(job={self.job!r}, hook={self.hook!r}, layers={as_ranges(self.layers)}, "
-            f"positions={as_ranges(self.positions)}, top_k={self.tokens.shape[2]})"
+            f"positions={as_ranges(self.positions)}, top_k={self.top_ids.shape[2]})"
         )
+
+    @property
+    def tokens(self) -> list[str]:
+        """The text of the token at each of `positions`, as far as known."""
+        return list(map(self.word, self.token_ids))
 
     def word(self, token: int) -> str:
         """Return the token's text, or its number if the text is not known."""
         return self.words.get(int(token), f"#{int(token)}")
-
-    def to_pandas(self) -> Any:
-        """Return a data frame with a line for each of the top tokens; `rank` 0: the most likely.
-
-        Raises MidstreamError without pandas.
-        """
-        lines = [
-            {"layer": self.layers[row], "position": self.positions[column], "rank": rank}
-            | {"token": int(token), "word": self.word(token)}
-            | {"logprob": float(self.logprobs[row, column, rank])}
-            for (row, column, rank), token in np.ndenumerate(self.tokens)
-        ]
-        return frames.pandas().DataFrame(lines)
 
     def plotly(self) -> Any:
         """An interactive heatmap: `plotly.graph_objects.Figure`.
@@ -103,7 +95,7 @@ def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None
         layers=reading.layers,
         positions=reading.positions,
         token_ids=reading.token_ids,
-        tokens=np.array(reading.top_tokens, dtype=np.int64).reshape(*shape, -1),
+        top_ids=np.array(reading.top_tokens, dtype=np.int64).reshape(*shape, -1),
         logprobs=np.array(reading.top_logprobs, dtype=np.float32).reshape(*shape, -1),
         named=reading.named_tokens,
         ranks=np.array(reading.named_ranks, dtype=np.int64).reshape(
@@ -144,12 +136,10 @@ class Features(Plotted):
             f"positions={as_ranges(self.reading.positions)})"
         )
 
-    def word(self, place: int) -> str:
-        """Return the text of the token at this index of `reading.positions`, or its id if the text
-        is not known.
-        """
-        token = self.reading.token_ids[place]
-        return self.words.get(token, f"#{token}")
+    @property
+    def tokens(self) -> list[str]:
+        """The text of the token at each of `reading.positions`, or its id if it is not known."""
+        return [self.words.get(token, f"#{token}") for token in self.reading.token_ids]
 
     def of(self, place: int) -> dict[int, float]:
         """Return feature → activation, most active first, of the token at this index of

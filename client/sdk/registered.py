@@ -39,7 +39,7 @@ from ..values import packed
 from . import wire
 from .calls import Calls, M, call
 from .fields import Array, ProbeFields, Steering
-from .wire import HttpCall, of_model
+from .wire import HttpCall, JobLike, of_model
 
 if TYPE_CHECKING:
     from ..probes import Fit
@@ -79,9 +79,9 @@ def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
         return vectors.read(steering)
 
 
-def _run(method: str, name: str, model: str | None) -> HttpCall:
-    """Build a call on a source run; `name` may also be the id of its job."""
-    return HttpCall(method, f"{_RUNS}/{quote(name, safe='')}", params=of_model(model))
+def _run(method: str, name: JobLike, model: str | None) -> HttpCall:
+    """Build a call on a source run; `name` may also be its job."""
+    return HttpCall(method, f"{_RUNS}/{quote(wire.id_of(name), safe='')}", params=of_model(model))
 
 
 class NamedCalls(Calls[M], Generic[M, R]):
@@ -377,16 +377,16 @@ class SourceRuns(Calls[M]):
         return await self._ask(HttpCall("GET", _RUNS, params=params), RunPage)
 
     @call
-    async def get(self, name: str, model: str | None = None) -> RunView:
+    async def get(self, name: JobLike, model: str | None = None) -> RunView:
         """Return a source run's state, and the captured layers and positions of each prompt. Raises
         `not_found`.
 
-        `name`: the run's name, or the id of a job with a capture.
+        `name`: the run's name, or a job with a capture.
         """
         return await self._ask(_run("GET", name, model), RunView)
 
     @call
-    async def delete(self, name: str, model: str | None = None) -> None:
+    async def delete(self, name: JobLike, model: str | None = None) -> None:
         """Delete a source run: its capture and its name.
 
         Raises `not_found`, and `conflict` while its job runs.

@@ -29,7 +29,7 @@ from ...schemas.access.webhooks import (
 from ..notebook import Listing
 from . import wire
 from .calls import Calls, M, call
-from .wire import HttpCall
+from .wire import HttpCall, JobLike
 
 _KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
 _DELIVERIES, _SECRETS, _DISABLED = (
@@ -120,7 +120,7 @@ class Webhooks(Calls[M]):
     async def list(
         self,
         *,
-        job: str | None = None,
+        job: JobLike | None = None,
         state: DeliveryState | None = None,
         tenant: str | None = None,
         limit: int | None = None,
@@ -129,7 +129,8 @@ class Webhooks(Calls[M]):
         """Return one page of webhooks with their attempts, newest first; its `next` is the next
         `cursor`.
         """
-        params = wire.given(job=job, state=state, tenant=tenant, limit=limit, cursor=cursor)
+        of = None if job is None else wire.id_of(job)
+        params = wire.given(job=of, state=state, tenant=tenant, limit=limit, cursor=cursor)
         return await self._ask(HttpCall("GET", _DELIVERIES, params=params), DeliveryPage)
 
     @call

@@ -22,7 +22,7 @@ from ...schemas.base.errors import (
     error_of,
     invalid,
 )
-from ...schemas.base.records import Suggesting, from_json, to_json
+from ...schemas.base.records import Result, from_json, to_json
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import (
     PROBLEM_EVENT,
@@ -112,8 +112,8 @@ class HttpCall:
         }
 
 
-@dataclass(frozen=True)
-class Answer(Suggesting):
+@dataclass(frozen=True, repr=False)
+class Answer(Result):
     """The response to a completion or a chat, with Midstream's additions to OpenAI's fields."""
 
     job: str

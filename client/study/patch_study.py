@@ -201,7 +201,7 @@ class _Study(Generic[C]):
         `path`: save the figure there, in the format of the extension. Raises MidstreamError if
         matplotlib is not installed.
         """
-        return figures.heatmap(self.result, path, pair)
+        return figures.plot(self.result, path, pair=pair)
 
     def show(self, pair: int | None = None) -> None:
         """Print the heatmap on the terminal, with the strongest cells, notes and skipped cells."""

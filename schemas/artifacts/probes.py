@@ -6,6 +6,7 @@ A probe is an affine map of a row: scores = W · row + b, float32. Alain and Ben
 """
 
 import hashlib
+import itertools
 import math
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from ..base.limits import (
     MAX_LATCH_S,
     MAX_LAYER,
     MAX_POLICY_WINDOW,
+    MAX_PROBE_BINS,
     MAX_PROBE_LABELS,
     MAX_PROBES,
     MAX_REQUEST_PROBES,
@@ -129,6 +131,50 @@ ProbeLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 ProbeSide = Literal["before", "after"]
 
 
+Proportion = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Counts = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]],
+    msgspec.Meta(min_length=1, max_length=MAX_PROBE_BINS),
+]
+
+
+class Roc(Record):
+    """A ROC curve: at each threshold, the shares of negative and positive rows at or above it."""
+
+    fpr: Annotated[list[Proportion], msgspec.Meta(min_length=2, max_length=MAX_PROBE_BINS)]
+    tpr: Annotated[list[Proportion], msgspec.Meta(min_length=2, max_length=MAX_PROBE_BINS)]
+    auc: Proportion  # of all scores
+
+    def __post_init__(self) -> None:
+        if len(self.fpr) != len(self.tpr):
+            raise ValueError(f"fpr has {len(self.fpr)} points, tpr {len(self.tpr)}")
+        if any(values != sorted(values) for values in (self.fpr, self.tpr)):
+            raise ValueError("fpr and tpr must ascend")
+
+
+class ScoreHistogram(Record):
+    """How many negative and positive rows have a score in each bin."""
+
+    edges: Annotated[list[float], msgspec.Meta(max_length=MAX_PROBE_BINS + 1)]
+    negative: Counts
+    positive: Counts
+
+    def __post_init__(self) -> None:
+        if not len(self.negative) == len(self.positive) == len(self.edges) - 1:
+            raise ValueError("negative and positive need a count for each bin, edges one more")
+        if any(not low < high for low, high in itertools.pairwise(self.edges)):
+            raise ValueError("edges must ascend")
+
+
+class HeldOut(Record):
+    """The scores of one label on rows that the probe was not trained on; positive rows are those of
+    the label.
+    """
+
+    roc: Roc
+    histogram: ScoreHistogram
+
+
 class ProbeRequest(Registration, kw_only=True):
     """Body of `PUT /v1/artifacts/probes/{name}`.
 
@@ -151,6 +197,8 @@ class ProbeRequest(Registration, kw_only=True):
     ) = None
     aggregation: Aggregation = "last"
     decay: Decay | None = None  # of `exponential`
+    # what its training measured, for each label; empty: unknown
+    held_out: Annotated[list[HeldOut], msgspec.Meta(max_length=MAX_PROBE_LABELS)] = []
 
     def __post_init__(self) -> None:
         pack_numbers(self, "weight", "bias")
@@ -176,12 +224,13 @@ class ProbeContent(Record):
         ).hexdigest()
 
 
-class Probe(Registered, kw_only=True):
+class Probe(Plotted, Registered, kw_only=True):
     """A registered probe, as the ledger stores it and the API returns it; without its tensors."""
 
     content: ProbeContent
     hidden_size: int
     bytes: int  # of its tensors
+    held_out: list[HeldOut] = []  # see `ProbeRequest`
 
     @property
     def tensors(self) -> list[str]:

@@ -152,6 +152,7 @@ MAX_SURVEYS = 64  # Surveys of a harvest
 MAX_PROBES = 256  # Registered probes of a model
 MAX_REQUEST_PROBES = 16  # Probes that a request names
 MAX_PROBE_LABELS = 64  # Labels of a probe
+MAX_PROBE_BINS = 64  # Bins of the histogram, and points of the ROC curve, of a label (`held_out`)
 MAX_GATE_RUNS = 1024  # Runs of steered tokens that a result names for each probe (`gate`)
 # Scores of single tokens that are returned (`tokens`), over all prompts and probes of a job
 MAX_PROBE_TOKENS = 1 << 18

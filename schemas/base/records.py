@@ -27,9 +27,12 @@ _MEANT: dict[str, tuple[str, ...]] = {
     "output": ("outputs", "text"),
     "outputs": ("texts",),
     "choices": ("outputs", "texts"),
-    "to_pandas": ("patterns[layer]", "activations(feature)"),
     **dict.fromkeys(("draw", "figure", "heatmap", "imshow", "line", "show"), ("plot()",)),
 }
+
+
+#: The most characters of a field where a result is printed in one line.
+_SHOWN = 60
 
 
 class Suggesting:
@@ -53,7 +56,30 @@ def drawn(function: str, value: Any, *arguments: Any, **options: Any) -> Any:
     return plotter(function, value, *arguments, **options)
 
 
-class Plotted(Suggesting):
+class Result(Suggesting):
+    """A result whose numbers become a data frame, and which is printed in one line."""
+
+    __slots__ = ()
+
+    def to_pandas(self, *arguments: Any, **options: Any) -> Any:
+        """Return a data frame (extra `notebook`); `docs/client.md` says what a line is of each kind
+        of result. Raises MidstreamError without pandas.
+        """
+        return drawn("frame", self, *arguments, **options)
+
+    def __repr__(self: Any) -> str:
+        """Return the fields that are numbers or texts, of lists how many, of records the name."""
+        shown = []
+        for name in getattr(self, "__struct_fields__", None) or self.__dataclass_fields__:
+            value = getattr(self, name)
+            value = len(value) if isinstance(value, list | dict) else getattr(value, "name", value)
+            if isinstance(value, str | int | float) and value not in ("", 0):
+                text = str(value)[:_SHOWN]
+                shown.append(f"{name}={text!r}" if isinstance(value, str) else f"{name}={text}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Plotted(Result):
     """A result that can be drawn."""
 
     __slots__ = ()

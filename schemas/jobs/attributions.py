@@ -38,9 +38,10 @@ class CheckedCell(CellPlace, kw_only=True):
     why: list[Why]
     estimate: float | None  # in the metric's units
     exact: float | None  # null: not computed yet, or `reason`
-    # the estimated effect minus the exact one, each a difference to the unpatched prompt on its own
-    # worker; null: one is not known
-    difference: float | None = None
+    # each a difference to the unpatched prompt on its own worker; null: not known
+    estimate_effect: float | None = None
+    exact_effect: float | None = None
+    difference: float | None = None  # the estimated effect minus the exact one
     off: bool  # the effects differ by more than the noise floor and the tolerance
 
 

@@ -5,7 +5,7 @@ A dose is an ordinary job, whose prompts are, for the unsteered model and then f
 prompts to continue, the same with the target after them, and the held-out texts.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -21,7 +21,7 @@ from ..base.limits import (
     Reference,
     Text,
 )
-from ..base.records import Record, Suggesting, drawn
+from ..base.records import Plotted, Record
 from ..prompts.selectors import LayerSelector
 from ..requests.steering import SteeringEntries
 
@@ -106,7 +106,7 @@ class DoseCell(Record):
     stopped: int = 0  # continuations that a policy ended: the figures are those of what is left
 
 
-class DoseResult(Suggesting, Record):
+class DoseResult(Plotted, Record):
     """The outcome of a dose. `safe`: for each layer and sign, the cell of the largest scale up to
     which every cell is safe.
     """
@@ -115,10 +115,3 @@ class DoseResult(Suggesting, Record):
     unsteered: DoseCell
     cells: list[DoseCell]
     safe: list[DoseCell] = []
-
-    def to_pandas(self) -> Any:
-        """Return a data frame with a line for each cell, that of the unsteered model first.
-
-        Raises MidstreamError without pandas.
-        """
-        return drawn("frame", [self.unsteered, *self.cells])

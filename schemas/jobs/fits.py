@@ -32,7 +32,7 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Record, to_msgpack
+from ..base.records import Record, Result, to_msgpack
 from ..prompts.selectors import (
     Hook,
     HookName,
@@ -166,7 +166,7 @@ class LensProgress(Record):
     of: int
 
 
-class LensFitResult(Record, tag="jacobian_lens"):
+class LensFitResult(Result, Record, tag="jacobian_lens"):
     """The outcome of the fit of a lens, which is registered. `lens.fit` has the prompts used, and
     the error of each layer of a sketch.
     """
@@ -174,7 +174,7 @@ class LensFitResult(Record, tag="jacobian_lens"):
     lens: JacobianLens
 
 
-class FitResult(Record, tag="module"):
+class FitResult(Result, Record, tag="module"):
     """The outcome of the fit of a module. A module that is not registered is not stored."""
 
     name: str

@@ -258,7 +258,7 @@ def test_one_request_is_read_by_several_autoencoders(
     job = client.jobs.get(next(iter(mapped)).result.id)
     assert job.contents == {f"sae/{name}": digest for name, digest in digests.items()}
     one = client.features("hello", "gated", top_k=4, positions=[2])
-    assert (one.word(0), one.of(0)) == (both["gated"].word(2), both["gated"].of(2))
+    assert (one.tokens[0], one.of(0)) == (both["gated"].tokens[2], both["gated"].of(2))
     asked = ["submit", "hello", "--max-tokens", "1"]
     for fields in ({"sae": "gated", "top_k": 6}, {"sae": "jumprelu", "top_k": 2}):
         asked += ["--set", f"features={json.dumps(fields)}"]
@@ -276,10 +276,10 @@ def test_a_lens_gives_arrays_and_tables(
     client: Client, midstream: Callable[..., str], tmp_path: Path
 ) -> None:
     found = client.lens("hello", top_k=3, tokens=["e"])
-    assert found.tokens.shape == found.logprobs.shape == (NUM_LAYERS, 5, 3)
+    assert found.top_ids.shape == found.logprobs.shape == (NUM_LAYERS, 5, 3)
     assert (found.positions, found.layers) == (list(range(5)), list(range(NUM_LAYERS)))
     np.testing.assert_array_equal(found.logprobs[2, 4], [0, -1, -2])
-    assert [found.word(token) for token in found.token_ids] == list("hello")
+    assert found.tokens == list("hello")
     assert found.ranks.shape == found.named_logprobs.shape == (NUM_LAYERS, 5, 1)
     assert "rank 4" in found._repr_html_()
     assert readings.named_table(found).row_count == NUM_LAYERS

@@ -126,6 +126,22 @@ def test_a_policy_of_all_traffic_reads_every_request(client: Client, calm: str) 
 
 
 WEIGHT = np.ones((2, HIDDEN)).tolist()
+CURVE = {"fpr": [0, 1], "tpr": [0, 1], "auc": 0.5}
+BINS = {"edges": [0, 1, 2], "negative": [3, 1], "positive": [0, 2]}
+HELD_OUT = {"roc": CURVE, "histogram": BINS}
+
+
+def test_a_probe_keeps_what_its_training_measured(client: Client) -> None:
+    fields: Any = {"weight": WEIGHT, "layer": 0, "thresholds": 1.0}
+    unmeasured = client.probes.put("trained", **fields)
+    client.probes.put("trained", **fields, held_out=[HELD_OUT, HELD_OUT])
+    found = client.probes.get("trained")
+    assert (found.digest, found.held_out[1].roc.auc) == (unmeasured.digest, 0.5)
+    assert found.held_out[1].histogram.positive == [0, 2]
+    assert len(found.plot(label=1).axes) == 2
+    with refuses("0 has no scores of held-out rows", field="label"):
+        unmeasured.plot()
+    client.probes.delete("trained")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +164,23 @@ WEIGHT = np.ones((2, HIDDEN)).tolist()
         ({"aggregation": "exponential"}, "decay", "is required"),
         ({"decay": 0.5}, "decay", "is not valid for aggregation 'last'"),
         ({"decay": 1.0, "aggregation": "exponential"}, "decay", "< 1"),
+        ({"held_out": [HELD_OUT]}, "held_out", "has 1 entries (allowed: 2"),
+        (
+            {"held_out": [HELD_OUT | {"roc": CURVE | {"tpr": [1, 0]}}] * 2},
+            "held_out[0].roc",
+            "ascend",
+        ),
+        ({"held_out": [HELD_OUT | {"roc": CURVE | {"tpr": [1]}}]}, "held_out[0].roc.tpr", ">= 2"),
+        (
+            {"held_out": [HELD_OUT | {"histogram": BINS | {"edges": [0]}}]},
+            "held_out[0].histogram",
+            "edges one more",
+        ),
+        (
+            {"held_out": [HELD_OUT | {"histogram": BINS | {"edges": [0, 0, 1]}}]},
+            "held_out[0].histogram",
+            "edges must ascend",
+        ),
     ],
 )
 def test_a_probe_that_does_not_fit_is_refused_by_field(

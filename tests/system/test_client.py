@@ -122,7 +122,7 @@ def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(clien
         for prompts in (["hello", "you"], ["far away"])
     ]
     first, second = readers
-    assert "".join(first.tokens(0)) == client.detokenize(MODEL, first.token_ids(0)).prompt
+    assert "".join(first.tokens) == client.detokenize(MODEL, first.token_ids(0)).prompt
     last = [
         reader.row(NUM_LAYERS - 1, reader.positions(request)[-1], request=request)
         for reader, request in ((first, 0), (first, 1), (second, 0))
@@ -306,7 +306,7 @@ async def captures(client: AsyncClient, folder: Path) -> None:
     np.testing.assert_array_equal(
         reader.array(2), residual_rows(2, np.arange(len(tokens)), np.array(tokens))
     )
-    assert reader.tokens() == (await client.detokenize("fake-model", tokens)).token_strs
+    assert reader.tokens == (await client.detokenize("fake-model", tokens)).token_strs
     assert (await client.tokenize("fake-model", "hello")).tokens[-len("hello") :] == tokens[
         -len("hello") :
     ]

@@ -24,6 +24,7 @@ def cell(at: tuple[int, int], estimate: float, exact: float | None, off: bool) -
     return CheckedCell(
         hook="pre_attn", layer=at[0], column=at[1], label=" x", why=["top"], estimate=estimate,
         exact=exact, difference=None if exact is None else estimate - exact, off=off,
+        estimate_effect=estimate, exact_effect=exact,
     )  # fmt: skip
 
 
@@ -96,10 +97,26 @@ def verified_features() -> AttributionResult:
     kept = {"hook": "pre_attn", "layer": 2, "column": 3, "label": " x", "reason": ""}
     checked = [
         CheckedCell(
-            **kept, feature=12, why=["top"], estimate=0.3, exact=0.02, difference=0.28, off=True
+            **kept,
+            feature=12,
+            why=["top"],
+            estimate=0.3,
+            exact=0.02,
+            difference=0.28,
+            off=True,
+            estimate_effect=0.3,
+            exact_effect=0.02,
         ),
         CheckedCell(
-            **kept, feature=7, why=["random"], estimate=0.05, exact=-0.06, difference=0.11, off=True
+            **kept,
+            feature=7,
+            why=["random"],
+            estimate=0.05,
+            exact=-0.06,
+            difference=0.11,
+            off=True,
+            estimate_effect=0.05,
+            exact_effect=-0.06,
         ),
     ]
     return attribution(estimated(features=scores, checked=checked))

@@ -153,6 +153,9 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("HarvestPositions", "window"): Span(last=3),
     ("StoredCapture", "window"): Span(last=3),
     ("StoredDose", "effect"): DoseEffect(words=["yes"]),
+    ("Roc", "fpr"): [0.0, 1.0],
+    ("Roc", "tpr"): [0.5, 1.0],
+    ("ScoreHistogram", "edges"): [0.0, 1.0],
     ("StoredHarvest", "source"): HarvestSource(path="corpus", field="body"),
 }
 TEXTS = {"name": "alpha", "tenant": "team", "id": "0123456789ab", "tag": "t", "sha256": "0" * 64}

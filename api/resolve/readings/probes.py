@@ -116,6 +116,7 @@ def resolve_probe(
         bytes=sum(len(tensor.data) for tensor in tensors),
         created=now(),
         description=probe_request.description,
+        held_out=probe_request.held_out,
     )
     return probe, {content_hash(tensor): to_msgpack(tensor) for tensor in tensors}
 
@@ -145,6 +146,9 @@ def _of_labels(probe_request: ProbeRequest, number: int) -> tuple[list[str], lis
         if len(values) != number:
             detail = f"has {len(values)} entries"
             raise invalid(at, detail, allowed=f"{number}: {allowed}")
+    if len(probe_request.held_out) not in (0, number):
+        detail = f"has {len(probe_request.held_out)} entries"
+        raise invalid("held_out", detail, allowed=f"{number}, one for each label, or none")
     for index, label in enumerate(labels):
         if label in labels[:index]:
             raise invalid(f"labels[{index}]", f"{label!r} is listed twice")

@@ -133,11 +133,9 @@ class _Comparison:
     def _cell(self, unit: Unit, limit: float) -> CheckedCell:
         number, record = unit.number, self._records.get(unit.number)
         estimate, exact = self._estimates.get(number), None if record is None else record.value
-        difference = (
-            None
-            if estimate is None or exact is None
-            else (estimate - self._estimated_nothing) - (exact - self._nothing)
-        )
+        estimated = None if estimate is None else estimate - self._estimated_nothing
+        effect = None if exact is None else exact - self._nothing
+        difference = None if estimated is None or effect is None else estimated - effect
         return CheckedCell(
             hook=self._sweep.hooks[unit.hook],
             layer=self._sweep.layers[unit.layer],
@@ -146,6 +144,8 @@ class _Comparison:
             why=self.whys[number],
             estimate=estimate,
             exact=exact,
+            estimate_effect=estimated,
+            exact_effect=effect,
             difference=difference,
             off=difference is not None and abs(difference) > limit,
             reason="" if record is None else record.reason,

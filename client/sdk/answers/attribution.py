@@ -114,13 +114,10 @@ class Attribution(Plotted):
         """The cells chosen to be computed exactly, with the strongest effect first; with `sae`,
         features in columns.
         """
-        checked = [
-            (-1.0 if cell.exact is None else abs(cell.exact - base), cell)
-            for number, item in self._pairs
-            for base in [grid_of(self.result, number).base]
-            for cell in item.checked
-        ]
-        return [cell for _, cell in sorted(checked, key=lambda entry: -entry[0])]
+        checked = (cell for _, item in self._pairs for cell in item.checked)
+        return sorted(
+            checked, key=lambda cell: 1.0 if cell.exact_effect is None else -abs(cell.exact_effect)
+        )
 
     @property
     def off(self) -> list[CheckedCell]:
@@ -148,7 +145,6 @@ class Attribution(Plotted):
             for number, item in self._pairs
             for names in [grid_of(self.result, number).names]
             for feature in item.features
-            for name in ["error" if feature.feature < 0 else f"feature {feature.feature}"]
         )
 
     @property
@@ -175,10 +171,10 @@ class Attribution(Plotted):
         return sum(item.found for item in known) / top if top else None
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a sweep's line for each cell, whose `value` and `effect` are the exact ones, with
-        its `estimate` and `estimated_effect`, why it was computed (`why`), and whether both effects
-        disagree (`off`; None: not computed). Of edges and features: one for each, and of features
-        with the exact effect (`exact`).
+        """Return a line for each cell of a sweep, with its `estimate` and `exact` value, their
+        effects `estimate_effect` and `exact_effect`, why it was computed (`why`), and whether both
+        effects disagree (`off`; None: not computed). Of edges and features: one for each, of
+        features with both effects.
 
         Raises MidstreamError without pandas.
         """
@@ -195,30 +191,33 @@ class Attribution(Plotted):
         for line, estimate in zip(records(self.result), estimates, strict=True):
             if self.pair in (None, line["pair"]):
                 cell = checked.get((line["pair"], line["hook"], line["layer"], line["column"]))
-                line["estimate"], line["estimated_effect"] = estimate["value"], estimate["effect"]
+                line["exact"], line["exact_effect"] = line.pop("value"), line.pop("effect")
+                line["estimate"], line["estimate_effect"] = estimate["value"], estimate["effect"]
                 line["why"] = cell.why if cell else []
                 line["off"] = cell.off if cell and cell.exact is not None else None
                 lines.append(line)
         return frames.pandas().DataFrame(lines)
 
     def _feature_lines(self) -> list[dict[str, Any]]:
-        unknown: dict[str, Any] = {"exact": None, "why": [], "off": None}
+        unknown: dict[str, Any] = {"exact_effect": None, "why": [], "off": None}
         found: dict[tuple[Any, ...], dict[str, Any]] = {
             (item.pair, item.item.column, item.item.feature): {
-                "pair": item.pair, "name": item.name, "score": item.score, **unknown
+                "pair": item.pair, "name": item.name, "estimate_effect": item.score, **unknown
             }
             for item in self.features
             if isinstance(item.item, FeatureScore)
         }  # fmt: skip
         for number, item in self._pairs:
-            grid, base = grid_of(self.result, number), grid_of(estimated(self.result), number).base
+            names = grid_of(self.result, number).names
             for cell in item.checked:
-                name = place_name(grid.names, cell.column, cell.feature)
-                score = None if cell.estimate is None else cell.estimate - base
-                line = {"pair": number, "name": name, "score": score, **unknown, "why": cell.why}
-                if cell.exact is not None:
-                    line |= {"exact": cell.exact - grid.base, "off": cell.off}
-                found[number, cell.column, cell.feature] = line
+                found[number, cell.column, cell.feature] = {
+                    "pair": number,
+                    "name": place_name(names, cell.column, cell.feature),
+                    "estimate_effect": cell.estimate_effect,
+                    "exact_effect": cell.exact_effect,
+                    "why": cell.why,
+                    "off": None if cell.exact is None else cell.off,
+                }
         return list(found.values())
 
 

@@ -124,6 +124,8 @@ def test_a_cell_is_off_beyond_noise_floor_and_tolerance(apart: float) -> None:
         (1, 1, True),
     ]
     assert [cell.difference for cell in found.checked] == pytest.approx([-0.59, -0.61])
+    effects = [cell.estimate_effect - cell.exact_effect for cell in found.checked]
+    assert effects == pytest.approx([-0.59, -0.61])
 
 
 def test_recall_is_of_known_cells_and_needs_others_than_the_top() -> None:

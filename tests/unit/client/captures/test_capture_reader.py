@@ -482,6 +482,6 @@ def test_tokens_need_the_client_that_opened_the_reader(store: ArtifactStore) -> 
     write(store, finished(positions=[0, 2]))
     reader = CaptureReader(store, "job_x")
     with refuses("no tokenizer"):
-        reader.tokens()
+        print(reader.tokens)
     reader.read_tokens = lambda ids: [f" {token}" for token in ids]
-    assert reader.tokens() == [" 100", " 102"]
+    assert reader.tokens == [" 100", " 102"]

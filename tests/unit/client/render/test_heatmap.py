@@ -25,7 +25,7 @@ def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None
 
 
 def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() -> None:
-    figure = figures.heatmap(result())
+    figure = figures.plot(result())
     panels = figure.axes[:2]
     assert [panel.get_title() for panel in panels] == ["pre_attn (resid_pre)", "mlp_out"]
     assert [label.get_text() for label in panels[0].get_yticklabels()] == [
@@ -65,7 +65,7 @@ def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
     metric: Metric, peak: float, limits: tuple[float, float], middle: str
 ) -> None:
     sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
-    axes = figures.heatmap(sweep).axes
+    axes = figures.plot(sweep).axes
     meshes = [panel.collections[0] for panel in axes[:2]]
     assert ([mesh.get_clim() for mesh in meshes], {mesh.get_cmap().name for mesh in meshes}) == (
         [limits, limits],
@@ -81,7 +81,7 @@ def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
     places = [[number] for number in range(6)]
     both = pair(grids={"pre_attn": values, "mlp_out": values}, positions=places)
     sweep = result(both, skipped=[])
-    mesh = figures.heatmap(sweep).axes[0].collections[0]
+    mesh = figures.plot(sweep).axes[0].collections[0]
     low, none, high = (mesh.cmap(mesh.norm(value)) for value in (-0.1, 0.0, 0.1))
     assert low[2] > low[0] + 0.05, "blue"
     assert high[0] > high[2] + 0.05, "red"
@@ -113,12 +113,12 @@ def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with refuses("midstream[plots]"):
-        figures.heatmap(result())
+        figures.plot(result())
 
 
 def test_long_prompts_in_titles_are_cut_in_the_middle() -> None:
     tokens = ["Once", *[" and\n again"] * 60, " in"]
-    title = figures.heatmap(result(pair(base_tokens=tokens))).get_suptitle().replace("\n", " ")
+    title = figures.plot(result(pair(base_tokens=tokens))).get_suptitle().replace("\n", " ")
     assert "“Once and again and" in title
     assert "again in”" in title
     assert len(title) < 400
@@ -169,7 +169,7 @@ def test_tokens_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) ->
     tokens = ["$x$", "$\\frac", "[bold]", "[/]", "is", "in"]
     sweep = result(pair(labels=tokens, base_tokens=tokens))
     assert "[bold] 2" in printed(sweep)
-    figures.heatmap(sweep, tmp_path / "out.svg")
+    figures.plot(sweep, tmp_path / "out.svg")
     assert "$\\frac 1" in (tmp_path / "out.svg").read_text()
 
 
@@ -180,8 +180,8 @@ def test_tokens_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) ->
 def test_a_figure_that_cannot_be_written_is_refused_by_name(
     tmp_path: Path, path: str, detail: str
 ) -> None:
-    with refuses(detail, field="heatmap"):
-        figures.heatmap(result(), tmp_path / path)
+    with refuses(detail, field="path"):
+        figures.plot(result(), tmp_path / path)
 
 
 def test_a_position_stands_behind_a_token_and_not_behind_the_name_of_a_span() -> None:
@@ -197,7 +197,7 @@ def test_sweeps_without_values_or_prompts_are_still_drawn() -> None:
     nothing = {hook: [[None] * 6 for _ in LAYERS] for hook in ("pre_attn", "mlp_out")}
     for metric in ("recovered", "kl"):
         sweep = result(pair(grids=nothing, base=None, source=None), metric=metric)
-        assert figures.heatmap(sweep).axes
+        assert figures.plot(sweep).axes
         assert "Strongest cells" in printed(sweep)
     assert grid_of(result(pair(grids=nothing))).top(3) == []
     values = {hook: [[-3.0] * len(CORRUPT)] * len(LAYERS) for hook in ("pre_attn", "mlp_out")}

@@ -7,16 +7,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attribution_kit import attribution, edges, verified_features
 from capture_kit import finished, values, write
 from job_kit import job_result
+from msgspec.structs import replace
 from refusal_kit import refuses
 from sweep_kit import result
 
-from midstream import CaptureReader, MidstreamError, PatchStudy, harvest, matrix, probes, samples
+from midstream import (
+    Answer,
+    CaptureReader,
+    MidstreamError,
+    PatchStudy,
+    harvest,
+    matrix,
+    probes,
+    samples,
+)
+from midstream.client.captures.patterns import Attention
 from midstream.client.render.figures import PLOTS
+from midstream.client.render.lines import LINES
+from midstream.client.sdk.answers.attribution import Attribution
 from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.readings import Features, lens_of
 from midstream.schemas.artifacts.probes import ProbeResult
+from midstream.schemas.base.records import Result
+from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 from midstream.schemas.readings.features import FeaturesReading
 from midstream.schemas.readings.lens import LensReading
 
@@ -145,8 +161,33 @@ def fitted(**site: Any) -> probes.Fit:
     return probes.fit(rows, np.arange(40) % 2, **site)
 
 
+def dose() -> DoseResult:
+    """Two layers: one is safe up to scale 2, the other nowhere."""
+    none = DoseCell(layer=None, scale=0.0, effect=0.1, loss=4.0, repetition=0.1, safe=True, text="")
+    near, far, bad = (
+        replace(none, layer=layer, scale=scale, loss=loss, safe=loss < 1, text="a\ntext")
+        for layer, scale, loss in ((3, 2.0, 0.1), (3, 4.0, 2.0), (7, 2.0, 3.0))
+    )
+    asked = StoredDose(
+        cells=[(None, 0.0)], effect=DoseEffect(words=["joy"]), prompts=1, requests=2,
+        target_tokens=[], max_loss=0.3, max_repetition=0.2,
+    )  # fmt: skip
+    return DoseResult(dose=asked, unsteered=none, cells=[far, near, bad], safe=[near])
+
+
+def attention() -> Attention:
+    pattern = np.tril(np.ones((2, 3, 3), np.float32))
+    return Attention("job_x", [0, 1, 2], [5, 6, 7], ["a", "b", "c"], {4: pattern}, {4: [0, 1]})
+
+
 RESULTS = {
     "sweep": result,
+    "attribution": lambda: Attribution("job_x", attribution()),
+    "verified features": lambda: Attribution("job_x", verified_features()),
+    "edges": lambda: Attribution("job_x", edges()),
+    "attention": attention,
+    "dose": dose,
+    "job of a dose": lambda: job_result(dose=dose()),
     "grid": lambda: grid_of(result()),
     "lens": lambda: lens_of(LENS),
     "features": lambda: Features("job_x", FEATURES),
@@ -167,9 +208,64 @@ def test_every_result_is_drawn_and_saved(tmp_path: Path, kind: str) -> None:
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
+def test_a_dose_is_drawn_by_layer_with_its_safe_range(tmp_path: Path) -> None:
+    axes = dose().plot().get_axes()
+    assert [axis.get_title() for axis in axes[:2]] == ["layer 3", "layer 7"]
+    effect, loss = axes[0], axes[2]
+    assert effect.patches[0].get_extents().width > 0 == axes[1].patches[0].get_extents().width
+    drawn = {line.get_marker(): line.get_xydata().tolist() for line in loss.lines[2:]}
+    assert drawn["None"] == [[0.0, 0.0], [2.0, 0.1], [4.0, 2.0]], "the line, by scale"
+    assert (drawn["x"], drawn["o"]) == ([[4.0, 2.0]], [[2.0, 0.1]]), (
+        "not safe, and the largest safe"
+    )
+    many = replace(dose(), cells=[replace(dose().cells[0], layer=n) for n in range(9)])
+    assert len(many.plot().get_axes()) == 3 * 6
+
+
+def test_estimates_are_drawn_against_exact_effects_with_a_scale_of_effects() -> None:
+    scatter, *maps, bar = Attribution("job_x", attribution()).plot().get_axes()
+    diagonal, agree, off = (line.get_xydata().tolist() for line in scatter.lines)
+    assert (diagonal, agree, off) == ([[0.1, 0.1], [0.95, 0.95]], [[0.95, 0.9]], [[0.1, 0.6]])
+    assert (scatter.get_title(), scatter.texts[0].get_text()) == (
+        "rank correlation 0.50 · recall 75%",
+        "Col 1, pre_attn 2",
+    )
+    assert {axis.collections[0].get_clim() for axis in maps} == {(-0.95, 0.95)}
+    assert bar.get_ylabel().startswith("effect on")
+
+
+CLASSES = sorted({*PLOTS, *LINES, PatchStudy}, key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_class_of_results_has_a_data_frame_and_a_short_form(kind: Any) -> None:
+    assert kind in LINES or kind.to_pandas is not Result.to_pandas
+    assert "dataclasses" not in kind.__repr__.__code__.co_filename, "it would print its arrays"
+
+
+@pytest.mark.parametrize("kind", [*RESULTS, "text"])
+def test_every_result_is_a_data_frame_and_one_short_line(kind: str) -> None:
+    found = {**RESULTS, "text": lambda: Answer("job_x", ["a\nb"], ["stop"], None, None, {})}[kind]()
+    assert len(found.to_pandas())
+    assert repr(found).startswith(f"{type(found).__name__}(")
+    assert len(repr(found)) < 200
+    assert "\n" not in repr(found)
+
+
+def test_data_frames_have_a_line_for_each_number_of_a_figure() -> None:
+    weights = attention().to_pandas()
+    assert (len(weights), list(weights)) == (12, ["layer", "head", "query", "key", "weight"])
+    bins = fitted().to_pandas()
+    assert (bins.negative.sum(), bins.positive.sum()) == (5, 5)
+    assert list(fitted().to_pandas(roc=True)) == ["label", "fpr", "tpr"]
+    assert lens_of(LENS, words={7: " a", 8: " b"}).tokens == [" a", " b"]
+    assert Features("job_x", FEATURES).to_pandas().token.tolist() == ["#7", "#7", "#8"]
+
+
 @pytest.mark.parametrize(
     ("kind", "shown"),
     [
+        ("dose", "DoseResult(cells=3, safe=1)"),
         (
             "lens",
             "Lens(job='', hook='post_block', layers=0-1, positions=4-5, top_k=2)",
@@ -200,7 +296,6 @@ def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
     for drawn, name, says in (
         (lens_of(LENS), "heatmap", r"Lens has no attribute 'heatmap': use plot\(\)"),
         (lens_of(LENS), "hook_name", r"no attribute 'hook_name'$"),
-        (Features("job_x", FEATURES), "to_pandas", r"'to_pandas': use activations\(feature\)$"),
     ):
         with pytest.raises(AttributeError, match=says):
             getattr(drawn, name)
@@ -218,8 +313,21 @@ def test_rows_of_a_matrix_know_their_site_and_a_fit_keeps_it(tmp_path: Path) -> 
         "post_block",
     )
     fit = fitted(layer=15, hook="mlp_out")
-    assert {**fit.fields(), "weight": 0, "bias": 0, "thresholds": 0} == {
-        "weight": 0, "bias": 0, "thresholds": 0, "labels": ["1"], "layer": 15, "hook": "mlp_out",
-    }  # fmt: skip
+    known = {"weight": 0, "bias": 0, "thresholds": 0, "held_out": 0}
+    assert fit.fields() | known == {**known, "labels": ["1"], "layer": 15, "hook": "mlp_out"}
     assert repr(fit).startswith("Fit(labels=['1'], mlp_out 15, accuracy=")
     assert "layer" not in fitted().fields()
+
+
+def test_a_fit_has_the_scores_of_its_held_out_rows_in_bounded_form() -> None:
+    half = np.random.default_rng(0).normal(size=(2000, 1)) ** 3  # of many bins
+    rows = np.concatenate([half - 1, half + 1, [[1e4]]])  # the last is an outlier
+    fit = probes.fit(rows, [0] * 2000 + [1] * 2001, held_out=0.5)
+    (found,) = fit.held_out
+    roc, histogram = found.roc, found.histogram
+    assert (roc.auc, len(roc.fpr), len(histogram.negative)) == (fit.metrics.auroc, 64, 64)
+    assert np.trapezoid(roc.tpr, roc.fpr) == pytest.approx(roc.auc, abs=0.01)
+    assert (sum(histogram.negative), sum(histogram.positive)) == (1000, 1001)
+    assert max(histogram.edges) < fit.scores(np.array([[100.0]]))
+    three = probes.fit(rows, np.arange(len(rows)) % 3)
+    assert len(three.held_out) == len(three.plot().axes[0].lines) - 1 == 3

@@ -222,7 +222,7 @@ def test_the_picture_has_a_panel_per_head_with_the_values_in_place(
         ({"path": tmp_path / "out.xyz"}, "not a figure format"),
     ):
         with refuses(words):
-            figures.attention_figure(found, **given)  # type: ignore[arg-type]
+            figures.plot(found, **given)  # type: ignore[arg-type]
     assert "data:image/png;base64," in found._repr_html_()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "What heads attend to" in rendered("attention_html", found), "the terminal's maps"

@@ -80,8 +80,9 @@ def test_verified_features_are_listed_with_their_exact_effects() -> None:
     assert len(whole.off) == 2
     table = whole.to_pandas()
     rows = [
-        (row.name, row.score, row.exact if row.exact == row.exact else None, row.why, row.off)
+        (row.name, row.estimate_effect, None if np.isnan(exact) else exact, row.why, row.off)
         for row in table.itertuples(index=False)
+        for exact in [row.exact_effect]
     ]
     assert rows == [
         ("feature 12 at um 3", 0.3, 0.02, ["top"], True),
@@ -92,8 +93,8 @@ def test_verified_features_are_listed_with_their_exact_effects() -> None:
     with text.capture() as shown:
         text.print(report(whole))
     lines = shown.get()
-    assert "Features computed exactly" in lines
-    assert re.search(r"feature 7 at um 3 .* 0\.050 +-0\.060 +\+0\.110 +random +off", lines)
+    assert "Effects of features computed exactly" in lines
+    assert re.search(r"feature 7 at um 3 .* \+0\.050 +-0\.060 +\+0\.110 +random +off", lines)
     assert "2 of 2 features off by more than" in lines
     assert "over the random features, which stand for all that differ: 0.500" in lines
 
@@ -102,11 +103,11 @@ def test_a_line_has_both_values_and_whether_they_disagree() -> None:
     whole = found()
     table = whole.to_pandas().set_index(["hook", "layer", "column"])
     wrong, unknown = table.loc[(HOOK, *WRONG)], table.loc[("mlp_out", *WRONG)]
-    assert (wrong["value"], wrong["off"], wrong["why"]) == (0.1, True, ["top"])
+    assert (wrong["exact"], wrong["off"], wrong["why"]) == (0.1, True, ["top"])
     assert wrong["estimate"] == pytest.approx(0.9 / 14)
-    assert wrong["effect"] == pytest.approx(wrong["value"] - whole.exact.base)
-    assert wrong["estimated_effect"] == pytest.approx(wrong["estimate"] - whole.estimates.base)
-    assert (np.isnan(unknown["value"]), unknown["off"], unknown["why"]) == (True, None, [])
+    assert wrong["exact_effect"] == pytest.approx(wrong["exact"] - whole.exact.base)
+    assert wrong["estimate_effect"] == pytest.approx(wrong["estimate"] - whole.estimates.base)
+    assert (np.isnan(unknown["exact"]), unknown["off"], unknown["why"]) == (True, None, [])
     assert table.loc[(HOOK, *FAILED)]["off"] is None
     assert len(found(estimated(), estimated()).of(1).to_pandas()) == len(table)
 
@@ -171,7 +172,7 @@ def test_the_figure_has_both_grids_on_one_scale_and_a_cross_on_disagreeing_cells
 ) -> None:
     drawn = Attribution("job_1", attribution()).plot(tmp_path / "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 10_000
-    panels = drawn.axes[:4]
+    panels = drawn.axes[1:5]
     assert [panel.get_title() for panel in panels] == [
         "pre_attn (resid_pre): estimate",
         "pre_attn (resid_pre): exact",
@@ -204,7 +205,7 @@ def _fields(record: object) -> dict[str, object]:
 )
 def test_edges_and_features_are_bars_and_a_table(result: AttributionResult, name: str) -> None:
     drawn = Attribution("job_1", result).plot()
-    assert name in [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert name in [label.get_text() for label in drawn.axes[-1].get_yticklabels()]
     assert name in printed(result)
 
 

@@ -153,9 +153,11 @@ def test_one_entry_stands_for_a_list_of_one() -> None:
         job(steering=[entry]).steering,
         [SteeringSpec(module="joy")],
     )
-    assert job(patch={"layers": 3, "positions": "all", "source": "run1"}).patch == [
-        msgspec.convert({"layers": 3, "positions": "all", "source": {"run": "run1"}}, PatchSpec)
-    ]
+    done: Any = job_result(id="run1")
+    for source in ("run1", done, {"run": done}, PatchSource(run=done)):
+        assert job(patch={"layers": 3, "positions": "all", "source": source}).patch == [
+            msgspec.convert({"layers": 3, "positions": "all", "source": {"run": "run1"}}, PatchSpec)
+        ]
     assert sweep(hooks="resid_pre").hooks == ["resid_pre"]
     assert sweep(pairs={"clean": "a", "spans": {"name": "s", "clean": 1}}).pairs[0].spans[
         0

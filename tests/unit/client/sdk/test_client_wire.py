@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from http_kit import Reply, reply, server
-from job_kit import job_view
+from job_kit import job_result, job_view
 from refusal_kit import refuses
 
 from midstream import (
@@ -89,6 +89,7 @@ PAGE = RunPage(runs=[RUN], next="more")
             "GET /v1/runs?model=m&limit=3&cursor=c",
         ),
         (lambda c: c.source_runs.get("clean", "m"), RUN, RUN, "GET /v1/runs/clean?model=m"),
+        (lambda c: c.source_runs.get(job_result()), RUN, RUN, "GET /v1/runs/job_1"),
         (lambda c: c.source_runs.delete("a/b"), None, None, "DELETE /v1/runs/a%2Fb"),
     ],
 )

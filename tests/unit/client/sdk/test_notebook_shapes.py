@@ -212,9 +212,9 @@ def test_grids_become_data_frames_and_labelled_arrays() -> None:
 
 def test_a_lens_and_a_dose_become_data_frames() -> None:
     read = lens("a").to_pandas()
-    assert read[read["rank"] == 0].word.tolist() == ["a", "#2"]
+    assert read[read["rank"] == 0].token.tolist() == ["a", "#2"]
     assert read.iloc[3].to_dict() == {
-        "layer": 1, "position": 5, "rank": 1, "token": 3, "word": "#3",
+        "layer": 1, "position": 5, "rank": 1, "token_id": 3, "token": "#3",
         "logprob": pytest.approx(np.log(0.25)),
     }  # fmt: skip
     kept: dict[str, Any] = {"loss": 1.0, "repetition": 0.0, "safe": True, "text": "x"}

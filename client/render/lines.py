@@ -1,0 +1,154 @@
+"""The lines of data frames: the numbers of each kind of result, which its figure draws."""
+
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from msgspec.structs import asdict
+
+from ...schemas.artifacts.probes import Probe, ProbeResult
+from ...schemas.jobs.doses import DoseResult
+from ...schemas.jobs.fits import FitResult, LensFitResult
+from ...schemas.jobs.jobs import JobResult
+from ...schemas.jobs.sweeps import SweepResult
+from ...storage.harvests import Harvest
+from .. import frames
+from ..captures.patterns import Attention
+from ..probes import Fit
+from ..sdk.answers.attribution import attribution_of
+from ..sdk.answers.grid import records
+from ..sdk.readings import Features, Lens, lens_of
+from ..sdk.wire import Answer
+
+Lines = Iterable[dict[str, Any]]
+
+
+def computed(result: JobResult, request: int = 0) -> list[Any]:
+    """Return what a job computed beside texts: its sweep, attribution, dose or fit, or the lenses,
+    features and probe scores of one prompt.
+    """
+    whole = [result.sweep, result.attribution and attribution_of(result), result.dose, result.fit]
+    lenses = [lens_of(each, result.id) for each in result.lens or () if each.request == request]
+    features = [
+        Features(result.id, each) for each in result.features or () if each.request == request
+    ]
+    scores = [each for each in result.probes if each.request == request]
+    return [*filter(None, whole), *lenses, *features, *scores]
+
+
+def _attention(attention: Attention) -> dict[str, np.ndarray]:
+    positions, panels = np.array(attention.positions), attention.panels
+    query, key = np.tril_indices(len(positions))
+    layers, heads = np.array(panels).reshape(-1, 2).T
+    return {
+        "layer": np.repeat(layers, len(query)),
+        "head": np.repeat(heads, len(query)),
+        "query": np.tile(positions[query], len(panels)),
+        "key": np.tile(positions[key], len(panels)),
+        "weight": np.array([attention.of(*panel)[query, key] for panel in panels]).ravel(),
+    }
+
+
+def _features(features: Features) -> Lines:
+    for place, (position, token) in enumerate(
+        zip(features.reading.positions, features.tokens, strict=True)
+    ):
+        for feature, activation in features.of(place).items():
+            yield {
+                "position": position,
+                "token": token,
+                "feature": feature,
+                "activation": activation,
+            }
+
+
+def _lens(lens: Lens) -> Lines:
+    for (row, column, rank), token in np.ndenumerate(lens.top_ids):
+        yield (
+            {"layer": lens.layers[row], "position": lens.positions[column], "rank": rank}
+            | {"token_id": int(token), "token": lens.word(token)}
+            | {"logprob": float(lens.logprobs[row, column, rank])}
+        )
+
+
+def _lens_fit(result: LensFitResult) -> Lines:
+    errors = result.lens.fit.errors if result.lens.fit else []
+    for layer, error in zip_longest(result.lens.layers, errors):
+        yield {"layer": layer, "error": error}
+
+
+def _held_out(trained: Fit | Probe, *, roc: bool = False) -> Lines:
+    content: Any = getattr(trained, "content", trained)
+    for label, each in zip(content.labels, trained.held_out, strict=False):
+        bins = each.histogram
+        names, columns = (
+            (("fpr", "tpr"), (each.roc.fpr, each.roc.tpr))
+            if roc
+            else (
+                ("low", "high", "negative", "positive"),
+                (bins.edges, bins.edges[1:], bins.negative, bins.positive),
+            )
+        )
+        yield from (
+            {"label": label} | dict(zip(names, line, strict=True))
+            for line in zip(*columns, strict=False)
+        )
+
+
+def _scores(result: ProbeResult) -> Lines:
+    if result.policy:
+        return map(asdict, result.decisions)
+    if result.tokens is None:
+        return [{"label": label, "score": score} for label, score in result.scores.items()]
+    return [
+        {"position": position, "label": label, "score": score}
+        for position, scores in enumerate(result.tokens)
+        for label, score in zip(result.scores, scores, strict=True)
+    ]
+
+
+def _job(result: JobResult, *, request: int = 0, **options: Any) -> Any:
+    if found := computed(result, request):
+        return found[0].to_pandas(**options)
+    return (
+        {"prompt": one.index, "text": one.text, "finish_reason": one.finish_reason}
+        for one in result.outputs
+    )
+
+
+def _answer(answer: Answer) -> Lines:
+    for prompt, (text, reason) in enumerate(zip(answer.texts, answer.finish_reasons, strict=True)):
+        yield {"prompt": prompt, "text": text, "finish_reason": reason}
+
+
+def _harvest(harvest: Harvest, *, count: int = 10_000) -> dict[str, np.ndarray]:
+    first = slice(0, min(count, len(harvest)))
+    origins = zip(("document", "position", "token_id"), harvest.keys(first), strict=True)
+    return dict(origins) | {
+        f"norm {hook} {layer}": np.linalg.norm(harvest.rows(first, layer, hook), axis=-1)
+        for hook, layer in harvest.sites
+    }
+
+
+#: Class → the lines or columns of its data frame; others have a `to_pandas` of their own.
+LINES: dict[type, Callable[..., Any]] = {
+    Answer: _answer,
+    Attention: _attention,
+    DoseResult: lambda result: map(asdict, [result.unsteered, *result.cells]),
+    Features: _features,
+    Fit: _held_out,
+    FitResult: lambda result: map(asdict, result.training.sites),
+    Harvest: _harvest,
+    JobResult: _job,
+    Lens: _lens,
+    LensFitResult: _lens_fit,
+    Probe: _held_out,
+    ProbeResult: _scores,
+    SweepResult: records,
+}
+
+
+def frame(value: Any, *arguments: Any, **options: Any) -> Any:
+    """Return a result of a class in `LINES` as a data frame. Raises an error without pandas."""
+    return frames.pandas().DataFrame(LINES[type(value)](value, *arguments, **options))
