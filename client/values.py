@@ -177,9 +177,7 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
         ]
     if _wants_list(value, kinds, listed):
         return _plain([value], kinds, field)
-    if isinstance(value, Mapping):
-        return _mapping(value, kinds, structs, field)
-    return value
+    return _mapping(value, kinds, structs, field) if isinstance(value, Mapping) else value
 
 
 def _struct(value: Any, kind: inspect.StructType, field: str) -> Any:

@@ -104,10 +104,8 @@ def _installed_gguf() -> Path | None:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
         return None
-    for entry in distribution.files or []:
-        if entry.suffix == ".gguf" and Path(str(entry.locate())).is_file():
-            return Path(str(entry.locate()))
-    return None
+    paths = (Path(str(entry.locate())) for entry in distribution.files or ())
+    return next((path for path in paths if path.suffix == ".gguf" and path.is_file()), None)
 
 
 def _downloaded_gguf(work: Path) -> Path:

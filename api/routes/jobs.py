@@ -133,10 +133,8 @@ async def view_of(job_id: JobId, context: AppContext, caller: Caller) -> JobView
 
 def preferred_wait(header: str | None) -> float | None:
     """Return the seconds of `Prefer: wait=N`; an unreadable preference is ignored (RFC 7240)."""
-    for preference in (header or "").split(","):
-        if match := WAIT.fullmatch(preference):
-            return float(match[1])
-    return None
+    preferences = map(WAIT.fullmatch, (header or "").split(","))
+    return next((float(match[1]) for match in preferences if match), None)
 
 
 def submits(

@@ -44,9 +44,9 @@ from ...schemas.settings.settings import ArtifactFolder
 from ...storage.formats.lens_files import lens_of
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
+from ..resolve.readings.lens import resolve_tuned
 from ..resolve.readings.probes import changed, check_fit, digest_of, resolve_policy, resolve_probe
 from ..resolve.readings.saes import resolve_sae
-from ..resolve.readings.tuned_lenses import resolve_tuned
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
 from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize

@@ -60,9 +60,10 @@ def module_of(raw: bytes) -> ModuleRequest:
 async def make_module(
     data: ModuleRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
 ) -> Made:
-    features = await context.names.features(info, data.steering)
+    specs = await context.names.tokenised(info, data.steering)
+    features = await context.names.features(info, specs)
     content = await anyio.to_thread.run_sync(
-        steering.resolve_module, data.steering, info, features, data.limit
+        steering.resolve_module, specs, info, features, data.limit
     )
     module = Module(
         name=name,
@@ -133,10 +134,9 @@ async def put_global(
 ) -> GlobalView:
     info = await context.served.the_model(data.model or model)
     model_state = await context.names.state(info, steering.modules_named(data.steering), caller)
-    model_state = replace(model_state, features=await context.names.features(info, data.steering))
-    content = await anyio.to_thread.run_sync(
-        steering.resolve_global, data.steering, info, model_state
-    )
+    specs = await context.names.tokenised(info, data.steering)
+    model_state = replace(model_state, features=await context.names.features(info, specs))
+    content = await anyio.to_thread.run_sync(steering.resolve_global, specs, info, model_state)
     wait_s = context.settings.steering_wait_s
     return _global(
         info.name,

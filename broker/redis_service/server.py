@@ -84,10 +84,12 @@ def _written_file(directory: Path) -> Path:
     """Return the file that Redis appends to: the only one in 6.2, since 7 the last that the
     manifest names.
     """
-    for manifest in directory.glob("*/*.manifest"):
-        if matches := _INCREMENT.findall(manifest.read_text()):
-            return manifest.parent / str(matches[-1])
-    return directory / "appendonly.aof"
+    written = (
+        manifest.parent / str(increments[-1])
+        for manifest in directory.glob("*/*.manifest")
+        if (increments := _INCREMENT.findall(manifest.read_text()))
+    )
+    return next(written, directory / "appendonly.aof")
 
 
 def _checker(directory: Path, server: str) -> str:

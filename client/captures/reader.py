@@ -665,9 +665,7 @@ class CaptureReader(Plotted):
         if hook is not None:
             return ALIASES.get(hook, hook)
         hooks = self.hooks(request)
-        if DEFAULT_HOOK in hooks or len(hooks) != 1:
-            return DEFAULT_HOOK
-        return hooks[0]
+        return DEFAULT_HOOK if DEFAULT_HOOK in hooks or len(hooks) != 1 else hooks[0]
 
     def _tensor(
         self, layer: int | str, hook: str | None, request: int

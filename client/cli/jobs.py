@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from ...schemas.base.errors import MidstreamError, error_of
 from ...schemas.jobs.harvests import HarvestView
 from ...schemas.jobs.jobs import JobResult, JobView, Output, State
+from ...schemas.readings.readings import READINGS
 from ..render import attributions, doses, jobs, readings, records, sweeps
 from ..sdk.answers.attribution import attribution_of
 from ..sdk.answers.progress import harvest_bar
@@ -166,7 +167,7 @@ def print_result(client: Client, result: JobResult, verbose: bool = True) -> Non
         captures.status == "ok"
         and not captures.files
         and not captures.consumers
-        and bool(tokens or result.readers)
+        and any(getattr(result, field) for field in READINGS)
     )
     if captures.status != "not_requested" and not read_only:
         returned = sum(len(report.rows) for report in captures.consumers)

@@ -516,11 +516,11 @@ class _Run:
     def send(self, prompts: list[Any], **request: Any) -> JobResult:
         """Run one job with the edits."""
         edits = {name: self.edits[name] for name in ("steering", "patch") if self.edits[name]}
-        call = partial(self.model.client.run, prompts=prompts)
-        if self.edits["patterns"]:
-            call = partial(
-                self.model.client.readings.patch_attention, prompts[0], self.edits["patterns"]
-            )
+        call = (
+            partial(self.model.client.readings.patch_attention, prompts[0], self.edits["patterns"])
+            if self.edits["patterns"]
+            else partial(self.model.client.run, prompts=prompts)
+        )
         return call(model=self.model.card.id, progress=False, **self.fields, **edits, **request)
 
     def first(self, **request: Any) -> JobResult:

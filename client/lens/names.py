@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.records import by_key
 from ...schemas.jobs.models import ModelFacts
 from ...schemas.model.banks import BANK, OF_HEADS
 from ...schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, NOT_SET, Hook
@@ -189,8 +190,5 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Named
 
 def hooks_of(sites: Iterable[NamedSite]) -> dict[Hook, list[int]]:
     """Return the hook points, with their layers, that must be captured for these activations."""
-    result: dict[Hook, set[int]] = {}
-    for site in sites:
-        for hook in BLOCK[site.name]:
-            result.setdefault(hook, set()).add(site.layer)
-    return {hook: sorted(result[hook]) for hook in FORWARD if hook in result}
+    layers = by_key((hook, site.layer) for site in sites for hook in BLOCK[site.name])
+    return {hook: sorted(set(layers[hook])) for hook in FORWARD if hook in layers}

@@ -47,6 +47,8 @@ def _cells(view: EntryView) -> tuple[str, ...]:
         + (f" of rank {view.rank}" if view.rank else "")
         + (" norm_match" if view.norm_match else "")
     )
+    if view.trigger is not None:
+        positions += f", trigger {to_json(view.trigger).decode()}"
     numbers = ", ".join(f"{number:g}" for number in view.numbers)
     tensors = ", ".join(tensor[:DIGEST] for tensor in view.tensors)
     return (

@@ -188,9 +188,7 @@ def _of_value(value: Any) -> list[SteeringSpec]:
         if str(key) in arrays:
             raise ValueError(f"it names {key} twice: as a text and as a number")
         arrays[str(key)] = item
-    if "rotate_layer" in arrays:
-        return [_loreft(arrays)]
-    return _of_names(arrays)
+    return [_loreft(arrays)] if "rotate_layer" in arrays else _of_names(arrays)
 
 
 def _of_names(arrays: Mapping[str, PlainArray]) -> list[SteeringSpec]:

@@ -81,9 +81,11 @@ MAX_DIMENSIONS = 1 << 16  # `mask`: entries of a list, or characters of a string
 MAX_POSITIONS = 1 << 16  # A list of positions
 MAX_SPAN_TEXT = 1 << 16  # `text` of a span
 MAX_MARGIN = 1 << 16  # Positions of a window: `last`, `head`, `tail`, `before`, `after`
-# `text` of a window (characters, and tokens after a space), or one of its sequences of `token_ids`
+# `text` of a window or a trigger (characters, and tokens after a space), or one of its sequences of
+# `token_ids`
 MAX_AROUND = 256
-MAX_SEQUENCES = 16  # Sequences of `token_ids` of a window
+MAX_SEQUENCES = 16  # Sequences of `token_ids` of a window or a trigger
+MAX_TRIGGERS = 4  # Distinct triggers of a request's steering, and of global steering
 # Tokens of all prompts, each with `max_tokens`, times the sequences of a window (a text: 2)
 MAX_SEARCHED = 1 << 26
 

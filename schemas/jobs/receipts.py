@@ -91,6 +91,11 @@ class Receipt(Wire):
         return f"{self.job}.{self.attempt}"
 
     @property
+    def account(self) -> tuple[str, int, int, int]:
+        """What all ranks of a pipeline stage must report alike."""
+        return self.checksum, self.actions, self.epoch, self.applied
+
+    @property
     def verdict(self) -> str:
         """`status`, but `partial` instead of `ok` if rows were dropped or a consumer failed."""
         incomplete = any(file.dropped for file in self.files) or not all(

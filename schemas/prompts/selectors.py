@@ -496,7 +496,7 @@ def _check(span: Span, images: Sequence[ImageRef], at: str) -> None:
     if span.is_window:
         raise SelectorError(
             "last, head_and_tail, around and when are for the positions of a capture, and stand "
-            "alone: their positions are known only when the request ends",
+            "alone: their positions are known only when the request ends; edits take trigger",
             at,
         )
     if span.every is not None and images:

@@ -1,10 +1,12 @@
-"""Windows: positions that are known only when a request has ended."""
+"""Positions that tokens and scores decide: windows, which are known only when a request has ended,
+and triggers of edits, which are decided as the tokens are computed.
+"""
 
 import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,9 +29,9 @@ class HeadAndTail(Record):
             raise ValueError("head and tail are both 0: give at least one position")
 
 
-class Around(Record):
+class Occurrences(Record):
     """Occurrences of a text, or of any of some sequences of token ids, in the prompt and in what is
-    generated, with the positions `before` and `after` each of them.
+    generated.
 
     A text is found as the tokens that it has alone, or after a space.
     """
@@ -38,18 +40,28 @@ class Around(Record):
     token_ids: (
         Annotated[list[_Sequence], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)] | None
     ) = None
-    before: Margin = 0
-    after: Margin = 0
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.token_ids is None):
             raise ValueError("give either text or token_ids")
 
+    @property
+    def automaton(self) -> tuple[list[dict[int, int]], dict[int, int]]:
+        """The automaton that finds its token ids, see `_automaton`."""
+        return _automaton(tuple(map(tuple, self.token_ids or ())))
+
+
+class Around(Occurrences):
+    """Occurrences with the positions `before` and `after` each of them."""
+
+    before: Margin = 0
+    after: Margin = 0
+
     def hits(self, token_ids: Sequence[int]) -> list[range]:
         """Return the positions of each occurrence of its token ids; of those that end at one
         token, of the longest, which covers the others.
         """
-        steps, lengths = _automaton(tuple(map(tuple, self.token_ids or ())))
+        steps, lengths = self.automaton
         nodes = accumulate(token_ids, lambda node, token: steps[node].get(token, 0), initial=0)
         return [range(end - lengths[node], end) for end, node in enumerate(nodes) if lengths[node]]
 
@@ -79,6 +91,17 @@ def _automaton(
         lengths.setdefault(node, lengths.get(back[node], 0))
         steps[node] = steps[back[node]] | steps[node]
     return steps, lengths
+
+
+class Trigger(Occurrences, omit_defaults=True):
+    """Positions at which tokens let an edit be applied: the last of each occurrence, with the
+    positions `after` it (`end`: all later ones). With `skip`, all other positions.
+    """
+
+    # Not `before`, nor the first tokens of an occurrence: an edit depends on no later token, so
+    # that chunks, drafts and cached tokens do not change it.
+    after: Margin | Literal["end"] = 0
+    skip: bool = False
 
 
 class When(Record):

@@ -45,6 +45,7 @@ from ..prompts.selectors import (
     select,
 )
 from ..prompts.sites import At, SitesSpec
+from ..prompts.windows import Trigger
 from ..readings.lens import NamedToken
 from ..readings.readings import AnyStoredReading
 from .harvest_work import HarvestPlace
@@ -160,6 +161,8 @@ class SteeringSpec(Record):
     swap: NamedToken | None = None  # exchanged with `token`; without `op`
     # of all edits of the request at its sites and positions; valid with every other field
     limit: EditLimit | None = None
+    # tokens that decide at which of `positions` it edits; valid with every other field
+    trigger: Trigger | None = None
 
     def __post_init__(self) -> None:
         pack_numbers(self, "vector", "rotation", "weight", "bias")
@@ -257,6 +260,8 @@ class CheckedSteering(Record, kw_only=True):
     # the largest relative size of all edits of its owner at its sites and positions together:
     # larger ones are scaled to it, or, if it is negative, fail the request; 0: no limit
     limit: float = 0.0
+    # decides at which of the positions; not null, so that other entries keep their digests
+    trigger: Trigger | msgspec.UnsetType = msgspec.UNSET
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
         """Return the shapes that its tensors must have."""
@@ -288,6 +293,11 @@ class StoredSteering(CheckedSteering, kw_only=True):
     # whose edit it is: no wish of a request (its limit or its tenant's, a dose) changes what the
     # operator's edits do, which are those of global steering and of policies
     owner: Owner = "request"
+
+    @property
+    def condition(self) -> tuple[str, bytes]:
+        """Its gate, and what only entries with an equal trigger have; empty without one."""
+        return self.gate, msgspec.msgpack.encode(self.trigger) if self.trigger else b""
 
     @property
     def num_vectors(self) -> int:
@@ -552,13 +562,18 @@ class SteeringRow(Record):
 
     key: str
     positions: PositionSelector
-    # all at hooks of one bank, with one gate, one limit and one owner
+    # all at hooks of one bank, with one gate, one trigger, one limit and one owner
     entries: list[StoredSteering]
 
     @property
     def gate(self) -> str:
         """The entries' gate, see `StoredSteering.gate`."""
         return self.entries[0].gate if self.entries else ""
+
+    @property
+    def condition(self) -> tuple[str, bytes]:
+        """The entries' condition, see `StoredSteering.condition`."""
+        return self.entries[0].condition if self.entries else ("", b"")
 
     @property
     def bank(self) -> str:
@@ -603,8 +618,8 @@ def dims_named(name: str) -> list[range]:
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
-    """Group a request's steering into rows by bank, positions, gate, limit and owner, in the order
-    of first occurrence.
+    """Group a request's steering into rows by bank and what `shared_by` returns, in the order of
+    first occurrence.
 
     Entries of one family at one site are applied row by row; within a row, `joined` entries are
     combined in their order. To keep the request's order, an entry goes into the last row that
@@ -616,7 +631,7 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     with a mask of all dimensions.
     """
     groups: list[list[StoredSteering]] = []
-    # bank, positions, gate, limit and owner → the last group with these
+    # bank and `shared_by` → the last group with these
     last_group: dict[object, int] = {}
     # (hook, layer, family) → the last group that applies the family there
     last_applied: dict[tuple[Hook, int, OpFamily], int] = {}
@@ -683,7 +698,7 @@ def columns_of(rows: list[SteeringRow]) -> list[int]:
 
 def shared_by(entry: StoredSteering) -> tuple[object, ...]:
     """Return what the entries of one row have in common, besides their bank."""
-    return hashable(entry.positions), entry.gate, entry.limit, entry.owner
+    return hashable(entry.positions), *entry.condition, entry.limit, entry.owner
 
 
 def hashable(positions: PositionSelector) -> str | tuple[int, ...] | PositionWindow:
@@ -696,12 +711,14 @@ def steering_digest(steering: list[StoredSteering]) -> str:
     """
     if not steering:
         return ""
-    gates = [entry.gate for entry in steering]
+    gates: list[object] = [entry.gate for entry in steering]
     content = [
         (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit, e.positions)
         for e in steering
     ]
-    return content_key([content, gates] if any(gates) else content)
+    triggers = [entry.trigger or None for entry in steering]
+    conditions = [*([gates] if any(gates) else []), *([triggers] if any(triggers) else [])]
+    return content_key([content, *conditions] if conditions else content)
 
 
 def content_key(content: object) -> str:

@@ -22,6 +22,7 @@ from ..prompts.selectors import (
     cut_positions,
     resolve_positions,
 )
+from ..prompts.windows import Trigger
 from .interventions import FAMILY
 from .specs import (
     CheckedSteering,
@@ -56,6 +57,7 @@ class SteeringTemplate(CheckedSteering, kw_only=True):
             numbers=self.numbers,
             rank=self.rank,
             limit=self.limit,
+            trigger=self.trigger,
             owner=owner,
         )
 
@@ -105,6 +107,7 @@ class EntryView(Record):
     rank: int = 0
     norm_match: bool = False
     limit: EditLimit | None = None
+    trigger: Trigger | None = None
 
 
 def views_of(entries: Sequence[SteeringTemplate]) -> list[EntryView]:
@@ -127,6 +130,7 @@ def _view_of(entry: SteeringTemplate) -> EntryView:
         rank=entry.rank,
         norm_match=family.flag == "norm_match",
         limit=limit_of(entry.limit),
+        trigger=entry.trigger or None,
     )
 
 

@@ -25,7 +25,7 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.artifacts.loras import StoredLora
 from midstream.schemas.artifacts.probes import StoredProbe
 from midstream.schemas.base.records import from_json, from_msgpack, to_json
-from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.receipts import Receipt
@@ -166,6 +166,10 @@ class Host:
         tensor = from_numpy(values.astype(np.float32))
         self._vectors[content_hash(tensor)] = tensor
         return content_hash(tensor)
+
+    def array(self, name: str) -> np.ndarray:
+        """The values of a registered vector."""
+        return to_numpy(self._vectors[name])
 
     def steering(self, *specs: SteeringSpec | Edit) -> list[StoredSteering]:
         """As the API stores what a user writes; the tensors are registered.

@@ -2,6 +2,7 @@
 get the rows that a capture of the same sites stores; a fault of either stays with its request.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from host import Host, capture_of, prompt_of
 from tiny import HIDDEN, LAYERS
 
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
-from midstream.api.resolve.readings.readers import resolve_reader
+from midstream.api.resolve.readings.readings import resolve_readings
 from midstream.broker.ledger.results.readings import readings
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Job
@@ -137,9 +138,8 @@ def test_what_an_op_does_wrong_fails_its_request_alone(v1: Host) -> None:
 def reader(host: Host, name: str, tokens: int, **fields: Any) -> StoredCapture:
     """As the API stores it."""
     info = msgspec.convert(host.info, ModelInfo)
-    (stored,) = resolve_reader(
-        ReaderSpec(name=name, **fields), Bounds(info, [PromptFacts(tokens)], 8), "readers[0]"
-    )
+    parsed: Any = SimpleNamespace(readings={"readers": [ReaderSpec(name=name, **fields)]})
+    ((_, (stored,)),) = resolve_readings(parsed, Bounds(info, [PromptFacts(tokens)], 8))
     return stored
 
 

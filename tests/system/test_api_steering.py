@@ -189,16 +189,6 @@ def said(answer: httpx2.Response) -> list[str]:
     return ["".join(part.get("text", part.get("delta", {}).get("content", "")) for part in parts)]
 
 
-def test_a_steered_job_says_which_modules_it_used(http: httpx2.Client) -> None:
-    made = register(http, "joy", JOY)
-    body = {"model": MODEL, "prompts": [PROMPT, "Another one"], "steering": [{"module": "joy"}]}
-    result = http.post("/v1/jobs", json=body, headers={"Prefer": "wait=50"}).json()
-    assert result["determinism"]["consistent"]
-    assert {rank["request"] for rank in result["determinism"]["stages"][0]["ranks"]} == {0, 1}
-    view = http.get(f"/v1/jobs/{result['id']}").json()
-    assert (view["modules"], view["steered"]) == ({"joy": made.digest}, True)
-
-
 def test_jobs_in_flight_keep_the_module_content_they_resolved(
     http: httpx2.Client, pool: ThreadPoolExecutor
 ) -> None:

@@ -108,6 +108,8 @@ class Rig:
         self.faults = Faults(config.fault, rank)
         inject(self.plane, self.faults)
         self.family = WHOLE  # of the last forward
+        #: The tokens of each request, by its number, of which a test may have drafts.
+        self.tokens: dict[int, list[int]] = {}
         self.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})
 
     def left(self, hook: str, layer: int) -> np.ndarray:
@@ -147,6 +149,7 @@ class Rig:
                 spec_of(r),
                 cached if r is new[-1] else 0,
                 r.max_tokens,
+                token_ids=self._tokens(r)[: r.prompt_tokens],
             )
             for r in new
         ]
@@ -154,11 +157,17 @@ class Rig:
         self.family = self.plane.choose(
             (str(request.number), first, count) for request, first, count in told or windows
         )
-        self.plane.plan(view_of(*((str(r.number), first, count) for r, first, count in windows)))
+        tokens = [self._tokens(r)[first + n] for r, first, count in windows for n in range(count)]
+        ids = torch.tensor(tokens, dtype=torch.int32)
+        of_step = ((str(r.number), first, count) for r, first, count in windows)
+        self.plane.plan(view_of(*of_step, inputs=ids))
         if windows:
             with in_family(self.family):
                 self._rank.forward(*windows)
         self.plane.drain(torch.tensor(hidden)[:, None].expand(-1, HIDDEN) if hidden else None)
+
+    def _tokens(self, request: Request) -> list[int]:
+        return self.tokens.setdefault(request.number, list(range(1000, 2000)))
 
     def receipts(self) -> list[Receipt]:
         """All so far; closes the plane."""

@@ -105,10 +105,10 @@ def make_buffers(
     )
 
 
-def view_of(*windows: tuple[str, int, int]) -> StepView:
+def view_of(*windows: tuple[str, int, int], inputs: torch.Tensor | None = None) -> StepView:
     """A step of these requests, each with its first position and its number of rows."""
     ids, firsts, counts = zip(*windows, strict=True) if windows else ((), (), ())
-    return StepView(ids, counts, firsts, [1] * len(ids))
+    return StepView(ids, counts, firsts, [1] * len(ids), inputs)
 
 
 @dataclass

@@ -129,6 +129,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("Job", "kind"): "harvest",
     ("Job", "work"): HarvestWork(part=HarvestPart(harvest="text", part=3)),
     ("StoredSteering", "positions"): [1, 2],
+    ("Trigger", "text"): None,
     ("StoredCapture", "positions"): "last_prompt",
     ("SteeringTemplate", "positions"): "all_prompt",
     ("RunRecord", "name"): "source",

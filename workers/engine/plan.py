@@ -235,9 +235,8 @@ def plan(
     hooks, inside = _hooks(model, settings), asked_hooks(settings.hooks)[1]
     present = [hook for hook in model.inside.hooks if hook in inside]
     layers = -(-model.layers // settings.vllm.pipeline_parallel_size)
-    ring = None
-    if gpu:
-        ring = plan_ring(
+    ring = (
+        plan_ring(
             model.inside.ring_width(inside) * ITEM_BYTES[model.dtype],
             len(hooks) + len(inside),
             layers,
@@ -247,6 +246,9 @@ def plan(
             memory_bytes=gpu_bytes,
             size_mib=settings.tuning.capture_buffer_mib,
         )
+        if gpu
+        else None
+    )
     shape = RankShape(
         model.architecture,
         model.variant,

@@ -104,9 +104,11 @@ class OutputJoiner:
             self._prompt = msgspec.structs.replace(self._prompt, logprobs=prompt_logprobs)
         if not output.finished and not part.token_ids and not part.text:
             return None
-        text = None
-        if self._reader is not None and self._stream:
-            text = self._reader.read(part.text, part.token_ids, output.finished)
+        text = (
+            self._reader.read(part.text, part.token_ids, output.finished)
+            if self._reader is not None and self._stream
+            else None
+        )
         prompt, self._begun = None if self._begun else self._prompt, True
         progress = NewOutput(
             self._request, part.text, list(part.token_ids), None, scores, text, logprobs, prompt

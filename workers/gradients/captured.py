@@ -148,9 +148,11 @@ def gradient_rows(
     # the encoders of autoencoders write to their products in place
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         run = points.run(points.batch([tokens]), read, keep=scalar.positions, grad=True)
-        rows = torch.empty(0)
-        if scalar.site is not None:
-            rows = run.view(scalar.site, run.raw[scalar.site])[0]
+        rows = (
+            run.view(scalar.site, run.raw[scalar.site])[0]
+            if scalar.site is not None
+            else torch.empty(0)
+        )
         value = scalar.compute(run.logits[0].double(), rows)
         gradients = run.gradients(value)
     require_finite({("", -1): value.detach()} | gradients)

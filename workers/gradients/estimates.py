@@ -90,9 +90,7 @@ def feature_effects(
             continue
         places = member.bool().to(base.device)
         rows, slope = base[places], slopes[places]
-        source = None
-        if sweep.ablation != "zeros":
-            source = rows + differences[places] / sweep.alpha
+        source = rows + differences[places] / sweep.alpha if sweep.ablation != "zeros" else None
         parts = sae.exchange(rows, source, mean)
         gain = sae.gains(slope * parts.scale)
         effects = (sweep.alpha * parts.change.double() * gain.double()).sum(0) * scale

@@ -141,9 +141,11 @@ class PairColumns:
         )
         result, order = [], None
         for (dims, ranks), numbers in grouped.items():
-            chosen = self.dims
-            if dims:
-                chosen = torch.tensor(resolve_layers(dims.replace(" ", ""), differences.shape[1]))
+            chosen = (
+                torch.tensor(resolve_layers(dims.replace(" ", ""), differences.shape[1]))
+                if dims
+                else self.dims
+            )
             if ranks is not None:
                 if order is None:
                     moved = differences[self.member[numbers[0]].bool()].double()

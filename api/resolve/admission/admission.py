@@ -55,7 +55,7 @@ from ..positions.captures import (
     stored_captures,
 )
 from ..positions.gates import gated_by
-from ..positions.windows import with_window_tokens
+from ..positions.windows import with_trigger_tokens, with_window_tokens
 from ..prompts.images import check_number as check_number_of_images, placed
 from ..prompts.request_parsing import (
     ParsedPrompt,
@@ -336,8 +336,8 @@ async def resolve(
     model_state, probes = named.state, named.probes
     parsed = await with_token_ids_of(parsed, codec)
     capture = await with_window_tokens(parsed.capture, codec)
-    if capture is not parsed.capture:
-        parsed = replace(parsed, capture=capture)
+    steering = await with_trigger_tokens(parsed.steering, codec)
+    parsed = replace(parsed, capture=capture, steering=steering)
 
     def resolved() -> Resolved:
         facts = facts_of(parsed, prompts, codec, model_state)

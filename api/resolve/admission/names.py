@@ -39,6 +39,7 @@ from ..edits.model_state import NOTHING, ModelState, find_runs
 from ..edits.patches import runs_of
 from ..edits.steering import modules_named
 from ..positions.gates import gated_by
+from ..positions.windows import with_trigger_tokens
 from ..prompts.request_parsing import ParsedRequest
 from ..readings.lens import named_jacobian, single_tokens
 from ..readings.probes import NO_POLICIES, Applied, policies_of, probes_of
@@ -152,6 +153,14 @@ class Names:
             if policy.current.content.mode != "shadow" and policy.current.content.edits == "refuse"
         ]
         return ModelState(modules, current, known, runs, every_run, guards=guards)
+
+    async def tokenised(
+        self, info: ModelInfo, specs: Sequence[SteeringSpec]
+    ) -> Sequence[SteeringSpec]:
+        """Return steering with token ids in place of the texts of its triggers."""
+        if any(spec.trigger is not None and spec.trigger.text is not None for spec in specs):
+            return await with_trigger_tokens(specs, await self._served.codec(info))
+        return specs
 
     async def features(
         self, info: ModelInfo, specs: Sequence[SteeringSpec], found: Lookup | None = None

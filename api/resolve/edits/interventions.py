@@ -63,11 +63,14 @@ def edited_layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
 
 # --- Which fields
 
+#: Fields that are valid together with all others.
+BESIDE_ALL = ("limit", "trigger")
+
 
 def check_together(spec: SteeringSpec, at: str, key: str, valid: Sequence[str]) -> None:
     """Raises a 400 for a field that is not valid together with `key`."""
     for field in SteeringSpec.__struct_fields__:
-        if field not in valid and getattr(spec, field) is not None:
+        if field not in (*valid, *BESIDE_ALL) and getattr(spec, field) is not None:
             detail = f"is not valid together with {key}; valid fields: {', '.join(valid)}"
             raise invalid(f"{at}.{field}", detail)
 

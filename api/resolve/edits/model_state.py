@@ -8,6 +8,7 @@ from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.source_runs import LedgerRuns
 from ....schemas.access.keys import Caller, shown
 from ....schemas.base.errors import MidstreamError, invalid, unknown
+from ....schemas.base.records import by_key
 from ....schemas.prompts.selectors import FORWARD, Hook
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunPrompt, RunRecord, RunState, RunView
@@ -64,17 +65,15 @@ async def find_runs(
     """Return the requested runs that exist for the caller, also those of other models, each with
     the requested prompts.
     """
-    requested: dict[str, set[int]] = {}
-    for spec in patch:
-        if spec.source.run is not None:
-            requested.setdefault(spec.source.run, set()).add(spec.source.prompt)
+    sources = (spec.source for spec in patch)
+    requested = by_key((each.run, each.prompt) for each in sources if each.run is not None)
     runs = LedgerRuns(ledger, caller)
 
     async def view(name: str) -> RunView | None:
         if (run := await runs.lookup(model, name)) is not None:
-            return await _read_run(runs, run, requested[name])
+            return await _read_run(runs, run, set(requested[name]))
         foreign = await _of_another_model(ledger, runs, model, name)
-        return foreign and _view(foreign, "ready", "", None)
+        return None if foreign is None else _view(foreign, "ready", "", None)
 
     views = await asyncio.gather(*map(view, requested))
     return {name: found for name, found in zip(requested, views, strict=True) if found}

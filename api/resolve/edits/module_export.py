@@ -46,6 +46,8 @@ def entries_of(module: Module, tensors: Mapping[str, Tensor]) -> list[SteeringSp
             fields["positions"] = entry.positions
         if entry.limit:
             fields["limit"] = limit_of(entry.limit)
+        if entry.trigger:
+            fields["trigger"] = entry.trigger
         if family.flag:
             fields[family.flag] = True
         layers = entry.layers[0] if len(entry.layers) == 1 else entry.layers

@@ -12,7 +12,7 @@ import msgspec
 
 from ....schemas.base.edit_sizes import EditLimit, strictest
 from ....schemas.base.errors import MidstreamError, Translated, invalid
-from ....schemas.base.limits import MAX_ENTRIES, MAX_JOB_EDITS
+from ....schemas.base.limits import MAX_ENTRIES, MAX_JOB_EDITS, MAX_TRIGGERS
 from ....schemas.base.records import from_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.jobs.models import ModelInfo
@@ -38,9 +38,17 @@ from ....schemas.requests.specs import (
 from ....schemas.requests.steering import GlobalSteering, Module, SteeringTemplate
 from ..positions.captures import Bounds, apply_rules, positions_of_each
 from ..positions.gates import Gated, gated_entries
+from ..positions.windows import check_trigger
 from .features import NONE, NamedFeatures, plain_spec, resolve_feature
 from .installed_ops import check_not_installed, resolve_installed
-from .interventions import check_limit, check_without, limit_of, reach_of, resolve_entry
+from .interventions import (
+    BESIDE_ALL,
+    check_limit,
+    check_without,
+    limit_of,
+    reach_of,
+    resolve_entry,
+)
 from .model_state import NOTHING, ModelState, unknown_module
 from .patches import resolve_patches
 
@@ -104,7 +112,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 
 #: Fields that are valid together with `module`.
 EntryT = TypeVar("EntryT", SteeringTemplate, StoredSteering)
-BESIDE_MODULE = ("module", "scale", "positions", "limit")
+BESIDE_MODULE = ("module", "scale", "positions", *BESIDE_ALL)
 
 
 def _must_be_absent(name: str) -> Callable[[SteeringSpec, Bounds], None]:
@@ -329,15 +337,27 @@ def _check_each(
 def _placed(
     spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[Placed]:
-    limit, spec = spec.limit, msgspec.structs.replace(spec, limit=None)
+    plain = _unqualified(spec, at, bounds.model)
     placed = (
-        _entries_of(spec, bounds, at, blobs, model_state.features)
+        _entries_of(plain, bounds, at, blobs, model_state.features)
         if spec.module is None
-        else _placed_of_module(spec, bounds, at, model_state)
+        else _placed_of_module(plain, bounds, at, model_state)
     )
     for entry, _ in () if at.startswith("policies") else placed:  # the operator's own
         model_state.check_seen(at, entry.hook, entry.layers)
-    return [(limited(entry, limit, at), positions) for entry, positions in placed]
+    return [(_qualified(entry, spec, at), positions) for entry, positions in placed]
+
+
+def _unqualified(spec: SteeringSpec, at: str, model: ModelInfo) -> SteeringSpec:
+    """Return the spec without its limit and trigger. Raises a 400 for one that is not valid."""
+    check_trigger(spec.trigger, at, model)
+    return msgspec.structs.replace(spec, limit=None, trigger=None)
+
+
+def _qualified(entry: SteeringTemplate, spec: SteeringSpec, at: str) -> SteeringTemplate:
+    """Return an entry of the spec with the spec's limit and trigger."""
+    entry = limited(entry, spec.limit, at)
+    return entry if spec.trigger is None else msgspec.structs.replace(entry, trigger=spec.trigger)
 
 
 def limited(entry: EntryT, limit: EditLimit | None, at: str) -> EntryT:
@@ -425,11 +445,10 @@ def resolve_module(
         if spec.positions == []:
             raise invalid(f"{at}.positions", NO_POSITION)
         check_not_installed(spec, at)
-        own, spec = spec.limit, msgspec.structs.replace(spec, limit=None)
-        found = _entries_of(spec, Bounds(model, []), at, blobs, features)
-        made = (limited(entry, own, at) for entry, _ in found)
-        entries += [limited(entry, limit, at) for entry in made]
-        reach += _reaches(spec, at, features)
+        plain = _unqualified(spec, at, model)
+        found = _entries_of(plain, Bounds(model, []), at, blobs, features)
+        entries += [limited(_qualified(entry, spec, at), limit, at) for entry, _ in found]
+        reach += _reaches(plain, at, features)
     _check_room([_unresolved(entry) for entry in entries], "", model)
     return SteeringContent(entries, reach, blobs)
 
@@ -577,6 +596,9 @@ def _check_room(
     rows = steering_rows(entries)
     needed = _room(rows)
     whom = f" {whom}" if whom else ""
+    if (triggers := len({row.condition[1] for row in rows} - {b""})) > MAX_TRIGGERS:
+        detail = f"has {triggers} different triggers{whom}"
+        raise invalid(field, detail, allowed=f"at most {MAX_TRIGGERS}")
     if needed.rows > MAX_STEERING_ROWS and (places := _places(rows)) > MAX_STEERING_ROWS:
         raise invalid(
             field,

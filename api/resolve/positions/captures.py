@@ -42,6 +42,19 @@ from .windows import check_window, window_of
 #: Bytes of rows that all prompts of a job together may return, since Redis keeps them with the
 #: job's result (one prompt may return its `memory_limit_kib`, if that is more).
 MEMORY_JOB_BYTES = 16 << 20
+#: Whether rows come back, or readings → what exceeds the limit, and two ways to stay below it.
+_MEMORY_WORDS = {
+    True: (
+        "rows: consumer 'memory' returns",
+        "capture fewer rows",
+        "use 'filesystem' alone",
+    ),
+    False: (
+        "results: a response holds",
+        "name fewer positions or layers",
+        "fewer tokens of each",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -353,7 +366,7 @@ def _check_memory(
         f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting tuning.memory_limit_kib)"
     )
     for field, captures in stored_captures:
-        way = "use 'filesystem' alone" if field == "capture.consumers" else "fewer tokens of each"
+        what, fewer, way = _MEMORY_WORDS[field == "capture.consumers"]
         for index, capture in enumerate(captures):
             size = _returned_bytes(capture, index, bounds)
             of_prompt[index] += size
@@ -365,16 +378,6 @@ def _check_memory(
                     * capture.reading.row_work(bounds.model.hidden_size, bounds.model.vocab_size)
                 )
             if size and of_prompt[index] > limit:
-                what = (
-                    "rows: consumer 'memory' returns"
-                    if field == "capture.consumers"
-                    else "results: a response holds"
-                )
-                fewer = (
-                    "capture fewer rows"
-                    if field == "capture.consumers"
-                    else "name fewer positions or layers"
-                )
                 raise invalid(
                     field,
                     (
@@ -383,11 +386,6 @@ def _check_memory(
                     ),
                 )
         if total > max(limit, MEMORY_JOB_BYTES):
-            what = (
-                "rows: consumer 'memory' returns"
-                if field == "capture.consumers"
-                else "results: a response holds"
-            )
             raise invalid(
                 field,
                 f"the job's {len(captures)} prompts may produce {total} bytes of {what} at most "

@@ -1,7 +1,7 @@
-"""Resolves the windows of captures: positions that are known only when a request ends."""
+"""Resolves positions that tokens decide: windows of captures and triggers of edits."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -9,7 +9,8 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_AROUND, MAX_SEARCHED
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import Span
-from ....schemas.requests.specs import CaptureSpec
+from ....schemas.prompts.windows import Occurrences, Trigger
+from ....schemas.requests.specs import CaptureSpec, SteeringSpec
 from ..prompts.tokenizer import Codec, check_vocabulary
 
 #: Tensor-parallel ranks all have a probe's scores; the stages of a pipeline do not.
@@ -28,18 +29,49 @@ async def with_window_tokens(spec: CaptureSpec | None, codec: Codec) -> CaptureS
     span = None if spec is None else window_of(spec.positions)
     if spec is None or span is None or span.around is None or span.around.text is None:
         return spec
-    text = span.around.text
+    around = await _with_token_ids(span.around, codec, "capture.positions.around")
+    return msgspec.structs.replace(spec, positions=msgspec.structs.replace(span, around=around))
+
+
+async def with_trigger_tokens(specs: Sequence[SteeringSpec], codec: Codec) -> list[SteeringSpec]:
+    """Return steering with token ids in place of the texts of its triggers, likewise."""
+    return [
+        spec
+        if spec.trigger is None or spec.trigger.text is None
+        else msgspec.structs.replace(
+            spec,
+            trigger=await _with_token_ids(spec.trigger, codec, f"steering[{index}].trigger"),
+        )
+        for index, spec in enumerate(specs)
+    ]
+
+
+OccurrencesT = TypeVar("OccurrencesT", bound=Occurrences)
+
+
+async def _with_token_ids(found: OccurrencesT, codec: Codec, at: str) -> OccurrencesT:
+    text = found.text or ""
     # Here, because ranks have no tokenizer. Other tokenisations of the same letters are not found.
     encoded = await codec.encode([text, f" {text}"], special_tokens=False)
     sequences = [list(each) for each in dict.fromkeys(map(tuple, encoded)) if each]
     if not 0 < (longest := max(map(len, sequences), default=0)) <= MAX_AROUND:
         raise invalid(
-            "capture.positions.around.text",
+            f"{at}.text",
             f"has {longest} tokens, alone or after a space",
             allowed=f"1 to {MAX_AROUND} tokens",
         )
-    around = msgspec.structs.replace(span.around, text=None, token_ids=sequences)
-    return msgspec.structs.replace(spec, positions=msgspec.structs.replace(span, around=around))
+    return msgspec.structs.replace(found, text=None, token_ids=sequences)
+
+
+def check_trigger(trigger: Trigger | None, at: str, model: ModelInfo) -> None:
+    """Raises a 400 below `at` for a trigger by a text that nothing has tokenised, or by tokens that
+    the model lacks.
+    """
+    if trigger is not None and trigger.text is not None:
+        detail = "is valid in requests, modules and global steering only"
+        raise invalid(f"{at}.trigger.text", detail, allowed="token_ids instead of text")
+    for number, sequence in enumerate((trigger and trigger.token_ids) or ()):
+        check_vocabulary(sequence, f"{at}.trigger.token_ids[{number}]", model)
 
 
 def check_window(

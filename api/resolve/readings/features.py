@@ -3,11 +3,9 @@
 from functools import partial
 
 from ....schemas.artifacts.saes import Sae
-from ....schemas.prompts.selectors import SelectorError
+from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError
 from ....schemas.readings.features import FeatureSpec, StoredFeatures
-from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds, apply_rules, positions_of_each
-from .reading_captures import reading_captures
 from .saes import named_sae
 
 
@@ -17,10 +15,12 @@ def _top_k(sae: Sae, spec: FeatureSpec, bounds: Bounds) -> int:
     return spec.top_k
 
 
-def resolve_features(spec: FeatureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
-    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
+def resolve_features(
+    spec: FeatureSpec, bounds: Bounds, at: str
+) -> tuple[StoredFeatures, dict[Hook, list[int]], list[PositionSelector]]:
+    """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     sae = named_sae(spec.sae, f"{at}.sae", bounds.model, bounds.found)
     rules = (("positions", positions_of_each), ("top_k", partial(_top_k, sae)))
     made = apply_rules(rules, spec, bounds, at)
     reading = StoredFeatures(sae=sae.stored(), top_k=made["top_k"])
-    return reading_captures(reading, {sae.hook: [sae.layer]}, made["positions"], spec.at)
+    return reading, {sae.hook: [sae.layer]}, made["positions"]

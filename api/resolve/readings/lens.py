@@ -1,4 +1,6 @@
-"""Resolution of the logit lens, with or without the maps of a tuned or Jacobian lens."""
+"""Resolution of the logit lens, with or without the maps of a tuned or Jacobian lens, and of the
+registration of tuned lenses.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,15 +9,58 @@ import msgspec
 
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
-from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TunedLens
+from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TunedLens, TunedLensRequest
 from ....schemas.base.errors import Translated, invalid
+from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
+from ....schemas.prompts.selectors import (
+    Hook,
+    PositionSelector,
+    SelectorError,
+    as_ranges,
+    resolve_hook,
+    resolve_layers,
+)
 from ....schemas.readings.lens import LensSpec, NamedToken, StoredLens
-from ....schemas.requests.specs import StoredCapture
+from ....storage.formats.lens_files import check_on, folder_of
 from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
 from ..prompts.tokenizer import Codec, TooLong
-from .reading_captures import reading_captures
+
+# --- Registration --------------------------------------------------------------------------------
+
+
+def resolve_tuned(
+    tuned_lens_request: TunedLensRequest, name: str, model: ModelInfo, root: str
+) -> TunedLens:
+    """Return what should be registered.
+
+    Raises a 400 naming the field. Reads the file: not for the event loop.
+    """
+    hook = resolve_hook(tuned_lens_request.hook)
+    present = [item for item in LENS_HOOKS if item in model.hooks]
+    if hook not in present:
+        raise invalid(
+            "hook",
+            f"{tuned_lens_request.hook!r} is not a hook point that a lens of this model reads",
+            allowed=", ".join(present),
+        )
+    digest, layers, size = check_on(
+        folder_of(root, tuned_lens_request.path), model.num_layers, model.hidden_size
+    )
+    return TunedLens(
+        name=name,
+        model=model.name,
+        digest=digest,
+        path=tuned_lens_request.path,
+        hook=hook,
+        residual=tuned_lens_request.residual,
+        layers=layers,
+        hidden_size=model.hidden_size,
+        bytes=size,
+        created=now(),
+        description=tuned_lens_request.description,
+    )
+
 
 # --- What a request names -------------------------------------------------------------------------
 
@@ -136,8 +181,10 @@ LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 )
 
 
-def resolve_lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
-    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
+def resolve_lens(
+    spec: LensSpec, bounds: Bounds, at: str
+) -> tuple[StoredLens, dict[Hook, list[int]], list[PositionSelector]]:
+    """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     tuned = _maps(spec, bounds, at)
     if tuned is not None:
         spec = _fitted(spec, tuned, at)
@@ -153,7 +200,7 @@ def resolve_lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]
         tokens=made["tokens"],
         tuned=tuned.stored() if tuned is not None else None,
     )
-    return reading_captures(reading, {made["hook"]: made["layers"]}, made["positions"], spec.at)
+    return reading, {made["hook"]: made["layers"]}, made["positions"]
 
 
 def _fitted(spec: LensSpec, tuned: TunedLens, at: str) -> LensSpec:

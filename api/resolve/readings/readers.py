@@ -7,11 +7,9 @@ from typing import Any
 
 from ....schemas.extensions import Extension, ReaderTerms
 from ....schemas.model.banks import RESIDUAL, banks_of
-from ....schemas.prompts.selectors import Hook, SelectorError, resolve_sites
+from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError, resolve_sites
 from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
-from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_each
-from .reading_captures import reading_captures
 
 
 def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
@@ -79,8 +77,10 @@ RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 )
 
 
-def resolve_reader(spec: ReaderSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
-    """One capture per prompt. Raises a 400 naming the field below `at`."""
+def resolve_reader(
+    spec: ReaderSpec, bounds: Bounds, at: str
+) -> tuple[StoredReader, dict[Hook, list[int]], list[PositionSelector]]:
+    """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     made = apply_rules(RULES, spec, bounds, at)
     extension, terms = made["name"]
     reading = StoredReader(
@@ -90,4 +90,4 @@ def resolve_reader(spec: ReaderSpec, bounds: Bounds, at: str) -> list[StoredCapt
         fixed_bytes=terms.fixed_bytes,
         options=made["options"],
     )
-    return reading_captures(reading, made["hooks"], made["positions"], spec.at)
+    return reading, made["hooks"], made["positions"]

@@ -5,15 +5,16 @@ Each kind of reading has its rules in `RULES`. How much may come back is limited
 the consumer `memory` returns.
 """
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....schemas.artifacts.registered import NamedArtifact
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.prompts.selectors import RequestedPositions
-from ....schemas.readings.readings import READINGS
+from ....schemas.prompts.selectors import Hook, PositionSelector, RequestedPositions
+from ....schemas.readings.readings import READINGS, AnyStoredReading
+from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds
 from ..prompts.tokenizer import Codec
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
 class ReadingRules(NamedTuple):
     """How a request's specs of one kind of reading are resolved."""
 
-    captures: Callable[[Any, Bounds, str], list[StoredCapture]]  # one per prompt
+    #: Returns the instruction to the ranks, hook → layers, and the positions of each prompt.
+    resolve: Callable[
+        [Any, Bounds, str],
+        tuple[AnyStoredReading, Mapping[Hook, list[int]], Sequence[PositionSelector]],
+    ]
     #: Returns a spec with token ids in place of texts.
     encode: Callable[[Any, Codec], Awaitable[Any]] | None = None
 
@@ -83,7 +88,9 @@ def resolve_readings(
     stored_captures: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in _each(parsed):
         _check_served(READINGS[field].name, at, bounds.model)
-        captures = RULES[field].captures(spec, bounds, at)
+        reading, sites, positions = RULES[field].resolve(spec, bounds, at)
+        same: Any = {"tag": "", "at": spec.at, "consumers": [READER], "reading": reading}
+        captures = [StoredCapture(sites=dict(sites), positions=each, **same) for each in positions]
         if twin := next((other for other, before in stored_captures if before == captures), ""):
             raise invalid(at, f"asks the same as {twin}", hint="omit one of them")
         stored_captures.append((at, captures))

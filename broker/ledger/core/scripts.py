@@ -183,9 +183,7 @@ def _lua(value: Any) -> str:
         return "{" + ",".join(map(_lua, value)) + "}"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):
-        return f"'{value}'"
-    return repr(value)
+    return f"'{value}'" if isinstance(value, str) else repr(value)
 
 
 def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]:
@@ -277,9 +275,8 @@ def submit(
     tags = stored_tags(job)
     captured = bool(set(tags) - set(operator_tags))
     key, body = idempotency or (None, None)
-    run = None
-    if job.run:
-        run = RunRecord(
+    run = (
+        RunRecord(
             name=job.run,
             model=job.model,
             job=job.id,
@@ -288,6 +285,9 @@ def submit(
             lora=use_of(job.lora),
             identity=job.identity,
         )
+        if job.run
+        else None
+    )
     arguments = pack(
         settings,
         id=job.id,

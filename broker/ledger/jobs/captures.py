@@ -103,10 +103,12 @@ class LedgerCaptures(LedgerPart):
                 f"ms:capture:{job_id}", "tenant", "created"
             )
             records = await pipe.execute()
-        for tenant, created in records:
-            if created is not None:
-                return DEFAULT_TENANT if tenant is None else str(tenant.decode())
-        return None
+        owners = (
+            DEFAULT_TENANT if tenant is None else str(tenant.decode())
+            for tenant, created in records
+            if created is not None
+        )
+        return next(owners, None)
 
     @reachable
     async def check(self, job_id: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
 from ....schemas.base.errors import invalid
-from ....schemas.base.records import now
+from ....schemas.base.records import by_key, now
 from ....schemas.jobs.jobs import (
     TERMINAL,
     CaptureResults,
@@ -240,11 +240,7 @@ def determinism(view: JobView, record: JobRecord, ticket: Sequence[Receipt]) -> 
     stages = []
     for pp in sorted({receipt.pp for receipt in ticket}):
         of_stage = [receipt for receipt in ticket if receipt.pp == pp]
-        accounts: dict[int, set[tuple[str, int, int, int]]] = {}  # of each request
-        for receipt in of_stage:
-            accounts.setdefault(receipt.request, set()).add(
-                (receipt.checksum, receipt.actions, receipt.epoch, receipt.applied)
-            )
+        accounts = by_key((receipt.request, receipt.account) for receipt in of_stage)
         ranks = [
             RankReport(
                 rank=receipt.rank,
@@ -262,7 +258,7 @@ def determinism(view: JobView, record: JobRecord, ticket: Sequence[Receipt]) -> 
         stages.append(
             StageReport(
                 pp=pp,
-                consistent=all(len(distinct) == 1 for distinct in accounts.values()),
+                consistent=all(len(set(of_request)) == 1 for of_request in accounts.values()),
                 ranks=ranks,
             )
         )

@@ -3,7 +3,6 @@
 import socket
 import traceback
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from http_kit import reply, server
 from job_kit import job_result
 
 from midstream import Answer, Client, MidstreamError, ServerTimeout
-from midstream.api.resolve.readings.readings import _check_served
 from midstream.broker.ledger.jobs.ledger import not_found
 from midstream.client.cli.options import overrides
 from midstream.client.sdk import wire
@@ -27,12 +25,6 @@ def refusal(call: Callable[[], Any]) -> MidstreamError:
     with pytest.raises(MidstreamError) as caught:
         call()
     return caught.value
-
-
-def test_what_should_be_omitted_is_no_valid_value() -> None:
-    model: Any = SimpleNamespace(name="tiny", readings={"lens": "it has no unembedding"})
-    error = refusal(lambda: _check_served("lens", "lens", model))
-    assert (error.allowed, error.hint) == (None, "omit it")
 
 
 def test_an_unknown_name_with_none_to_choose_from_lists_no_value() -> None:

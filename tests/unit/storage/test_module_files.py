@@ -177,7 +177,7 @@ def test_the_file_format_covers_every_entry_field() -> None:
         *SHAPES,
         *FAMILY["feature"].fields,
         *INSTALLED.fields,
-        *("jacobian", "token", "swap", "limit"),
+        *("jacobian", "token", "swap", "limit", "trigger"),
     }  # a file has its vectors, and names nothing
     assert named == set(SteeringSpec.__struct_fields__)
     assert next(found.max_length for found in SteeringEntries.__metadata__) == MAX_ENTRIES

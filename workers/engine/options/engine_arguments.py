@@ -135,11 +135,11 @@ def scheduler_class(config: VllmConfig) -> str:
     """
     # Overlap changes nothing for ranks, even with `stages + 1` steps under way: each gets the steps
     # in order, and what a step carries takes effect after the steps before it.
-    overlaps = config.scheduler_config.async_scheduling
-    if current_platform.is_cpu():
-        overlaps = (
-            config.parallel_config.pipeline_parallel_size == 1 and config.speculative_config is None
-        )
+    overlaps = (
+        config.parallel_config.pipeline_parallel_size == 1 and config.speculative_config is None
+        if current_platform.is_cpu()
+        else config.scheduler_config.async_scheduling
+    )
     name = "MidstreamAsyncScheduler" if overlaps else "MidstreamScheduler"
     return f"midstream.workers.runner.vllm.scheduler.{name}"
 

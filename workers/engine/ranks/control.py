@@ -114,10 +114,9 @@ class RankControl(ABC):
 
     async def same_content(self) -> bool:
         prints = await self._call("midstream_fingerprint", ())
-        stages: dict[int, set[str]] = {}
-        for status, fingerprint in zip(await self.steering_status(), prints, strict=True):
-            stages.setdefault(status.pp, set()).add(fingerprint)
-        return all(len(stage) == 1 for stage in stages.values())
+        ranks = zip(await self.steering_status(), prints, strict=True)
+        stages = by_key((status.pp, fingerprint) for status, fingerprint in ranks)
+        return all(len(set(stage)) == 1 for stage in stages.values())
 
 
 def rank_steering(status: dict[str, Any]) -> RankSteering:

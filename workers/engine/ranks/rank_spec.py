@@ -71,9 +71,11 @@ def _digest(
     threshold may round to its other side in another batch; if an edit may fail the request, every
     row must be computed and checked.
     """
-    digest = steering_digest(global_steering or own_steering)
-    if global_steering and own_steering:
-        digest = content_key([steering_digest(global_steering), steering_digest(own_steering)])
+    digest = (
+        content_key([steering_digest(global_steering), steering_digest(own_steering)])
+        if global_steering and own_steering
+        else steering_digest(global_steering or own_steering)
+    )
     unshared = ask.entry is not None or any(
         entry.gate or entry.limit < 0 for entry in (*global_steering, *own_steering)
     )

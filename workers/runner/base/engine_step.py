@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ....schemas.requests.specs import RankSpec
+
+if TYPE_CHECKING:
+    import torch
 
 _Numbers = Sequence[int] | np.ndarray
 
@@ -20,6 +24,7 @@ class NewRequest:
     cached_tokens: int  # prompt tokens served by the prefix cache
     max_tokens: int = 0  # tokens generated at most; 0: unknown
     unreadable: str = ""  # why its spec cannot be read: see `ReadSpec`
+    token_ids: Sequence[int] = ()  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +79,18 @@ class StepView:
     """
 
     def __init__(
-        self, ids: Sequence[str], counts: _Numbers, positions: _Numbers, samples: _Numbers
+        self,
+        ids: Sequence[str],
+        counts: _Numbers,
+        positions: _Numbers,
+        samples: _Numbers,
+        inputs: "torch.Tensor | None" = None,
     ) -> None:
         """`ids`: of the requests. Of each request, copied: `counts`: its token rows; `positions`:
-        the position of the first; `samples`: see `RequestRows`.
+        the position of the first; `samples`: see `RequestRows`. `inputs`: token ids of the rows, on
+        the device, which the next step overwrites.
         """
+        self._inputs = inputs
         self.ids = list(ids)
         self.counts = np.array(counts, dtype=np.int64)
         self.positions = np.array(positions, dtype=np.int64)
@@ -90,6 +102,11 @@ class StepView:
         """The rows of each request. Steps that repeat the last one do without them."""
         numbers = (np.cumsum(self.counts) - self.counts, self.counts, self.positions, self.samples)
         return list(map(RequestRows, self.ids, *(each.tolist() for each in numbers)))
+
+    def token_ids(self) -> np.ndarray:
+        """Return the token id of each row; waits until the device has sampled it."""
+        assert self._inputs is not None, "a runner gives them"
+        return np.asarray(self._inputs[: self.num_rows].cpu())
 
     def is_like(self, other: "StepView") -> bool:
         """Return whether the rows are of the same requests, whatever their positions."""

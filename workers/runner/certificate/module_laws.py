@@ -70,10 +70,11 @@ class JudgedStage:
         model's dtype and on its device.
         """
         device = next(self.parent.parameters()).device
-        if rows:
-            held = torch.cat(list(rows)).to(self.dtype).to(device)
-        else:
-            held = torch.empty(count, self.adapter.hidden_size, dtype=self.dtype, device=device)
+        held = (
+            torch.cat(list(rows)).to(self.dtype).to(device)
+            if rows
+            else torch.empty(count, self.adapter.hidden_size, dtype=self.dtype, device=device)
+        )
         return get_tp_group().broadcast(held, src=0) if get_tp_group().world_size > 1 else held
 
 

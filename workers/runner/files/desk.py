@@ -177,9 +177,9 @@ class EndedRequest(Wire, tag="ended"):
         expected = set[int]()
         if stop >= spec.prompt_tokens:
             chosen, window = capture.select(0, stop, spec.prompt_tokens), capture.window
-            expected = set(chosen)
-            if window is not None:
-                expected = window.keep(chosen, token_ids, ended.high)
+            expected = (
+                window.keep(chosen, token_ids, ended.high) if window is not None else set(chosen)
+            )
         stored_as = shape.stored_as(capture)
         windowed = capture.window is not None  # more positions than the expected ones are recorded
         rows = Recorded(

@@ -284,10 +284,12 @@ class _Probe:
 
     def _snapped(self, value: float) -> float:
         """Return the known multiplier that `value` equals up to rounding; else `value`."""
-        for known in self.known:
-            if abs(value - known) <= max(self.exact, 1e-3) * abs(known):
-                return known
-        return value
+        near = (
+            known
+            for known in self.known
+            if abs(value - known) <= max(self.exact, 1e-3) * abs(known)
+        )
+        return next(near, value)
 
     def shape(self) -> LayerShape:
         run = self.run()

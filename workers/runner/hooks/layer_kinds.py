@@ -109,9 +109,7 @@ def _unknown(module: Any) -> str:
         return "its ALiBi takes square roots of distances"
     if impl.alibi_slopes is not None and impl.logits_soft_cap:
         return "ALiBi together with a softcap is not known"
-    if getattr(impl, "chunk_lookback", -1) > -1:
-        return "its chunks look back"
-    return ""
+    return "its chunks look back" if getattr(impl, "chunk_lookback", -1) > -1 else ""
 
 
 def routing_kinds(model: nn.Module, adapter: Adapter) -> list[RoutingKind]:

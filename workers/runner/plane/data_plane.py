@@ -45,9 +45,11 @@ from ..rows.planner import Tracked
 from ..rows.streams import Streams
 from .probe_scores import Scorer
 from .reentry import Grading, Reentry, ReentryGate
-from .requests import RanStep, Reports, Requests, StepBatch, StepPart
+from .reports import Reports
+from .requests import Requests
 from .step_edits import EditsPart
 from .step_loras import Adapters
+from .step_parts import RanStep, StepBatch, StepPart
 from .step_probes import ProbesPart
 from .step_rows import RowsPart
 
@@ -311,9 +313,11 @@ class DataPlane:
         if self._delivery.held:
             self._delivery.turn()
         self._preemptions += preempted
-        ended = dict[str, int]()
-        if finished:
-            ended = {key: end.rows for key, end in finished.items() if key in self._tracked}
+        ended = (
+            {key: end.rows for key, end in finished.items() if key in self._tracked}
+            if finished
+            else dict[str, int]()
+        )
         for begin in self._begins if ended else ():
             begin(ended)
         if ended or new or resumed:

@@ -25,7 +25,8 @@ from ..hooks.architectures import ARCHITECTURES, Adapter
 from ..hooks.sites import held_layers, places
 from ..rows.finite_check import all_finite
 from ..rows.planner import Tracked
-from .requests import RanStep, Requests, StepBatch, StepPart
+from .requests import Requests
+from .step_parts import RanStep, StepBatch, StepPart
 
 #: A tracked request and its rows of the step.
 _Member = tuple[Tracked, RequestRows]

@@ -5,14 +5,16 @@ import logging
 from ....kernels.plan import ROWS_PER_TOKEN
 from ....schemas.requests.specs import columns_of, steering_rows
 from ..base.actions import ActionLedger
-from ..base.engine_step import StepView
+from ..base.engine_step import NewRequest, StepView
 from ..edits.installed_ops import check_here
 from ..edits.model_state import RankState
 from ..edits.source_runs import RunStore
+from ..edits.triggers import Search
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
 from .probe_scores import Scorer
-from .requests import TAINTED, Requests, StepBatch, StepPart
+from .requests import TAINTED, Requests
+from .step_parts import StepBatch, StepPart
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,13 @@ class EditsPart(StepPart):
         self._requests, self._banks, self._scorer = requests, banks, scorer
         self._state, self._runs, self._actions = state, runs, actions
         self._rows = banks.table
+
+    def admit(self, tracked: Tracked, request: NewRequest) -> None:
+        tracked.searches = {
+            entry.condition: Search(entry.trigger, request.token_ids)
+            for entry in tracked.spec.steering
+            if entry.trigger
+        }
 
     def acquire(self, tracked: Tracked) -> None:
         """Acquire the table rows of a request's steering, or fail the request with the reason."""
@@ -65,9 +74,9 @@ class EditsPart(StepPart):
         tracked.set_rows([])
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
-        """Decide the gates of the step's positions, then plan its edits."""
+        """Decide the gates and triggers of the step's positions, then plan its edits."""
         requests, tokens = self._requests, batch.tokens
-        if tokens.closed is not None:
+        if batch.gated and tokens.closed is not None:
             try:
                 self._scorer.settle({}, batch.deciding)
             except Exception as error:
@@ -80,6 +89,16 @@ class EditsPart(StepPart):
             except Exception as error:
                 requests.blame(error, requests.kinds.watched, "probe_failed")
                 tokens.closed[:, 1:] = True
+        if batch.searches is not None and tokens.closed is not None:
+            triggered = [item for _, item in batch.members if item.searches]
+            with requests.guard(triggered, "intervention_failed"):
+                batch.searches.decide(
+                    view,
+                    tokens.closed,
+                    lambda request, why: requests.fail(
+                        requests.tracked[request], why, "intervention_failed"
+                    ),
+                )
         try:
             self._banks.plan_steering(batch.tokens, requests.slots)
         except Exception as error:

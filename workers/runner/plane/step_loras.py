@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from ....schemas.jobs.receipts import BY_REQUEST
 from ..base.actions import ActionLedger
-from .requests import RanStep, Requests, StepPart
+from .requests import Requests
+from .step_parts import RanStep, StepPart
 
 if TYPE_CHECKING:
     from .loras import LoadedAdapters

@@ -8,7 +8,8 @@ from ..probes.watches import gates_of
 from ..rows.capture import reused_rows
 from ..rows.planner import Tracked
 from .probe_scores import Scorer
-from .requests import RanStep, Requests, StepPart
+from .requests import Requests
+from .step_parts import RanStep, StepPart
 
 
 class ProbesPart(StepPart):

@@ -21,7 +21,8 @@ from ..rows.finite_check import Due, Miscount, NonFiniteRow, StepSizes, reason
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
-from .requests import RanStep, Requests, StepBatch, StepPart
+from .requests import Requests
+from .step_parts import RanStep, StepBatch, StepPart
 
 
 class _Edited(NamedTuple):

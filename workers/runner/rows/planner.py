@@ -17,8 +17,10 @@ import torch
 from ....kernels import WHOLE, plan as columns
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
+from ....schemas.prompts.selectors import select
 from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
 from ..edits.steering_tables import RowTable
+from ..edits.triggers import Condition, Search
 from ..hooks.sites import Buffers, RankSite
 from ..probes.watches import Watch, open_among
 from .arena import BankRows
@@ -57,6 +59,8 @@ class Tracked:
     accounted: bool = False  # the request's LoRA adapter is in the action ledger
     watch: Watch | None = None  # the scores of its probes
     gates: list[str] = field(default_factory=list)  # the probes that gate its steering
+    # of its rows with triggers: gate, and key of the trigger → search
+    searches: dict[tuple[str, bytes], Search] = field(default_factory=dict)
     stopped_by: str = ""  # the probe that ended the request
     counted: int = sys.maxsize  # once the request is over: the tokens that count
     scores: list[ProbeScore] = field(default_factory=list)  # results, once the request is over
@@ -86,7 +90,20 @@ class Tracked:
     def gate_of(self, row: SteeringRow) -> int | None:
         """Return the column of a row's gate in `StepTokens.closed`; None if it never opens."""
         gates = ["", *self.gates]
-        return gates.index(row.gate) if row.gate in gates else None
+        if row.gate not in gates:
+            return None
+        if not row.condition[1]:
+            return gates.index(row.gate)
+        return len(gates) + [*self.searches].index(row.condition)
+
+    def conditions_at(self, number: int) -> list[Condition]:
+        """Return its conditions, as the request of this number in a step."""
+        gates = ["", *self.gates]
+        return [
+            Condition(number, search, gates.index(gate), column)
+            for column, ((gate, _), search) in enumerate(self.searches.items(), len(gates))
+            if gate in gates
+        ]
 
     def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
         """Return the positions, out of those that a row names, at which its gate is open; all of
@@ -97,6 +114,15 @@ class Tracked:
         if self.watch is None or row.gate not in self.gates:
             return []
         return open_among(self.watch, row.gate, positions)
+
+    def miscounted(self, row: SteeringRow, rows: int) -> int:
+        """Return how many positions of a row `applied` counts too many: edits after the first
+        `rows` tokens, and what rejected drafts changed.
+        """
+        search, prompt = self.searches.get(row.condition), self.spec.prompt_tokens
+        first = rows if search is None else 0
+        positions = self.open_of(row, select(row.positions, first, self.reached, prompt))
+        return len(positions) if search is None else search.miscounted(positions, rows)
 
 
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]

@@ -34,7 +34,7 @@ class SlotValue(NamedTuple):
     stop: int
     #: (first, stop) → the positions in this range, ascending; None: all between `first` and `stop`.
     chosen: Callable[[int, int], Sequence[int]] | None = None
-    gate: int = 0  # column of `StepTokens.closed`
+    gate: int = 0  # column of `StepTokens.closed`, of its gate and its trigger
 
 
 def entry_of(
@@ -80,8 +80,8 @@ class SlotTable:
             )
         self._stop[slot] = self._gates[slot] = 0
         for entry in entries:
-            self._gates[slot, entry.column] = entry.gate
             if entry.chosen is None:
+                self._gates[slot, entry.column] = entry.gate
                 self._first[slot, entry.column], self._stop[slot, entry.column] = entry[2:4]
                 self._values[slot, entry.column] = entry.value
         self._chosen.pop(slot, None)
@@ -102,8 +102,10 @@ class SlotTable:
             row = int(tokens.first_rows[number]) - first
             for entry in self._chosen[int(tokens.of_requests[number])]:
                 if entry.first < stop and first < entry.stop and entry.chosen is not None:
-                    at = np.array(entry.chosen(first, stop), dtype=np.int64)
-                    values[at + row, entry.column] = entry.value
+                    at = np.array(entry.chosen(first, stop), dtype=np.int64) + row
+                    if tokens.closed is not None:  # lists share columns, not gates
+                        at = at[~tokens.closed[at, entry.gate]]
+                    values[at, entry.column] = entry.value
         if tokens.closed is not None:
             gates = self._gates[slots]
             values[tokens.closed[np.arange(len(slots))[:, None], gates]] = 0
@@ -164,8 +166,8 @@ class StepTokens:
         self.firsts, self.stops = view.positions, view.positions + view.counts
         self.positions = self.firsts[self.members] + self._within
         self.again = False  # the last step had the same requests and counts
-        #: Whether each gate of the token's request is closed: `[tokens, 1 + gates]`, of which the
-        #: first is none; None: no request has any.
+        #: Whether each gate of the token's request is closed, then each gate with a trigger:
+        #: `[tokens, 1 + gates + conditions]`, of which the first is none; None: no request has any.
         self.closed: np.ndarray | None = None
 
     def move_to(self, view: StepView) -> bool:

@@ -35,7 +35,14 @@ def _new_requests(scheduler_output: Any) -> list[NewRequest]:
             spec, unreadable = unpack(packed)
             max_tokens = data.sampling_params.max_tokens or 0
             new.append(
-                NewRequest(data.req_id, spec, data.num_computed_tokens, max_tokens, unreadable)
+                NewRequest(
+                    data.req_id,
+                    spec,
+                    data.num_computed_tokens,
+                    max_tokens,
+                    unreadable,
+                    data.prompt_token_ids or (),
+                )
             )
     return new
 
@@ -160,6 +167,7 @@ class V1Adapter(_Adapter):
                     num_scheduled_tokens,
                     batch.num_computed_tokens_cpu[:many],
                     [1 + len(drafts.get(req_id, ())) for req_id in req_ids],
+                    self.input_ids.gpu,  # type: ignore[attr-defined]
                 )
             )
         return prepared
@@ -239,6 +247,7 @@ class V2Adapter(_Adapter):
                     batch.num_scheduled_tokens[:many],
                     batch.num_computed_tokens_np[:many],
                     np.diff(batch.cu_num_logits_np[: many + 1]),
+                    batch.input_ids,
                 )
             )
         return batch

@@ -102,10 +102,11 @@ class SweepRequests:
         asks = []
         for place, node in enumerate(self.units.nodes[unit.pair]):
             base = self._key(self.units.base(unit.pair), place, BASE)
-            if path is None or unit.kind == "noise":
-                steering = self._patches(unit, layers, places, base)
-            else:
-                steering = self._on_path(path, unit, layers, places, base)
+            steering = (
+                self._patches(unit, layers, places, base)
+                if path is None or unit.kind == "noise"
+                else self._on_path(path, unit, layers, places, base)
+            )
             lowest = min((at for entry in steering for at in entry.layers), default=layers[0])
             enters = self._enters and self._for_entry.get(unit.pair, True)
             entry = EntryPoint(run=base, layer=lowest) if enters and lowest > 0 else None
@@ -506,9 +507,11 @@ class SweepRequests:
                 needed[hook].update(sweep.layers)
         path = sweep.path
         if path is not None and present:
-            senders = [(layer, hook) for layer in sweep.layers for hook in sweep.hooks]
-            if path.sender is not None:
-                senders = [(path.sender.layer, path.sender.hook)]
+            senders = (
+                [(path.sender.layer, path.sender.hook)]
+                if path.sender is not None
+                else [(layer, hook) for layer in sweep.layers for hook in sweep.hooks]
+            )
             for sender in senders:
                 for hook, layers in path.frozen_sites(*sender, self._top(path)).items():
                     needed[hook].update(layers)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ....broker.ledger.results.sweep_metrics import Grades, grades
+from ....schemas.base import by_key
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.jobs.sweep_units import Node
 from ....schemas.jobs.sweeps import StoredPair
@@ -41,10 +42,12 @@ def refusal(receipts: Sequence[Receipt]) -> str:
     """Return why the first rank whose receipt is not `ok` did not do all that was requested; empty
     when all receipts are `ok`.
     """
-    for receipt in receipts:
-        if receipt.verdict != "ok":
-            return f"rank {receipt.rank} (stage {receipt.pp}): {receipt.message or _short(receipt)}"
-    return ""
+    reasons = (
+        f"rank {receipt.rank} (stage {receipt.pp}): {receipt.message or _short(receipt)}"
+        for receipt in receipts
+        if receipt.verdict != "ok"
+    )
+    return next(reasons, "")
 
 
 def _short(receipt: Receipt) -> str:
@@ -61,12 +64,8 @@ def _check(receipts: Sequence[Receipt], world: int) -> None:
         raise UnverifiedUnit(f"{len(receipts)} of {world} ranks reported")
     if why := refusal(receipts):
         raise UnverifiedUnit(why)
-    stages: dict[int, set[tuple[str, int, int, int]]] = {}
-    for receipt in receipts:
-        stages.setdefault(receipt.pp, set()).add(
-            (receipt.checksum, receipt.actions, receipt.epoch, receipt.applied)
-        )
-    if differing := sorted(stage for stage, accounts in stages.items() if len(accounts) > 1):
+    stages = by_key((receipt.pp, receipt.account) for receipt in receipts)
+    if differing := sorted(stage for stage, accounts in stages.items() if len(set(accounts)) > 1):
         raise UnverifiedUnit(f"the ranks of stage {differing[0]} do not report the same values")
 
 

@@ -27,6 +27,7 @@ from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.kernels import reference
 from midstream.kernels.plan import SitePlan, does_of
 from midstream.schemas.artifacts.saes import Sae, SaeRequest
+from midstream.schemas.base.edit_sizes import EditLimit
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo
@@ -117,6 +118,11 @@ def test_clamping_to_the_present_value_changes_no_bit(
                 steered(msgspec.structs.replace(spec, value=value + 0.5), row[None], dtype),
                 row[None],
             )
+
+
+def test_an_edit_of_a_feature_may_be_limited() -> None:
+    spec = SteeringSpec(sae="jumprelu", feature=5, op="ablate", limit=EditLimit(relative=0.5))
+    assert resolved(spec)[0].limit == 0.5
 
 
 def test_an_inactive_feature_is_ablated_already(rows: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from refusal_kit import refuses
 
 from midstream.api.resolve.admission.admission import under_limit
 from midstream.api.resolve.edits.model_state import ModelState
+from midstream.api.resolve.edits.module_export import entries_of
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.schemas.base.edit_sizes import EditLimit, strictest
@@ -17,13 +18,14 @@ from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, SelectorError, Span
+from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import (
     SteeringSpec,
     StoredSteering,
     steering_digest,
     steering_rows,
 )
-from midstream.schemas.requests.steering import GlobalSteering, Module
+from midstream.schemas.requests.steering import GlobalSteering, Module, views_of
 from midstream.workers.engine.requests import prompt_request
 
 VECTOR = from_numpy(np.ones(HIDDEN, np.float32))
@@ -471,3 +473,44 @@ def test_the_stricter_limit_of_request_module_and_entry_counts() -> None:
 def test_limits_beyond_their_range_are_refused(relative: float) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"layers": 0, "limit": {"relative": relative}}, SteeringSpec)
+
+
+# --- Triggers
+
+AT_3, FROM_45 = Trigger(token_ids=[[3]]), Trigger(token_ids=[[4, 5]], after="end")
+
+
+def test_an_entry_keeps_its_trigger_and_a_request_replaces_a_modules() -> None:
+    own = module(spec(trigger=AT_3), spec())
+    for asked, wanted in ((None, [AT_3, None]), (FROM_45, [FROM_45, FROM_45])):
+        use = SteeringSpec(module="joy", trigger=asked)
+        ((found,), _), globally = (
+            resolved([use], own),
+            everywhere(use, state=ModelState({"joy": own})),
+        )
+        for entries in (found, globally.entries):
+            assert [entry.trigger or None for entry in entries] == wanted
+    assert [view.trigger for view in views_of(own.entries)] == [AT_3, None]
+    exported = entries_of(own, dict.fromkeys(own.tensors, VECTOR))
+    assert [entry.trigger for entry in exported] == [AT_3, None]
+
+
+@pytest.mark.parametrize(
+    ("triggers", "field", "valid"),
+    [
+        ([Trigger(text="a")], "steering[0].trigger.text", "token_ids instead of text"),
+        (
+            [AT_3, Trigger(token_ids=[[3], [4, 9]])],
+            "steering[1].trigger.token_ids[1][1]",
+            "0 to 8",
+        ),
+        ([Trigger(token_ids=[[n]]) for n in range(5)], "steering", "at most 4"),
+    ],
+)
+def test_what_ranks_cannot_search_for_is_refused(
+    triggers: list[Trigger], field: str, valid: str
+) -> None:
+    specs = [spec(trigger=trigger, positions=[n]) for n, trigger in enumerate(triggers)]
+    for resolve in (resolved, lambda each: everywhere(*each), lambda each: module(*each)):
+        with refuses(match=valid, status=400, field=field):
+            resolve(specs)

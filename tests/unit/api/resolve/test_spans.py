@@ -15,7 +15,7 @@ from spelling import byte_level, fallback, overlapping
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from midstream.api.resolve.admission.admission import facts_of
-from midstream.api.resolve.positions.windows import with_window_tokens
+from midstream.api.resolve.positions.windows import with_trigger_tokens, with_window_tokens
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
 from midstream.api.resolve.prompts.text_spans import TextMap
 from midstream.api.resolve.prompts.tokenizer import Codec
@@ -28,8 +28,8 @@ from midstream.schemas.prompts.selectors import (
     Span,
     resolve_positions,
 )
-from midstream.schemas.prompts.windows import Around
-from midstream.schemas.requests.specs import CaptureSpec
+from midstream.schemas.prompts.windows import Around, Trigger
+from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec
 
 PIECES = [
     "The",
@@ -331,3 +331,15 @@ def test_a_windows_text_is_bounded_in_tokens_too() -> None:
     for text in ("🙂" * 86, "x" * 256):  # the second has 256 tokens alone, and 257 after a space
         with refuses(match="1 to 256 tokens", status=400, field="capture.positions.around.text"):
             windowed(text)
+
+
+def test_a_triggers_text_is_its_tokens_alone_and_after_a_space() -> None:
+    codec = codec_of(merged_byte_level())
+    plain, asked = SteeringSpec(), SteeringSpec(trigger=Trigger(text="ab", after=2))
+    found = asyncio.run(with_trigger_tokens([plain, asked], codec))
+    sequences = asyncio.run(codec.encode(["ab", " ab"], special_tokens=False))
+    wanted = Trigger(token_ids=[list(sequence) for sequence in sequences], after=2)
+    assert [spec.trigger for spec in found] == [None, wanted]
+    long = SteeringSpec(trigger=Trigger(text="🙂" * 86))
+    with refuses(match="1 to 256 tokens", status=400, field="steering[1].trigger.text"):
+        asyncio.run(with_trigger_tokens([plain, long], codec))

@@ -32,7 +32,8 @@ from midstream.workers.runner.plane.reentry import (
     install_gate,
     tap,
 )
-from midstream.workers.runner.plane.requests import RanStep, StepBatch, lacking
+from midstream.workers.runner.plane.reports import lacking
+from midstream.workers.runner.plane.step_parts import RanStep, StepBatch
 from midstream.workers.runner.rows.planner import Tracked
 
 VOCABULARY = 50

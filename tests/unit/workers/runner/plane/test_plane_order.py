@@ -19,7 +19,7 @@ from midstream.workers.runner.edits.steering_tables import Tables
 from midstream.workers.runner.files.writer import CaptureWriter
 from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.plane.reentry import Grading, Reentry, ReentryGate
-from midstream.workers.runner.plane.requests import Reports
+from midstream.workers.runner.plane.reports import Reports
 from midstream.workers.runner.rows.banks import Banks, RowStore
 from midstream.workers.runner.rows.overload import Overload
 

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from sae_rows import FORMS, ROOT
+from sae_rows import D_IN, D_SAE, FORMS, ROOT
 from safetensors.numpy import save_file
 
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.artifacts.tuned_lenses import StoredTuned
 from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.readings.features import StoredFeatures
+from midstream.schemas.readings.features import FeaturesPart, StoredFeatures
 from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.schemas.readings.readings import part_decoder
 from midstream.schemas.readings.stored import READER
@@ -30,7 +30,7 @@ from midstream.storage.formats.sae_files import (
     reading,
     tensors_of,
 )
-from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.files.finished_rows import FinishedCapture, ReadingError
 from midstream.workers.runner.hooks.output_head import VocabularyShard
 from midstream.workers.runner.readings import features, sae
 from midstream.workers.runner.readings.logit_lens import LensReader
@@ -284,6 +284,49 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
         0,
     )
     assert log == ["to the device", "loaded"] * on_device + ["own stream", "encode"]
+
+
+#: What a part has apart from its positions, at most.
+HEADER = 300
+#: Numbers as large as MessagePack's longest for 32 bits.
+FIRST = 1 << 20
+
+
+def of_words(top_k: int) -> StoredFeatures:
+    with reading(ROOT / "jumprelu") as (content, _):
+        named = StoredSae("words", content.digest, "jumprelu", "post_block", 1, 1)
+    return StoredFeatures(sae=named, top_k=top_k)
+
+
+def encoded(wanted: StoredFeatures, rows: np.ndarray, layer: int = 1) -> FeaturesPart:
+    """By the reader of a rank that holds this layer."""
+    reader = features.FeatureReader([("post_block", layer)])
+    reader.put(wanted.sae.digest, "post_block", 1, str(ROOT / "jumprelu"))
+    places = [FIRST + place for place in range(len(rows))]
+    fields = {"sites": {"post_block": [1]}, "positions": places}
+    one = msgspec.structs.replace(capture().capture, reading=wanted, **fields)
+    more = {"hidden_size": D_IN, "token_ids": places, "prepared": reader.prepare(wanted)}
+    raw = [memoryview(rows.tobytes())]
+    return reader(capture(capture=one, rows=lambda *_: raw, **fields, **more), 0)
+
+
+@pytest.mark.parametrize("top_k", [1, 10, D_SAE])
+def test_a_part_has_the_bytes_that_admission_counts(top_k: int) -> None:
+    wanted = of_words(top_k)
+    rows = np.random.default_rng(2).standard_normal((500, D_IN)).astype(np.float32)
+    part, counted = encoded(wanted, rows), wanted.size(len(rows), 1)
+    assert counted * 0.98 < len(to_msgpack(part)) <= counted + HEADER
+    joined = FeaturesPart.joined(3, [part])
+    assert (joined.sae, joined.positions[0], len(joined.features)) == ("words", FIRST, len(rows))
+    wide = load(ROOT / "jumprelu", wanted.sae.digest).encode(torch.from_numpy(rows)).numpy()
+    for row, found, values in zip(wide, joined.features, joined.activations, strict=True):
+        assert len(found) == min(top_k, int((row > 0).sum()))
+        np.testing.assert_allclose(row[found], values, atol=1e-6)
+
+
+def test_an_autoencoder_of_another_stages_layer_is_not_loaded() -> None:
+    with pytest.raises(ReadingError, match=r"'words' .* is not loaded"):
+        encoded(of_words(3), np.zeros((1, D_IN), np.float32), layer=0)
 
 
 # --- Sparse autoencoders give the numbers that sae-lens gives; `sae_rows.py` made both

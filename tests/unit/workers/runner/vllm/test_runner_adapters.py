@@ -493,6 +493,7 @@ def test_rows_in_an_idle_step_fail_their_request_alone(tmp_path: Path) -> None:
 #: Request → (first position, tokens, drafts among them). The second is the last token of a prompt,
 #: padded with placeholder drafts.
 STEP = {"chunk": (0, 5, 0), "padded": (9, 4, 3), "drafted": (20, 3, 2), "plain": (30, 1, 0)}
+TOKEN_IDS = torch.arange(16, dtype=torch.int32)  # with padding
 ROWS = [
     RequestRows("chunk", 0, 5, 0, 1),
     RequestRows("padded", 5, 4, 9, 4),
@@ -509,6 +510,7 @@ def v1(views: list[StepView]) -> None:
             req_ids=[*STEP, None],
             num_computed_tokens_cpu=np.array([first for first, _, _ in STEP.values()] + [0]),
         )
+        input_ids = SimpleNamespace(gpu=TOKEN_IDS)
 
         def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> str:
             return "prepared"
@@ -531,6 +533,7 @@ def v2(views: list[StepView]) -> None:
         num_scheduled_tokens=np.array([*(count for _, count, _ in STEP.values()), 0, 0]),
         num_computed_tokens_np=np.array([first for first, _, _ in STEP.values()]),
         cu_num_logits_np=np.array([0, *np.cumsum(samples)]),
+        input_ids=TOKEN_IDS,
     )
 
     class Runner:
@@ -543,7 +546,8 @@ def v2(views: list[StepView]) -> None:
 
 
 @pytest.mark.parametrize("runner", [v1, v2])
-def test_both_runners_count_the_logits_of_drafts(runner: Any) -> None:
+def test_both_runners_give_the_tokens_and_count_the_logits_of_drafts(runner: Any) -> None:
     views: list[StepView] = []
     runner(views)
-    assert [(view.requests, view.num_rows) for view in views] == [(ROWS, 13)]
+    (view,) = views
+    assert (view.requests, view.token_ids().tolist()) == (ROWS, list(range(13)))

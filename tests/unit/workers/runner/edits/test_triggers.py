@@ -1,0 +1,134 @@
+"""Triggers: whatever steps compute a request's tokens, an edit is where they let it be applied."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from plane_kit import VECTOR, Adapters, Rig, probed, steered
+from rank_kit import HIDDEN, Request, steering, stream_of
+from trigger_kit import open_of
+
+from midstream.schemas.base.tensors import content_hash
+from midstream.schemas.prompts.windows import Trigger
+from midstream.schemas.requests.specs import StoredSteering, steering_digest, steering_rows
+from midstream.workers.runner.edits.triggers import Search
+
+PROMPT, TOTAL = 6, 12
+
+
+def any_trigger(rng: random.Random) -> Trigger:
+    return Trigger(
+        token_ids=[[rng.randrange(3) for _ in range(rng.randint(1, 3))] for _ in range(2)],
+        after=rng.choice([0, 1, 3, "end"]),
+        skip=rng.random() < 0.5,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_drafts_preemptions_and_cached_tokens_open_the_same_positions(seed: int) -> None:
+    rng = random.Random(seed)
+    trigger, tokens = any_trigger(rng), [rng.randrange(3) for _ in range(60)]
+    search, right = Search(trigger, tokens[:30]), open_of(trigger, tokens)
+    counted, cached = 0, rng.choice([0, 7])
+    first = reached = cached
+    while first < len(tokens):
+        stop = min(first + rng.choice([1, 1, 1, 9]), len(tokens))
+        drafts = [rng.randrange(3) for _ in range(rng.choice([0, 0, 2]))]
+        opened = search.read(first, tokens[first:stop] + drafts)
+        assert list(opened)[: stop - first] == right[first:stop]
+        counted += sum(opened[max(reached - first, 0) :])
+        reached = max(reached, stop + len(drafts))
+        first = rng.randrange(stop + 1) if rng.random() < 0.1 else stop  # a preemption
+    counted -= search.miscounted(range(reached), len(tokens))
+    assert counted == sum(right[cached:]), "what a rank applied"
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path, loras=Adapters())
+
+
+def edits(*triggers: Trigger | None, **changes: Any) -> list[StoredSteering]:
+    """An edit by 2 · 10ⁿ for the n-th."""
+    plain = steering(content_hash(VECTOR), [0], "pre_attn")
+    return [
+        replace(plain, scale=10.0**number, **({"trigger": trigger} if trigger else {}), **changes)
+        for number, trigger in enumerate(triggers)
+    ]
+
+
+def run(rig: Rig, *requests: Request, step: int = 2) -> dict[int, list[float]]:
+    """Request → what was added to its stream at each position, in steps of `step` tokens each."""
+    added: dict[int, list[float]] = {request.number: [] for request in requests}
+    for first in range(0, TOTAL, step):
+        rig.step(*((each, first, step) for each in requests), new=() if first else requests)
+        left = rig.left("pre_attn", 0)[:, 0].reshape(len(requests), step)
+        for request, row in zip(requests, left, strict=True):
+            plain = stream_of(request.number, "pre_attn", 0, first, step)[:, 0]
+            added[request.number] += (row - plain).tolist()
+    rig.step(finished=requests)
+    return added
+
+
+TOKENS = [0, 1, 2, 2, 1, 0, 2, 3, 1, 0, 2, 3]
+AT_1, FROM_23 = Trigger(token_ids=[[1]]), Trigger(token_ids=[[2, 3]], after="end")
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_each_request_of_a_step_has_its_own_triggers(rig: Rig, step: int) -> None:
+    until_1 = Trigger(token_ids=[[1]], after="end", skip=True)
+    entries = {1: edits(AT_1, FROM_23), 2: edits(until_1, None), 3: edits(None)}
+    rig.tokens |= {1: TOKENS, 2: [0, 0, 0, *TOKENS], 3: TOKENS}
+    requests = [Request(number, PROMPT, TOTAL, (), own) for number, own in entries.items()]
+    added = run(rig, *requests, step=step)
+    for request in requests:
+        tokens, wanted = rig.tokens[request.number][:TOTAL], [0.0] * TOTAL
+        for number, entry in enumerate(request.steering):
+            opened = open_of(entry.trigger, tokens) if entry.trigger else [True] * TOTAL
+            wanted = [
+                each + 2 * 10**number * here for each, here in zip(wanted, opened, strict=True)
+            ]
+        assert added[request.number] == wanted
+    counts = {job: receipt.applied for job, receipt in rig.told().items()}
+    assert counts == {"j1": 3 + 4, "j2": 4 + 11, "j3": 11}, "the last token has no row"
+
+
+def test_lists_of_positions_in_one_column_keep_their_triggers(rig: Rig) -> None:
+    lists = [[0, 1, 2], [3, 4, 5]]
+    own = [edits(trigger, positions=at) for trigger, at in zip((AT_1, None), lists, strict=True)]
+    request = Request(1, PROMPT, TOTAL, (), [entry for each in own for entry in each])
+    rig.tokens[1] = TOKENS
+    assert run(rig, request)[1] == [0.0, 2.0, 0.0, 2.0, 2.0, 2.0] + [0.0] * 6
+
+
+def test_an_edit_with_a_gate_and_a_trigger_needs_both(rig: Rig) -> None:
+    first = float(stream_of(1, "post_block", 1, 0, 1)[0, 0])  # at position p it is larger by p
+    weight = np.full((1, HIDDEN), 1 / HIDDEN, dtype=np.float32)
+    request = probed(rig, "steer", weight=weight, threshold=first + 8, total=TOTAL)
+    request.tracked.spec.steering.extend(edits(AT_1, gate=request.tracked.spec.probes[0].name))
+    rig.tokens[1] = [0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 1, 1]
+    assert run(rig, request, step=1)[1] == [0.0] * 10 + [2.0, 2.0]
+    assert rig.told()["j1"].applied == 1, "the last token has no row"
+
+
+def test_a_step_whose_tokens_are_unknown_fails_no_request_without_a_trigger(rig: Rig) -> None:
+    request, other = Request(1, PROMPT, TOTAL, (), edits(AT_1)), steered(2)
+    rig.tokens |= {1: TOKENS, 2: TOKENS}
+    rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
+    rig.step((request, 8, 1), (other, 6, 1))  # what it has at 6 and 7 was never computed
+    rig.step(finished=[request, other])
+    receipts = rig.told()
+    assert receipts["j1"].kind == "intervention_failed"
+    assert "before position 8 are unknown" in receipts["j1"].message
+    assert receipts["j2"].status == "ok"
+
+
+def test_a_trigger_is_part_of_a_digest_and_of_a_row() -> None:
+    each = [*edits(None), *edits(AT_1), *edits(replace(AT_1, skip=True)), *edits(FROM_23)]
+    assert len({steering_digest([entry]) for entry in each}) == len(each)
+    assert [row.entries[0].trigger for row in steering_rows([*each, *each])] == [
+        entry.trigger for entry in each
+    ]
