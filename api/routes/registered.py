@@ -12,6 +12,8 @@ from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, Reques
 from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.named.probes import with_days
 from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.access.keys import Caller, Scope, unscoped
@@ -115,10 +117,15 @@ class RegisteredKind:
     description: str
     scope: Scope = "steer-global"  # that changes require
     file: Callable[[bytes], Any] | None = None  # decodes a body that is a file
+    # returns the records with what their answers have beside what is registered
+    complete: Callable[[Ledger, list[Any]], Awaitable[list[Any]]] | None = None
 
     @property
     def takes(self) -> BodyForms:
         return BodyForms(self.kind.request, self.file)
+
+    async def completed(self, context: AppContext, found: list[Any]) -> list[Any]:
+        return found if self.complete is None else await self.complete(context.ledger, found)
 
 
 def from_folder(
@@ -183,6 +190,7 @@ ROWS = (
         make_policy,
         "a new version, if the name exists. Its probe and its modules stay those of its "
         "registration.",
+        complete=with_days,
     ),
 )
 
@@ -285,8 +293,9 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def list_artifacts(
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
-        of = row_of(kind).kind
-        every = await Registry(context.ledger, of).of_model(info.name)
+        row = row_of(kind)
+        of = row.kind
+        every = await row.completed(context, await Registry(context.ledger, of).of_model(info.name))
         found = [each for each in every if not of.of_tenants or is_own(caller, each.name)]
         return of.page(**{of.plural: [each.shown_to(caller) for each in found]})
 
@@ -299,9 +308,10 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def get_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
-        of = row_of(kind).kind
-        stored = of.key_of(caller.tenant, name)
-        return (await Registry(context.ledger, of).known(info.name, stored)).shown_to(caller)
+        row = row_of(kind)
+        stored = row.kind.key_of(caller.tenant, name)
+        found = await Registry(context.ledger, row.kind).known(info.name, stored)
+        return (await row.completed(context, [found]))[0].shown_to(caller)
 
     @delete(
         "/v1/artifacts/{kind:str}/{name:str}",

@@ -207,10 +207,14 @@ _READ = {"layers": layers, "positions": positions}
 
 
 def _parts(text: str) -> list[str]:
-    """Split text at colons, except those of a range: `positions=5:9`, `positions=5::scale=2`."""
+    """Split text at colons, except those of a range (`positions=5:9`, `positions=5::scale=2`) and
+    those in braces (`trigger={"text": "because"}`).
+    """
     parts: list[str] = []
     for part in text.split(":"):
-        if parts and parts[-1].startswith("positions=") and "=" not in part:
+        last = parts[-1] if parts else ""
+        in_range = last.startswith("positions=") and "=" not in part
+        if in_range or last.count("{") > last.count("}"):
             parts[-1] += f":{part}"
         else:
             parts.append(part)

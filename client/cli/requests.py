@@ -512,7 +512,7 @@ def harvest(
 ) -> None:
     """Harvest the rows of a corpus. Interrupting it leaves the harvest running."""
     path, column = split(source or "")
-    typed: dict[str, Any] = {"source.path": source and str(path), "source.field": column}
+    typed: dict[str, Any] = {"source.path": source and str(path), "source.field": column or None}
     typed |= {"model": model, "max_tokens": max_tokens}
     fields = options.fields(file, set_, typed | options.sites(hooks, layers), "source.lines")
     if "source" not in fields:

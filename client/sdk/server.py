@@ -13,7 +13,7 @@ from ...schemas.requests.specs import CaptureSpec
 from ...schemas.service.status import ServiceStatus
 from ..values import checked
 from . import wire
-from .answers.positions import PromptPositions, TokenAt
+from .answers.positions import SelectedTokens, TokenAt
 from .calls import Calls, M, call
 from .fields import Chat, Positions
 from .wire import HttpCall
@@ -76,7 +76,7 @@ class ServerCalls(Calls[M]):
         positions: Positions = "all_prompt",
         *,
         model: str | None = None,
-    ) -> PromptPositions:
+    ) -> SelectedTokens:
         """Return the tokens that `positions` (as of a capture) select in a prompt, before anything
         runs.
 
@@ -90,7 +90,7 @@ class ServerCalls(Calls[M]):
             **wire.given(model=model, positions=spec.positions),
         }
         answer = await self._ask(HttpCall("POST", "/v1/tokenize", body=body), Tokenized)
-        return PromptPositions(
+        return SelectedTokens(
             (
                 TokenAt(at, answer.token_strs[at], answer.tokens[at])
                 for at in answer.positions or ()

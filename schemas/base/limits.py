@@ -167,6 +167,7 @@ MAX_REQUEST_POLICIES = 16
 MAX_POLICY_ACTIONS = 8  # Actions of a policy
 MAX_POLICY_VERSIONS = 8  # Versions of a policy that are kept
 MAX_POLICY_WINDOW = 256  # Tokens of a policy's window
+POLICY_DAYS = 30  # Days, the present one included, of which a policy's prompts are counted
 MAX_DECISIONS = 256  # Decisions of a policy in a result, for each prompt
 MAX_LATCH_S = 30 * 24 * 3600  # Seconds of a conversation's latch (30 days)
 

@@ -469,7 +469,8 @@ class Event(Record):
 
     state: {state, attempt} · token: {index, text, token_ids, finish_reason}, with tools also
     `delta`, and `logprobs` and `prompt` as in `Output` where they were requested · score: {index,
-    position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} · receipt:
+    position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index, first_token:
+    its time on the worker; null: none} · receipt:
     {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
     done: {state} · a sweep has no `output` events, and `receipt` events only where ranks disagree;
     instead, it has start: SweepStart · cell: SweepCell · summary: SweepSummary; an attribution has

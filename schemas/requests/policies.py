@@ -125,12 +125,23 @@ class PolicyVersion(Record):
     registered: float = 0.0  # when its content was; a changed mode, share or reach keeps it
 
 
+class PolicyDay(Record):
+    """The prompts that a policy read on one day; those of a repeated attempt count again."""
+
+    day: str  # in UTC, such as 2026-11-29
+    prompts: int
+    triggered: int  # those at whose tokens it was on
+    acted: int  # of these, those at which it acted; at the others it only recorded
+
+
 class Policy(Registered, kw_only=True):
     """A registered policy, as the ledger stores it; without tensors. The API returns it so to the
     tenant that registered it and to admins, and to others as `shown_to` says.
     """
 
     versions: list[PolicyVersion]  # the newest `MAX_POLICY_VERSIONS`; the last one applies
+    # in answers, of the last `POLICY_DAYS` days those on which it has read something
+    days: list[PolicyDay] = []
 
     @property
     def current(self) -> PolicyVersion:
@@ -138,12 +149,13 @@ class Policy(Registered, kw_only=True):
 
     def shown_to(self, caller: Caller) -> Self:
         """Return the policy without what belongs to other tenants than the caller's: modules,
-        webhooks, and who registered it. Their actions have the name and the URL `HIDDEN`.
+        webhooks, days, and who registered it. Their actions have the name and the URL `HIDDEN`.
         """
         versions = [
             each if caller.sees(each.tenant) else _without_owner(each) for each in self.versions
         ]
-        return msgspec.structs.replace(self, versions=versions)
+        days = self.days if caller.sees(self.current.tenant) else []
+        return msgspec.structs.replace(self, versions=versions, days=days)
 
     @property
     def tensors(self) -> list[str]:

@@ -14,7 +14,7 @@ import httpx2
 import numpy as np
 import pytest
 from edge import refused
-from midstream_fake_engine.model import NUM_LAYERS, VOCABULARY
+from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, VOCABULARY
 from refusal_kit import refuses
 from shared_stack import FORMS, adapter
 from stack import Stack
@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 MODEL = "fake-model"
+VECTOR = [1.0] * HIDDEN_SIZE
 BODY = {"model": MODEL, "prompts": ["hello"], "sampling": {"max_tokens": 1}}
 
 
@@ -355,3 +356,34 @@ def test_what_a_rank_cannot_load_fails_the_job_with_rank_and_reason(
     ):
         with refuses(detail=f"loading {what} failed on rank 1: injected fault"):
             named.completion(MODEL, "hello", **{field: asked})
+
+
+def test_positions_are_shown_with_their_tokens_and_nothing_runs(
+    client: Client, midstream: Callable[..., str]
+) -> None:
+    found = client.positions("hello", [1, {"text": "lo"}])
+    assert [at[:2] for at in found] == [(1, "e"), (3, "l"), (4, "o")]
+    assert str(found).splitlines()[0] == f"   1  'e'  {found[0].id}"
+    assert client.positions([at.id for at in found], model=MODEL) == [
+        (number, at.text, at.id) for number, at in enumerate(found)
+    ]
+    chat = [{"role": "user", "content": "hi"}]
+    assert [at.text for at in client.positions(chat, {"turn": 0})] == ["h", "i"]
+    assert client.positions("hello", {"start": 4}).generated
+    with refuses("need a prompt given as `messages`", field="positions"):
+        client.positions("hello", {"turn": 0})
+    before = len(client.jobs.list().jobs)
+    client.modules.put("late", [{"layers": 1, "vector": VECTOR, "positions": {"text": "i"}}])
+    entry = json.dumps([{"module": "late"}, {"layers": 2, "vector": VECTOR, "positions": [0]}])
+    asked = ["submit", "hi", "--layers=0", f"--set=steering={entry}", "--dry-run"]
+    shown = midstream(*asked, "--positions=last:2").splitlines()
+    assert shown[:3] == [
+        "prompt 0, capture.positions:",
+        "   …  known when the request ends",
+        "prompt 0, steering[0], entry 0 of late:",
+    ]
+    assert [line.split()[:2] for line in shown[3::2]] == [["1", "'i'"], ["0", "'h'"]]
+    (token,) = json.loads(midstream(*asked[:2], "--layers=0", "--dry-run", "--json"))["tokens"]
+    assert (token["position"], token["text"]) == (1, "i")
+    assert len(client.jobs.list().jobs) == before
+    client.modules.delete("late")

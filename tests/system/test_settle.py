@@ -28,6 +28,8 @@ from ledger_kit import (
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
+from midstream.broker.ledger.named.probes import with_days
+from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.handling import Callback
@@ -40,9 +42,10 @@ from midstream.schemas.artifacts.probes import (
     StoredProbe,
 )
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.records import from_json, now, to_json
 from midstream.schemas.jobs.jobs import CaptureResults, Job, State
 from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange, Receipt
+from midstream.schemas.requests.policies import POLICIES, Policy, PolicyRequest, PolicyVersion
 
 
 def file(path: str = "t/j/p0000.a1.pp0.safetensors", **changes: Any) -> CapturedFile:
@@ -371,6 +374,42 @@ async def test_only_a_trigger_sets_a_latch_and_attempts_decide_alike(
     assert await ledger.redis.keys("ms:latch:*") == [], "a request that only had it set it again"
     await ledger.release(heir.id, 1)
     assert (await inherits(ledger, heir), await inherits(ledger, late)) == (first.id, "")
+
+
+async def test_a_policys_prompts_are_counted_by_day_while_it_is_registered(
+    ledger: Ledger, settle: Settler
+) -> None:
+    """Once each, the days of a month, and until the policy is deleted."""
+    jobs = [policed(prompts=2) for _ in range(3)]
+    for job in jobs:
+        await claimed(ledger, job, 1)
+    content = PolicyRequest(probe="p", condition=GUARD.condition, actions=[])
+    probe = jobs[0].probes[0]
+    version = PolicyVersion(1, "d", 1.0, content, probe, [], IDENTITY, "", "")
+    guard = Policy("guard", MODEL, "d", 1.0, versions=[version])
+
+    async def counted(policy: str = "guard") -> list[list[int]]:
+        (found,) = await with_days(ledger, [msgspec.structs.replace(guard, name=policy)])
+        return [[day.prompts, day.triggered, day.acted] for day in found.days]
+
+    settle.settle(WORKER, 0, EPOCH, [(1, decided(jobs[0]))])
+    assert await counted() == [], "it is not registered"
+    policies = Registry(ledger, POLICIES)
+    await policies.put(MODEL, "guard", lambda _: guard, {})
+    (score,) = decided(jobs[1]).scores
+    in_shadow = msgspec.structs.replace(GUARD, acts=False)
+    shadow, quiet = (
+        receipt(job, scores=[msgspec.structs.replace(score, **changes)])
+        for job, changes in ((jobs[0], {"policy": in_shadow}), (jobs[2], {"crossed": [None]}))
+    )
+    told = [decided(jobs[1]), msgspec.structs.replace(shadow, request=1), quiet, decided(jobs[1])]
+    settle.settle(WORKER, 0, EPOCH, [*enumerate(told, 2)])
+    assert await counted() == [[3, 2, 1]]
+    old = {number: f"[{int(now() // 86400) - number},1,1,1]" for number in (30, 29)}
+    await ledger.redis.hset(f"ms:policy-days:{MODEL}:old", mapping=old)
+    assert await counted("old") == [[1, 1, 1]]
+    await policies.delete(MODEL, "guard")
+    assert await counted() == []
 
 
 async def test_a_policys_webhooks_are_bounded_and_charged_to_nobody(redis_url: str) -> None:

@@ -1,5 +1,6 @@
 """Is what belongs to one tenant invisible to every other, whatever that one guesses?"""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -266,6 +267,8 @@ def test_what_of_a_policy_is_its_tenants_is_shown_to_nobody_else(
     body = {"probe": "p", "condition": {"at_least": 1.0}, "actions": ["flag", steer, hook]}
     path = "/v1/artifacts/policies/guard"
     assert of_us.http.put(path, json=body | {"all_traffic": True}).status_code == 201
+    days = f"ms:policy-days:{MODEL}:guard"
+    hand.do(hand.ledger.redis.hset(days, 0, f"[{int(time.time() // 86400)},9,0,0]"))
     answers = [caller.http.get(path) for caller in (ours, Caller(api, hand, "ops", "admin"))]
     answers += [
         of_them.http.get(path),
@@ -273,8 +276,8 @@ def test_what_of_a_policy_is_its_tenants_is_shown_to_nobody_else(
         theirs.http.get(path),
     ]
     answers.append(of_them.http.patch(path, json={"mode": "active"}))
-    words = ("calm", "secret", '"scale":7.5', of_us.key.id, '"ours"')
-    assert [sum(word in answer.text for word in words) for answer in answers] == [5, 5, 0, 0, 0, 0]
+    words = ("calm", "secret", '"scale":7.5', of_us.key.id, '"ours"', '"prompts":9')
+    assert [sum(word in answer.text for word in words) for answer in answers] == [6, 6, 0, 0, 0, 0]
     assert {answer.status_code for answer in answers} == {200}
 
     other = {"identity": "b" * 64}

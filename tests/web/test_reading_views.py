@@ -15,7 +15,7 @@ from midstream.client.captures.attention import pattern
 from midstream.schemas.model.attention import AttentionKind
 
 HIDDEN = 8
-VIEWS = ("lens", "attention", "features", "probes", "modules", "harvests", "playground")
+VIEWS = ("lens", "attention", "features", "probes", "policies", "modules", "harvests", "playground")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,8 +88,64 @@ def test_a_probe_draws_scores_and_its_threshold(site: Site, visit: Visit) -> Non
     expect(page.locator(".chip")).to_have_count(found["positions"])
     page.get_by_role("group", name="Score by token").focus()
     page.keyboard.press("ArrowLeft")
+    files = {}
+    for kind in ("SVG", "CSV", "PNG"):
+        with page.expect_download() as saving:
+            page.get_by_role("button", name=f"Save Score of angry as {kind}").click()
+        files[kind] = Path(saving.value.path()).read_bytes()
+    assert files["PNG"].startswith(b"\x89PNG")
+    assert files["SVG"].startswith(b"<svg")
+    assert b"threshold 5" in files["SVG"]
+    assert b"var(" not in files["SVG"], "the page's sheet is not in the file"
+    assert len(files["CSV"].splitlines()) == found["positions"] + 1
     score = found["tokens"][-2][1]
     expect(page.get_by_role("status").filter(has_text="token")).to_contain_text(f": {score:g}")
+
+
+def test_a_policy_shows_hits_and_decisions_and_switches_after_a_question(
+    site: Site, visit: Visit
+) -> None:
+    """The page's aggregates are those that decided."""
+    condition = {"aggregation": "mean", "window": 2, "at_least": 104.0, "release_below": 101.0}
+    condition |= {"schedule": {"tokens": "all"}}
+    path = "/v1/artifacts/policies/guard"
+    with Client(site.url, api_key=site.operator.key) as client:
+        client.probes.put("ids", weight=np.ones((1, HIDDEN)), layer=-1, labels=["token"])
+        client.policies.put("guard", probe="ids", condition=condition, actions=["flag"])
+    page = visit.log_in(site.operator, "policies")
+    page.get_by_role("link", name="guard").click()
+    page.get_by_label("Prompt", exact=True).fill("hello baba")
+    page.get_by_role("button", name="Try a prompt").click()
+    page.wait_for_url(re.compile(r"job_\w+"))
+    job = page.url.rpartition("/")[2]
+    site.operator.wait(job)
+    read, asked = sorted(
+        site.operator.get(f"/v1/jobs/{job}/result")["probes"],
+        key=lambda found: found["policy"] is None,
+    )
+    rows = page.get_by_role("region", name="Decisions of guard").locator("tbody tr")
+    expect(rows).to_have_count(len(read["decisions"]))
+    expect(page.get_by_text("on at 104 or above")).to_be_visible()
+    values = page.evaluate(
+        """async ([scores, condition]) =>
+          (await import("/page/plots/token_scores.js")).aggregates(scores, condition, 10)""",
+        [[row[0] for row in asked["tokens"]], read["policy"]["condition"]],
+    )
+    assert [values[each["position"]] for each in read["decisions"]] == [
+        each["score"] for each in read["decisions"]
+    ]
+    assert {each["event"] for each in read["decisions"]} == {"trigger", "release"}
+    page.reload()
+    expect(page.locator(".finding").first).to_contain_text("1 prompt in 30 days")
+    page.get_by_role("combobox", name="Mode").select_option("active")
+    for answer, versions in (("dismiss", 1), ("accept", 2)):
+        page.once("dialog", lambda dialog, answer=answer: getattr(dialog, answer)())
+        page.get_by_role("button", name="Switch").click()
+        visit.until(
+            lambda versions=versions: len(site.operator.get(path)["versions"]) == versions, answer
+        )
+    expect(page.locator(".stat").first).to_contain_text("active")
+    visit.check_shown()
 
 
 def test_attention_says_what_a_model_without_its_hooks_needs(site: Site, visit: Visit) -> None:
@@ -255,7 +311,7 @@ def test_the_views_fit_a_phone_and_are_accessible(
         visit.log_in(site.alice)
         for view in VIEWS:
             visit.open(view + (f"/{jobs[view]}" if view in jobs else ""))
-            shown = ".finding" if view in jobs else "main form, main article"
+            shown = ".finding" if view in jobs else "main form, main article, main table"
             expect(visit.page.locator(shown).first).to_be_visible()
             if view == "attention":
                 expect(visit.page.get_by_role("region", name="What it shows")).to_be_visible()
@@ -278,6 +334,12 @@ def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Vi
     details = visit.page.locator("section.details")
     expect(details.get_by_role("heading", name="Dose", exact=True)).to_be_visible()
     expect(details.locator(".finding")).to_contain_text("safe")
+    strip = details.get_by_role("listitem").filter(
+        has=visit.page.get_by_role("button", name="Scale")
+    )
+    expect(strip).to_have_count(3)
+    expect(details.get_by_role("img", name="Damage")).to_contain_text("safe")
+    details.get_by_text("All numbers").click()
     for part in ("effect", "loss above unsteered", "repetition", "relative size"):
         table = details.get_by_role("table").filter(has_text=part)
         expect(table.locator("tbody tr")).to_have_count(2)

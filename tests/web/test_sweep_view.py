@@ -729,6 +729,11 @@ def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
     answer = site.alice.get(f"/v1/attributions/{job_id}")["result"]["estimated"][0]
     off = sum(cell["off"] for cell in answer["checked"])
     assert 0 < off < len(answer["checked"])
+    figure = visit.page.get_by_role("figure", name="Estimate against exact")
+    expect(figure.locator("svg .dot")).to_have_count(len(answer["checked"]))
+    expect(figure.locator("svg .dot.tone-bad")).to_have_count(off)
+    if len(answer["checked"]) > 20:
+        visit.page.get_by_role("button", name=re.compile("^All ")).click()
     rows = visit.page.locator("[data-part=checked] tbody tr")
     expect(rows).to_have_count(len(answer["checked"]))
     expect(rows.filter(has_text="off")).to_have_count(off)

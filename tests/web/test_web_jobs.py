@@ -51,6 +51,31 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
     expect(row(visit, job)).to_be_focused()
 
 
+def test_two_jobs_are_compared_and_each_has_a_time_line(site: Site, visit: Visit) -> None:
+    first = site.alice.ended(("the sky is",), capture=CAPTURE, sampling={"seed": 1})
+    steering = [{"layers": [1], "vector": VECTOR}]
+    second = site.alice.ended(
+        ("the sky is",), capture=CAPTURE, steering=steering, sampling={"seed": 1}
+    )
+    page = visit.log_in(site.alice, f"jobs/{second}")
+    times = page.get_by_role("list", name="Time line").get_by_role("listitem")
+    expect(times).to_contain_text(["waited", "first token after", "1 receipt; files durable"])
+    for job in (first, second):
+        row(visit, job).get_by_role("checkbox").check()
+    page.get_by_role("link", name="Compare both").click()
+    asked = page.get_by_role("region", name="Differences of the requests").locator("tbody tr")
+    expect(asked.filter(has_text="steering[0].layers")).to_contain_text("not given")
+    texts = [
+        site.alice.get(f"/v1/jobs/{job}/result")["outputs"][0]["text"] for job in (first, second)
+    ]
+    for side, text in zip(("first", "second"), texts, strict=True):
+        shown = page.get_by_role("region", name=f"Output 0 of the {side} job").locator(".side")
+        assert shown.text_content() == text
+    page.locator(".cells").focus()
+    expect(page.locator(".readout")).to_contain_text("%")
+    visit.check_shown()
+
+
 def test_closing_a_job_on_a_phone_returns_to_its_row(browser: Browser, site: Site) -> None:
     job = site.alice.ended(capture=CAPTURE)
     with visiting(browser, site.url, NARROW) as visit:

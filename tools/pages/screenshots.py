@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests" / part) for part in ("fake_engine", "system", "web")]
+sys.path += [str(ROOT / "tests" / part) for part in ("", "fake_engine", "system", "web")]
 
 from PIL import Image  # noqa: E402
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
@@ -51,6 +51,31 @@ def prepare(client: Client) -> None:
     labels = [int(number < 2) for number in range(4) for _ in rows.array(layer, request=number)[1:]]
     client.saes.put("words", "smollm2-15", description="20,226 tokens")
     client.probes.put("water", fit(texts, labels), layer=layer, labels=["water"])
+    condition = {"aggregation": "mean", "window": 3, "at_least": 4.0, "release_below": 2.0}
+    condition |= {"schedule": {"tokens": "all", "start": 1}}
+    client.policies.put("sea-watch", probe="water", condition=condition, actions=["flag"])
+    client.dose(
+        model=client.models()[0],
+        prompts=["My favourite thing to do at the weekend is", "We spent the holidays"],
+        steering=[{"vector": (means[0] + means[1] - means[2] - means[3]) / 2, "norm_match": True}],
+        layers=[layer - 5, layer, layer + 5],
+        scales=[-0.4, -0.2, -0.1, 0.1, 0.2, 0.4, 0.8],
+        effect={"target": " sailing"},
+        held_out=[
+            "Water boils at a lower temperature on a mountain, because the air presses less."
+        ],
+        max_tokens=24,
+    )
+    for name, steering in (("Holidays", []), ("Holidays at sea", [{"module": "sea"}])):
+        client.run(
+            model=client.models()[0],
+            prompts=["We spent the holidays"],
+            max_tokens=40,
+            steering=steering,
+            capture={"layers": "all", "positions": "all_prompt"},
+            metadata={"name": name},
+            progress=False,
+        )
 
 
 def start(page: Page) -> None:
@@ -102,6 +127,30 @@ def direction(page: Page) -> None:
         expect(page.get_by_role("region", name=title)).to_contain_text("finished")
 
 
+def policy(page: Page) -> None:
+    """Its hits are those of the prompts that are tried."""
+    for prompt in ("The old ship left the harbour and", "The printer in the office is", SEA[0]):
+        page.get_by_label("Prompt", exact=True).fill(prompt)
+        page.get_by_role("button", name="Try a prompt").click()
+        expect(page.get_by_text("From this job")).to_be_visible()
+        page.goto(page.url.partition("/job_")[0])
+    page.get_by_role("region", name="Recent").get_by_role("link").first.click()
+    expect(page.get_by_role("figure", name="Scores that sea-watch read")).to_be_visible()
+
+
+def dose(page: Page) -> None:
+    page.locator("tr[data-id]").filter(has_text="dose").first.click()
+    page.get_by_role("link", name="Open the curves").click()
+    expect(page.get_by_role("figure", name="Damage")).to_be_visible()
+
+
+def compare(page: Page) -> None:
+    for name in ("Holidays", "Holidays at sea"):
+        page.get_by_label(f"Compare {name}", exact=True).check()
+    page.get_by_role("link", name="Compare both").click()
+    expect(page.locator(".cells canvas")).to_be_visible()
+
+
 def form(page: Page) -> None:
     page.get_by_role("button", name="Try an example").click()
     expect(page.locator(".aligned")).to_be_visible()
@@ -144,6 +193,9 @@ SHOTS = {
     "page-lens": Shot("lens", lens, whole=True),
     "page-attention": Shot("attention", attention, whole=True),
     "page-features": Shot("features", features, whole=True),
+    "page-policy": Shot("policies/sea-watch", policy, whole=True),
+    "page-dose": Shot("jobs", dose, whole=True),
+    "page-compare": Shot("jobs", compare, whole=True),
     "page-direction": Shot("playground", direction, whole=True),
     "page-sweep-form": Shot("sweep", form, whole=True),
     "page-sweep": Shot("sweep", sweep, whole=True),

@@ -72,7 +72,8 @@ async def _answer(
         raise MidstreamError(
             "engine_failed", f"the engine ended prompt {request} without an output"
         )
-    event = Event(event="output", data={"index": request}, attempt=attempt.number)
+    data = {"index": request, "first_token": report.first}
+    event = Event(event="output", data=data, attempt=attempt.number)
     attempt.finished += 1
     if attempt.finished == len(attempt.job.prompts):
         attempt.last = event  # stored together with the outputs

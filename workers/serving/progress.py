@@ -30,16 +30,16 @@ class PromptProgress:
 
     def __init__(self, attempt: "AttemptProgress", tokens: int, span: traces.TraceSpan) -> None:
         self._attempt, self._tokens, self._span = attempt, tokens, span
-        self._begun = False
+        self.first: float | None = None  # time of the first token
 
     def add_generated(self, tokens: int) -> None:
         """Count `tokens` more generated tokens."""
         totals = self._attempt.totals
-        if tokens and not self._begun:
-            self._begun = True
+        if tokens and self.first is None:
+            self.first = now()
             totals.prompt_tokens += self._tokens
             metrics.FIRST_TOKEN.labels(self._attempt.model).observe(
-                max(0.0, now() - self._attempt.claimed)
+                max(0.0, self.first - self._attempt.claimed)
             )
             self._span.event("first token")
         totals.generated_tokens += tokens

@@ -101,10 +101,8 @@ class Turns:
     @cached_property
     def _layout(self) -> tuple[list[PlainMessage], dict[int, list[int]]]:
         """The messages with marks, and mark → its places in the text, in order."""
-        for inside in (
-            False,
-            True,
-        ):  # of the white space around contents, which a template may trim
+        # marks stand inside of the white space around contents if the template trims it
+        for inside in (False, True):
             messages = [_with_marks(*item, inside) for item in enumerate(self._plain)]
             texts = _MARK.split(self._codec.render(messages, self._rendering))
             if "".join(texts[::2]) == self._where.text:

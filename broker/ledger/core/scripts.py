@@ -20,7 +20,7 @@ from ....schemas.artifacts.loras import use_of
 from ....schemas.artifacts.probes import ProbeScore, StoredPolicy
 from ....schemas.artifacts.registered import ArtifactKind, Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
-from ....schemas.base.limits import MAX_REQUEST_POLICIES
+from ....schemas.base.limits import MAX_REQUEST_POLICIES, POLICY_DAYS
 from ....schemas.base.records import now, to_json, to_msgpack
 from ....schemas.base.version import __version__
 from ....schemas.jobs.harvests import OVER
@@ -164,6 +164,7 @@ def _tables() -> str:
             f"local READS_RECEIPTS = {_lua({of: row.reads_receipts for of, row in KINDS.items()})}",
             f"local GRIDS = {_lua({of: row.grid for of, row in KINDS.items()})}",
             f"local MARK_TTL_S = {MARK_TTL_S}",
+            f"local POLICY_DAYS = {POLICY_DAYS}",
             f"local SHELVED_S = {SHELVED_S}",
             f"local SHOWN_IDENTITY = {SHOWN_IDENTITY}",
             f"local STORE_UNAVAILABLE = {_lua(STORE_UNAVAILABLE)}",
@@ -370,6 +371,16 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
                     score.policy.name,
                     score.triggers,
                     binary(_decision(report, score, score.policy)),
+                )
+            ],
+            [
+                part
+                for score in report.scores
+                if score.policy is not None
+                for part in (
+                    score.policy.name,
+                    int(score.triggered),
+                    int(score.triggered and score.policy.acts),
                 )
             ],
         )

@@ -2,17 +2,24 @@
 
 import hashlib
 from collections.abc import Sequence
+from datetime import date, timedelta
 
 import msgspec
 
 from ....schemas.access.handling import Callback
 from ....schemas.artifacts.probes import POLICY, Probe, StoredPolicy, StoredProbe
 from ....schemas.base.errors import MidstreamError
+from ....schemas.base.limits import POLICY_DAYS
+from ....schemas.base.records import from_json, now
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.requests.policies import POLICIES, Policy, PolicyVersion, Webhook
-from ..jobs.ledger import Ledger
+from ....schemas.requests.policies import POLICIES, Policy, PolicyDay, PolicyVersion, Webhook
+from ..jobs.ledger import Ledger, of_each, reachable
 from .registry import look_up
+
+DAY_S = 24 * 3600
+#: Day 0 of `ms:policy-days`.
+EPOCH = date(1970, 1, 1)
 
 
 def misfit(probe: Probe, model: ModelInfo) -> str | None:
@@ -54,6 +61,27 @@ async def watched_model(ledger: Ledger, name: str) -> tuple[ModelInfo | None, li
     model, names = await ledger.watched_model(name)
     found = await look_up(ledger, name, ((POLICIES, policy) for policy in names))
     return model, found.present(POLICIES, names)
+
+
+@reachable
+async def with_days(ledger: Ledger, policies: Sequence[Policy]) -> list[Policy]:
+    """Return the policies with the counts of their last days, oldest first."""
+    keys = [f"ms:policy-days:{policy.model}:{policy.name}" for policy in policies]
+    found = await of_each(ledger.redis, keys, lambda pipe, key: pipe.hvals(key))
+    return [
+        msgspec.structs.replace(policy, days=_days(packed))
+        for policy, packed in zip(policies, found, strict=True)
+    ]
+
+
+def _days(packed: Sequence[bytes]) -> list[PolicyDay]:
+    last = now() // DAY_S - POLICY_DAYS  # the slots of later days may hold days before it
+    counted = sorted(from_json(raw, list[int]) for raw in packed)
+    return [
+        PolicyDay(day=str(EPOCH + timedelta(days=day)), prompts=read, triggered=on, acted=acted)
+        for day, read, on, acted in counted
+        if day > last
+    ]
 
 
 def all_fitting(policies: Sequence[Policy], model: ModelInfo) -> Sequence[Policy]:

@@ -12,7 +12,7 @@ class TokenAt(NamedTuple):
     id: int
 
 
-class PromptPositions(list[TokenAt]):
+class SelectedTokens(list[TokenAt]):
     """The tokens at positions of a prompt, in its order; printed, a line for each. `generated`:
     whether the positions go on with tokens that are generated.
     """

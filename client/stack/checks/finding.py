@@ -34,6 +34,7 @@ class Service:
     settings: Settings
     redis_url: str  # empty: not configured
     url: str
+    redis_answers: bool = False  # as its check has found, also to writes
 
     def get(self, path: str, *, keyed: bool = True) -> httpx2.Response:
         """Call the API, with the settings' key if `keyed`. Raises MidstreamError if there is no
@@ -56,8 +57,8 @@ class Service:
 
     @property
     def without_redis(self) -> bool:
-        """Whether Redis, as the API sees it, answers nothing or takes no writes."""
-        return any(what.startswith("redis") for what in self.missing)
+        """Whether the API lacks Redis, which does not answer here either, or takes no writes."""
+        return not self.redis_answers and any(what.startswith("redis") for what in self.missing)
 
 
 #: `info`: a fact that no check judges.

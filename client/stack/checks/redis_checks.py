@@ -39,7 +39,8 @@ def redis_server(service: Service) -> Iterator[CheckFinding]:
     found = f"version {version}{valkey}, clients: {info['connected_clients']}"
     least = f"{'.'.join(map(str, OLDEST))} or later is required"
     yield graded("redis", known < OLDEST, found, least)
-    middle, text = timed(PINGS, client.ping)
+    middle, text = timed(PINGS, client.ping)  # which raises while writes are refused
+    service.redis_answers = True
     advice = "move Redis closer, and check for slow commands: `redis-cli slowlog get`"
     yield graded("redis latency", middle, f"{text} pings", advice, PING_WARN_MS, PING_FAIL_MS)
     yield from _memory(info, service.settings)

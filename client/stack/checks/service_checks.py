@@ -46,10 +46,14 @@ def api(service: Service) -> Iterator[CheckFinding]:
         ahead = parsedate_to_datetime(date).timestamp() + 0.5 - time.time()
         yield clock_finding("api clock", ahead, DATE_SKEW_S)
     missing = "; ".join(service.missing)
-    found = f"no job would run now: {missing}" if missing else "a job would run now"
-    worker = any(what.startswith(("worker", "model")) for what in service.missing)
-    advice = "start a worker, and check its log" if worker else "mend that: no worker is at fault"
-    yield graded("ready", bool(missing), found, advice)
+    yield graded(
+        "ready",
+        bool(missing),
+        f"no job would run now: {missing}" if missing else "a job would run now",
+        "start a worker, and check its log"
+        if any(what.startswith(("worker", "model")) for what in service.missing)
+        else "mend that: no worker is at fault",
+    )
     if service.without_redis:  # every other answer would be a time-out
         return
     listed = service.get("/v1/models")

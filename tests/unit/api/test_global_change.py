@@ -20,12 +20,12 @@ class Ledger:
     """
 
     def __init__(self, *answers: dict[str, str | None]) -> None:
-        self.current = GlobalSteering()
+        self.held = GlobalSteering()
         self.coming = list(answers)
         self.done: list[str] = []
 
-    async def standing(self, model: str, names: list[str]) -> tuple[dict[str, Any], GlobalSteering]:
-        return {}, self.current
+    async def current(self, model: str) -> GlobalSteering:
+        return self.held
 
     async def open_check(self, *_: Any) -> str:
         self.done.append("open")
@@ -36,8 +36,8 @@ class Ledger:
 
     async def set_global(self, model: str, check: str, entries: Any) -> GlobalSteering:
         self.done.append("set")
-        self.current = GlobalSteering(version=self.current.version + 1, entries=entries)
-        return self.current
+        self.held = GlobalSteering(version=self.held.version + 1, entries=entries)
+        return self.held
 
     async def close_check(self, model: str, check: str) -> None:
         self.done.append("close")
@@ -73,5 +73,5 @@ async def test_a_refusal_or_a_silent_worker_leaves_everything_as_it_was() -> Non
 @pytest.mark.parametrize("answer", [None, "rank 1: no"])
 async def test_steering_is_taken_away_whatever_workers_say(answer: str | None) -> None:
     ledger = Ledger({"w1": answer})
-    ledger.current = GlobalSteering(version=1, entries=ENTRIES)
+    ledger.held = GlobalSteering(version=1, entries=ENTRIES)
     assert await ledger.change([], 0.01) == GlobalSteering(version=2)

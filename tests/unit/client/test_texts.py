@@ -47,8 +47,10 @@ def test_every_format_gives_the_same_rows(source: str) -> None:
     assert [{name: row[name] for name in MOOD[0]} for row in rows] == MOOD
 
 
-def test_other_files_have_a_text_on_each_line() -> None:
+def test_other_files_have_a_text_on_each_line_and_no_columns() -> None:
     assert [*read_texts("lines.txt")] == ["Hello, you", "no"]
+    with refuses("line 1 has no columns"):
+        [*read_rows("lines.txt", ["text", "label"])]
 
 
 def test_a_file_is_read_no_further_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +83,3 @@ def test_a_file_is_read_no_further_than_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_that_cannot_be_read_is_named_with_its_line(source: str, words: str) -> None:
     with refuses(words):
         [*read_texts(source)]
-
-
-def test_rows_of_several_columns_are_not_lines() -> None:
-    with refuses("line 1 has no columns"):
-        [*read_rows("lines.txt", ["text", "label"])]

@@ -60,6 +60,7 @@ const parsed = async (answer) => (answer.status === 204 ? null : answer.json());
 export const get = async (path, { signal } = {}) => parsed(await call("GET", path, undefined, signal));
 export const post = async (path, body = {}, { signal, headers } = {}) => parsed(await call("POST", path, body, signal, headers));
 export const put = async (path, body = {}, { signal } = {}) => parsed(await call("PUT", path, body, signal));
+export const patch = async (path, body = {}, { signal } = {}) => parsed(await call("PATCH", path, body, signal));
 export const del = async (path, { signal } = {}) => parsed(await call("DELETE", path, undefined, signal));
 /** The answer itself, for bytes: `(await raw(path)).arrayBuffer()`. */
 export const raw = (path, { method = "GET", body, signal } = {}) => call(method, path, body, signal);

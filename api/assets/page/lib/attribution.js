@@ -1,6 +1,8 @@
-// An attribution's grids: the exact values, with a grid of the estimates beside them on the same scale.
+// An attribution's grids: the exact values, with a grid of the estimates beside them on the same scale of effects.
 
-import { SweepGrid } from "./grid.js";
+import { MEANING, SweepGrid, shown } from "./grid.js";
+
+const SHOWN = 0.995; // of the estimates have a colour of their own; few are much larger, and would leave the others pale
 
 const baseline = (value) => (value === null ? null : { value, logprob: null, foil_logprob: null });
 
@@ -17,7 +19,7 @@ export class AttributionGrid extends SweepGrid {
     if (this.estimates) this.estimates.take(estimated);
     else {
       this.estimates = new SweepGrid(estimated);
-      this.estimates.findLimits = (pair) => this.findLimits(pair);
+      for (const each of ["findLimits", "legend"]) this.estimates[each] = (pair) => this[each](pair, this.estimates);
       this.estimates.marks = (pair, hook) => this.marks(pair, hook);
     }
     known.forEach((is, p) => {
@@ -52,12 +54,25 @@ export class AttributionGrid extends SweepGrid {
     return this.wanted;
   }
 
-  /** One scale for both grids. */
-  findLimits(pair) {
-    const estimates = SweepGrid.prototype.findLimits.call(this.estimates, pair);
-    if (Number.isNaN(this.base(pair))) return estimates;
-    const exact = super.findLimits(pair);
-    return [Math.min(estimates[0], exact[0]), Math.max(estimates[1], exact[1])];
+  /** The same effects on both sides of either grid's own base: as far as the estimates reach. */
+  findLimits(pair, grid = this) {
+    const base = grid.base(pair);
+    if (Number.isNaN(base)) return SweepGrid.prototype.findLimits.call(grid, pair);
+    const sizes = this.hooks.flatMap((hook) => Array.from({ length: this.size }, (_, n) => Math.abs(this.estimates.at(pair, hook, Math.floor(n / this.columns), n % this.columns).effect))).filter(Number.isFinite);
+    const reach = sizes.sort((a, b) => a - b)[Math.ceil(SHOWN * sizes.length) - 1] || 1;
+    return [base - reach, base + reach];
+  }
+
+  legend(pair, grid = this) {
+    const reach = grid.limits(pair)[1] - grid.base(pair);
+    return Number.isNaN(reach) ? SweepGrid.prototype.legend.call(grid, pair) : { ends: [shown(-reach), `+${shown(reach)}`], text: `effect: change of ${MEANING[this.metric]}; neutral: none; larger effects have the colours of the ends` };
+  }
+
+  /** [{cell, name, estimate, exact}] of the cells computed exactly: effects, each a difference to the unpatched prompt on its own worker. */
+  effects(pair) {
+    return this.checked(pair)
+      .map((cell) => ({ cell, name: this.nameOf(cell.pair, cell.column, cell.feature), estimate: cell.estimate - this.estimates.baseOf(cell.pair), exact: cell.exact - this.baseOf(cell.pair) }))
+      .filter(({ cell, estimate, exact }) => cell.exact !== null && cell.estimate !== null && Number.isFinite(estimate - exact));
   }
 
   /** The cells with an exact value or chosen for one, each with its `pair`, strongest first. */

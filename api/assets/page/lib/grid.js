@@ -143,6 +143,12 @@ export class SweepGrid {
     return this.once("limits", pair, () => this.findLimits(pair));
   }
 
+  /** What the scale's ends stand for, and what its colours mean. */
+  legend(pair) {
+    const base = this.base(pair);
+    return { ends: this.limits(pair).map(shown), text: `${MEANING[this.metric]}; neutral: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}` };
+  }
+
   /** What `find` gives, once for each pair until cells or views change it. */
   once(what, pair, find) {
     if (!this.cached.has(what)) this.cached.set(what, new Map());

@@ -36,10 +36,14 @@ const GUIDES = {
     draw: () => html`<line class="threshold" x1="0" x2=${WIDTH} y1="60" y2="60" /><polyline class="line" points=${SCORES.map((score, n) => `${(n * WIDTH) / (SCORES.length - 1)},${HEIGHT - 6 - score * (HEIGHT - 16)}`).join(" ")} />`,
     text: "A score for each token of the prompt and of the answer, as shaded text and as a line with the probe's threshold: where it is crossed, the probe says yes.",
   },
+  policies: {
+    draw: () => GUIDES.probes.draw(),
+    text: "The score that the policy reads at each token, with its thresholds: where the line reaches the upper one, the policy turns on and acts; where it falls below the lower one, it turns off.",
+  },
 };
 
 export function Guide({ of }) {
   const dark = useDark();
   return html`<section class="card guide" aria-label="What it shows"><h2>What it shows</h2>
-    <svg class="line-chart chart" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} aria-hidden="true">${GUIDES[of].draw(dark)}</svg><p>${GUIDES[of].text}</p></section>`;
+    <svg class="line-chart chart" viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} aria-hidden="true">${GUIDES[of.split("/")[0]].draw(dark)}</svg><p>${GUIDES[of.split("/")[0]].text}</p></section>`;
 }

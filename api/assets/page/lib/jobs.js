@@ -111,6 +111,6 @@ export const before = (job, jobs) => jobs.list.filter((each) => each.state === "
 export function timing(job, now) {
   if (over(job)) return job.finished && job.started ? `took ${duration(job.finished - job.started)}` : "";
   const left = timeLeft(job, now);
-  const attempt = job.attempt > 1 || job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}: ${job.retry_reason || "the one before ended"}` : "";
+  const attempt = job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}: ${job.retry_reason}` : ""; // attempts count hand-overs between queues too
   return [left === null ? "" : `about ${duration(left)} left`, attempt].filter(Boolean).join(" · ");
 }

@@ -21,7 +21,7 @@ export const Stats = ({ items }) => html`<dl class="stats">${items.map(
 /** A table; on a phone its rows are lists, each value after its head. `keys`: of the rows, where they come and go. */
 export const Table = ({ label, heads, rows, keys = [] }) => html`<div class="wide card" tabindex="0" role="region" aria-label=${label}><table>
   <thead><tr>${heads.map((head) => html`<th scope="col">${head || html`<span class="visually-hidden">Action</span>`}</th>`)}</tr></thead>
-  <tbody>${rows.map((cells, row) => html`<tr key=${keys[row]}>${cells.map((cell, n) => html`<td data-head=${(n && heads[n]) || null}>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
+  <tbody>${rows.map((cells, row) => html`<tr key=${keys[row]}>${cells.map((cell, n) => html`<td data-head=${((n || typeof cell === "number") && heads[n]) || null}>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
 
 /** Where nothing is yet: what it would be, and as `children` how it comes. */
 export const EmptyState = ({ title, text, children }) => html`<div class="empty-state"><strong>${title}</strong>${text && html`<p>${text}</p>`}${children}</div>`;
@@ -30,12 +30,12 @@ export const EmptyState = ({ title, text, children }) => html`<div class="empty-
 export function Standing({ job, jobs }) {
   const now = useNow(1);
   const [runs, took] = [job.state === "running" && job.started ? Math.max(0, now - job.started) : null, usual(job, jobs)];
-  const known = progressOf(job) || (runs !== null && took !== null && [Math.min(runs, 0.95 * took), took, `${duration(runs)} of about ${duration(took)}`]);
+  const known = progressOf(job) || (runs !== null && took !== null && runs < took && [runs, took, `${duration(runs)} of about ${duration(took)}`]);
   const first = before(job, jobs);
   return html`<div class="standing card"><p role="status">The job is ${job.state} …</p>${
     known
       ? html`<${Progress} value=${known[0]} total=${known[1]} label=${known[2]} />`
-      : html`<span>${runs !== null ? `for ${duration(runs)}` : job.state === "queued" && first > 0 && `${count(first, "job")} before it`}</span>`
+      : html`<span>${runs !== null ? `for ${duration(runs)}${took === null ? "" : `; such jobs took about ${duration(took)}`}` : job.state === "queued" && first > 0 && `${count(first, "job")} before it`}</span>`
   } <a href=${`#/jobs/${job.id}`}>Job</a></div>`;
 }
 

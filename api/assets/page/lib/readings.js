@@ -69,9 +69,9 @@ export function useWords(model, ids) {
 /**
  * A form that submits one prompt with a reading and opens `#/name/JOB`. `registered`: where the model's artifacts are listed, if it needs
  * any. `fields(model, found)`: [{name, label, value, hint, options | type, api: beginning of the API's field}]; `body(values, model)`: what
- * the request has beside model and prompt. `missing(model, found)`: what stands in place of the form; null: nothing is missing.
+ * the request has beside model and prompt. `missing(model, found)`: what stands in place of the form; null: nothing is missing. `more(values, found)`: what stands below it.
  */
-export function ReadingForm({ name, action, example, query, registered, fields, body, missing }) {
+export function ReadingForm({ name, action, example, query, registered, fields, body, missing, more }) {
   const [form, setForm] = useState({ prompt: example, ...Object.fromEntries(query) });
   const [error, setError] = useState(null);
   const models = useModels(setError);
@@ -108,7 +108,7 @@ export function ReadingForm({ name, action, example, query, registered, fields, 
     <div class="fields">${shown.slice(1).map(control)}</div>
     ${lacking || html`<${Button} kind="main" disabled=${!values.prompt} onClick=${send} onError=${setError}>${action}<//>`}
     <${Problem} error=${at ? null : error} />
-  </form>`;
+  </form>${!lacking && more && more(values, found)}`;
 }
 
 /** A job's answer once it is there: `children(result, view, n)`; of several prompts, `n` is the one that is chosen. */

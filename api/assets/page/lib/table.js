@@ -84,7 +84,7 @@ export function Rows({ label, columns, items, active, onOpen }) {
         ${shown.map(
           (item, index) => html`<tr key=${item.id} data-id=${item.id} aria-rowindex=${first + index + 2} tabindex=${item.id === reachable ? 0 : -1}
             class=${item.id === active ? "active" : ""} onFocus=${() => setFocused(item.id)}
-            onClick=${(event) => event.target.closest("button, a") || onOpen(item)}>
+            onClick=${(event) => event.target.closest("button, a, input") || onOpen(item)}>
             ${columns.map(({ name, cell }) => html`<td class=${`c-${name}`}>${cell(item)}</td>`)}
           </tr>`,
         )}

@@ -7,6 +7,7 @@ import { titleOf } from "../lib/jobs.js";
 import { kindOf } from "../lib/kinds.js";
 import { Id, State } from "../lib/parts.js";
 import { codeOf } from "../lib/code.js";
+import { TimeLine } from "../plots/time_line.js";
 
 const MOST = 200; // rows of a list that are shown
 const FEW = 4; // receipts that are shown without a click
@@ -75,9 +76,10 @@ export function JobDetails({ id, job, session, onClose }) {
   return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
     <div class="details-head"><div><h2 id="job-title" tabindex="-1" ref=${head}>${at ? titleOf(at) : "Job"}</h2><${Id} id=${id} /></div><${Button} kind="small" onClick=${onClose}>Close<//></div>
     <${Problem} error=${error} />
-    ${at && html`<p><${State} state=${at.state} /> ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.retry_reason ? ` (the one before ended: ${at.retry_reason})` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
+    ${at && html`<p><${State} state=${at.state} /> ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.retry_reason ? ` · attempt ${at.attempt} (the one before ended: ${at.retry_reason})` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
     ${at && at.error && html`<${Problem} error=${new ApiError(at.error.status, at.error)} />`}
     ${at && kindOf(at.kind).grid && html`<p><a class="button small" href=${`#/${at.kind}/${id}`}>Open the heatmap</a></p>`}
+    ${outcome === "dose" && html`<p><a class="button small" href=${`#/dose/${id}`}>Open the curves</a></p>`}
     <h3>Prompt</h3>
     ${
       asked
@@ -90,7 +92,7 @@ export function JobDetails({ id, job, session, onClose }) {
     ${
       result
         ? outcome
-          ? Answers && html`<${Answers} ...${{ [outcome]: result[outcome] }} />`
+          ? Answers && html`<${Answers} id=${id} ...${{ [outcome]: result[outcome] }} />`
           : result.outputs.length
           ? html`<${List} items=${result.outputs} more="outputs">${(output) => html`<pre data-part="output">${output.text}</pre><small>${count(output.token_ids.length, "token")}, ${output.finish_reason}</small>`}<//>`
           : html`<p class="soft">None.</p>`
@@ -104,6 +106,7 @@ export function JobDetails({ id, job, session, onClose }) {
     <h3>Request as code</h3>
     ${code ? html`<${Copy} tabs=${code} label="Request" />` : html`<p class="soft">${asked ? (asked.path ? "The request was not kept: it is larger than 16 KiB, or an older server accepted it." : "This job is part of a harvest.") : ""}</p>`}
     <h3>Times</h3>
+    ${at && at.started && at.finished && html`<${TimeLine} key=${at.finished} job=${at} />`}
     ${at && html`<table><tbody>${steps(at).map(([name, text]) => html`<tr><th scope="row">${name}</th><td>${text}</td></tr>`)}</tbody></table>`}
   </section>`;
 }

@@ -30,6 +30,7 @@ export default function View({ params, session, jobs }) {
   const [, redraw] = useState(0);
   const [filter, setFilter] = useState({ state: "", kind: "", text: "" });
   const [error, setError] = useState(null);
+  const [marked, setMarked] = useState([]); // at most two, to be compared
   const now = useNow(1);
   useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
   const items = useMemo(() => {
@@ -57,7 +58,9 @@ export default function View({ params, session, jobs }) {
     setError(null);
     await post(`/v1/jobs/${job.id}/cancel`);
   };
+  const mark = (id) => setMarked((known) => (known.includes(id) ? known.filter((other) => other !== id) : [...known, id].slice(-2)));
   const columns = [
+    { name: "mark", title: html`<span class="visually-hidden">Compare</span>`, cell: (job) => html`<input type="checkbox" aria-label=${`Compare ${titleOf(job)}`} checked=${marked.includes(job.id)} onChange=${() => mark(job.id)} />` },
     {
       name: "run",
       title: "Prompt",
@@ -84,7 +87,8 @@ export default function View({ params, session, jobs }) {
       <label>Find <input type="search" placeholder="prompt, output, tag, id" maxlength="200" value=${filter.text} onInput=${change("text")} /></label>
       <label>State <select value=${filter.state} onChange=${change("state")}><option value="">all</option>${STATES.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
       <label>Kind <select value=${filter.kind} onChange=${change("kind")}><option value="">all</option>${Object.keys(KINDS).map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
-      <span class="soft" role="status">${items.length} of ${jobs.list.length} jobs</span>
+      <span class="soft" role="status">${items.length} of ${jobs.list.length} jobs${marked.length === 1 ? "; mark another one to compare both" : ""}</span>
+      ${marked.length === 2 && html`<a class="button small" href=${`#/compare/${marked.join("/")}`}>Compare both</a>`}
     </form>
     <${Problem} error=${error} />
     ${items.length > 0 && !opened && html`<${Strip} jobs=${items} now=${now} />`}

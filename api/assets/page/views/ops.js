@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState, Button, Empty, Problem, useNow } from "../lib/ui.js";
 import { latencies } from "../lib/history.js";
-import { titleOf } from "../lib/jobs.js";
+import { owner, titleOf } from "../lib/jobs.js";
 import { Chart, State, Stats, Table } from "../lib/parts.js";
 import { get } from "../lib/api.js";
 import { age, bytes, count, duration, identity, number, percent } from "../lib/format.js";
@@ -90,9 +90,9 @@ function Slow({ jobs }) {
   const end = (job) => job.finished || now;
   const slow = jobs.list.filter((job) => job.started && end(job) > now - RECENT_S).sort((a, b) => end(b) - b.started - (end(a) - a.started)).slice(0, SLOWEST);
   if (!slow.length) return html`<${Empty}>No job has run in the last hour.<//>`;
-  return html`<${Table} label="Slowest jobs" heads=${["Job", "Kind", "Owner", "State", "Ran for", "Queued for", "Attempt"]} rows=${slow.map((job) => [
-    html`<a href=${`#/jobs/${job.id}`} title=${job.id}>${titleOf(job)}</a>`, job.kind, job.tenant || "default", html`<${State} state=${job.state} />`,
-    duration(end(job) - job.started), duration(job.started - job.created), job.attempt,
+  return html`<${Table} label="Slowest jobs" heads=${["Job", "State", "Ran for", "Queued for", "Kind", "Owner", "Attempt"]} rows=${slow.map((job) => [
+    html`<a class="two-lines" href=${`#/jobs/${job.id}`} title=${job.id}>${titleOf(job)}</a>`, html`<${State} state=${job.state} />`,
+    duration(end(job) - job.started), duration(job.started - job.created), job.kind, owner(job), job.attempt > 1 ? job.attempt : "",
   ])} />`;
 }
 

@@ -1,9 +1,13 @@
 // Probes: the score of each token, as shaded text and as a line with its threshold.
 
 import { post } from "../lib/api.js";
-import { html, useEffect, useMemo, useState } from "../lib/ui.js";
-import { Chips, Legend, short, visible } from "../lib/chips.js";
-import { Reading, ReadingForm, Recent, moving, quoted, useAnswer, useWords } from "../lib/readings.js";
+import { html, useEffect, useState } from "../lib/ui.js";
+import { count, percent } from "../lib/format.js";
+import { Table } from "../lib/parts.js";
+import { Plot } from "../plots/plot.js";
+import { short, visible } from "../lib/chips.js";
+import { Reading, ReadingForm, Recent, quoted, useAnswer, useWords } from "../lib/readings.js";
+import { TokenScores, aggregates } from "../plots/token_scores.js";
 
 const form = {
   name: "probes",
@@ -15,38 +19,59 @@ const form = {
     { name: "probe", label: "Probe", api: "probes", value: probes[0].name, options: Object.fromEntries(probes.map(({ name, content }) => [name, `${name}: ${content.labels.join(", ")} at ${content.hook}, layer ${content.layer}`])) },
     { name: "max_tokens", label: "Tokens to generate", api: "sampling.max_tokens", value: "16", type: "number", min: 1 },
   ],
+  more: ({ probe }, { probes }) => html`<${HeldOut} key=${probe} probe=${probes.find(({ name }) => name === probe) || probes[0]} />`,
   body: ({ probe, max_tokens }) => ({ probes: [{ probe, tokens: true }], sampling: { max_tokens: Number(max_tokens), temperature: 0 } }),
 };
 
-const [WIDTH, HEIGHT, LEFT, BOTTOM] = [720, 200, 48, 22];
-
-/** Scores by position. `threshold`: a dashed line; null: none. `prompt`: how many tokens the prompt has. */
-function Line({ scores, threshold, prompt, at, move, words }) {
-  const inside = scores.slice(scores.length > 1 ? 1 : 0); // the first token is an outlier in most models
-  const low = Math.min(...inside, threshold ?? Infinity, 0);
-  const high = Math.max(...inside, threshold ?? -Infinity, 0) || 1;
-  const x = (n) => LEFT + ((n + 0.5) / scores.length) * (WIDTH - LEFT);
-  const y = (value) => 8 + (1 - (Math.max(low, Math.min(high, value)) - low) / (high - low || 1)) * (HEIGHT - BOTTOM - 12);
-  const point = (event) => {
-    const box = event.currentTarget.getBoundingClientRect();
-    const n = Math.floor((((event.clientX - box.left) / box.width) * WIDTH - LEFT) / ((WIDTH - LEFT) / scores.length));
-    move(Math.max(0, Math.min(scores.length - 1, n)));
-  };
-  return html`<div class="chart line-chart"><svg viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`Scores from ${short(Math.min(...scores))} to ${short(Math.max(...scores))}`} onMouseMove=${point}>
-    ${prompt < scores.length && html`<rect class="generated" x=${x(prompt - 0.5)} y="0" width=${WIDTH - x(prompt - 0.5)} height=${HEIGHT - BOTTOM} /><text x=${x(prompt - 0.5) + 4} y=${HEIGHT - BOTTOM - 8}>generated</text>`}
-    ${[...new Set([low, 0, high])].map((value) => html`<line class="axis" x1=${LEFT} x2=${WIDTH} y1=${y(value)} y2=${y(value)} /><text x=${LEFT - 6} y=${y(value) + 4} text-anchor="end">${short(Number(value.toPrecision(3)))}</text>`)}
-    ${threshold !== null && html`<line class="threshold" x1=${LEFT} x2=${WIDTH} y1=${y(threshold)} y2=${y(threshold)} /><text x=${WIDTH - 4} y=${y(threshold) - 5} text-anchor="end">threshold ${short(Number(threshold.toPrecision(3)))}</text>`}
-    <polyline class="line" points=${scores.map((value, n) => `${x(n)},${y(value)}`).join(" ")} />
-    ${scores.map((value, n) => html`<circle class=${n === at ? "dot here" : "dot"} cx=${x(n)} cy=${y(value)} r=${n === at ? 5 : scores.length > 80 ? 0 : 2.5}><title>${`${visible(words[n])}: ${short(value)}`}</title></circle>`)}
-    <text x=${x(at)} y=${HEIGHT - 4} text-anchor=${at > scores.length * 0.9 ? "end" : "middle"}>${visible(words[at])}</text>
-  </svg></div>`;
+/** How a probe scored rows that it was not trained on, where its registration says so. */
+function HeldOut({ probe: { name, held_out: held = [], content: { labels, thresholds } } }) {
+  const [label, choose] = useState(0);
+  if (!held.length) return null;
+  const { roc, histogram: { edges, negative, positive } } = held[label];
+  const points = roc.fpr.map((x, n) => ({ x, y: roc.tpr[n], tip: `${percent(roc.tpr[n])} of ${labels[label]} found, ${percent(x)} of the others taken for it` }));
+  const bars = (counts, what) => counts.map((y, n) => ({ x: edges[n], to: edges[n + 1], y, tip: `${count(y, "row")} ${what} from ${short(edges[n])} to ${short(edges[n + 1])}` }));
+  const share = { low: 0, high: 1, text: percent };
+  return html`<details class="held-out" open><summary>How well ${name} separates held-out rows</summary>
+    ${labels.length > 1 && html`<p class="inline"><label>Label <select value=${label} onChange=${({ target }) => choose(Number(target.value))}>${labels.map((each, n) => html`<option value=${n}>${each}</option>`)}</select></label></p>`}
+    <div class="reading even"><${Plot} title=${`ROC: AUC ${roc.auc.toFixed(3)}`} name=${`${name}.${labels[label]}.roc`} height=${260} rows=${roc.fpr.map((fpr, n) => ({ fpr, tpr: roc.tpr[n] }))} x=${{ ...share, label: "share of the others at or above a threshold" }} y=${{ ...share, label: `share of ${labels[label]}` }}
+        series=${[{ kind: "line", points }, { kind: "line", tone: "soft", quiet: true, points: [0, 1].map((value) => ({ x: value, y: value })) }]} />
+      <${Plot} title="Scores of both classes" name=${`${name}.${labels[label]}.scores`} height=${260} rows=${negative.map((of, n) => ({ from: edges[n], to: edges[n + 1], negative: of, positive: positive[n] }))} x=${{ label: "score" }} y=${{ low: 0, label: "rows" }}
+        rules=${thresholds[label] === null ? [] : [{ axis: "x", at: thresholds[label], text: "threshold" }]} series=${[{ kind: "bars", name: "others", points: bars(negative, "of the others") }, { kind: "bars", name: labels[label], tone: "2", points: bars(positive, `of ${labels[label]}`) }]} /></div></details>`;
 }
 
-/** What one policy decided on one prompt. */
-function Decisions({ found: { policy, decisions, triggers } }) {
-  const done = policy.acts ? policy.actions.join(", ") : "only recorded";
-  return html`<p class="finding">Policy ${policy.name}, version ${policy.version} (${policy.mode}; ${done}): triggered ${triggers} times.${policy.inherited ? ` On from the start, by job ${policy.inherited}.` : ""}</p>
-    <ul>${decisions.map(({ position, event, score }) => html`<li>token ${position}: ${event} at ${short(score)}</li>`)}</ul>`;
+/** From a decision that turned a policy on to the one that turned it off; the last token's end, where none did. */
+function spans(decisions, inherited, end) {
+  const found = inherited ? [[0, end]] : [];
+  for (const { position, event } of decisions) {
+    if (event === "trigger" && !inherited) found.push([position, end]);
+    else if (found.length) found[found.length - 1][1] = position;
+  }
+  return found;
+}
+
+/** What one policy decided on one prompt; over the tokens, where the request also asked for the scores of its probe. */
+function Decisions({ found, result, view }) {
+  const { policy, decisions, triggers } = found;
+  const output = result.outputs[found.request];
+  const scored = result.probes.find(({ policy: other, request, digest, tokens }) => !other && tokens && request === found.request && digest === found.digest);
+  const words = useTexts(view, output, found.request, scored ? scored.tokens.length : 0);
+  const done = policy.acts ? policy.actions.join(", ") || "nothing" : "only recorded";
+  const summary = html`<p class="finding">Policy <a href=${`#/policies/${policy.name}`}>${policy.name}</a>, version ${policy.version} (${policy.mode}; ${done}): ${triggers ? `triggered ${triggers === 1 ? "once" : `${triggers} times`}` : "did not trigger"}.${policy.inherited ? html` On from the start, by <a href=${`#/jobs/${policy.inherited}`}>another job</a> of the conversation.` : ""}${found.stopped ? " It ended the request." : ""}</p>`;
+  const table = decisions.length > 0 && html`<${Table} label=${`Decisions of ${policy.name}`} heads=${["Token", "Decision", "Score", "Done"]} rows=${decisions.map(({ position, event, score }) => [html`${position}${words ? html` ${quoted(words[position])}` : ""}`, event, short(score), event === "trigger" ? done : "–"])} />`;
+  if (!scored) return html`${summary}${table}<p class="soft">The request did not ask for the scores of single tokens: name the policy's probe in <code>probes</code>, with <code>tokens: true</code>, to see them as a line.</p>`;
+  if (!words) return html`${summary}<p class="loading" role="status">Loading …</p>`;
+  const raw = scored.tokens.map((row) => row[policy.column || 0]);
+  const { condition } = policy;
+  const { aggregation = "last", at_least: on, release_below: off } = condition;
+  const values = aggregates(raw, condition, output.prompt_tokens);
+  const rules = [{ axis: "y", at: on, text: `on at ${short(on)} or above` }, ...(off !== null && off !== undefined && off !== on ? [{ axis: "y", at: off, text: `off below ${short(off)}`, quiet: true }] : [])];
+  const marks = decisions.filter(({ position }) => position < raw.length).map(({ position, event, score }) => ({ x: position, y: score, text: event, tone: event === "trigger" ? "bad" : "3", tip: `${event} at token ${position} (${visible(words[position])}): ${short(score)}; ${event === "trigger" ? done : "off"}` }));
+  return html`${summary}<${TokenScores} title=${`Scores that ${policy.name} read`} name=${`${view.id}.${found.request}.${policy.name}`} what=${aggregation === "last" ? "score of the token" : `${aggregation}${condition.window ? ` of the last ${condition.window} scores` : " of the scores"}`}
+      values=${values} words=${words} prompt=${output.prompt_tokens} middle=${on} rules=${rules}
+      bands=${spans(decisions, policy.inherited, raw.length).map(([from, to]) => ({ axis: "x", from: from - 0.5, to: to - 0.5, tone: "on", text: "on" }))}
+      lines=${[...(aggregation === "last" ? [] : [{ kind: "line", name: "score of each token", tone: "2", quiet: true, points: raw.map((y, x) => ({ x, y })) }]), { kind: "dots", name: "decisions", tone: "bad", size: 5, points: marks }]}
+      rows=${raw.map((score, n) => ({ token: n, text: words[n], generated: n >= output.prompt_tokens, score, aggregate: values[n], decision: (decisions.find(({ position }) => position === n) || {}).event || "" }))} />
+    ${table}`;
 }
 
 export function ProbeResult(props) {
@@ -57,14 +82,9 @@ export function ProbeResult(props) {
 function Scores({ found, result, view }) {
   const output = result.outputs[found.request];
   const content = useAnswer(`/v1/artifacts/probes/${encodeURIComponent(found.probe)}?model=${encodeURIComponent(view.model)}`); // deleted since: without thresholds
-  const given = useAnswer(`/v1/jobs/${view.id}/request`);
   const labels = Object.keys(found.scores);
   const [label, setLabel] = useState(0);
-  const [at, move] = useState(found.positions - 1);
-  const ids = useMemo(() => output.token_ids, [output]);
-  const words = useWords(view.model, ids);
-  const prompt = given && given.prompts[found.request];
-  const split = useTokens(view.model, prompt ? prompt.text : null);
+  const words = useTexts(view, output, found.request, found.tokens ? found.tokens.length : 0);
   const name = labels[label];
   const crossed = found.crossed[name];
   const known = content && content.digest === found.digest ? content.content : null; // its numbers, not those of one that took its name
@@ -73,20 +93,24 @@ function Scores({ found, result, view }) {
     threshold === null ? "" : crossed === undefined ? `, below its threshold of ${short(threshold)} all the way` : `; it reached its threshold of ${short(threshold)} at token ${crossed}`
   }.${found.stopped ? " It ended the request." : ""}</p>`;
   if (!found.tokens) return html`${summary}<p class="soft">The request did not ask for the scores of single tokens.</p>`;
-  if (!words || content === undefined || given === undefined || (prompt && prompt.text !== null && !split)) return html`<p class="loading" role="status">Loading …</p>`;
+  if (!words || content === undefined) return html`<p class="loading" role="status">Loading …</p>`;
   const scores = found.tokens.map((row) => row[label]);
-  const text = scores.map((_, n) => (n < output.prompt_tokens ? (split && split.length === output.prompt_tokens ? split[n] : `${n}`) : words(output.token_ids[n - output.prompt_tokens])));
-  const middle = threshold ?? 0;
-  const reach = Math.max(...scores.slice(scores.length > 1 ? 1 : 0).map((score) => Math.abs(score - middle))) || 1;
   return html`${summary}
     ${labels.length > 1 && html`<p class="inline"><label>Label <select value=${label} onChange=${({ target }) => setLabel(Number(target.value))}>${labels.map((each, n) => html`<option value=${n}>${each}</option>`)}</select></label></p>`}
-    <div class="card reading-chips" tabindex="0" role="group" aria-label="Score by token" onKeyDown=${moving({ row: 0, column: at }, ({ column }) => move(column), 1, scores.length)}>
-      <${Chips} label="Tokens by score" active=${at} onPick=${move} items=${scores.map((score, n) => ({ key: n, word: text[n], value: score, share: n === 0 && scores.length > 1 ? null : (score - middle) / reach, generated: n >= output.prompt_tokens }))} />
-      <${Line} scores=${scores} threshold=${threshold} prompt=${output.prompt_tokens} at=${at} move=${move} words=${text} />
-      <p class="note" role="status">${quoted(text[at])} (token ${at}): ${short(scores[at])}</p>
-      <${Legend} from=${middle - reach} to=${middle + reach} what=${threshold === null ? "score" : "score; the threshold is in the middle"} />
-    </div>
+    <${TokenScores} title=${`Score of ${name}`} name=${`${view.id}.${found.request}.${found.probe}`} what="score" values=${scores} words=${words} prompt=${output.prompt_tokens} middle=${threshold ?? 0}
+      rules=${threshold === null ? [] : [{ axis: "y", at: threshold, text: `threshold ${short(Number(threshold.toPrecision(3)))}` }]} />
     <p class="soft">Scores of ${found.probe}${known ? ` at ${known.hook}, layer ${known.layer}` : ""}. Tokens in italics were generated; the last one has no score, because it is never fed back. The first token has no colour: its row is an outlier in most models.</p>`;
+}
+
+/** The texts of the first `count` tokens of a prompt and its output; null until they are known. */
+function useTexts(view, output, request, count) {
+  const given = useAnswer(`/v1/jobs/${view.id}/request`);
+  const prompt = given && given.prompts[request];
+  const split = useTokens(view.model, prompt ? prompt.text : null);
+  const words = useWords(view.model, output.token_ids);
+  if (!words || given === undefined || (prompt && prompt.text !== null && !split)) return null;
+  const known = split && split.length === output.prompt_tokens;
+  return Array.from({ length: count }, (_, n) => (n < output.prompt_tokens ? (known ? split[n] : `${n}`) : words(output.token_ids[n - output.prompt_tokens])));
 }
 
 /** The tokens' texts of a prompt; null until then. */

@@ -12,7 +12,8 @@ import { lean } from "../lib/sweep_request.js";
 import { Closer } from "./sweep_closer.js";
 import { finding } from "../lib/finding.js";
 import { Id, State as Pill } from "../lib/parts.js";
-import { picture, save } from "../lib/sweep_export.js";
+import { picture } from "../plots/sweep_picture.js";
+import { save } from "../plots/save.js";
 
 export const isOver = (job) => OVER.includes(job.state);
 const OVER = ["succeeded", "failed", "cancelled", "aborted", "expired"];
@@ -193,7 +194,7 @@ export function State({ job, grid, over, lost, jobs, onError }) {
     job.state === "running" && !grid.known && left === null ? "measuring the unpatched prompts" : "",
     still > STALL_S ? `no new cell for ${duration(still)}${job.worker ? ` from worker ${job.worker}` : ""}` : "",
     over && job.started && job.finished ? `took ${duration(job.finished - job.started)}` : "",
-    job.attempt > 1 || job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}${job.retry_reason ? `: ${job.retry_reason}` : ""}` : "",
+    job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}: ${job.retry_reason}` : "", // attempts count hand-overs between queues too
   ].filter(Boolean).join(" · ");
   const label = `${number(grid.known)} of ${number(grid.total)} cells`;
   const cancel = async () => {
@@ -330,7 +331,7 @@ function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, loo
 
 function Scale({ grid, pair, listeners }) {
   const canvas = useRef(null);
-  const [limits, setLimits] = useState(grid.limits(pair));
+  const [, setLimits] = useState(grid.limits(pair));
   const dark = useDark();
   useEffect(() => drawScale(canvas.current.getContext("2d"), 0, 0, canvas.current.width, canvas.current.height), [dark]);
   useEffect(() => {
@@ -340,10 +341,10 @@ function Scale({ grid, pair, listeners }) {
     return () => listeners.delete(news);
   }, [grid, pair]);
   const noise = grid.noise(pair);
-  const base = grid.base(pair);
+  const { ends: [low, high], text } = grid.legend(pair);
   return html`<div class="scale">
-    <span>${shown(limits[0])}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${shown(limits[0])} (blue) through neutral to ${shown(limits[1])} (red)`}></canvas><span>${shown(limits[1])}</span>
-    <span>${MEANING[grid.metric]}; neutral: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}; hatched: no value${noise ? `; noise ${noise.text}` : ""}</span>
+    <span>${low}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${low} (blue) through neutral to ${high} (red)`}></canvas><span>${high}</span>
+    <span>${text}; hatched: no value${noise ? `; noise ${noise.text}` : ""}</span>
   </div>`;
 }
 

@@ -1,9 +1,10 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
 -- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about, whether a
---       probe flags it, policies that act on it and were on: {policy, number of its own triggers, decision as JSON, ...}} of each, by
---       seq. Values that are not read separately are joined: an account is checksum:actions:epoch:edited (epoch of the rank's action
---       ledger, number of token rows edited); about is worker, its boot, kind and message, separated by zero bytes
+--       probe flags it, policies that act on it and were on: {policy, number of its own triggers, decision as JSON, ...}, all policies
+--       that read it: {policy, whether it was on, whether it acted then, ...}} of each, by seq. Values that are not read separately are
+--       joined: an account is checksum:actions:epoch:edited (epoch of the rank's action ledger, number of token rows edited); about is
+--       worker, its boot, kind and message, separated by zero bytes
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, disagreement of its ranks, ...},
 --          partial and error among the applied, {id, model, created, generated of each job that has succeeded by it, ...}}
 local before = tonumber(redis.call('GET', KEYS[1]) or '0')
@@ -83,6 +84,27 @@ local function act(job, request, decided)
   end
 end
 
+-- Count a prompt in the present day of the policies that read it, 1 for true and 0 for false: a ring of `POLICY_DAYS` days for each policy
+-- that is still registered.
+local function tally(job, readers)
+  local day = math.floor(now / 86400)
+  for place = 1, #readers, 3 do
+    local policy, slot = readers[place], day % POLICY_DAYS
+    if redis.call('HEXISTS', key('policies', job.model), policy) == 1 then
+      local days = key('policy-days', job.model .. ':' .. policy)
+      local known = redis.call('HGET', days, slot)
+      local counts = known and cjson.decode(known) or {}
+      if counts[1] ~= day then
+        counts = {day, 0, 0, 0}
+      end
+      for count, more in ipairs({1, readers[place + 1], readers[place + 2]}) do
+        counts[count + 1] = counts[count + 1] + more
+      end
+      redis.call('HSET', days, slot, cjson.encode(counts))
+    end
+  end
+end
+
 -- Compare a rank's report on a request with that of the first rank of its stage. Returns the difference and the later of their epochs;
 -- nil if they agree, or this is the first.
 local function compare(job, request, rank, pp, account)
@@ -99,7 +121,7 @@ local function compare(job, request, rank, pp, account)
   return difference(request, pp, first, second), math.max(tonumber(first.epoch), tonumber(second.epoch))
 end
 
-local function receive(id, request, rank, pp, attempt, status, packed, bytes, rows, account, about, flagged, decided)
+local function receive(id, request, rank, pp, attempt, status, packed, bytes, rows, account, about, flagged, decided, readers)
   local job = jobs[id]
   if job == nil then
     job = read(id) or false
@@ -129,6 +151,7 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     if #decided > 0 then
       act(job, request, decided)
     end
+    tally(job, readers)
     -- Clients of a sweep wait for cells and not for receipts, and an error affects only its own
     -- cell.
     local sweep = READS_RECEIPTS[job.kind] -- its worker reads the ticket, unit by unit

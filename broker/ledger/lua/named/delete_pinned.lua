@@ -7,5 +7,8 @@ redis.call('HDEL', key('steering', model), args.kind .. '_by:' .. name)
 if args.tenant then
   redis.call('HDEL', key('module-bytes', args.tenant), model .. '/' .. name)
 end
+if args.kind == 'policies' then
+  redis.call('DEL', key('policy-days', model .. ':' .. name))
+end
 pin(args.kind .. ':' .. model .. ':' .. name, {})
 return redis.call('HDEL', key(args.kind, model), name)

@@ -18,6 +18,7 @@ from test_images import URL, picture
 from test_spans import merged_byte_level
 
 from midstream.api.resolve.admission.admission import check_cost, facts_of, tokenise
+from midstream.api.resolve.edits.steering import _check_global_positions
 from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
@@ -460,6 +461,8 @@ def test_prompts_without_messages_have_no_turns() -> None:
         )
         with refuses("need a prompt given as `messages`", field="capture.positions"):
             found(codec_of("phi3"), parsed)
+    with refuses("a turn is not valid here", field="steering"):
+        _check_global_positions(Span(turn=0), "steering")
 
 
 @pytest.mark.parametrize("template", TOKENS)

@@ -320,6 +320,13 @@ def test_commands_that_make_an_artifact_send_what_was_typed(
     assert {name: sent[name] for name in wanted} == wanted
 
 
+@pytest.mark.parametrize(("typed", "column"), [("big.csv", "text"), ("big.csv:verse", "verse")])
+def test_a_harvests_source_is_typed_with_its_column(cli: Cli, typed: str, column: str) -> None:
+    _, seen = cli.served("harvest", typed, "--model", "m", by=[reply({}, 400)])
+    sent = msgspec.json.decode(seen.bodies[0])["source"]
+    assert (sent["path"], sent["field"]) == ("big.csv", column)
+
+
 # --- Source runs ---
 
 

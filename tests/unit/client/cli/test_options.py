@@ -76,6 +76,10 @@ def test_what_is_typed_becomes_fields(
         ("@joy:scale=-1", {"scale": -1.0}),
         ("@joy:2:positions=all_generated", {"scale": 2.0, "positions": "all_generated"}),
         ("@joy:positions=5:9", {"positions": {"start": 5, "stop": 9}}),
+        (
+            '@joy:trigger={"text": "so", "after": "end"}:scale=2',
+            {"scale": 2.0, "trigger": {"text": "so", "after": "end"}},
+        ),
     ],
 )
 def test_a_module_is_typed_with_its_strength(text: str, fields: dict[str, Any]) -> None:

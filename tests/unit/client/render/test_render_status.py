@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,7 +20,6 @@ from midstream.schemas.requests.policies import (
     Condition,
     Policy,
     PolicyRequest,
-    PolicyVersion,
     Webhook,
 )
 from midstream.schemas.service.status import (
@@ -131,21 +131,18 @@ def printed(now: ServiceStatus, before: ServiceStatus | None = None) -> str:
 
 
 def test_a_list_of_policies_breaks_no_word_at_80_columns() -> None:
-    hook = Webhook(url="https://alerts.example.com")
     content = PolicyRequest(
         probe="personal-data",
         condition=Condition(aggregation="mean", window=4, at_least=0.25),
-        actions=["flag", hook, "stop"],
+        actions=["flag", Webhook(url="https://alerts.example.com"), "stop"],
         mode="canary",
         share=0.5,
         all_traffic=True,
     )
-    facts: Any = dict.fromkeys(PolicyVersion.__struct_fields__)
-    version = PolicyVersion(**facts | {"version": 12, "content": content})
+    version: Any = SimpleNamespace(version=12, content=content)
     policy = Policy(name="no-personal-data", model="m", digest="d", created=AT, versions=[version])
-    text = drawn(records.listed([policy], Policy))
-    for word in ("no-personal-data v12", "condition", "mean ≥ 0.25", "actions", "webhook"):
-        assert word in text, text
+    words = {"no-personal-data v12", "condition", "mean ≥ 0.25", "actions", "webhook"}
+    assert {word for word in words if word in drawn(records.listed([policy], Policy))} == words
 
 
 def test_a_busy_service_fits_on_80_columns_and_keeps_its_numbers() -> None:
@@ -244,8 +241,7 @@ def test_the_doctor_lists_allowed_hosts() -> None:
 
 
 def test_the_doctor_blames_no_other_part_for_a_fault_of_redis() -> None:
-    missing = ["redis: disk full: Redis cannot write its log", "outbox: disk full: /data/worker"]
-    refused = reply({"ready": False, "missing": missing}, status=503)
+    refused = reply({"missing": ["redis: disk full", "outbox: full: /data/worker"]}, status=503)
     with server(reply({}), refused) as (url, seen):
         service = Service(Settings(), "", url)
         found = [*service_checks.api(service), *service_checks.parts(service)]

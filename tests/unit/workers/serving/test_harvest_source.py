@@ -2,7 +2,6 @@
 file and place.
 """
 
-import csv
 import json
 import os
 from collections.abc import Callable
@@ -105,8 +104,7 @@ def write_texts(path: Path, values: list[Any], stream: bool = False, **options: 
     if path.suffix == ".jsonl":
         write_jsonl(path, values)
     elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([["number", "text"], *enumerate(values)])
+        path.write_text("text,number\n" + "".join(f'"{text}",1\n' for text in values))
     elif path.suffix == ".parquet":
         parquet.write_table(table, path, row_group_size=90, **options)
     else:

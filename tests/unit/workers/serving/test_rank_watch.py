@@ -49,7 +49,7 @@ class Board:
     """What Redis would hold."""
 
     def __init__(self) -> None:
-        self.current = GlobalSteering()
+        self.held = GlobalSteering()
         self.checks: dict[str, list[SteeringTemplate]] = {}
         self.answered: dict[str, str] = {}
         self.desync, self.asked, self.away, self.unreadable = "", "", False, False
@@ -64,15 +64,15 @@ class Board:
         if self.unreadable:
             raise MidstreamError("version_mismatch", "stored by another version")
 
-    async def standing(self, model: str, names: list[str]) -> tuple[dict[str, Any], GlobalSteering]:
+    async def current(self, model: str) -> GlobalSteering:
         self._there()
-        return {}, self.current
+        return self.held
 
     async def look(self, model: str, worker: str) -> Look:
         self.looks += 1
         if self.away:
             raise MidstreamError("unavailable", "Redis is away")
-        return Look(self.current.version, self.asked, self.desync, list(self.checks))
+        return Look(self.held.version, self.asked, self.desync, list(self.checks))
 
     async def checked_entries(self, check: str) -> list[SteeringTemplate]:
         self._there()
@@ -253,7 +253,7 @@ async def test_a_worker_quarantined_during_a_check_does_not_serve_after_it(at: W
 
     at.engine.check_global = quarantined_meanwhile  # type: ignore[method-assign]
     at.board.report = noted  # type: ignore[method-assign]
-    at.board.current = steering(1, NAMES[0])
+    at.board.held = steering(1, NAMES[0])
     await at.follow()
     at.engine.check_global = check  # type: ignore[method-assign]
     assert await at.watch.may_begin(60)
@@ -272,7 +272,7 @@ async def test_an_engine_whose_ranks_stay_different_is_given_up(
     tmp_path: Path, fault: str, why: str
 ) -> None:
     worker = Worker(tmp_path, fault=fault)
-    worker.board.current = steering(1, NAMES[0])
+    worker.board.held = steering(1, NAMES[0])
     async with worker.live() as at:
         at.board.desync = "a disagreement"
         assert why in await at.loop
@@ -284,7 +284,7 @@ async def test_an_engine_whose_ranks_stay_different_is_given_up(
 async def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(
     at: Worker, call: str
 ) -> None:
-    at.board.current = steering(1, NAMES[0])
+    at.board.held = steering(1, NAMES[0])
     await at.follow()
     original = getattr(at.engine, call)
 
@@ -306,7 +306,7 @@ async def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(
 async def test_global_steering_that_a_rank_refuses_is_retried_before_any_job(at: Worker) -> None:
     at.engine.faults.switch("check_global:rank=1")
     quarantined = asyncio.create_task(at.until("quarantined"))
-    at.board.current = steering(1, NAMES[0])
+    at.board.held = steering(1, NAMES[0])
     assert (await quarantined).detail == REFUSED
     assert not await at.watch.may_begin(0.05)
     at.engine.faults.switch("")
@@ -320,7 +320,7 @@ async def test_a_worker_whose_ranks_refuse_global_steering_at_start_waits_for_an
     every job.
     """
     worker = Worker(tmp_path, fault="check_global:rank=1")
-    worker.board.current = steering(1, NAMES[0])
+    worker.board.held = steering(1, NAMES[0])
     async with worker.live() as at:
         report = at.board.reports[-1]
         assert (report.state, report.detail) == (
@@ -328,7 +328,7 @@ async def test_a_worker_whose_ranks_refuse_global_steering_at_start_waits_for_an
             REFUSED,
         )
         assert not await at.watch.may_begin(0.05)
-        at.board.current = steering(2)
+        at.board.held = steering(2)
         assert await at.watch.may_begin(60)
 
 
@@ -336,17 +336,17 @@ async def test_a_worker_that_cannot_read_global_steering_reports_it_and_begins_n
     tmp_path: Path,
 ) -> None:
     worker = Worker(tmp_path)
-    worker.board.current = steering(1, NAMES[0])
+    worker.board.held = steering(1, NAMES[0])
 
     async def unreadable(*_: Any) -> Any:
         raise MidstreamError("version_mismatch", "stored by another version")
 
-    read, worker.board.standing = worker.board.standing, unreadable  # type: ignore[method-assign]
+    read, worker.board.current = worker.board.current, unreadable  # type: ignore[method-assign]
     async with worker.live() as at:
         report = at.board.reports[-1]
         assert (report.state, report.detail) == ("quarantined", "stored by another version")
         assert not await at.watch.may_begin(0.05)
-        at.board.standing = read  # type: ignore[method-assign]
+        at.board.current = read  # type: ignore[method-assign]
         assert await at.watch.may_begin(60)
 
 

@@ -1,20 +1,11 @@
-// Files that the browser makes of a grid.
+// A picture of a grid's heatmaps.
 
-import { MEANING, shareOf, shown } from "./grid.js";
-import { hookTitle } from "./hooks.js";
-import { Heatmap, drawScale } from "./heatmap.js";
+import { shareOf } from "../lib/grid.js";
+import { hookTitle } from "../lib/hooks.js";
+import { Heatmap, drawScale } from "../lib/heatmap.js";
+import { pngOf } from "./save.js";
 
 const [PANEL, GAP, HEAD, FOOT, LINE, RATIO] = [420, 16, 46, 44, 14, 2];
-
-/** Has the browser save a blob (or a promise of one) under a name. */
-export async function save(name, blob) {
-  const url = URL.createObjectURL(await blob);
-  const link = document.createElement("a");
-  link.href = url;
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
-}
 
 /** All hooks side by side on white, with title and scale: a promise of a PNG. */
 export function picture(grid, pair, title) {
@@ -44,12 +35,12 @@ export function picture(grid, pair, title) {
     map.close();
     left += map.width + GAP;
   }
-  const [low, high] = grid.limits(pair).map(shown);
+  const { ends: [low, high], text } = grid.legend(pair);
   const noise = grid.noise(pair);
   const below = height - FOOT + 12;
   context.fillText(low, GAP, below);
   drawScale(context, GAP + 50, below, 160, 10, false);
   context.fillStyle = ink();
-  context.fillText(`${high}   ${MEANING[grid.metric]}; white: unpatched; hatched: no value${noise ? `; noise ${noise.text}` : ""}`, GAP + 220, below, width - GAP - 230);
-  return new Promise((resolve, reject) => canvas.toBlob((blob) => (blob ? resolve(blob) : reject(new Error("this browser cannot make a PNG of this size"))), "image/png"));
+  context.fillText(`${high}   ${text.replace("neutral", "white")}; hatched: no value${noise ? `; noise ${noise.text}` : ""}`, GAP + 220, below, width - GAP - 230);
+  return pngOf(canvas);
 }
