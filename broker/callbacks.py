@@ -18,8 +18,7 @@ import redis
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
-from ..schemas.base.errors import MidstreamError
-from ..schemas.base.records import now
+from ..schemas.base import MidstreamError, now
 from ..schemas.settings import faults
 from ..schemas.settings.settings import Settings, SettingsError, load_settings
 from .artifacts import fitness

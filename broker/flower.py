@@ -23,8 +23,7 @@ from typing import Any
 import redis
 from celery.states import READY_STATES, RETRY
 
-from ..schemas.base.errors import STATUS_OF_KIND
-from ..schemas.base.records import now
+from ..schemas.base import STATUS_OF_KIND, now
 from ..schemas.jobs.jobs import TERMINAL, State
 from ..schemas.settings.settings import (
     Settings,
@@ -176,12 +175,9 @@ class MissedEnds:
 
     def _known_attempts(self) -> dict[str, int]:
         """Return job → its last attempt, for jobs with a task for an attempt after the first."""
-        last: dict[str, int] = {}
-        for task_id in self._events.tasks.data:
-            job_id, attempt = job_of_task(task_id)
-            if attempt > last.get(job_id, 0):
-                last[job_id] = attempt
-        return last
+        # sorted: the last attempt of a job replaces the earlier ones
+        tasks = sorted(map(job_of_task, self._events.tasks.data))
+        return {job_id: attempt for job_id, attempt in tasks if attempt > 0}
 
     def _is_followed(self, task_id: str) -> bool:
         job_id, attempt = job_of_task(task_id)

@@ -7,7 +7,7 @@ from . import notebook as notebook  # so that results can be drawn, wherever the
 from .extras import explained
 
 if TYPE_CHECKING:
-    from ..schemas.base.errors import MidstreamError as MidstreamError
+    from ..schemas.base import MidstreamError as MidstreamError
     from ..schemas.prompts.selectors import Span as Span
     from ..schemas.requests.specs import (
         CaptureSpec as CaptureSpec,
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from .texts import read_rows as read_rows, read_texts as read_texts
     from .values import UnknownArgument as UnknownArgument
 
-#: Module → its public names, loaded on first use.
-_MODULES = {
+_MODULES = {  # module → its public names, loaded on first use
     ".sdk.client": "AsyncClient Client",
     ".captures.reader": "CaptureReader",
     ".sdk.mapping.map": "Mapped",

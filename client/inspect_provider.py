@@ -28,7 +28,7 @@ from inspect_ai.solver._task_state import sample_state
 from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
-from ..schemas.base.errors import MidstreamError, Translated
+from ..schemas.base import MidstreamError, Translated
 from ..schemas.jobs.openai import ChatRequest
 from ..schemas.readings.readings import READINGS
 from .sdk.calls import finish

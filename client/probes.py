@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..schemas.artifacts.probes import HeldOut, Roc, ScoreHistogram
-from ..schemas.base.errors import Translated, invalid
+from ..schemas.base import Plotted, Translated, invalid
 from ..schemas.base.limits import MAX_PROBE_BINS
-from ..schemas.base.records import Plotted
 from .extras import need
 
 #: The most iterations of the solver; on standardised rows it converges long before.
@@ -206,9 +205,8 @@ def _train(
     linear = importlib.import_module("sklearn.linear_model")
     mean, scale = rows.mean(axis=0), rows.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
-    numbers = np.array([classes.index(name) for name in names])
     model = linear.LogisticRegression(C=strength, max_iter=_ITERATIONS).fit(
-        (rows - mean) / scale, numbers
+        (rows - mean) / scale, np.array([classes.index(name) for name in names])
     )
     weight = model.coef_ / scale
     return weight, model.intercept_ - weight @ mean

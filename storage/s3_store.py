@@ -498,9 +498,8 @@ class _Upload:
     def _run(self) -> None:
         try:
             with counted("upload") as call, explained(self._store.address, self.key):
-                s3 = client(self._store.address, repeats=True)
                 put = obstore.put(
-                    s3,
+                    client(self._store.address, repeats=True),
                     self.key,
                     self._iterate(),
                     use_multipart=True,

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base import MidstreamError
 from ..schemas.base.limits import MAX_PAGE
 from ..schemas.jobs.harvests import Example, FeatureFigures, HarvestView, SurveyEntry, SurveyView
 from .harvests import Shard

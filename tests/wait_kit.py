@@ -38,5 +38,11 @@ async def holding(holds: Callable[[], Awaitable[T] | T], timeout: float = LONG_S
     return found
 
 
+async def settled() -> None:
+    """Let everybody do what can be done now."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def _awaited(found: Any) -> Any:
     return await found if inspect.isawaitable(found) else found

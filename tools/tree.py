@@ -77,6 +77,8 @@ def sources(*folders: str) -> list[Path]:
 def summary(path: Path) -> str:
     """The first paragraph of a module's docstring, or of a script's comment, on one line."""
     text = (ROOT / path).read_text()
+    if path.suffix == ".js":
+        return text.partition("\n")[0].removeprefix("//").strip()
     if path.suffix == ".lua":
         lines = re.match(r"(?:--.*\n)*", text)[0].splitlines()  # type: ignore[index]
         lines = [line.removeprefix("--").strip() for line in lines]
@@ -96,13 +98,13 @@ def summary(path: Path) -> str:
 
 
 def files() -> list[Path]:
-    """Product files, Lua included, without the `__init__` of rooms."""
+    """Product files, Lua and the page's included, without the `__init__` of rooms."""
     return [
         path
         for path in sorted(tracked())
         if path.parts[0] in PACKAGES
-        and path.suffix in (".py", ".lua")
-        and path.name != "__init__.py"
+        and path.suffix in (".py", ".lua", ".js")
+        and path.name not in ("__init__.py", "preact.js")
     ]
 
 

@@ -31,7 +31,7 @@ from ..broker.queue.visibility import LeaseStep
 from ..broker.receipts.curve import client_keys, with_kept_keys
 from ..broker.redis_service import durability as redis_durability
 from ..broker.telemetry import start as observability, traces
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base import MidstreamError
 from ..schemas.base.records import learn_records
 from ..schemas.requests.attributions import GRADIENTS
 from ..schemas.service.global_capture import from_settings
@@ -53,8 +53,6 @@ from .gradient_jobs.kinds import gradient_runs_of
 from .serving.host import EngineHost
 from .serving.kinds import runs_of
 from .serving.tasks import register_tasks
-
-logger = logging.getLogger(__name__)
 
 EXIT_BAD_SETTINGS = 2
 EXIT_NO_ENGINE = 3  # the engine never started
@@ -107,7 +105,7 @@ def make_worker_app(settings: Settings) -> Celery:
     # this setting would override it
     app.conf.broker_transport = transport_of(settings.redis_url)
     runs = gradient_runs_of if settings.queue == GRADIENTS else runs_of
-    app.engine_host = EngineHost(app, settings, lambda reason: _end_process(app), runs)
+    app.engine_host = EngineHost(settings, lambda _: _end_process(), runs)
     # a dead engine's messages must come back to the queue
     app.may_renew = lambda: not app.engine_host.death
     register_tasks(app, app.engine_host)
@@ -118,7 +116,7 @@ def make_worker_app(settings: Settings) -> Celery:
     return app
 
 
-def _end_process(app: Celery) -> None:
+def _end_process() -> None:
     """Make the main thread leave its loop, and end the process even if it does not."""
     worker_state.should_terminate = EXIT_ENGINE_DIED
     deadline = threading.Timer(EXIT_DEADLINE_S, os._exit, (EXIT_ENGINE_DIED,))
@@ -137,8 +135,7 @@ def _arguments(arguments: Sequence[str]) -> dict[str, Any]:
         metavar="NAME=VALUE",
         help="an option of vLLM; repeatable",
     )
-    given = parser.parse_args(arguments)
-    return {"engine_options": engine_options(given.engine) or None}
+    return {"engine_options": engine_options(parser.parse_args(arguments).engine) or None}
 
 
 def main(arguments: Sequence[str] = ()) -> int:

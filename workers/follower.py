@@ -17,7 +17,7 @@ import redis
 
 from ..broker.receipts.curve import client_keys
 from ..broker.telemetry import start as observability
-from ..schemas.base.errors import MidstreamError
+from ..schemas.base import MidstreamError
 from ..schemas.settings.settings import Settings, SettingsError, load_settings, relay_addresses
 from .engine.nodes import POLL_S, Worker, check_identity
 from .runner.base.compile_key import layout

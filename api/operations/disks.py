@@ -12,7 +12,7 @@ import anyio.to_thread
 from ...broker.artifacts import global_capture
 from ...broker.artifacts.retention import CaptureUsage
 from ...broker.ledger.core.scripts import stored_tags
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError
 from ...schemas.jobs.jobs import Job
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.models import ModelInfo

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.watch import JobWatcher
 from ...broker.ledger.people.feed import newest, read_jobs
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import to_json
+from ...schemas.base import MidstreamError, to_json
 
 log = logging.getLogger("midstream.api")
 

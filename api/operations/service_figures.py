@@ -16,8 +16,7 @@ from ...broker.artifacts.retention import CaptureUsage
 from ...broker.ledger.jobs.ledger import Ledger, reachable
 from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.access.keys import Caller, TenantView
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import now, to_json
+from ...schemas.base import MidstreamError, now, to_json
 from ...schemas.jobs.models import WorkerInfo
 from ...schemas.service.compatibility import judged
 from ...schemas.service.feed import FeedHistory, FeedModel, FeedService

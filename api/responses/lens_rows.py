@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-from ...schemas.base.dtypes import ITEM_BYTES, DType
+from ...schemas.base import ITEM_BYTES, DType
 from ...schemas.requests.lens_vectors import LensRows, packed as in_json
 from . import packed
 

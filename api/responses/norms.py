@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...broker.artifacts.headers import must_be_there
-from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import DTYPE_OF_FILE, DTYPES, MidstreamError, widened
 from ...schemas.jobs.captures import Manifest
 from ...storage.store import ArtifactStore
 from .packed import OpenBlob, blocks, join

@@ -181,7 +181,6 @@ def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
 def _completion_choice(output: Output, needed: WantedParts) -> CompletionChoice:
     part = whole_part(output)
     choice = _completion_delta(output.index, part, needed)
-    ids = part.prompt.token_ids if needed.token_ids and part.prompt else UNSET
     return CompletionChoice(
         index=output.index,
         text=choice.text,
@@ -189,7 +188,7 @@ def _completion_choice(output: Output, needed: WantedParts) -> CompletionChoice:
         finish_reason=output.finish_reason,
         stop_reason=_stop_reason(output),
         token_ids=output.token_ids if needed.token_ids else UNSET,
-        prompt_token_ids=ids,
+        prompt_token_ids=part.prompt.token_ids if needed.token_ids and part.prompt else UNSET,
         prompt_logprobs=_prompt_logprobs(part.prompt),
     )
 
@@ -328,10 +327,9 @@ def _chat_delta(index: int, part: ChoicePart, needed: WantedParts) -> ChatChunkC
 
 
 def _call_part(call: CallDelta) -> CallPart:
-    function = {name: value for name in ("name", "arguments") if (value := getattr(call, name))}
     return CallPart(
         index=call.index,
-        function=function,
+        function={name: value for name in ("name", "arguments") if (value := getattr(call, name))},
         id=call.id or UNSET,
         type="function" if call.id else UNSET,
     )

@@ -15,7 +15,7 @@ from ...broker.artifacts.headers import BlobPlace, place_in, read_headers
 from ...broker.ledger.jobs.captures import LedgerCaptures, no_captures
 from ...broker.ledger.jobs.ledger import not_found
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError, invalid, suggestion
+from ...schemas.base import MidstreamError, invalid, suggestion
 from ...schemas.base.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
 from ...schemas.jobs.captures import (
     SEGMENT_SUFFIX,
@@ -185,9 +185,8 @@ async def list_captures(
     cursor: CursorParameter = None,
     tenant: Whose = None,
 ) -> CapturePage:
-    whose = tenant_asked(caller, tenant)
     return await LedgerCaptures(context.ledger).list(
-        tag=tag, limit=limit, cursor=cursor, tenant=whose
+        tag=tag, limit=limit, cursor=cursor, tenant=tenant_asked(caller, tenant)
     )
 
 
@@ -355,12 +354,11 @@ def entries_of(
     """
     present = [entry for entry in files if entry.request == prompt]
     if not present:
-        known = as_ranges(sorted({entry.request for entry in files}), most=8) or None
         raise MidstreamError(
             "not_found",
             f"job {job_id} has no capture files of prompt {prompt}",
             field="request",
-            allowed=known,
+            allowed=as_ranges(sorted({entry.request for entry in files}), most=8) or None,
         )
     name = tag or tag_of(present[0])
     entries = sorted(

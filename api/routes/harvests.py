@@ -14,9 +14,8 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.saes import SAES
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError, to_json
 from ...schemas.base.limits import MAX_INT64, MAX_NAME, MAX_SAE_WIDTH
-from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import (
     OVER,
     HarvestPage,
@@ -92,8 +91,7 @@ async def post_harvest(
     idempotency = request.idempotency(key)
     info = await context.served.model(data.model)
     state = await context.names.state(info, modules_named(data.steering), caller)
-    found = await context.names.look_up(info, (LORAS, data.lora))
-    lora = named_lora(data.lora, info, found)
+    lora = named_lora(data.lora, info, await context.names.look_up(info, (LORAS, data.lora)))
     limits = (await context.ledger.tenants.get(caller.tenant)).limits
     harvest = await plan_harvest(data, info, context.settings, state, lora, caller, limits)
     harvest_id = await context.harvests.submit(harvest, idempotency)

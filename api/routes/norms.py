@@ -8,7 +8,7 @@ from litestar import get
 from litestar.params import QueryParameter
 
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base import MidstreamError, invalid, to_numpy
 from ...schemas.base.limits import (
     MAX_COUNT,
     MAX_LAYER,
@@ -20,7 +20,6 @@ from ...schemas.base.limits import (
     MAX_TAG,
     NAME_PATTERN,
 )
-from ...schemas.base.tensors import to_numpy
 from ...schemas.jobs.captures import CaptureNorms, Manifest
 from ...schemas.jobs.jobs import FileEntry
 from ...schemas.prompts.selectors import as_ranges

@@ -23,7 +23,7 @@ from ...schemas.artifacts.probes import PROBES, ProbeRequest
 from ...schemas.artifacts.registered import ArtifactKind, Registered
 from ...schemas.artifacts.saes import SAES
 from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
-from ...schemas.base.errors import MidstreamError, suggestion
+from ...schemas.base import MidstreamError, suggestion
 from ...schemas.base.limits import (
     MAX_DESCRIPTION,
     MAX_MODULE_NAME,
@@ -97,14 +97,13 @@ def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> 
     kept = [] if former is None else former.versions
     number = kept[-1].version + 1 if kept else 1
     made = msgspec.structs.replace(made, version=number, digest=digest_of(made))
-    versions = [*kept, made][-MAX_POLICY_VERSIONS:]
     return Policy(
         name=name,
         model=model,
         digest=made.digest,
         created=made.created,
         description=made.content.description,
-        versions=versions,
+        versions=[*kept, made][-MAX_POLICY_VERSIONS:],
     )
 
 

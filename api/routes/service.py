@@ -26,9 +26,8 @@ from ...broker.telemetry.metrics import (
     ScrapedMetrics,
     SteeringReport,
 )
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError, __version__
 from ...schemas.base.limits import MAX_NAME
-from ...schemas.base.version import __version__
 from ...schemas.jobs.models import ModelInfo, WorkerInfo
 from ...schemas.jobs.openai import ModelCard, ModelList
 from ...schemas.service.compatibility import judged, misfit_of

@@ -11,8 +11,7 @@ from litestar.datastructures import Cookie
 from litestar.params import JSONBody
 
 from ...schemas.access.keys import EVERYBODY, SessionRequest, SessionView
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.version import __version__
+from ...schemas.base import MidstreamError, __version__
 from ..context import AppContext
 from ..web.auth import COOKIE, SessionVisit, address_of, needs, own_page, visit_of
 from ..web.body import JsonRequest
@@ -58,7 +57,6 @@ async def log_in(
     visit = await context.gate.visit(made.id)
     if visit is None:
         raise MidstreamError("unauthorized", "the key has just been revoked", field="key")
-    seconds = max(1, int(made.session.expires - made.session.created))
     cookie = Cookie(
         COOKIE,
         value=made.id,
@@ -66,7 +64,7 @@ async def log_in(
         httponly=True,
         samesite="strict",
         secure=_secure(request, context),
-        max_age=seconds,
+        max_age=max(1, int(made.session.expires - made.session.created)),
     )
     return Response(_view(context, visit), cookies=[cookie], headers=NO_STORE)
 

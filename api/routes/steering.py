@@ -14,9 +14,7 @@ from litestar.params import JSONBody
 from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.records import now
-from ...schemas.base.tensors import Tensor
+from ...schemas.base import MidstreamError, Tensor, Translated, now
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.steering import (
     MODEL_HEADER,
@@ -61,9 +59,8 @@ async def make_module(
     data: ModuleRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
 ) -> Made:
     specs = await context.names.tokenised(info, data.steering)
-    features = await context.names.features(info, specs)
     content = await anyio.to_thread.run_sync(
-        steering.resolve_module, specs, info, features, data.limit
+        steering.resolve_module, specs, info, await context.names.features(info, specs), data.limit
     )
     module = Module(
         name=name,

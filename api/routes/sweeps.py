@@ -14,8 +14,7 @@ from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...broker.ledger.named.probes import all_fitting, watched_model, with_policies
 from ...schemas.artifacts.loras import LORAS, StoredLora
 from ...schemas.artifacts.saes import SAES
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import from_json, to_json
+from ...schemas.base import MidstreamError, from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
 from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.fits import FitRequest, LensFitRequest, StoredFit, StoredModuleFit
@@ -290,8 +289,7 @@ async def _submit_fit(
         fit = await resolve(data, info, await context.served.codec(info))
         steering = await context.steering.current(info.name)
         hooks = {"hook": fit.hook} if isinstance(fit, StoredModuleFit) else {}
-        gradients = await context.ledger.gradients(info)
-        check_gradients(hooks, info, gradients, bool(steering.entries))
+        check_gradients(hooks, info, await context.ledger.gradients(info), bool(steering.entries))
         job = submission.job("fit", info, data, work=FitWork(fit=fit))
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)

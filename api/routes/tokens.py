@@ -4,7 +4,7 @@ import anyio.to_thread
 from litestar import Response, post
 from litestar.params import JSONBody
 
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import MidstreamError, Translated, invalid
 from ...schemas.jobs.jobs import Sampling, StoredPrompt
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.prompts.selectors import (
@@ -59,8 +59,7 @@ async def tokenize(data: JSONBody[TokenizeRequest], context: AppContext) -> Resp
         with Translated(TooLong, lambda error: invalid("prompt", error.detail), hidden=True):
             (ids,) = await codec.encode([data.prompt], special_tokens=special_tokens)
         # without them, spans are found in what the ids decode to
-        text = data.prompt if special_tokens else None
-        prompt = StoredPrompt(token_ids=ids, text=text)
+        prompt = StoredPrompt(token_ids=ids, text=data.prompt if special_tokens else None)
     else:
         (prompt,) = await tokenise([asked], info, codec)
     words = await codec.read(

@@ -54,9 +54,8 @@ async def list_deliveries(
     cursor: CursorParameter = None,
     tenant: Whose = None,
 ) -> DeliveryPage:
-    whose = tenant_asked(caller, tenant)
     return await WebhookOutbox(context.ledger).deliveries(
-        whose, job, delivery_state, limit, cursor, tenant_asked(caller, None)
+        tenant_asked(caller, tenant), job, delivery_state, limit, cursor, tenant_asked(caller, None)
     )
 
 

@@ -28,8 +28,7 @@ from ...broker.ledger.people import keys
 from ...broker.ledger.people.keys import LedgerKeys, Sessions, name_of
 from ...broker.processes.hosts import SAFE, Hosts
 from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, Session, StoredKey
-from ...schemas.base.errors import MidstreamError, invalid, suggestion
-from ...schemas.base.records import now
+from ...schemas.base import MidstreamError, invalid, now, suggestion
 from ...schemas.jobs.jobs import JobView
 from ...schemas.settings.settings import Settings, asks_for_keys
 from .middleware import MONITORING

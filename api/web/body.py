@@ -19,10 +19,9 @@ from litestar.exceptions import InternalServerException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from ...schemas.access.keys import scoped
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import MidstreamError, Translated, from_json, invalid
 from ...schemas.base.json_bounds import JsonCounter, TooManyValues
 from ...schemas.base.limits import MAX_IDEMPOTENCY_KEY
-from ...schemas.base.records import from_json
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 from ...schemas.settings.settings import Settings
 from . import problems
@@ -85,10 +84,9 @@ class JsonRequest(Request[Any, Any, Any]):
     async def body(self) -> bytes:
         encoding = self.headers.get("content-encoding", "identity")
         if encoding != "identity":  # a small compressed body may expand to a huge one
-            detail = f"the body is compressed ({encoding[:40]})"
             raise MidstreamError(
                 "unsupported_media_type",
-                detail,
+                f"the body is compressed ({encoding[:40]})",
                 field="Content-Encoding",
                 allowed="an uncompressed body",
             )
@@ -130,12 +128,11 @@ class JsonRequest(Request[Any, Any, Any]):
         if read_file := self._file_decoder:
             return await self._read_file(read_file)
         if media != "application/json":
-            allowed = ", ".join(("application/json", *(FILE_TYPES if self._takes.file else ())))
             raise MidstreamError(
                 "unsupported_media_type",
                 f"the body has content type {media}" if media else "the body has no content type",
                 field="Content-Type",
-                allowed=allowed,
+                allowed=", ".join(("application/json", *(FILE_TYPES if self._takes.file else ()))),
             )
         kind = self._takes.json
         body = await self.body()

@@ -19,9 +19,7 @@ from ...broker.ledger.jobs.ledger import JobSnapshot
 from ...broker.telemetry import logs, metrics, traces
 from ...broker.telemetry.traces import TraceSpan
 from ...schemas.access.keys import Caller
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import now
-from ...schemas.base.version import __version__
+from ...schemas.base import MidstreamError, __version__, now
 from . import problems, request_context
 from .request_context import TRACED, ApiCall
 
@@ -192,11 +190,10 @@ def _end(span: TraceSpan, scope: Any, status: int) -> None:
 def _access(scope: Any, status: int, call: ApiCall) -> dict[str, Any]:
     milliseconds = round((time.perf_counter() - call.began) * 1000, 2)
     caller = scope.get("auth")
-    tenant = caller.tenant if isinstance(caller, Caller) else None
     return {
         "method": scope["method"],
         "path": scope["path"],
         "status": status,
         "ms": milliseconds,
-        "tenant": tenant,
+        "tenant": caller.tenant if isinstance(caller, Caller) else None,
     }

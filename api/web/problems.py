@@ -13,6 +13,7 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
 from ...broker.telemetry import metrics
+from ...schemas.base import to_json
 from ...schemas.base.errors import (
     STATUS_OF_KIND,
     MidstreamError,
@@ -23,7 +24,6 @@ from ...schemas.base.errors import (
 )
 from ...schemas.base.json_bounds import TooManyValues
 from ...schemas.base.limits import MAX_DETAIL
-from ...schemas.base.records import to_json
 from ...schemas.jobs.openai import OpenAIError, OpenAIProblem
 from ...schemas.service.choices import refusal
 from ...storage.disk import disk_trouble
@@ -104,7 +104,11 @@ def malformed(error: Exception, kind: Any = Any) -> MidstreamError:
         )
     if isinstance(error, RecursionError):
         return MidstreamError("invalid_request", "the body nests objects or arrays too deeply")
-    return MidstreamError("invalid_request", f"the body is not JSON: {error}")
+    return MidstreamError(
+        "invalid_request",
+        f"the body is not JSON: {error}",
+        hint="names and texts stand in double quotes",
+    )
 
 
 def bounded(problem: Problem) -> Problem:

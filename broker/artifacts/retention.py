@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS, BlobEntry, index_of
 from ...storage.formats.capture_blobs import DamagedBlob
 from ...storage.store import ArtifactStore, Referring, Rewriting, read_entries

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from ...schemas.base.errors import Problem
-from ...schemas.base.records import from_json
+from ...schemas.base import Problem, from_json
 from ...schemas.jobs.jobs import TERMINAL, State
 
 SUCCEEDED, FAILED, RETRIED, REVOKED = (

@@ -100,8 +100,7 @@ class QoS(kombu_redis.QoS):
         kombu_virtual.QoS.append(self, message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
-        hub = get_event_loop()
-        if hub is None:
+        if (hub := get_event_loop()) is None:
             super().ack(delivery_tag)
             return
         if is_closed(self.channel):

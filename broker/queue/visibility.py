@@ -57,8 +57,7 @@ def renew_unacked(consumer: Any) -> int:
     if consumer.task_consumer is None or (may_renew is not None and not may_renew()):
         return 0
     channel = consumer.task_consumer.channel
-    held = set(channel.qos._delivered) - channel.qos._dirty
-    if not held:
+    if not (held := set(channel.qos._delivered) - channel.qos._dirty):
         return 0
     try:
         with channel.conn_or_acquire() as client:

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...schemas.base.records import Wire, from_msgpack, to_msgpack
-from ...schemas.base.version import __version__
+from ...schemas.base import Translated, Wire, __version__, from_msgpack, to_msgpack
 from ...schemas.jobs.receipts import PROTOCOL
 
 EPOCH_BYTES = 16
@@ -152,12 +151,11 @@ def refuse(raw: bytes, reason: str, detail: str) -> bytes:
 
 def refusal(frame: Frame) -> Refusal:
     """Return the content of a REFUSED frame; raises `FrameError` when it cannot be read."""
-    try:
+    with Translated(
+        msgspec.DecodeError,
+        lambda error: FrameError(f"the relay sent a refusal whose reason cannot be read: {error}"),
+    ):
         return from_msgpack(frame.payload, Refusal)
-    except msgspec.DecodeError as error:
-        raise FrameError(
-            f"the relay sent a refusal whose reason cannot be read: {error}"
-        ) from error
 
 
 def _refusal_of_any_version(raw: bytes) -> Refusal | None:
@@ -189,8 +187,9 @@ def routing_id(worker: str, rank: int, instance: str) -> bytes:
 
 def peer_of(identity: bytes) -> tuple[str, int]:
     """Return `(worker, rank)` of a routing id; raise `FrameError` if it has another form."""
-    try:
+    # UnicodeDecodeError is one
+    with Translated(
+        ValueError, lambda _: FrameError(f"routing id {identity!r} is not worker/rank/instance")
+    ):
         worker, rank, _instance = identity.decode().rsplit("/", 2)
         return worker, int(rank)
-    except ValueError as error:  # UnicodeDecodeError is one
-        raise FrameError(f"routing id {identity!r} is not worker/rank/instance") from error

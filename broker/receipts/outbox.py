@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from ...schemas.base.records import to_msgpack
+from ...schemas.base import to_msgpack
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.settings.faults import crash_point
 from ...schemas.settings.settings import relay_addresses

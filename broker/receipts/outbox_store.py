@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError
 from ..processes.private_files import locked_file, private_folder
 from .frames import new_epoch
 
@@ -328,8 +328,7 @@ class Store:
                 return None
             if problems or not {"outbox", "receipts", "former"} <= tables:
                 raise sqlite3.DatabaseError("; ".join(problems) or "tables are missing")
-            owner = db.execute("SELECT worker, rank FROM outbox").fetchone()
-            if owner is None:
+            if (owner := db.execute("SELECT worker, rank FROM outbox").fetchone()) is None:
                 raise sqlite3.DatabaseError("it names no owner")
             if owner != (self.worker, self.rank):
                 raise OutboxError(

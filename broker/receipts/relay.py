@@ -27,9 +27,7 @@ import redis.retry
 import zmq
 from redis.exceptions import NoScriptError
 
-from ...schemas.base.errors import Translated
-from ...schemas.base.records import from_msgpack, to_msgpack
-from ...schemas.base.version import __version__
+from ...schemas.base import Translated, __version__, from_msgpack, to_msgpack
 from ...schemas.jobs.captures import path_fault
 from ...schemas.jobs.receipts import LostRange, Receipt, receipt_decoder
 from ...schemas.settings import faults
@@ -295,8 +293,7 @@ class Relay:
         def commit(
             stream: OutboxEpoch, call: Callable[[], int], kind: FrameKind, payload: bytes = b""
         ) -> None:
-            mark = self._settled(stream, call)
-            if mark is not None:
+            if (mark := self._settled(stream, call)) is not None:
                 marks[stream] = mark
                 answers.append((stream, kind, payload))
 

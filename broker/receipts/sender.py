@@ -21,8 +21,7 @@ from enum import Enum, auto
 
 import zmq
 
-from ...schemas.base.records import to_msgpack
-from ...schemas.base.version import __version__
+from ...schemas.base import __version__, to_msgpack
 from ...schemas.jobs.receipts import PROTOCOL, LostRange
 from ...schemas.settings.faults import crash_point
 from . import frames
@@ -356,8 +355,7 @@ class ReceiptSender(threading.Thread):
     def _stream(self, socket: "zmq.Socket[bytes]") -> None:
         idle = self._sent == self._acked
         while self._sent < self._committed and (room := WINDOW - (self._sent - self._acked)) > 0:
-            rows = self._store.read(self._sent, min(room, READ_ROWS))
-            if not rows:
+            if not (rows := self._store.read(self._sent, min(room, READ_ROWS))):
                 self._report_missing(socket, self._committed)
                 return
             for row in rows:

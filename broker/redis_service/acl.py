@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base import MidstreamError, Translated
 
 PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"

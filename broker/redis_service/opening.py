@@ -63,8 +63,7 @@ def target_of(url: str) -> RedisTarget:
         options = dict(parse_url(url))  # type: ignore[no-untyped-call]
         return RedisTarget(options, _tls(options), [], "", {})
     query = dict(parse_qsl(parts.query))
-    service = query.pop("service", "")
-    if not service:
+    if not (service := query.pop("service", "")):
         raise SettingsError(
             "redis_url: a Sentinel URL must name the service whose master it opens: "
             "…/0?service=NAME"

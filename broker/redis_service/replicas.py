@@ -159,8 +159,7 @@ class Replicas:
 
         Asks sentinels one after the other; those that have failed to answer come last.
         """
-        enough = self._sufficient_alone(holders)
-        if enough is not None:
+        if (enough := self._sufficient_alone(holders)) is not None:
             return enough
         views: list[View | None] = []
         for sentinel in list(self._sentinels):
@@ -174,8 +173,7 @@ class Replicas:
             except (redis.exceptions.RedisError, OSError):
                 self._sentinels.remove(sentinel)
                 self._sentinels.append(sentinel)
-            majority = agreed(views, len(self._sentinels))
-            if majority is not None:
+            if (majority := agreed(views, len(self._sentinels))) is not None:
                 return self._sufficient_for(majority, holders)
         return False
 
@@ -205,8 +203,7 @@ class AsyncReplicas(Replicas):
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             views += [task.result() for task in done]
-            majority = agreed(views, len(self._sentinels))
-            if majority is not None:
+            if (majority := agreed(views, len(self._sentinels))) is not None:
                 return majority
         return None
 

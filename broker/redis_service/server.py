@@ -31,7 +31,7 @@ from typing import IO, Any
 
 import redis
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError
 from ..processes.private_files import private_folder
 
 #: Redis' log line about a file that it refuses.
@@ -124,8 +124,7 @@ def _is_cut_off(data: mmap.mmap, start: int) -> bool:
     at = start
     while at < end:
         for pattern in _of_command(data, at, end):
-            match = pattern.match(data, at, end)
-            if match is None:
+            if (match := pattern.match(data, at, end)) is None:
                 # whether a header may begin like the rest
                 return end - at < _HEADER_BYTES and bool(
                     re.fullmatch(rb"([*$]\d{0,10}\r?)?", bytes(data[at:end]))
@@ -379,14 +378,13 @@ def _spawn(
         "daemonize": "no",
         **more,
     }
-    command = [binary, "-"]  # a configuration from stdin: all accounts can read command lines
-    for name, value in options.items():
-        command += [f"--{name}", value]
+    # A configuration from stdin: all accounts can read command lines.
+    given = (part for name, value in options.items() for part in (f"--{name}", value))
     with _log_file(directory) as output:
         # A separate session: a Ctrl-C at the terminal must not stop Redis before the processes that
         # still write to it.
         process = subprocess.Popen(
-            command,
+            [binary, "-", *given],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from ...schemas.base.records import to_json
+from ...schemas.base import to_json
 from ...schemas.settings.settings import Settings
 
 #: Identifiers that a log line may carry, in this order.
@@ -80,9 +80,7 @@ def about(record: logging.LogRecord) -> dict[str, Any]:
     data = getattr(record, "data", None)
     if isinstance(data, dict) and "job" not in fields and isinstance(task := data.get("id"), str):
         fields["job"] = task.partition(".")[0]
-    for name in FIELDS:
-        if (value := getattr(record, name, None)) is not None:
-            fields[name] = value
+    fields |= {name: value for name in FIELDS if (value := getattr(record, name, None)) is not None}
     return {name: fields[name] for name in FIELDS if fields.get(name) is not None}
 
 

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ...schemas.base.records import by_key
+from ...schemas.base import by_key
 from ...schemas.base.store_calls import BOUNDS, StoreCalls
 from ...schemas.jobs.models import WorkerStats
 from ...schemas.requests.steering import RankSteering, WorkerSteering

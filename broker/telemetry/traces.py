@@ -10,7 +10,7 @@ import re
 import time
 from typing import Any, Literal
 
-from ...schemas.base.version import __version__
+from ...schemas.base import Translated, __version__
 from ...schemas.settings.settings import Settings, SettingsError
 
 #: `00-<trace id>-<span id>-<flags>`; all-zero ids are invalid (W3C Trace Context, level 1).
@@ -80,16 +80,17 @@ def setup(settings: Settings, process: str) -> None:
     global _provider
     if not settings.otel_endpoint:
         return
-    try:
+    with Translated(
+        ModuleNotFoundError,
+        lambda error: SettingsError(
+            f"otel_endpoint is set, but OpenTelemetry is not installed ({error}): install "
+            "the `otel` extra"
+        ),
+    ):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ModuleNotFoundError as error:
-        raise SettingsError(
-            f"otel_endpoint is set, but OpenTelemetry is not installed ({error}): install "
-            "the `otel` extra"
-        ) from error
     names = {
         "service.name": f"midstream-{process}",
         "service.namespace": "midstream",
@@ -163,8 +164,7 @@ def _context(parent: str) -> Any:
     from opentelemetry.context import Context
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
-    match = _TRACEPARENT.fullmatch(parent)
-    if match is None:
+    if (match := _TRACEPARENT.fullmatch(parent)) is None:
         return Context()
     span_context = SpanContext(
         int(match[1], 16),

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpcore2
 
-from ...schemas.base.version import __version__
+from ...schemas.base import Translated, __version__
 from .targets import IPAddress, refusal, url_fault
 
 SECRET_PREFIX = "whsec_"
@@ -107,10 +107,11 @@ class CheckedBackend(httpcore2.AsyncNetworkBackend):
             return [ip_address(host)]
         except ValueError:
             pass
-        try:
+        with Translated(
+            (OSError, UnicodeError),
+            lambda error: httpcore2.ConnectError(f"cannot resolve {host}: {error}"),
+        ):
             return [ip_address(result) for result in await self._resolve(host, port)]
-        except (OSError, UnicodeError) as error:
-            raise httpcore2.ConnectError(f"cannot resolve {host}: {error}") from error
 
 
 class Poster:

@@ -22,8 +22,7 @@ from ...schemas.access.webhooks import (
     HookData,
     WebhookDelivery,
 )
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import from_json, now, to_json
+from ...schemas.base import MidstreamError, from_json, now, to_json
 from ...schemas.base.states import CallbackEvent
 from ..ledger.core.script_arguments import ARGUMENTS, pack
 from ..ledger.core.tenants import refusal
@@ -123,8 +122,7 @@ class WebhookOutbox:
             scan=LANES_SCANNED,
             under_way=dict(under_way),
         )
-        rows = await self._scripts["hooks_lease"](args=arguments)
-        if rows:
+        if rows := await self._scripts["hooks_lease"](args=arguments):
             await self._written()
         leases = []
         for row in rows:
@@ -194,14 +192,13 @@ class WebhookOutbox:
             name.decode()
             for name in await self._redis.zrangebyscore("ms:hooks", f"({at!r}", "+inf")
         ]
-        moved = 0
-        for first in range(0, len(ids), CLAMPED_AT_ONCE):
-            moved += int(
-                await self._scripts["hooks_clamp"](
-                    args=pack(at, ids=ids[first : first + CLAMPED_AT_ONCE], lease=lease_s)
-                )
+        moved = [
+            await self._scripts["hooks_clamp"](
+                args=pack(at, ids=ids[first : first + CLAMPED_AT_ONCE], lease=lease_s)
             )
-        return moved
+            for first in range(0, len(ids), CLAMPED_AT_ONCE)
+        ]
+        return sum(map(int, moved))
 
     @reachable
     async def clean(self, ttl_s: float, limit: int = 1000) -> int:

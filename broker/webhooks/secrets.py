@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.access.webhooks import Secret, SecretList
-from ...schemas.base.records import now
+from ...schemas.base import now
 from ..ledger.core.script_arguments import ARGUMENTS, pack
 from ..ledger.jobs.ledger import Ledger, reachable
 from .http import SECRET_PREFIX

@@ -19,8 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...schemas.access.webhooks import DeliveryAttempt, DeliveryState
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import now
+from ...schemas.base import MidstreamError, now
 from ...schemas.settings.faults import crash_point
 from ...schemas.settings.settings import Settings
 from ..ledger.jobs.ledger import Ledger
@@ -64,8 +63,7 @@ def clock_of(settings: Settings) -> Callable[[], float]:
 
     For tests, `MIDSTREAM_FAULT=webhooks:clock=FILE` advances it by the seconds in the file.
     """
-    match = _CLOCK.search(settings.fault)
-    if match is None:
+    if (match := _CLOCK.search(settings.fault)) is None:
         return now
     file = Path(match[1])
     return lambda: now() + float((file.exists() and file.read_text()) or 0)
@@ -169,8 +167,7 @@ class WebhookSender:
 
     async def _begin(self) -> int:
         """Begin as many attempts as there are slots and due deliveries; returns how many."""
-        free = SLOTS - len(self._under_way)
-        if not free:
+        if not (free := SLOTS - len(self._under_way)):
             return 0
         await self._notice_clock()
         leases = await self._outbox.lease(

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import DTYPE_OF_FILE, DTYPES, MidstreamError, Translated, invalid, widened
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, index_of
 from ...storage.formats.capture_blobs import DamagedBlob, DeletedBlob, Header, read_header
 from ...storage.store import ArtifactStore, indices, open_store, read_entries

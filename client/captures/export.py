@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from ...schemas.base.errors import Translated, invalid
+from ...schemas.base import Translated, invalid
 from ...schemas.prompts.selectors import (
     ALIASES,
     HookName,
@@ -94,10 +94,11 @@ def _write_npz(
     arrays: dict[str, np.ndarray] = {}
     for request, of_request in sites.items():
         prefix = _prefix(request, sites)
-        for hook, layers in of_request.items():
-            arrays |= {
-                f"{prefix}{hook}.{layer}": reader.array(layer, hook, request) for layer in layers
-            }
+        arrays |= {
+            f"{prefix}{hook}.{layer}": reader.array(layer, hook, request)
+            for hook, layers in of_request.items()
+            for layer in layers
+        }
         arrays[f"{prefix}positions"] = np.array(reader.positions(request), dtype=np.int64)
         arrays[f"{prefix}token_ids"] = np.array(reader.token_ids(request), dtype=np.int64)
     with _aside(target) as partial:
@@ -117,11 +118,10 @@ def _write_safetensors(
             for hook, layers in of_request.items()
             for layer in layers
         ]
-        for name, values in (
-            ("positions", reader.positions(request)),
-            ("token_ids", reader.token_ids(request)),
-        ):
-            tensors.append((name, "I64", np.array(values, dtype="<i8")))
+        tensors += [
+            ("positions", "I64", np.array(reader.positions(request), dtype="<i8")),
+            ("token_ids", "I64", np.array(reader.token_ids(request), dtype="<i8")),
+        ]
         for name, kind, array in tensors:
             entries.append((prefix + name, kind, array.shape, array.nbytes))
             arrays.append(array)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, Translated, invalid
-from ...schemas.base.records import Plotted
+from ...schemas.base import MidstreamError, Plotted, Translated, invalid
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 from ..notebook import rendered
 from .attention import MAX_BYTES, heads_of
@@ -185,10 +184,9 @@ def attention_of(
             continue
         patterns[layer] = reader.attention(layer, heads, request)
         if (size := size + patterns[layer].nbytes) > MAX_BYTES:
-            detail = f"the patterns of {len(chosen)} layers exceed {MAX_BYTES >> 20} MiB"
             raise invalid(
                 "layers",
-                detail,
+                f"the patterns of {len(chosen)} layers exceed {MAX_BYTES >> 20} MiB",
                 hint="ask for fewer layers or heads, or use CaptureReader.attention for each layer",
             )
     if not patterns:

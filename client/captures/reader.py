@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, invalid
-from ...schemas.base.records import Plotted
+from ...schemas.base import MidstreamError, Plotted, invalid
 from ...schemas.jobs.captures import Manifest, index_of
 from ...schemas.model.attention import AttentionKind
 from ...schemas.model.banks import BANK, OF_HEADS
@@ -230,10 +229,9 @@ class CaptureReader(Plotted):
         returned, or the contents of files.
         """
         reader = cls.__new__(cls)
-        parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
         opened = [
             BlobReader(BlobLocation(None, f"<bytes {number}>"), memoryview(raw), checked=True)
-            for number, raw in enumerate(parts)
+            for number, raw in enumerate([blobs] if isinstance(blobs, bytes) else list(blobs))
         ]
         reader._open(opened, None, tag, partial, first_tag=True, whole=False)
         if not reader._requests:
@@ -630,11 +628,17 @@ class CaptureReader(Plotted):
             if why := request.incomplete():
                 result.append(VerifyFinding(path, 0, 0, ok=False, detail=why, request=number))
             if dropped := request.dropped:
-                why = (
-                    f"request {number}: positions dropped under overload: "
-                    f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)"
+                result.append(
+                    VerifyFinding(
+                        path,
+                        0,
+                        0,
+                        ok=False,
+                        detail=f"request {number}: positions dropped under overload: "
+                        f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)",
+                        request=number,
+                    )
                 )
-                result.append(VerifyFinding(path, 0, 0, ok=False, detail=why, request=number))
         return result
 
     def _missing_requests(self) -> str:
@@ -642,10 +646,9 @@ class CaptureReader(Plotted):
         present = list(self._requests)
         if len(present) >= self._expected:
             return ""
-        ranges = as_ranges(present, _SHOWN_RANGES)
         return (
             f"job {self.job} captured {self._expected} requests, but files exist for only "
-            f"{len(present)}: {ranges}"
+            f"{len(present)}: {as_ranges(present, _SHOWN_RANGES)}"
         )
 
     def _of(self, request: int) -> _Request:
@@ -680,13 +683,12 @@ class CaptureReader(Plotted):
             layer = _from_the_end(layer, result.manifest)
         blobs = result.sites.get((chosen, layer))
         if not blobs:
-            layers, hooks = self.layers(request, chosen), self.hooks(request)
-            allowed = str(layers) if layers else f"hooks {', '.join(hooks)}"
+            layers = self.layers(request, chosen)
             raise MidstreamError(
                 "not_found",
                 f"layer {layer} was not captured at {chosen}",
                 field="layer",
-                allowed=allowed,
+                allowed=str(layers) if layers else f"hooks {', '.join(self.hooks(request))}",
             )
         return result, blobs, f"{chosen}.{layer}"
 

@@ -23,9 +23,7 @@ from rich.padding import Padding
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import to_json
-from ...schemas.base.version import __version__
+from ...schemas.base import MidstreamError, __version__, to_json
 from ...schemas.settings.settings import Settings, load_settings
 from ...workers.demo_model import MODEL_NAME, fetch_demo_model
 from ..captures.reader import CaptureReader

@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ...schemas.base.errors import MidstreamError, error_of
+from ...schemas.base import MidstreamError, error_of
 from ...schemas.jobs.harvests import HarvestView
 from ...schemas.jobs.jobs import JobResult, JobView, Output, State
 from ...schemas.readings.readings import READINGS
@@ -111,11 +111,10 @@ def follow(client: Client, view: JobView) -> None:
                 if view.receipts_expected
                 else ""
             )
-            expected = view.receipts_expected or None
             progress.update(
                 task,
                 description=f"{view.id} {jobs.coloured(view.state)}",
-                total=expected,
+                total=view.receipts_expected or None,
                 completed=view.receipts,
                 note=note,
             )

@@ -13,9 +13,7 @@ import msgspec
 import numpy as np
 
 from ...schemas.access.keys import Limits
-from ...schemas.base.errors import MidstreamError, Translated, invalid, suggestion
-from ...schemas.base.records import to_json
-from ...schemas.base.version import __version__
+from ...schemas.base import MidstreamError, Translated, __version__, invalid, suggestion, to_json
 from ...schemas.jobs.jobs import JobView, State
 from ...schemas.requests.steering import Dynamic, GlobalView, ModuleView
 from ...schemas.service.health import Health
@@ -183,8 +181,7 @@ def _show_secrets(_: Connector, listed: Any) -> None:
     """Print the secret alone to standard output, for a shell's variable."""
     print(listed.secrets[0].secret)
     for former in listed.secrets[1:]:
-        until = records.moment(former.until)
-        err.print(f"also valid until {until}: {former.secret}", style="dim")
+        err.print(f"also valid until {records.moment(former.until)}: {former.secret}", style="dim")
 
 
 def _models(connect: Connector, /) -> list[str]:

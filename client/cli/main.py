@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.version import __version__
+from ...schemas.base import MidstreamError, __version__
 from ...schemas.settings.settings import SettingsError
 from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk.client import VERBS

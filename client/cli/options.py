@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import MidstreamError, Translated, invalid, json_or_text
 from ...schemas.base.limits import MAX_PROMPTS
-from ...schemas.base.records import json_or_text
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
 from ...schemas.service.global_capture import parse_hooks
 from ...schemas.settings.settings import SettingsError
@@ -54,7 +53,11 @@ def fields(
             _put(given, path, item)
     content = {} if file is None else _fields_of(file)
     if content is None and not items:
-        raise invalid("--file", f"{file} has no fields", allowed="a JSON object, or TOML")
+        raise invalid(
+            "--file",
+            f"{file} has no fields: it is no JSON object and no TOML",
+            allowed="a JSON object, or TOML",
+        )
     if file is not None and content is None:
         _put(given, items, texts(file) if wanted == TEXT else rows(file, wanted, required=False))
     for pair in pairs or ():

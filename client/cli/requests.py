@@ -10,11 +10,12 @@ from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base import MidstreamError, invalid
 from ...schemas.jobs.attributions import AttributionRequest
 from ...schemas.jobs.jobs import JobRequest
 from ...schemas.jobs.sweeps import SweepRequest
 from ...schemas.prompts.selectors import RequestedPositions, Span
+from .. import values
 from ..captures.patterns import Attention, Behaviour, attention_of
 from ..images import with_images
 from ..render import (
@@ -29,7 +30,6 @@ from ..render import (
 from ..sdk.answers.progress import bar, harvest_bar
 from ..sdk.client import Client
 from ..sdk.sweeps import sweep_request
-from ..sdk.wire import job_request
 from ..study.patch_study import PatchStudy
 from ..texts import split
 from . import options
@@ -150,7 +150,7 @@ def submit(
         fields["messages"] = [
             with_images([{"role": "user", "content": text}], image) for text in texts
         ]
-    request = job_request(None, _of_a_model(client, fields))
+    request = values.request(None, _of_a_model(client, fields), JobRequest)
     if dry_run:
         _print_positions(client, request, json_)
         return
@@ -293,8 +293,7 @@ def _pairs(
     """Build the request; fields of a pair among its fields are those of every pair. Raises
     MidstreamError naming the field.
     """
-    if figure is not None:
-        figures.check(figure, "--figure")
+    figures.check(figure, "--figure")
     shared = {name: fields.pop(name) for name in _SHARED if name in fields}
     pairs = fields.pop("pairs", [{}])
     if twice := [name for pair in pairs for name in shared if name in pair]:
@@ -333,12 +332,10 @@ def dose(
     json_: AsJson = False,
 ) -> None:
     """Weigh the effect of steering against its damage, by layer and scale."""
-    if figure is not None:
-        figures.check(figure, "--figure")
+    figures.check(figure, "--figure")
     files = {"prompts": prompts, "held_out": held_out}
     typed = {name: options.texts(path) for name, path in files.items() if path is not None}
-    fields = _of_a_model(client, options.fields(file, set_, typed))
-    result = client.dose(None, **fields)
+    result = client.dose(None, **_of_a_model(client, options.fields(file, set_, typed)))
     if not print_json(result, json_) and result.dose:
         out.print(*doses.drawn(result.dose, texts), sep="\n")
     _finish(result.id, figure, result.plot, json_)
@@ -367,8 +364,7 @@ def lens(
     """Show the most likely next token by layer and position, through the model's own final norm and
     output matrix; `--set jacobian=NAME` or `tuned=NAME`: through a registered lens.
     """
-    if figure is not None:
-        figures.check(figure, "--figure")
+    figures.check(figure, "--figure")
     typed = {
         "layers": options.layers(layers),
         "positions": options.positions(positions),
@@ -423,8 +419,7 @@ def attention(
         raise invalid("--prompt", "give either a prompt or a capture (job or folder)")
     if source is not None and " " in source and not Path(source).exists():
         raise invalid("--prompt", "a prompt without this option", hint="give it as --prompt TEXT")
-    if figure is not None:
-        figures.check(figure, "--figure")
+    figures.check(figure, "--figure")
     if behaviour is not None and behaviour not in get_args(Behaviour):
         raise invalid(
             "--behaviour", f"{behaviour!r} is not known", allowed=", ".join(get_args(Behaviour))

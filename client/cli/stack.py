@@ -12,8 +12,7 @@ from typing import IO, Annotated
 import httpx2
 import typer
 
-from ...schemas.base.errors import MidstreamError, suggestion
-from ...schemas.base.records import now, to_json
+from ...schemas.base import MidstreamError, now, suggestion, to_json
 from ...schemas.settings.instance import instance_of
 from ...schemas.settings.settings import load_settings
 from ..render import jobs
@@ -254,10 +253,9 @@ def down(
         time.sleep(LOOK_S)  # the first signal stops the stack in order; the second kills it
         _signal(stack)
     if not wait_for(lambda: instance_of(stack.pid) != stack.instance, timeout):
-        detail = f"the stack on {data} (pid {stack.pid}) is still stopping after {timeout:.0f} s"
         raise MidstreamError(
             "conflict",
-            detail,
+            f"the stack on {data} (pid {stack.pid}) is still stopping after {timeout:.0f} s",
             hint="`midstream down --now` kills it, and `midstream logs` shows its logs",
         )
     out.print(f"stopped the stack on {data}", markup=False, soft_wrap=True)

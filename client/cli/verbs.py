@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import MidstreamError, Translated, invalid
 from ...schemas.prompts.selectors import as_ranges
 from ..render import records
 from ..sdk.calls import keyword_check
@@ -136,8 +136,7 @@ def get(
         answer = act(*_given(name), **options.fields(None, set_, {"model": model}))
         _show(row, connect, answer, json_)
         if (agreement := getattr(answer, "determinism", None)) and not agreement.consistent:
-            detail = agreement.detail or "the ranks do not agree"
-            raise MidstreamError("ranks_disagree", detail)
+            raise MidstreamError("ranks_disagree", agreement.detail or "the ranks do not agree")
 
 
 def put(
@@ -216,8 +215,7 @@ def export(
 ) -> None:
     """Write a thing to a file for other programs; a job's result to standard output by default."""
     with _acting(kind, "export", url) as (_, _, act):
-        fields = options.fields(None, set_, {"model": model})
-        said = act(*_given(name, output), **fields)
+        said = act(*_given(name, output), **options.fields(None, set_, {"model": model}))
     if said:
         say(said)
 
@@ -268,8 +266,7 @@ def fit(
 ) -> None:
     """Learn a module, a Jacobian lens or a probe from examples, and register it."""
     with _acting(kind, "fit", url) as (row, connect, act):
-        answer = act(name, file, **options.fields(None, set_, {"model": model}))
-        _show(row, connect, answer, json_)
+        _show(row, connect, act(name, file, **options.fields(None, set_, {"model": model})), json_)
 
 
 @with_client

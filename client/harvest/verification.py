@@ -6,7 +6,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError
 from ...schemas.jobs.harvest_order import row_order
 from ...schemas.jobs.harvests import UnitEntry
 from ...storage.formats.capture_blobs import DamagedBlob
@@ -66,12 +66,11 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
                 progress(verification.shards, len(harvest.shards))
         _check_unit(unit, np.concatenate(visited, axis=1), harvest, verification)
     manifest = harvest.manifest
-    in_units = sum(item.documents for item in harvest.units)
     for name, listed, counted in (
         ("rows", manifest.rows, verification.rows),
         ("shards", manifest.shards, verification.shards),
         ("bytes", manifest.bytes, verification.bytes),
-        ("documents", manifest.documents, in_units),
+        ("documents", manifest.documents, sum(item.documents for item in harvest.units)),
     ):
         if listed != counted:
             verification.faults.append(

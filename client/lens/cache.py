@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base import MidstreamError, invalid
 from ..captures.reader import CaptureReader
 from .names import BLOCK, PATTERN, CacheKey, Card, NamedSite, site_of
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base import MidstreamError, by_key, invalid
 from ...schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
-from ...schemas.base.records import by_key
 from ...schemas.readings.lens import LensReading
 from .cache import refused
 

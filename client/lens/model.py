@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import MidstreamError, Translated, invalid
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.readings.lens import LensReading
 from ..sdk import wire

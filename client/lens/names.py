@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...schemas.base.errors import MidstreamError, invalid
-from ...schemas.base.records import by_key
+from ...schemas.base import MidstreamError, by_key, invalid
 from ...schemas.jobs.models import ModelFacts
 from ...schemas.model.banks import BANK, OF_HEADS
 from ...schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, NOT_SET, Hook

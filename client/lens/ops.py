@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...schemas.base.errors import Translated, invalid
+from ...schemas.base import Translated, invalid
 from ...schemas.requests.interventions import PLACE
 from ..values import is_torch
 from .cache import ActivationCache
@@ -172,11 +172,10 @@ def add(
 
     `vector`: one row. `norm_match`: v is first rescaled to the norm of each token's stream.
     """
-    family = "add_matched" if norm_match else "add"
     return _op(
         "steering",
         "add",
-        family,
+        "add_matched" if norm_match else "add",
         pos,
         heads,
         vector,

@@ -7,8 +7,7 @@ import msgspec
 import numpy as np
 
 from ...schemas.artifacts.probes import Probe, ProbeResult
-from ...schemas.base.errors import invalid
-from ...schemas.base.records import by_key
+from ...schemas.base import by_key, invalid
 from ...schemas.jobs.attributions import CheckedCell
 from ...schemas.jobs.doses import DoseCell, DoseEffect, DoseResult
 from ...storage.harvests import Harvest

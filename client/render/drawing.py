@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import MidstreamError, Translated, invalid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,11 +88,14 @@ def figure_class() -> Any:
     return type("Figure", (Figure,), {"_repr_png_": png, "__module__": __name__})
 
 
-def check(path: Path | str, field: str) -> None:
-    """Check that a figure can be written to `path`, so that an error comes before long work.
+def check(path: Path | str | None, field: str) -> None:
+    """Check that a figure can be written to `path`, if one is given, so that an error comes before
+    long work.
 
     Raises MidstreamError that names `field`.
     """
+    if path is None:
+        return
     formats = matplotlib().figure.Figure().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in formats:
         raise invalid(
@@ -108,8 +111,7 @@ def saved(path: Path | str | None, draw: Callable[[], "Figure"]) -> "Figure":
     """Draw a figure in our style. If `path` is given, save it there, in the format of its
     extension. Raises OSError, and what `check` raises.
     """
-    if path is not None:
-        check(path, "path")
+    check(path, "path")
     with styled():
         drawn = draw()
         if path is not None:

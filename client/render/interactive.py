@@ -96,10 +96,9 @@ def lens_figure(lens: "Lens") -> Any:
         ]
         for tokens, logprobs in zip(lens.top_ids, lens.logprobs, strict=True)
     ]
-    names = _tokens(lens.positions, lens.tokens)
     panel = module.graph_objects.Heatmap(
         z=np.exp(lens.logprobs[:, :, 0]),
-        x=names,
+        x=_tokens(lens.positions, lens.tokens),
         y=lens.layers,
         text=texts,
         zmin=0,

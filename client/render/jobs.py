@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.base.records import by_key
+from ...schemas.base import by_key
 from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, RankReport
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
@@ -227,13 +227,16 @@ def capture(reader: CaptureReader) -> Table:
                 reader.array(layers[0], hook, request),
                 reader.array(layers[-1], hook, request),
             )
-            shape = f"[{len(layers)}, {len(positions)}, {first.shape[-1]}]"
-            norms = " → ".join(
-                f"{(array**2).sum(-1).mean() ** 0.5:.4g}" if len(positions) else "-"
-                for array in (first, last)
-            )
             shown.add_row(
-                str(request), hook, as_ranges(layers), as_ranges(positions), escape(shape), norms
+                str(request),
+                hook,
+                as_ranges(layers),
+                as_ranges(positions),
+                escape(f"[{len(layers)}, {len(positions)}, {first.shape[-1]}]"),
+                " → ".join(
+                    f"{(array**2).sum(-1).mean() ** 0.5:.4g}" if len(positions) else "-"
+                    for array in (first, last)
+                ),
             )
     if len(reader.requests()) > TABLE_ROWS:
         shown.caption = f"… and {len(reader.requests()) - TABLE_ROWS} more requests"

@@ -51,8 +51,7 @@ def lens_table(lens: Lens, last: int = 12) -> Table:
     for place in places:
         drawn.add_column(Text(shown(lens.tokens[place])), no_wrap=True)
     for row in reversed(range(len(lens.layers))):
-        cells = [_cell(lens, row, place) for place in places]
-        drawn.add_row(str(lens.layers[row]), *cells)
+        drawn.add_row(str(lens.layers[row]), *[_cell(lens, row, place) for place in places])
     return drawn
 
 

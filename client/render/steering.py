@@ -6,7 +6,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.base.records import to_json
+from ...schemas.base import by_key, to_json
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.steering import (
     Dynamic,
@@ -24,9 +24,7 @@ _STATES = {"serving": "green", "resyncing": "yellow", "quarantined": "red"}
 
 def what(entries: Sequence[EntryView]) -> str:
     """Summarise entries by op and hook: `add at post_block 10-15; clamp at mlp_out 3`."""
-    sites: dict[tuple[str, str], list[int]] = {}
-    for entry in entries:
-        sites.setdefault((entry.op, entry.hook), []).extend(entry.layers)
+    sites = by_key(((entry.op, entry.hook), layer) for entry in entries for layer in entry.layers)
     return escape(
         "; ".join(f"{op} at {hook} {as_ranges(layers)}" for (op, hook), layers in sites.items())
     )
@@ -49,16 +47,14 @@ def _cells(view: EntryView) -> tuple[str, ...]:
     )
     if view.trigger is not None:
         positions += f", trigger {to_json(view.trigger).decode()}"
-    numbers = ", ".join(f"{number:g}" for number in view.numbers)
-    tensors = ", ".join(tensor[:DIGEST] for tensor in view.tensors)
     return (
         op,
         view.hook,
         as_ranges(view.layers),
         escape(positions),
         f"{view.scale:g}",
-        numbers,
-        tensors,
+        ", ".join(f"{number:g}" for number in view.numbers),
+        ", ".join(tensor[:DIGEST] for tensor in view.tensors),
     )
 
 
@@ -106,7 +102,6 @@ def ranks(worker: WorkerSteering, agreement: RankAgreement) -> Table:
         shown.add_column(column, justify="right", no_wrap=True)
     for rank in worker.ranks:
         room = (f"{rank.rows_used}/{rank.rows}", f"{rank.entries_used}/{rank.entries}")
-        queues = f"{rank.outbox}, {size(rank.backlog)}"
         cells = (
             str(rank.rank),
             str(rank.pp),
@@ -114,7 +109,7 @@ def ranks(worker: WorkerSteering, agreement: RankAgreement) -> Table:
             str(rank.actions),
             *room,
             str(rank.requests),
-            queues,
+            f"{rank.outbox}, {size(rank.backlog)}",
         )
         shown.add_row(*cells, style="red" if rank.pp in inconsistent else None)
     return shown

@@ -86,9 +86,8 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
         values = _merge(grid.values[hook], grid.effects[hook], merged)
         yield Text(f"{' ' * (label + 1)}{titled(hook)}", style="bold")
         for column in shown:
-            name = set_cell_size(names[column], label)
             yield Text.assemble(
-                (name, "dim"),
+                (set_cell_size(names[column], label), "dim"),
                 " ",
                 *(paint.cell(value, wide) for value in values[:, column]),
                 no_wrap=True,
@@ -146,11 +145,6 @@ def _layer_numbers(layers: list[int], wide: int) -> str:
     return line
 
 
-def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> Table:
-    """Return a table of the cells of a result with the strongest effects."""
-    return strongest_of(grid_of(result, pair), count)
-
-
 def strongest_of(grid: Grid, count: int = 5) -> Table:
     """Return a table of the cells of a grid with the strongest effects."""
     numbers = ("layer", "value", "effect")
@@ -174,14 +168,17 @@ def report(result: SweepResult, pair: int | None = None, count: int = 5) -> Rend
 
 def findings(result: SweepResult, pair: int | None = None, count: int = 5) -> RenderableType:
     """Return the strongest cells, baselines, notes, and why cells have no value."""
-    return Group(strongest(result, pair, count), *remarks(result))
+    return Group(strongest_of(grid_of(result, pair), count), *remarks(result))
 
 
 def remarks(result: SweepResult) -> list[RenderableType]:
     """Return lines with baselines, notes, and why cells have no value."""
     parts: list[RenderableType] = [Text(line, style="dim") for line in _baselines(result)]
-    for number, item in enumerate(result.pairs):
-        parts += [Text(f"note{_of(result, number)}: {note}", style="yellow") for note in item.notes]
+    parts += [
+        Text(f"note{_of(result, number)}: {note}", style="yellow")
+        for number, item in enumerate(result.pairs)
+        for note in item.notes
+    ]
     return [*parts, *(Text(line, style="yellow") for line in without_value(result))]
 
 

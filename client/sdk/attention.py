@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base.errors import invalid
-from ...schemas.base.tensors import from_numpy
+from ...schemas.base import from_numpy, invalid
 from ...schemas.prompts.selectors import LayerSelector
 from ...schemas.requests.specs import PatchSource, PatchSpec
 from ..captures.attention import mixed
@@ -21,12 +20,11 @@ def capture_fields(
 
     `fields`: the job's other fields, such as `model` and `steering`.
     """
-    capture = {"hooks": {"q": layers, "k": layers}, "positions": "all_prompt", "at": "after"}
     return {
         "sampling": {"max_tokens": 1},
         **fields,
         "prompts": [prompt if isinstance(prompt, str) else list(prompt)],
-        "capture": capture,
+        "capture": {"hooks": {"q": layers, "k": layers}, "positions": "all_prompt", "at": "after"},
     }
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...schemas.base.errors import invalid
-from ...schemas.base.records import to_json
+from ...schemas.base import invalid, to_json
 from ...storage.file_store import sync
 from ...storage.harvests import StreamedUnit, shard_buffers
 from ...storage.store import open_store
@@ -120,8 +119,11 @@ def target_of(to: str, harvest: str) -> TransferFolder | Mooncake:
     """Return the target `file:FOLDER`, `tcp://MASTER:PORT` or `rdma://MASTER:PORT`."""
     kind, _, place = to.partition(":")
     if kind not in ("file", "tcp", "rdma") or not place.strip("/"):
-        allowed = "file:FOLDER, tcp://HOST:PORT, rdma://HOST:PORT"
-        raise invalid("--output", f"{to!r} is no target", allowed=allowed)
+        raise invalid(
+            "--output",
+            f"{to!r} is no target",
+            allowed="file:FOLDER, tcp://HOST:PORT, rdma://HOST:PORT",
+        )
     return (
         TransferFolder(Path(place), harvest)
         if kind == "file"

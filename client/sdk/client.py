@@ -4,7 +4,7 @@ written once (`client.sdk.calls`).
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ...schemas.base.errors import suggestion
+from ...schemas.base import suggestion
 from .. import notebook
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, stream, verb

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from ...schemas.base.records import from_json
+from ...schemas.base import from_json
 from ...schemas.service.health import Health
 from ...schemas.settings.instance import instance_of
 from ...schemas.settings.settings import Settings, load_settings

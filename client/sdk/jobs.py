@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import httpx2
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError
 from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.fits import FitOutcome, FitRequest, FitResult, LensFitRequest, LensFitResult
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
@@ -34,12 +34,11 @@ from .wire import Answer, HttpCall, JobLike
 
 
 def poll(job_id: JobLike, version: str, seconds: float) -> HttpCall:
-    headers = {"if-none-match": version} if version else {}
     return HttpCall(
         "GET",
         wire.job_path(job_id),
         params={"wait": round(seconds, 3)},
-        headers=headers,
+        headers={"if-none-match": version} if version else {},
         timeout=seconds + 30,
     )
 
@@ -65,12 +64,12 @@ class Jobs(Calls[M]):
         omitted if the server serves only one.
         """
         try:
-            body = wire.job_request(request, dict(fields))
+            body = values.request(request, dict(fields), JobRequest)
         except MidstreamError as error:
             if request is not None or "model" in fields or error.field != "model":
                 raise
             served = await ServerCalls[Awaits](self._io).models()
-            body = wire.job_request(None, {"model": wire.only_model(served), **fields})
+            body = values.request(None, {"model": wire.only_model(served), **fields}, JobRequest)
         return await self._submit("/v1/jobs", body, idempotency_key)
 
     @call
@@ -162,8 +161,12 @@ class Jobs(Calls[M]):
         steering, by layer and scale. Wait, and return the result, whose `dose` has the cells.
         """
         view = await self._submit("/v1/doses", values.request(request, fields, DoseRequest), None)
-        await self.wait(view.id)
-        return await self.result(view.id)
+        return await self._ended(view.id)
+
+    async def _ended(self, job_id: JobLike) -> JobResult:
+        """Wait until the job has ended, and return its result. Raises what `result` raises."""
+        await self.wait(job_id)
+        return await self.result(job_id)
 
     async def _follow(self, job_id: str, show: Callable[[Event], None]) -> None:
         """Pass the job's events to a progress bar."""
@@ -254,8 +257,7 @@ class Completions(Calls[M]):
         if response.status_code != 202:
             return wire.answer(response)
         jobs, view = Jobs[Awaits](self._io), wire.decode(response, JobView)
-        await jobs.wait(view.id)
-        return wire.answer_from_result(await jobs.result(view.id))
+        return wire.answer_from_result(await jobs._ended(view.id))
 
 
 class Fits(Calls[M]):
@@ -306,9 +308,7 @@ class Fits(Calls[M]):
         """Wait for a fit, and return its result. Raises the job's error if it failed, and
         `not_found` for a job that is not a fit.
         """
-        jobs = Jobs[Awaits](self._io)
-        await jobs.wait(job_id)
-        result = (await jobs.result(job_id)).fit
+        result = (await Jobs[Awaits](self._io)._ended(job_id)).fit
         if not isinstance(result, FitResult | LensFitResult):
             raise MidstreamError("not_found", f"job {wire.id_of(job_id)} is not a fit")
         return result

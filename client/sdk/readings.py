@@ -10,8 +10,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import Plotted
+from ...schemas.base import MidstreamError, Plotted
 from ...schemas.jobs.jobs import JobRequest, JobResult
 from ...schemas.prompts.selectors import LayerSelector, as_ranges
 from ...schemas.readings.features import FeaturesReading
@@ -328,5 +327,4 @@ class Readings(Calls[M]):
 
     async def _captured(self, fields: dict[str, Any]) -> CaptureReader:
         """Run a job; return a reader of what it captured."""
-        result = await Jobs[Awaits](self._io).run(**fields)
-        return await Captures[Awaits](self._io).open(result)
+        return await Captures[Awaits](self._io).open(await Jobs[Awaits](self._io).run(**fields))

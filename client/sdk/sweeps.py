@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import MidstreamError, Translated, invalid
 from ...schemas.jobs.attributions import AttributionRequest, EstimatedPair
 from ...schemas.jobs.jobs import Event, JobResult, JobView
 from ...schemas.jobs.sweeps import (
@@ -91,8 +91,7 @@ class Gridded(Calls[M]):
             if progress is not None:
                 async for sweep_event in self.events(job_id):
                     progress(sweep_event)
-            await jobs.wait(job_id)
-            return await jobs.result(job_id)
+            return await jobs._ended(job_id)
         except (KeyboardInterrupt, asyncio.CancelledError) as interrupt:
             if cancel:
                 asked = f"{self._kind} {wire.id_of(job_id)}"

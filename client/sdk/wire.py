@@ -14,23 +14,22 @@ import httpx2
 import msgspec
 
 from ...schemas.artifacts.probes import ProbeResult
-from ...schemas.base.errors import (
+from ...schemas.base import (
     STATUS_OF_KIND,
     MidstreamError,
     Problem,
     Translated,
+    __version__,
     error_of,
     invalid,
 )
 from ...schemas.base.records import Result, from_json, to_json
-from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import (
     PROBLEM_EVENT,
     TERMINAL,
     CaptureResults,
     Determinism,
     Event,
-    JobRequest,
     JobResult,
     JobView,
 )
@@ -41,7 +40,7 @@ from ...schemas.settings.settings import Settings
 from .. import notebook, values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked
-from .fields import Patch, Steering
+from .fields import Steering
 
 T = TypeVar("T")
 
@@ -101,14 +100,13 @@ class HttpCall:
         content = None
         if self.body is not None:
             content, headers["content-type"] = to_json(self.body), "application/json"
-        timeout = httpx2.Timeout(10.0, read=self.timeout)
         return {
             "method": self.method,
             "url": self.path,
             "content": content,
             "params": self.params,
             "headers": headers,
-            "timeout": timeout,
+            "timeout": httpx2.Timeout(10.0, read=self.timeout),
         }
 
 
@@ -163,21 +161,17 @@ class ReadManifest(msgspec.Struct):
     detail: str = ""
 
 
-def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobRequest:
-    """Build the body of a submission from a struct or from keyword arguments. Raises
-    MidstreamError naming the field.
-    """
-    return values.request(request, fields, JobRequest)
-
-
 def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
     """Return steering entries with tensors packed. Raises MidstreamError naming the field."""
     return checked(entries, list[SteeringSpec], "steering")
 
 
-def pack_patch(entries: Patch | Sequence[Patch]) -> list[PatchSpec]:
-    """Return patches with vectors packed. Raises MidstreamError naming the field."""
-    return checked(entries, list[PatchSpec], "patch")
+#: Field whose tensors are packed → its type.
+_PACKED: dict[str, Any] = {
+    "steering": list[SteeringSpec],
+    "patch": list[PatchSpec],
+    "capture": CaptureSpec,
+}
 
 
 def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +182,9 @@ def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, 
     given = {name: value for name, value in fields.items() if value is not None}
     values.known_keywords(given, kind)
     body: dict[str, Any] = values.plain(given, kind)
-    for name, pack in (
-        ("steering", pack_steering),
-        ("patch", pack_patch),
-        ("capture", lambda capture: checked(capture, CaptureSpec, "capture")),
-    ):
+    for name, packed in _PACKED.items():
         if name in body:
-            body[name] = pack(body[name])
+            body[name] = checked(body[name], packed, name)
     return {
         name: value
         for name, value in body.items()

@@ -11,8 +11,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import now
+from ...schemas.base import MidstreamError, now
 from ...schemas.settings.settings import Settings
 from ..sdk.client import Client
 from .checks.facts import host_facts

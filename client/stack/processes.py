@@ -1,4 +1,6 @@
-"""Starts and watches a child process, diagnoses it from its log, and stops it with its children."""
+"""Starts and watches a child process, says how long to pause before its restart, diagnoses it from
+its log, and stops it with its children.
+"""
 
 import contextlib
 import ctypes

@@ -24,9 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx2
 import msgspec
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import now
-from ...schemas.base.version import __version__
+from ...schemas.base import MidstreamError, __version__, now
 from ...schemas.settings.settings import (
     FILE_VARIABLE,
     PREFIX,
@@ -475,10 +473,9 @@ class Supervisor:
         if self.settings.gradients:
             parts["gradients"] = GRADIENTS
         for name, part in parts.items():
-            command = [sys.executable, "-P", "-m", part.module]
             yield Child(
                 name,
-                command,
+                [sys.executable, "-P", "-m", part.module],
                 self._environment(name),
                 logs / f"{name}.log",
                 part.stop_s,

@@ -22,9 +22,16 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack
 
 import msgspec
 
-from ...schemas.base.errors import MidstreamError, Translated, invalid, misfit
-from ...schemas.base.records import Record, from_json, to_json
-from ...schemas.base.version import __version__
+from ...schemas.base import (
+    MidstreamError,
+    Record,
+    Translated,
+    __version__,
+    from_json,
+    invalid,
+    misfit,
+    to_json,
+)
 from ...schemas.jobs.sweeps import (
     HEAD_AXES,
     PairResult,
@@ -326,10 +333,9 @@ class _Study(Generic[C]):
                     (place, other) if clean_first else (other, place) for place, other in places
                 ]
             pairs.append(msgspec.structs.replace(pair, **changes))
-        axis = _zoomed_axis(result, columns)
         request = (
             _fields(last)
-            | axis
+            | _zoomed_axis(result, columns)
             | {
                 "window": PatchWindow(),
                 "hooks": hooks or last.hooks,

@@ -19,15 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schemas.base.dtypes import DTYPES, ITEM_BYTES, DType, widened
-from ...schemas.base.errors import Translated
+from ...schemas.base import DTYPES, ITEM_BYTES, DType, Tensor, Translated, widened
 from ...schemas.base.limits import (
     MAX_FILE_HEADER,
     MAX_FILE_TENSORS,
     MAX_TENSOR_BYTES,
     MAX_VECTOR_FILE,
 )
-from ...schemas.base.tensors import Tensor
 from ...storage.formats.tensor_files import npy_header
 
 #: The most members of an archive that are not tensors.

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ...schemas.base.errors import Translated
+from ...schemas.base import Translated, to_numpy
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
-from ...schemas.base.tensors import to_numpy
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, resolve_hook, resolve_layers
 from ...schemas.requests import lens_vectors
 from ...schemas.requests.specs import SteeringSpec
@@ -99,8 +98,7 @@ def write(
         raise ValueError(
             f"the suffix {suffix!r} implies no format; give the format: {', '.join(FORMATS)}"
         )
-    raw = to_bytes(specs, format, model)
-    Path(path).write_bytes(raw)
+    Path(path).write_bytes(to_bytes(specs, format, model))
     return format
 
 

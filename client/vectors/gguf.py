@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base.dtypes import ITEM_BYTES, DType
+from ...schemas.base import ITEM_BYTES, DType, Tensor
 from ...schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES
-from ...schemas.base.tensors import Tensor
 from ...schemas.requests.specs import SteeringSpec
 
 MAGIC = b"GGUF"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..base.records import Record
+from ..base import Record
 from ..base.states import CallbackEvent
 
 #: `pending`: waits for its first attempt or a retry. `delivered`: answered with 2xx. `failed`: the

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ..base import Plotted, Record, Wire
 from ..base.limits import (
     MAX_LABEL,
     MAX_LATCH_S,
@@ -25,7 +26,6 @@ from ..base.limits import (
     Index,
     Reference,
 )
-from ..base.records import Plotted, Record, Wire
 from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..prompts.selectors import Hook, HookName
 from .registered import ArtifactKind, Registered, Registration
@@ -155,7 +155,7 @@ class Roc(Record):
 class ScoreHistogram(Record):
     """How many negative and positive rows have a score in each bin."""
 
-    edges: Annotated[list[float], msgspec.Meta(max_length=MAX_PROBE_BINS + 1)]
+    edges: Annotated[list[Threshold], msgspec.Meta(max_length=MAX_PROBE_BINS + 1)]
     negative: Counts
     positive: Counts
 

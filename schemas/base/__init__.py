@@ -1,1 +1,47 @@
 """Records and their encoding, errors, limits, dtypes, tensors."""
+
+from .dtypes import (
+    DTYPE_OF_FILE as DTYPE_OF_FILE,
+    DTYPES as DTYPES,
+    ITEM_BYTES as ITEM_BYTES,
+    DType as DType,
+    RowDType as RowDType,
+    narrowed as narrowed,
+    widened as widened,
+)
+from .edit_sizes import EditLimit as EditLimit, EditSizes as EditSizes
+from .errors import (
+    STATUS_OF_KIND as STATUS_OF_KIND,
+    Excluded as Excluded,
+    MidstreamError as MidstreamError,
+    Problem as Problem,
+    Translated as Translated,
+    check_excluded as check_excluded,
+    error_of as error_of,
+    invalid as invalid,
+    misfit as misfit,
+    shortened as shortened,
+    suggestion as suggestion,
+    unknown as unknown,
+)
+from .records import (
+    Plotted as Plotted,
+    Published as Published,
+    Record as Record,
+    Wire as Wire,
+    by_key as by_key,
+    from_json as from_json,
+    from_msgpack as from_msgpack,
+    json_or_text as json_or_text,
+    now as now,
+    to_json as to_json,
+    to_msgpack as to_msgpack,
+)
+from .tensors import (
+    NumbersOrTensor as NumbersOrTensor,
+    Tensor as Tensor,
+    content_hash as content_hash,
+    from_numpy as from_numpy,
+    to_numpy as to_numpy,
+)
+from .version import __version__ as __version__

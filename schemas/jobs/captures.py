@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 import msgspec
 
 from ..artifacts.loras import LoraUse
-from ..base.records import Record
+from ..base import Record
 from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..model.routing import RoutingKind

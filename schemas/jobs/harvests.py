@@ -11,7 +11,7 @@ import msgspec
 from ..access.handling import Handling, Priority
 from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import StoredLora
-from ..base.errors import Problem
+from ..base import Problem, Record
 from ..base.limits import (
     MAX_EXAMPLE_CONTEXT,
     MAX_EXAMPLES,
@@ -29,7 +29,6 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Record
 from ..prompts.selectors import Hook, Span
 from ..prompts.sites import At, SitesSpec
 from ..requests.harvest_work import ShardDType, Survey

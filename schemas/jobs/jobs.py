@@ -12,8 +12,7 @@ from ..access.handling import Callback, Priority
 from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import LoraUse, StoredLora
 from ..artifacts.probes import ProbeList, ProbeResult, StoredProbe
-from ..base.edit_sizes import EditSizes
-from ..base.errors import Problem
+from ..base import EditSizes, Plotted, Problem, Record
 from ..base.limits import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -34,7 +33,6 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Plotted, Record
 from ..base.states import TERMINAL as TERMINAL, TRANSITIONS as TRANSITIONS, State as State
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef

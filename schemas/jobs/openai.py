@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..artifacts.probes import ProbeResult, TokenScores
-from ..base.errors import Problem
+from ..base import Problem, Record
 from ..base.limits import (
     MAX_CHOICES,
     MAX_PROMPT_TOKENS,
@@ -22,7 +22,6 @@ from ..base.limits import (
     Metadata,
     Text,
 )
-from ..base.records import Record
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
 from ..readings.readings import ReadingResults
 from ..requests.lens_vectors import LensArgs, LensRows

@@ -3,8 +3,7 @@
 import msgspec
 
 from ..artifacts.probes import ProbeScore
-from ..base.edit_sizes import EditSizes
-from ..base.records import Wire
+from ..base import EditSizes, Wire
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1

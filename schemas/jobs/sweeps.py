@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..artifacts.loras import Adapted
+from ..base import Plotted, Record
 from ..base.limits import (
     MAX_ANSWER_TEXT,
     MAX_ANSWER_TOKENS,
@@ -27,7 +28,6 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Plotted, Record
 from ..prompts.selectors import (
     DimensionSelector,
     Hook,

@@ -5,8 +5,8 @@ workers ask of it.
 from functools import cached_property
 from typing import NamedTuple
 
+from ..base import Record
 from ..base.limits import MAX_COUNT
-from ..base.records import Record
 from ..requests.harvest_work import HarvestPart
 from .doses import StoredDose
 from .fits import StoredFit

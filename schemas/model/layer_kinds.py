@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..base.records import Published
+from ..base import Published
 
 
 class LayerKind(Published):

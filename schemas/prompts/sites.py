@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ..base import Record
 from ..base.limits import MAX_HOOKS
-from ..base.records import Record
 from .selectors import HookName, LayerSelector
 
 #: Before or after the interventions of the same site.

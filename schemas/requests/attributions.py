@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..artifacts.saes import StoredSae
+from ..base import Record
 from ..base.limits import MAX_VERIFIED
-from ..base.records import Record
 
 #: The queue of a model that a job waits in: that of its vLLM workers, or that of its gradient
 #: workers.

@@ -5,7 +5,7 @@ rows). See `schemas.jobs.harvests`.
 from typing import Literal
 
 from ..artifacts.saes import StoredSae
-from ..base.records import Record
+from ..base import Record
 
 #: The consumer of rows that become shards; users cannot name it.
 HARVEST = "harvest"

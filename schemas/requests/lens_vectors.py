@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..base.dtypes import ITEM_BYTES, DType
-from ..base.errors import Translated
+from ..base import ITEM_BYTES, DType, Record, Tensor, Translated
 from ..base.limits import (
     MAX_ENTRIES,
     MAX_LAYER_TEXT,
@@ -26,8 +25,6 @@ from ..base.limits import (
     MAX_TENSOR_BYTES,
     Index,
 )
-from ..base.records import Record
-from ..base.tensors import Tensor
 from .specs import SteeringSpec
 
 #: `original_dtype` → Midstream's dtype; old clients do not send it, and `dtype` is used.

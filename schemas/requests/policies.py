@@ -10,7 +10,7 @@ import msgspec
 from ..access.keys import Caller
 from ..artifacts.probes import Condition, Mode, StoredProbe
 from ..artifacts.registered import ArtifactKind, Registered, Registration
-from ..base.edit_sizes import EditLimit
+from ..base import EditLimit, Record
 from ..base.limits import (
     MAX_POLICIES,
     MAX_POLICY_ACTIONS,
@@ -19,7 +19,6 @@ from ..base.limits import (
     Index,
     Reference,
 )
-from ..base.records import Record
 from ..prompts.selectors import HookName, LayerSelector
 from ..prompts.windows import Margin
 from .steering import Module
@@ -78,7 +77,7 @@ class PolicyRequest(Registration, kw_only=True):
         for why, applies in (
             ("an action is listed twice, which only steer may be", len({*once}) < len(once)),
             (
-                "share is for mode canary, where it is above 0; it is 0 in other modes",
+                "share is for mode canary, which needs one above 0, such as 0.1; others take none",
                 (self.mode == "canary") != (self.share > 0),
             ),
             ("capture is not valid for all traffic", self.all_traffic and "capture" in once),

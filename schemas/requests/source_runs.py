@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..artifacts.loras import LoraUse
-from ..base.errors import Translated
-from ..base.records import Record
+from ..base import Record, Translated
 from ..prompts.selectors import Hook, KeyedByHook, as_ranges
 from .specs import Tag
 

@@ -1,4 +1,6 @@
-"""Adds the valid values to msgspec's validation errors, which name only the invalid one."""
+"""Adds the valid values to msgspec's validation errors, which name only the invalid one, and which
+field was meant (`strength`: did you mean `scale`?).
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -27,6 +29,7 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
     ),
     ("|".join(Sampling.__struct_fields__), "sampling", "it is a field of `sampling`"),
     (r"coeff(icient)?|multiplier|strength", "scale", "did you mean 'scale'?"),
+    (r"state", "mode", "did you mean 'mode'?"),
     (r"threshold", "at_least", "did you mean 'at_least'?"),
     (r"sub(tract)?", "add", "use op 'add' with a negative scale"),
     (
@@ -39,6 +42,13 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         "post_block",
         r"hooks name a place, layers a number: such as post_block, layers=\1",
     ),
+    (r"message|message_index", "turn", "did you mean 'turn'?"),
+    (
+        r"system|user|assistant|tool|developer",
+        "last_prompt",
+        r'a role is given as {"role": "\g<0>"}',
+    ),
+    (r"(?:last|first):(\d+)", "last_prompt", r'a range is given as {"start": -\1} or {"stop": \1}'),
     (r"(?:hook_)?embed", "post_block", "not served; resid_pre of layer 0 is the embedding"),
     (r".*: Expected `(?:int|float)(?: \| null)?`, got `str`", "", "it is text: send a number"),
     (
@@ -46,6 +56,17 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         "",
         'a module is named as [{"module": NAME}]',
     ),
+    (
+        r"(?:.*\.)?trigger: Expected `object(?: \| null)?`, got `str`",
+        "",
+        'such as {"text": "</think>", "after": "end"}',
+    ),
+    (
+        r"effect: (?:is required|Expected `object`, got `str`)",
+        "",
+        'such as {"target": " good"}, or with words or probe',
+    ),
+    (r".*token_ids\[\d+\]: Expected `array`, got `int`", "", "each item is a list of ids: [[198]]"),
     (r".*: Expected `array(?: \| null)?`, got `(?:str|object)`", "", "send a list, also of one"),
 )
 #: The steps of a path in msgspec's notation, `pairs[0].spans[...]`: fields, and items.
@@ -118,7 +139,7 @@ def _names_of(kind: Any) -> list[str]:
         return [value for value in get_args(kind) if isinstance(value, str)]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [item.value for item in kind]
-    return []
+    return ["a number"] if kind is int else []
 
 
 def _types_at(kind: Any, path: str) -> list[Any]:

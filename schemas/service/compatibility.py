@@ -9,8 +9,7 @@ message that has it.
 
 import msgspec
 
-from ..base.errors import MidstreamError
-from ..base.version import __version__
+from ..base import MidstreamError, __version__
 from ..jobs.models import ModelInfo, WorkerInfo
 
 #: 0: versions that did not report a number.

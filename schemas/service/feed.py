@@ -1,7 +1,7 @@
 """The page's feed: jobs for its table, and the service's state for its top bar."""
 
 from ..access.keys import TenantView
-from ..base.records import Published
+from ..base import Published
 from ..jobs.jobs import JobView
 
 #: The most jobs that a feed begins with.

@@ -1,6 +1,6 @@
 """Service-wide status, as returned by `GET /v1/status` and shown by `midstream top`."""
 
-from ..base.records import Published
+from ..base import Published
 from ..jobs.models import WorkerInfo
 
 

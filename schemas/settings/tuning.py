@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..base.records import Record
+from ..base import Record
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]

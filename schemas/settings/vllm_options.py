@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from ..base.dtypes import DType
-from ..base.records import Record
+from ..base import DType, Record
 from .tuning import Natural, PositiveInt
 
 

@@ -11,9 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ...schemas.base.dtypes import DTYPES, ITEM_BYTES
-from ...schemas.base.errors import Translated, shortened
-from ...schemas.base.tensors import Tensor
+from ...schemas.base import DTYPES, ITEM_BYTES, Tensor, Translated, shortened
 from ...schemas.jobs.captures import FORMAT, Manifest
 
 #: Midstream's name of a dtype → safetensors'.

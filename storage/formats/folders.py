@@ -5,7 +5,7 @@ files.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...schemas.base.errors import Translated, invalid
+from ...schemas.base import Translated, invalid
 
 
 def folder_below(root: str, path: str, setting: str, kinds: Sequence[Sequence[str]]) -> Path:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ...schemas.artifacts.saes import Architecture, Normalisation, SaeForm
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base import MidstreamError, Translated, invalid
 from ...schemas.base.limits import MAX_SAE_BYTES, MAX_SAE_CONFIG, MAX_SAE_WIDTH
 from ...schemas.prompts.selectors import ALIASES, HOOKS, Hook
 from .folders import bounded_file, folder_below
@@ -256,8 +256,7 @@ def _place(metadata: Mapping[str, Any]) -> tuple[Hook, int]:
     named = metadata.get("hook_name", metadata.get("hook_point"))
     match = _HOOK_NAME.fullmatch(str(named))
     if match is None or match["hook"] not in _PLACES:
-        valid = ", ".join(f"blocks.<layer>.{name}" for name in _PLACES)
-        raise _wrong("hook_name", named, valid)
+        raise _wrong("hook_name", named, ", ".join(f"blocks.<layer>.{name}" for name in _PLACES))
     layer = int(match["layer"])
     for member in ("hook_layer", "hook_point_layer"):
         if metadata.get(member) not in (None, layer):

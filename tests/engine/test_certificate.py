@@ -14,9 +14,10 @@ import pytest
 from families import BF16_ONLY, CHANGED, FAMILIES, checkpoint, configs
 from host import NO_RELAY, Host, capture_of, prompt_of
 from nursery import Nursery
+from own_configs import folder_of
 from tiny import CHECKPOINTS, LAYERS
 
-from midstream.schemas.base.records import from_json
+from midstream.schemas.base import from_json
 from midstream.schemas.jobs.certificates import Certificate
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 
@@ -413,3 +414,54 @@ def test_a_rank_that_fails_alone_ends_the_certificate_on_all(
         Host(
             tmp_path, qwen3, **SMALL, fault="lose_law:rank=1", **{"engine.tensor_parallel_size": 2}
         )
+
+
+# --- A class that transformers does not have is proven by its laws --------------------------------
+
+
+NAME = "InternLM2ForCausalLM"
+OPTIONS = SMALL | {"engine_options": {"load_format": "dummy"}}
+DRAWN = {"DRAW_WEIGHTS": "1"}
+
+
+@pytest.fixture
+def begin(
+    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Host]]:
+    started: list[Host] = []
+
+    def begin(env: dict[str, str] | None = None, **settings: Any) -> Host:
+        folder = tmp_path_factory.mktemp("alone")
+        started.append(
+            nursery.host(
+                folder / "engine",
+                folder_of(NAME, folder / "checkpoint"),
+                env,
+                **(OPTIONS | settings),
+            )
+        )
+        return started[-1]
+
+    yield begin
+    for host in started:
+        host.close()
+
+
+@pytest.mark.matrix
+def test_every_hook_is_proven_and_a_caveat_says_that_nothing_was_compared(
+    begin: Callable[..., Host],
+) -> None:
+    host = begin(DRAWN)
+    assert (host.info["hooks"], host.info["certificate"]["absent"]) == (list(HOOKS), {})
+    assert "not compared with transformers: load_format=dummy" in host.info["caveats"]
+
+
+@pytest.mark.matrix
+def test_a_wrong_hook_is_absent(begin: Callable[..., Host]) -> None:
+    assert begin(DRAWN, fault="shift_attn_out").info["certificate"]["absent"].keys() == {"attn_out"}
+
+
+@pytest.mark.matrix
+def test_a_branch_that_its_weights_hide_is_not_proven(begin: Callable[..., Host]) -> None:
+    """vLLM's own dummy weights are so small that the MLP shows nowhere: the walk draws others."""
+    assert not {"mlp_in", "mlp_out"} & set(begin().info["certificate"]["proven"])

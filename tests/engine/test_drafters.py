@@ -15,15 +15,16 @@ from draft_heads import AUX_LAYERS, eagle3_head, echo_target, glm4_moe, mimo
 from host import Host, capture_of, prompt_of, relative_error, steer
 from inside_reference import InsideReference
 from nursery import Nursery
+from probe_kit import Weights, new_maximum, scores_of, tokens_of
 from reference import Edit, Reference
 from rows_kit import check_rows
-from test_graded_tokens import EVERY, logprobs_of, truth
+from size_kit import both_sides, check_sizes
 from test_inside import check_together
-from test_reentry import ask, base_run, cell, graded
+from test_reentry import EVERY, ask, base_run, cell, graded, logprobs_of, truth
 from tiny import HIDDEN, LAYERS
-from tolerances import FP32_LOGPROBS
+from tolerances import FP32_LOGPROBS, FP32_ROWS
 
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow
 from midstream.schemas.requests.specs import Grade
@@ -409,3 +410,122 @@ def test_a_head_that_reads_layers_that_are_not_there_is_refused_when_it_is_loade
             drafter="eagle3",
             draft_model=str(head),
         )
+
+
+# --- Drafts of n-grams: v1 runner, fp32 -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def speculating(
+    llama: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Host]:
+    host = nursery.host(
+        tmp_path_factory.mktemp("speculating") / "engine",
+        llama,
+        speculative_tokens=3,
+        hooks="all,inside",
+    )
+    yield host
+    host.close()
+
+
+@pytest.mark.long
+def test_rows_of_rejected_drafts_never_appear_and_accepted_ones_are_right(
+    speculating: Host, reference: Reference
+) -> None:
+    # field case 7
+    """Prompts that repeat themselves, so that drafts are made; a random model rejects most of
+    them.
+    """
+    vector = np.random.default_rng(4).normal(size=HIDDEN).astype(np.float32)
+    name = speculating.vector(vector)
+    plain = [
+        speculating.job(prompt_of(12, seed=n) * 3, max_tokens=24, capture=capture_of(ALL, "all"))
+        for n in range(6)
+    ]
+    steered = speculating.job(
+        prompt_of(10) * 3,
+        max_tokens=24,
+        capture=capture_of(ALL, "all"),
+        steering=[steer(name, [1], 2.0)],
+    )
+    before = speculating.call("midstream_status")[0]["token_rows"]
+    answers = speculating.run(*plain, steered)
+    computed = speculating.call("midstream_status")[0]["token_rows"] - before
+    for job in (*plain, steered):
+        edits = [(1, 2.0 * vector, None)] if job.id == steered.id else []
+        check_rows(speculating, reference, job, answers[job.id], edits)
+    (sizes,) = speculating.receipts(steered)[0].sizes
+    assert sizes.rows == len(steered.prompts[0].token_ids) + 24 - 1, "rows of drafts count"
+    fed = sum(len(job.prompts[0].token_ids) + 24 - 1 for job in (*plain, steered))
+    assert computed > fed + 20  # so many rows more were computed for drafts that were rejected
+
+
+@pytest.mark.long
+def test_sizes_and_limits_hold_among_drafts(speculating: Host) -> None:
+    vector = speculating.vector(np.random.default_rng(4).normal(size=HIDDEN).astype(np.float32))
+    job, failed = (
+        speculating.job(
+            prompt_of(10) * 3,
+            max_tokens=24,
+            capture=both_sides([1]),
+            steering=[steer(vector, [1], 5.0, "all_generated", limit=limit)],
+        )
+        for limit in (0.5, -0.5)
+    )
+    speculating.run_any(job, failed)
+    (largest,) = check_sizes(speculating, job, [1], range(30, 53))
+    assert 0.49 < largest <= 0.5
+    assert speculating.receipts(failed)[0].kind == "edit_too_large"
+    assert "position 30 is" in speculating.receipts(failed)[0].message
+
+
+@pytest.mark.long
+def test_prompts_cached_up_to_their_last_token_are_graded_by_its_row(
+    speculating: Host, reference: Reference
+) -> None:
+    """vLLM computes that token with placeholder drafts behind it."""
+    prompt = prompt_of(257, seed=41)
+    right = truth(reference, prompt)
+    for hit in (0, 256):
+        job = speculating.job(
+            prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt") if hit else None
+        )
+        before = speculating.call("midstream_status")[0]["token_rows"]
+        answer = speculating.run_any(job, grades={job.id: [Grade(EVERY)]})
+        assert answer.outputs[job.id][0].cached_tokens == hit
+        (receipt,) = speculating.receipts(job)
+        assert (receipt.status, receipt.message) == ("ok", "")
+        np.testing.assert_allclose(receipt.graded, right, atol=FP32_LOGPROBS, rtol=0)
+    assert speculating.call("midstream_status")[0]["token_rows"] - before >= 4, (
+        "the last token was computed without drafts"
+    )
+    assert (
+        relative_error(speculating.capture(job).array(2), reference.post_block(prompt)[2][-1:])
+        <= FP32_ROWS
+    )
+
+
+@pytest.mark.long
+def test_a_probe_ends_a_request_among_its_drafts(speculating: Host) -> None:
+    """Accepted drafts up to the token that crosses are returned; rows of rejected ones decide
+    nothing.
+    """
+    for seed in range(3):
+        weights, prompt = Weights(100 + seed, k=16), prompt_of(12, seed=seed) * 3
+        free = speculating.job(
+            prompt, max_tokens=24, probes=[weights.probe(speculating, LAYERS - 1)]
+        )
+        tokens = speculating.run(free)[free.id][0].token_ids
+        scores = tokens_of(scores_of(speculating, free)["p"])
+        assert len(scores) == 36 + 23
+        label, position, threshold = new_maximum(scores, 38, 58)
+        thresholds = [threshold if number == label else None for number in range(16)]
+        probe = weights.probe(speculating, LAYERS - 1, "stop", thresholds=thresholds)
+        job = speculating.job(
+            prompt, max_tokens=24, probes=[probe], capture=capture_of([LAYERS - 1], "all")
+        )
+        (output,) = speculating.run(job)[job.id]
+        assert (output.finish_reason, output.token_ids) == ("probe:p", tokens[: position - 36 + 1])
+        assert speculating.capture(job).positions(0) == list(range(position + 1))
+        assert scores_of(speculating, job)["p"].crossed[label] == position

@@ -1,5 +1,5 @@
-"""Captured and edited rows are transformers' rows: every architecture and hook, and some of the
-other ways to run them.
+"""Captured and edited rows are transformers' rows: every architecture and hook, some of the other
+ways to run them, and proven options of vLLM.
 
 All of `docs/fidelity.md` is measured by `make fidelity`; here every architecture runs on v1 in fp32
 and bf16, and a few compiled and on v2.
@@ -16,6 +16,7 @@ import pytest
 from fidelity import ALL, Outcome, Truth, capture, judge, options_of, run
 from fidelity_page import Way, hooks_of
 from host import Host, capture_of, prompt_of, relative_error
+from option_cases import CASES, Case
 from reference import Edit, Reference
 from rows_kit import check_rows
 from test_modes import one_of_each
@@ -250,3 +251,71 @@ def test_a_cached_prompt_gives_the_rows_that_were_computed_before(
         (none, computed), (served, kept) = found
         assert none == 0 < served <= 256
         assert np.array_equal(kept[:, :served], computed[:, :served])
+
+
+# --- Options of vLLM in the list of proven ones ---------------------------------------------------
+
+
+TOKENS = 3
+
+
+def run_case(case: Case, folder: Path, nurseries) -> str:
+    """Raises AssertionError where rows or tokens are not transformers'; returns the largest
+    figures.
+    """
+    path = checkpoint(case.name, folder / case.name)
+    served = case.served(folder, path) if case.served else path
+    truth = case.truth(folder, path) if case.truth else path
+    way = Way(
+        "v1",
+        "eager" if case.settings.get("engine.enforce_eager", True) else "compiled",
+        str(case.settings.get("engine.dtype", "float32")),
+    )
+    settings = options_of(way) | case.settings | {"engine_options": case.options(folder, path)}
+    env = {"HF_HUB_OFFLINE": "1"}
+    if case.on_hub:
+        env["HF_HUB_CACHE"] = str(folder / "hub")
+    if case.ranks > 1 or case.on_hub:
+        (folder / "engine").mkdir()
+        host = Host(
+            folder / "engine",
+            served,
+            env,
+            **{"engine.tensor_parallel_size": case.ranks},
+            **settings,
+        )
+    else:
+        host = nurseries("v1").host(folder / "engine", served, env, **settings)
+    with closing(host):
+        assert [caveat for caveat in host.info["caveats"] if "certif" not in caveat] == []
+        outcomes = [
+            capture(host, hooks_of(case.name), draw)
+            for draw in range(2 if way.dtype == "float32" else 1)
+        ]
+    figures = [judge([outcome], Truth(truth, way.dtype), way.dtype) for outcome in outcomes]
+    assert {
+        hook: str(figure)
+        for each in figures
+        for hook, figure in each.items()
+        if figure.worst > way.tolerance
+    } == {}
+    if way.dtype == "float32":
+        reference, tokens = Reference(truth), outcomes[0][""].token_ids
+        reference.rows(tokens)
+        assert tokens[-TOKENS + 1 :] == reference.logits[-TOKENS:-1].argmax(axis=-1).tolist()
+    return str(max(figure.worst for each in figures for figure in each.values()))
+
+
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    return (
+        [] if case.fast else [pytest.mark.matrix] + ([pytest.mark.ranks] if case.ranks > 1 else [])
+    )
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=_marks(case)) for case in CASES]
+)
+def test_a_proven_option_gives_transformers_rows_and_tokens(
+    case: Case, nurseries, tmp_path: Path
+) -> None:
+    run_case(case, tmp_path, nurseries)

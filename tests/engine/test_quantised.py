@@ -29,7 +29,7 @@ from quantised_page import figure, tolerance
 from reference import Edit
 from tolerances import FP32_CODES, FP32_HOOKS
 
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 from midstream.schemas.settings.settings import Settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine

@@ -10,11 +10,12 @@ gives.
 """
 
 import asyncio
+import sys
 import time
 import traceback
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,8 @@ import redis
 from clients import DOSE, EVERYONE, MODEL, POLICIES, TERMINAL, Observed
 from cluster import MODELS
 from harvest_kit import check_rows, checked
-from midstream_fake_engine.model import (
-    Dice,
-    identity_of,
-    make_tokenizer,
-    residual_rows,
-    weights_of,
-)
+from midstream_fake_engine.model import Dice, identity_of, make_tokenizer, residual_rows, weights_of
 from monitor import Monitor
-from policy_kit import decisions_of
 from receiver import Receiver
 from sweep_rig import check_attribution
 from tokenizers import Tokenizer
@@ -39,8 +33,8 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
-from midstream.schemas.artifacts.probes import StoredPolicy
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.artifacts.probes import Condition, StoredPolicy
+from midstream.schemas.base import MidstreamError
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
 from midstream.schemas.jobs.works import DoseWork, FitWork, HarvestWork, SweepWork
 from midstream.schemas.prompts.selectors import Span
@@ -48,6 +42,40 @@ from midstream.schemas.requests.steering import MODULES
 from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
+
+
+def decisions_of(
+    scores: Sequence[float], condition: Condition, prompt_tokens: int
+) -> list[tuple[str, int, float]]:
+    """Decide each position from the list of all scheduled scores up to it."""
+    schedule = condition.schedule
+    result: list[tuple[str, int, float]] = []
+    first = schedule.start + (prompt_tokens if schedule.tokens == "generated" else 0)
+    last = first - schedule.start + schedule.stop if schedule.stop is not None else len(scores)
+    on, off_at = False, sys.maxsize
+    for position in range(len(scores)):
+        seen = [scores[p] for p in range(first, min(position + 1, last), schedule.every)]
+        if position not in range(first, last, schedule.every):
+            continue
+        recent = seen[-(condition.window or len(seen)) :]
+        if condition.aggregation == "exponential":
+            value = seen[0]
+            for score in seen[1:]:
+                value = condition.decay * value + (1 - condition.decay) * score
+        else:
+            value = {"last": seen[-1], "max": max(recent), "mean": sum(recent) / len(recent)}[
+                condition.aggregation
+            ]
+        below = condition.at_least if condition.release_below is None else condition.release_below
+        cooling = off_at < position <= off_at + condition.cool_down
+        if not on and value >= condition.at_least and not cooling:
+            on = True
+            result.append(("trigger", position, value))
+        elif on and value < below and condition.latch == "none":
+            on, off_at = False, position
+            result.append(("release", position, value))
+    return result
+
 
 #: Jobs that are looked at together.
 AT_ONCE = 32

@@ -19,6 +19,7 @@ from gate import register, settle
 from judge import Verdict, judge
 from monitor import Monitor
 from receiver import Clock, Receiver
+from wait_kit import wait_until
 
 from midstream.schemas.settings.faults import CRASH_POINTS, FOLDER
 
@@ -143,10 +144,7 @@ def arm(cluster: Cluster, name: str, point: str) -> Outage:
 
 def lose_a_worker(cluster: Cluster) -> None:
     """A worker dies with its job and does not come back before the sweeper has noticed."""
-    deadline = time.monotonic() + DEATH_S
-    while not cluster.do(lambda ledger: ledger.redis.scard("ms:held:w1")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: cluster.do(lambda ledger: ledger.redis.scard("ms:held:w1")), DEATH_S)
     outage = cluster.strike("worker")
     await_death(cluster, "callbacks", "sweeper.requeued")
     cluster.revive(outage)

@@ -24,7 +24,7 @@ from test_durability import serving
 
 from midstream.broker.receipts.relay import Relay
 from midstream.client.stack.processes import wait_for
-from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base import from_msgpack
 from midstream.schemas.jobs.receipts import LostRange, Receipt
 from midstream.workers.runner.files.desk import EXIT_NO_RECEIPTS
 

@@ -34,8 +34,7 @@ from processes import Processes
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.queue.celery_app import make_app
 from midstream.broker.redis_service import server as redis_server
-from midstream.schemas.base.errors import Problem
-from midstream.schemas.base.records import now
+from midstream.schemas.base import Problem, now
 from midstream.schemas.jobs.jobs import (
     TERMINAL,
     Job,

@@ -33,8 +33,7 @@ from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.artifacts.probes import Condition, Probe, ProbeContent, Schedule
-from midstream.schemas.base.records import now, to_msgpack
-from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.base import content_hash, from_numpy, now, to_msgpack
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import (

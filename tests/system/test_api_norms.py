@@ -17,9 +17,8 @@ from tenant_kit import Caller
 
 from midstream.api.context import MEASURED_OF_TENANT
 from midstream.client import CaptureReader
+from midstream.schemas.base import from_numpy, to_json
 from midstream.schemas.base.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
-from midstream.schemas.base.records import to_json
-from midstream.schemas.base.tensors import from_numpy
 
 HOOKS: dict[str, list[int]] = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}
 SHARES: list[dict[str, list[int]]] = [

@@ -27,8 +27,7 @@ from midstream.broker.ledger.people import keys
 from midstream.broker.ledger.people.keys import SESSION, SESSIONS, Sessions, name_of
 from midstream.broker.redis_service.server import RedisServer
 from midstream.schemas.access.keys import MAX_LOGIN_KEY, SESSION_S, CreatedKey, Session, StoredKey
-from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import from_msgpack, now, to_msgpack
+from midstream.schemas.base import MidstreamError, from_msgpack, now, to_msgpack
 from midstream.schemas.settings.settings import Settings, SettingsError
 
 #: Only ends what hangs.

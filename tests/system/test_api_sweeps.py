@@ -15,8 +15,7 @@ from midstream import Client, PatchStudy
 from midstream.broker.ledger.jobs.sweeps import LedgerSweeps
 from midstream.broker.ledger.results.sweep_result import sweep_cell, sweep_start
 from midstream.client import MidstreamError
-from midstream.schemas.base.records import from_json, to_json
-from midstream.schemas.base.tensors import to_numpy
+from midstream.schemas.base import from_json, to_json, to_numpy
 from midstream.schemas.jobs.jobs import Event, State
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweep_views import SweepPlan, SweepView

@@ -21,8 +21,7 @@ from ports import free_port
 from stack import Stack
 
 from midstream.client import Client
-from midstream.schemas.base.records import to_json
-from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.base import from_numpy, to_json
 
 MODEL, HIDDEN, LAYERS = "fake-model", 8, 4
 PROMPT = "The weather today is"

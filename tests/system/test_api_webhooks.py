@@ -10,7 +10,7 @@ from refusal_kit import refuses
 from midstream.broker.ledger.people.keys import LedgerKeys
 from midstream.client import Client
 from midstream.schemas.access.keys import KeyRequest, Scope
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 
 HOOK = "https://receiver.example/hook"
 

@@ -16,7 +16,7 @@ from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.receipts.frames import FrameKind
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.redis_service.server import RedisServer
-from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base import to_msgpack
 
 
 class Keys:

@@ -1,33 +1,51 @@
 """Does a deleted capture stay deleted, whoever still writes for its job; does what is old go in
 time; whom does a full quota stop?
+
+Of jobs whose time is over nothing is left in Redis; until then whoever asks is told that they are
+gone.
 """
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from capture_kit import finished, write
 from edge import Hand, running
 from ledger_kit import (
+    BOOT,
     EPOCH,
+    IDENTITY,
     WORKER,
     claimed,
+    claimed_again,
+    error_of,
     make_job,
     open_ledger,
     outputs,
     queued_job,
     receipt,
+    running_job,
+    sent,
     settler,
+    state_of,
+    worker_info,
 )
 from refusal_kit import refuses
+from sweep_rig import sweep, sweep_job
 
 from midstream.broker.artifacts import retention
+from midstream.broker.ledger.core.scripts import BLOB_TTL_FACTOR, SHELVED_S
 from midstream.broker.ledger.jobs import captures as captures_module
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.recovery.reaper import Reaper
+from midstream.broker.ledger.results import views
 from midstream.client import CaptureReader
-from midstream.schemas.base.records import now
+from midstream.schemas.base import MidstreamError, Tensor, now
 from midstream.schemas.jobs.jobs import Job, State
+from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import open_store
@@ -275,3 +293,212 @@ def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
             "/v1/jobs", json={"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
         ).status_code == (202 if size < 1 << 20 else 507)
         assert api.log().count("global capture skipped") == 1
+
+
+#: Of the service and not of a job: what was ever served, whose lists there are, and how many jobs
+#: came into each state.
+STANDING = {"ms:models", "ms:owners", "ms:counts"}
+#: Of a worker's stream of receipts.
+MARK = b"ms:mark:"
+RESULT_TTL_S = 60
+
+
+async def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "captures").mkdir()
+    times = {"capture_ttl_s": 1, "capture_timeout_s": 0.1, "lease_s": 0.1}
+    times["result_ttl_s"] = RESULT_TTL_S
+    async with open_ledger(
+        redis_url, data_dir=str(tmp_path), **{"tuning.dispatch_window": 1}, **times
+    ) as ledger:
+        settle = settler(redis_url, **times)
+        name, vector = "0" * 64, Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
+        plain, late, unwanted = (
+            make_job(tenant="a"),
+            make_job(tenant="b", expires=now() + 0.1),
+            make_job(tenant="b"),
+        )
+        captured = make_job(capture=True, steer=True)
+        swept = msgspec.structs.replace(sweep_job(sweep(), "tiny"), tenant="a", identity=IDENTITY)
+        await ledger.heartbeat(worker_info())
+        await ledger.submit(plain, {}, ("k", "body"))
+        await ledger.submit(late, {})
+        await ledger.submit(unwanted, {})
+        await ledger.submit(captured, {name: vector})
+        await ledger.submit(swept, {})
+        for job in (plain, captured, swept):
+            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
+        settle.settle(
+            WORKER,
+            0,
+            EPOCH,
+            [(1, receipt(captured, files=[CapturedFile(path="p", bytes=9, crc32=1, rows=1)]))],
+        )
+        assert (await ledger.request_cancel(unwanted.id)).state is State.ABORTED
+        for job in (plain, captured, swept):
+            assert await ledger.store_outputs(job.id, 1, outputs()) is State.SUCCEEDED
+        await asyncio.sleep(0.1)
+        assert (await Reaper(ledger, ledger.settings).sweep()).late == [late.id]
+        monkeypatch.setattr(views, "now", lambda: now() + RESULT_TTL_S)
+        for job in (plain, late, unwanted, captured, swept):
+            assert (await ledger.view(job.id)).state == "expired"
+            with pytest.raises(MidstreamError, match="deleted after"):
+                await ledger.result(job.id)
+        await Reaper(ledger, ledger.settings).sweep(now() + RESULT_TTL_S)
+        with pytest.raises(MidstreamError, match="deleted"):
+            await LedgerCaptures(ledger).check(captured.id)
+        for key in await ledger.redis.keys("ms:*"):  # Redis deletes these by itself, soon enough
+            ttl = await ledger.redis.ttl(key)
+            if 0 < ttl <= BLOB_TTL_FACTOR * RESULT_TTL_S or (key.startswith(MARK) and ttl > 0):
+                await ledger.redis.delete(key)
+        await Reaper(ledger, ledger.settings).sweep(now() + 2 * RESULT_TTL_S)
+        assert {key.decode() for key in await ledger.redis.keys("ms:*")} <= STANDING
+
+
+async def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: str) -> None:
+    async with open_ledger(redis_url, result_ttl_s=1) as ledger:
+        await ledger.redis.sadd("ms:owners", *[f"t{number}" for number in range(100)])
+        gone = {f"job_{number}": now() - 100 for number in range(3000)}
+        for listed in ("ms:jobs", "ms:jobs:t7"):
+            await ledger.redis.zadd(listed, gone)
+        reaper = Reaper(ledger, ledger.settings)
+        left = []
+        for _ in range(2):
+            await reaper._prune(now())
+            left.append(
+                (await ledger.redis.zcard("ms:jobs"), await ledger.redis.zcard("ms:jobs:t7"))
+            )
+        assert left == [(1000, 1000), (0, 0)]
+
+
+async def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) -> None:
+    async with open_ledger(redis_url, lease_s=0.05, max_attempts=1) as ledger:
+        for worker in ("holds", "idle"):
+            await ledger.heartbeat(worker_info(worker))
+        job = await queued_job(ledger)
+        await ledger.claim(job.id, "holds", BOOT, 1, IDENTITY)
+        await asyncio.sleep(0.1)
+        assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]
+        await ledger.redis.zadd("ms:live", {job.id: now() + 60})
+        await Reaper(ledger, ledger.settings).sweep()
+        assert await ledger.redis.hkeys("ms:workers") == [b"holds"], (
+            "what it is known by decides what becomes of its jobs"
+        )
+        await Reaper(ledger, ledger.settings).sweep(now() + 100)
+        await Reaper(ledger, ledger.settings).sweep()
+        assert await ledger.redis.hkeys("ms:workers") == []
+
+
+# --- Jobs that wait for their artifact store ------------------------------------------------------
+
+
+def refuse(redis_url: str, job: Job, attempt: int = 1, **settings: float) -> None:
+    told = receipt(
+        job,
+        attempt=attempt,
+        status="error",
+        kind=STORE_UNAVAILABLE,
+        message="write failed: it cannot be reached",
+    )
+    settler(redis_url, **settings).settle(WORKER, 0, f"{EPOCH}{attempt}", [(1, told)])
+
+
+async def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url: str) -> None:
+    async with open_ledger(redis_url, max_attempts=2) as ledger:
+        reaper = Reaper(ledger, ledger.settings)
+        job = await running_job(ledger, ranks=1, capture=True)
+        await ledger.store_outputs(job.id, 1, outputs(1))
+        await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
+        for attempt in range(1, 6):  # more than `max_attempts`
+            refuse(redis_url, job, attempt)
+            assert await state_of(ledger, job) is State.QUEUED
+            assert await sent(ledger) == [], "it has no message before it is due"
+            assert await ledger.redis.scard(f"ms:sent:{job.model}:3") == 0, (
+                "it takes no place in the window"
+            )
+            await reaper.sweep(now() + SHELVED_S - 1)
+            assert await sent(ledger) == []
+            await reaper.sweep(now() + SHELVED_S + 1)
+            assert [message.job_id for message in await sent(ledger)] == [job.id]
+            assert not await ledger.redis.hexists(f"ms:job:{job.id}", "shelved"), (
+                "it is one of the queue again"
+            )
+            await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
+            assert await claimed_again(ledger, job) == attempt + 1
+        assert await ledger.release(job.id, 6) is State.QUEUED, (
+            "what the store did is not held against it"
+        )
+        await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
+        assert await ledger.release(job.id, 7) is State.FAILED, "the losses of its worker are"
+
+
+async def test_a_worker_whose_store_takes_nothing_leaves_captures_in_the_queue(
+    ledger: Ledger, reaper: Reaper
+) -> None:
+    job, other = make_job(capture=True), make_job()
+    for each in (job, other):
+        await ledger.submit(each, {})
+    assert (
+        await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
+        is None
+    )
+    assert (
+        await ledger.claim(other.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
+        is not None
+    )
+    view = await ledger.view(job.id)
+    assert (view.state, view.attempt) == (State.QUEUED, 0)
+    await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
+    await reaper.sweep(now() + SHELVED_S + 1)
+    assert [message.job_id for message in await sent(ledger)] == [job.id]
+    assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
+
+
+async def test_a_job_waits_for_the_store_as_long_as_the_setting_says(redis_url: str) -> None:
+    async with open_ledger(redis_url, artifact_wait_s=0.05) as ledger:
+        running, queued = make_job(capture=True), make_job(capture=True)
+        await claimed(ledger, running, ranks=1)
+        await ledger.submit(queued, {})
+        refuse(redis_url, running, artifact_wait_s=0.05)
+        await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
+        await asyncio.sleep(0.1)
+        assert (await ledger.claim(running.id, WORKER, BOOT, 1, IDENTITY)) is not None
+        refuse(redis_url, running, 2, artifact_wait_s=0.05)
+        await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
+        for job in (running, queued):
+            error = await error_of(ledger, job)
+            assert error.type == "urn:midstream:capture_failed"
+            assert "it cannot be reached; the job has waited 0.05 s" in error.detail
+
+
+async def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(
+    ledger: Ledger, reaper: Reaper
+) -> None:
+    job = await queued_job(ledger, capture=True, expires=now() + 3)
+    await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
+    assert ((await reaper.sweep(now() + 1)).late, (await reaper.sweep(now() + 4)).late) == (
+        [],
+        [job.id],
+    )
+
+
+async def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> None:
+    async with open_ledger(redis_url, artifact_wait_s=0.05, max_attempts=1) as ledger:
+        job, cancelled = make_job(), make_job()
+        await claimed(ledger, job, ranks=1)
+        await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
+        assert await ledger.release(job.id, 1, unreachable="it cannot be reached") is State.QUEUED
+        assert await sent(ledger) == [], "it has no message before it is due"
+        assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
+        await asyncio.sleep(0.1)
+        assert await ledger.release(job.id, 2, unreachable="it cannot be reached") is State.FAILED
+        error = await error_of(ledger, job)
+        assert error.type == "urn:midstream:intervention_failed"
+        assert "it cannot be reached; the job has waited 0.05 s" in error.detail
+        await claimed(ledger, cancelled, ranks=1)
+        await ledger.request_cancel(cancelled.id)
+        assert (
+            await ledger.release(cancelled.id, 1, unreachable="it cannot be reached")
+            is State.CANCELLED
+        )

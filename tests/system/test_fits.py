@@ -1,7 +1,9 @@
 """Fits on a gradient worker: modules, registered once they are measured, and Jacobian lenses, whose
-folder the service reads; cancelled, and taken over.
+folder the service reads; cancelled, and taken over. Everything is real but the model: a small
+random Llama, whose rows the fake vLLM worker lacks.
 
-Everything is real but the model: a small random Llama, whose rows the fake vLLM worker lacks.
+And fits and doses over HTTP, with a worker by hand: accepted as jobs, refused by name, and their
+results read.
 """
 
 from pathlib import Path
@@ -9,14 +11,23 @@ from typing import Any
 
 import msgspec
 import pytest
+from edge import HIDDEN, MODEL, Api, Hand, refused
+from ledger_kit import IDENTITY
 from midstream_fake_engine.model import NUM_LAYERS
 from refusal_kit import refuses
 from stack import Stack, stack_with
 
 from midstream import Client
-from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
+from midstream.broker.ledger.recovery.harvests import LedgerHarvests
+from midstream.schemas.base import EditSizes, MidstreamError
+from midstream.schemas.jobs.doses import DoseCell, DoseResult
+from midstream.schemas.jobs.fits import FitRequest, FitResult, LensFitRequest, StoredModuleFit
 from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.models import GradientInfo
+from midstream.schemas.jobs.works import DoseWork, FitWork
 from midstream.schemas.requests.attributions import GRADIENTS
+from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
+from midstream.workers.engine.requests import prompt_request
 
 EXAMPLES = [{"prompt": f"number {n} is", "target": " even"} for n in range(12)]
 FIT: dict[str, Any] = {
@@ -158,3 +169,246 @@ def test_gradient_rows_are_jobs_of_their_own_kind(client: Client) -> None:
         view.receipts_expected,
     )
     assert [file.rows for file in result.capture_results.files] == [1]
+
+
+BODY = {
+    "model": MODEL,
+    "name": "polite",
+    "method": "vector",
+    "layers": "1-2",
+    "examples": [{"prompt": "hello world a", "target": " b"}] * 8,
+}
+
+
+def gradients(hand: Hand, **changes: Any) -> None:
+    facts = {"model": MODEL, "identity": IDENTITY, "dtype": "float32", "device": "cpu"}
+    worker = hand.sign(worker="by hand, gradients", queue=GRADIENTS)
+    hand.do(hand.ledger.publish_model(GradientInfo(**(facts | changes)), worker))
+
+
+def training(job: str) -> Training:
+    return Training(
+        job=job,
+        method="vector",
+        hook="post_block",
+        examples=4,
+        examples_digest="0" * 64,
+        seed=0,
+        identity=IDENTITY,
+        sites=[FitSite(layer=1, dose=0.2), FitSite(layer=2, dose=0.3)],
+        effect=FitEffect(
+            measure="logprob", before=-3.0, after=-1.0, error=0.1, examples=2, better=True
+        ),
+        steps=20,
+        losses=[FitPoint(step=0, loss=None, validation_loss=3.0)],
+    )
+
+
+def test_fit_is_a_job_of_the_gradient_queue(api: Api, hand: Hand) -> None:
+    assert api.http.get(f"/v1/models/{MODEL}").json()["gradients"] is None
+    gradients(hand)
+    assert api.http.get(f"/v1/models/{MODEL}").json()["gradients"]["device"] == "cpu"
+    answer = api.http.post("/v1/modules/fit", json=BODY)
+    assert answer.status_code == 202, answer.text
+    view = answer.json()
+    assert (view["kind"], view["queue"]) == ("fit", GRADIENTS)
+    fit = hand.job(view["id"]).work_as(FitWork).fit
+    assert isinstance(fit, StoredModuleFit)
+    assert (fit.layers, len(fit.examples), fit.template.family) == ([1, 2], 8, "add")
+
+
+def test_result_of_a_fit_is_read_by_the_client(api: Api, hand: Hand) -> None:
+    gradients(hand)
+    job_id = api.http.post("/v1/modules/fit", json=BODY).json()["id"]
+    settings = msgspec.structs.replace(api.settings, engine="gradients")
+    with Hand(settings) as worker:  # its queue is that of its settings
+        claim = worker.claim(job_id)
+    result = FitResult(name="polite", training=training(job_id), digest="d" * 64)
+    assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, result)) == "succeeded"
+    with Client(str(api.http.base_url)) as client:
+        assert (client.fits.result(job_id), client.result(job_id).outputs) == (result, [])
+
+
+def test_other_jobs_are_no_fits(api: Api, hand: Hand) -> None:
+    job_id = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["a"]}).json()["id"]
+    hand.finish(job_id)
+    with (
+        Client(str(api.http.base_url)) as client,
+        pytest.raises(MidstreamError, match="is not a fit"),
+    ):
+        client.fits.result(job_id)
+    assert "fit" not in api.http.get(f"/v1/jobs/{job_id}/result").json()
+
+
+@pytest.mark.parametrize(
+    ("served", "changes", "field", "detail"),
+    [
+        (None, {}, "model", "no gradient worker"),
+        ({"refused": "rows differ by 0.5"}, {}, "model", "rows differ by 0.5"),
+        ({"absent": {"mlp_out": "fused"}}, {"hook": "mlp_out"}, "hook", "fused"),
+        ({}, {"method": "pca"}, "positive", "0 entries"),
+        ({}, {"method": "lora"}, "method", "lora"),
+        ({}, {"layers": 7}, "layers", "layers 0 to 3"),
+        ({}, {"name": "a/b"}, "name", ""),
+    ],
+)
+def test_refusals(
+    api: Api, hand: Hand, served: Any, changes: dict[str, Any], field: str, detail: str
+) -> None:
+    if served is not None:
+        gradients(hand, **served)
+    refused(api.http.post("/v1/modules/fit", json=BODY | changes), 400, field, detail)
+
+
+DOSE = {
+    "model": MODEL,
+    "prompts": ["hello world a", "hello there"],
+    "steering": [{"vector": [1.0] * HIDDEN, "positions": {"start": 1}}],
+    "layers": "1-2",
+    "scales": [2.0, -1.0],
+    "effect": {"target": " b"},
+    "held_out": ["a b c"],
+    "max_tokens": 4,
+}
+
+
+def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: Hand) -> None:
+    answer = api.http.post("/v1/doses", json=DOSE)
+    assert answer.status_code == 202, answer.text
+    job_id = answer.json()["id"]
+    job = hand.job(job_id)
+    assert (answer.json()["kind"], len(job.prompts), job.sampling.max_tokens) == ("dose", 25, 4)
+    dose = job.work_as(DoseWork).dose
+    assert (dose.cells, dose.target_tokens) == (
+        [(None, 0.0), (1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0)],
+        [1, 1],
+    )
+    assert [[(e.layers, e.scale) for e in entries] for entries in job.steering] == [
+        [([layer], scale)] if scale else [] for layer, scale in dose.cells for _ in range(5)
+    ]
+    asked = [prompt_request(job, number, 1) for number in range(5)]
+    assert (
+        [ask.sampling.prompt_logprobs for ask in asked],
+        [ask.sampling.max_tokens for ask in asked],
+    ) == ([None, None, 0, 0, 0], [4, 4, 1, 1, 1])
+    cells = [
+        DoseCell(
+            layer=layer, scale=scale, effect=0.5, loss=1.0, repetition=0.0, safe=True, text="x"
+        )
+        for layer, scale in dose.cells
+    ]
+    outcome = DoseResult(dose=dose, unsteered=cells[0], cells=cells[1:])
+    claim = hand.claim(job_id)
+    assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outcome)) == "running"
+    for number in range(5, 25):
+        hand.receipt(
+            claim,
+            number,
+            sizes=[
+                EditSizes(
+                    request=number,
+                    hook="post_block",
+                    layer=1,
+                    rows=3,
+                    median=0.1,
+                    largest=number / 10,
+                )
+            ],
+        )
+    with Client(str(api.http.base_url)) as client:
+        result = client.result(job_id)
+    assert isinstance(result.dose, DoseResult)
+    assert [cell.largest for cell in result.dose.cells] == [0.9, 1.4, 1.9, 2.4]
+    assert [(cell.layer, cell.scale) for cell in result.dose.safe] == [
+        *((1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0))
+    ]
+    assert len(result.edits) == 20
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("layers", ["1-2", None])
+def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(
+    api: Api, hand: Hand, layers: str | None, named: bool
+) -> None:
+    """Those of a policy of all traffic are the operator's: no layer and no scale of a dose changes
+    them, and the unsteered cell has them.
+    """
+    ones = [1.0] * HIDDEN
+    own = [{"layers": 1, "vector": ones}, {"layers": 2, "vector": ones}]
+    acts = {"actions": [{"action": "steer", "module": "guard", "scale": 0.5}], "mode": "active"}
+    for path, fields in {
+        "artifacts/probes/unkind": {"weight": ones, "layer": 0},
+        "artifacts/modules/guard": {"steering": [{"layers": "0,2", "vector": ones, "scale": -4.0}]},
+        "artifacts/modules/own": {"steering": own},
+        "artifacts/policies/guard": acts
+        | {"probe": "unkind", "condition": {"at_least": 1.0}, "all_traffic": True},
+    }.items():
+        assert api.http.put(f"/v1/{path}", json={"model": MODEL, **fields}).status_code == 201
+    steering = [{"module": "own"}] if named else own
+    theirs = [each for each in hand.job(api.submit(steering=steering)).steering[0] if each.gate]
+    assert [(entry.layers, entry.scale) for entry in theirs] == [([0, 2], -2.0)]
+    body = {"steering": steering, "layers": layers, "effect": {"probe": "unkind"}}
+    job = hand.job(api.http.post("/v1/doses", json=DOSE | body).json()["id"])
+    dose = job.work_as(DoseWork).dose
+    for number, (layer, scale) in enumerate(dose.cells):
+        wanted = [([n], scale) for n in (1, 2) if scale and layer in (None, n)]
+        for entries in job.steering[number * dose.requests :][: dose.requests]:
+            assert (
+                [entry for entry in entries if entry.gate],
+                [(e.layers, e.scale) for e in entries if not e.gate],
+            ) == (theirs, wanted)
+    made = [(each.digest == each.content.digest, each.content.aggregation) for each in job.probes]
+    assert made == [(True, "mean"), (True, "last")]
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    return {"steering": [DOSE["steering"][0] | fields]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "detail"),
+    [
+        ({"layers": 7}, "steering[0].layers", "layers 0 to 3"),
+        ({"layers": None}, "steering[0].layers", "is required"),
+        ({"effect": {"probe": "none"}}, "probes[0]", "none"),
+        ({"effect": {"target": "zzz"}}, "effect.target", "changes the tokens of prompts[0]"),
+        ({"steering": [{"module": "none"}]}, "steering[0].module", "none"),
+        ({"steering": [{"vector": [1.0] * HIDDEN, "layers": 0}]}, "layers", "no entry at layer 1"),
+        ({"scales": [n + 1.0 for n in range(32)], "prompts": ["a"] * 64}, "scales", "prompts"),
+        (entry(norm_match=True) | {"scales": [1.0, 1000.0]}, "scales[1]", "-100 to 100"),
+        (entry(op="ablate", strength=-2.0) | {"scales": [-51.0]}, "scales[0]", "-100 to 100"),
+        (entry(scale=1e5) | {"scales": [2.0, -11.0]}, "scales[1]", "-1e+06 to 1e+06"),
+    ],
+)
+def test_refusals_of_doses(
+    api: Api, hand: Hand, changes: dict[str, Any], field: str, detail: str
+) -> None:
+    problem = refused(api.http.post("/v1/doses", json=DOSE | changes), 400, field)
+    assert detail in problem["detail"] + (problem.get("allowed") or ""), problem
+
+
+def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand) -> None:
+    hand.serve(grades=True)
+    limit = {"edit_limit": {"relative": 0.7, "then": "fail"}}
+    assert api.http.put("/v1/tenants/default", json=limit).json()["limits"]["edit_limit"] == {
+        "relative": 0.7,
+        "then": "fail",
+    }
+    steering = [{"layers": 1, "vector": [1.0] * HIDDEN}]
+    body = {"model": MODEL, "prompts": ["a"]}
+    plain = api.http.post("/v1/jobs", json=body).json()["id"]
+    steered = api.http.post("/v1/jobs", json=body | {"steering": steering}).json()["id"]
+    pair = {"clean": "hello a", "corrupt": "hello b", "answer": " c", "foil": " d"}
+    sweep = api.http.post("/v1/sweeps", json={"model": MODEL, "pairs": [pair]})
+    made = api.http.put("/v1/artifacts/modules/shift", json={"model": MODEL, "steering": steering})
+    assert made.status_code == 201, made.text
+    harvest = {"model": MODEL, "source": {"lines": ["a"]}, "layers": 1}
+    harvested = api.http.post("/v1/harvests", json=harvest | {"steering": [{"module": "shift"}]})
+    assert harvested.status_code == 202, harvested.text
+    api.http.put("/v1/tenants/default", json={})
+    api.http.delete("/v1/artifacts/modules/shift")
+    assert hand.job(plain).steering in ([], [[]])
+    assert [[entry.limit for entry in each] for each in hand.job(steered).steering] == [[-0.7]]
+    assert (sweep.status_code, "edit_limit" in sweep.json()["detail"]) == (403, True), sweep.text
+    (edit,) = hand.do(LedgerHarvests(hand.ledger).stored(harvested.json()["id"])).edits
+    assert edit.limit == -0.7

@@ -1,9 +1,15 @@
-"""Two models under one name: nothing that was accepted for one is computed by the other."""
+"""Two models under one name: nothing that was accepted for one is computed by the other. Two
+versions either work together or refuse with both of them named.
+"""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx2
+import msgspec
 import pytest
 from edge import model_info
 from harvest_kit import texts
@@ -12,25 +18,30 @@ from ledger_kit import (
     IDENTITY,
     MODEL,
     WORKER,
+    enqueue,
     open_ledger,
     queued_job,
     sent,
+    submit_unsent,
     worker_info,
 )
 from midstream_fake_engine.model import identity_of
 from refusal_kit import refuses
-from stack import Stack
+from stack import Stack, stack_with
 from wait_kit import wait_until
 
+from midstream import __version__
+from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
-from midstream.schemas.base.records import now
+from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.jobs.harvests import OVER
-from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.receipts import receipt_decoder
 from midstream.schemas.prompts.selectors import HOOKS
-from midstream.schemas.settings.settings import Settings
+from midstream.schemas.service.compatibility import WIRE, disagreement
+from midstream.schemas.settings.settings import Settings, to_environment
 from midstream.workers.app import EXIT_ENGINE_DIED, EXIT_NO_ENGINE
 
 OTHER = "b" * 64
@@ -238,3 +249,117 @@ def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(two: Two) -> No
     assert (view.state, view.identity, view.worker) == ("succeeded", two.first, "w1-3")
     assert two.stack.end("worker-3") == 0
     two.stack.restart("worker", model="first")
+
+
+# --- Two versions ---------------------------------------------------------------------------------
+
+
+SERVED = "fake-model"
+
+
+stack = stack_with(api=True, callbacks=False, lease_s=15)
+
+
+def ask(stack: Stack) -> httpx2.Response:
+    body = {"model": SERVED, "prompts": ["a"], "sampling": {"max_tokens": 2}}
+    return httpx2.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=60"}, timeout=90)
+
+
+#: Runs a module of the package as a version that speaks another wire.
+PROGRAM = """
+import runpy, sys
+from midstream.schemas import base
+base.__version__ = base.version.__version__ = sys.argv[1]
+import midstream.schemas.service.compatibility as compatibility
+compatibility.WIRE, compatibility.OLDEST_WIRE = int(sys.argv[2]), int(sys.argv[3])
+sys.argv = [sys.argv[4]]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+def restart_worker(stack: Stack, version: str, wire: int, oldest: int) -> None:
+    """The worker again, as a version that speaks `wire` and works with `oldest` and newer."""
+    stack.end("worker")
+    with (stack.directory / "logs" / "worker.log").open("wb") as output:
+        stack.processes["worker"] = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, version, str(wire), str(oldest), "midstream.workers"],
+            env=os.environ | to_environment(stack.settings) | {"PYTHONUNBUFFERED": "1"},
+            stdout=output,
+            stderr=output,
+            cwd=stack.directory,
+        )
+    stack.wait_ready("worker")
+
+
+# field case 43
+@pytest.mark.parametrize(
+    ("version", "wire", "oldest", "upgrade"),
+    [("0.0.9", WIRE - 1, 0, "the other"), ("9.0.0", WIRE + 1, WIRE + 1, "this process")],
+)
+def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
+    stack: Stack, version: str, wire: int, oldest: int, upgrade: str
+) -> None:
+    restart_worker(stack, version, wire, oldest)
+    answer = ask(stack)
+    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:version_mismatch")
+    detail = answer.json()["detail"]
+    assert (
+        f"the worker of '{SERVED}' runs midstream {version} (wire {wire}, works with "
+        f"{oldest} and newer)"
+    ) in detail
+    assert f"this process runs midstream {__version__} (wire {WIRE}" in detail
+    assert detail.endswith(f"upgrade {upgrade}")
+
+    ready = httpx2.get(f"{stack.url}/readyz")
+    assert (ready.status_code, ready.json()["ready"], ready.json()["models"]) == (503, False, [])
+    told = next(why for why in ready.json()["missing"] if why.startswith("worker "))
+    assert f"runs midstream {version} (wire {wire}" in told
+    assert f"this process runs midstream {__version__}" in told
+    seen = httpx2.get(f"{stack.url}/v1/status").json()["workers"]
+    assert [
+        (worker["healthy"], worker["detail"].endswith(f"upgrade {upgrade}")) for worker in seen
+    ] == [(False, True)]
+
+
+def test_a_newer_compatible_worker_takes_jobs(stack: Stack) -> None:
+    restart_worker(stack, "9.0.0", WIRE + 1, WIRE)
+    answer = ask(stack)
+    assert (answer.status_code, answer.json()["state"]) == (200, "succeeded")
+    assert httpx2.get(f"{stack.url}/readyz").json()["models"] == [SERVED]
+
+
+# field case 43
+def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stack) -> None:
+    restart_worker(stack, __version__, WIRE, WIRE)
+    job = Job(
+        id=new_job_id(),
+        kind="generate",
+        model=SERVED,
+        prompts=[StoredPrompt(token_ids=[1])],
+        sampling=Sampling(max_tokens=2),
+        created=now(),
+        identity=identity_of(stack.settings),
+    )
+    stack.do(lambda ledger: submit_unsent(ledger, job))
+    newer = msgspec.msgpack.encode(msgspec.msgpack.decode(to_msgpack(job)) | {"invented_later": 1})
+    fields = {"spec": newer, "written_by": "9.0.0"}
+    stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{job.id}", mapping=fields))
+    enqueue(stack.app, job.id, job.kind, job.model)
+    view = stack.wait(job.id)
+    assert (view.state, view.attempt, view.error.type) == (
+        State.FAILED,
+        1,
+        "urn:midstream:version_mismatch",
+    )
+    assert (
+        f"accepted by midstream 9.0.0; midstream {__version__} cannot read it" in view.error.detail
+    )
+    assert "invented_later" in view.error.detail
+
+
+def test_overlapping_version_ranges_are_compatible() -> None:
+    assert disagreement("x", "1", WIRE, WIRE) is None
+    assert disagreement("x", "1", WIRE + 5, WIRE) is None
+    assert disagreement("x", "1", 0, 0) is not None, (
+        "a version that told no number is older than all that do"
+    )

@@ -14,7 +14,7 @@ from refusal_kit import refuses
 from wait_kit import wait_until
 
 from midstream.broker.redis_service import server as redis_server
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 
 
 @pytest.mark.parametrize("appendfsync", ["everysec", "always"])
@@ -125,7 +125,7 @@ def write_some(folder: Path, *, rewritten: bool = False) -> Path:
             if rewritten and number == 4:
                 rewrite(client)
     server.stop()
-    return server._written_file(folder)
+    return redis_server._written_file(folder)
 
 
 def keys_after_start(folder: Path, said: list[str]) -> int:

@@ -41,8 +41,7 @@ from midstream.schemas.artifacts.probes import (
     StoredPolicy,
     StoredProbe,
 )
-from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import from_json, now, to_json
+from midstream.schemas.base import MidstreamError, from_json, now, to_json
 from midstream.schemas.jobs.jobs import CaptureResults, Job, State
 from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange, Receipt
 from midstream.schemas.requests.policies import POLICIES, Policy, PolicyRequest, PolicyVersion

@@ -16,7 +16,7 @@ from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.redis_service.server import RedisServer
 from midstream.client import Client
 from midstream.schemas.access.keys import Limits
-from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.base import from_numpy
 from midstream.schemas.requests.steering import WorkerSteering
 
 CAPTURE = {"layers": [0, 1], "positions": "all_prompt"}

@@ -40,8 +40,7 @@ from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.broker.webhooks.sender import LADDER_S, WebhookSender
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
-from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import now
+from midstream.schemas.base import MidstreamError, now
 from midstream.schemas.base.states import ENDS, CallbackEvent
 from midstream.schemas.jobs.jobs import Job, State
 

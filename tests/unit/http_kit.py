@@ -47,11 +47,18 @@ def server(*replies: Reply) -> Iterator[tuple[str, Requests]]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with running(Handler) as url:
+        yield url, seen
+
+
+@contextmanager
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL of a server of this process; its requests have a thread each."""
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{http.server_port}", seen
+        yield f"http://127.0.0.1:{http.server_port}"
     finally:
         http.shutdown()
         thread.join()

@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote
 
+from http_kit import running
 from job_kit import job_result, job_view
 
 from midstream import __version__
 from midstream.client.sdk import wire
-from midstream.schemas.base.errors import MidstreamError, Problem
+from midstream.schemas.base import MidstreamError, Problem
 from midstream.schemas.jobs.jobs import JobResult, JobView, State
 
 
@@ -172,13 +173,5 @@ def serving(jobs: Jobs) -> Iterator[str]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_port}"
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
+    with running(Handler) as url:
+        yield url

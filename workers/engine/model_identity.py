@@ -22,8 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.records import to_json
+from ...schemas.base import MidstreamError, Translated, to_json
 from ...schemas.jobs.models import encode_bundle
 from ...schemas.settings.settings import Settings
 from ..runner.hooks.config_rules import as_served

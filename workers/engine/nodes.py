@@ -26,8 +26,7 @@ import redis
 
 from ...broker.redis_service import opening as redis_open
 from ...broker.redis_service.availability import await_writes, is_redis_unavailable
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import from_json, to_json
+from ...schemas.base import MidstreamError, from_json, to_json
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.settings.settings import Settings
 from ..runner.base.config import PlaneConfig
@@ -99,8 +98,7 @@ class Worker:
 
         Raises redis.RedisError.
         """
-        raw = self._client.get(_key(self._settings.worker_id))
-        if raw is None:
+        if (raw := self._client.get(_key(self._settings.worker_id))) is None:
             return None
         data = Path(self._settings.data_dir).resolve()
         return msgspec.structs.replace(
@@ -198,13 +196,12 @@ class Followers:
         self._over.set()
 
     def _watch(self) -> None:
-        lease = self._settings.lease_s
         while not self._over.wait(POLL_S):
             lost = self.lost(time.monotonic())
             if lost is not None and not self._over.is_set():
                 self._on_loss(
                     f"machine {lost} of the engine is lost: its follower has ended, or given no "
-                    f"sign of life for {lease} s"
+                    f"sign of life for {self._settings.lease_s} s"
                 )
                 return
 

@@ -9,7 +9,7 @@ see `runner.hooks.site_costs`.
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
-from ...schemas.base.dtypes import ITEM_BYTES
+from ...schemas.base import ITEM_BYTES
 from ...schemas.base.ring import HALVES, Ring, plan_queue, plan_ring
 from ...schemas.model.banks import BANKS, asked_hooks
 from ...schemas.prompts.selectors import HOOKS, Hook
@@ -519,8 +519,7 @@ def _limits(
                 f"tuning.capture_buffer_mib: a step of {tokens} tokens captures every layer at "
                 f"{all_of} of {len(hooks)} hooks"
             )
-        together = ring.rows // (sites * (1 + settings.speculative_tokens))
-        if together < 1:
+        if (together := ring.rows // (sites * (1 + settings.speculative_tokens))) < 1:
             limits.append(
                 f"tuning.capture_buffer_mib: a request captures at most {ring.rows} of the {sites} "
                 "sites; requests for more are rejected"

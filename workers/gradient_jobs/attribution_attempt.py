@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...broker.ledger.results.attribution_result import estimated_pair
 from ...broker.ledger.results.sweep_result import chosen_cells, sweep_start, sweep_summary
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.tensors import Tensor
+from ...schemas.base import MidstreamError, Tensor
 from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.sweeps import UnitRecord
 from ...schemas.jobs.works import SweepWork
@@ -38,8 +37,7 @@ class AttributionAttempt:
         """
         self._attempt.check_unsteered()
         began, job = time.monotonic(), self._job.id
-        records = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
-        if not records:
+        if not (records := await patiently(lambda: self._sweeps.records(job), f"units of {job}")):
             await self._attempt.report(self._ledger, "start", sweep_start(self._sweep))
         mask = await self._fetch(self._sweep.mask) if self._sweep.mask else None
         estimates = []
@@ -56,8 +54,7 @@ class AttributionAttempt:
         if attributed is not None and (attributed.verify is not None or self._job.probes):
             await self._hand_on(estimates)
             return None
-        seconds = time.monotonic() - began
-        summary = sweep_summary(self._sweep, records, seconds)
+        summary = sweep_summary(self._sweep, records, time.monotonic() - began)
         await self._attempt.report(self._ledger, "summary", summary)
         return []
 

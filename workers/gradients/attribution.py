@@ -106,8 +106,7 @@ def estimate_pair(
         if options.doubts:
             doubts = _by_hook(pair, _doubts(pair, run, gradients), abs(scale))
     unpatched = 0.0 if sweep.metric == "recovered" else pair.base.value
-    grids = _by_hook(pair, effects, scale)
-    return PairEstimate(pair.base, pair.source, unpatched, grids, doubts)
+    return PairEstimate(pair.base, pair.source, unpatched, _by_hook(pair, effects, scale), doubts)
 
 
 def _by_hook(
@@ -149,8 +148,7 @@ def _integrated(
 
 def _attention_sites(pair: PairRuns, options: EstimateOptions) -> set[SiteKey]:
     """Return the sites that the QK correction and the doubts need beyond the sweep's own."""
-    corrected = {layer for hook, layer in pair.sites if hook in KINDS}
-    layers = corrected if options.correct else set()
+    layers = {layer for hook, layer in pair.sites if hook in KINDS} if options.correct else set()
     if options.doubts:
         layers |= {*map(_reader, pair.sites)} - {pair.points.num_layers}
     return {(hook, layer) for layer in layers for hook in (*KINDS, "v", "z")}
@@ -237,8 +235,7 @@ class _Sensitivity:
             return (after - before[..., at]) @ member.T
         # Σ_j p'_ij g_ij as a quotient: sums over the keys that stay and over the patched ones. The
         # denominator has no difference of nearly equal numbers, even where one key has all weight.
-        there = self.attended._replace(mask=self.attended.mask[..., at])
-        changed = scores(self.q, rows, there)
+        changed = scores(self.q, rows, self.attended._replace(mask=self.attended.mask[..., at]))
         top = torch.maximum(plain.amax(-1, keepdim=True), changed.amax(-1, keepdim=True))
         stay, come = (plain - top).exp(), (changed - top).exp()
         positions = torch.zeros(len(at), plain.shape[-1]).to(member)

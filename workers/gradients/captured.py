@@ -47,8 +47,7 @@ def finished(
         stored = capture.gradient
         assert stored is not None, "a gradient job captures gradients only"
         check()
-        known = next((of for scalar, of in gradients if scalar == stored), None)
-        if known is None:
+        if (known := next((of for scalar, of in gradients if scalar == stored), None)) is None:
             sites = sites_of([other for other in ask.captures if other.gradient == stored])
             scalar = scalar_of(stored, tokens, tensors, load_sae)
             known = gradient_rows(points, tokens, scalar, sites)[1]
@@ -116,8 +115,7 @@ def scalar_of(
         return Scalar(lambda logits, _: logits[-1, token] - logits[-1, foil])
     if stored.kind == "loss":
         targets = [tokens[position] for position in at]
-        before = [position - 1 for position in at]
-        return Scalar(lambda logits, _: loss(logits, targets), before)
+        return Scalar(lambda logits, _: loss(logits, targets), [position - 1 for position in at])
     if stored.kind == "probe":
         assert stored.probe is not None
         content, label = stored.probe.content, stored.label

@@ -25,10 +25,8 @@ from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...schemas.artifacts.saes import StoredSae
-from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base import MidstreamError, Tensor, Translated, __version__, to_numpy
 from ...schemas.base.ring import plan_writers
-from ...schemas.base.tensors import Tensor, to_numpy
-from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
 from ...schemas.jobs.receipts import Receipt
@@ -353,8 +351,7 @@ class TransformersEngine:
     # -- What requests name
 
     async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, users: Any = ()) -> None:
-        fetched = {name: await fetch(name) for name in names}
-        for name, tensor in fetched.items():
+        for name, tensor in {name: await fetch(name) for name in names}.items():
             self._tensors[name] = (tensor, self._tensors.get(name, (tensor, 0))[1] + 1)
 
     async def release_vectors(self, names: Sequence[str]) -> None:

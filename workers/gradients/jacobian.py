@@ -148,8 +148,7 @@ def fit_to_folder(
         points, prompts(), stored.layers, stored.fit, check, batch
     )
     head = points.model.get_output_embeddings().weight.detach().cpu()
-    dtype = str(head.dtype).removeprefix("torch.")
-    if dtype == "bfloat16":  # numpy has none
+    if (dtype := str(head.dtype).removeprefix("torch.")) == "bfloat16":  # numpy has none
         head = head.view(torch.uint16)
     arrays = {layer: matrix.numpy() for layer, matrix in jacobians.items()}
     write(folder, arrays, record, Matrix(head.numpy(), dtype))

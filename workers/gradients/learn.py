@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError
 from ...schemas.jobs.fits import FitTokens, StoredModuleFit
 from ...schemas.prompts.selectors import select
 from ...schemas.requests.trainings import BY_GRADIENT, FitEffect, FitPoint, FitSite
@@ -183,8 +183,9 @@ def fit(
     it raises ends the fit. Raises MidstreamError if the examples do not determine a module, or if
     the longest of them does not fit into free memory.
     """
-    texts = (*wanted.positive, *wanted.negative, *wanted.examples)
-    longest = max(len(text.token_ids) for text in texts)
+    longest = max(
+        len(text.token_ids) for text in (*wanted.positive, *wanted.negative, *wanted.examples)
+    )
     run = _Fit(points, wanted, check)
     together = at_once(
         Footprint(points),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base import MidstreamError, Translated
 from ..engine.proof.comparison import Checkpoint
 from ..engine.proof.reference import NotComparableError, configured, free_bytes
 from ..runner.hooks.architectures import UnsupportedArchitectureError
@@ -68,8 +68,7 @@ def load_points(source: Checkpoint, dtype: str, setting: str) -> Points:
             attn_implementation=ATTENTION,
             output_loading_info=True,
         )
-    missing = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
-    if missing:
+    if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
         raise refused(
             f"transformers' {type(model).__name__} has weights that the checkpoint does not: "
             f"{missing[0]}"

@@ -18,9 +18,7 @@ from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
 from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...broker.ledger.named.source_runs import LedgerRuns
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import Record, from_json, to_json
-from ...schemas.base.tensors import Tensor, content_hash
+from ...schemas.base import MidstreamError, Record, Tensor, content_hash, from_json, to_json
 from ...schemas.jobs.jobs import Event, EventKind, Job, StoredOutcome
 from ...schemas.jobs.receipts import READ_LATER, Receipt
 from ...schemas.jobs.works import Work

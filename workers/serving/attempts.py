@@ -14,8 +14,7 @@ from typing import Any
 
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, EventsLost, Ledger
 from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER
-from ...schemas.base.errors import MidstreamError, Problem
-from ...schemas.base.records import now
+from ...schemas.base import MidstreamError, Problem, now
 from ...schemas.jobs.jobs import State
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, NotYet, check_lengths
@@ -174,8 +173,8 @@ class Attempts:
         attempt = Attempt(claim.job, claim.attempt, task, progress, receipts)
         self._begun.add(attempt)
         job_id = claim.job.id
-        earlier = self._running.get(job_id)
-        if earlier is not None:  # of this worker, which lost its lease in a stall
+        # of this worker, which lost its lease in a stall
+        if (earlier := self._running.get(job_id)) is not None:
             earlier.stop(AttemptOutcome.LOST)
         self._running[job_id] = attempt
         if job_id in self._unwanted:
@@ -229,8 +228,7 @@ class Attempts:
     async def _perform(self, attempt: Attempt) -> AttemptOutcome:
         try:
             check_lengths(attempt.job, self._engine.info)
-            outputs = await self._runs[attempt.job.kind].work(attempt)
-            if outputs is None:
+            if (outputs := await self._runs[attempt.job.kind].work(attempt)) is None:
                 attempt.closed = True
                 return AttemptOutcome.HANDED_ON
             attempt.check()

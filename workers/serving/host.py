@@ -20,15 +20,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from celery import Celery
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...broker.ledger.named.steering import LedgerSteering
 from ...broker.ledger.recovery.reaper import Reaper
-from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.records import now
-from ...schemas.base.version import __version__
+from ...schemas.base import MidstreamError, Translated, __version__, now
 from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.models import WorkerInfo, encode_bundle
 from ...schemas.requests.attributions import GRADIENTS
@@ -106,8 +103,7 @@ class Heartbeat:
         cancelled, and renew the worker's record.
         """
         info = self._info()
-        held = self._attempts.held
-        if held:
+        if held := self._attempts.held:
             renewal = await self._ledger.renew(info.worker, info.boot, held)
             # A lost job may have been claimed again before the answer arrived: `held` protects it.
             self._attempts.stop(renewal.lost, AttemptOutcome.LOST, held)
@@ -138,13 +134,11 @@ class EngineHost:
 
     def __init__(
         self,
-        app: Celery,
         settings: Settings,
         on_death: Callable[[str], None],
         runs: RunsOf = runs_of,
     ):
         """`runs`: see `Attempts`."""
-        self._app = app
         self.settings = settings
         self.started_at = now()
         self.death = ""  # why the engine died; empty while it has not

@@ -11,7 +11,7 @@ import msgspec
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER, LedgerHarvests
 from ...schemas.artifacts.probes import TokenScores
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base import MidstreamError
 from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.jobs import Event, Job, Output
 from ...schemas.jobs.works import DoseWork, HarvestWork, SweepWork

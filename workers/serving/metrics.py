@@ -13,9 +13,8 @@ from platform import python_version
 from prometheus_client import REGISTRY
 
 from ...broker.telemetry.metrics import OF_WORKER, STORE, ScrapedMetrics, WorkerReport
-from ...schemas.base.records import now
+from ...schemas.base import __version__, now
 from ...schemas.base.store_calls import StoreCalls
-from ...schemas.base.version import __version__
 from ...schemas.jobs.models import WorkerStats
 from .attempts import Attempts
 from .rank_watch import RankWatch

@@ -16,9 +16,7 @@ from functools import partial
 from typing import cast
 
 from ...broker.ledger.named.steering import LedgerSteering
-from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.records import now
-from ...schemas.base.tensors import Tensor, content_hash
+from ...schemas.base import MidstreamError, Tensor, Translated, content_hash, now
 from ...schemas.requests.steering import (
     GlobalSteering,
     RankSteering,
@@ -227,8 +225,7 @@ class RankWatch:
         self._retried = time.monotonic()
         try:
             current = await self._broker.current(self._model)
-            refusal = await self._refusal(current)
-            if refusal:
+            if refusal := await self._refusal(current):
                 refusal = f"global steering version {current.version}: {refusal}"
             self._version = current.version
         except MidstreamError as error:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from celery import Celery, Task
 
-from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base import MidstreamError, Translated
 from ...schemas.jobs.jobs import TERMINAL, JobView, State
 from ...schemas.jobs.kinds import KINDS
 from .attempt import AttemptOutcome, JobFailed

@@ -125,7 +125,7 @@ function Shell({ session, onEnd }) {
   const [service, setService] = useState(null);
   const [connected, setConnected] = useState(false);
   const [error, setError] = useState(null);
-  const [View, setView] = useState(null);
+  const [loaded, setLoaded] = useState({}); // {name, View}
   const jobs = useRef(null);
   if (jobs.current === null) jobs.current = new JobStore();
   const history = useRef(null);
@@ -164,17 +164,17 @@ function Shell({ session, onEnd }) {
     if (!view) return undefined;
     let current = true;
     view.load().then(
-      (loaded) => current && setView(() => loaded),
+      (View) => current && setLoaded({ name: at.name, View }),
       (failure) => current && setError(failure),
     );
     if (shown.current && shown.current !== at.name && main.current) main.current.focus(); // a screen reader goes on in the new view
     shown.current = at.name;
     return () => {
       current = false;
-      setView(null);
     };
   }, [at.name]);
 
+  const View = loaded.name === at.name && loaded.View; // never another one with this one's parameters
   const logOut = async () => {
     await del("/session");
     onEnd("You are logged out.");

@@ -18,17 +18,17 @@ import msgspec
 
 from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
-from ....schemas.base.edit_sizes import EditLimit
-from ....schemas.base.errors import (
+from ....schemas.base import (
+    EditLimit,
     Excluded,
     MidstreamError,
     Translated,
     check_excluded,
     invalid,
+    now,
     shortened,
 )
 from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
-from ....schemas.base.records import now
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import NO_TOOL_PARSER, ModelInfo
@@ -629,12 +629,11 @@ def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
         for name in Handling.__struct_fields__
         if name in Job.__struct_fields__
     }
-    expires = None if handling.expires_in is None else now() + handling.expires_in
     return {
         **same,
         "tenant": caller.tenant,
         "key": caller.key,
-        "expires": expires,
+        "expires": None if handling.expires_in is None else now() + handling.expires_in,
         "callback": callback_of(handling),
     }
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....schemas.base.errors import Translated, invalid
+from ....schemas.base import Translated, invalid
 from ....schemas.base.limits import MAX_ANSWER_TOKENS
 from ....schemas.jobs.models import ModelInfo
 from ..prompts.request_parsing import ParsedPrompt

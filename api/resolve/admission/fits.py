@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base import MidstreamError, Translated, from_numpy, invalid
 from ....schemas.base.limits import (
     MAX_DOSE_WORK,
     MAX_FIT_TOKENS,
@@ -20,7 +20,6 @@ from ....schemas.base.limits import (
     MAX_TUNED_BYTES,
     MIN_FIT_EXAMPLES,
 )
-from ....schemas.base.tensors import from_numpy
 from ....schemas.jobs.doses import DoseRequest, StoredDose
 from ....schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
 from ....schemas.jobs.jobs import Job, Sampling
@@ -51,13 +50,13 @@ async def resolve_fit(body: FitRequest, model: ModelInfo, codec: Codec) -> Store
     """Return the fit to store. Raises a 400 naming the field and what is valid."""
     _check_numbers(body)
     template = _template(body, model)
-    rows = {}
-    for name in FROM_ROWS:
-        prompts = await _tokens(name, "", getattr(body, name), model, codec)
-        rows[name] = [
+    rows = {
+        name: [
             _example(f"{name}[{index}]", "read", body.read, ids, len(ids), model)
-            for index, ids in enumerate(prompts)
+            for index, ids in enumerate(await _tokens(name, "", getattr(body, name), model, codec))
         ]
+        for name in FROM_ROWS
+    }
     stored = StoredModuleFit(
         request=msgspec.structs.replace(body, positive=[], negative=[], examples=[]),
         template=template,
@@ -87,18 +86,16 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
         raise invalid("max_tokens", f"is {body.max_tokens}", allowed=allowed)
     layers = _lens_layers(body, model)
     longest = min(body.max_tokens, model.max_model_len)
-    tokenised = await _tokens("prompts", "", body.prompts, model, codec)
-    prompts = [ids[:longest] for ids in tokenised]
+    prompts = [ids[:longest] for ids in await _tokens("prompts", "", body.prompts, model, codec)]
     needed, used = -(-width // (body.rank or width)), sum(len(ids) >= shortest for ids in prompts)
     if used < needed:
         detail = f"has {used} of {shortest} tokens or more (`skip_first` + 2)"
         raise invalid("prompts", detail, allowed=f"{needed} or more (hidden size / `rank`)")
-    fit = JacobianFit(**{name: getattr(body, name) for name in JacobianFit.__struct_fields__})
     stored = StoredLensFit(
         name=body.name,
         layers=layers,
         prompts=prompts,
-        fit=fit,
+        fit=JacobianFit(**{name: getattr(body, name) for name in JacobianFit.__struct_fields__}),
         hidden_size=width,
         folder=body.folder or body.name,
         description=body.description,
@@ -175,8 +172,11 @@ async def _examples(body: FitRequest, model: ModelInfo, codec: Codec) -> list[Fi
     prompts, targets, made = [], [], []
     for index, (prompt, target) in enumerate((each.prompt, each.target) for each in body.examples):
         if isinstance(target, str) and not isinstance(prompt, str):
-            detail = "is text, but its prompt is token ids"
-            raise invalid(f"examples[{index}].target", detail, allowed="token ids")
+            raise invalid(
+                f"examples[{index}].target",
+                "is text, but its prompt is token ids",
+                allowed="token ids",
+            )
         prompts.append(prompt)
         targets.append(f"{prompt}{target}" if isinstance(target, str) else target)
     before = await _tokens("examples", ".prompt", prompts, model, codec)
@@ -244,9 +244,8 @@ def expanded(job: Job, body: DoseRequest, num_layers: int) -> Job:
     """Return the job of all cells. `job`: of the prompts of one. Raises a 400 naming the field."""
     with Translated(SelectorError, lambda error: invalid("layers", str(error))):
         layers = [None] if body.layers is None else resolve_layers(body.layers, num_layers)
-    scaled = [(layer, scale) for layer in layers for scale in sorted(body.scales)]
     dose = StoredDose(
-        cells=[(None, 0.0), *scaled],
+        cells=[(None, 0.0), *[(layer, scale) for layer in layers for scale in sorted(body.scales)]],
         effect=body.effect,
         prompts=len(body.prompts),
         requests=len(job.prompts),

@@ -98,8 +98,7 @@ class Names:
         if modules or steering or patch or policies.gated:
             state = await self._state(info, caller, found, patch, of_all_traffic)
         features = await self.features(info, steering, found)
-        modules_found = {**state.modules, **policies.modules}
-        state = replace(state, modules=modules_found, features=features)
+        state = replace(state, modules={**state.modules, **policies.modules}, features=features)
         return Referents(state, lora, probes, policies, found)
 
     async def for_gradients(self, parsed: ParsedRequest, info: ModelInfo) -> Referents:

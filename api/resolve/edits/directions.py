@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base import MidstreamError, Translated, from_numpy, invalid
 from ....schemas.base.limits import MAX_ENTRIES
-from ....schemas.base.tensors import from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
 from ....schemas.readings.lens import NamedToken
@@ -151,8 +150,11 @@ def check_directed(
         else:
             check_without(spec, f"steering[{index}]", "jacobian", ("token", "swap"))
     if (count := sum(len(directed.layers) for directed in result)) > MAX_ENTRIES:
-        detail = f"has directions for {count} layers in total"
-        raise invalid("steering", detail, allowed=f"at most {MAX_ENTRIES}")
+        raise invalid(
+            "steering",
+            f"has directions for {count} layers in total",
+            allowed=f"at most {MAX_ENTRIES}",
+        )
     return result
 
 
@@ -173,6 +175,9 @@ def _checked(spec: SteeringSpec, lens: JacobianLens, model: ModelInfo, at: str) 
         every = spec.layers == "all"
         layers = lens.layers if every else resolve_layers(spec.layers, model.num_layers)
     if lacking := sorted({*layers} - {*lens.layers}):
-        detail = f"{lens.name!r} has no map of layer {lacking[0]}"
-        raise invalid(f"{at}.layers", detail, allowed=as_ranges(lens.layers))
+        raise invalid(
+            f"{at}.layers",
+            f"{lens.name!r} has no map of layer {lacking[0]}",
+            allowed=as_ranges(lens.layers),
+        )
     return Directed(at, spec, lens, layers)

@@ -15,10 +15,19 @@ import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.artifacts.saes import Sae, SaeForm
-from ....schemas.base.dtypes import DTYPES, narrowed, widened
-from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
+from ....schemas.base import (
+    DTYPES,
+    Excluded,
+    MidstreamError,
+    Tensor,
+    Translated,
+    check_excluded,
+    from_numpy,
+    invalid,
+    narrowed,
+    widened,
+)
 from ....schemas.base.limits import MAX_FEATURES
-from ....schemas.base.tensors import Tensor, from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.interventions import FAMILY, NORMS
 from ....schemas.requests.specs import SteeringSpec
@@ -196,13 +205,12 @@ def plain_spec(spec: SteeringSpec, named: NamedFeatures) -> SteeringSpec:
     ):
         return spec
     sae = named.saes[spec.sae]
-    decoder = named.rows[spec.sae, spec.feature or 0].decoder
     return SteeringSpec(
         layers=sae.layer,
         hook=sae.hook,
         positions=spec.positions,
         op="add",
-        vector=from_numpy(decoder),
+        vector=from_numpy(named.rows[spec.sae, spec.feature or 0].decoder),
         scale=spec.value,
     )
 

@@ -12,10 +12,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from ....schemas.base.dtypes import DTYPES
-from ....schemas.base.errors import invalid
-from ....schemas.base.records import to_msgpack
-from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.base import DTYPES, Tensor, content_hash, from_numpy, invalid, to_msgpack, to_numpy
 from ....schemas.prompts.selectors import (
     STREAM_HOOKS,
     Hook,
@@ -71,8 +68,10 @@ def check_together(spec: SteeringSpec, at: str, key: str, valid: Sequence[str]) 
     """Raises a 400 for a field that is not valid together with `key`."""
     for field in SteeringSpec.__struct_fields__:
         if field not in (*valid, *BESIDE_ALL) and getattr(spec, field) is not None:
-            detail = f"is not valid together with {key}; valid fields: {', '.join(valid)}"
-            raise invalid(f"{at}.{field}", detail)
+            raise invalid(
+                f"{at}.{field}",
+                f"is not valid together with {key}; valid fields: {', '.join(valid)}",
+            )
 
 
 def check_without(spec: SteeringSpec, at: str, key: str, fields: Sequence[str]) -> None:

@@ -4,8 +4,7 @@ adapter that a request names.
 
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.loras import LORAS, Lora, LoraRequest, LoraSupport, StoredLora
-from ....schemas.base.errors import invalid
-from ....schemas.base.records import now
+from ....schemas.base import invalid, now
 from ....schemas.jobs.models import ModelInfo
 from ....storage.formats.lora_files import check_on, folder_of
 
@@ -15,7 +14,7 @@ def resolve_lora(lora_request: LoraRequest, name: str, model: ModelInfo, root: s
 
     Raises a 400 naming the field. Reads files: call it off the event loop.
     """
-    support = _support(model)
+    support = _support(model)  # first: without it there may be no folder to look for
     content, facts = check_on(folder_of(root, lora_request.path), support)
     return Lora(
         name=name,

@@ -11,10 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ....schemas.base.errors import Translated, invalid, suggestion
+from ....schemas.base import Translated, content_hash, from_numpy, invalid, suggestion, to_msgpack
 from ....schemas.base.limits import MAX_MASKS, MAX_PATCH_ROWS
-from ....schemas.base.records import to_msgpack
-from ....schemas.base.tensors import content_hash, from_numpy
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.prompts.selectors import (
     Hook,
@@ -32,7 +30,7 @@ from ....schemas.requests.interventions import FAMILIES, FAMILY
 from ....schemas.requests.source_runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
 from ....schemas.requests.specs import PatchSpec, SteeringSpec, StoredSteering
 from ....schemas.requests.steering import Module
-from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..positions.captures import Bounds, apply_rules, of_prompt, one_hook, positions_of_each
 from ..positions.heads import dimensions, heads_of, whole_vector
 from .interventions import RULES as STEERING_RULES, limit_of, reach_of
 from .model_state import ModelState, unknown_module
@@ -74,13 +72,10 @@ def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
     for index, (selector, prompt) in enumerate(
         zip(positions_of_each(spec, bounds), bounds.prompts, strict=True)
     ):
-        try:
+        with of_prompt(index, bounds):
             destinations.append(
                 _listed(selector, prompt.tokens, prompt.tokens + bounds.max_tokens - 1)
             )
-        except SelectorError as error:
-            which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
-            raise SelectorError(f"{which}{error}", error.at) from error
     return destinations
 
 

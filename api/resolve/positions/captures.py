@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ....broker.artifacts import global_capture
 from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup
-from ....schemas.base.errors import Translated, invalid
+from ....schemas.base import Translated, invalid
 from ....schemas.base.limits import MAX_READING_WORK
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.images import ImageRef
@@ -101,13 +101,16 @@ def positions_of_each(spec: Positioned, bounds: Bounds) -> list[PositionSelector
         return [spec.positions or "all"] * len(bounds.prompts)
     resolved = []
     for index, prompt in enumerate(bounds.prompts):
-        try:
+        with of_prompt(index, bounds):
             positions = resolve_positions(spec.positions, prompt.tokens, prompt.find, prompt.images)
             resolved.append(_reachable(positions, prompt.tokens + bounds.max_tokens))
-        except SelectorError as error:
-            which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
-            raise SelectorError(f"{which}{error}", error.at) from error
     return resolved
+
+
+def of_prompt(index: int, bounds: Bounds) -> Translated[SelectorError]:
+    """Return a context whose errors say which of several prompts they are about."""
+    which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
+    return Translated(SelectorError, lambda error: SelectorError(f"{which}{error}", error.at))
 
 
 def _reachable(positions: PositionSelector, total: int) -> PositionSelector:

@@ -2,7 +2,7 @@
 
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
-from ....schemas.base.errors import invalid
+from ....schemas.base import invalid
 from ....schemas.settings.settings import Settings
 
 

@@ -11,9 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from ....schemas.access.handling import Handling, handling_of
 from ....schemas.artifacts.probes import ProbeUse
-from ....schemas.base.errors import Excluded, check_excluded, invalid
+from ....schemas.base import Excluded, check_excluded, invalid, to_json
 from ....schemas.base.limits import MAX_PROMPTS, MAX_TEMPLATE_OPTIONS, MAX_TOOLS_BYTES, MAX_UNSERVED
-from ....schemas.base.records import to_json
 from ....schemas.jobs.jobs import JobRequest, Sampling
 from ....schemas.jobs.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ....schemas.prompts.chat import (
@@ -191,10 +190,9 @@ def parse_job(body: JobRequest) -> ParsedRequest:
     Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts.
     """
     if (body.prompts is None) == (body.messages is None):
-        what = "prompts and messages are both given" if body.prompts else "no prompt given"
         raise invalid(
             "prompts",
-            what,
+            "prompts and messages are both given" if body.prompts else "no prompt given",
             allowed=(
                 "either prompts (texts or lists of token ids) or messages (lists of chat messages)"
             ),

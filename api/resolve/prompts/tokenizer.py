@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ....broker.artifacts.chat_templates import in_parts, template_environment
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base import MidstreamError, Translated, invalid
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from .text_spans import TextMap

@@ -26,8 +26,15 @@ import msgspec
 import numpy as np
 
 from ....broker.processes.orphans import die_with_parent
-from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
-from ....schemas.base.records import Wire, from_msgpack, to_msgpack
+from ....schemas.base import (
+    MidstreamError,
+    Problem,
+    Translated,
+    Wire,
+    error_of,
+    from_msgpack,
+    to_msgpack,
+)
 from ....schemas.jobs.models import TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ....schemas.settings.settings import Settings

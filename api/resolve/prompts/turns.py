@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base import MidstreamError, Translated, by_key
 from ....schemas.prompts.chat import ChatMessage, PlainMessage, Rendering, Role
 from ....schemas.prompts.selectors import Part, SelectorError, Span
 from .request_parsing import plain_messages
@@ -106,10 +106,8 @@ class Turns:
             messages = [_with_marks(*item, inside) for item in enumerate(self._plain)]
             texts = _MARK.split(self._codec.render(messages, self._rendering))
             if "".join(texts[::2]) == self._where.text:
-                places: dict[int, list[int]] = {}
-                for mark, place in zip(texts[1::2], accumulate(map(len, texts[::2])), strict=False):
-                    places.setdefault(int(mark), []).append(place)
-                return messages, places
+                places = zip(texts[1::2], accumulate(map(len, texts[::2])), strict=False)
+                return messages, by_key((int(mark), place) for mark, place in places)
         raise SelectorError(
             "the chat template renders this conversation differently if its contents change, so "
             "that they cannot be told from its own text: give spans of text"
@@ -163,8 +161,7 @@ class Turns:
         nowhere = len(self._where.text) + 1  # a content that the template drops if messages follow
         last = ({-1: [0]} | places).get(int(mark), [nowhere])[-1]
         # some end a text that awaits no answer with this
-        eos = self._codec.special_token("eos_token")
-        for end in (tail, tail.removesuffix(eos)):
+        for end in (tail, tail.removesuffix(self._codec.special_token("eos_token"))):
             if self._where.text.startswith(end, last):
                 return last + len(end)
         raise SelectorError(

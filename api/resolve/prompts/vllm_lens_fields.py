@@ -11,11 +11,16 @@ from typing import Any
 
 import msgspec
 
-from ....schemas.base.dtypes import ITEM_BYTES
-from ....schemas.base.errors import Excluded, MidstreamError, check_excluded, invalid
+from ....schemas.base import (
+    ITEM_BYTES,
+    Excluded,
+    MidstreamError,
+    check_excluded,
+    from_json,
+    invalid,
+)
 from ....schemas.base.json_bounds import TooManyValues, check_json
 from ....schemas.base.limits import MAX_ENTRIES, MAX_LAYERS, MAX_MODULE_TEXT, NAME_PATTERN, Index
-from ....schemas.base.records import from_json
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.openai import OpenAIRequest

@@ -9,7 +9,7 @@ import msgspec
 from ....broker.ledger.named.probes import misfit
 from ....schemas.artifacts.probes import PROBES, Probe
 from ....schemas.artifacts.saes import Sae
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base import MidstreamError, Translated, invalid
 from ....schemas.jobs.models import GradientInfo, ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, SelectorError, select
 from ....schemas.requests.scalars import SCALAR_FIELDS, ScalarSpec, StoredScalar
@@ -62,8 +62,11 @@ def _scalar(spec: CaptureSpec, bounds: Bounds, at: str) -> tuple[ScalarSpec, Pro
         if name in needed and value is None:
             raise invalid(f"{at}.{name}", f"is required for {scalar.kind!r}")
         if value is not None and name not in ("kind", *needed, *optional):
-            valid = ", ".join((*needed, *optional))
-            raise invalid(f"{at}.{name}", f"is not valid for {scalar.kind!r}", allowed=valid)
+            raise invalid(
+                f"{at}.{name}",
+                f"is not valid for {scalar.kind!r}",
+                allowed=", ".join((*needed, *optional)),
+            )
     if scalar.probe is not None:
         probe = bounds.found.known(PROBES, scalar.probe, f"{at}.probe")
         if (why := misfit(probe, model)) is not None:

@@ -21,15 +21,23 @@ from ....schemas.artifacts.probes import (
     StoredProbe,
     decay_fault,
 )
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base import (
+    MidstreamError,
+    Tensor,
+    Translated,
+    content_hash,
+    from_numpy,
+    invalid,
+    now,
+    to_msgpack,
+    to_numpy,
+)
 from ....schemas.base.limits import (
     MAX_PROBE_LABELS,
     MAX_PROBE_TOKENS,
     MAX_REQUEST_PROBES,
     MAX_TAG,
 )
-from ....schemas.base.records import now, to_msgpack
-from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, resolve_layers
 from ....schemas.prompts.windows import When
@@ -84,11 +92,10 @@ def resolve_probe(
     with Translated(SelectorError, lambda error: invalid("hook", str(error))):
         hook = one_hook(probe_request.hook, Bounds(model, []))
     if hook not in HOOKS:
-        served = ", ".join(name for name in model.hooks if name in HOOKS)
         raise invalid(
             "hook",
             f"{hook} does not belong to the residual stream: its rows have another width",
-            allowed=served,
+            allowed=", ".join(name for name in model.hooks if name in HOOKS),
         )
     with Translated(SelectorError, lambda error: invalid("layer", str(error))):
         (layer,) = resolve_layers(probe_request.layer, model.num_layers)

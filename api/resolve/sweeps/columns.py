@@ -7,7 +7,7 @@ combined with the parts of a row that a cell writes.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
+from ....schemas.base import Excluded, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_NEURONS
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import HEAD_AXES, Column, Neurons, PatchWindow, SweepRequest
@@ -72,9 +72,8 @@ def _placed(column: Column, at_position: bool) -> str:
 
 
 def _part_of(column: Column, part: ColumnPart, where: str = "") -> Column:
-    label = ", ".join(filter(None, (part.label, where))) or column.label
     return Column(
-        label=label,
+        label=", ".join(filter(None, (part.label, where))) or column.label,
         places=column.places,
         reason=column.reason,
         head=part.head,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import anyio.to_thread
 
-from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
+from ....schemas.base import Excluded, Translated, check_excluded, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import (
     Alignment,
@@ -374,9 +374,8 @@ def _store_pair(
         else _positions(request, pair, aligned)
     )
     if not any(column.places for column in columns):
-        field = f"{pair.at}.{'spans' if pair.spec.spans is not None else 'positions'}"
         raise invalid(
-            field,
+            f"{pair.at}.{'spans' if pair.spec.spans is not None else 'positions'}",
             (f"contains nothing that can be patched: {columns[0].label!r}: {columns[0].reason}"),
         )
     if request.axis not in ("position", "head_position"):

@@ -9,9 +9,7 @@ import redis.exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from ....schemas.base.errors import MidstreamError
-from ....schemas.base.records import from_msgpack
-from ....schemas.base.tensors import Tensor
+from ....schemas.base import MidstreamError, Tensor, from_msgpack
 from ....schemas.settings.settings import Settings
 from ...redis_service import (
     availability as redis_availability,
@@ -155,7 +153,6 @@ class LedgerConnection:
 
         Raises MidstreamError("intervention_failed") if it is gone.
         """
-        raw = await self.get_blob(name)
-        if raw is None:
+        if (raw := await self.get_blob(name)) is None:
             raise MidstreamError("intervention_failed", f"the vector {name} is no longer stored")
         return from_msgpack(raw, Tensor)

@@ -13,9 +13,7 @@ import msgspec
 
 from ....schemas.access.handling import Callback, Priority
 from ....schemas.artifacts.loras import use_of
-from ....schemas.base.errors import shortened
-from ....schemas.base.records import from_json, to_json
-from ....schemas.base.version import __version__
+from ....schemas.base import __version__, from_json, shortened, to_json
 from ....schemas.jobs.jobs import Job, JobView, State
 from ....schemas.requests.attributions import Queue
 from ....schemas.requests.specs import CaptureStatus

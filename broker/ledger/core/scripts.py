@@ -19,10 +19,16 @@ from ....schemas.access.keys import unscoped
 from ....schemas.artifacts.loras import use_of
 from ....schemas.artifacts.probes import ProbeScore, StoredPolicy
 from ....schemas.artifacts.registered import ArtifactKind, Registered
-from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
+from ....schemas.base import (
+    STATUS_OF_KIND,
+    MidstreamError,
+    Translated,
+    __version__,
+    now,
+    to_json,
+    to_msgpack,
+)
 from ....schemas.base.limits import MAX_REQUEST_POLICIES, POLICY_DAYS
-from ....schemas.base.records import now, to_json, to_msgpack
-from ....schemas.base.version import __version__
 from ....schemas.jobs.harvests import OVER
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
 from ....schemas.jobs.kinds import KINDS

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 from ....schemas.access.keys import DEFAULT_TENANT
-from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.records import from_json, now
+from ....schemas.base import MidstreamError, Translated, from_json, now
 from ....schemas.jobs.captures import CaptureEntry, CapturePage
 from ....schemas.requests.specs import CaptureStatus
 from ....storage.store import open_store
@@ -125,8 +124,7 @@ class LedgerCaptures(LedgerPart):
         Raises MidstreamError: `not_found` if it has none in files, `gone` if they were already
         deleted, `conflict` while it runs, `internal` on a disk error (the reaper tries again).
         """
-        outcome = await self._forget(job_id)
-        if outcome == "unknown":
+        if (outcome := await self._forget(job_id)) == "unknown":
             raise no_captures(job_id)
         if outcome == "gone":
             raise retention.gone(job_id)

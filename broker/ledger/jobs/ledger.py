@@ -15,10 +15,18 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 import redis.asyncio
 
-from ....schemas.base.errors import MidstreamError, Problem, Translated
-from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
-from ....schemas.base.tensors import Tensor
-from ....schemas.base.version import __version__
+from ....schemas.base import (
+    MidstreamError,
+    Problem,
+    Tensor,
+    Translated,
+    __version__,
+    from_json,
+    from_msgpack,
+    now,
+    to_json,
+    to_msgpack,
+)
 from ....schemas.jobs.jobs import (
     Event,
     Job,
@@ -142,8 +150,7 @@ def not_found(job_id: str) -> MidstreamError:
 
 def _record(job_id: str, values: Sequence[bytes | None]) -> JobRecord:
     """Decode `values` as HMGET returns them for `FIELDS`. Raises not_found."""
-    record = decode(job_id, values)
-    if record is None:
+    if (record := decode(job_id, values)) is None:
         raise not_found(job_id)
     return record
 
@@ -420,8 +427,7 @@ class Ledger(Fleet):
         reply = await getattr(self.scripts, script)(
             args=scripts.pack(self.settings, id=job_id, attempt=attempt, **own)
         )
-        outcome = str(reply.decode())
-        if outcome == "unknown":
+        if (outcome := str(reply.decode())) == "unknown":
             raise not_found(job_id)
         return outcome
 
@@ -443,8 +449,7 @@ class Ledger(Fleet):
     @reachable
     async def job(self, job_id: str) -> Job:
         """Return the job as accepted. Raises not_found."""
-        raw = await self.redis.hget(f"ms:job:{job_id}", "spec")
-        if raw is None:
+        if (raw := await self.redis.hget(f"ms:job:{job_id}", "spec")) is None:
             raise not_found(job_id)
         return await self._decode_job(job_id, raw)
 

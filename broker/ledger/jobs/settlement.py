@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import redis
 
-from ....schemas.base.records import now
+from ....schemas.base import now
 from ....schemas.jobs.receipts import LostRange, Receipt
 from ....schemas.settings.settings import Settings
 from ...telemetry import metrics, traces
@@ -75,8 +75,7 @@ class Settler:
         Numbers at or below the mark are dropped as duplicates; after a gap nothing is accepted, and
         the mark stays before the gap.
         """
-        ordered = sorted(receipts, key=lambda item: item[0])
-        if not ordered:
+        if not (ordered := sorted(receipts, key=lambda item: item[0])):
             return self.mark(worker, rank, epoch)
         keys = [mark_key(worker, rank, epoch)]
         mark = sent = 0

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple, cast
 
 from msgspec import UnsetType
 
-from ....schemas.base.errors import MidstreamError
-from ....schemas.base.records import to_json, to_msgpack
+from ....schemas.base import MidstreamError, to_json, to_msgpack
 from ....schemas.jobs.attributions import EstimatedPair
 from ....schemas.jobs.jobs import Event, EventKind, Job
 from ....schemas.jobs.receipts import Receipt, receipt_decoder

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import redis.asyncio
 import redis.exceptions
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base import MidstreamError
 from ....schemas.jobs.jobs import Event
 from ...redis_service import opening as redis_open
 from ..results.views import after_id
@@ -59,8 +59,7 @@ class SharedReads(Generic[T]):
 
         A caller that is cancelled does not cancel the read.
         """
-        current = self._current.get(key)
-        if current is None:
+        if (current := self._current.get(key)) is None:
             current = self._current[key] = asyncio.ensure_future(read())
             current.add_done_callback(lambda done: self._done(key, done))
         return await asyncio.shield(current)
@@ -70,8 +69,7 @@ class SharedReads(Generic[T]):
 
         Callers that arrive during one read share the next, so one runs at a time.
         """
-        following = self._next.get(key)
-        if following is None:
+        if (following := self._next.get(key)) is None:
             following = self._next[key] = asyncio.ensure_future(self._after(key, read))
             # retrieves the exception, also if no caller is left
             following.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -187,8 +185,7 @@ class JobWatcher:
             ):
                 current, state = notice
                 return current if current > version and state not in quiet else None
-            result = await self._ledger.version(job_id)
-            if result is None:
+            if (result := await self._ledger.version(job_id)) is None:
                 raise not_found(job_id)
             # also a lower version: Redis may have lost its last second, and the job's last change
             return result if result != version else None

@@ -7,11 +7,16 @@ import msgspec
 
 from ....schemas.access.keys import own, unscoped
 from ....schemas.artifacts.registered import ArtifactKind, Registered
-from ....schemas.base.errors import MidstreamError, invalid, unknown
+from ....schemas.base import (
+    MidstreamError,
+    Tensor,
+    __version__,
+    from_msgpack,
+    invalid,
+    to_msgpack,
+    unknown,
+)
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
-from ....schemas.base.records import from_msgpack, to_msgpack
-from ....schemas.base.tensors import Tensor
-from ....schemas.base.version import __version__
 from ....schemas.jobs.models import GradientInfo
 from ..core import scripts
 from ..core.tenants import MIB, refusal
@@ -79,8 +84,7 @@ async def look_up(
     """Return the named artifacts and global steering, read in one round trip; the names of a kind
     take a second one, if one does not exist. Nothing is read for no names.
     """
-    distinct = {(kind.plural, name): kind for kind, name in named}
-    if not distinct:
+    if not (distinct := {(kind.plural, name): kind for kind, name in named}):
         return Lookup(model)
     async with ledger.redis.pipeline(transaction=True) as pipe:
         pipe.hmget(f"ms:steering:{model}", GLOBAL)
@@ -118,8 +122,7 @@ class Registry(Generic[T]):
         """Return the artifact of this name. Raises `not_found` naming `field` and the names that
         exist.
         """
-        artifact = await self.get(model, name)
-        if artifact is None:
+        if (artifact := await self.get(model, name)) is None:
             raise await self.unknown(model, name, field)
         return artifact
 

@@ -14,9 +14,18 @@ from typing import NamedTuple
 import msgspec
 
 from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
-from ....schemas.base.errors import MidstreamError, Problem, Translated, unknown
-from ....schemas.base.records import by_key, from_json, from_msgpack, now, to_json
-from ....schemas.base.version import __version__
+from ....schemas.base import (
+    MidstreamError,
+    Problem,
+    Translated,
+    __version__,
+    by_key,
+    from_json,
+    from_msgpack,
+    now,
+    to_json,
+    unknown,
+)
 from ....schemas.jobs.jobs import TERMINAL, State
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.requests.source_runs import (
@@ -286,8 +295,7 @@ class LedgerRuns(LedgerPart):
     # --- internals
 
     async def _existing(self, model: str, name: str) -> RunRecord:
-        run = await self.lookup(model, name)
-        if run is None:
+        if (run := await self.lookup(model, name)) is None:
             raise unknown("source run", name, model, await self.names(model))
         return run
 

@@ -10,14 +10,19 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
-from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.records import from_msgpack, now, to_msgpack
-from ....schemas.base.tensors import Tensor
-from ....schemas.base.version import __version__
+from ....schemas.base import (
+    MidstreamError,
+    Tensor,
+    Translated,
+    __version__,
+    from_msgpack,
+    now,
+    to_msgpack,
+)
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.requests.steering import (
     GlobalSteering,
@@ -29,9 +34,6 @@ from ..jobs.ledger import LedgerPart, reachable
 from .registry import GLOBAL, packed_blobs, size_of, unreadable
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 #: Reports count only while their worker lives, so this only removes reports of workers that are
 #: gone.
@@ -234,7 +236,8 @@ class LedgerSteering(LedgerPart):
             steers=bool(entries),
         )
         outcome, *detail = scripts.text(await self._scripts.set_global(args=arguments))
-        _check_stored(outcome, detail)
+        if outcome == "missing":
+            raise MidstreamError("conflict", f"the tensor {detail[0]} is not stored: send it again")
         if outcome == "gone":
             raise MidstreamError(
                 "conflict",
@@ -269,11 +272,6 @@ def _decoded(packed: bytes | None) -> WorkerSteering | None:
     except msgspec.ValidationError as error:  # from another version: treated as no report
         log.warning("cannot read a worker's report: %s", error)
         return None
-
-
-def _check_stored(outcome: str, detail: Sequence[str]) -> None:
-    if outcome == "missing":
-        raise MidstreamError("conflict", f"the tensor {detail[0]} is not stored: send it again")
 
 
 def _state(model: str) -> str:

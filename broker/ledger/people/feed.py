@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....schemas.base.errors import shortened
-from ....schemas.base.records import from_json
+from ....schemas.base import from_json, shortened
 from ....schemas.service.feed import FeedJob
 from ..core.record import FIELDS, SHOWN, decode
 from ..jobs.ledger import Ledger, reachable
@@ -56,8 +55,7 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
                 if isinstance(part, Exception):
                     raise ValueError(f"its record has another type: {part}")
             prompt, *values = values
-            record = decode(name, values)
-            if record is not None:
+            if (record := decode(name, values)) is not None:
                 view = views.view(record, ledger.settings)
                 listed = from_json(tags, list[str]) if tags else []
                 result.append(

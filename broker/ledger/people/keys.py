@@ -30,9 +30,7 @@ from ....schemas.access.keys import (
     Session,
     StoredKey,
 )
-from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.records import from_msgpack, now, to_msgpack
-from ....schemas.base.version import __version__
+from ....schemas.base import MidstreamError, Translated, __version__, from_msgpack, now, to_msgpack
 from ....schemas.settings.settings import PREFIX, Settings, SettingsError
 from ..jobs.ledger import ALPHABET, Ledger, reachable
 
@@ -86,8 +84,7 @@ def of_settings(settings: Settings) -> dict[str, StoredKey]:
         if not (text := getattr(settings, setting)):
             continue
         name = f"{PREFIX}{setting.upper()}"
-        shown = parse(text)
-        if shown is None:
+        if (shown := parse(text)) is None:
             low, high = SECRET_LENGTH
             raise SettingsError(
                 f"{name}: is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or "

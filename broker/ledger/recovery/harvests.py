@@ -10,8 +10,16 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from ....schemas.base.errors import MidstreamError, Problem
-from ....schemas.base.records import Record, from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base import (
+    MidstreamError,
+    Problem,
+    Record,
+    from_json,
+    from_msgpack,
+    now,
+    to_json,
+    to_msgpack,
+)
 from ....schemas.base.states import TERMINAL
 from ....schemas.jobs.harvests import (
     OVER,
@@ -204,8 +212,7 @@ class LedgerHarvests(HarvestStreams):
 
         Raises not_found, and conflict if it has ended, is complete or is being cancelled.
         """
-        answer = await self._change(harvest_id, ask=action)
-        if answer == "gone":
+        if (answer := await self._change(harvest_id, ask=action)) == "gone":
             raise not_found(harvest_id)
         if answer != "changed":
             raise MidstreamError(
@@ -267,8 +274,7 @@ class LedgerHarvests(HarvestStreams):
 
         Raises not_found before there is one.
         """
-        file = await self._redis.hget(f"ms:harvest:{harvest_id}", "plan")
-        if file is None:
+        if (file := await self._redis.hget(f"ms:harvest:{harvest_id}", "plan")) is None:
             raise not_found(harvest_id)
         return from_json(file, CheckedFile)
 
@@ -450,21 +456,22 @@ class LedgerHarvests(HarvestStreams):
         again: dict[int, Out],
     ) -> str:
         """Submit the parts for which there is room; return why a part has to wait, or ""."""
-        parts = {item.part.part for item in out}
         try:
             model, policies = await self._watched(harvest.model)
         except MidstreamError as error:
             # not served, or a probe that watches all traffic does not fit
             return error.detail
-        for part in self._next(
-            harvest,
-            record,
-            state,
-            await self._room(harvest.model) - len(out),
-            parts | again.keys(),
-            int(await self._redis.scard(f"ms:harvest-begun:{harvest.id}")),
-        ):
-            again[part.part] = Out(job="", part=part)
+        again |= {
+            part.part: Out(job="", part=part)
+            for part in self._next(
+                harvest,
+                record,
+                state,
+                await self._room(harvest.model) - len(out),
+                {item.part.part for item in out} | again.keys(),
+                int(await self._redis.scard(f"ms:harvest-begun:{harvest.id}")),
+            )
+        }
         end = await self.window_end(harvest)
         ready = [item for item in again.values() if await self.has_work(item.part, end)]
         if again and not ready and not out:

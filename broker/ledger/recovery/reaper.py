@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
 
-from ....schemas.base.records import now
+from ....schemas.base import now
 from ....schemas.base.states import State
 from ....schemas.requests.attributions import Queue
 from ....schemas.settings.faults import crash_point
@@ -250,8 +250,7 @@ class Reaper:
             old |= await self._oldest(
                 dict.fromkeys(long, max(share, PRUNE_LIMIT // len(long))), before
             )
-        ids = sorted({job_id for listed in old.values() for job_id in listed})
-        if not ids:
+        if not (ids := sorted({job_id for listed in old.values() for job_id in listed})):
             return 0
         present = await of_each(
             self._redis, ids, lambda pipe, job_id: pipe.exists(f"ms:job:{job_id.decode()}")

@@ -9,9 +9,8 @@ import asyncio
 import itertools
 from typing import Any
 
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base import MidstreamError, Translated, from_json, from_msgpack, invalid
 from ....schemas.base.limits import MAX_INT64
-from ....schemas.base.records import from_json, from_msgpack
 from ....schemas.jobs.harvests import (
     OVER,
     CheckedFile,
@@ -141,8 +140,9 @@ class HarvestStreams(LedgerPart):
             entries = [from_msgpack(entry, UnitEntry) for entry in kept]
         else:
             store, file = open_store(harvest.uri), from_json(done, CheckedFile)
-            data = await asyncio.to_thread(checked, store, file.key, file.crc32)
-            entries = from_json(data, PartManifest).units
+            entries = from_json(
+                await asyncio.to_thread(checked, store, file.key, file.crc32), PartManifest
+            ).units
         later = sorted((e for e in entries if e.unit >= first), key=lambda entry: entry.unit)
         return [entry for place, entry in enumerate(later) if entry.unit == first + place]
 

@@ -4,7 +4,7 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
-from ....schemas.base.records import by_key
+from ....schemas.base import by_key
 from ....schemas.jobs.attributions import (
     AttributionResult,
     CheckedCell,
@@ -163,8 +163,7 @@ class _Comparison:
         }
 
     def agreement(self, numbers: Iterable[int]) -> EstimateAgreement | None:
-        known = self._known(numbers)
-        if not known:
+        if not (known := self._known(numbers)):
             return None
         values = [self._estimates[number] or 0.0 for number in known]
         exact = [self._records[number].value or 0.0 for number in known]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ....schemas.base.records import from_msgpack
+from ....schemas.base import from_msgpack
 from ....schemas.jobs.doses import DoseResult
 from ....schemas.jobs.fits import FitOutcome
 from ....schemas.jobs.jobs import Output

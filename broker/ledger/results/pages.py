@@ -4,7 +4,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from ....schemas.base.errors import invalid
+from ....schemas.base import invalid
 
 T = TypeVar("T")
 #: Creation time and id of the last entry of a page: the next page begins after it.
@@ -28,8 +28,7 @@ def parse_cursor(cursor: str | None) -> PageEnd:
     """
     if not cursor:
         return float("inf"), ""
-    match = _CURSOR.match(cursor)
-    if match is None:
+    if (match := _CURSOR.match(cursor)) is None:
         raise invalid("cursor", f"{cursor!r} is not a cursor", "the `next` of a previous page")
     return float(match[1]), match[2]
 
@@ -66,8 +65,7 @@ async def page(
     """
     result: list[T] = []
     for _ in range(scan // CHUNK):
-        chunk = await older(place)
-        if not chunk:
+        if not (chunk := await older(place)):
             return result, None
         for (name, created), record in zip(chunk, await read(chunk), strict=True):
             if record is not None and wanted(record):

@@ -18,7 +18,6 @@ from ....schemas.jobs.sweeps import (
     Metric,
     PairResult,
     Skipped,
-    StoredPair,
     StoredSweep,
     SweepCell,
     SweepResult,
@@ -185,8 +184,7 @@ def _value(record: UnitRecord | None) -> float | None:
 
 def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float | None]:
     """Return the mean and the sample standard deviation of the values that exist."""
-    present = [value for value in values if value is not None]
-    if not present:
+    if not (present := [value for value in values if value is not None]):
         return None, None
     mean = math.fsum(present) / len(present)
     if len(present) < 2:
@@ -209,8 +207,8 @@ def _pair_result(
         source_tokens=stored.source_tokens,
         answer=stored.answer_text,
         foil=stored.foil_text,
-        base=_baseline(stored, records.get(units.base(pair).number)),
-        source=_baseline(stored, records.get(units.source(pair).number)),
+        base=_baseline(records.get(units.base(pair).number)),
+        source=_baseline(records.get(units.source(pair).number)),
         noise_floor=noise_floor_of(sweep, records, pair),
         noise_probes=sum(
             _value(records.get(unit.number)) is not None for unit in units.noise(pair)
@@ -222,7 +220,7 @@ def _pair_result(
     )
 
 
-def _baseline(pair: StoredPair, record: UnitRecord | None) -> Baseline | None:
+def _baseline(record: UnitRecord | None) -> Baseline | None:
     if record is None or record.value is None:
         return None
     return Baseline(value=record.value, logprob=record.logprob, foil_logprob=record.foil_logprob)
@@ -347,8 +345,7 @@ def cells_to_compute(sweep: StoredSweep, pair: int, records: KnownUnits) -> set[
 
     For `adaptive` the next round, from what the records say; empty once it is over.
     """
-    attribution = sweep.attributed
-    if attribution is None:
+    if (attribution := sweep.attributed) is None:
         return None
     record = records.get(Units(sweep).estimate(pair).number)
     estimate = None if record is None else record.estimated
@@ -382,12 +379,13 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: K
     sizes = effects(sweep, pair, estimate)
     part_of = _parts(sweep, top)
     looked = [number for number in units.cells_of(pair) if number in records]
-    exact: dict[int, float] = {}
     base = records.get(units.base(pair).number)
     nothing = unchanged(sweep.metric, base.value if base and base.value is not None else 0.0)
-    for number in looked:
-        if (value := records[number].value) is not None:
-            exact[number] = abs(value - nothing)
+    exact = {
+        number: abs(value - nothing)
+        for number in looked
+        if (value := records[number].value) is not None
+    }
     last = sorted(exact.values(), reverse=True)[top - 1] if len(exact) >= top else None
     under: defaultdict[int, float] = defaultdict(float)
     for number, effect in exact.items():

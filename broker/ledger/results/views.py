@@ -8,8 +8,7 @@ import numpy as np
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
-from ....schemas.base.errors import invalid
-from ....schemas.base.records import by_key, now
+from ....schemas.base import by_key, invalid, now
 from ....schemas.jobs.jobs import (
     TERMINAL,
     CaptureResults,

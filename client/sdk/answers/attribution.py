@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.records import Plotted, by_key
+from ....schemas.base import MidstreamError, Plotted, by_key, invalid
 from ....schemas.jobs.attributions import (
     AttributionResult,
     CheckedCell,
@@ -90,8 +89,7 @@ class Attribution(Plotted):
     def of(self, pair: int) -> "Attribution":
         """Return the part of one pair. Raises MidstreamError if there is no such pair."""
         if not 0 <= pair < len(self.result.pairs):
-            allowed = f"0 to {len(self.result.pairs) - 1}"
-            raise invalid("pair", f"no pair {pair}", allowed=allowed)
+            raise invalid("pair", f"no pair {pair}", allowed=f"0 to {len(self.result.pairs) - 1}")
         return replace(self, pair=pair)
 
     @property

@@ -17,13 +17,12 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError, Translated, invalid
+from ....schemas.base import MidstreamError, Translated, invalid, to_json
 from ....schemas.base.limits import MAX_PROMPTS
-from ....schemas.base.records import to_json
 from ....schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, State
 from ....schemas.readings.readings import READINGS
 from ....schemas.requests.steering import GlobalView
-from ... import notebook
+from ... import notebook, values
 from ...captures.reader import CaptureReader
 from .. import jobs, wire
 from ..answers import download
@@ -193,10 +192,9 @@ async def over(
     total = len(prompts) if isinstance(prompts, Sized) else None
     store = await io.work(MapCache, cache) if cache is not None else None
     try:
-        plan = await _plan(io, dict(fields))
         mapping = _Mapping(
             calls,
-            plan,
+            await _plan(io, dict(fields)),
             iter(prompts),
             store,
             ordered,
@@ -221,7 +219,9 @@ async def _plan(io: Transport, fields: dict[str, Any]) -> _Plan:
     for name in ("prompts", "prompt", "messages"):
         if name in fields:
             raise invalid(name, "is the first argument of map", allowed="map(prompts, …)")
-    request = map_key.checked_request(wire.job_request(None, {**fields, "prompts": ["-"]}))
+    request = map_key.checked_request(
+        values.request(None, {**fields, "prompts": ["-"]}, JobRequest)
+    )
     identity, names, steering = await standing(io, request)
     return _Plan(
         request,
@@ -515,7 +515,6 @@ class _Mapping:
 
     def _mapped(self, entry: _Entry, result: JobResult, rows: Path | None, cached: bool) -> Mapped:
         capture = self._plan.request.capture
-        tag = capture.tag if capture is not None else None
         return Mapped(
             entry.index,
             entry.prompt,
@@ -523,7 +522,7 @@ class _Mapping:
             result.outputs[0].index,
             cached,
             rows if self._keep else None,
-            tag,
+            capture.tag if capture is not None else None,
         )
 
 

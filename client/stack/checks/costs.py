@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base import MidstreamError
 from .finding import BATCH, EVERY_ROW, GENTLE, HTTP_S, LAYERS, LENGTH, CheckFinding, Rig, judge
 
 #: The least and the most tokens that each prompt generates. The number is chosen so that a call to
@@ -25,13 +25,12 @@ def costs(rig: Rig) -> Iterator[CheckFinding]:
     prompts, name = rig.prompts(BATCH), rig.card["id"]
     source = rig.submit(prompts[:1], 1, capture=EVERY_ROW)
     rig.client.wait(source.id, HTTP_S)
-    patch = {**LAYERS, "positions": [LENGTH - 1], "source": {"run": source.id}}
     kinds: dict[str, dict[str, Any]] = {
         "stock": {},
         "idle": {},
         "capture": {"capture": EVERY_ROW, "capture_wait": True},
         "steer": {"steering": rig.steering(GENTLE)},
-        "patch": {"patch": [patch]},
+        "patch": {"patch": [{**LAYERS, "positions": [LENGTH - 1], "source": {"run": source.id}}]},
     }
 
     def timed(kind: str, tokens: int) -> float:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ....schemas.base.version import __version__
+from ....schemas.base import __version__
 from ....schemas.settings.settings import SECRETS, Settings, values_of
 from .finding import CheckFinding, Rig, Service
 from .plan import host_bytes

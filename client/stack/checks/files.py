@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base import MidstreamError
 from ...sdk.client import Client
 from ...sdk.wire import Answer
 from ..processes import wait_for

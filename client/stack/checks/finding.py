@@ -16,8 +16,7 @@ import httpx2
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.version import __version__
+from ....schemas.base import MidstreamError, Translated, __version__
 from ....schemas.jobs.certificates import Certificate
 from ....schemas.jobs.jobs import JobView
 from ....schemas.settings.settings import Settings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base import MidstreamError
 from ....schemas.settings.settings import Settings
 from .finding import CheckFinding
 
@@ -33,9 +33,8 @@ def planned(
     file = Path(settings.model).expanduser() / "config.json"
     try:
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        model = model_of(config, choose(settings.vllm.dtype, config, gpu=gpu).dtype)
         return plan(
-            model,
+            model_of(config, choose(settings.vllm.dtype, config, gpu=gpu).dtype),
             settings,
             gpu=gpu,
             tokens_per_second=tokens_per_second,

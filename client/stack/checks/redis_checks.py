@@ -81,14 +81,14 @@ def default_user(client: Any, version: tuple[int, ...]) -> Iterator[CheckFinding
     import redis
 
     with suppress(redis.RedisError):
-        user = client.acl_getuser("default")
-        if version >= (7, 0) and "+@all" not in user["categories"]:
-            text = "the user default lacks rights to load the AOF: a restart drops jobs"
-            advice = (
+        if version >= (7, 0) and "+@all" not in client.acl_getuser("default")["categories"]:
+            yield CheckFinding(
+                "fail",
+                "redis users",
+                "the user default lacks rights to load the AOF: a restart drops jobs",
                 "`ACL SETUSER default off ~* &* +@all`, and the same in its aclfile, before a "
-                "restart"
+                "restart",
             )
-            yield CheckFinding("fail", "redis users", text, advice)
 
 
 def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[CheckFinding]:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError
-from ....schemas.base.tensors import content_hash, from_numpy
+from ....schemas.base import MidstreamError, content_hash, from_numpy
 from .finding import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, CheckFinding, Rig, judge
 
 #: Pairs of runs beside another request until all are composed alike; tokens of the other request.

@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from ....schemas.base import STATUS_OF_KIND, MidstreamError
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.service.status import ServiceStatus
 from ....schemas.settings.settings import Settings, is_loopback

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.schemas.base.records import to_msgpack
-from midstream.schemas.base.tensors import Tensor
+from midstream.schemas.base import Tensor, to_msgpack
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
 from midstream.schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate

@@ -13,10 +13,9 @@ from midstream.api.responses.sent import Sent
 from midstream.api.routes.captures import parse_layers
 from midstream.api.routes.jobs import preferred_wait
 from midstream.api.web.problems import malformed
-from midstream.schemas.base.dtypes import RowDType
-from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base import MidstreamError, RowDType, from_json, to_json
 from midstream.schemas.base.states import ENDS
+from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.jobs import CallDelta, Event, JobRequest
 from midstream.schemas.jobs.openai import ChatRequest
 from midstream.schemas.jobs.sweeps import SweepRequest
@@ -209,6 +208,7 @@ MODULE = 'a module is named as [{"module": NAME}]'
             for word in ("max_tokens", "temperature")
         ),
         (PolicyRequest, {"condition": {"threshold": 2}}, "condition.threshold", AT_LEAST),
+        (PolicyRequest, {"state": "active"}, "state", "did you mean 'mode'?"),
         (
             JobRequest,
             {"steering": [{"op": "subtract"}]},
@@ -236,6 +236,22 @@ MODULE = 'a module is named as [{"module": NAME}]'
         (JobRequest, {"steering": {"module": "joy"}}, "steering", "send a list, also of one"),
         (JobRequest, {"prompts": "a"}, "prompts", "send a list, also of one"),
         (JobRequest, {"model": 5}, "model", None),
+        *(
+            (JobRequest, {"capture": {"positions": written}}, f"capture.positions{at}", hint)
+            for written, at, hint in (
+                ({"message": -1}, ".message", "did you mean 'turn'?"),
+                ("user", "", 'a role is given as {"role": "user"}'),
+                ("last:2", "", 'a range is given as {"start": -2} or {"stop": 2}'),
+            )
+        ),
+        *(
+            (JobRequest, {"steering": [{"trigger": written}]}, f"steering[0].trigger{at}", hint)
+            for written, at, hint in (
+                ("a", "", 'such as {"text": "</think>", "after": "end"}'),
+                ({"token_ids": [198]}, ".token_ids[0]", "each item is a list of ids: [[198]]"),
+            )
+        ),
+        (DoseRequest, {"effect": " good"}, "effect", 'such as {"target": " good"}'),
     ],
 )
 def test_what_newcomers_write_gets_advice(
@@ -243,6 +259,11 @@ def test_what_newcomers_write_gets_advice(
 ) -> None:
     error = problem_of(to_json({"model": "m"} | fields), kind)
     assert (error.field, error.hint and error.hint[: len(hint or "")]) == (field, hint)
+
+
+def test_a_name_or_a_number_is_said_to_be_valid_where_both_are() -> None:
+    error = problem_of(to_json({"steering": [{"trigger": {"after": "start"}}]}), JobRequest)
+    assert (error.field, error.allowed) == ("steering[0].trigger.after", "a number, end")
 
 
 @pytest.mark.parametrize(

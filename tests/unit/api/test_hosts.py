@@ -5,11 +5,14 @@ from refusal_kit import refuses
 
 from midstream.api.__main__ import serve
 from midstream.broker.processes.hosts import Hosts
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 from midstream.schemas.settings.settings import Settings, SettingsError, asks_for_keys
 
 OPEN = Settings()  # on loopback nobody is asked for a key
 KEYS = Settings(auth="keys")
+NAMED = Settings(api_host="0.0.0.0", allowed_hosts="mid.example")
+ANYONE = Settings(api_host="0.0.0.0", auth="open")
+LAB = Settings(allowed_hosts="Lab.example, 10.0.0.7,fe80::1", public_url="https://mid.example/x")
 OWN = "http://localhost:8321"
 
 
@@ -24,67 +27,6 @@ def refused(
     except MidstreamError as error:
         return error.kind
     return ""
-
-
-@pytest.mark.parametrize(
-    ("hosts", "said"),
-    [
-        *(
-            ([host], "")
-            for host in (
-                "localhost",
-                "LocalHost:8321",
-                "127.0.0.1",
-                "127.0.0.1:80",
-                "127.0.0.2",
-                "[::1]",
-                "[::1]:8321",
-            )
-        ),
-        *(
-            ([host], "misdirected")
-            for host in (
-                "evil.example",
-                "evil.example:8321",
-                "localhost.evil.example",
-                "127.0.0.1.evil.example",
-                "127.0.0.1@evil.example",
-                "evil.example@127.0.0.1",
-                "localhost:80:80",
-                "localhost:8321.evil.example",
-                "[::1].evil.example",
-                "[::1]evil",
-                "::1",
-                "",
-                " localhost",
-                "localhost\t",
-                "localhost/x",
-                "10.0.0.7",
-                "0.0.0.0",
-                "[fe80::1]",
-            )
-        ),
-        *(
-            (hosts, "misdirected")
-            for hosts in ([], ["localhost", "evil.example"], ["localhost"] * 2)
-        ),
-    ],
-)
-def test_one_loopback_name_with_any_port_is_allowed_and_nothing_else(
-    hosts: list[str], said: str
-) -> None:
-    assert refused(OPEN, hosts) == said
-
-
-def test_configured_and_public_host_names_are_allowed() -> None:
-    settings = Settings(
-        allowed_hosts="Lab.example, 10.0.0.7,fe80::1", public_url="https://mid.example/x"
-    )
-    assert [
-        refused(settings, [host])
-        for host in ("lab.EXAMPLE:99", "10.0.0.7", "[fe80::1]:1", "mid.example", "localhost")
-    ] == [""] * 5
-    assert refused(settings, ["x.lab.example"]) == "misdirected"
 
 
 @pytest.mark.parametrize(
@@ -108,31 +50,80 @@ def test_a_refusal_names_each_host_once(settings: Settings, allowed: str) -> Non
         )
 
 
-def test_with_keys_any_host_and_origin_is_allowed_until_some_are_configured() -> None:
-    assert refused(KEYS, ["any.example"]) == ""
-    named = Settings(auth="keys", allowed_hosts="mid.example")
-    assert [
-        refused(named, [host]) for host in ("mid.example", "127.0.0.1:8321", "any.example")
-    ] == ["", "", "misdirected"]
-    settings = Settings(api_host="0.0.0.0", allowed_hosts="mid.example")
-    assert refused(settings, ["172.18.0.5:8321"]) == "", (
-        "Prometheus finds containers by their addresses"
-    )
-    assert refused(settings, ["evil.example"]) == "misdirected"
-    assert refused(KEYS, ["mid.example"], ["https://evil.example"], "POST") == ""
-
-
-def test_open_off_loopback_takes_addresses_and_their_own_pages() -> None:
-    settings = Settings(api_host="0.0.0.0", auth="open")
-    assert [refused(settings, [host]) for host in ("10.0.0.7:8321", "[fe80::1]", "localhost")] == [
-        "",
-        "",
-        "",
-    ]
-    assert refused(settings, ["evil.example"]) == "misdirected"
-    assert refused(settings, ["10.0.0.7:8321"], ["http://203.0.113.5"], "POST") == "cross_site"
-    assert refused(settings, ["10.0.0.7:8321"], ["http://10.0.0.7:8321"], "POST") == ""
-    assert refused(settings, ["[fe80::1]:8321"], ["http://[fe80::1]:8321"], "POST") == ""
+@pytest.mark.parametrize(
+    ("settings", "hosts", "origin", "said"),
+    [
+        # on loopback, its names with any port, and nothing else
+        *(
+            (OPEN, [host], "", "")
+            for host in (
+                "localhost",
+                "LocalHost:8321",
+                "127.0.0.1",
+                "127.0.0.1:80",
+                "127.0.0.2",
+                "[::1]",
+                "[::1]:8321",
+            )
+        ),
+        *(
+            (OPEN, [host], "", "misdirected")
+            for host in (
+                "evil.example",
+                "evil.example:8321",
+                "localhost.evil.example",
+                "127.0.0.1.evil.example",
+                "127.0.0.1@evil.example",
+                "evil.example@127.0.0.1",
+                "localhost:80:80",
+                "localhost:8321.evil.example",
+                "[::1].evil.example",
+                "[::1]evil",
+                "::1",
+                "",
+                " localhost",
+                "localhost\t",
+                "localhost/x",
+                "10.0.0.7",
+                "0.0.0.0",
+                "[fe80::1]",
+            )
+        ),
+        *(
+            (OPEN, hosts, "", "misdirected")
+            for hosts in ([], ["localhost", "evil.example"], ["localhost"] * 2)
+        ),
+        *(
+            (LAB, [host], "", "")
+            for host in ("lab.EXAMPLE:99", "10.0.0.7", "[fe80::1]:1", "mid.example", "localhost")
+        ),
+        (LAB, ["x.lab.example"], "", "misdirected"),
+        # with keys any host and origin is allowed, until some are configured
+        (KEYS, ["any.example"], "", ""),
+        *(
+            (Settings(auth="keys", allowed_hosts="mid.example"), [host], "", said)
+            for host, said in (
+                ("mid.example", ""),
+                ("127.0.0.1:8321", ""),
+                ("any.example", "misdirected"),
+            )
+        ),
+        # Prometheus finds containers by their addresses
+        (NAMED, ["172.18.0.5:8321"], "", ""),
+        (NAMED, ["evil.example"], "", "misdirected"),
+        (KEYS, ["mid.example"], "https://evil.example", ""),
+        # without keys, off loopback: addresses, and their own pages
+        *((ANYONE, [host], "", "") for host in ("10.0.0.7:8321", "[fe80::1]", "localhost")),
+        (ANYONE, ["evil.example"], "", "misdirected"),
+        (ANYONE, ["10.0.0.7:8321"], "http://203.0.113.5", "cross_site"),
+        (ANYONE, ["10.0.0.7:8321"], "http://10.0.0.7:8321", ""),
+        (ANYONE, ["[fe80::1]:8321"], "http://[fe80::1]:8321", ""),
+    ],
+)
+def test_where_and_how_the_api_listens_decides_which_hosts_and_origins_are_allowed(
+    settings: Settings, hosts: list[str], origin: str, said: str
+) -> None:
+    assert refused(settings, hosts, [origin] * bool(origin), "POST" if origin else "GET") == said
 
 
 @pytest.mark.parametrize(

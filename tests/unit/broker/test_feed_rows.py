@@ -4,8 +4,7 @@ import pytest
 
 from midstream.broker.ledger.core.record import SHOWN
 from midstream.broker.ledger.people.feed import OUTPUT_BYTES, _output
-from midstream.schemas.base.errors import shortened
-from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base import shortened, to_msgpack
 from midstream.schemas.jobs.jobs import Output
 
 

@@ -3,12 +3,13 @@
 from typing import Any
 
 import msgspec
+import pytest
 
 from midstream.broker.ledger.core import record
 from midstream.broker.ledger.results import views
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.artifacts.loras import LoraUse, StoredLora
-from midstream.schemas.base.records import from_msgpack, to_msgpack
+from midstream.schemas.base import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Job, JobView, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.jobs.works import SweepWork
@@ -169,20 +170,27 @@ def test_every_written_field_is_described() -> None:
     assert {*JobView.__struct_fields__} >= record.DERIVED
 
 
-def test_a_record_says_what_was_asked() -> None:
-    def shown(**changes: Any) -> str:
-        return written(make_job(**changes))["prompt"].decode()
+TEMPLATED = StoredPrompt(token_ids=[1], text="<|user|>Hi<|end|>")
+PAIR = StoredPair(
+    base=[1], source=[2], columns=[], base_tokens=["A ", "dog"], source_tokens=["A ", "cat"]
+)
+SWEEP = StoredSweep(
+    pairs=[PAIR], hooks=["post_block"], layers=[0], metric="kl", direction="denoise"
+)
 
-    long = StoredPrompt(token_ids=[1], text="é" * 500)
-    assert shown(prompts=[long]) == "é" * (record.SHOWN - 1) + "…"
-    assert shown() == "", "token ids are not text"
-    templated = StoredPrompt(token_ids=[1], text="<|user|>Hi<|end|>")
-    assert shown(title="Hi", prompts=[templated]) == "Hi"
-    assert shown(prompts=[templated]) == "<|user|>Hi<|end|>"
-    pair = StoredPair(
-        base=[1], source=[2], columns=[], base_tokens=["A ", "dog"], source_tokens=["A ", "cat"]
-    )
-    sweep = StoredSweep(
-        pairs=[pair], hooks=["post_block"], layers=[0], metric="kl", direction="denoise"
-    )
-    assert shown(kind="sweep", prompts=[], work=SweepWork(sweep=sweep)) == "A cat → A dog"
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        (
+            {"prompts": [StoredPrompt(token_ids=[1], text="é" * 500)]},
+            "é" * (record.SHOWN - 1) + "…",
+        ),
+        ({}, ""),  # token ids are not text
+        ({"title": "Hi", "prompts": [TEMPLATED]}, "Hi"),
+        ({"prompts": [TEMPLATED]}, "<|user|>Hi<|end|>"),
+        ({"kind": "sweep", "prompts": [], "work": SweepWork(sweep=SWEEP)}, "A cat → A dog"),
+    ],
+)
+def test_a_record_says_what_was_asked(asked: dict[str, Any], shown: str) -> None:
+    assert written(make_job(**asked))["prompt"].decode() == shown

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from midstream.broker.redis_service.replicas import (
     Agreed,
     Holders,
@@ -41,19 +43,24 @@ def of_master(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def test_a_replica_that_could_be_promoted_is_needed() -> None:
-    assert not is_dispensable(said())
-    promoted = {"role-reported": "master", "master-link-status": "err"}
-    assert not is_dispensable(said(**promoted)), "it was a replica, and is the new master"
-    assert is_dispensable(said(**promoted, **{"slave-repl-offset": 0})), (
-        "a former master that came back"
-    )
+PROMOTED = {"role-reported": "master", "master-link-status": "err"}
 
 
-def test_a_replica_that_sentinel_would_not_promote_is_dispensable() -> None:
-    assert is_dispensable(said(is_sdown=True))
-    assert is_dispensable(said(**{"slave-priority": 0}))
-    assert is_dispensable(said(**{"master-link-status": "err"}))
+@pytest.mark.parametrize(
+    ("changed", "dispensable"),
+    [
+        ({}, False),
+        (PROMOTED, False),  # it was a replica, and is the new master
+        (PROMOTED | {"slave-repl-offset": 0}, True),  # a former master that came back
+        ({"is_sdown": True}, True),
+        ({"slave-priority": 0}, True),
+        ({"master-link-status": "err"}, True),
+    ],
+)
+def test_a_replica_that_sentinel_would_not_promote_is_dispensable(
+    changed: dict[str, Any], dispensable: bool
+) -> None:
+    assert is_dispensable(said(**changed)) is dispensable
 
 
 def test_a_sentinel_that_takes_the_master_for_dead_confirms_nothing() -> None:
@@ -66,20 +73,27 @@ def test_a_sentinel_that_takes_the_master_for_dead_confirms_nothing() -> None:
         assert view([said()], of_master(**changed)) is None
 
 
-def test_most_sentinels_must_say_the_same_of_the_newest_master() -> None:
-    one = View(3, "m", BOTH, NONE)
-    assert agreed([one], 3) is None
-    assert agreed([one, None], 3) is None
-    assert agreed([one, one], 3) == Agreed("m", BOTH, BOTH)
-    newer = View(4, "n", BOTH, NONE)
-    assert agreed([one, one, newer], 3) is None, "a failover has begun"
-    assert agreed([one, newer, newer], 3) == Agreed("n", BOTH, BOTH)
+ONE, NEWER = View(3, "m", BOTH, NONE), View(4, "n", BOTH, NONE)
+WITHOUT = View(3, "m", BOTH, frozenset({R3}))
 
 
-def test_most_sentinels_must_find_a_replica_dispensable() -> None:
-    without, whole = View(3, "m", BOTH, frozenset({R3})), View(3, "m", BOTH, NONE)
-    assert agreed([without, whole, whole], 3) == Agreed("m", BOTH, BOTH)
-    assert agreed([without, without], 3) == Agreed("m", BOTH, frozenset({R2}))
+@pytest.mark.parametrize(
+    ("views", "found"),
+    [
+        ([ONE], None),
+        ([ONE, None], None),
+        ([ONE, ONE], Agreed("m", BOTH, BOTH)),
+        ([ONE, ONE, NEWER], None),  # a failover has begun
+        ([ONE, NEWER, NEWER], Agreed("n", BOTH, BOTH)),
+        # a replica is dispensable if most say so
+        ([WITHOUT, ONE, ONE], Agreed("m", BOTH, BOTH)),
+        ([WITHOUT, WITHOUT], Agreed("m", BOTH, frozenset({R2}))),
+    ],
+)
+def test_most_sentinels_must_say_the_same_of_the_newest_master(
+    views: list[View | None], found: Agreed | None
+) -> None:
+    assert agreed(views, 3) == found
 
 
 def test_only_who_has_acknowledged_everything_counts() -> None:

@@ -37,16 +37,16 @@ def test_unsynced_writes_are_synced_before_the_answer() -> None:
     assert not Barrier().passed(told(500, 20, syncing=False, status="err"))
 
 
-def test_later_writes_are_not_waited_for() -> None:
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [told(500, 20), told(519, 40), told(520, 60)],  # later writes are not waited for
+        [  # a rewritten log is waited for again
+            told(500, 20),
+            *(told(size, 30, base=900) for size in (900, 929, 930)),
+        ],
+    ],
+)
+def test_the_barrier_passes_once_the_log_is_written_as_far(looks: list[dict[str, Any]]) -> None:
     barrier = Barrier()
-    assert not barrier.passed(told(500, 20))
-    assert not barrier.passed(told(519, 40))
-    assert barrier.passed(told(520, 60))
-
-
-def test_a_rewritten_aof_is_waited_for_again() -> None:
-    barrier = Barrier()
-    assert not barrier.passed(told(500, 20))
-    assert not barrier.passed(told(900, 30, base=900))
-    assert not barrier.passed(told(929, 30, base=900))
-    assert barrier.passed(told(930, 30, base=900))
+    assert [barrier.passed(look) for look in looks] == [False] * (len(looks) - 1) + [True]

@@ -14,7 +14,7 @@ from midstream.broker.ledger.jobs.ledger import not_found
 from midstream.client.cli.options import overrides
 from midstream.client.sdk import wire
 from midstream.lens import HookedModel
-from midstream.schemas.base.errors import invalid, unknown
+from midstream.schemas.base import invalid, unknown
 from midstream.schemas.settings.settings import SettingsError, load_settings
 
 #: An address where nothing listens.
@@ -27,9 +27,24 @@ def refusal(call: Callable[[], Any]) -> MidstreamError:
     return caught.value
 
 
-def test_an_unknown_name_with_none_to_choose_from_lists_no_value() -> None:
-    error = unknown("module", "joy", "tiny", [])
-    assert str(error) == "name: unknown module 'joy' of model 'tiny'; no module exists yet"
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        # with none to choose from, no value is listed
+        (
+            unknown("module", "joy", "tiny", []),
+            "name: unknown module 'joy' of model 'tiny'; no module exists yet",
+        ),
+        (
+            not_found("job_1"),
+            "unknown job job_1; `client.jobs.list()`, `midstream list jobs` and GET /v1/jobs "
+            "list jobs",
+        ),
+    ],
+    ids=["module", "job"],
+)
+def test_an_unknown_name_says_where_names_are_listed(error: MidstreamError, said: str) -> None:
+    assert str(error) == said
 
 
 def test_a_wrong_set_option_is_not_blamed_on_the_environment() -> None:
@@ -146,16 +161,18 @@ def test_a_wrong_argument_names_the_right_one(call: Any, message: str) -> None:
     assert str(refusal(lambda: call(Client(CLOSED)))) == message
 
 
-def test_a_wrong_attribute_names_the_right_one() -> None:
-    result: Any = job_result()
-    with pytest.raises(AttributeError, match=r"no attribute 'text': use outputs\[0\]\.text$"):
-        _ = result.text
-    answer: Any = Answer("job_1", ["x"], ["stop"], None, None, {})
-    with pytest.raises(AttributeError, match=r"Answer has no attribute 'outputs': use texts$"):
-        _ = answer.outputs
-
-
-def test_an_unknown_job_says_where_jobs_are_listed() -> None:
-    assert str(not_found("job_1")) == (
-        "unknown job job_1; `client.jobs.list()`, `midstream list jobs` and GET /v1/jobs list jobs"
-    )
+@pytest.mark.parametrize(
+    ("value", "name", "words"),
+    [
+        (job_result(), "text", r"no attribute 'text': use outputs\[0\]\.text$"),
+        (
+            Answer("job_1", ["x"], ["stop"], None, None, {}),
+            "outputs",
+            r"Answer has no attribute 'outputs': use texts$",
+        ),
+    ],
+    ids=["result", "answer"],
+)
+def test_a_wrong_attribute_names_the_right_one(value: Any, name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=words):
+        getattr(value, name)

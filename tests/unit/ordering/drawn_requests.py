@@ -12,7 +12,7 @@ import numpy as np
 
 from midstream import __version__
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
-from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.base import Tensor, content_hash, from_numpy
 from midstream.schemas.model.banks import BANK, RESIDUAL, RowShape
 from midstream.schemas.prompts.selectors import lowest_position, select
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key

@@ -44,8 +44,7 @@ from midstream.kernels.plan import (
     OVERFLOWED,
     SITE,
 )
-from midstream.schemas.base.records import from_msgpack
-from midstream.schemas.base.tensors import content_hash
+from midstream.schemas.base import content_hash, from_msgpack
 from midstream.schemas.jobs.receipts import BY_REQUEST, STORE_UNAVAILABLE, CapturedFile, Receipt
 from midstream.schemas.model.banks import RESIDUAL
 from midstream.schemas.requests.interventions import PLACE

@@ -11,51 +11,33 @@ from simulated_rank import simulate
 
 from midstream.workers.runner.rows.planner import Planner
 
-#: Seeds of each simulation, and those that `make test` runs too.
-SEEDS, FEW = 200, 10
+#: Whether probes gate steering → seeds of each simulation; and those that `make test` runs too.
+SEEDS, FEW = {False: 200, True: 60}, 10
 #: The first seed; another one looks for rare orders on purpose.
 FIRST = int(os.environ.get("ORDERING_SEED", "0"))
 
 #: Seeds that found a fault of the product.
 FAULTY = (73, 153)
 
-seeds = pytest.mark.parametrize(
-    "seed",
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fails", [False, True], ids=["whole", "one failure"])
+@pytest.mark.parametrize(
+    ("gates", "seed"),
     [
-        pytest.param(FIRST + seed, marks=[] if seed < FEW or seed in FAULTY else [pytest.mark.long])
-        for seed in range(SEEDS)
+        pytest.param(
+            gates, FIRST + seed, marks=[] if seed < FEW or seed in FAULTY else [pytest.mark.long]
+        )
+        for gates, seeds in SEEDS.items()
+        for seed in range(seeds)
     ],
 )
-
-
-@pytest.mark.timeout(120)
-@seeds
-def test_captures_are_whole_in_every_order_of_the_device(seed: int, tmp_path: Path) -> None:
-    assert simulate(seed, tmp_path).findings == []
-
-
-@pytest.mark.timeout(120)
-@seeds
-def test_one_failure_anywhere_fails_only_requests_that_ran(seed: int, tmp_path: Path) -> None:
-    assert simulate(seed, tmp_path, inject(seed)).findings == []
-
-
-gated = pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=[] if seed < FEW else [pytest.mark.long]) for seed in range(60)],
-)
-
-
-@pytest.mark.timeout(120)
-@gated
-def test_gates_open_at_the_right_tokens_in_every_order(seed: int, tmp_path: Path) -> None:
-    assert simulate(seed, tmp_path, gates=True).findings == []
-
-
-@pytest.mark.timeout(120)
-@gated
-def test_one_failure_anywhere_leaves_the_gates_of_others(seed: int, tmp_path: Path) -> None:
-    assert simulate(seed, tmp_path, inject(seed), gates=True).findings == []
+def test_captures_and_gates_are_right_in_every_order_of_the_device(
+    gates: bool, seed: int, fails: bool, tmp_path: Path
+) -> None:
+    """One failure, at any boundary, fails only requests that ran."""
+    faults = [inject(seed)] if fails else []
+    assert simulate(seed, tmp_path, *faults, gates=gates).findings == []
 
 
 @pytest.mark.parametrize("seed", [29, 78])

@@ -20,7 +20,7 @@ from rank_kit import plane_config, view_of
 
 from midstream import __version__
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
-from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.base import content_hash, from_numpy
 from midstream.schemas.requests.specs import (
     RankSpec,
     StoredCapture,

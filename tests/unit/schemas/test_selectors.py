@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.base import from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.prompts.selectors import (
     ALIASES,
     FORWARD,

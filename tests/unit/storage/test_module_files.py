@@ -12,8 +12,7 @@ import safetensors
 from hypothesis import given, strategies as st
 from safetensors.numpy import save
 
-from midstream.schemas.base.dtypes import ITEM_BYTES, DType
-from midstream.schemas.base.tensors import Tensor, from_numpy
+from midstream.schemas.base import ITEM_BYTES, DType, Tensor, from_numpy
 from midstream.schemas.requests.interventions import FAMILY, INSTALLED, STEERING_FIELDS
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.schemas.requests.steering import SteeringEntries
@@ -297,24 +296,33 @@ def test_more_entries_than_a_request_may_have_are_refused(monkeypatch: pytest.Mo
         specs_of(file({f"post_block.{layer}": JOY for layer in range(3)}))
 
 
+@pytest.mark.parametrize(
+    ("limit", "most", "words"),
+    [
+        ("MAX_FILE_TENSORS", 2, "has 3 tensors: at most 2"),
+        ("MAX_FILE_HEADER", 100, r"header is \d+ bytes: at most 100"),
+    ],
+)
 def test_a_header_beyond_its_limits_is_refused_before_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: int, words: str
 ) -> None:
     raw = file({f"post_block.{layer}": JOY for layer in range(3)})
     monkeypatch.setattr(safetensors, "deserialize", None)
-    monkeypatch.setattr(module_files, "MAX_FILE_TENSORS", 2)
-    with pytest.raises(ValueError, match="has 3 tensors: at most 2"):
-        specs_of(raw)
-    monkeypatch.setattr(module_files, "MAX_FILE_HEADER", 100)
-    with pytest.raises(ValueError, match=r"header is \d+ bytes: at most 100"):
+    monkeypatch.setattr(module_files, limit, most)
+    with pytest.raises(ValueError, match=words):
         specs_of(raw)
 
 
-def test_names_and_absent_fields_are_not_written() -> None:
-    with pytest.raises(ValueError, match="entry 0 refers to module 'joy'"):
-        to_bytes([SteeringSpec(module="joy")])
-    with pytest.raises(ValueError, match="give at least one"):
-        to_bytes([])
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([SteeringSpec(module="joy")], "entry 0 refers to module 'joy'"),
+        ([], "give at least one"),
+    ],
+)
+def test_names_and_absent_fields_are_not_written(entries: list[SteeringSpec], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        to_bytes(entries)
 
 
 def test_a_header_without_metadata_has_no_defaults() -> None:

@@ -1,18 +1,14 @@
 """Do the documents say what is there: every setting, every link, every command?"""
 
 import re
-import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import code_tables
 import pytest
-import typer
 from tree import ROOT
 
-from midstream.client.cli.main import app
 from midstream.schemas.settings.settings import Settings, values_of
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -25,10 +21,6 @@ UNSET = "unset"
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(?P<title>.+?) *$", re.MULTILINE)
-SHELL = {"console", "bash", "sh", "shell"}
-ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=\S*")
-#: What ends one command and begins another, or a file's name.
-SEPARATOR = re.compile(r"[();<>|&]+")
 
 
 def test_the_settings_page_and_the_settings_agree_both_ways() -> None:
@@ -86,55 +78,3 @@ def _resolves(path: Path, target: str) -> bool:
         re.sub(r"[^\w\- ]", "", heading["title"].lower()).replace(" ", "-")
         for heading in HEADING.finditer(FENCE.sub("", found.read_text()))
     }
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
-def test_every_midstream_command_in_a_document_exists_with_its_options(path: Path) -> None:
-    assert [" ".join(words) for words in _commands(path.read_text()) if not _known(words)] == []
-
-
-def _commands(text: str) -> Iterator[list[str]]:
-    """The words of each `midstream …` in shell blocks: after `$ ` in a console, on every line
-    elsewhere.
-    """
-    for fence in FENCE.finditer(text):
-        if fence["language"] not in SHELL:
-            continue
-        lines = fence["body"].replace("\\\n", " ").splitlines()
-        if fence["language"] == "console":
-            lines = [line[2:] for line in lines if line.startswith("$ ")]
-        for line in lines:
-            if "midstream" in line:
-                yield from _of_line(line)
-
-
-def _of_line(line: str) -> Iterator[list[str]]:
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-    lexer.commenters = "#"
-    lexer.whitespace_split = True
-    command: list[str] = []
-    for word in [*lexer, ";"]:
-        if not SEPARATOR.fullmatch(word):
-            command.append(word)
-            continue
-        while command and ASSIGNMENT.fullmatch(command[0]):
-            command.pop(0)
-        if command and command[0].rpartition("/")[2] == "midstream":
-            yield command
-        command = []
-
-
-def _known(words: list[str]) -> bool:
-    command: Any = typer.main.get_command(app)
-    rest = words[1:]
-    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        if rest[0] not in command.commands:
-            return False
-        command, rest = command.commands[rest[0]], rest[1:]
-    options = {"--help"}.union(
-        *(
-            set(parameter.opts) | set(parameter.secondary_opts)
-            for parameter in command.get_params(typer.Context(command))
-        )
-    )
-    return {word.partition("=")[0] for word in rest if word.startswith("--")} <= options

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from ....schemas.base.errors import Translated, suggestion
+from ....schemas.base import Translated, suggestion
 from ....schemas.jobs.certificates import UNPROVEN
 from ....schemas.settings.settings import Settings, SettingsError
 from ...runner.support.rules import is_one_of
@@ -49,7 +49,7 @@ def accepted(settings: Settings) -> AcceptedOptions:
     for name, value in settings.engine_options.items():
         try:
             _require_allowed(name, types)
-            options[name] = _converted(name, value, types[name])
+            options[name] = _converted(value, types[name])
         except SettingsError as error:
             wrong.append(f"[engine] {name}: {error}")
             continue
@@ -75,8 +75,7 @@ def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
 
 def unproven(name: str, value: Any) -> str:
     """Return what of an option is unproven; empty if it is proven with this value."""
-    proven = PROVEN.get(name)
-    if proven is None:
+    if (proven := PROVEN.get(name)) is None:
         return f"the engine option {name}={_shown(value)}"
     keys = value if isinstance(value, dict) else [value]
     if not proven or all(is_one_of(key, proven) for key in keys):
@@ -84,15 +83,12 @@ def unproven(name: str, value: Any) -> str:
     return f"the engine option {name}={_shown(value)}, proven: {', '.join(map(_shown, proven))}"
 
 
-def _converted(name: str, value: Any, kind: Any) -> Any:
+def _converted(value: Any, kind: Any) -> Any:
     """Returns the value with the type of vLLM's field. JSON is read strictly: a list may become a
     set and text an enum's member, but text never becomes a number.
     """
     value = _members(value, kind)
-    if isinstance(value, Enum):
-        return value
-    adapter = _adapter(kind)
-    if adapter is None:
+    if isinstance(value, Enum) or (adapter := _adapter(kind)) is None:
         return value
     with Translated(
         ValidationError,

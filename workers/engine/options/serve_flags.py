@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ....schemas.base.records import json_or_text
+from ....schemas.base import json_or_text
 from ....schemas.settings.settings import SettingsError, known_settings
 from ....schemas.settings.vllm_options import VllmOptions
 from ...runner.support.vllm_source import installed

@@ -24,8 +24,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ....broker.processes.orphans import die_with_parent
-from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.records import to_json
+from ....schemas.base import MidstreamError, invalid, to_json
 from ..admission import FairTurns
 from ..protocol import NotYet
 
@@ -158,8 +157,7 @@ class FormatChecker:
                     raise EOFError
                 process.stdin.write(raw + b"\n")
                 await process.stdin.drain()
-                answer = await process.stdout.readline()
-                if not answer:
+                if not (answer := await process.stdout.readline()):
                     raise EOFError
         except (EOFError, OSError) as error:
             ready, ended = self._ready, await self._end()

@@ -8,7 +8,6 @@ scheduler and cache. All rows together grow with the model's depth, so the ranks
 """
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -21,9 +20,7 @@ import numpy as np
 import torch
 
 from ....broker.processes.private_files import private_folder
-from ....schemas.base.errors import MidstreamError
-from ....schemas.base.records import to_json
-from ....schemas.base.tensors import Tensor, content_hash, from_numpy
+from ....schemas.base import MidstreamError, Tensor, content_hash, from_numpy, to_json
 from ....schemas.jobs.certificates import Certificate, LawFigure
 from ....schemas.jobs.jobs import Output
 from ....schemas.jobs.models import ModelInfo
@@ -62,8 +59,6 @@ from .comparison import (
     suspects,
     verdict as compared_verdict,
 )
-
-logger = logging.getLogger(__name__)
 
 #: The job of all requests of the run. No job of a user has this id.
 JOB = "certificate"

@@ -332,8 +332,7 @@ def figures(
     """
     laws, lacking = [], {}
     for hook in [*hooks, "logits"]:
-        of_hook = [item for item in differences if item.hook == hook]
-        if not of_hook:
+        if not (of_hook := [item for item in differences if item.hook == hook]):
             continue
         law, worst = f"{hook} = transformers'", max(of_hook, key=lambda item: item.share)
         if hook not in STREAM_TENSORS and hook != "logits" and not worst.ok:

@@ -191,15 +191,14 @@ class TransformersReference:
     def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> list[NamedTensors]:
         """Return, for each kept layer, every tensor that has a row for each token."""
         traces: list[dict[str, torch.Tensor]] = [{} for _ in range(self.truncation.layers)]
-        handles = []
-        for layer, into in zip(self._model.get_submodule(self._layers), traces, strict=True):
-            for path, module in layer.named_modules():
-                if path.count(".") < _DEPTH:
-                    handles.append(
-                        module.register_forward_hook(
-                            _recorder(path, into, len(tokens), list(positions)), with_kwargs=True
-                        )
-                    )
+        handles = [
+            module.register_forward_hook(
+                _recorder(path, into, len(tokens), list(positions)), with_kwargs=True
+            )
+            for layer, into in zip(self._model.get_submodule(self._layers), traces, strict=True)
+            for path, module in layer.named_modules()
+            if path.count(".") < _DEPTH
+        ]
         # registered last, so that it runs after the hooks above
         handles.append(self._model.get_submodule(self._layers)[-1].register_forward_hook(_stop))
         self._forward(tokens, handles)

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base import MidstreamError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ class Ranks:
             try:
                 check_apply_results(f"undoing {action}", await self._ask(*undo), self._world)
             except Refused as undo_failure:
-                detail = f"{failure.detail}; {undo_failure.detail}"
-                raise self._quarantine(detail) from undo_failure
+                raise self._quarantine(f"{failure.detail}; {undo_failure.detail}") from undo_failure
             raise
 
     async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[tuple[bool, str]]:

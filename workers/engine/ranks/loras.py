@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ....schemas.artifacts.loras import LoraSupport, StoredLora
-from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base import MidstreamError, Translated
 from ....storage.formats.lora_files import LoraError, check, folder_of, read
 from .collective import LoadCall, RankCache, Ranks
 
@@ -52,8 +52,7 @@ class RankLoras(RankCache[StoredLora]):
         Raises MidstreamError("invalid_request") when the files are not what was registered, or do
         not fit this model.
         """
-        support = self._support()
-        if support is None:
+        if (support := self._support()) is None:
             raise MidstreamError(
                 "invalid_request",
                 "this worker serves no adapters: its setting engine.max_loras is 0",

@@ -8,8 +8,7 @@ and are passed by one environment variable, which is not part of the key.
 import os
 from dataclasses import dataclass
 
-from ....schemas.base.records import Record, from_json, to_json
-from ....schemas.base.version import __version__
+from ....schemas.base import Record, __version__, from_json, to_json
 from ....schemas.extensions import Extension
 from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RowShape

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base import MidstreamError, Translated
 from ....schemas.extensions import Extension, OpTerms, ReaderTerms
 from ....schemas.settings.settings import SettingsError
 
@@ -62,13 +62,12 @@ def named(setting: str) -> list[str]:
 
 def offered() -> list[Offer]:
     """Return the extensions of all installed packages, trusted or not, sorted by kind and name."""
-    offers = set()
-    for group, kind in GROUPS.items():
-        for entry in entry_points(group=group):
-            if entry.dist is not None:
-                offers.add(
-                    Offer(kind, entry.name, normal(entry.dist.name), entry.dist.version, entry)
-                )
+    offers = {
+        Offer(kind, entry.name, normal(entry.dist.name), entry.dist.version, entry)
+        for group, kind in GROUPS.items()
+        for entry in entry_points(group=group)
+        if entry.dist is not None
+    }
     return sorted(offers, key=lambda offer: offer[:4])
 
 

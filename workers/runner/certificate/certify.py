@@ -80,14 +80,13 @@ class InsideLaws:
 
         If a module raises on all ranks, its law has no finding, and the run continues.
         """
-        laws: list[Callable[[int, int], Iterator[LawFinding]]] = [
+        for law in [
             self._output,
             self._down,
             self._router,
             self._attention,
             self._projections,
-        ]
-        for law in laws:
+        ]:
             for place, number in enumerate(self._layers):
                 found: list[LawFinding] = []
                 judge = partial(_judge, law, place, number, found)
@@ -133,8 +132,7 @@ class InsideLaws:
         if "router" not in self._inners or "mlp_in" not in self._shape.hooks:
             return
         logits = first_output(self._inners["router"][place].module(self._shared("mlp_in", number)))
-        rows = self._held("router", number)
-        if rows is not None:
+        if (rows := self._held("router", number)) is not None:
             figure = rowwise(
                 logits.float().cpu(), rows[self._places], self._shape.tolerance("module")
             )

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ....schemas.base.records import by_key
+from ....schemas.base import by_key
 from ....schemas.prompts.selectors import HOOKS, Hook
 
 
@@ -467,9 +467,11 @@ def verdict(
     edits = combine(
         finding for finding in judged if finding.edit and not blamed & set(finding.hooks)
     )
-    for hook in hooks:
-        if wrong := [law for law in edits if not law.ok and law.hooks[0] == hook]:
-            absent[hook] = _why(wrong, hook)
+    absent |= {
+        hook: _why(wrong, hook)
+        for hook in hooks
+        if (wrong := [law for law in edits if not law.ok and law.hooks[0] == hook])
+    }
     proving = [
         law for law in laws if law.ok and law.kind in PROVING and not set(law.hooks) & blamed
     ]

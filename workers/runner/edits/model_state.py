@@ -6,7 +6,7 @@ changes no request.
 
 from collections.abc import Sequence
 
-from ....schemas.base.tensors import Tensor
+from ....schemas.base import Tensor
 from ....schemas.requests.specs import MAX_STEERING_ROWS, steering_rows
 from ....schemas.requests.steering import GlobalSteering
 from ..hooks.sites import RankSite

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....schemas.base.dtypes import DTYPES
+from ....schemas.base import DTYPES
 from ....schemas.jobs.receipts import READ_LATER
 from ....schemas.prompts.selectors import Hook, as_ranges
 from ....schemas.requests.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
@@ -152,11 +152,9 @@ class RunStore:
         return rows[places]
 
     def _find(self, key: str, hook: Hook, layer: int) -> tuple[_LoadedRun, torch.Tensor]:
-        run = self._runs.get(key)
-        if run is None:
+        if (run := self._runs.get(key)) is None:
             raise LookupError(f"source run {key} is not on this rank")
-        rows = run.rows.get((hook, layer))
-        if rows is None:
+        if (rows := run.rows.get((hook, layer))) is None:
             raise LookupError(
                 f"source run {key} has no rows of {_site(hook, layer)}"
                 + ("" if (hook, layer) in self._sites else ", which is not on this rank")

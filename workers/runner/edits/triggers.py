@@ -81,7 +81,7 @@ class Search:
         return np.asarray(near != self._skip)
 
 
-class Condition(NamedTuple):
+class TriggeredGate(NamedTuple):
     """A gate and a trigger of some rows of a request."""
 
     request: int  # its number in the step
@@ -93,7 +93,7 @@ class Condition(NamedTuple):
 class SharedSearches:
     """The searches of a step's requests."""
 
-    def __init__(self, conditions: Sequence[Condition], first_rows: np.ndarray, view: StepView):
+    def __init__(self, conditions: Sequence[TriggeredGate], first_rows: np.ndarray, view: StepView):
         """`first_rows`: of each request in the step."""
         self._conditions, self._starts = conditions, first_rows.tolist()
         requests, _, gates, columns = map(np.array, zip(*conditions, strict=True))

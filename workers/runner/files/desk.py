@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from ....broker.receipts.outbox import Outbox
-from ....schemas.base.records import Wire
+from ....schemas.base import Wire
 from ....schemas.base.store_calls import StoreCalls
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec, WriterWork

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ....broker.artifacts.retention import CaptureUsage
-from ....schemas.base.records import by_key
+from ....schemas.base import by_key
 from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
 from ....schemas.jobs.harvest_order import row_order
 from ....schemas.jobs.receipts import CapturedFile
@@ -403,13 +403,12 @@ def _kept(at: np.ndarray, prompt_tokens: int, place: HarvestPlace) -> np.ndarray
     """Return which positions are kept, bool `[positions]`: prompt positions that the worker chose,
     and every n-th generated one.
     """
-    generated = at >= prompt_tokens
     chosen = (
         np.ones(len(at), bool)
         if place.prompt is None
         else np.isin(at, np.array(place.prompt, dtype=np.int64))
     )
-    return np.where(generated, (at - prompt_tokens) % place.every == 0, chosen)
+    return np.where(at >= prompt_tokens, (at - prompt_tokens) % place.every == 0, chosen)
 
 
 def _write(shard: _Shard, capture: FinishedCapture) -> CapturedFile:

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ....schemas.base.dtypes import DTYPES, narrowed, widened
-from ....schemas.base.records import Wire, by_key
+from ....schemas.base import DTYPES, Wire, by_key, narrowed, widened
 from ....schemas.requests.specs import RankSpec, StoredCapture
 from ..base.landings import LANDED, Landing
 from .finished_rows import BankColumns, FinishedCapture, Origin
@@ -46,8 +45,7 @@ class RowBlock:
         shape = len(self.ports), place.count, place.width
         self.nbytes = shape[0] * shape[1] * shape[2] * facts.bytes
         #: As numpy has them, see `DTypeFacts.raw`: `[ports, positions, width]`.
-        rows = memory[place.start : place.start + self.nbytes]
-        self.rows = rows.view(facts.raw).reshape(shape)
+        self.rows = memory[place.start : place.start + self.nbytes].view(facts.raw).reshape(shape)
         self._marks = memory[place.mark : place.mark + place.count]
         # (dtype, first slot, count) → which rows are not finite in that dtype; None: all are finite
         self._checked: dict[tuple[str, int, int], np.ndarray | None] = {}
@@ -316,8 +314,7 @@ class MemoryRows:
     def unsound(self, dtype: str) -> Iterator[tuple[str, int, int]]:
         """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
         for run, ports in self._parts:
-            bad = run.unsound(dtype)
-            if bad is None:
+            if (bad := run.unsound(dtype)) is None:
                 continue
             for (hook, layer), place in self._places.items():
                 for offset in np.flatnonzero(bad[ports[place]]):

@@ -306,9 +306,11 @@ class CaptureWriter:
         captures: list[tuple[_Report, FinishedCapture]] = []
         for of_request in reports:
             _complete(of_request)
-            for build in of_request.job.builds:
-                if (capture := _built(of_request, build)) is not None:
-                    captures.append((of_request, capture))
+            captures += [
+                (of_request, capture)
+                for build in of_request.job.builds
+                if (capture := _built(of_request, build)) is not None
+            ]
         outcomes = self._consume(captures, consumers)
         with self._lock:
             self.totals["captured_rows"] += sum(capture.num_rows for _, capture in captures)

@@ -284,12 +284,14 @@ class _Probe:
 
     def _snapped(self, value: float) -> float:
         """Return the known multiplier that `value` equals up to rounding; else `value`."""
-        near = (
-            known
-            for known in self.known
-            if abs(value - known) <= max(self.exact, 1e-3) * abs(known)
+        return next(
+            (
+                known
+                for known in self.known
+                if abs(value - known) <= max(self.exact, 1e-3) * abs(known)
+            ),
+            value,
         )
-        return next(near, value)
 
     def shape(self) -> LayerShape:
         run = self.run()
@@ -466,12 +468,10 @@ class _Probe:
         absent: Any,
         laws: Any,
     ) -> None:
-        call = run.calls[place]
         output: Hook = "attn_out" if any(item.mixes for item in run.calls) else "mlp_out"
-        taps[output] = Tap("", "output") if kind == "pair" else Tap(call.path, "output")
-        for hook in ("attn_out", "post_attn", "mlp_in", "mlp_out"):
-            if hook != output:
-                absent[hook] = "the layer has one branch"
+        taps[output] = Tap("" if kind == "pair" else run.calls[place].path, "output")
+        others = (hook for hook in ("attn_out", "post_attn", "mlp_in", "mlp_out") if hook != output)
+        absent.update(dict.fromkeys(others, "the layer has one branch"))
         laws["post_block"] = {
             "pre_attn": law["stream"],
             output: 1.0 if kind == "pair" else law[place],

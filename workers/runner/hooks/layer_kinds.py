@@ -135,8 +135,7 @@ def choosers(layer: nn.Module) -> list[Any]:
 
 def routing_of(number: int, layer: nn.Module) -> RoutingKind | None:
     """Return the routing kind of one layer; None if it does not choose experts."""
-    runners = choosers(layer)
-    if not runners:
+    if not (runners := choosers(layer)):
         return None
     router = runners[0].router
     if len(runners) > 1:

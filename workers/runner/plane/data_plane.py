@@ -5,7 +5,6 @@ the forward run, then call `drain`. An error in the data plane must not take the
 fails the requests concerned, through their receipts.
 """
 
-import logging
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from ....kernels import IDLE, STREAM, WHOLE
-from ....schemas.base.version import __version__
+from ....schemas.base import __version__
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import StoredSteering, steering_rows, touched, touched_hooks
@@ -43,8 +42,9 @@ from ..rows.delivery import RowConnection, connected
 from ..rows.overload import Overload
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
+from .grading import Grading
 from .probe_scores import Scorer
-from .reentry import Grading, Reentry, ReentryGate
+from .reentry import Reentry, ReentryGate
 from .reports import Reports
 from .requests import Requests
 from .step_edits import EditsPart
@@ -56,7 +56,6 @@ from .step_rows import RowsPart
 if TYPE_CHECKING:
     from .loras import LoadedAdapters
 
-logger = logging.getLogger(__name__)
 
 _LOST = (
     "internal error: its rows are not where the scheduler announced them, and this "
@@ -130,8 +129,7 @@ class DataPlane:
         self._table.prepared.start()
         self.rank_state = RankState(every, num_layers, self._table)
         self._grading = Grading()
-        whole = place.stages == 1
-        self._probes = Scorer(self._table.vectors, self._hidden_size, streams=whole)
+        self._probes = Scorer(self._table.vectors, self._hidden_size, streams=place.stages == 1)
         self.probe_news = self._probes.news  # to be called after each step, like `found`
         self._view: StepView | None = None  # the planned step, until it has run
         self.entering = (

@@ -152,8 +152,7 @@ class _Layer:
         )
 
     def router(self) -> Inner:
-        experts = self._experts()
-        if not experts:
+        if not (experts := self._experts()):
             raise MissingHookError("it has no experts")
         gates = [
             part
@@ -354,8 +353,7 @@ def install_inside(
     parts = []
     wrapped: dict[nn.Module, list[tuple[Inner, LaunchVisit, RankSite]]] = {}
     for bank, of_bank in BANKS.items():
-        installed = [hook for hook in of_bank if hook in by_hook]
-        if not installed:
+        if not (installed := [hook for hook in of_bank if hook in by_hook]):
             continue
         columns = by_hook[installed[0]][0].columns
         places = [

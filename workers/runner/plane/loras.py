@@ -168,8 +168,7 @@ def _transformers_names(model: Any, hf_config: Any) -> dict[str, str]:
     """Return vLLM's name of a module → transformers' name, which adapter files use; empty if the
     names are equal or unknown.
     """
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
+    if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is None:
         return {}
     try:
         with torch.device("meta"):

@@ -5,7 +5,7 @@ import logging
 import math
 from typing import Any
 
-from ....schemas.base.version import __version__
+from ....schemas.base import __version__
 from ....schemas.jobs.receipts import Receipt
 from ..base.actions import ActionLedger
 from ..base.config import PlaneConfig, RankPlace

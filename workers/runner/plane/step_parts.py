@@ -39,7 +39,8 @@ class StepBatch:
         self.recording = [item for item in every if item.recordings]
         self.planned = [item for item in every if item.rows or item.recordings]
         self.gated = self._gated()
-        conditions = [each for number, item in self.members for each in item.conditions_at(number)]
+        triggered = [member for member in self.members if member[1].searches]
+        conditions = [each for number, item in triggered for each in item.conditions_at(number)]
         rows = self.tokens.first_rows
         self.searches = SharedSearches(conditions, rows, view) if conditions else None
         #: The kinds of watches whose scores decide gates of the step.

@@ -99,8 +99,7 @@ class Deciders:
                     )
                 on = not on
             of["ready"][number] = ready
-        decided = np.logical_xor.accumulate(turns)[:, self.policies]
-        states[:, self.policies] = decided
+        states[:, self.policies] = np.logical_xor.accumulate(turns)[:, self.policies]
 
     def _aggregates(self, number: int, of: np.void, values: np.ndarray, count: int) -> list[float]:
         """Return the aggregates of the last `count` of these scores. The last score is the mean of

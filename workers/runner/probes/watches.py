@@ -161,8 +161,7 @@ class ScoreTable:
         for watch in changed:
             watch.decide()
         rows, found = self.of["first"][slots] + positions, dict[str, News]()
-        streamed = (streams_from >= 0) & (streams_from <= positions)
-        for item in np.flatnonzero(streamed).tolist():
+        for item in np.flatnonzero((streams_from >= 0) & (streams_from <= positions)).tolist():
             request = watches[item].request_id
             scored = (self.rows[name][rows[item]].tolist() for name in ("scores", "aggregates"))
             news = found.setdefault(request, News(request, -1, "", []))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ....schemas.artifacts.probes import StoredProbe
-from ....schemas.base.records import by_key
+from ....schemas.base import by_key
 from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
 from .kinds import ProbeGroup
@@ -87,8 +87,7 @@ class Stacks:
     ) -> ScorePlan | None:
         reads = [(probe.content.at, probe.content.hook, probe.content.layer) for probe in probes]
         sites = {(side.at, *site) for side in sides for site in side.ports}
-        numbers = [number for number, read in enumerate(reads) if read in sites]
-        if not numbers:
+        if not (numbers := [number for number, read in enumerate(reads) if read in sites]):
             return None
         kind = ProbeGroup([probes[number] for number in numbers])
         stacks = []

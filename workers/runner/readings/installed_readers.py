@@ -179,8 +179,7 @@ class InstalledReaders:
         """
         reading = capture.capture.reading
         assert isinstance(reading, StoredReader)
-        reader = self._loaded.get(reading.name)
-        if reader is None:
+        if (reader := self._loaded.get(reading.name)) is None:
             raise ReadingError(f"{reading.name}: this rank has no reader of this name")
         facts = reader.facts
         if facts.digest != reading.digest:

@@ -19,8 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from ....schemas.base.dtypes import DTYPES
-from ....schemas.base.records import Wire, to_msgpack
+from ....schemas.base import DTYPES, Wire, to_msgpack
 from ....schemas.requests.specs import RankSpec
 from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
 
@@ -64,15 +63,15 @@ class ReadingConsumer:
 
         Called by every rank of the stage in the same step.
         """
-        prepared: dict[int, Any] = {}
         try:
-            for number, capture in enumerate(spec.captures):
-                if (reader := self._preparing.get(type(capture.reading))) is not None:
-                    prepared[number] = reader.prepare(capture.reading)
+            return {
+                number: reader.prepare(capture.reading)
+                for number, capture in enumerate(spec.captures)
+                if (reader := self._preparing.get(type(capture.reading))) is not None
+            }, ""
         except Exception as error:
             logger.exception("request %s: its reading cannot be prepared", spec.key)
             return {}, f"{type(error).__name__}: {error}"
-        return prepared, ""
 
     def reader(self, kind: type) -> Reader | None:
         """Return the reader of this type of `StoredCapture.reading`."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from ....schemas.artifacts.tuned_lenses import StoredTuned
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base import MidstreamError, Translated
 from ....storage.formats.lens_files import folder_of, map_of, reading
 from ....storage.formats.tensor_files import TensorFile, TensorFileError
 from ..files.finished_rows import ReadingError
@@ -33,14 +33,17 @@ class TunedMaps:
         if tuned is None:
             yield lambda rows, _: rows
             return
-        try:
-            with reading(folder_of(self._root, tuned.path)) as file:
-                self._check(tuned, file)
-                yield lambda rows, layer: _mapped(rows, file, layer, residual=tuned.residual)
-        except (TensorFileError, MidstreamError) as error:
-            raise ReadingError(
-                f"tuned lens {tuned.name!r} ({tuned.digest[:12]}): {error}"
-            ) from error
+        with (
+            Translated(
+                (TensorFileError, MidstreamError),
+                lambda error: ReadingError(
+                    f"tuned lens {tuned.name!r} ({tuned.digest[:12]}): {error}"
+                ),
+            ),
+            reading(folder_of(self._root, tuned.path)) as file,
+        ):
+            self._check(tuned, file)
+            yield lambda rows, layer: _mapped(rows, file, layer, residual=tuned.residual)
 
     def _check(self, tuned: StoredTuned, file: TensorFile) -> None:
         if self._known.get(tuned.digest) == file.state:

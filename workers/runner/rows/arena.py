@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ....schemas.base.dtypes import DTYPES
+from ....schemas.base import DTYPES
 from ..base.host_memory import lock
 from ..base.landings import LANDED, Landing
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
@@ -131,8 +131,7 @@ class Arena:
             part.give(start, stop)
             self.used -= 0 if part is self._disk else stop - start
         found = (part.take(size, align) for part in parts)
-        start = next((first for first in found if first is not None), -1)
-        if start < 0:
+        if (start := next((first for first in found if first is not None), -1)) < 0:
             raise HostMemoryError(f"no room for {size} bytes of captured rows")
         return start
 

@@ -51,8 +51,7 @@ class RowStore:
 
     def serve(self, number: int, recording: Recording, first: int, stop: int) -> None:
         """Give a recording the kept rows. Raises LookupError when they are not available."""
-        runs = self._kept.get(number)
-        if not runs:
+        if not (runs := self._kept.get(number)):
             raise LookupError(
                 f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are not "
                 "available"

@@ -46,8 +46,7 @@ class Staging:
     def set_rows(self, rows: np.ndarray) -> None:
         """Have configuration rows `[tokens, columns]` edit the step's tokens, others none."""
         tokens, depth = rows.shape
-        end = max(tokens, self._end)
-        self._token_rows[:end] = 0
+        self._token_rows[: max(tokens, self._end)] = 0
         self._token_rows[:tokens, :depth] = rows
         self._end, self._changed = tokens, True
 
@@ -143,8 +142,7 @@ class _Halves:
                 "(setting tuning.capture_buffer_mib)"
             )
         self._current = 1 - self._current
-        copied = self._copied[self._current]
-        if copied is not None:
+        if (copied := self._copied[self._current]) is not None:
             torch.cuda.current_stream(self._ring.device).wait_event(copied)
         return self._current * self._rows
 

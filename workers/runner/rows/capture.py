@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base import ITEM_BYTES
 from ....schemas.requests.specs import StoredCapture
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from ....broker.receipts.outbox import Outbox
-from ....schemas.base.records import from_msgpack, to_msgpack
+from ....schemas.base import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ....storage.calls import CALLS

@@ -1,5 +1,5 @@
-"""Overload policies, for captured rows that arrive faster than they are written: what happens while
-a rank's backlog exceeds a limit.
+"""Overload policies, for captured rows that arrive faster than the disk takes them: requests wait,
+and fail after a time without progress, or rows go to a file, or are dropped.
 
 `block`: the scheduler gives no tokens to requests that capture, see `vllm.ring_budget`, for a
 bounded time. `spill`: rows go to a file instead of memory. `drop`: rows are not recorded, and the

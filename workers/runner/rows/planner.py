@@ -20,7 +20,7 @@ from ....schemas.model.banks import RESIDUAL
 from ....schemas.prompts.selectors import select
 from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
 from ..edits.steering_tables import RowTable
-from ..edits.triggers import Condition, Search
+from ..edits.triggers import Search, TriggeredGate
 from ..hooks.sites import Buffers, RankSite
 from ..probes.watches import Watch, open_among
 from .arena import BankRows
@@ -96,11 +96,11 @@ class Tracked:
             return gates.index(row.gate)
         return len(gates) + [*self.searches].index(row.condition)
 
-    def conditions_at(self, number: int) -> list[Condition]:
+    def conditions_at(self, number: int) -> list[TriggeredGate]:
         """Return its conditions, as the request of this number in a step."""
         gates = ["", *self.gates]
         return [
-            Condition(number, search, gates.index(gate), column)
+            TriggeredGate(number, search, gates.index(gate), column)
             for column, ((gate, _), search) in enumerate(self.searches.items(), len(gates))
             if gate in gates
         ]

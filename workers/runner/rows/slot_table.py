@@ -107,8 +107,7 @@ class SlotTable:
                         at = at[~tokens.closed[at, entry.gate]]
                     values[at, entry.column] = entry.value
         if tokens.closed is not None:
-            gates = self._gates[slots]
-            values[tokens.closed[np.arange(len(slots))[:, None], gates]] = 0
+            values[tokens.closed[np.arange(len(slots))[:, None], self._gates[slots]]] = 0
         return values
 
 

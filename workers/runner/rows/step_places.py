@@ -201,8 +201,7 @@ class Places:
         blocks, at = list[RecordedBlock](), first
         self._stops[:, run] = sys.maxsize
         while at < stop:
-            block = recording.block_of(at, self._memory)
-            if block is None:  # it failed
+            if (block := recording.block_of(at, self._memory)) is None:  # it failed
                 self._ends[run] = 0
                 return
             number, slot = len(blocks), block.slot(at) - at

@@ -110,13 +110,13 @@ OF_HEADS = (
 
 def verdict(config: VllmConfig) -> Verdict:
     """Return which settings of drafts are refused or unproven; none without drafts."""
-    drafting = config.speculative_config
-    if drafting is None:
+    if (drafting := config.speculative_config) is None:
         return Verdict([], [])
     method = drafting.method or ""
     if why := REFUSED.get(method):
-        proven = ", ".join(PROVEN)
-        return Verdict([f"speculative_config.method is {method!r}, valid: {proven} ({why})"], [])
+        return Verdict(
+            [f"speculative_config.method is {method!r}, valid: {', '.join(PROVEN)} ({why})"], []
+        )
     heads = PROVEN.get(method, frozenset())
     found = judge((*CONDITIONS, *(OF_HEADS if heads else ())), config)
     if method not in PROVEN:
@@ -127,8 +127,9 @@ def verdict(config: VllmConfig) -> Verdict:
         (architecture, *_) = drafting.draft_model_config.architectures
         found.refused.extend(_misfits(config))
         if architecture not in heads:
-            valid = ", ".join(sorted(heads))
-            found.unproven.append(f"the drafter is a {architecture}, valid: {valid}")
+            found.unproven.append(
+                f"the drafter is a {architecture}, valid: {', '.join(sorted(heads))}"
+            )
     return found
 
 
@@ -182,8 +183,7 @@ def check_loaded(drafter: nn.Module | None, read: Sequence[int], adapter: Adapte
             raise UnsupportedDrafterError(
                 f"the drafter does not read {len(read)} layers (after {read}): {error}"
             ) from error
-    offsets = getattr(drafter, "draft_id_to_target_id", None)
-    if offsets is not None:
+    if (offsets := getattr(drafter, "draft_id_to_target_id", None)) is not None:
         tokens = offsets.data.cpu() + torch.arange(len(offsets))
         first, last, size = int(tokens.min()), int(tokens.max()), int(drafter.config.vocab_size)
         if not 0 <= first <= last < size:

@@ -31,7 +31,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.platforms import current_platform
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base import MidstreamError, Translated
 from ....schemas.jobs.certificates import UNPROVEN
 from . import cpu_fp8
 
@@ -443,15 +443,19 @@ def _try(config: VllmConfig, name: str) -> None:
     activations = roundings(config.model_config.quantization or "", raw)[1]
     if layer is None or getattr(_weights(layer), "dtype", None) not in _FILL:
         return
-    try:
-        with _building(config), torch.inference_mode():
-            error_size = _error(layer, activations, config.model_config.dtype)
-    except Exception as error:
-        raise UnsupportedQuantisationError(
-            f"quantisation {name} is not served on this processor: vLLM's kernel fails: "
-            f"{error}. Use one with AVX-512, or dequantise "
-            "the checkpoint"
-        ) from error
+    with (
+        Translated(
+            Exception,
+            lambda error: UnsupportedQuantisationError(
+                f"quantisation {name} is not served on this processor: vLLM's kernel fails: "
+                f"{error}. Use one with AVX-512, or dequantise "
+                "the checkpoint"
+            ),
+        ),
+        _building(config),
+        torch.inference_mode(),
+    ):
+        error_size = _error(layer, activations, config.model_config.dtype)
     if not error_size <= _TOLERANCE:  # true of NaN too
         raise UnsupportedQuantisationError(
             f"quantisation {name} is not served on this processor: the kernel's sums of "

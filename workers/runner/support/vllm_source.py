@@ -65,12 +65,10 @@ class VllmFolder:
             return None
         visited |= {f"{module}:{name}"}
         for node in _statements(tree.body):
-            if (
+            if name in _assigned(node) or (
                 isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
                 and node.name == name
             ):
-                return module, node
-            if name in _assigned(node):
                 return module, node
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
@@ -88,8 +86,7 @@ class VllmFolder:
             match["name"],
             [part.strip() for part in (match["takes"] or "").split(",") if part.strip()],
         )
-        result = self.member(module, owner, name)
-        if result is None:
+        if (result := self.member(module, owner, name)) is None:
             return f"expected {needed}, found no {name}"
         if not takes:
             return ""
@@ -126,12 +123,10 @@ class VllmFolder:
         home, node = place[0], place[1]
         assert isinstance(node, ast.ClassDef)
         for statement in _statements(node.body):
-            if (
+            if name in _assigned(statement) or (
                 isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
                 and statement.name == name
             ):
-                return statement
-            if name in _assigned(statement):
                 return statement
         if node not in self._attributes:
             self._attributes[node] = _attributes(node)

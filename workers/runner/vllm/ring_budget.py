@@ -58,8 +58,7 @@ class CapturedRows:
         """
         rows = [0] * (2 * self._stages)
         for capture, sites in self._captures:
-            positions = len(capture.select(start, stop, self._prompt_tokens))
-            if positions:
+            if positions := len(capture.select(start, stop, self._prompt_tokens)):
                 for stage, per_position in enumerate(sites):
                     rows[stage] += positions * per_position
         return rows

@@ -14,8 +14,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from ....broker.processes.orphans import die_with_parent
+from ....schemas.base import __version__
 from ....schemas.base.records import learn_records
-from ....schemas.base.version import __version__
 from ....schemas.requests.source_runs import is_row
 from ....schemas.requests.specs import RankSpec
 from ..base.backlog import Backlog
@@ -144,8 +144,7 @@ class _Midstream:
         manager.get_computed_blocks = self._capped(manager.get_computed_blocks)
 
     def add_request(self, request: Any) -> None:
-        spec = _spec(request)
-        if spec is not None:
+        if (spec := _spec(request)) is not None:
             self._join(request, spec)
         # vLLM hashes arriving requests in another thread, so a new epoch may have begun since.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
@@ -202,8 +201,7 @@ class _Midstream:
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._midstream_quarantine.leaving(request.request_id)
-        spec = _spec(request)
-        if spec is not None:
+        if (spec := _spec(request)) is not None:
             aborted = request.status in (
                 RequestStatus.FINISHED_ABORTED,
                 RequestStatus.FINISHED_ERROR,
@@ -364,8 +362,7 @@ class _Midstream:
     def _keeping(self, output: Any) -> Keeping:
         keeping, rows = Keeping(), self._midstream_rows
         for data in output.scheduled_new_reqs:
-            captures = self._midstream_capturing.get(data.req_id)
-            if captures is not None:
+            if (captures := self._midstream_capturing.get(data.req_id)) is not None:
                 keeping.serve += rows.serve(
                     data.req_id,
                     captures,

@@ -21,8 +21,8 @@ from vllm.platforms import current_platform
 from ....broker.processes.orphans import die_with_parent
 from ....broker.telemetry import logs
 from ....kernels import IDLE, STREAM, WHOLE
+from ....schemas.base import Tensor
 from ....schemas.base.records import learn_records
-from ....schemas.base.tensors import Tensor
 from ....schemas.extensions import Extension
 from ....schemas.prompts.selectors import INSIDE
 from ....schemas.readings.features import StoredFeatures
@@ -47,9 +47,10 @@ from ..hooks.sites import (
     warm_up,
 )
 from ..plane.data_plane import DataPlane, answer
+from ..plane.grading import tap
 from ..plane.inside_hooks import Group, install_inside
 from ..plane.loras import LoadedAdapters
-from ..plane.reentry import enters_above, install_gate, tap
+from ..plane.reentry import enters_above, install_gate
 from ..readings.features import FeatureReader
 from ..readings.installed_readers import LoadedReader, load_readers
 from ..readings.readers import readers_of

@@ -44,8 +44,7 @@ class CpuBlocks:
         A block of the scheduler may correspond to several blocks of a layer's cache.
         """
         # layers may share a cache
-        caches: dict[int, torch.Tensor] = {cache.data_ptr(): cache for cache in self._caches()}
-        for cache in caches.values():
+        for cache in {cache.data_ptr(): cache for cache in self._caches()}.values():
             parts = cache.shape[0] // self.num_blocks
             for block in block_ids:
                 cache[block * parts : (block + 1) * parts].zero_()

@@ -16,10 +16,16 @@ from ....broker.artifacts.global_capture import QUOTA_SPARE, count_skipped
 from ....broker.artifacts.retention import CaptureUsage
 from ....broker.ledger.recovery.harvests import LedgerHarvests, PartFate
 from ....broker.telemetry import metrics
-from ....schemas.base.dtypes import RowDType
-from ....schemas.base.errors import MidstreamError
-from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
-from ....schemas.base.version import __version__
+from ....schemas.base import (
+    MidstreamError,
+    RowDType,
+    __version__,
+    from_json,
+    from_msgpack,
+    now,
+    to_json,
+    to_msgpack,
+)
 from ....schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
     MANIFEST,

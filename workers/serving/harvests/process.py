@@ -22,8 +22,7 @@ import msgspec
 import numpy as np
 
 from ....broker.processes.orphans import die_with_parent
-from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
-from ....schemas.base.records import from_msgpack, to_msgpack
+from ....schemas.base import MidstreamError, Problem, Translated, error_of, from_msgpack, to_msgpack
 from ....schemas.jobs.harvests import (
     HarvestPlan,
     PlannedUnit,
@@ -124,8 +123,9 @@ class SourceReader:
 
     async def survey(self, task: SurveyTask) -> SurveyEntry:
         """Compute a survey and write its file. Raises MidstreamError."""
-        request = ReadRequest(self._opening.harvest.id, survey=task)
-        return await self._ask("the survey", request, SurveyEntry)
+        return await self._ask(
+            "the survey", ReadRequest(self._opening.harvest.id, survey=task), SurveyEntry
+        )
 
     async def _ask(self, place: str, request: ReadRequest, answer: type[T]) -> T:
         stopped = threading.Event()
@@ -286,8 +286,7 @@ class ReadingServer:
                 )
                 while len(self._sources) > OPEN:
                     self._sources.popitem(last=False)
-            source = self._sources.get(request.harvest)
-            if source is None:
+            if (source := self._sources.get(request.harvest)) is None:
                 return Reply(unknown=True)
             self._sources.move_to_end(request.harvest)
             return Reply(answer=to_msgpack(self._execute(source, request)))

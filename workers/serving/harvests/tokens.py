@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ....broker.artifacts.chat_templates import in_parts, template_environment
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base import MidstreamError
 from ....schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64
 from ....schemas.jobs.harvests import StoredHarvest
 from ....schemas.jobs.models import TokenizerBundle

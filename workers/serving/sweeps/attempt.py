@@ -8,7 +8,6 @@ prompt, and never ends the sweep.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -20,8 +19,7 @@ from ....broker.ledger.results.sweep_result import (
     sweep_start,
     sweep_summary,
 )
-from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.tensors import Tensor, content_hash
+from ....schemas.base import MidstreamError, Tensor, Translated, content_hash
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ....schemas.jobs.sweeps import (
     Unit,
@@ -42,8 +40,6 @@ from .requests import SweepRequests
 from .unit_records import UnitRecords
 from .values import PairValues
 from .verdict import refusal
-
-logger = logging.getLogger(__name__)
 
 #: Concurrent pairs: the prompts of the next pair run while the last cells of one are running.
 PAIRS_AT_ONCE = 2
@@ -269,14 +265,14 @@ class SweepAttempt:
         controls = [unit for unit in missing if unit.kind != "cell"]
         cells = [unit for unit in missing if unit.kind == "cell"]
         for start in range(0, max(len(cells), 1), FIRST_PASSES):
-            batch, firsts = cells[start : start + FIRST_PASSES], []
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
                 for unit in controls if not start else ():
                     await self._begin(group, unit)
-                for unit in batch:
-                    if not self._given_up(unit):
-                        asks = [self._requests.first(unit)]
-                        firsts.append(await self._begin(group, unit, asks, first=True))
+                firsts = [
+                    await self._begin(group, unit, [self._requests.first(unit)], first=True)
+                    for unit in cells[start : start + FIRST_PASSES]
+                    if not self._given_up(unit)
+                ]
             succeeded = []
             for unit, requests, report, record in (first.result() for first in firsts):
                 if record.reason:
@@ -439,8 +435,9 @@ class SweepAttempt:
             running.append(group.create_task(self._request(ask)))
             # a callback releases the slot even if the task never runs
             running[-1].add_done_callback(lambda _: self._slots.release())
-        numbers = [ask.request for ask in asks]
-        settled = group.create_task(self._settle(unit, numbers, running, first))
+        settled = group.create_task(
+            self._settle(unit, [ask.request for ask in asks], running, first)
+        )
         settled.add_done_callback(lambda _: self._unread.release())
         return settled
 
@@ -517,8 +514,7 @@ class SweepAttempt:
 
 def _reason_or_raise(error: MidstreamError) -> str:
     """Return the text of an error that concerns one request; raise any other error."""
-    ends_attempt = Quarantined | StoreUnavailable
-    if error.kind == "engine_failed" or isinstance(error, ends_attempt):
+    if error.kind == "engine_failed" or isinstance(error, Quarantined | StoreUnavailable):
         raise error
     return error.detail
 

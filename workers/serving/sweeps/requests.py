@@ -328,8 +328,7 @@ class SweepRequests:
         Raises ValueError when they name no file.
         """
         _, request, tag = parse_key(key)
-        capture = self._capture(pair, request % self.units.width, tag)
-        if capture is None:
+        if (capture := self._capture(pair, request % self.units.width, tag)) is None:
             raise ValueError(f"nothing was captured for {key}")
         node = self.units.nodes[pair][request % self.units.width]
         tokens = len(
@@ -481,8 +480,7 @@ class SweepRequests:
         if path is not None and path.sender is not None:
             # the cells take rows of the sender's pass, not of this prompt
             sites, places = {path.sender.hook: [path.sender.layer]}, stored.sender
-        positions = sorted({source for _, source in places})
-        if not positions:
+        if not (positions := sorted({source for _, source in places})):
             return None
         return StoredCapture(sites=sites, positions=positions, tag=SOURCE)
 

@@ -81,8 +81,7 @@ class UnitRecords:
     async def restore(self) -> None:
         """Store lost records again: if Redis's machine dies, Redis loses its last second."""
         present = await self._stored()
-        lost = [record for number, record in self.known.items() if number not in present]
-        if lost:
+        if lost := [record for number, record in self.known.items() if number not in present]:
             logger.warning(
                 "storing again the units that the ledger had lost (count: %d, job: %s)",
                 len(lost),

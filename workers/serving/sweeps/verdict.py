@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ....broker.ledger.results.sweep_metrics import Grades, grades
-from ....schemas.base.records import by_key
+from ....schemas.base import Translated, by_key
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.jobs.sweep_units import Node
 from ....schemas.jobs.sweeps import StoredPair
@@ -26,10 +26,8 @@ def verdict(
     was compared with the clean prompt. Raises UnverifiedUnit.
     """
     verified(report, world)
-    try:
+    with Translated(ValueError, lambda error: UnverifiedUnit(str(error))):
         return grades(pair, nodes, [_graded(receipts) for receipts in report], compared)
-    except ValueError as error:
-        raise UnverifiedUnit(str(error)) from error
 
 
 def verified(report: Sequence[Sequence[Receipt]], world: int) -> None:

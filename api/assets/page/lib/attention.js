@@ -1,4 +1,4 @@
-// Attention patterns from captured queries and keys, as client/captures/attention.py computes them.
+// Attention patterns from captured queries and keys, and what each head attends to, as client/captures/patterns.py computes them.
 
 /**
  * How much each query attends to each key, by one head: Float64Array [tokens × tokens], row by row. `queries` and `keys`: {shape, values} of

@@ -1,4 +1,4 @@
--- Accept a job: record, blobs, listing and idempotency key in one commit.
+-- Accept a job, or refuse it by its tenant's limits (jobs, tokens per minute): record, blobs, listing and idempotency key in one commit.
 -- args: id, spec (packed), record (field of `ms:job:{id}` -> value, as `core/record.py` encodes them), idem (idempotency key, or nil),
 --       body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), packed_run (of the
 --       source run that it makes, or nil), files (whether its user has files written), charged (whether their

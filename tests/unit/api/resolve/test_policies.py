@@ -1,17 +1,14 @@
 """What policies refuse, the versions that changes make, and which requests a canary acts on."""
 
-import io
 from typing import Any
 
 import msgspec
 import pytest
 from model_kit import model
 from refusal_kit import refuses
-from rich.console import Console
 
 from midstream.api.resolve.readings.probes import _tag_of, changed, digest_of
 from midstream.broker.ledger.named.probes import scores_of, unfit, with_policies
-from midstream.client.render.records import listed
 from midstream.schemas.artifacts.probes import Condition, ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.prompts.selectors import HOOKS
@@ -117,16 +114,6 @@ def test_changes_make_versions() -> None:
     assert len({digest_of(each) for each in (first.current, canary, active)}) == 3
     with refuses("capture is not valid for all traffic"):
         changed(policy(CaptureWindow(layers=0)), PolicyChange(all_traffic=True))
-
-
-def test_a_list_of_policies_fits_80_columns() -> None:
-    """No condition, and no heading, is folded."""
-    console = Console(width=80, record=True, file=io.StringIO())
-    long = policy("flag", "stop", all_traffic=True, mode="canary", share=0.1)
-    console.print(listed([msgspec.structs.replace(long, name="refuse-on-deceit")], Policy))
-    said = console.export_text()
-    for word in ("condition", "version", "traffic", "last ≥ 1", "refuse-on-deceit"):
-        assert word in said
 
 
 def test_a_share_without_a_canary_is_refused_by_its_name() -> None:

@@ -90,6 +90,7 @@ def test_the_tokens_that_a_window_searches_are_bounded_over_all_prompts() -> Non
 
 
 MEMORY = {"consumers": ["memory"]}
+ALL_ROWS: dict[str, Any] = {**MEMORY, "positions": "all"}
 
 
 BOTH = {"hooks": {"pre_attn": "all", "post_block": "all"}}
@@ -217,19 +218,27 @@ def test_captures_that_cannot_be_or_do_not_fit_are_refused_by_field(
         resolve()
 
 
-def test_captures_that_just_fit_are_taken() -> None:
-    all_rows = {**MEMORY, "positions": "all"}
-    assert captured(all_rows, 6, max_tokens=7)
-    assert captured({**all_rows, "every_n": 2}, 6, 7, max_tokens=7), "five generated tokens fewer"
-    assert captured({"positions": "all"}, 60), "what goes to files is not bounded by this"
-    assert captured({**MEMORY, "positions": Span(last=2), "layers": 0}, 60)
-    assert captured({**MEMORY, "positions": Span(start=4)}, 6, max_tokens=11), (
-        "two of the prompt, ten of the generated that are fed back"
-    )
-    assert captured({**BOTH, "positions": "all_prompt"}, 60, **STEP), "2 hooks × 4 layers"
-    assert captured(BOTH, 60, speculative_tokens=3, **STEP), "one position, so one row per site"
-    half = STEP | {"capture_row_limit": 4}
-    assert captured({**BOTH, "positions": "all"}, 60, pp=2, **half), "each stage has half of them"
+@pytest.mark.parametrize(
+    ("capture", "lengths", "facts"),
+    [
+        (ALL_ROWS, [6], {"max_tokens": 7}),
+        # five generated tokens fewer
+        ({**ALL_ROWS, "every_n": 2}, [6, 7], {"max_tokens": 7}),
+        ({"positions": "all"}, [60], {}),  # what goes to files is not bounded by this
+        ({**MEMORY, "positions": Span(last=2), "layers": 0}, [60], {}),
+        # two of the prompt, ten of the generated that are fed back
+        ({**MEMORY, "positions": Span(start=4)}, [6], {"max_tokens": 11}),
+        ({**BOTH, "positions": "all_prompt"}, [60], STEP),  # 2 hooks × 4 layers
+        # one position, so one row per site
+        (BOTH, [60], {"speculative_tokens": 3, **STEP}),
+        # each stage has half of them
+        ({**BOTH, "positions": "all"}, [60], {"pp": 2, **STEP, "capture_row_limit": 4}),
+    ],
+)
+def test_captures_that_just_fit_are_taken(
+    capture: dict[str, Any], lengths: list[int], facts: dict[str, Any]
+) -> None:
+    assert captured(capture, *lengths, **facts)
 
 
 def test_the_operator_captures_the_end_of_every_request() -> None:

@@ -14,8 +14,7 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.patches import MAX_PATCH_ROWS, MAX_RUNS
 from midstream.api.resolve.edits.steering import MAX_ENTRIES, resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
-from midstream.schemas.base.records import from_msgpack
-from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from midstream.schemas.base import Tensor, content_hash, from_msgpack, from_numpy, to_numpy
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, SelectorError, Span
 from midstream.schemas.requests.source_runs import ZEROS, RunPrompt, RunView
 from midstream.schemas.requests.specs import (
@@ -529,14 +528,30 @@ def test_what_does_not_fit_prompt_run_or_worker_is_refused(
         call()
 
 
-def test_what_just_fits_prompt_and_worker_is_taken() -> None:
-    many = [patch({"zeros": True}, [place]) for place in range(6)]
-    assert len(entries(*many, *many)) == 12, "many positions, but no token more than four times"
-    apart = [patch({"zeros": True}, [-place]) for place in range(1, 4)]
-    apart += [patch({"zeros": True}, [place, 9]) for place in (0, 1)]
-    assert len(entries(*apart, lengths=(12,))) == 5
+@pytest.mark.parametrize(
+    ("patches", "facts", "count"),
+    [
+        # many positions, but no token more than four times
+        ([patch({"zeros": True}, [place]) for place in range(6)] * 2, {}, 12),
+        (
+            [
+                *(patch({"zeros": True}, [-place]) for place in range(1, 4)),
+                *(patch({"zeros": True}, [place, 9]) for place in (0, 1)),
+            ],
+            {"lengths": (12,)},
+            5,
+        ),
+        ([EVERYWHERE], {"steering_rows": 4, "steering_entries": 16}, 16),
+    ],
+)
+def test_what_just_fits_prompt_and_worker_is_taken(
+    patches: list[PatchSpec], facts: dict[str, Any], count: int
+) -> None:
+    assert len(entries(*patches, **facts)) == count
+
+
+def test_patches_that_meet_in_one_prompt_alone_are_taken() -> None:
     assert len(resolved([*MEETING, patch({"zeros": True}, [4])], [FIFTH], lengths=(12, 11))[0]) == 2
-    assert len(entries(EVERYWHERE, steering_rows=4, steering_entries=16)) == 16
 
 
 # --- How much

@@ -30,9 +30,8 @@ from midstream.broker.ledger.results.readings import readings
 from midstream.client.render.readings import tables
 from midstream.client.sdk.fields import ObservedFields
 from midstream.schemas.artifacts.saes import SaeRequest, StoredSae
-from midstream.schemas.base.errors import invalid
+from midstream.schemas.base import from_json, from_msgpack, invalid, to_json, to_msgpack
 from midstream.schemas.base.limits import MAX_READING_WORK
-from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.extensions import Extension, ReaderTerms
 from midstream.schemas.jobs import jobs, openai
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
@@ -118,10 +117,18 @@ def test_a_lens_that_cannot_be_had_is_refused_by_its_field(
         resolve()
 
 
-def test_what_comes_back_just_fits() -> None:
-    assert resolved(SOME)
-    assert resolved({"top_k": 1}, capture=ROWS)
-    assert resolved({"top_k": 9, "positions": "all_prompt"}, *MANY, memory_limit_kib=64)
+@pytest.mark.parametrize(
+    ("lens", "lengths", "facts"),
+    [
+        (SOME, [], {}),
+        ({"top_k": 1}, [], {"capture": ROWS}),
+        ({"top_k": 9, "positions": "all_prompt"}, MANY, {"memory_limit_kib": 64}),
+    ],
+)
+def test_what_comes_back_just_fits(
+    lens: dict[str, Any], lengths: list[int], facts: dict[str, Any]
+) -> None:
+    assert resolved(lens, *lengths, **facts)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.module_export import entries_of
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.schemas.base import Tensor, content_hash, from_numpy
 from midstream.schemas.base.edit_sizes import EditLimit, strictest
-from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, SelectorError, Span
@@ -290,21 +290,29 @@ def test_what_is_not_valid_or_does_not_fit_is_refused(resolve: Any, field: str, 
         resolve()
 
 
-def test_what_just_fits_is_taken() -> None:
+@pytest.mark.parametrize(
+    "resolve",
+    [
+        lambda: resolved(uses(*(f"m{n}" for n in range(4))), *modules(*FULL)),
+        lambda: resolved(THREE, steering_rows=5, global_steering=GLOBALLY),
+        lambda: resolved(THREE, steering_rows=4),  # alone it fits
+        # no token is in all of them
+        lambda: resolve_module([spec(positions=each) for each in [*FULL, [5]]], model()),
+        lambda: everywhere(*LISTS),
+        lambda: everywhere(*[spec(positions=Span(start=0))] * 1000),  # alone they are no list
+        lambda: everywhere(*THREE[:2], steering_rows=4),
+        lambda: everywhere(spec(layers="all"), steering_entries=2),  # one vector, at four sites
+    ],
+)
+def test_what_just_fits_is_taken(resolve: Any) -> None:
+    assert resolve()
+
+
+def test_the_positions_of_a_request_override_those_of_the_module() -> None:
     assert resolved(
         [SteeringSpec(module="joy", positions=[Span(text="here")])],
         module(spec(positions=[Span(text="gone")])),
-    )[0][0][0].positions == [2], "the request's positions override the module's"
-    assert resolved(uses(*(f"m{n}" for n in range(4))), *modules(*FULL))
-    assert resolved(THREE, steering_rows=5, global_steering=GLOBALLY)
-    assert resolved(THREE, steering_rows=4), "alone it fits"
-    assert resolve_module([spec(positions=each) for each in [*FULL, [5]]], model()), (
-        "no token is in all of them"
-    )
-    assert everywhere(*LISTS)
-    assert everywhere(*[spec(positions=Span(start=0))] * 1000), "alone they are no list"
-    assert everywhere(*THREE[:2], steering_rows=4)
-    assert everywhere(spec(layers="all"), steering_entries=2), "one vector, at four sites"
+    )[0][0][0].positions == [2]
 
 
 def test_a_tenants_limit_is_that_of_its_jobs_and_sweeps_are_refused() -> None:
@@ -359,6 +367,9 @@ def test_modules_are_resolved_to_content_at_admission() -> None:
 
 # field case 27
 @pytest.mark.parametrize(
+    "resolve", [lambda *entries: resolve_module([*entries], model()), everywhere]
+)
+@pytest.mark.parametrize(
     ("entry", "field"),
     [
         (SteeringSpec(module="joy"), "module"),
@@ -374,12 +385,10 @@ def test_modules_are_resolved_to_content_at_admission() -> None:
     ],
 )
 def test_invalid_modules_and_global_steering_name_the_field(
-    entry: SteeringSpec, field: str
+    resolve: Any, entry: SteeringSpec, field: str
 ) -> None:
     with refuses(field=f"steering[1].{field}", status=400):
-        resolve_module([spec(), entry], model())
-    with refuses(field=f"steering[1].{field}", status=400):
-        everywhere(spec(), entry)
+        resolve(spec(), entry)
 
 
 # --- Everyone

@@ -19,7 +19,7 @@ from midstream.api.resolve.positions.windows import with_trigger_tokens, with_wi
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
 from midstream.api.resolve.prompts.text_spans import TextMap
 from midstream.api.resolve.prompts.tokenizer import Codec
-from midstream.schemas.base.records import from_msgpack, to_msgpack
+from midstream.schemas.base import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.selectors import (
@@ -199,13 +199,23 @@ def find(text: str, wish: Any) -> Any:
     return resolve_positions(wish, len(ids), found.find)
 
 
-def test_spans_become_ascending_positions_and_occurrences_count_as_in_python() -> None:
-    assert find(
-        "a b a b", [-1, Span(text="a", occurrence=None), 0, Span(text=" b", occurrence=-1)]
-    ) == [0, 4, 5, 6]
-    assert find("abc", Span(text="b")) == [1]
-    assert find("bbbbb", Span(text="bb", occurrence=1)) == [2, 3]
-    assert find("bbbbb", Span(text="bb", occurrence=None)) == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("text", "wish", "positions"),
+    [
+        (
+            "a b a b",
+            [-1, Span(text="a", occurrence=None), 0, Span(text=" b", occurrence=-1)],
+            [0, 4, 5, 6],
+        ),
+        ("abc", Span(text="b"), [1]),
+        ("bbbbb", Span(text="bb", occurrence=1), [2, 3]),
+        ("bbbbb", Span(text="bb", occurrence=None), [0, 1, 2, 3]),
+    ],
+)
+def test_spans_become_ascending_positions_and_occurrences_count_as_in_python(
+    text: str, wish: Any, positions: list[int]
+) -> None:
+    assert find(text, wish) == positions
 
 
 @pytest.mark.parametrize(

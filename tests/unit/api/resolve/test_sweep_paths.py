@@ -9,7 +9,7 @@ import pytest
 from refusal_kit import refuses
 from test_sweep_plan import ablated, model, pair, plan, refusal
 
-from midstream.schemas.base.errors import MidstreamError, misfit
+from midstream.schemas.base import MidstreamError, misfit
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.sweeps import StoredSweep
 from midstream.schemas.jobs.works import SweepWork
@@ -68,11 +68,20 @@ def test_branches_that_read_what_the_sender_changes_are_held(sender, held) -> No
     assert StoredPath(frozen=["attn", "mlp"]).frozen_sites(*sender, 2) == held
 
 
+@pytest.mark.parametrize(
+    ("sender", "receiver", "reached"),
+    [
+        ((1, "z"), (1, "attn_out"), True),
+        ((1, "post_block"), (2, "q"), True),
+        ((1, "z"), (1, "z"), False),
+        ((1, "z"), (1, "v"), False),
+    ],
+)
+def test_a_sender_reaches_what_is_computed_after_it(sender, receiver, reached) -> None:
+    assert reaches(sender, receiver) is reached
+
+
 def test_only_layers_on_the_path_are_swept() -> None:
-    assert reaches((1, "z"), (1, "attn_out"))
-    assert reaches((1, "post_block"), (2, "q"))
-    assert not reaches((1, "z"), (1, "z"))
-    assert not reaches((1, "z"), (1, "v"))
     assert path_of(**TO_LOGITS).layers == [0, 1, 2, 3]
     assert path_of(
         receivers=[{"layer": 2, "hook": "mlp_out"}, {"layer": 0, "hook": "attn_out"}]
@@ -264,10 +273,21 @@ def test_what_is_no_path_is_refused_by_its_field(
     assert words in detail
 
 
-def test_a_path_needs_its_branches_two_prompts_and_answers_of_one_token() -> None:
-    with refuses(field="path.frozen", allowed="attn"):
-        plan(pair(), hooks=["attn_out"], path=TO_LOGITS)
-    with refuses(field="ablation"):
-        plan(ablated(), info=INFO, ablation="zeros", metric="logprob", path=TO_LOGITS)
-    with refuses("2 tokens", field="pairs[0].answer"):
-        plan(pair(answer=" Paris the"), info=INFO, path=TO_LOGITS)
+@pytest.mark.parametrize(
+    ("asked", "fields", "words", "facts"),
+    [
+        (pair(), {"hooks": ["attn_out"]}, "", {"field": "path.frozen", "allowed": "attn"}),
+        (
+            ablated(),
+            {"info": INFO, "ablation": "zeros", "metric": "logprob"},
+            "",
+            {"field": "ablation"},
+        ),
+        (pair(answer=" Paris the"), {"info": INFO}, "2 tokens", {"field": "pairs[0].answer"}),
+    ],
+)
+def test_a_path_needs_its_branches_two_prompts_and_answers_of_one_token(
+    asked: dict[str, Any], fields: dict[str, Any], words: str, facts: dict[str, str]
+) -> None:
+    with refuses(words, **facts):
+        plan(asked, path=TO_LOGITS, **fields)

@@ -16,9 +16,7 @@ from midstream.api.resolve.prompts.tokenizer import Codec, TooLong
 from midstream.api.resolve.sweeps import prompts as sweep_prompts
 from midstream.api.resolve.sweeps.limits import room_of_cell
 from midstream.api.resolve.sweeps.plan import PlannedSweep, plan_sweep
-from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import from_msgpack
-from midstream.schemas.base.tensors import Tensor, to_numpy
+from midstream.schemas.base import MidstreamError, Tensor, from_msgpack, to_numpy
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import SweepRequest
@@ -603,14 +601,23 @@ def test_columns_beyond_the_cell_limit_are_not_built() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_cells_room_is_that_of_its_widest_window() -> None:
-    assert room_of_cell(plan(window={"layers": 2, "positions": 3}).sweep) == (2, 4), (
-        "<bos> The | Colosseum is skipped"
-    )
-    assert room_of_cell(plan(window={"layers": 2, "positions": 5}, mask=[0]).sweep) == (4, 16)
-    spans = [{"name": "s", "clean": "all_prompt"}]
-    ablation = plan(ablated(spans=spans), ablation="zeros", metric="logprob", mask=[0]).sweep
-    assert room_of_cell(ablation) == (6, 12), "of its patches that change nothing"
+@pytest.mark.parametrize(
+    ("asked", "fields", "room"),
+    [
+        # <bos> The | Colosseum is skipped
+        (pair(), {"window": {"layers": 2, "positions": 3}}, (2, 4)),
+        (pair(), {"window": {"layers": 2, "positions": 5}, "mask": [0]}, (4, 16)),
+        (
+            ablated(spans=[{"name": "s", "clean": "all_prompt"}]),
+            {"ablation": "zeros", "metric": "logprob", "mask": [0]},
+            (6, 12),  # of its patches that change nothing
+        ),
+    ],
+)
+def test_a_cells_room_is_that_of_its_widest_window(
+    asked: Any, fields: dict[str, Any], room: tuple[int, int]
+) -> None:
+    assert room_of_cell(plan(asked, **fields).sweep) == room
 
 
 @pytest.mark.parametrize(
@@ -672,18 +679,23 @@ def test_positions_together_are_one_column_without_those_that_have_no_counterpar
     assert not any("stay as they are" in note for note in plan().sweep.pairs[0].notes)
 
 
-def test_neurons_are_columns_by_set_by_rank_or_by_the_first_ranks() -> None:
+@pytest.mark.parametrize(
+    ("neurons", "found"),
+    [
+        (
+            {"sets": ["0-1,5", 7]},
+            [("neurons 0-1, 5", "0-1, 5", None), ("neuron 7", "7", None)],
+        ),
+        ({"top": [1, 4]}, [("top 1", "", (0, 1)), ("top 4", "", (0, 4))]),
+        ({"each": 2}, [("neuron #1", "", (0, 1)), ("neuron #2", "", (1, 2))]),
+    ],
+)
+def test_neurons_are_columns_by_set_by_rank_or_by_the_first_ranks(
+    neurons: dict[str, Any], found: list[tuple[str, str, tuple[int, int] | None]]
+) -> None:
     everywhere = len(plan(axis="together").sweep.pairs[0].columns[0].places)
-    assert columns(axis="neuron", neurons={"sets": ["0-1,5", 7]}) == [
-        ("neurons 0-1, 5", everywhere, "0-1, 5", None), ("neuron 7", everywhere, "7", None),
-    ]  # fmt: skip
-    assert columns(axis="neuron", neurons={"top": [1, 4]}) == [
-        ("top 1", everywhere, "", (0, 1)),
-        ("top 4", everywhere, "", (0, 4)),
-    ]
-    assert columns(axis="neuron", neurons={"each": 2}) == [
-        ("neuron #1", everywhere, "", (0, 1)),
-        ("neuron #2", everywhere, "", (1, 2)),
+    assert columns(axis="neuron", neurons=neurons) == [
+        (label, everywhere, dims, ranks) for label, dims, ranks in found
     ]
 
 

@@ -470,10 +470,12 @@ def test_negative_layers_count_from_the_models_last(store: ArtifactStore) -> Non
     reader = CaptureReader(store, "job_x")
     np.testing.assert_array_equal(reader.array(-1), reader.array(7))
     np.testing.assert_array_equal(reader.stack([-5, -1]), reader.stack([3, 7]))
-    with refuses("layer 6 was not captured", allowed="[3, 7]"):
-        reader.array(-2)
-    with refuses("below the first layer", allowed="-8 to 7"):
-        reader.array(-9)
+    for layer, words, allowed in (
+        (-2, "layer 6 was not captured", "[3, 7]"),
+        (-9, "below the first layer", "-8 to 7"),
+    ):
+        with refuses(words, allowed=allowed):
+            reader.array(layer)
     with refuses("does not record the number of layers"):
         CaptureReader(store, "older").array(-1)
 

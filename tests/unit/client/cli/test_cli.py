@@ -27,7 +27,7 @@ from midstream.schemas.access.webhooks import (
     SecretList,
     WebhookDelivery,
 )
-from midstream.schemas.base.records import from_json
+from midstream.schemas.base import from_json
 from midstream.schemas.requests.source_runs import RunPage, RunView
 
 ROOT = Path(main.__file__).parents[2]
@@ -61,16 +61,18 @@ def told_commands() -> Iterator[tuple[str, list[str]]]:
     """(File, words behind `midstream`) of each command that our pages, messages and the page in
     the browser tell of.
     """
-    told = r"(?:`|^\$ |\$\()(?:[A-Z_]+=\S+ )*midstream ([a-z][^`\n#;)…]*)"
+    told = (
+        r"(?:`|^(?:\$ )?|\$\(|[|&] )(?:[A-Z_]+=\S+ )*(?:\S*/)?midstream (?!\w+:)"
+        r"""([a-z](?:'[^'\n]*'|"[^"\n]*"|[^`\n#;)…|&<>])*)"""
+    )
     sources = {
-        "README.md": told,
-        "docs/**/*.md": told,
+        **dict.fromkeys(("README.md", "CONTRIBUTING.md", "PACKAGE.md", "docs/**/*.md"), told),
         **{f"{part}/**/*.py": told for part in ("api", "broker", "client", "workers")},
         "api/assets/page/views/*.js": r'command: "midstream ([a-z ]+)',
     }
     for pattern, form in sources.items():
         for file in ROOT.glob(pattern):
-            for words in re.findall(form, file.read_text(), re.MULTILINE):
+            for words in re.findall(form, file.read_text().replace("\\\n", " "), re.MULTILINE):
                 yield file.name, words.split()
 
 

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from zlib_ng import zlib_ng
 
 from midstream import harvest as reading
+from midstream.schemas.base import from_json, to_json
 from midstream.schemas.base.dtypes import float32_to_bfloat16
-from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.harvest_order import row_order
 from midstream.schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
@@ -125,14 +125,12 @@ def test_rows_keys_and_documents_are_read_by_number(uri: str) -> None:
         assert np.array_equal(made.rows(index, 5)[:, 0], value(keys.documents, keys.positions, 5))
     assert made.rows(17, 2).shape == made.rows(17, 2, "resid_post").shape == (WIDTH,)
     assert made.rows([], 2).shape == (0, WIDTH)
-    with pytest.raises(IndexError, match=f"^row {-ROWS - 1} is out of range"):
-        made.rows([3, -ROWS - 1], 2)
-    with pytest.raises(IndexError, match="out of range"):
-        made.rows(ROWS, 2)
-    with refuses("several sites"):
-        made.rows(0)
-    with refuses("no site of layer 3"):
-        made.rows(0, 3)
+    for index, row in (([3, -ROWS - 1], -ROWS - 1), (ROWS, ROWS)):
+        with pytest.raises(IndexError, match=f"^row {row} is out of range"):
+            made.rows(index, 2)
+    for layer, words in ((None, "several sites"), (3, "no site of layer 3")):
+        with refuses(words):
+            made.rows(0, layer)
     keys, rows = reading.open(uri).document(23, 2)
     assert keys.positions.tolist() == list(range(TOKENS))
     assert rows[:, 0].tolist() == value(23, np.arange(TOKENS), 2).tolist()

@@ -30,8 +30,7 @@ from midstream.client import values
 from midstream.client.sdk import registered, wire
 from midstream.client.sdk.service import key_request
 from midstream.schemas.access.keys import KeyId
-from midstream.schemas.base.records import to_json
-from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.base import from_numpy, to_json
 from midstream.schemas.jobs.jobs import JobRequest, SamplingRequest, State
 from midstream.schemas.jobs.openai import CompletionRequest
 from midstream.schemas.jobs.sweeps import SweepRequest
@@ -169,20 +168,26 @@ def test_one_entry_stands_for_a_list_of_one() -> None:
     assert [entry.layers for entry in registered.entries_of({"post_block.3": VECTOR})] == [3]
 
 
-def test_spans_and_hooks_may_stand_alone_or_in_a_list() -> None:
-    assert job(capture={"positions": {"text": "Tower"}}).capture == CaptureSpec(
-        positions=Span(text="Tower")
-    )
-    assert job(capture={"positions": [{"text": "Tower"}, np.int64(-1)]}).capture == CaptureSpec(
-        positions=[Span(text="Tower"), -1]
-    )
-    assert job(
-        capture={"hooks": ["resid_pre", "mlp_out"], "layers": range(2)}
-    ).capture == CaptureSpec(hooks={"resid_pre": [0, 1], "mlp_out": [0, 1]})
-    assert job(capture={"hooks": "mlp_out"}).capture == CaptureSpec(hooks={"mlp_out": "all"})
-    assert job(capture={"hooks": {"mlp_out": range(2)}}).capture == CaptureSpec(
-        hooks={"mlp_out": [0, 1]}
-    )
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"positions": {"text": "Tower"}}, {"positions": Span(text="Tower")}),
+        (
+            {"positions": [{"text": "Tower"}, np.int64(-1)]},
+            {"positions": [Span(text="Tower"), -1]},
+        ),
+        (
+            {"hooks": ["resid_pre", "mlp_out"], "layers": range(2)},
+            {"hooks": {"resid_pre": [0, 1], "mlp_out": [0, 1]}},
+        ),
+        ({"hooks": "mlp_out"}, {"hooks": {"mlp_out": "all"}}),
+        ({"hooks": {"mlp_out": range(2)}}, {"hooks": {"mlp_out": [0, 1]}}),
+    ],
+)
+def test_spans_and_hooks_may_stand_alone_or_in_a_list(
+    given: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    assert job(capture=given).capture == CaptureSpec(**meant)
 
 
 def test_a_full_name_of_transformer_lens_stands_for_a_hook_and_its_layer() -> None:

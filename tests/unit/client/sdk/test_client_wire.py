@@ -25,9 +25,10 @@ from midstream import (
     VersionMismatch,
     __version__,
 )
+from midstream.client import values
 from midstream.client.sdk import wire
 from midstream.client.sdk.answers import download
-from midstream.schemas.base.errors import invalid
+from midstream.schemas.base import invalid
 from midstream.schemas.jobs.jobs import JobRequest, State
 from midstream.schemas.requests.source_runs import RunPage, RunView
 from midstream.schemas.requests.steering import GlobalView, ModuleView
@@ -117,9 +118,9 @@ def test_invalid_names_cannot_change_the_request_path(name: str) -> None:
 def test_patches_go_with_jobs_completions_and_chats() -> None:
     patch = [{"layers": 3, "positions": [5], "source": "clean"}]
     spec = PatchSpec(layers=3, positions=[5], source=PatchSource(run="clean"))
-    assert wire.job_request(None, {"model": "m", "prompts": "x", "patch": patch}) == JobRequest(
-        model="m", prompts=["x"], patch=[spec]
-    )
+    assert values.request(
+        None, {"model": "m", "prompts": "x", "patch": patch}, JobRequest
+    ) == JobRequest(model="m", prompts=["x"], patch=[spec])
     answer = {"choices": [{"index": 0, "text": "y", "finish_reason": "length"}]}
     with server(reply(answer)) as (url, seen), Client(url) as client:
         client.completion("m", "x", patch=patch)

@@ -17,18 +17,20 @@ from map_kit import Jobs, serving
 from refusal_kit import refuses
 
 from midstream import AsyncClient, Client, Mapped, MidstreamError
+from midstream.client import values
 from midstream.client.sdk import wire
 from midstream.client.sdk.mapping import key as map_key, map as mapping
 from midstream.client.sdk.mapping.cache import MapCache
 from midstream.client.sdk.mapping.map import sliced
 from midstream.schemas.artifacts.loras import LoraUse
 from midstream.schemas.artifacts.probes import ProbeResult
-from midstream.schemas.base.errors import Problem, invalid
+from midstream.schemas.base import Problem, invalid
 from midstream.schemas.jobs.jobs import (
     CaptureResults,
     ConsumerReport,
     Determinism,
     FileEntry,
+    JobRequest,
     JobResult,
     JobView,
     Output,
@@ -468,7 +470,7 @@ def test_a_prompts_share_is_what_the_job_reports_of_it(number: int) -> None:
 
 
 def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
-    request = wire.job_request(
+    request = values.request(
         None,
         {
             "model": "m",
@@ -486,6 +488,7 @@ def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
             "lens": {"layers": 1, "tuned": "lens"},
             "lora": "french",
         },
+        JobRequest,
     )
     kinds = {
         "module": ["calm", "joy", "row"],
@@ -557,8 +560,8 @@ def test_a_service_that_reports_no_identity_is_not_mapped_over(card: dict[str, A
 
 
 def test_keys_cover_contents_order_and_attempts() -> None:
-    request = wire.job_request(
-        None, {"model": "m", "prompts": ["-"], "steering": [{"module": "joy"}]}
+    request = values.request(
+        None, {"model": "m", "prompts": ["-"], "steering": [{"module": "joy"}]}, JobRequest
     )
     keys = {
         map_key.base(request, identity, {("module", "joy"): digest}, "")

@@ -19,9 +19,7 @@ from midstream.client.notebook import Listing, install
 from midstream.client.render.notebook import html
 from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.readings import Lens
-from midstream.schemas.base import records as base
-from midstream.schemas.base.errors import Problem
-from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base import Problem, from_json, records as base, to_json
 from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 from midstream.schemas.jobs.jobs import JobPage
 from midstream.schemas.jobs.sweeps import SweepResult

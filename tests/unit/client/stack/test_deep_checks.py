@@ -22,7 +22,7 @@ from midstream.client.stack.checks.finding import (
     judge,
 )
 from midstream.client.stack.checks.table import of
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 from midstream.schemas.settings.settings import Settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 

@@ -25,8 +25,8 @@ from midstream.client import vectors
 from midstream.client.cli import options
 from midstream.client.vectors import array_files, files
 from midstream.client.vectors.gguf import write as write_gguf
+from midstream.schemas.base import Tensor, from_numpy, to_numpy
 from midstream.schemas.base.limits import MAX_FILE_TENSORS
-from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
 from midstream.storage.formats import module_files
 
 JOY = np.linspace(-1, 1, 8, dtype=np.float32)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import redis
 
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine import nodes
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from wait_kit import settled
 
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 from midstream.workers.engine.prompts import format_check
 from midstream.workers.engine.prompts.format_check import FormatChecker, FormatsBusy
 
@@ -32,11 +33,6 @@ class Checker(FormatChecker):
     def of(self, regex: str, tenant: str = "a", job: str = "") -> "asyncio.Task[None]":
         params = SimpleNamespace(structured_outputs=SimpleNamespace(regex=regex))
         return asyncio.create_task(self.check(params, tenant, job or regex))
-
-
-async def settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_formats_that_are_known_do_not_wait_for_one_that_is_being_checked() -> None:

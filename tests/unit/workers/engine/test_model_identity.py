@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from refusal_kit import refuses
 
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base import MidstreamError
 from midstream.schemas.settings.settings import load_settings
 from midstream.workers.engine import model_identity
 from midstream.workers.engine.model_identity import FileDigests, identity_of

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from refusal_kit import refuses
+from wait_kit import settled
 
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.storage.formats.sae_files import CONFIG, WEIGHTS
@@ -55,12 +56,6 @@ def saes(ranks: Loaded, tmp_path: Path) -> RankSaes:
 
 def release(saes: RankSaes, *held: StoredSae) -> None:
     saes.release(sae.digest for sae in held)
-
-
-async def settled() -> None:
-    """Let everybody do what can be done now."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_a_waiting_request_that_is_cancelled_holds_nothing(

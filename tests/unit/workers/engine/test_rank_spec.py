@@ -77,14 +77,14 @@ def test_requests_untouched_by_global_steering_are_reported() -> None:
     assert (spec.steering, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
 
 
-def test_first_touched_position_covers_global_and_own_entries() -> None:
-    assert (
-        told(9, global_steering(template("a", [5])), template("b").stored([3])).first_affected == 3
-    )
-    assert (
-        told(9, global_steering(template("a", [2])), template("b").stored([3])).first_affected == 2
-    )
-    assert told(9, global_steering(template("a", "all_generated"))).first_affected == 9
+@pytest.mark.parametrize(
+    ("globally", "own", "first"), [([5], [[3]], 3), ([2], [[3]], 2), ("all_generated", [], 9)]
+)
+def test_first_touched_position_covers_global_and_own_entries(
+    globally: RequestedPositions, own: list[list[int]], first: int
+) -> None:
+    entries = [template("b").stored(positions) for positions in own]
+    assert told(9, global_steering(template("a", globally)), *entries).first_affected == first
 
 
 @pytest.mark.parametrize(

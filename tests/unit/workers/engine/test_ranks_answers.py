@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from wait_kit import settled
 
-from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.base import MidstreamError, content_hash, from_numpy
 from midstream.workers.engine.admission import (
     CaptureBudget,
     CellSlots,
@@ -93,12 +93,6 @@ def hold(gate: Any, demand: Any, done: asyncio.Event) -> "asyncio.Task[None]":
             await done.wait()
 
     return asyncio.create_task(use())
-
-
-async def settled() -> None:
-    """Let everybody do what can be done now."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice() -> None:

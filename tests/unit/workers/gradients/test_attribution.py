@@ -148,13 +148,19 @@ def test_recovered_is_a_share_of_the_difference(points_of: PointsOf) -> None:
     )
 
 
-def test_pairs_without_a_slope_are_refused(points_of: PointsOf) -> None:
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"metric": "kl", "direction": "noise"}, "gradient of zero"),
+        ({"metric": "recovered", "pair": {"source": BASE}}, "differ too little"),
+    ],
+)
+def test_pairs_without_a_slope_are_refused(
+    points_of: PointsOf, fields: dict[str, Any], words: str
+) -> None:
     points = points_of("llama")
-    with pytest.raises(PairError, match="gradient of zero"):
-        estimate_pair(points, sweep(points, ["z"], metric="kl", direction="noise"), 0)
-    same = sweep(points, ["z"], metric="recovered", pair={"source": BASE})
-    with pytest.raises(PairError, match="differ too little"):
-        estimate_pair(points, same, 0)
+    with pytest.raises(PairError, match=words):
+        estimate_pair(points, sweep(points, ["z"], **fields), 0)
 
 
 def test_pair_that_is_not_finite_fails_alone(points_of: PointsOf) -> None:

@@ -123,12 +123,23 @@ def test_a_fit_job_writes_a_folder_that_can_be_registered(
     torch.testing.assert_close(torch.from_numpy(found), jacobians[2].T @ head)
 
 
-def test_too_few_prompts_and_layers_without_a_map_are_refused() -> None:
-    points = tiny("llama")
-    with pytest.raises(ValueError, match=r"8 of 16 .* rank 4 needs at least 4 prompts"):
-        fit_jacobian_lens(points, [*corpus(2), [1, 2]], [0], JacobianFit(skip_first=SKIP, rank=4))
-    with pytest.raises(ValueError, match="valid: some of 0 to 2"):
-        fit_jacobian_lens(points, corpus(1), [3], JacobianFit())
+@pytest.mark.parametrize(
+    ("prompts", "layers", "fit", "words"),
+    [
+        (
+            [*corpus(2), [1, 2]],
+            [0],
+            JacobianFit(skip_first=SKIP, rank=4),
+            r"8 of 16 .* rank 4 needs at least 4 prompts",
+        ),
+        (corpus(1), [3], JacobianFit(), "valid: some of 0 to 2"),
+    ],
+)
+def test_too_few_prompts_and_layers_without_a_map_are_refused(
+    prompts: list[list[int]], layers: list[int], fit: JacobianFit, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        fit_jacobian_lens(tiny("llama"), prompts, layers, fit)
 
 
 def test_a_fit_ends_with_what_its_check_raises() -> None:

@@ -1,24 +1,40 @@
 """Does an exception in a run become the problem that says most?"""
 
-from midstream.schemas.base.errors import MidstreamError
+import pytest
+
+from midstream.schemas.base import MidstreamError
 from midstream.workers.serving.attempts import problem_of
 
-
-def test_a_typed_error_keeps_kind_and_detail() -> None:
-    problem = problem_of(MidstreamError("intervention_failed", "rank 1: no memory"))
-    assert (problem.type, problem.detail) == (
-        "urn:midstream:intervention_failed",
-        "rank 1: no memory",
-    )
+FULL = MidstreamError("capture_failed", "disk full")
 
 
-def test_of_a_group_the_typed_error_counts() -> None:
-    group = BaseExceptionGroup(
-        "", [KeyError("x"), ExceptionGroup("", [MidstreamError("capture_failed", "disk full")])]
-    )
-    assert problem_of(group).type == "urn:midstream:capture_failed"
-
-
-def test_anything_else_is_internal_and_named() -> None:
-    problem = problem_of(ExceptionGroup("", [ZeroDivisionError("division by zero")]))
-    assert (problem.status, problem.detail) == (500, "ZeroDivisionError: division by zero")
+@pytest.mark.parametrize(
+    ("error", "kind", "status", "detail"),
+    [
+        (
+            MidstreamError("intervention_failed", "rank 1: no memory"),
+            "intervention_failed",
+            500,
+            "rank 1: no memory",
+        ),
+        (
+            BaseExceptionGroup("", [KeyError("x"), ExceptionGroup("", [FULL])]),
+            "capture_failed",
+            500,
+            "disk full",
+        ),
+        (
+            ExceptionGroup("", [ZeroDivisionError("division by zero")]),
+            "internal",
+            500,
+            "ZeroDivisionError: division by zero",
+        ),
+    ],
+    ids=["typed", "in a group", "any other"],
+)
+def test_a_typed_error_counts_and_any_other_is_internal_and_named(
+    error: BaseException, kind: str, status: int, detail: str
+) -> None:
+    problem = problem_of(error)
+    assert (problem.type, problem.status) == (f"urn:midstream:{kind}", status)
+    assert problem.detail == detail

@@ -1,9 +1,12 @@
 """The spec of a request in vLLM's sampling parameters."""
 
 from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from midstream import __version__
-from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base import to_msgpack
 from midstream.schemas.requests.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.workers.runner.base.packed_spec import pack, packed_spec, unpack
 
@@ -67,10 +70,12 @@ def test_rank_specs_survive_the_engine_rpc_unchanged() -> None:
     assert unpack(packed) == (spec, "")
 
 
-def test_requests_without_a_part_for_ranks_have_no_spec() -> None:
-    assert packed_spec(None) is None
-    assert packed_spec(SimpleNamespace(extra_args=None)) is None
-    assert packed_spec(SimpleNamespace(extra_args={"other": 1})) is None
+@pytest.mark.parametrize(
+    "params",
+    [None, SimpleNamespace(extra_args=None), SimpleNamespace(extra_args={"other": 1})],
+)
+def test_requests_without_a_part_for_ranks_have_no_spec(params: Any) -> None:
+    assert packed_spec(params) is None
 
 
 def test_unreadable_specs_name_their_request_and_say_why() -> None:

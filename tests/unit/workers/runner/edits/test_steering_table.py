@@ -168,26 +168,30 @@ def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: li
     assert same(left(rank, edits), wanted)
 
 
-def test_a_full_replacement_after_a_masked_one_at_a_site_gets_a_full_mask() -> None:
-    def written(*entries: tuple[OpFamily, int]) -> list[list[tuple[OpFamily, list[str]]]]:
-        edits = [
-            steering(["v", "m"] if family == "replace_masked" else "v", [layer], family=family)
-            for family, layer in entries
-        ]
-        return [[(e.family, e.tensors) for e in row.entries] for row in steering_rows(edits)]
+FULL, MASKED, ALL_OF = (
+    ("replace", ["v"]),
+    ("replace_masked", ["v", "m"]),
+    ("replace_masked", ["v", ONES]),
+)
 
-    full, masked, all_of = (
-        ("replace", ["v"]),
-        ("replace_masked", ["v", "m"]),
-        ("replace_masked", ["v", ONES]),
-    )
-    assert written(("replace", 0), ("replace_masked", 0)) == [[full, masked]]
-    assert written(("replace_masked", 0), ("replace", 1)) == [[masked, full]]
-    assert written(("replace_masked", 0), ("replace", 0)) == [[masked], [all_of]]
-    assert written(("replace", 0), ("replace_masked", 0), ("replace", 0)) == [
-        [full, masked],
-        [all_of],
+
+@pytest.mark.parametrize(
+    ("written", "rows"),
+    [
+        ([("replace", 0), ("replace_masked", 0)], [[FULL, MASKED]]),
+        ([("replace_masked", 0), ("replace", 1)], [[MASKED, FULL]]),
+        ([("replace_masked", 0), ("replace", 0)], [[MASKED], [ALL_OF]]),
+        ([("replace", 0), ("replace_masked", 0), ("replace", 0)], [[FULL, MASKED], [ALL_OF]]),
+    ],
+)
+def test_a_full_replacement_after_a_masked_one_at_a_site_gets_a_full_mask(
+    written: list[tuple[OpFamily, int]], rows: list[list[tuple[OpFamily, list[str]]]]
+) -> None:
+    edits = [
+        steering(["v", "m"] if family == "replace_masked" else "v", [layer], family=family)
+        for family, layer in written
     ]
+    assert [[(e.family, e.tensors) for e in row.entries] for row in steering_rows(edits)] == rows
 
 
 # -- rows of source runs
@@ -264,36 +268,41 @@ def test_a_row_of_a_run_that_is_gone_is_refused_and_takes_nothing(tmp_path: Path
     assert (rank.table.used, rank.table.entries_used) == before
 
 
-def test_entries_take_a_row_of_their_own_only_where_order_needs_it() -> None:
-    def rows(*written: tuple[OpFamily, Any, int]) -> list[list[OpFamily]]:
-        edits = [
-            steering("v", [layer], "pre_attn", positions, family)
-            for family, positions, layer in written
-        ]
-        return [[e.family for e in row.entries] for row in steering_rows(edits)]
-
-    assert rows(("ablate", "all", 0), ("add", "all", 0), ("ablate", "all", 1)) == [
-        ["ablate", "add", "ablate"]
+@pytest.mark.parametrize(
+    ("written", "rows"),
+    [
+        (
+            [("ablate", "all", 0), ("add", "all", 0), ("ablate", "all", 1)],
+            [["ablate", "add", "ablate"]],
+        ),
+        ([("ablate", "all", 0), ("ablate", "all", 0)], [["ablate"], ["ablate"]]),
+        (
+            [("ablate", "all", 0), ("ablate", [1], 0), ("add", "all", 0)],
+            [["ablate", "add"], ["ablate"]],
+        ),
+        (
+            [("clamp", "all", 0), ("clamp", "all", 0), ("ablate", "all", 0)],
+            [["clamp"], ["clamp", "ablate"]],
+        ),
+        (
+            [("replace", "all", 0), ("replace", "all", 0), ("replace", [1], 0)],
+            [["replace", "replace"], ["replace"]],
+        ),
+        (
+            [("replace", "all", 0), ("replace", [1], 0), ("replace", "all", 0)],
+            [["replace"], ["replace"], ["replace"]],
+        ),
+        ([("add", "all", 0), ("add", [1], 0), ("add", "all", 0)], [["add", "add"], ["add"]]),
+    ],
+)
+def test_entries_take_a_row_of_their_own_only_where_order_needs_it(
+    written: list[tuple[OpFamily, Any, int]], rows: list[list[OpFamily]]
+) -> None:
+    edits = [
+        steering("v", [layer], "pre_attn", positions, family)
+        for family, positions, layer in written
     ]
-    assert rows(("ablate", "all", 0), ("ablate", "all", 0)) == [["ablate"], ["ablate"]]
-    assert rows(("ablate", "all", 0), ("ablate", [1], 0), ("add", "all", 0)) == [
-        ["ablate", "add"],
-        ["ablate"],
-    ]
-    assert rows(("clamp", "all", 0), ("clamp", "all", 0), ("ablate", "all", 0)) == [
-        ["clamp"],
-        ["clamp", "ablate"],
-    ]
-    assert rows(("replace", "all", 0), ("replace", "all", 0), ("replace", [1], 0)) == [
-        ["replace", "replace"],
-        ["replace"],
-    ]
-    assert rows(("replace", "all", 0), ("replace", [1], 0), ("replace", "all", 0)) == [
-        ["replace"],
-        ["replace"],
-        ["replace"],
-    ]
-    assert rows(("add", "all", 0), ("add", [1], 0), ("add", "all", 0)) == [["add", "add"], ["add"]]
+    assert [[e.family for e in row.entries] for row in steering_rows(edits)] == rows
 
 
 def test_a_row_counts_the_entries_that_the_table_gives_it() -> None:
@@ -521,11 +530,20 @@ def test_gaps_are_closed_only_when_a_row_would_not_fit_behind_the_last() -> None
     assert int(buffers.site_rows[1, PLACE["add"], 4]) == 17
 
 
-def test_fingerprints_cover_any_dtype_and_strides() -> None:
-    """Also those of a stage without a layer."""
-    numbers = torch.arange(24, dtype=torch.int32).view(2, 3, 4)
-    assert crc32_of(numbers[:, :, 1]) == zlib.crc32(numbers[:, :, 1].numpy().tobytes())
-    assert crc32_of(numbers[:1, :1, 1]) == zlib.crc32(numbers[:1, :1, 1].numpy().tobytes())
-    assert crc32_of(numbers[:0, :, 1]) == 0
-    halves = numbers.to(torch.bfloat16)
-    assert crc32_of(halves[0], halves[1]) == zlib.crc32(halves.view(torch.int16).numpy().tobytes())
+NUMBERS = torch.arange(24, dtype=torch.int32).view(2, 3, 4)
+HALVES = NUMBERS.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "content"),
+    [
+        ([NUMBERS[:, :, 1]], NUMBERS[:, :, 1].numpy().tobytes()),
+        ([NUMBERS[:1, :1, 1]], NUMBERS[:1, :1, 1].numpy().tobytes()),
+        ([NUMBERS[:0, :, 1]], b""),  # of a stage without a layer
+        ([HALVES[0], HALVES[1]], HALVES.view(torch.int16).numpy().tobytes()),
+    ],
+)
+def test_fingerprints_cover_any_dtype_and_strides(
+    tensors: list[torch.Tensor], content: bytes
+) -> None:
+    assert crc32_of(*tensors) == zlib.crc32(content)

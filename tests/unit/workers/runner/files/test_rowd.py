@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 import pytest
 from plane_kit import Rig, capturing, run
 from rank_kit import stream_of
+from wait_kit import wait_until
 
 from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.files.streams import RecordingFile
@@ -27,13 +27,6 @@ from midstream.workers.runner.rows.delivery import ForwardedReceipts
 def process_of(rig: Rig) -> subprocess.Popen[bytes]:
     process: subprocess.Popen[bytes] = rig.plane._delivery._far._process  # type: ignore[attr-defined]
     return process
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.slow("a rank that closes waits for a relay")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from capture_kit import HIDDEN, finished, values
 from midstream_fake_engine.rank_faults import Faults, wrap_writer
+from wait_kit import wait_until
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client import CaptureReader
@@ -132,9 +133,7 @@ def test_captures_do_not_wait_for_the_store_of_a_harvest_or_for_readings(
     for request in range(8):
         desk.submit(late(answers), request=request, work=work)
     desk.submit(capture(), request=8)
-    until = time.monotonic() + 60
-    while not desk.receipts and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: desk.receipts)
     assert [(told.request, told.status) for told in desk.receipts] == [(8, "ok")]
     answers.set()
     assert desk.close().keys() == set(range(9))
@@ -271,9 +270,7 @@ def test_a_receipt_does_not_wait_for_what_comes_after_it(desk: Desk) -> None:
     """Each is on its way when its own group is durable, however much is being written behind it."""
     free = threading.Event()
     desk.submit(capture(request=0), request=0)
-    deadline = time.monotonic() + 60
-    while not desk.receipts and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_until(lambda: desk.receipts)
     desk.submit(late(free, request=1), request=1)
     assert [receipt.request for receipt in desk.receipts] == [0]
     assert desk.writer.busy()
@@ -527,10 +524,7 @@ def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
     assert "has been busy" in apart.consume([finished(), finished(request=1)])[1].error
     assert time.monotonic() - start < 10, "nobody sits out the patience again"
     let_go.set()
-    deadline = time.monotonic() + 60
-    while apart.consume([finished()])[0].error:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not apart.consume([finished()])[0].error)
     assert hanging.calls == 2
 
 
@@ -544,8 +538,6 @@ def test_row_memory_is_freed_once_the_receipt_is_queued(desk: Desk) -> None:
 
     for request in range(5):
         desk.submit(build, request=request)
-    deadline = time.monotonic() + 60
-    while desk.writer.busy() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_until(lambda: not desk.writer.busy())
     assert [ref() for ref in made] == [None] * 5
     desk.close()

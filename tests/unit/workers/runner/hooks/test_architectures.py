@@ -5,7 +5,7 @@ the checkpoints?
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -259,23 +259,22 @@ def test_launches_per_layer_before_and_after(name: str) -> None:
     assert (sites, traced, python) == PER_LAYER[name]
 
 
-def test_groups_follow_from_the_installed_hooks() -> None:
-    llama = VARIANTS["LlamaForCausalLM"]
-
-    def groups(*hooks: Hook, next_layer: bool = True) -> list[tuple[Hook, ...]]:
-        return launch_groups(llama, hooks, next_layer=next_layer)
-
-    assert groups(*HOOKS) == PAIRS
-    assert groups(*HOOKS, next_layer=False) == [
-        *PAIRS[:2],
-        ("mlp_out", "post_block"),
-        ("pre_attn",),
-    ]
-    assert groups("post_block", "pre_attn") == [("post_block", "pre_attn")]
-    assert groups("mlp_out", "pre_attn") == [("mlp_out", "pre_attn")]
-    assert groups("attn_out", "mlp_out") == [("attn_out",), ("mlp_out",)]
-    assert groups("post_attn", "pre_attn") == [("post_attn",), ("pre_attn",)]
-    assert groups() == []
+@pytest.mark.parametrize(
+    ("hooks", "next_layer", "groups"),
+    [
+        (HOOKS, True, PAIRS),
+        (HOOKS, False, [*PAIRS[:2], ("mlp_out", "post_block"), ("pre_attn",)]),
+        (["post_block", "pre_attn"], True, [("post_block", "pre_attn")]),
+        (["mlp_out", "pre_attn"], True, [("mlp_out", "pre_attn")]),
+        (["attn_out", "mlp_out"], True, [("attn_out",), ("mlp_out",)]),
+        (["post_attn", "pre_attn"], True, [("post_attn",), ("pre_attn",)]),
+        ([], True, []),
+    ],
+)
+def test_groups_follow_from_the_installed_hooks(
+    hooks: Sequence[Hook], next_layer: bool, groups: list[tuple[Hook, ...]]
+) -> None:
+    assert launch_groups(VARIANTS["LlamaForCausalLM"], hooks, next_layer=next_layer) == groups
 
 
 def test_a_layer_that_is_not_handed_on_as_it_is_shares_nothing_with_the_next() -> None:

@@ -407,16 +407,19 @@ def launches(adapter: Adapter, *, always: bool, layers: int = 2) -> int:
     return counted.count
 
 
-def test_launches_of_a_forward_before_and_after() -> None:
-    assert launches(HANDED_ON, always=True, layers=4) == 4 * 3 + 1, (
-        "the stream that enters the first layer is a launch of its own"
-    )
-    assert launches(HANDED_ON, always=False, layers=4) == 4 * 4, (
-        "re-entry begins before pre_attn, which stays alone"
-    )
-    assert launches(PAIR, always=True, layers=4) == 4 * 4, "not known to hand on what a layer gives"
-    assert launches(SINGLE_HANDED_ON, always=True, layers=4) == 4 * 5 + 1
-    assert launches(SINGLE, always=True, layers=4) == 4 * 6
+@pytest.mark.parametrize(
+    ("adapter", "always", "count"),
+    [
+        # the stream that enters the first layer is a launch of its own
+        (HANDED_ON, True, 4 * 3 + 1),
+        (HANDED_ON, False, 4 * 4),  # re-entry begins before pre_attn, which stays alone
+        (PAIR, True, 4 * 4),  # not known to hand on what a layer gives
+        (SINGLE_HANDED_ON, True, 4 * 5 + 1),
+        (SINGLE, True, 4 * 6),
+    ],
+)
+def test_launches_of_a_forward_before_and_after(adapter: Any, always: bool, count: int) -> None:
+    assert launches(adapter, always=always, layers=4) == count
 
 
 @EVERY_FORWARD

@@ -23,14 +23,12 @@ from midstream.schemas.requests.specs import (
     StoredSteering,
 )
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
+from midstream.workers.runner.plane.grading import KEPT, Grading, tap
 from midstream.workers.runner.plane.reentry import (
-    KEPT,
-    Grading,
     Reentry,
     ReentryGate,
     first_layer,
     install_gate,
-    tap,
 )
 from midstream.workers.runner.plane.reports import lacking
 from midstream.workers.runner.plane.step_parts import RanStep, StepBatch
@@ -200,7 +198,7 @@ def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
     np.testing.assert_allclose(tracked.graded(), truth(sampled)[0, [3, 7]], atol=1e-6)
 
 
-HIDDEN, BLOCK, PROMPT = 8, 4, 10
+HIDDEN, BLOCK, TOKENS = 8, 4, 10
 CAPTURE = StoredCapture(sites={"post_block": [3]}, positions="all", tag="t")
 
 
@@ -230,7 +228,7 @@ def cell(
             "job": "c",
             "request": 0,
             "attempt": 1,
-            "prompt_tokens": PROMPT,
+            "prompt_tokens": TOKENS,
             "digest": "d",
         }
         | fields
@@ -244,51 +242,43 @@ def begins(*step: tuple[RankSpec | None, int, int]) -> int:
     )
 
 
-WHOLE = (0, PROMPT)
-FROM_BLOCK = (4, PROMPT - 4)
-
-
-def test_a_step_of_cells_begins_at_the_lowest_layer_that_one_of_them_patches() -> None:
-    assert begins((cell(5), *FROM_BLOCK)) == 5
-    assert begins((cell(5), *FROM_BLOCK), (cell(2), 6, 4), (cell(7), *FROM_BLOCK)) == 2
+WHOLE = (0, TOKENS)
+FROM_BLOCK = (4, TOKENS - 4)
 
 
 @pytest.mark.parametrize(
-    "beside",
+    ("step", "first"),
     [
-        (None, 3, 1),
-        (cell(entry=None), *FROM_BLOCK),
-        (cell(), 4, 3),
-        (cell(), *WHOLE),
-        (cell(captures=[CAPTURE]), *FROM_BLOCK),
-        (cell(at=[2, 1]), *FROM_BLOCK),
-        (cell(0), *FROM_BLOCK),
-    ],
-    ids=[
-        "an ordinary one",
-        "no entry",
-        "a chunk",
-        "shared blocks",
-        "a capture",
-        "patched below",
-        "layer 0",
+        ([(cell(5), *FROM_BLOCK)], 5),
+        # the lowest layer that one of the cells patches
+        ([(cell(5), *FROM_BLOCK), (cell(2), 6, 4), (cell(7), *FROM_BLOCK)], 2),
+        # blocks before the first that is touched are filled in full
+        ([(cell(first_affected=3, steering=[patch([2], [3])]), *WHOLE)], 2),
+        ([(cell(first_affected=4, steering=[patch([2], [4])]), *WHOLE)], 0),
+        ([(cell(first_affected=-1, steering=[]), *WHOLE)], 2),
+        # a job's own runs have the layers of all its cells, and others may not
+        ([(cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "j.7.base"), *FROM_BLOCK)], 2),
+        ([(cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "k.0.base"), *FROM_BLOCK)], 0),
+        ([(cell(at, f"{job}.0.base"), *FROM_BLOCK) for job in "jk" for at in (2, 5)], 2),
+        # one request needs the layers below
+        *(
+            ([(cell(5), *FROM_BLOCK), beside], 0)
+            for beside in (
+                (None, 3, 1),  # an ordinary one
+                (cell(entry=None), *FROM_BLOCK),
+                (cell(), 4, 3),  # a chunk
+                (cell(), *WHOLE),  # shared blocks
+                (cell(captures=[CAPTURE]), *FROM_BLOCK),
+                (cell(at=[2, 1]), *FROM_BLOCK),  # patched below
+                (cell(0), *FROM_BLOCK),
+            )
+        ),
     ],
 )
-def test_a_step_begins_at_the_first_layer_when_one_request_needs_the_layers_below(beside) -> None:
-    assert begins((cell(5), *FROM_BLOCK), beside) == 0
-
-
-def test_blocks_before_the_first_that_is_touched_are_filled_in_full() -> None:
-    assert begins((cell(first_affected=3, steering=[patch([2], [3])]), *WHOLE)) == 2
-    assert begins((cell(first_affected=4, steering=[patch([2], [4])]), *WHOLE)) == 0
-    assert begins((cell(first_affected=-1, steering=[]), *WHOLE)) == 2
-
-
-def test_a_jobs_own_runs_have_the_layers_of_all_its_cells_and_others_may_not() -> None:
-    assert begins((cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "j.7.base"), *FROM_BLOCK)) == 2
-    assert begins((cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "k.0.base"), *FROM_BLOCK)) == 0
-    both = [(cell(layer, f"{job}.0.base"), *FROM_BLOCK) for job in "jk" for layer in (2, 5)]
-    assert begins(*both) == 2
+def test_a_step_of_cells_begins_at_the_lowest_layer_whose_rows_it_needs(
+    step: list[tuple[RankSpec | None, int, int]], first: int
+) -> None:
+    assert begins(*step) == first
 
 
 class PairLayer(nn.Module):
@@ -355,7 +345,7 @@ class Runs:
         self._keys = keys
 
     def rows(self, key: str, hook: str, layer: int, positions: Sequence[int]) -> torch.Tensor:
-        if key not in self._keys or max(positions) >= PROMPT:
+        if key not in self._keys or max(positions) >= TOKENS:
             raise LookupError(f"{key} is not here")
         assert hook == "pre_attn"
         return (100.0 * layer + torch.tensor(positions, dtype=torch.float32))[:, None].expand(
@@ -442,7 +432,7 @@ def test_a_rank_without_a_requests_rows_fails_it_and_skips_the_same_layers() -> 
     _, gate = gated(PairLayer)
     forward = entering(gate, "j.0.base")
     gone = cell(3, "j.1.base", request=1)
-    long = cell(3, request=2, prompt_tokens=PROMPT + 2)
+    long = cell(3, request=2, prompt_tokens=TOKENS + 2)
     failed, _ = plan(forward, (cell(3), *FROM_BLOCK), (gone, *FROM_BLOCK), (long, 6, 6))
     assert [why.split(":")[0] for why in failed] == ["2", "1"]
     assert gate.begin == 3

@@ -17,7 +17,7 @@ from midstream.api.resolve.admission.admission import under_limit
 from midstream.api.resolve.admission.fits import expanded
 from midstream.schemas.artifacts.loras import LoraUse
 from midstream.schemas.artifacts.probes import Condition, Schedule, StoredPolicy
-from midstream.schemas.base.edit_sizes import EditLimit
+from midstream.schemas.base import EditLimit
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import Receipt

@@ -17,8 +17,9 @@ from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.edits.prepared_rows import PreparedRows
 from midstream.workers.runner.edits.steering_tables import Tables
 from midstream.workers.runner.files.writer import CaptureWriter
+from midstream.workers.runner.plane.grading import Grading
 from midstream.workers.runner.plane.probe_scores import Scorer
-from midstream.workers.runner.plane.reentry import Grading, Reentry, ReentryGate
+from midstream.workers.runner.plane.reentry import Reentry, ReentryGate
 from midstream.workers.runner.plane.reports import Reports
 from midstream.workers.runner.rows.banks import Banks, RowStore
 from midstream.workers.runner.rows.overload import Overload

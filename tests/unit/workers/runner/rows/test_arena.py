@@ -20,7 +20,7 @@ import pytest
 import torch
 from rank_kit import HIDDEN, Rank, Request, assert_whole, capture, rows_of, stream_of, wanted_rows
 
-from midstream.schemas.base.dtypes import widened
+from midstream.schemas.base import widened
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import RankSpec, StoredCapture

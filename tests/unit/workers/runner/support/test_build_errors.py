@@ -30,9 +30,8 @@ def test_what_a_rank_keeps_is_read_once_and_by_its_own_start(tmp_path: Path) -> 
     folder = str(tmp_path / "spill")
     with pytest.raises(AssertionError), build_errors.kept_for_worker(folder, "boot-1"):
         raise AssertionError
-    assert build_errors.kept(folder, "boot-2") == ""
-    assert build_errors.kept(folder, "boot-1") == "AssertionError"
-    assert build_errors.kept(folder, "boot-1") == ""
+    starts = ("boot-2", "boot-1", "boot-1")
+    assert [build_errors.kept(folder, start) for start in starts] == ["", "AssertionError", ""]
 
 
 def test_the_reason_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:

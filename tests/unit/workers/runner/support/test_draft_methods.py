@@ -210,19 +210,23 @@ class _Head(nn.Module):
 ADAPTER: Any = SimpleNamespace(num_layers=4, hidden_size=16)
 
 
-def test_a_loaded_head_that_reads_other_layers_or_drafts_other_tokens_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("layers", "offset", "words"),
+    [
+        ((1, 2, 4), 0, r"does not read 3 layers \(after \(1, 2, 4\)\)"),
+        ((1, 5), 0, r"after layers \(1, 5\), valid: 0 to 4"),
+        ((1, 4), 25, "drafts tokens 0 to 32, valid: 0 to 31"),
+    ],
+)
+def test_a_loaded_head_that_reads_other_layers_or_drafts_other_tokens_is_refused(
+    layers: tuple[int, ...], offset: int, words: str
+) -> None:
     check_loaded(None, (), ADAPTER)
-    check_loaded(_Head(), (1, 4), ADAPTER)
-    with pytest.raises(
-        UnsupportedDrafterError, match=r"does not read 3 layers \(after \(1, 2, 4\)\)"
-    ):
-        check_loaded(_Head(), (1, 2, 4), ADAPTER)
-    with pytest.raises(UnsupportedDrafterError, match=r"after layers \(1, 5\), valid: 0 to 4"):
-        check_loaded(_Head(), (1, 5), ADAPTER)
-    beyond = _Head()
-    beyond.draft_id_to_target_id[7] = 25
-    with pytest.raises(UnsupportedDrafterError, match="drafts tokens 0 to 32, valid: 0 to 31"):
-        check_loaded(beyond, (1, 4), ADAPTER)
+    head = _Head()
+    check_loaded(head, (1, 4), ADAPTER)
+    head.draft_id_to_target_id[7] = offset
+    with pytest.raises(UnsupportedDrafterError, match=words):
+        check_loaded(head, layers, ADAPTER)
 
 
 def test_a_drafter_that_runs_modules_with_sites_is_refused() -> None:

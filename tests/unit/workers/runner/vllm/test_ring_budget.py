@@ -3,6 +3,8 @@ while rows wait for the writers, captures wait too.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -248,22 +250,26 @@ def test_simulated_steps_fit_the_ring_and_no_request_starves(
 BF16_4096 = 8192  # bytes of a row
 
 
-def test_the_automatic_ring_follows_the_models_shape() -> None:
-    assert plan_ring(BF16_4096, 6, 32, step_tokens=2048, requests=64, memory_bytes=80 << 30) == (
-        32 * 2048,
-        1 << 30,
-    ), "all layers of one hook, a whole step"
-    assert plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64).rows == 6 * 32 * 64, (
-        "every site of 64 requests"
-    )
-    assert (
-        plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, drafts=3).rows == 4 * 6 * 32 * 64
-    )
+@pytest.mark.parametrize(
+    ("shape", "fields", "ring"),
+    [
+        # all layers of one hook, a whole step
+        ((BF16_4096, 6, 32), {"step_tokens": 2048, "memory_bytes": 80 << 30}, (32 * 2048, 1 << 30)),
+        # every site of 64 requests
+        ((BF16_4096, 6, 32), {"step_tokens": 64}, (6 * 32 * 64, ANY)),
+        ((BF16_4096, 6, 32), {"step_tokens": 64, "drafts": 3}, (4 * 6 * 32 * 64, ANY)),
+        ((16384, 6, 80), {"step_tokens": 8192, "memory_bytes": 80 << 30}, (ANY, MOST_BYTES)),
+        ((16384, 6, 80), {"step_tokens": 8192, "memory_bytes": 24 << 30}, (ANY, 768 << 20)),
+        ((1 << 22, 6, 80), {"step_tokens": 64}, (480, ANY)),  # one token at least
+        ((BF16_4096, 6, 32), {"step_tokens": 64, "size_mib": 16}, (1024, 16 << 20)),
+    ],
+)
+def test_the_automatic_ring_follows_the_models_shape(
+    shape: tuple[int, int, int], fields: dict[str, Any], ring: tuple[int, int]
+) -> None:
+    assert plan_ring(*shape, requests=64, **fields) == ring
+
+
+def test_the_largest_ring_has_room_for_every_site_of_all_requests() -> None:
     large = plan_ring(16384, 6, 80, step_tokens=8192, requests=64, memory_bytes=80 << 30)
-    assert (large.size, large.rows >= 6 * 80 * 64) == (MOST_BYTES, True)
-    assert (
-        plan_ring(16384, 6, 80, step_tokens=8192, requests=64, memory_bytes=24 << 30).size
-        == 768 << 20
-    )
-    assert plan_ring(1 << 22, 6, 80, step_tokens=64, requests=64).rows == 480, "one token at least"
-    assert plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, size_mib=16) == (1024, 16 << 20)
+    assert large.rows >= 6 * 80 * 64
