@@ -15,8 +15,7 @@ from litestar.plugins.prometheus import PrometheusConfig
 from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
-from ..schemas.base import __version__
-from ..schemas.base.records import learn_records
+from ..schemas.base import __version__, learn_records
 from ..schemas.settings.settings import Settings
 from . import openapi
 from .context import context_of, open_context

@@ -12,8 +12,17 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from ..schemas.base import Record, Tensor, by_key, from_numpy
-from ..schemas.base.errors import NO_FIELD, MidstreamError, Translated, invalid, suggestion
+from ..schemas.base import (
+    NO_FIELD,
+    MidstreamError,
+    Record,
+    Tensor,
+    Translated,
+    by_key,
+    from_numpy,
+    invalid,
+    suggestion,
+)
 from ..schemas.jobs.jobs import JobRequest, Sampling
 from ..schemas.prompts.selectors import HookName, full_name
 from ..schemas.requests.specs import CaptureSpec, PatchSource, SteeringSpec

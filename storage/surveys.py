@@ -10,14 +10,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..schemas.base import MidstreamError
+from ..schemas.base import MidstreamError, Result
 from ..schemas.base.limits import MAX_PAGE
 from ..schemas.jobs.harvests import Example, FeatureFigures, HarvestView, SurveyEntry, SurveyView
 from .harvests import Shard
 from .store import ArtifactStore, open_store
 
 
-class Surveyed(Shard):
+class Surveyed(Result, Shard):
     """The result of a survey, which `entry` describes."""
 
     def __init__(self, store: ArtifactStore, entry: SurveyEntry) -> None:
@@ -30,6 +30,10 @@ class Surveyed(Shard):
             if entry.job == job:
                 return cls(open_store(view.uri), entry)
         raise MidstreamError("not_found", f"harvest {view.id} has no survey {job}")
+
+    def __repr__(self) -> str:
+        sae = self.survey.survey.sae
+        return f"Surveyed(job={self.survey.job!r}, sae={sae and sae.name!r}, rows={len(self)})"
 
     def __len__(self) -> int:
         return self.survey.rows

@@ -3,7 +3,7 @@ many pages are open.
 """
 
 import asyncio
-import contextlib
+import logging
 import shutil
 import time
 from collections import deque
@@ -23,6 +23,8 @@ from ...schemas.service.feed import FeedHistory, FeedModel, FeedService
 from ...schemas.settings.settings import Settings
 from .disks import Disks
 from .job_feed import event
+
+log = logging.getLogger("midstream.api")
 
 #: Seconds for which the figures are cached.
 FRESH_S = 2.0
@@ -61,11 +63,15 @@ class ServiceFigures:
         self._points: deque[tuple[float, float, int]] = deque(maxlen=POINTS)
 
     async def record(self) -> None:
-        """Add a point to the history every `STEP_S`; none while Redis is unreachable."""
+        """Add a point to the history every `STEP_S`; none while it cannot be read."""
         while True:
-            with contextlib.suppress(MidstreamError):
+            try:
                 speed, (queued, _) = _speed(await self._ledger.workers()), await self._counts()
                 self._points.append((now(), speed, queued))
+            except MidstreamError as error:  # Redis is unreachable
+                log.debug("cannot read a point of the history; will retry: %s", error)
+            except Exception:  # the next points must still be recorded
+                log.exception("cannot read a point of the history; next one in %s s", STEP_S)
             await asyncio.sleep(STEP_S)
 
     def history(self) -> bytes:

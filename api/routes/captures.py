@@ -210,6 +210,7 @@ async def get_manifest(job_id: JobId, context: AppContext, caller: Caller) -> Ca
         caveats=caveats,
         lora=first.lora if first else None,
         identity=first.identity if first else "",
+        hook_names=results.hook_names,
     )
 
 

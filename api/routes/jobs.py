@@ -25,6 +25,7 @@ from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequest
 from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobResult, JobView, Sampling, State
 from ...schemas.jobs.kinds import KINDS, kind_of
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.prompts.sites import asked_names
 from ..context import AppContext, unless_client_leaves
 from ..resolve.admission.admission import handled
 from ..resolve.admission.gradients import admit_gradients
@@ -187,6 +188,7 @@ class Submission(NamedTuple):
             metadata=body.metadata,
             identity=info.identity,
             queue=KINDS[kind].queue,
+            hook_names=asked_names(body),
             **handled(body, self.caller),
             **own,
         )

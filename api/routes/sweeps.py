@@ -31,7 +31,13 @@ from ...schemas.jobs.sweep_views import (
 from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
 from ...schemas.jobs.works import FitWork, SweepWork
 from ..context import AppContext
-from ..resolve.admission.fits import expanded, parse_dose, resolve_fit, resolve_lens_fit
+from ..resolve.admission.fits import (
+    dose_layers,
+    expanded,
+    parse_dose,
+    resolve_fit,
+    resolve_lens_fit,
+)
 from ..resolve.edits.loras import named_lora
 from ..resolve.prompts.tokenizer import Codec
 from ..resolve.readings.gradients import check_gradients
@@ -237,11 +243,12 @@ def grid_routes(row: Grids) -> list[Any]:
     ),
 )
 async def post_dose(data: JSONBody[DoseRequest], submission: Submission) -> Response[JobView]:
+    layers = dose_layers(data, await submission.context.served.model(data.model))
     job_id = await submission.context.submit(
         parse_dose(data),
         submission.idempotency,
         submission.caller,
-        lambda job, info: expanded(job, data, info.num_layers),
+        lambda job, _: expanded(job, data, layers),
     )
     return await submission.answer(job_id)
 

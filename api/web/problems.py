@@ -13,14 +13,14 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
 from ...broker.telemetry import metrics
-from ...schemas.base import to_json
-from ...schemas.base.errors import (
+from ...schemas.base import (
     STATUS_OF_KIND,
     MidstreamError,
     Problem,
     in_one_line,
     shortened,
     suggestion,
+    to_json,
 )
 from ...schemas.base.json_bounds import TooManyValues
 from ...schemas.base.limits import MAX_DETAIL

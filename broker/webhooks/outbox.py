@@ -22,8 +22,7 @@ from ...schemas.access.webhooks import (
     HookData,
     WebhookDelivery,
 )
-from ...schemas.base import MidstreamError, from_json, now, to_json
-from ...schemas.base.states import CallbackEvent
+from ...schemas.base import CallbackEvent, MidstreamError, from_json, now, to_json
 from ..ledger.core.script_arguments import ARGUMENTS, pack
 from ..ledger.core.tenants import refusal
 from ..ledger.jobs.ledger import Ledger, of_each, reachable

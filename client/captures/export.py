@@ -44,10 +44,11 @@ def export(
             f"{target.name}: the name must end in {' or '.join(FORMATS)}",
             allowed="rows.npz",
         )
-    chosen = list(requests) or reader.requests()
-    sites = {request: _sites(reader, request, hooks, layers) for request in chosen}
-    write = _write_npz if target.suffix == ".npz" else _write_safetensors
-    return write(reader, target, sites)
+    sites = {
+        request: _sites(reader, request, hooks, layers)
+        for request in list(requests) or reader.requests()
+    }
+    return (_write_npz if target.suffix == ".npz" else _write_safetensors)(reader, target, sites)
 
 
 def _sites(
@@ -56,7 +57,9 @@ def _sites(
     hooks: Sequence[str] | Mapping[HookName, LayerSelector],
     layers: LayerSelector,
 ) -> dict[str, list[int]]:
-    captured = {hook: reader.layers(request, hook) for hook in reader.hooks(request)}
+    captured = {
+        ALIASES.get(hook, hook): reader.layers(request, hook) for hook in reader.hooks(request)
+    }
     names = {ALIASES.get(hook, hook): hook for hook in hooks} or {hook: hook for hook in captured}
     for name, alias in names.items():
         if name not in captured:

@@ -59,11 +59,12 @@ class Attention(Plotted):
         layers with patterns.
         """
         if layer not in self.patterns:
-            detail = f"layer {layer} has no pattern here" + (
-                f": {self.absent[layer]}" if layer in self.absent else ""
-            )
+            why = f": {self.absent[layer]}" if layer in self.absent else ""
             raise MidstreamError(
-                "not_found", detail, field="layer", allowed=as_ranges(self.patterns)
+                "not_found",
+                f"layer {layer} has no pattern here{why}",
+                field="layer",
+                allowed=as_ranges(self.patterns),
             )
         return self.patterns[layer]
 
@@ -200,7 +201,7 @@ def attention_of(
             field="layers",
             allowed="a capture of the hooks q and k",
         )
-    tokens = reader.words(request)
+    tokens = reader.tokens_of(request)
     numbers = {layer: heads_of(reader.attention_kind(layer, request), heads) for layer in patterns}
     return Attention(
         reader.job, positions, reader.token_ids(request), tokens, patterns, numbers, absent
@@ -216,6 +217,10 @@ def _chosen(
     ):
         chosen = resolve_layers(layers, reader.manifest(request).num_layers)
     if missing := [layer for layer in chosen if layer not in captured]:
-        detail = f"q and k were not both captured in layers {as_ranges(missing)}"
-        raise MidstreamError("not_found", detail, field="layers", allowed=as_ranges(captured))
+        raise MidstreamError(
+            "not_found",
+            f"q and k were not both captured in layers {as_ranges(missing)}",
+            field="layers",
+            allowed=as_ranges(captured),
+        )
     return chosen

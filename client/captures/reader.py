@@ -1,6 +1,6 @@
 """Reads captured activations as numpy arrays, from every file layout, without torch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -18,6 +18,7 @@ from ...schemas.prompts.selectors import (
     ALIASES,
     FORWARD,
     LENS_NAMES,
+    ByHook,
     LayerSelector,
     as_ranges,
     full_name,
@@ -194,6 +195,8 @@ class CaptureReader(Plotted):
     #: a reader that does not use the API.
     status: str = ""
     detail: str = ""
+    #: Hook point → the name that the request gave it, under which the reader shows it.
+    hook_names: Mapping[Any, str] = {}
     #: Returns one text for each token id. Set by `Client.capture`, which asks the server.
     read_tokens: Callable[[list[int]], list[str]] | None = None
 
@@ -337,6 +340,11 @@ class CaptureReader(Plotted):
         self._requests.clear()
         self._expected = 0
 
+    def under(self, names: Any) -> "CaptureReader":
+        """Show hook points under these names; return the reader."""
+        self.hook_names = names or {}
+        return self
+
     @property
     def files(self) -> list[Path]:
         """The files of the reader, ordered by request and stage; each segment once."""
@@ -354,8 +362,12 @@ class CaptureReader(Plotted):
 
     def hooks(self, request: int = 0) -> list[str]:
         """Return the captured hook points, in the order of the forward pass."""
-        result = {hook for hook, _ in self._of(request).sites}
-        return [hook for hook in FORWARD if hook in result] + sorted(result - set(FORWARD))
+        captured = {hook for hook, _ in self._of(request).sites}
+        return [
+            self.hook_names.get(hook, hook)
+            for hook in [*FORWARD, *sorted(captured - set(FORWARD))]
+            if hook in captured
+        ]
 
     def layers(self, request: int = 0, hook: str | None = None) -> list[int]:
         """Return the layers captured at `hook`, over all stages, ascending."""
@@ -365,7 +377,7 @@ class CaptureReader(Plotted):
     def site(self, layer: int | str, hook: str | None = None, request: int = 0) -> tuple[str, int]:
         """Return the hook point and the layer of `array(layer, hook, request)`."""
         name, _, number = self._tensor(layer, hook, request)[2].rpartition(".")
-        return name, int(number)
+        return self.hook_names.get(name, name), int(number)
 
     def positions(self, request: int = 0) -> list[int]:
         """Return the absolute token positions of the rows: row i of every array is at position
@@ -384,7 +396,7 @@ class CaptureReader(Plotted):
     @property
     def tokens(self) -> list[str]:
         """The text of the token at each of `positions()`, with its leading space: of the first
-        prompt, as all that takes a `request`; `words(request)` has those of the others.
+        prompt, as all that takes a `request`; `tokens_of(request)` has those of the others.
 
         Raises MidstreamError: `not_found` for a reader that was opened from files alone (use
         `Client.capture`), and what the request to the server raises.
@@ -399,7 +411,7 @@ class CaptureReader(Plotted):
             )
         return self.read_tokens(self.token_ids())
 
-    def words(self, request: int = 0) -> list[str]:
+    def tokens_of(self, request: int = 0) -> list[str]:
         """Return the text of the token at each of `positions(request)`; for a reader opened from
         files alone, its id in digits.
         """
@@ -428,7 +440,7 @@ class CaptureReader(Plotted):
         """
         if names not in get_args(HookNaming):
             raise invalid("names", f"{names!r} is unknown", allowed=", ".join(get_args(HookNaming)))
-        known = LENS_NAMES if names == "transformer_lens" else {}
+        known: dict[Any, str] = ByHook(LENS_NAMES if names == "transformer_lens" else {})
         return {
             f"blocks.{layer}.{known[hook]}" if hook in known else f"{hook}.{layer}": self.array(
                 layer, hook, request
@@ -522,18 +534,25 @@ class CaptureReader(Plotted):
         """
         kind, manifest = self.attention_kind(layer, request), self.manifest(request)
         if kind.text_only and manifest.images:
-            detail = (
+            raise MidstreamError(
+                "not_found",
                 f"in layer {layer}, tokens of an image attend to each other in both directions: a "
-                "prompt with images has no causal pattern"
+                "prompt with images has no causal pattern",
+                field="request",
             )
-            raise MidstreamError("not_found", detail, field="request")
         rows = (
             None
             if queries is None
             else [place if place >= 0 else manifest.prompt_tokens + place for place in queries]
         )
-        qk = self.array(layer, "q", request), self.array(layer, "k", request)
-        return pattern(*qk, usable(kind, layer), self.positions(request), heads=head, rows=rows)
+        return pattern(
+            self.array(layer, "q", request),
+            self.array(layer, "k", request),
+            usable(kind, layer),
+            self.positions(request),
+            heads=head,
+            rows=rows,
+        )
 
     def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
         """Return how a layer turns queries and keys into patterns.
@@ -571,8 +590,10 @@ class CaptureReader(Plotted):
         `router` was not captured, or if the model's rule is unknown.
         """
         _, blobs, site = self._tensor(layer, "router", request)
-        kind = routing_at(blobs[0].header.manifest.routing, int(site.rpartition(".")[2]))
-        return routed(self.array(layer, "router", request), kind)
+        return routed(
+            self.array(layer, "router", request),
+            routing_at(blobs[0].header.manifest.routing, int(site.rpartition(".")[2])),
+        )
 
     def row(
         self, layer: int | str, position: int, hook: str | None = None, request: int = 0
@@ -667,7 +688,7 @@ class CaptureReader(Plotted):
     def _hook(self, hook: str | None, request: int) -> str:
         if hook is not None:
             return ALIASES.get(hook, hook)
-        hooks = self.hooks(request)
+        hooks = [ALIASES.get(hook, hook) for hook in self.hooks(request)]
         return DEFAULT_HOOK if DEFAULT_HOOK in hooks or len(hooks) != 1 else hooks[0]
 
     def _tensor(
@@ -676,8 +697,12 @@ class CaptureReader(Plotted):
         if (site := full_name(layer)) and hook is None:
             hook, layer = site
         if not isinstance(layer, int | np.integer):
-            allowed = 'a number, or a full name such as "blocks.12.hook_resid_post" without `hook`'
-            raise invalid("layer", f"{layer!r} is not a layer", allowed=allowed)
+            raise invalid(
+                "layer",
+                f"{layer!r} is not a layer",
+                allowed="a number, or a full name such as "
+                '"blocks.12.hook_resid_post" without `hook`',
+            )
         result, chosen = self._of(request), self._hook(hook, request)
         if layer < 0:
             layer = _from_the_end(layer, result.manifest)
@@ -686,7 +711,7 @@ class CaptureReader(Plotted):
             layers = self.layers(request, chosen)
             raise MidstreamError(
                 "not_found",
-                f"layer {layer} was not captured at {chosen}",
+                f"layer {layer} was not captured at {self.hook_names.get(chosen, chosen)}",
                 field="layer",
                 allowed=str(layers) if layers else f"hooks {', '.join(self.hooks(request))}",
             )
@@ -696,13 +721,10 @@ class CaptureReader(Plotted):
 def _from_the_end(layer: int, manifest: Manifest) -> int:
     """Convert a negative layer number, counted from the model's last layer, -1."""
     if not manifest.num_layers:
-        detail = (
-            f"layer {layer} counts from the model's last layer, but this capture does not "
-            "record the number of layers"
-        )
         raise invalid(
             "layer",
-            detail,
+            f"layer {layer} counts from the model's last layer, but this capture does not "
+            "record the number of layers",
             allowed="a layer from 0: an older version of Midstream wrote this capture",
         )
     if layer < -manifest.num_layers:

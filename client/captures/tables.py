@@ -19,7 +19,7 @@ class RowSource(Protocol):
 
     def token_ids(self, request: int = 0) -> list[int]: ...
 
-    def words(self, request: int = 0) -> list[str]: ...
+    def tokens_of(self, request: int = 0) -> list[str]: ...
 
     def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray: ...
 
@@ -37,7 +37,7 @@ def data_frame(reader: RowSource, hook: str | None, requests: list[int]) -> Any:
                 [[request], [layer], positions], names=["request", "layer", "position"]
             )
             rows = module.DataFrame(reader.array(layer, hook, request), index=index)
-            rows.insert(0, "token", reader.words(request))
+            rows.insert(0, "token", reader.tokens_of(request))
             rows.insert(1, "token_id", reader.token_ids(request))
             parts.append(rows)
     return module.concat(parts)
@@ -53,7 +53,7 @@ def data_array(reader: RowSource, hook: str | None, request: int) -> Any:
         coords={
             "layer": layers,
             "position": positions,
-            "token": ("position", reader.words(request)),
+            "token": ("position", reader.tokens_of(request)),
             "token_id": ("position", reader.token_ids(request)),
         },
         name=hook or "rows",

@@ -131,13 +131,13 @@ def layers(text: str | None) -> str | int | None:
 
 
 def positions(text: str | None) -> Any:
-    """Parse `0,5,-1` as numbers, `5:` or `5:9` as a range, `last:64` as the last rows; return other
-    text unchanged, for the server.
+    """Parse `0,5,-1` as numbers, `5:` or `5:9` as a range, `last:64` as the last rows, and JSON;
+    return other text unchanged, for the server.
     """
     try:
         parts = [written_span(part) or int(part) for part in (text or "x").split(",")]
     except ValueError:
-        return text
+        return text and json_or_text(text)
     return parts[0] if len(parts) == 1 and isinstance(parts[0], dict) else parts
 
 

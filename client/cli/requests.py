@@ -72,7 +72,10 @@ SteerOption = Annotated[
 ]
 PositionsOption = Annotated[
     str | None,
-    typer.Option(help="last_prompt, all_prompt, all_generated, all, 0,5,-1, 5:9, 5: or last:64."),
+    typer.Option(
+        help="last_prompt, all_prompt, all_generated, all, 0,5,-1, 5:9, 5:, last:64, or JSON: "
+        '{"turn": -1}.'
+    ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens to generate; default: 16.")]
 Figure = Annotated[

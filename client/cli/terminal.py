@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ...schemas.base import MidstreamError, to_json
+from ...schemas.base import to_json
 from ...schemas.settings.settings import load_settings
 from ..render import records
 from ..sdk.client import Client
+from ..sdk.wire import only_model
 
 out = Console(soft_wrap=False, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -104,7 +105,5 @@ def detach(view: Any, wait: bool, as_json: bool) -> None:
 
 
 def first_model(client: Client) -> str:
-    served = client.models()
-    if not served:
-        raise MidstreamError("unavailable", "no model is served")
-    return served[0]
+    """Return the first served model. Raises what `only_model` raises without any."""
+    return only_model(client.models()[:1])

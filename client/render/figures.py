@@ -276,7 +276,7 @@ def capture_figure(reader: CaptureReader, hook: str | None = None, request: int 
     values = np.log10(np.maximum(np.stack(norms), np.finfo(np.float32).tiny))
     names = [str(layer) for layer in layers]
     title = f"captured rows of {reader.job}"
-    return _draw_heat(values, names, reader.words(request), title, "log10 of the norm")
+    return _draw_heat(values, names, reader.tokens_of(request), title, "log10 of the norm")
 
 
 def _draw_heat(

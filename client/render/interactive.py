@@ -65,7 +65,7 @@ def capture_figure(reader: "CaptureReader", hook: str | None, request: int) -> A
     norms = np.stack(
         [np.linalg.norm(reader.array(layer, hook, request), axis=-1) for layer in layers]
     )
-    names = _tokens(reader.positions(request), reader.words(request))
+    names = _tokens(reader.positions(request), reader.tokens_of(request))
     panel = module.graph_objects.Heatmap(
         z=np.log10(np.maximum(norms, np.finfo(np.float32).tiny)).T,
         x=layers,

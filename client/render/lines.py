@@ -13,11 +13,13 @@ from ...schemas.jobs.fits import FitResult, LensFitResult
 from ...schemas.jobs.jobs import JobResult
 from ...schemas.jobs.sweeps import SweepResult
 from ...storage.harvests import Harvest
+from ...storage.surveys import Surveyed
 from .. import frames
 from ..captures.patterns import Attention
 from ..probes import Fit
 from ..sdk.answers.attribution import attribution_of
 from ..sdk.answers.grid import records
+from ..sdk.mapping.map import Mapped
 from ..sdk.readings import Features, Lens, lens_of
 from ..sdk.wire import Answer
 
@@ -131,6 +133,15 @@ def _harvest(harvest: Harvest, *, count: int = 10_000) -> dict[str, np.ndarray]:
     }
 
 
+def _survey(survey: Surveyed) -> dict[str, np.ndarray]:
+    figures = {"density": survey.density, "mean": survey.array("mean")}
+    return {"feature": np.arange(len(figures["mean"]))} | {
+        f"{name}{harvest}": column
+        for name, array in figures.items()
+        for harvest, column in zip(("", " against"), array.T, strict=False)
+    }
+
+
 #: Class → the lines or columns of its data frame; others have a `to_pandas` of their own.
 LINES: dict[type, Callable[..., Any]] = {
     Answer: _answer,
@@ -143,8 +154,10 @@ LINES: dict[type, Callable[..., Any]] = {
     JobResult: _job,
     Lens: _lens,
     LensFitResult: _lens_fit,
+    Mapped: lambda item, **options: _job(item.result, **options),
     Probe: _held_out,
     ProbeResult: _scores,
+    Surveyed: _survey,
     SweepResult: records,
 }
 

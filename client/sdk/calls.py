@@ -119,6 +119,30 @@ class Calls(Generic[M]):
         """Send a call whose response has no body; raises what `wire.raise_problem` raises."""
         wire.raise_problem(await self._send(call))
 
+    async def _models(self) -> list[str]:
+        return [
+            entry["id"]
+            for entry in (await self._ask(HttpCall("GET", "/v1/models"), dict[str, Any]))["data"]
+        ]
+
+    async def _body(
+        self,
+        request: T | None,
+        fields: dict[str, Any],
+        kind: type[T],
+        build: Callable[[T | None, dict[str, Any], type[T]], T] = values.request,
+    ) -> T:
+        """Build a request body as `values.request` does. One that names no model gets the only
+        served one; raises MidstreamError if there are none or several.
+        """
+        try:
+            return build(request, fields, kind)
+        except MidstreamError as error:
+            if request is not None or fields.get("model") is not None or error.field != "model":
+                raise
+            model = wire.only_model(await self._models())
+            return build(None, {**fields, "model": model}, kind)
+
     async def _submit(self, path: str, body: Any, key: str | None) -> JobView:
         """Submit a job, and return it without waiting. Arguments as for `wire.submission`."""
         return await self._ask_patiently(wire.submission(path, body, key), JobView)

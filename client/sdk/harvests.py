@@ -72,10 +72,11 @@ class Harvests(Calls[M]):
         """Submit a harvest, by struct or by its fields (`model=…, source={…}, layers=[…]`); returns
         immediately. Safe to repeat.
         """
-        body = values.request(request, dict(fields), HarvestRequest)
+        body = await self._body(request, dict(fields), HarvestRequest)
         headers = {"idempotency-key": idempotency_key or wire.idempotency_key()}
-        call = HttpCall("POST", _HARVESTS, body=body, headers=headers)
-        return await self._ask_patiently(call, HarvestView)
+        return await self._ask_patiently(
+            HttpCall("POST", _HARVESTS, body=body, headers=headers), HarvestView
+        )
 
     @call
     async def get(self, harvest: HarvestLike) -> HarvestView:

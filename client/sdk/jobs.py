@@ -14,8 +14,7 @@ from ...schemas.base import MidstreamError
 from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.fits import FitOutcome, FitRequest, FitResult, LensFitRequest, LensFitResult
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
-from ...schemas.jobs.openai import ChatRequest, CompletionRequest
-from .. import values
+from ...schemas.jobs.openai import ChatRequest, CompletionRequest, OpenAIRequest
 from ..images import with_images
 from . import wire
 from .answers.progress import prompts_bar
@@ -29,7 +28,6 @@ from .fields import (
     LensFitFields,
     PromptInput,
 )
-from .server import ServerCalls
 from .wire import Answer, HttpCall, JobLike
 
 
@@ -63,14 +61,9 @@ class Jobs(Calls[M]):
         Safe to retry: a unique key makes a repeated submission return the same job. `model` may be
         omitted if the server serves only one.
         """
-        try:
-            body = values.request(request, dict(fields), JobRequest)
-        except MidstreamError as error:
-            if request is not None or "model" in fields or error.field != "model":
-                raise
-            served = await ServerCalls[Awaits](self._io).models()
-            body = values.request(None, {"model": wire.only_model(served), **fields}, JobRequest)
-        return await self._submit("/v1/jobs", body, idempotency_key)
+        return await self._submit(
+            "/v1/jobs", await self._body(request, dict(fields), JobRequest), idempotency_key
+        )
 
     @call
     async def get(self, job_id: JobLike) -> JobView:
@@ -130,6 +123,10 @@ class Jobs(Calls[M]):
         """Return the result of a job that succeeded. Raises the job's error if it failed, and
         `conflict` if it has not ended.
         """
+        return (await self._result(job_id)).as_asked()
+
+    async def _result(self, job_id: JobLike) -> JobResult:
+        """Return the result as the server has it."""
         return await self._ask(HttpCall("GET", wire.job_path(job_id, "result")), JobResult)
 
     @call
@@ -160,8 +157,8 @@ class Jobs(Calls[M]):
         """Run a dose, by struct or by the fields of `DoseRequest`: effect against damage of
         steering, by layer and scale. Wait, and return the result, whose `dose` has the cells.
         """
-        view = await self._submit("/v1/doses", values.request(request, fields, DoseRequest), None)
-        return await self._ended(view.id)
+        body = await self._body(request, fields, DoseRequest)
+        return await self._ended(await self._submit("/v1/doses", body, None))
 
     async def _ended(self, job_id: JobLike) -> JobResult:
         """Wait until the job has ended, and return its result. Raises what `result` raises."""
@@ -228,8 +225,9 @@ class Completions(Calls[M]):
         **fields: Unpack[CompletionFields],
     ) -> Answer:
         """Call `POST /v1/completions` with OpenAI's and Midstream's fields."""
-        body = {**fields, "model": model, "prompt": prompt}
-        return await self._held("/v1/completions", wire.openai_body(CompletionRequest, body))
+        return await self._held(
+            "/v1/completions", CompletionRequest, {**fields, "model": model, "prompt": prompt}
+        )
 
     @call
     async def chat(
@@ -246,13 +244,17 @@ class Completions(Calls[M]):
         `images`: paths of PNG or JPEG files, their bytes, or Pillow images; they are placed before
         the text of the last user message.
         """
-        body = {**fields, "model": model, "messages": with_images(messages, images)}
-        return await self._held("/v1/chat/completions", wire.openai_body(ChatRequest, body))
+        return await self._held(
+            "/v1/chat/completions",
+            ChatRequest,
+            {**fields, "model": model, "messages": with_images(messages, images)},
+        )
 
-    async def _held(self, path: str, body: dict[str, Any]) -> Answer:
+    async def _held(self, path: str, kind: type[OpenAIRequest], fields: dict[str, Any]) -> Answer:
         """Return the answer to a held request. If the server stops holding it, wait for its job,
         and return the answer from the job's result.
         """
+        body = wire.openai_body(kind, fields)
         response = await self._send(HttpCall("POST", path, body=body, timeout=wire.HELD_S))
         if response.status_code != 202:
             return wire.answer(response)
@@ -270,8 +272,8 @@ class Fits(Calls[M]):
         self, request: FitRequest | LensFitRequest, *, idempotency_key: str | None = None
     ) -> JobView:
         """Submit the fit of a module or of a Jacobian lens; returns immediately. Safe to repeat."""
-        kind = "modules" if isinstance(request, FitRequest) else "jacobians"
-        return await self._submit(f"/v1/{kind}/fit", request, idempotency_key)
+        path = "/v1/modules/fit" if isinstance(request, FitRequest) else "/v1/jacobians/fit"
+        return await self._submit(path, request, idempotency_key)
 
     @call
     async def module(
@@ -283,8 +285,9 @@ class Fits(Calls[M]):
         Steer with it afterwards by its name: `steering={"module": name}`. Without a better effect
         than none it is registered only with `register="always"`; `reason` says so.
         """
-        body = values.request(request, dict(fields), FitRequest)
-        result = await self.result(await self.submit(body))
+        result = await self.result(
+            await self.submit(await self._body(request, dict(fields), FitRequest))
+        )
         assert isinstance(result, FitResult)
         return result
 
@@ -298,8 +301,9 @@ class Fits(Calls[M]):
 
         Read through it afterwards by its name: `client.lens(prompt, jacobian=name)`.
         """
-        body = values.request(request, dict(fields), LensFitRequest)
-        result = await self.result(await self.submit(body))
+        result = await self.result(
+            await self.submit(await self._body(request, dict(fields), LensFitRequest))
+        )
         assert isinstance(result, LensFitResult)
         return result.lens
 

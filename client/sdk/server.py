@@ -25,10 +25,7 @@ class ServerCalls(Calls[M]):
     @call
     async def models(self) -> list[str]:
         """Return the names of the served models."""
-        return [
-            entry["id"]
-            for entry in (await self._ask(HttpCall("GET", "/v1/models"), dict[str, Any]))["data"]
-        ]
+        return await self._models()
 
     @call
     async def model(self, name: str) -> dict[str, Any]:
@@ -84,10 +81,10 @@ class ServerCalls(Calls[M]):
         MidstreamError for positions that a job would refuse.
         """
         chat = any(isinstance(part, Mapping | ChatMessage) for part in prompt[:1])
-        spec = checked({"positions": positions}, CaptureSpec)
         body = {
             "messages" if chat else "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            **wire.given(model=model, positions=spec.positions),
+            "positions": checked({"positions": positions}, CaptureSpec).positions,
+            **wire.given(model=model),
         }
         answer = await self._ask(HttpCall("POST", "/v1/tokenize", body=body), Tokenized)
         return SelectedTokens(

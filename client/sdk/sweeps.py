@@ -129,7 +129,7 @@ class Sweeps(Gridded[M]):
         """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns
         immediately. Safe to repeat.
         """
-        body = sweep_request(request, dict(fields), SweepRequest)
+        body = await self._body(request, dict(fields), SweepRequest, sweep_request)
         return await self._submit("/v1/sweeps", body, idempotency_key)
 
     @call
@@ -163,18 +163,16 @@ class Sweeps(Gridded[M]):
 _PAIR = ("clean", "corrupt", "answer", "foil")
 
 
-def attribution_request(
-    request: AttributionRequest | None, fields: dict[str, Any]
-) -> AttributionRequest:
-    """Build the body of an attribution from a struct or from keyword arguments, which may be those
-    of one pair. Raises MidstreamError naming the field.
+def paired(request: AttributionRequest | None, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an attribution, in which those of one pair are `pairs`. Raises
+    MidstreamError naming the field.
     """
     pair = {name: given for name in _PAIR if (given := fields.pop(name, None)) is not None}
     if pair and (fields.get("pairs") is not None or request is not None):
         raise invalid(next(iter(pair)), "is not valid with pairs, which have it")
     if pair:
         fields["pairs"] = [pair]
-    return sweep_request(request, fields, AttributionRequest)
+    return fields
 
 
 class Attributions(Gridded[M]):
@@ -194,7 +192,9 @@ class Attributions(Gridded[M]):
         """Submit an attribution, by struct or by its fields (`model=…, clean=…, corrupt=…,
         answer=…, foil=…, verify={}`); returns immediately. Safe to repeat.
         """
-        body = attribution_request(request, dict(fields))
+        body = await self._body(
+            request, paired(request, dict(fields)), AttributionRequest, sweep_request
+        )
         return await self._submit("/v1/attributions", body, idempotency_key)
 
     @call
@@ -212,8 +212,7 @@ class Attributions(Gridded[M]):
         `verify={}` computes the default cells exactly, and None none. `progress` is called with
         every event; interrupting the wait cancels the attribution.
         """
-        job = await self.submit(request, **fields)
-        return await self.result(job.id, progress, cancel=True)
+        return await self.result((await self.submit(request, **fields)).id, progress, cancel=True)
 
     @call
     async def result(

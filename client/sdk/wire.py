@@ -18,12 +18,14 @@ from ...schemas.base import (
     STATUS_OF_KIND,
     MidstreamError,
     Problem,
+    Result,
     Translated,
     __version__,
     error_of,
+    from_json,
     invalid,
+    to_json,
 )
-from ...schemas.base.records import Result, from_json, to_json
 from ...schemas.jobs.jobs import (
     PROBLEM_EVENT,
     TERMINAL,
@@ -159,6 +161,7 @@ class ReadManifest(msgspec.Struct):
     files: list[ManifestEntry] = []
     root: str | None = None
     detail: str = ""
+    hook_names: dict[str, str] = {}
 
 
 def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
@@ -384,12 +387,12 @@ def answer(response: httpx2.Response) -> Answer:
 
 def answer_from_result(result: JobResult) -> Answer:
     """Build the answer to a request that the server stopped holding, from the job's result."""
-    captures = result.capture_results if result.capture_results.status != "not_requested" else None
+    captures = result.capture_results
     return Answer(
         job=result.id,
         texts=[output.text for output in result.outputs],
         finish_reasons=[output.finish_reason for output in result.outputs],
-        capture_results=captures,
+        capture_results=None if captures.status == "not_requested" else captures,
         determinism=result.determinism,
         raw=msgspec.to_builtins(result),
         probes=result.probes,
@@ -411,13 +414,13 @@ def returned_rows(results: CaptureResults | None) -> CaptureReader:
             )
     blobs = [report.rows for report in reports if report.rows]
     if not blobs:
-        status = results.status if results else "not_requested"
-        detail = (
-            f"the response contains no rows (captures: {status}); request them with "
-            '"consumers": ["memory"]'
+        raise MidstreamError(
+            "not_found",
+            "the response contains no rows (captures: "
+            f"{results.status if results else 'not_requested'})",
+            hint='request them with "consumers": ["memory"]',
         )
-        raise MidstreamError("not_found", detail)
-    return CaptureReader.from_bytes(blobs)
+    return CaptureReader.from_bytes(blobs).under(results.hook_names if results else {})
 
 
 def is_over(view: JobView) -> bool:
@@ -461,12 +464,15 @@ def only_model(served: list[str]) -> str:
 
     Raises MidstreamError unless exactly one is served.
     """
-    if len(served) != 1:
-        raise invalid(
-            "model",
-            "no model is served" if not served else "is required: several models are served",
-            allowed=", ".join(served) or None,
+    if not served:
+        raise MidstreamError(
+            "unavailable",
+            "no model is loaded yet",
+            field="model",
+            hint="`midstream status` shows the workers",
         )
+    if len(served) > 1:
+        raise invalid("model", "is required: several models are served", allowed=", ".join(served))
     return served[0]
 
 

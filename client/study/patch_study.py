@@ -12,15 +12,15 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import msgspec
+from msgspec.structs import asdict
 
 from ...schemas.base import (
     MidstreamError,
@@ -41,7 +41,8 @@ from ...schemas.jobs.sweeps import (
     SweepRequest,
     SweepResult,
 )
-from ...schemas.prompts.selectors import HookName, LayerSelector
+from ...schemas.prompts.selectors import ALIASES, HookName, LayerSelector
+from ...schemas.prompts.sites import asked_names, renamed
 from .. import frames, values
 from ..render import figures, notebook
 from ..sdk import sweeps, wire
@@ -183,16 +184,12 @@ class _Study(Generic[C]):
     @property
     def request(self) -> SweepRequest:
         """The request of the last sweep. Raises MidstreamError before the first sweep."""
-        if self._request is None:
-            raise _no_sweep()
-        return self._request
+        return _swept(self._request)
 
     @property
     def result(self) -> SweepResult:
         """The result of the last sweep. Raises MidstreamError before the first sweep."""
-        if self._result is None:
-            raise _no_sweep()
-        return self._result
+        return _swept(self._result)
 
     def grid(self, pair: int | None = None) -> Grid:
         """Return the grids of one pair, or of the mean over all pairs, as numpy arrays."""
@@ -239,7 +236,7 @@ class _Study(Generic[C]):
             midstream=__version__,
             job=self.job,
             request=self.request,
-            result=self.result,
+            result=renamed(self.result, ALIASES),
         )
         Path(path).write_bytes(to_json(saved))
 
@@ -253,11 +250,11 @@ class _Study(Generic[C]):
         if header.format != _FORMAT:
             raise invalid("path", f"{path} is not a saved study")
         if header.version != _VERSION:
-            detail = (
+            raise MidstreamError(
+                "version_mismatch",
                 f"{path} was written by {header.midstream} in format {header.version}; "
-                f"{__version__} reads format {_VERSION}"
+                f"{__version__} reads format {_VERSION}",
             )
-            raise MidstreamError("version_mismatch", detail)
         with Translated(
             msgspec.ValidationError,
             lambda error: invalid(
@@ -270,7 +267,8 @@ class _Study(Generic[C]):
         return self._keep(saved.job, saved.request, saved.result)
 
     def _keep(self, job: str, request: SweepRequest, result: SweepResult) -> Self:
-        self.job, self._request, self._result = job, request, result
+        self.job, self._request = job, request
+        self._result = renamed(result, asked_names(request))
         return self
 
     def _build_request(
@@ -285,7 +283,7 @@ class _Study(Generic[C]):
             # these replace the pair's own columns, such as those set by `zoom`
             columns = {"spans": None if spans is None else list(spans), "positions": None}
             pairs = [
-                _pair({**_fields(pair), **columns}, f"pairs[{number}]")
+                _pair({**asdict(pair), **columns}, f"pairs[{number}]")
                 for number, pair in enumerate(self._unzoomed or pairs)
             ]
         return sweeps.sweep_request(None, {"model": model, "pairs": pairs, **fields}, SweepRequest)
@@ -334,7 +332,7 @@ class _Study(Generic[C]):
                 ]
             pairs.append(msgspec.structs.replace(pair, **changes))
         request = (
-            _fields(last)
+            asdict(last)
             | _zoomed_axis(result, columns)
             | {
                 "window": PatchWindow(),
@@ -401,7 +399,7 @@ class _Study(Generic[C]):
             request = self._build_request(
                 self._model or wire.only_model(await client.models()), spans, fields
             )
-            with _shown(progress) as show:
+            with bar() if progress is True else nullcontext(progress or None) as show:
                 job = (await client.sweeps.submit(request)).id
                 return self._keep(job, request, await client.sweeps.result(job, show, cancel=True))
 
@@ -451,10 +449,6 @@ def _pair(pair: PairInput, field: str = "") -> SweepPair:
             raise invalid(field, "give a pair as (clean, corrupt, answer, foil), or as its fields")
         pair = dict(zip(("clean", "corrupt", "answer", "foil"), pair, strict=False))
     return values.checked(dict(pair), SweepPair, field)
-
-
-def _fields(record: Record) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def _around(cell: Effect, result: SweepResult) -> Region:
@@ -518,22 +512,16 @@ def _column(labels: list[str], column: str | int) -> int:
         number for number, label in enumerate(labels) if column in (label, grids.written(label))
     ]
     if len(numbers) != 1:
-        detail = f"{len(numbers)} columns are called {column!r}" + (
-            ": give the column's number" if numbers else ""
+        raise invalid(
+            "columns",
+            f"{len(numbers)} columns are called {column!r}",
+            allowed=", ".join(map(repr, labels)),
+            hint="give the column's number" if numbers else None,
         )
-        raise invalid("columns", detail, allowed=", ".join(map(repr, labels)))
     return numbers[0]
 
 
-@contextmanager
-def _shown(progress: bool | sweeps.OnSweepEvent) -> Iterator[sweeps.OnSweepEvent | None]:
-    """Yield the callable that gets the sweep's events: None, a bar, or the user's callable."""
-    if progress is not True:
-        yield progress or None
-        return
-    with bar() as show:
-        yield show
-
-
-def _no_sweep() -> MidstreamError:
-    return MidstreamError("not_found", "no sweep yet: call sweep() first")
+def _swept(found: S | None) -> S:
+    if found is None:
+        raise MidstreamError("not_found", "no sweep yet: call sweep() first")
+    return found

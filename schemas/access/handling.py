@@ -4,9 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import Record, invalid
+from ..base import ENDS, CallbackEvent, Record, invalid
 from ..base.limits import MAX_EVENTS, MAX_URL
-from ..base.states import ENDS, CallbackEvent
 
 #: `normal` stands for the default of the kind of job: the OpenAI-style endpoints, where a client
 #: waits, come before batch jobs.

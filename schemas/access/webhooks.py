@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..base import Record
-from ..base.states import CallbackEvent
+from ..base import CallbackEvent, Record
 
 #: `pending`: waits for its first attempt or a retry. `delivered`: answered with 2xx. `failed`: the
 #: last retry was not answered with 2xx. `disabled`: its receiver responded with 410, now or

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import Plotted, Record, Wire
+from ..base import NumbersOrTensor, Plotted, Record, Wire, pack_numbers
 from ..base.limits import (
     MAX_LABEL,
     MAX_LATCH_S,
@@ -26,7 +26,6 @@ from ..base.limits import (
     Index,
     Reference,
 )
-from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..prompts.selectors import Hook, HookName
 from .registered import ArtifactKind, Registered, Registration
 

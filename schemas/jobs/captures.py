@@ -5,6 +5,7 @@
 from pathlib import PurePosixPath
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ..artifacts.loras import LoraUse
 from ..base import Record
@@ -12,6 +13,7 @@ from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..model.routing import RoutingKind
 from ..prompts.images import ImageSpan
+from ..prompts.selectors import Hook, HookName
 from ..requests.specs import CaptureStatus
 
 #: `format` of the manifest in a blob's safetensors metadata.
@@ -159,6 +161,8 @@ class CaptureState(Record, kw_only=True):
     bytes: int = 0
     rows: int = 0
     detail: str = ""
+    #: Hook point → the name that the request gave it, if that is TransformerLens'.
+    hook_names: dict[Hook, HookName] | UnsetType = UNSET
 
 
 class CaptureManifest(CaptureState, kw_only=True):

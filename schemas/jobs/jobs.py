@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,7 +12,15 @@ from ..access.handling import Callback, Priority
 from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import LoraUse, StoredLora
 from ..artifacts.probes import ProbeList, ProbeResult, StoredProbe
-from ..base import EditSizes, Plotted, Problem, Record
+from ..base import (
+    TERMINAL as TERMINAL,
+    TRANSITIONS as TRANSITIONS,
+    EditSizes,
+    Plotted,
+    Problem,
+    Record,
+    State as State,
+)
 from ..base.limits import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -33,9 +41,10 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.states import TERMINAL as TERMINAL, TRANSITIONS as TRANSITIONS, State as State
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
+from ..prompts.selectors import Hook, HookName
+from ..prompts.sites import renamed
 from ..readings.readings import ReadingRequest, ReadingResults
 from ..requests.attributions import Queue
 from ..requests.policies import PolicyList
@@ -199,6 +208,8 @@ class Accepted(Record, omit_defaults=True, kw_only=True):
     identity: str = ""
     # what it names or the operator adds: `sae/NAME`, `tuned/NAME`, `policy/NAME`, … → digest
     contents: dict[str, str] = {}
+    # hook point → the name that its request gave it, if that is TransformerLens'
+    hook_names: dict[Hook, HookName] = {}
     # the queue that it enters first; in `JobView`, the one that it is in: that of vLLM's workers,
     # or `gradients`
     queue: Queue = ""
@@ -441,6 +452,11 @@ class JobResult(Plotted, ReadingResults):
     probes: list[ProbeResult] = []  # of its probes, and of its policies, with their decisions
     edits: list[EditSizes] = []  # of each prompt, hook and layer that was edited
     identity: str = ""  # of the model that computed it
+
+    def as_asked(self) -> "JobResult":
+        """Return the result with hook points under the names that the request gave them."""
+        names = self.capture_results.hook_names
+        return cast("JobResult", renamed(self, names)) if names else self
 
 
 class JobProblem(Problem):

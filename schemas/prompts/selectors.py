@@ -145,10 +145,13 @@ def resolve_hook(name: HookName) -> Hook:
 
 
 class ByHook(dict[Hook, T]):
-    """Hook point → value; a hook point may also be named as TransformerLens names it."""
+    """Hook point → value; a hook point may be named as Midstream or as TransformerLens names it,
+    whichever the key is.
+    """
 
-    def __getitem__(self, name: HookName) -> T:
-        return super().__getitem__(resolve_hook(name))
+    def __missing__(self, name: HookName) -> T:
+        keys = {resolve_hook(key): key for key in self}
+        return super().__getitem__(keys[resolve_hook(name)])
 
     get, __contains__ = Mapping.get, Mapping.__contains__  # type: ignore[assignment]
 
@@ -477,15 +480,18 @@ def resolve_positions(
                 positions.update(_span(item, find, f"[{index}]"))
             continue
         if not -prompt_tokens <= item < prompt_tokens:
-            detail = (
-                f"position {item} is out of range: the prompt has positions 0 to "
-                f"{prompt_tokens - 1}"
-            )
-            raise SelectorError(detail, f"[{index}]")
+            raise _outside(item, prompt_tokens, f"[{index}]")
         # resolved for each prompt, because requested numbers may apply to prompts of any length
         positions.add(item if item >= 0 else item + prompt_tokens)
     positions.update(joined(ranges))
     return sorted(positions)
+
+
+def _outside(position: int, prompt_tokens: int, at: str) -> SelectorError:
+    return SelectorError(
+        f"position {position} is out of range: the prompt has positions 0 to {prompt_tokens - 1}",
+        at,
+    )
 
 
 def _check(span: Span, images: Sequence[ImageRef], at: str) -> None:
@@ -524,13 +530,7 @@ def _window(span: Span, prompt_tokens: int, at: str) -> PositionWindow:
     """Resolve a range's negative positions from the prompt's end. Raises SelectorError."""
     for name, place in (("start", span.start), ("stop", span.stop)):
         if place is not None and place < -prompt_tokens:
-            raise SelectorError(
-                (
-                    f"position {place} is out of range: the prompt has positions 0 to "
-                    f"{prompt_tokens - 1}"
-                ),
-                f"{at}.{name}",
-            )
+            raise _outside(place, prompt_tokens, f"{at}.{name}")
     start = _counted(span.start or 0, prompt_tokens)
     stop = None if span.stop is None else _counted(span.stop, prompt_tokens)
     if stop is not None and start >= stop:
@@ -552,11 +552,11 @@ def _inside(window: PositionWindow, prompt_tokens: int, at: str) -> range:
             "a range in a list needs a `stop`; only a single range may be open-ended", at
         )
     if window.stop > prompt_tokens:
-        detail = (
+        raise SelectorError(
             f"the range stops at {window.stop}, but the prompt has length {prompt_tokens}; "
-            "only a single range may extend beyond it"
+            "only a single range may extend beyond it",
+            f"{at}.stop",
         )
-        raise SelectorError(detail, f"{at}.stop")
     return range(window.start, window.stop, window.step)
 
 

@@ -12,7 +12,7 @@ from ..artifacts.loras import LoraUse
 from ..artifacts.probes import StoredProbe
 from ..artifacts.registered import NamedArtifact, references
 from ..artifacts.saes import SAES
-from ..base import ITEM_BYTES, EditLimit, Record, RowDType
+from ..base import ITEM_BYTES, EditLimit, NumbersOrTensor, Record, RowDType, pack_numbers
 from ..base.limits import (
     MAX_CONSUMERS,
     MAX_ENTRIES,
@@ -24,7 +24,6 @@ from ..base.limits import (
     Name,
     Reference,
 )
-from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..model.banks import BANK, RESIDUAL, RowShape, banks_of
 from ..prompts.images import ImageSpan
 from ..prompts.selectors import (

@@ -48,6 +48,8 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         "last_prompt",
         r'a role is given as {"role": "\g<0>"}',
     ),
+    (r"(turn|image|last|start|stop)=(-?\d+)", "last_prompt", r'write {"\1": \2}'),
+    (r"(role|part|text)=(.+)", "last_prompt", r'write {"\1": "\2"}'),
     (r"(?:last|first):(\d+)", "last_prompt", r'a range is given as {"start": -\1} or {"stop": \1}'),
     (r"(?:hook_)?embed", "post_block", "not served; resid_pre of layer 0 is the embedding"),
     (r".*: Expected `(?:int|float)(?: \| null)?`, got `str`", "", "it is text: send a number"),
@@ -59,7 +61,7 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
     (
         r"(?:.*\.)?trigger: Expected `object(?: \| null)?`, got `str`",
         "",
-        'such as {"text": "</think>", "after": "end"}',
+        'a text is given as {"text": "</think>", "after": "end"}',
     ),
     (
         r"effect: (?:is required|Expected `object`, got `str`)",
@@ -67,7 +69,21 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         'such as {"target": " good"}, or with words or probe',
     ),
     (r".*token_ids\[\d+\]: Expected `array`, got `int`", "", "each item is a list of ids: [[198]]"),
-    (r".*: Expected `array(?: \| null)?`, got `(?:str|object)`", "", "send a list, also of one"),
+    (
+        r"(?:.*\.)?hooks: Expected `object(?: \| null)?`, got `(?:str|array)`",
+        "",
+        'hooks have layers, such as {"resid_pre": "all"}; or give one as `hook`',
+    ),
+    (
+        r"messages\[\d+\]: Expected `array`, got `object`",
+        "",
+        'send a list of conversations: [[{"role": …, "content": …}]]',
+    ),
+    (
+        r".*: Expected `(?:str \| object \| )?array(?: \| null)?`, got `(?:str|object|int)`",
+        "",
+        "send a list, also of one",
+    ),
 )
 #: The steps of a path in msgspec's notation, `pairs[0].spans[...]`: fields, and items.
 _STEP = re.compile(r"(?P<field>[^.\[\]]+)|\[.*?\]")

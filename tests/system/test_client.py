@@ -131,6 +131,25 @@ def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(clien
     np.testing.assert_array_equal(rows, np.stack(last))
 
 
+def test_hooks_are_answered_under_the_names_that_were_asked_for(
+    client: Client, midstream: Callable[..., str]
+) -> None:
+    named = ["resid_pre", "post_block"]
+    capture = {"hooks": dict.fromkeys(named, 1), "consumers": ["filesystem", "memory"]}
+    result = client.run(prompts=["one"], capture=capture, timeout=120)
+    answer = client.completion(MODEL, "one", capture=capture)
+    readers = [client.capture(result), returned_rows(result.capture_results), answer.rows]
+    assert [reader.hooks() for reader in readers] == [named] * 3
+    assert [*readers[0].arrays(), *result.capture_results.files[0].sites] == [
+        "resid_pre.1", "post_block.1", *named,
+    ]  # fmt: skip
+    sites = [readers[0].site(1, hook) for hook in ("resid_pre", "pre_attn")]
+    assert sites == [("resid_pre", 1)] * 2
+    assert client.jobs.get(result).hook_names == {"pre_attn": "resid_pre"}
+    shown = midstream("get", "capture", result.id) + midstream("get", "job", result.id)
+    assert ("resid_pre" in shown, "pre_attn" in shown) == (True, False)
+
+
 def test_run_shows_a_prompt_count_on_terminals_and_in_notebooks(
     client: Client, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -147,6 +166,7 @@ def test_a_patch_study_zooms_and_cancels_on_interrupt(client: Client, tmp_path: 
     study = PatchStudy("hello you", "hallo you", " a", " b", client=client).sweep(
         hooks=["resid_pre", "mlp_out"], metric="logit_diff"
     )
+    assert study.grid().hooks == study.result.hooks == ["resid_pre", "mlp_out"]
     told = study.result.summary
     assert (told.cells + told.skipped, told.total) == (
         told.total,

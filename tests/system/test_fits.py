@@ -368,7 +368,7 @@ def entry(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "field", "detail"),
     [
-        ({"layers": 7}, "steering[0].layers", "layers 0 to 3"),
+        ({"layers": 7}, "layers", "layers 0 to 3"),
         ({"layers": None}, "steering[0].layers", "is required"),
         ({"effect": {"probe": "none"}}, "probes[0]", "none"),
         ({"effect": {"target": "zzz"}}, "effect.target", "changes the tokens of prompts[0]"),

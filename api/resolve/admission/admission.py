@@ -42,6 +42,7 @@ from ....schemas.prompts.selectors import (
     no_text,
     parts_of,
 )
+from ....schemas.prompts.sites import asked_names
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
@@ -68,6 +69,7 @@ from ..prompts.turns import Turns
 from ..readings.probes import check_step, check_tokens
 from ..readings.readings import (
     positions_asked,
+    readings_of,
     resolve_readings,
     with_token_ids_of,
 )
@@ -590,6 +592,12 @@ async def admit(
         identity=model.identity,
         queue=KINDS[parsed.kind].queue,
         contents=_contents(parsed, model, named),
+        hook_names=asked_names(
+            parsed.capture,
+            *(spec for _, _, spec in readings_of(parsed)),
+            *parsed.steering,
+            *parsed.patch,
+        ),
         **handled(parsed.handling, caller),
     )
     pinned = {name for module in model_state.modules.values() for name in module.tensors}

@@ -82,15 +82,19 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
     if (body.rank or 1) > width:
         raise invalid("rank", f"is {body.rank}", allowed=f"1 to {width}, the hidden size")
     if body.max_tokens < shortest:
-        allowed = f"{shortest} (`skip_first` + 2) or more"
-        raise invalid("max_tokens", f"is {body.max_tokens}", allowed=allowed)
+        raise invalid(
+            "max_tokens", f"is {body.max_tokens}", allowed=f"{shortest} (`skip_first` + 2) or more"
+        )
     layers = _lens_layers(body, model)
     longest = min(body.max_tokens, model.max_model_len)
     prompts = [ids[:longest] for ids in await _tokens("prompts", "", body.prompts, model, codec)]
     needed, used = -(-width // (body.rank or width)), sum(len(ids) >= shortest for ids in prompts)
     if used < needed:
-        detail = f"has {used} of {shortest} tokens or more (`skip_first` + 2)"
-        raise invalid("prompts", detail, allowed=f"{needed} or more (hidden size / `rank`)")
+        raise invalid(
+            "prompts",
+            f"has {used} of {shortest} tokens or more (`skip_first` + 2)",
+            allowed=f"{needed} or more (hidden size / `rank`)",
+        )
     stored = StoredLensFit(
         name=body.name,
         layers=layers,
@@ -117,8 +121,9 @@ def _lens_layers(body: LensFitRequest, model: ModelInfo) -> list[int]:
     # float32 maps, and an output matrix of at most float32
     size = 4 * model.hidden_size * (len(layers) * (model.hidden_size + 1) + model.vocab_size)
     if size > MAX_TUNED_BYTES:
-        allowed = f"at most {MAX_TUNED_BYTES} bytes"
-        raise invalid("layers", f"make a file of {size} bytes", allowed=allowed)
+        raise invalid(
+            "layers", f"make a file of {size} bytes", allowed=f"at most {MAX_TUNED_BYTES} bytes"
+        )
     return layers
 
 
@@ -128,8 +133,9 @@ def _check_numbers(body: FitRequest) -> None:
     for name in (*FROM_ROWS, "examples"):
         count, needed = len(getattr(body, name)), (name == "examples") == trained
         if needed and count < MIN_FIT_EXAMPLES:
-            allowed = f"{body.method}: {MIN_FIT_EXAMPLES} or more"
-            raise invalid(name, f"has {count} entries", allowed=allowed)
+            raise invalid(
+                name, f"has {count} entries", allowed=f"{body.method}: {MIN_FIT_EXAMPLES} or more"
+            )
         if count and trained and not needed:
             raise invalid(name, f"is not valid for method {body.method!r}: give examples")
     if body.method == "pca" and len(body.positive) != len(body.negative):
@@ -186,8 +192,9 @@ async def _examples(body: FitRequest, model: ModelInfo, codec: Codec) -> list[Fi
         if isinstance(example.target, str):
             target = added_tokens(field, example.target, np.array(ids), np.array(target), codec)
         if not 0 < len(target) <= MAX_TARGET_TOKENS:
-            allowed = f"1 to {MAX_TARGET_TOKENS} tokens"
-            raise invalid(field, f"has {len(target)} tokens", allowed=allowed)
+            raise invalid(
+                field, f"has {len(target)} tokens", allowed=f"1 to {MAX_TARGET_TOKENS} tokens"
+            )
         made.append(_example(field, "positions", body.positions, [*ids, *target], len(ids), model))
     return made
 
@@ -240,10 +247,16 @@ def parse_dose(body: DoseRequest) -> ParsedRequest:
     )
 
 
-def expanded(job: Job, body: DoseRequest, num_layers: int) -> Job:
-    """Return the job of all cells. `job`: of the prompts of one. Raises a 400 naming the field."""
+def dose_layers(body: DoseRequest, model: ModelInfo) -> Sequence[int | None]:
+    """Return the layer of each cell; None: all together. Raises a 400 naming `layers`."""
     with Translated(SelectorError, lambda error: invalid("layers", str(error))):
-        layers = [None] if body.layers is None else resolve_layers(body.layers, num_layers)
+        return [None] if body.layers is None else resolve_layers(body.layers, model.num_layers)
+
+
+def expanded(job: Job, body: DoseRequest, layers: Sequence[int | None]) -> Job:
+    """Return the job of all cells, with these `layers`. `job`: of the prompts of one. Raises a 400
+    naming the field.
+    """
     dose = StoredDose(
         cells=[(None, 0.0), *[(layer, scale) for layer in layers for scale in sorted(body.scales)]],
         effect=body.effect,
@@ -289,8 +302,11 @@ def _target_tokens(job: Job, body: DoseRequest) -> list[int]:
         prompt, whole = job.prompts[index].token_ids, job.prompts[len(body.prompts) + index]
         counts.append(len(whole.token_ids) - len(prompt))
         if counts[-1] < 1 or list(whole.token_ids[: len(prompt)]) != list(prompt):
-            detail = f"changes the tokens of prompts[{index}]"
-            raise invalid("effect.target", detail, allowed="text that begins with a space")
+            raise invalid(
+                "effect.target",
+                f"changes the tokens of prompts[{index}]",
+                allowed="text that begins with a space",
+            )
     return counts
 
 

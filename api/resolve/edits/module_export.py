@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....schemas.access.keys import shown
-from ....schemas.base import MidstreamError, Tensor
-from ....schemas.base.edit_sizes import limit_of
+from ....schemas.base import MidstreamError, Tensor, limit_of
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import Module

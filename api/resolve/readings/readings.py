@@ -46,7 +46,7 @@ RULES = {
 }
 
 
-def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
+def readings_of(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
     """Yield (field, place in the body, spec) of each reading."""
     for field, spec in parsed.readings.items():
         if isinstance(spec, list):
@@ -57,7 +57,7 @@ def _each(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
 
 def artifacts_read(parsed: "ParsedRequest") -> list[NamedArtifact]:
     """Return the registered artifacts that readings name."""
-    return [reference for _, _, spec in _each(parsed) for reference in spec.references]
+    return [reference for _, _, spec in readings_of(parsed) for reference in spec.references]
 
 
 async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedRequest":
@@ -68,7 +68,7 @@ async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedReq
     encoded = iter(
         [
             spec if (encode := RULES[field].encode) is None else await encode(spec, codec)
-            for field, _, spec in _each(parsed)
+            for field, _, spec in readings_of(parsed)
         ]
     )
     readings = {
@@ -86,7 +86,7 @@ def resolve_readings(
     Raises a 400 naming the field.
     """
     stored_captures: list[tuple[str, list[StoredCapture]]] = []
-    for field, at, spec in _each(parsed):
+    for field, at, spec in readings_of(parsed):
         _check_served(READINGS[field].name, at, bounds.model)
         reading, sites, positions = RULES[field].resolve(spec, bounds, at)
         same: Any = {"tag": "", "at": spec.at, "consumers": [READER], "reading": reading}
@@ -105,4 +105,4 @@ def _check_served(kind: str, field: str, model: ModelInfo) -> None:
 
 def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:
     """Return (field, positions) of each reading."""
-    return [(f"{at}.positions", spec.positions) for _, at, spec in _each(parsed)]
+    return [(f"{at}.positions", spec.positions) for _, at, spec in readings_of(parsed)]

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from ....schemas.base import (
+    TERMINAL,
     MidstreamError,
     Problem,
     Record,
@@ -20,7 +21,6 @@ from ....schemas.base import (
     to_json,
     to_msgpack,
 )
-from ....schemas.base.states import TERMINAL
 from ....schemas.jobs.harvests import (
     OVER,
     CheckedFile,

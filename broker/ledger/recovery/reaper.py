@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
 
-from ....schemas.base import now
-from ....schemas.base.states import State
+from ....schemas.base import State, now
 from ....schemas.requests.attributions import Queue
 from ....schemas.settings.faults import crash_point
 from ....schemas.settings.settings import Settings

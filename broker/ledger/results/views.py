@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
@@ -131,7 +132,9 @@ def capture_results(
 ) -> CaptureResults:
     """Return the files of the receipts that have arrived, with the capture status in the ledger."""
     if not record.captures:
-        return CaptureResults(status="not_requested", job=view.id)
+        return CaptureResults(
+            status="not_requested", job=view.id, hook_names=view.hook_names or UNSET
+        )
     files = [
         FileEntry(
             path=file.path,
@@ -177,6 +180,7 @@ def capture_results(
         bytes=sum(file.bytes for file in files),
         rows=sum(file.rows for file in files),
         detail=_capture_detail(view, ticket),
+        hook_names=view.hook_names or UNSET,
     )
 
 

@@ -80,7 +80,7 @@ def reader(
     """Return a reader of `files`: all files that the manifest names, downloaded or in place."""
     return CaptureReader.of_job(
         files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial
-    )
+    ).under(manifest.hook_names)
 
 
 def target_folder(folder: Path | str | None) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from ....schemas.base import MidstreamError, Translated, invalid, to_json
+from ....schemas.base import MidstreamError, Result, Translated, invalid, to_json
 from ....schemas.base.limits import MAX_PROMPTS
 from ....schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, State
 from ....schemas.readings.readings import READINGS
@@ -59,8 +59,8 @@ MAX_PAUSE_S = 60.0
 _OF_PROMPT = re.compile(r"(?:prompts|messages)\[(\d+)\](.*)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Mapped:
+@dataclass(frozen=True, repr=False)
+class Mapped(Result):
     """The result of one prompt."""
 
     index: int  # in the input
@@ -69,7 +69,7 @@ class Mapped:
     request: int  # number of the prompt in that job
     cached: bool  # it was there before
     rows: Path | None = None  # folder of its captured rows in the cache
-    tag: str | None = field(default=None, repr=False)
+    tag: str | None = None
 
     @property
     def output(self) -> Output:
@@ -87,9 +87,12 @@ class Mapped:
         Raises MidstreamError where they are only on the server: `client.capture(item.result.id)`
         reads them there.
         """
-        if self.rows is not None:
-            return CaptureReader(download.downloaded(self.rows, self.request), tag=self.tag)
-        return wire.returned_rows(self.result.capture_results)
+        results = self.result.capture_results
+        if self.rows is None:
+            return wire.returned_rows(results)
+        return CaptureReader(download.downloaded(self.rows, self.request), tag=self.tag).under(
+            results.hook_names
+        )
 
     def _repr_html_(self) -> str:
         return str(notebook.rendered("mapped_html", self))
@@ -493,7 +496,7 @@ class _Mapping:
         """Keep the results of a job that is over, and hand them to those that wait."""
         if view.state == State.CANCELLED:
             raise _located(MidstreamError("internal", f"job {view.id} was cancelled"), chunk)
-        result = await Jobs[Awaits](self._calls._io).result(view.id)
+        result = await Jobs[Awaits](self._calls._io)._result(view.id)
         map_key.check(view, self._plan.identity, self._plan.names, self._plan.steering)
         results = {
             entry.key: sliced(result, number, len(chunk.entries))
@@ -518,7 +521,7 @@ class _Mapping:
         return Mapped(
             entry.index,
             entry.prompt,
-            result,
+            result.as_asked(),
             result.outputs[0].index,
             cached,
             rows if self._keep else None,

@@ -235,19 +235,41 @@ MODULE = 'a module is named as [{"module": NAME}]'
         (JobRequest, {"steering": ["joy"]}, "steering[0]", MODULE),
         (JobRequest, {"steering": {"module": "joy"}}, "steering", "send a list, also of one"),
         (JobRequest, {"prompts": "a"}, "prompts", "send a list, also of one"),
+        *(
+            (kind, fields, "".join(fields), "send a list, also of one")
+            for kind, fields in ((SweepRequest, {"positions": -1}), (ChatRequest, {"messages": {}}))
+        ),
+        (JobRequest, {"patch": [{"positions": -1}]}, "patch[0].positions", "send a list, also of"),
+        *(
+            (
+                JobRequest,
+                {"capture": {"hooks": written}},
+                "capture.hooks",
+                "hooks have layers, such",
+            )
+            for written in ("resid_pre", ["resid_pre"])
+        ),
+        (
+            JobRequest,
+            {"messages": [{"role": "user", "content": "a"}]},
+            "messages[0]",
+            'send a list of conversations: [[{"role": ',
+        ),
         (JobRequest, {"model": 5}, "model", None),
         *(
             (JobRequest, {"capture": {"positions": written}}, f"capture.positions{at}", hint)
             for written, at, hint in (
                 ({"message": -1}, ".message", "did you mean 'turn'?"),
                 ("user", "", 'a role is given as {"role": "user"}'),
+                ("turn=-1", "", 'write {"turn": -1}'),
+                ("role=user", "", 'write {"role": "user"}'),
                 ("last:2", "", 'a range is given as {"start": -2} or {"stop": 2}'),
             )
         ),
         *(
             (JobRequest, {"steering": [{"trigger": written}]}, f"steering[0].trigger{at}", hint)
             for written, at, hint in (
-                ("a", "", 'such as {"text": "</think>", "after": "end"}'),
+                ("a", "", 'a text is given as {"text": "</think>", "after": "end"}'),
                 ({"token_ids": [198]}, ".token_ids[0]", "each item is a list of ids: [[198]]"),
             )
         ),

@@ -52,6 +52,8 @@ def steering(text: str) -> Any:
         (options.positions, ":9", {"stop": 9}),
         (options.positions, "0,5:9,-1", [0, {"start": 5, "stop": 9}, -1]),
         (options.positions, ":", ":"),
+        (options.positions, '{"turn": -1, "part": "content"}', {"turn": -1, "part": "content"}),
+        (options.positions, "turn=-1", "turn=-1"),
         (options.positions, "5:x", "5:x"),
         (json_or_text, "3", 3),
         (json_or_text, "0-5", "0-5"),

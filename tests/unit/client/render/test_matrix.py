@@ -29,12 +29,16 @@ from midstream.client.render.figures import PLOTS
 from midstream.client.render.lines import LINES
 from midstream.client.sdk.answers.attribution import Attribution
 from midstream.client.sdk.answers.grid import grid_of
+from midstream.client.sdk.mapping.map import Mapped
 from midstream.client.sdk.readings import Features, lens_of
 from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.records import Result
 from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
+from midstream.schemas.jobs.harvests import SurveyEntry
 from midstream.schemas.readings.features import FeaturesReading
 from midstream.schemas.readings.lens import LensReading
+from midstream.schemas.requests.harvest_work import Survey
+from midstream.storage.surveys import Surveyed
 
 POSITIONS = {"job_a": ([0, 1, 2], [0, 1]), "job_b": ([4, 6],)}
 
@@ -243,9 +247,33 @@ def test_every_class_of_results_has_a_data_frame_and_a_short_form(kind: Any) -> 
     assert "dataclasses" not in kind.__repr__.__code__.co_filename, "it would print its arrays"
 
 
-@pytest.mark.parametrize("kind", [*RESULTS, "text"])
+def surveyed(harvests: int = 1) -> Surveyed:
+    found = Surveyed(
+        None,  # type: ignore[arg-type]
+        SurveyEntry(
+            job="job_x",
+            survey=Survey(uris=[], top=1, context=0),
+            rows=8,
+            key="k",
+            bytes=1,
+            crc32=0,
+        ),
+    )
+    figures = {"active": [[1, 2], [4, 8]], "mean": [[0.5, 1.5], [2.0, 3.0]]}
+    found.array = lambda name: np.array(figures[name])[:, :harvests]  # type: ignore[method-assign,misc,assignment]
+    return found
+
+
+UNDRAWN = {
+    "text": lambda: Answer("job_x", ["a\nb"], ["stop"], None, None, {}),
+    "survey": surveyed,
+    "mapped": lambda: Mapped(0, [7] * 9999, job_result(dose=dose()), 0, cached=True),
+}
+
+
+@pytest.mark.parametrize("kind", [*RESULTS, *UNDRAWN])
 def test_every_result_is_a_data_frame_and_one_short_line(kind: str) -> None:
-    found = {**RESULTS, "text": lambda: Answer("job_x", ["a\nb"], ["stop"], None, None, {})}[kind]()
+    found = {**RESULTS, **UNDRAWN}[kind]()
     assert len(found.to_pandas())
     assert repr(found).startswith(f"{type(found).__name__}(")
     assert len(repr(found)) < 200
@@ -258,6 +286,13 @@ def test_data_frames_have_a_line_for_each_number_of_a_figure() -> None:
     bins = fitted().to_pandas()
     assert (bins.negative.sum(), bins.positive.sum()) == (5, 5)
     assert list(fitted().to_pandas(roc=True)) == ["label", "fpr", "tpr"]
+    assert surveyed(2).to_pandas().to_dict("list") == {
+        "feature": [0, 1],
+        "density": [0.125, 0.5],
+        "density against": [0.25, 1.0],
+        "mean": [0.5, 2.0],
+        "mean against": [1.5, 3.0],
+    }
     assert lens_of(LENS, words={7: " a", 8: " b"}).tokens == [" a", " b"]
     assert Features("job_x", FEATURES).to_pandas().token.tolist() == ["#7", "#7", "#8"]
 

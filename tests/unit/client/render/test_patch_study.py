@@ -61,12 +61,8 @@ def stream(*events: tuple[str, Any]) -> Reply:
 def swept(sweep: SweepResult | None = None, asked: SweepRequest | None = None) -> PatchStudy:
     """A study as after a sweep."""
     study = PatchStudy(*PROMPTS)
-    study._request = asked or SweepRequest(
-        model="m", pairs=study._pairs, hooks=["resid_pre", "mlp_out"]
-    )
-    study._result = sweep or result()
-    study.job = "job_1"
-    return study
+    request = SweepRequest(model="m", pairs=study._pairs, hooks=["resid_pre", "mlp_out"])
+    return study._keep("job_1", asked or request, sweep or result())
 
 
 def asked_by(study: PatchStudy, call: str, *arguments: Any, **fields: Any) -> SweepRequest:
@@ -149,7 +145,7 @@ def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], fiel
 def test_top_gives_the_strongest_cells_with_token_position_layer_and_hook() -> None:
     first, second = swept().top(2)
     assert (first.hook, first.layer, first.label, first.positions, first.value, first.effect) == (
-        "pre_attn",
+        "resid_pre",
         PEAK[0],
         "um",
         [3],
@@ -178,7 +174,7 @@ def test_records_have_every_cell_and_the_reason_of_those_without_a_value() -> No
     records, frame = study.to_records(), study.to_pandas()
     assert len(records) == len(frame) == 2 * len(LAYERS) * len(CORRUPT)
     by_place = {(each["hook"], each["layer"], each["column"]): each for each in records}
-    assert by_place["pre_attn", *PEAK]["value"] == 0.95
+    assert by_place["resid_pre", *PEAK]["value"] == 0.95
     failed = by_place["mlp_out", *FAILED]
     assert (failed["value"], failed["effect"], failed["reason"]) == (None, None, "the run is gone")
     assert all((each["value"] is None) == bool(each["reason"]) for each in records)
@@ -222,7 +218,7 @@ def test_zoom_around_a_cell_takes_its_hook_tokens_and_layers_between_neighbours(
     cell = next(each for each in study.grid().cells() if each.layer == 12 and each.column == 3)
     asked = asked_by(study, "zoom", cell)
     assert (asked.hooks, asked.layers, asked.pairs[0].positions) == (
-        ["pre_attn"],
+        ["resid_pre"],
         list(range(9, 16)),
         [3],
     )
@@ -298,7 +294,9 @@ def test_a_new_sweep_of_a_zoomed_study_may_ask_for_other_positions() -> None:
 def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     study = swept()
     study.save(tmp_path / "study.json")
+    assert '"hooks":["pre_attn","mlp_out"]' in (tmp_path / "study.json").read_text()
     loaded = PatchStudy.load(tmp_path / "study.json")
+    assert (study.grid().hooks, study.top(1)[0].hook) == (["resid_pre", "mlp_out"], "resid_pre")
     assert (loaded.request, loaded.result, loaded.job, loaded.top(1)) == (
         study.request,
         study.result,
@@ -370,7 +368,7 @@ async def test_the_async_study_does_the_same() -> None:
             study = await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(
                 hooks=["resid_pre"], progress=show.append
             )
-    assert (study.result, show) == (result(), [START, CELL])
+    assert (study.result.hooks, show) == (["resid_pre", "mlp_out"], [START, CELL])
     assert from_json(seen.bodies[0], SweepRequest).hooks == ["resid_pre"]
 
 

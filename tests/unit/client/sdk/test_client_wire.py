@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -355,16 +356,28 @@ def test_importing_the_client_loads_nothing_heavy() -> None:
     assert (servers | {"pandas", "xarray", "plotly", "matplotlib"}) & set(loaded) == set()
 
 
-def test_a_submission_without_a_model_takes_the_only_one_that_is_served() -> None:
-    with server(reply({"data": [{"id": "m"}]}), reply(job_view(id="job_x"), 202)) as (url, seen):
-        assert Client(url).submit(prompts=["a"]).id == "job_x"
-    assert [line.split()[:2] for line in seen] == [["GET", "/v1/models"], ["POST", "/v1/jobs"]]
+PAIR: Any = {"pairs": [{"clean": "a", "corrupt": "b", "answer": " c"}]}
+SUBMITTED: dict[str, Callable[[Client], Any]] = {
+    "/v1/jobs": lambda client: client.submit(prompts=["a"]),
+    "/v1/sweeps": lambda client: client.sweeps.submit(hooks=["resid_pre"], **PAIR),
+    "/v1/attributions": lambda client: client.attributions.submit(clean="a", foil=" c", model=None),
+    "/v1/harvests": lambda client: client.harvests.submit(source={"lines": ["a"]}),
+}
+
+
+@pytest.mark.parametrize("path", SUBMITTED)
+def test_a_submission_without_a_model_takes_the_only_one_that_is_served(path: str) -> None:
+    refusal = reply(invalid("x", "is wrong").problem(), 400)
+    with server(reply({"data": [{"id": "m"}]}), refusal) as (url, seen), refuses(field="x"):
+        SUBMITTED[path](Client(url))
+    assert [line.split()[:2] for line in seen[:2]] == [["GET", "/v1/models"], ["POST", path]]
     assert json.loads(seen.bodies[-1])["model"] == "m"
-    with (
-        server(reply({"data": [{"id": "m"}, {"id": "n"}]})) as (url, _),
-        refuses("several models are served", field="model", allowed="m, n"),
+    for served, wanted in (
+        (["m", "n"], refuses("several models are served", field="model", allowed="m, n")),
+        ([], refuses("no model is loaded yet", kind="unavailable")),
     ):
-        Client(url).submit(prompts=["a"])
+        with server(reply({"data": [{"id": name} for name in served]})) as (url, _), wanted:
+            SUBMITTED[path](Client(url))
 
 
 CONTENT = b"rows of a capture"

@@ -19,10 +19,12 @@ from midstream.client.notebook import Listing, install
 from midstream.client.render.notebook import html
 from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.readings import Lens
-from midstream.schemas.base import Problem, from_json, records as base, to_json
+from midstream.schemas.base import EditSizes, Problem, from_json, records as base, to_json
 from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
-from midstream.schemas.jobs.jobs import JobPage
-from midstream.schemas.jobs.sweeps import SweepResult
+from midstream.schemas.jobs.jobs import CaptureResults, JobPage, JobResult
+from midstream.schemas.prompts.selectors import ALIASES
+from midstream.schemas.prompts.sites import asked_names, renamed
+from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec
 from midstream.schemas.requests.steering import EntryView, GlobalView, ModuleView
 
 #: Markup of HTML, of attributes and of rich; a link of rich would become one of HTML.
@@ -225,16 +227,30 @@ def test_a_lens_and_a_dose_become_data_frames() -> None:
     assert frame[["scale", "effect", "safe"]].values.tolist() == [[0, 0, True], [2, 1, True]]
 
 
-def test_results_by_hook_know_the_names_of_transformer_lens() -> None:
-    whole = from_json(to_json(result()), SweepResult)
-    grid = grid_of(whole)
-    for named in (grid.values, grid.effects, whole.mean, whole.pairs[0].grids):
-        assert list(named) == ["pre_attn", "mlp_out"]
-        assert named["resid_pre"] is named["pre_attn"] is named.get("hook_resid_pre")
-        assert ("hook_mlp_out" in named, "resid_post" in named) == (True, False)
-        with pytest.raises(KeyError, match="post_block"):
-            named["resid_post"]
-    assert to_json(whole) == to_json(result())
+def test_answers_name_hooks_as_the_request_first_did_and_know_both_names() -> None:
+    spec = CaptureSpec(hooks={"resid_pre": "all", "z": 1})
+    steering = [SteeringSpec(hook=hook) for hook in ("hook_resid_pre", "hook_z", "rot_q")]
+    names = asked_names(None, spec, *steering)
+    assert names == {"pre_attn": "resid_pre", "q": "rot_q"}
+    captures = CaptureResults(status="not_requested", job="job_1", hook_names=names)
+    sizes = EditSizes(request=0, hook="q", layer=1, rows=1, median=0.0, largest=0.0)
+    made = job_result("pre_attn", sweep=result(), edits=[sizes], capture_results=captures)
+    plain: Any = from_json(to_json(made), JobResult)
+    for answer, first, edited in (
+        (plain, "pre_attn", "q"),
+        (plain.as_asked(), "resid_pre", "rot_q"),
+    ):
+        grid, pair = grid_of(answer.sweep), answer.sweep.pairs[0]
+        for named in (grid.values, grid.effects, answer.sweep.mean, pair.grids):
+            assert list(named) == [first, "mlp_out"]
+            assert named["resid_pre"] is named["pre_attn"] is named.get("hook_resid_pre")
+            assert ("hook_mlp_out" in named, "resid_post" in named) == (True, False)
+            with pytest.raises(KeyError, match="post_block"):
+                named["resid_post"]
+        assert {each.hook for each in answer.sweep.skipped} <= {*grid.hooks}
+        assert (grid.top(1)[0].hook, answer.edits[0].hook) == (first, edited)
+        assert (answer.outputs, pair.labels) == (made.outputs, result().pairs[0].labels)
+        assert renamed(answer, ALIASES) == made
 
 
 def test_figures_of_plotly_show_the_same_values_and_no_markup(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def dosed(asked: Asked) -> None:
     body: dict[str, Any] = {"model": "m", "prompts": ["x"], "steering": [{}], "held_out": ["z"]}
     body |= {"scales": [-1.0, 0.5, 3.0], "effect": {"words": ["y"]}}
     asked.own()
-    asked.through(lambda job: expanded(job, msgspec.convert(body, DoseRequest), 2))
+    asked.through(lambda job: expanded(job, msgspec.convert(body, DoseRequest), [None]))
 
 
 def harvested(asked: Asked) -> None:
