@@ -1,1 +1,1 @@
-"""Finds, describes and removes a job's capture files; which files a harvest reads."""
+"""Capture files of jobs: found, described, removed. Files that a harvest reads."""

@@ -8,7 +8,8 @@ import numpy as np
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.probes import Probe
 from ...schemas.jobs.fits import FitResult
-from ...schemas.prompts.selectors import HookName
+from ...schemas.prompts.chat import Conversation
+from ...schemas.prompts.selectors import HookName, RequestedPositions
 from ..captures.row_matrix import samples
 from ..render import readings
 from ..sdk.client import Client
@@ -17,10 +18,6 @@ from ..values import checked
 from . import options
 from .terminal import Connector, first_model, out
 
-#: Tag of the rows that probes are trained on.
-_TAG = "probe-training"
-
-
 #: Columns of a training file of a module: a line has one of the sides, both, or the last two.
 _OF_MODULES = ("positive", "negative", "prompt", "target")
 
@@ -28,7 +25,7 @@ _OF_MODULES = ("positive", "negative", "prompt", "target")
 class TrainingLine(msgspec.Struct):
     """A line of a training file of a probe."""
 
-    text: str
+    text: str | Conversation
     label: str | int | bool
 
 
@@ -64,20 +61,22 @@ def probe(
     layer: int,
     hook: str = "post_block",
     rows: Literal["last", "mean", "all"] = "last",
+    positions: RequestedPositions | None = None,
     held_out: float = 0.25,
     strength: float = 1.0,
     model: str | None = None,
     **fields: Any,
 ) -> Probe:
     """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and
-    register it. A line of the file has `text` and `label`.
+    register it. A line of the file has `text`, which may be a conversation, and `label`.
 
-    `rows`: of a text, of its last token, their mean, or all. `strength`: scikit-learn's C.
+    `rows`: of a text, of its last token, their mean, or all; `positions`: of these, as of a
+    capture. `strength`: scikit-learn's C.
     """
     read = options.rows(file, TrainingLine.__struct_fields__)
     client, examples = connect(), checked(read, list[TrainingLine], "FILE")
     served = model or first_model(client)
-    matrix, groups = _rows(client, served, examples, layer, hook, rows)
+    matrix, groups = _rows(client, served, examples, layer, hook, rows, positions)
     from ..probes import fit
 
     found = fit(
@@ -100,6 +99,7 @@ def _rows(
     layer: int,
     hook: HookName | str,
     rows: Literal["last", "mean", "all"],
+    positions: RequestedPositions | None,
 ) -> tuple[np.ndarray, list[int]]:
     """Capture the rows of the examples; return `[samples, hidden]`, and the index of each sample's
     example.
@@ -107,11 +107,15 @@ def _rows(
     capture = {
         "layers": [layer],
         "hook": hook,
-        "positions": "last_prompt" if rows == "last" else "all_prompt",
-        "tag": _TAG,
+        "positions": positions or ("last_prompt" if rows == "last" else "all_prompt"),
+        "tag": "probe-training",
     }
-    texts = [example.text for example in examples]
-    result = client.run(model=model, prompts=texts, capture=capture, max_tokens=1)
+    inputs: Any = {
+        "prompts" if isinstance(examples[0].text, str) else "messages": [
+            example.text for example in examples
+        ]
+    }
+    result = client.run(model=model, capture=capture, max_tokens=1, **inputs)
     groups = [sample.request for sample in samples(client.capture(result), rows)]
     matrix = client.captures.matrix([result], layer, hook, rows)
     client.captures.delete(result)

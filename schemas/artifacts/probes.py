@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import NumbersOrTensor, Plotted, Record, Wire, pack_numbers
+from ..base import NumbersOrTensor, Plotted, Record, Wire, pack_numbers, refuse
 from ..base.limits import (
     MAX_LABEL,
     MAX_LATCH_S,
@@ -86,16 +86,16 @@ class Condition(Record):
     def __post_init__(self) -> None:
         kind, below = self.aggregation, self.release_below
         fault = decay_fault(kind, self.decay)
-        for why, applies in (
-            (
-                "window is required for mean and max, and not valid otherwise",
-                (self.window is not None) != (kind in ("mean", "max")),
-            ),
-            (f"decay {fault}", fault is not None),
-            ("release_below is above at_least", below is not None and below > self.at_least),
-        ):
-            if applies:
-                raise ValueError(why)
+        refuse(
+            {
+                "window is required for mean and max, and not valid otherwise": (
+                    kind in ("mean", "max")
+                )
+                == (self.window is None),
+                f"decay {fault}": fault is not None,
+                "release_below is above at_least": below is not None and below > self.at_least,
+            }
+        )
 
 
 class StoredPolicy(Record, omit_defaults=True):

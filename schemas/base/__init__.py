@@ -22,6 +22,7 @@ from .errors import (
     in_one_line as in_one_line,
     invalid as invalid,
     misfit as misfit,
+    refuse as refuse,
     shortened as shortened,
     suggestion as suggestion,
     unknown as unknown,

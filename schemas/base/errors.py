@@ -1,7 +1,7 @@
 """Errors and their wire format: RFC 9457 problem details with the field at fault."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Generic, NamedTuple, TypeVar
@@ -208,6 +208,15 @@ def check_excluded(table: Iterable[Excluded]) -> None:
     for row in table:
         if row.when:
             raise invalid(row.field, row.why, row.allowed, row.hint)
+
+
+def refuse(reasons: Mapping[str, object]) -> None:
+    """Raises ValueError with the first of these reasons that applies. For the fields of a record
+    together: the API answers 400.
+    """
+    for why, applies in reasons.items():
+        if applies:
+            raise ValueError(why)
 
 
 def suggestion(word: str, names: Iterable[str]) -> str | None:

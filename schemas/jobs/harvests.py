@@ -11,11 +11,12 @@ import msgspec
 from ..access.handling import Handling, Priority
 from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import StoredLora
-from ..base import Problem, Record
+from ..base import Problem, Record, refuse
 from ..base.limits import (
     MAX_EXAMPLE_CONTEXT,
     MAX_EXAMPLES,
     MAX_HARVEST_LINES,
+    MAX_HARVEST_SPANS,
     MAX_INT64,
     MAX_PATH,
     MAX_PROMPT_TOKENS,
@@ -65,10 +66,15 @@ class HarvestSource(Record, kw_only=True):
     field: Name = "text"  # column, or field of a line's JSON object
 
     def __post_init__(self) -> None:
-        if (self.lines is None) == (self.path is None):
-            raise ValueError("give exactly one of `lines` and `path`")
-        if self.lines is not None and self.kind == "chat":
-            raise ValueError("`lines` are texts or token ids: conversations are read from files")
+        refuse(
+            {
+                "give exactly one of `lines` and `path`": (self.lines is None)
+                == (self.path is None),
+                "`lines` are texts or token ids: conversations are read from files": self.lines
+                is not None
+                and self.kind == "chat",
+            }
+        )
 
 
 class HarvestCut(Record, kw_only=True):
@@ -81,7 +87,8 @@ class HarvestCut(Record, kw_only=True):
     special_tokens: bool = True
 
 
-class HarvestPositions(Record, kw_only=True):
+# `omit_defaults`: servers and readers without the newer fields accept what does not use them
+class HarvestPositions(Record, omit_defaults=True, kw_only=True):
     """The positions of a sequence whose rows are harvested."""
 
     skip_bos: bool = True  # leave out the model's beginning-of-text token
@@ -94,25 +101,24 @@ class HarvestPositions(Record, kw_only=True):
     prompt: bool = True  # with `generate`: also harvest the rows of the prompt
     # of each document, with what was generated: `last`, `head_and_tail`, or `around` token ids
     window: Span | None = None
+    # of conversations: tokens of messages, by turn, role and part; of messages that a conversation
+    # lacks, none. Generated tokens are in no message
+    spans: (
+        Annotated[list[Span], msgspec.Meta(min_length=1, max_length=MAX_HARVEST_SPANS)] | None
+    ) = None
 
     def __post_init__(self) -> None:
-        if self.window is None:
-            return
-        around = self.window.around
-        if not self.window.is_window or self.window.when or (around and around.text is not None):
-            raise ValueError(
+        window = self.window
+        refuse(
+            {
                 "`window` takes last, head_and_tail, or around with token_ids (POST /v1/tokenize "
-                "has those of a text)"
-            )
-
-    def check_window(self, fit: FitMode) -> None:
-        """Raises ValueError for a window beside fields that choose positions differently."""
-        if self.window is None:
-            return
-        if fit != "truncate":
-            raise ValueError("`window` takes fit `truncate`: a sequence is one document then")
-        if (self.every, self.skip_first, self.sample) != (1, 0, None):
-            raise ValueError("`window` takes neither every, skip_first nor sample")
+                "has those of a text)": window is not None
+                and (not window.is_window or window.when or (window.around and window.around.text)),
+                "`spans` take turn, role and part (not tools: a harvest has none)": any(
+                    not span.is_turn or span.part == "tools" for span in self.spans or ()
+                ),
+            }
+        )
 
 
 class HarvestShards(Record, kw_only=True):
@@ -162,13 +168,25 @@ class HarvestRequest(SitesSpec, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.generate is not None and (
-            self.cut.fit != "truncate" or self.positions.sample is not None
-        ):
-            raise ValueError("`generate` takes fit `truncate` and no `sample`")
-        self.positions.check_window(self.cut.fit)
-        if self.generate is None and not self.positions.prompt:
-            raise ValueError("`prompt: false` requires `generate`")
+        rule, fit, generates = self.positions, self.cut.fit, self.generate is not None
+        refuse(
+            {
+                "`generate` takes fit `truncate` and no `sample`": generates
+                and (fit != "truncate" or rule.sample is not None),
+                "`window` takes fit `truncate`: a sequence is one document then": rule.window
+                and fit != "truncate",
+                "`window` takes neither every, skip_first nor sample": rule.window
+                and (rule.every, rule.skip_first, rule.sample) != (1, 0, None),
+                "`window` beside `spans` takes no `generate`": rule.window
+                and rule.spans
+                and generates,
+                "`prompt: false` requires `generate`": not generates and not rule.prompt,
+                "`spans` choose among the prompt's rows: omit `prompt: false`": rule.spans
+                and not rule.prompt,
+                "`spans` are parts of conversations: they take source kind `chat`": rule.spans
+                and self.source.kind != "chat",
+            }
+        )
 
 
 class HarvestFacts(Record, kw_only=True):

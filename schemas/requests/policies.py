@@ -10,7 +10,7 @@ import msgspec
 from ..access.keys import Caller
 from ..artifacts.probes import Condition, Mode, StoredProbe
 from ..artifacts.registered import ArtifactKind, Registered, Registration
-from ..base import EditLimit, Record
+from ..base import EditLimit, Record, refuse
 from ..base.limits import (
     MAX_POLICIES,
     MAX_POLICY_ACTIONS,
@@ -74,16 +74,14 @@ class PolicyRequest(Registration, kw_only=True):
 
     def __post_init__(self) -> None:
         once = [kind for kind in self.kinds if kind != "steer"]
-        for why, applies in (
-            ("an action is listed twice, which only steer may be", len({*once}) < len(once)),
-            (
-                "share is for mode canary, which needs one above 0, such as 0.1; others take none",
-                (self.mode == "canary") != (self.share > 0),
-            ),
-            ("capture is not valid for all traffic", self.all_traffic and "capture" in once),
-        ):
-            if applies:
-                raise ValueError(why)
+        refuse(
+            {
+                "an action is listed twice, which only steer may be": len({*once}) < len(once),
+                "share is for mode canary, which needs one above 0, such as 0.1; others take "
+                "none": (self.mode == "canary") != (self.share > 0),
+                "capture is not valid for all traffic": self.all_traffic and "capture" in once,
+            }
+        )
 
     @property
     def kinds(self) -> list[str]:

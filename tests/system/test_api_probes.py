@@ -265,6 +265,18 @@ def test_the_command_line_takes_the_weights_of_a_file(
     assert "x ≥ 1.5" in midstream("put", "probe", "cli", str(tmp_path / "probe.npz"), *of_file)
 
 
+def test_the_command_line_fits_a_probe_on_turns_of_conversations(
+    midstream: Callable[..., str], tmp_path: Path
+) -> None:
+    chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": w}] for w in "ab"]
+    lines = [json.dumps({"messages": chats[n % 2], "label": n % 2}) for n in range(16)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    file, positions = f"{tmp_path}/chats.jsonl:messages,label", 'positions={"role": "assistant"}'
+    options = ["--set", "layer=1", "--set", "rows=all", "--set", positions]
+    shown = midstream("fit", "probe", "cli", file, *options)
+    assert ("0: 6, 1: 6" in shown, "0: 2, 1: 2" in shown) == (True, True), shown
+
+
 def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> None:
     """In the chunks of a completion, and as events of its job; those of policies are not among
     them.

@@ -11,10 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from ctypes.util import find_library
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,15 @@ SMALL = {"mib": 1}
 WIDE: dict[str, Any] = {"hooks": {hook: [0, 1, 2, 3] for hook in HOOKS}, "shards": SMALL}
 
 
+#: One longer than a sequence, white space, characters of several tokens.
+SAID = ["  Hi\n", "👩‍🚀 über", "a", "x" * 90, "Which\n\nof them? ", "東京 "]
+ROLES = ["system", *["user", "assistant"] * 3, "user"]
+CHATS = [
+    [{"role": role, "content": SAID[at % 6]} for at, role in enumerate(ROLES[n % 2 : 2 + n % 7], n)]
+    for n in range(20)
+]
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two workers of two stages."""
@@ -65,7 +74,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def corpus(stack: Stack, name: str, documents: list[str]) -> str:
+def corpus(stack: Stack, name: str, documents: Sequence[Any]) -> str:
     path = Path(stack.settings.harvest_sources) / name
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     return name
@@ -140,6 +149,7 @@ def test_a_window_of_each_document_is_harvested(
         shards={"shuffle": None},
     )
     done = client.harvests.wait(view, timeout=WAIT_S)
+    assert verify(done.uri).faults == []
     found: dict[int, list[int]] = {}
     for path in Path(done.uri).rglob("*.safetensors"):
         with safe_open(str(path), "np") as file:
@@ -149,6 +159,41 @@ def test_a_window_of_each_document_is_harvested(
     wanted = {n: kept([*range(len(text))]) for n, text in enumerate(documents)}
     assert found == {n: positions for n, positions in wanted.items() if positions}
     assert done.rows == sum(map(len, wanted.values()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept", "more"),
+    [
+        ({"cut": {"max_length": 64}}, lambda rows: [row for row in rows if row[1] < 64], 0),
+        ({"cut": {"max_length": 64, "fit": "split"}}, list, 0),
+        ({"cut": {"max_length": 64, "fit": "pack"}}, list, 0),
+        ({"window": {"last": 1}}, lambda rows: list({row[0]: row for row in rows}.values()), 0),
+        # the last token that is generated is not computed
+        ({"generate": {"max_tokens": 3}}, list, 2 * len(CHATS)),
+    ],
+)
+def test_rows_of_spans_are_at_the_positions_of_tokenize(
+    stack: Stack, client: Client, fields: dict[str, Any], kept: Callable[[Any], Any], more: int
+) -> None:
+    spans = [{"role": "assistant"}, {"turn": -1, "role": "user", "part": "all"}, {"role": "system"}]
+    view = client.harvests.submit(
+        model="fake-model",
+        source={"path": corpus(stack, "chats.jsonl", CHATS), "kind": "chat"},
+        layers=[1],
+        positions={"spans": spans, **{n: fields.pop(n) for n in {*fields} & {"window"}}},
+        shards={"shuffle": None},
+        **fields,
+    )
+    keys = checked(client.harvests.wait(view, timeout=WAIT_S).uri).keys(slice(None))
+    found = [*zip(*(column.tolist() for column in keys), strict=True)]
+    rows = set()
+    for (number, chat), span in product(enumerate(CHATS), spans):
+        body = {"model": "fake-model", "messages": chat, "positions": span}
+        answer = httpx2.post(f"{stack.url}/v1/tokenize", json=body).json()
+        # none where there is no such turn
+        rows |= {(number, at, answer["tokens"][at]) for at in answer.get("positions", [])}
+    wanted = kept(sorted(rows))
+    assert ([row for row in found if row in wanted], len(found)) == (wanted, len(wanted) + more)
 
 
 @pytest.mark.long
@@ -532,6 +577,11 @@ def test_hs_connectors_reads_what_the_bridge_hands_over(
         ({"store": "s3://elsewhere"}, "store"),
         ({"generate": {"max_tokens": 100_000}}, "generate.max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"positions": {"spans": [{"turn": 0}]}}, "`spans` are parts of conversations"),
+        ({"positions": {"spans": [{"text": "a"}]}}, "`spans` take turn, role and part"),
+        ({"positions": {"spans": [{"part": "tools"}]}}, "not tools: a harvest has none"),
+        ({"positions": {"spans": []}}, "positions.spans"),
+        ({"positions": {"spans": [{"turn": 0}] * 9}}, "positions.spans"),
         ({"unknown": 1}, "unknown"),
     ],
 )

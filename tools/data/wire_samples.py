@@ -150,6 +150,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("AttributionRequest", "neurons"): Neurons(top=[1, 4]),
     ("AttributionRequest", "path"): SweepPath(receivers="logits"),
     ("HarvestPositions", "window"): Span(last=3),
+    ("HarvestPositions", "spans"): [Span(role="assistant")],
     ("StoredCapture", "window"): Span(last=3),
     ("StoredDose", "effect"): DoseEffect(words=["yes"]),
     ("Roc", "fpr"): [0.0, 1.0],

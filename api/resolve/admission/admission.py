@@ -16,6 +16,7 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
+from ....broker.prompts.turns import Turns, renders
 from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.base import (
@@ -65,7 +66,6 @@ from ..prompts.request_parsing import (
     plain_messages,
 )
 from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
-from ..prompts.turns import Turns
 from ..readings.probes import check_step, check_tokens
 from ..readings.readings import (
     positions_asked,
@@ -78,8 +78,8 @@ from .names import NO_NAMES, Referents, artifacts_of, modules_of
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
 #: unit is the time for one listed position.
 ENTRY_COST, SPAN_COST, PART_COST = 8, 64, 8
-#: Cost of rendering a message, and how often a conversation is rendered for one of its parts.
-MESSAGE_COST, RENDERS = 64, 8
+#: Cost of rendering a message.
+MESSAGE_COST = 64
 #: Characters of a prompt that are searched for a span's text, or rendered, in one unit.
 SEARCHED_CHARACTERS = 32
 #: Number of layers assumed for a patch that gives its layers as a text.
@@ -426,9 +426,7 @@ def check_cost(
 
 def _cost_of_turn(span: Span, messages: int, characters: int) -> int:
     """Return what a span of a conversation costs: the times it is rendered, at most."""
-    each = span.turn is None and span.part in ("tool_calls", "header", "all")
-    renders = RENDERS + 2 * messages * each
-    return renders * (messages * MESSAGE_COST + characters // SEARCHED_CHARACTERS)
+    return renders(span, messages) * (messages * MESSAGE_COST + characters // SEARCHED_CHARACTERS)
 
 
 def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
@@ -525,7 +523,13 @@ def facts_of(
             )
         find: SpanFinder = result.find if result else no_text
         if result and from_body.is_conversation:
-            find = Turns(codec, from_body.value, from_body.rendering, result).find
+            find = Turns(
+                codec,
+                [message.role for message in from_body.messages],
+                plain_messages(from_body.messages),
+                from_body.rendering,
+                result,
+            ).find
         facts.append(PromptFacts(len(prompt.token_ids), find, prompt.images))
     return facts
 

@@ -1,1 +1,1 @@
-"""Reads prompts: the three body shapes, tokenizer, spans, turns, tools, formats, images."""
+"""Reads prompts: the three body shapes, tokenizer, tools, formats, images."""

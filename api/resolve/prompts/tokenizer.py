@@ -7,22 +7,19 @@ transformers gives them.
 """
 
 import asyncio
-import json
 from array import array
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import anyio.to_thread
-import jinja2
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from ....broker.artifacts.chat_templates import in_parts, template_environment
+from ....broker.prompts.chat_templates import ChatTemplate
+from ....broker.prompts.text_spans import TextMap, untrimmed
 from ....schemas.base import MidstreamError, Translated, invalid
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
-from .text_spans import TextMap
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
@@ -84,7 +81,7 @@ class LongTexts(Protocol):
     ) -> tuple[np.ndarray, str]: ...
 
 
-class Codec:
+class Codec(ChatTemplate):
     """One model's tokenizer and chat template.
 
     Immutable after construction; safe to share between threads.
@@ -96,10 +93,10 @@ class Codec:
         """`limit`: tokens that the model takes; `long_texts`: tokenises long texts, by default a
         thread does.
         """
-        self._bundle = bundle
+        super().__init__(bundle)
         self._limit = limit
         self._long_texts = long_texts
-        text, longest_token = _untrimmed(bundle.tokenizer_json)
+        text, longest_token = untrimmed(bundle.tokenizer_json)
         self._most_characters = max(SHORT_CHARACTERS, limit * longest_token)
         self._tokenizer = Tokenizer.from_str(text)
         # A saved tokenizer may carry the truncation of its last caller; a prompt is never cut
@@ -171,11 +168,12 @@ class Codec:
 
     def _check_characters(self, index: int, characters: int) -> None:
         if characters > self._most_characters:
-            detail = (
+            raise TooLong(
+                index,
+                None,
                 f"has {characters} characters, more than can fit in the model's limit of "
-                f"{self._limit} tokens"
+                f"{self._limit} tokens",
             )
-            raise TooLong(index, None, detail)
 
     def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
         """Return the range of each of `ids` in `text`; None if they are not this text's tokens.
@@ -258,72 +256,6 @@ class Codec:
         (ids,) = await self.encode([text], special_tokens=False)  # the template has them
         return ids, text
 
-    def special_token(self, name: str) -> str:
-        """Return the text of a special token, such as `bos_token`; empty without one."""
-        return self._bundle.special_tokens.get(name, "")
-
-    def render(self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN) -> str:
-        template = self._template
-        given = {
-            **rendering.options,
-            **self._bundle.special_tokens,
-            "tools": rendering.tools,
-            "documents": None,
-        }
-        if rendering.continued:
-            messages = [*messages[:-1], _to_be_continued(messages[-1])]
-        if self._bundle.parts:
-            messages = [
-                {**message, "content": in_parts(message["content"])} for message in messages
-            ]
-        # a template may raise any exception to reject a conversation
-        with Translated(
-            Exception,
-            lambda error: invalid("messages", f"the model's chat template rejects them: {error}"),
-        ):
-            text = template.render(
-                messages=messages, add_generation_prompt=rendering.opened, **given
-            )
-        return _cut(text) if rendering.continued else text
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        if self._bundle.chat_template is None:
-            raise invalid("messages", "this model has no chat template", hint="use /v1/completions")
-        with Translated(
-            jinja2.TemplateSyntaxError,
-            lambda error: invalid(
-                "messages",
-                f"this model's chat template is broken: {error}",
-                hint="use /v1/completions",
-            ),
-        ):
-            return template_environment().from_string(self._bundle.chat_template)
-
-
-#: Marks the end of a message that should be continued, so that the ending that the template adds
-#: after it can be cut off.
-_CONTINUED = "\ue000continued\ue000"  # of a private use area: no template strips it
-
-
-def _to_be_continued(message: PlainMessage) -> PlainMessage:
-    if not isinstance(message["content"], str):
-        raise invalid(
-            "continue_final_message",
-            "the last message has parts",
-            allowed="a last message with text",
-        )
-    return {**message, "content": message["content"] + _CONTINUED + " "}
-
-
-def _cut(text: str) -> str:
-    before, mark, after = text.rpartition(_CONTINUED)
-    if not mark:
-        raise invalid(
-            "continue_final_message", "the model's chat template leaves out the last message's end"
-        )
-    return before if after.startswith(" ") else before.rstrip()  # the template strips messages
-
 
 def _compact(ids: np.ndarray) -> Sequence[int]:
     """Return the ids in 4 bytes each; a list takes 8, and 28 more for each int that is not
@@ -341,22 +273,3 @@ def found_map(text: str, encoded: Encoded, ids: Sequence[int]) -> TextMap | None
 
 def _offsets(encoding: Encoding) -> np.ndarray:
     return np.array(encoding.offsets, np.int32).reshape(-1, 2)
-
-
-def _untrimmed(tokenizer_json: str) -> tuple[str, int]:
-    """Return the tokenizer with offsets that cover whole tokens, and the characters of its longest
-    token.
-
-    Offsets of byte-level tokenizers otherwise leave out the space that a token begins with.
-    """
-    tokenizer = json.loads(tokenizer_json)
-    processor = tokenizer.get("post_processor") or {}
-    for step in [processor, *processor.get("processors", [])]:
-        if "trim_offsets" in step:
-            step["trim_offsets"] = False
-    vocabulary = (
-        tokenizer["model"].get("vocab") or []
-    )  # token → id; for Unigram, pairs of token and score
-    pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
-    added = [token["content"] for token in tokenizer.get("added_tokens") or []]
-    return json.dumps(tokenizer), max(map(len, [*pieces, *added]), default=1)

@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "callbacks flower health relay",
         "receipts webhooks",
         "ledger",
-        "queue artifacts",
+        "queue artifacts prompts",
         "redis_service telemetry",
         "processes",
     ),

@@ -1,1 +1,1 @@
-"""The worker's side of a harvest: its documents, cut into sequences, and their shards."""
+"""Harvests: documents, cut into sequences, and their shards."""

@@ -3,7 +3,7 @@
 The result depends on the documents and the harvest only, so every attempt cuts alike.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,15 @@ CutSpan = tuple[int, int, int, int]
 class CutDocument:
     number: int  # in the source's order, from 0
     token_ids: np.ndarray  # int64 `[tokens]`
+    in_spans: np.ndarray | None = None  # bool `[tokens]`; None: the harvest has no spans
+
+    def first(self, tokens: int) -> "CutDocument":
+        """Returns the document with its first `tokens` tokens only."""
+        return CutDocument(
+            self.number,
+            self.token_ids[:tokens],
+            None if self.in_spans is None else self.in_spans[:tokens],
+        )
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,9 @@ def cut(
         if harvest.cut.fit == "pack"
         else _unpacked(harvest, documents)
     )
+    in_spans = {each.number: each.in_spans for each in documents if each.in_spans is not None}
     sequences = [
-        CutSequence(ids, spans, np.flatnonzero(_eligible(harvest, ids, spans, bos)))
+        CutSequence(ids, spans, np.flatnonzero(_eligible(harvest, ids, spans, bos, in_spans)))
         for ids, spans in pieces
     ]
     if harvest.positions.sample is not None:
@@ -94,13 +104,22 @@ def _packed(
 
 
 def _eligible(
-    harvest: StoredHarvest, ids: np.ndarray, spans: Sequence[CutSpan], bos: int | None
+    harvest: StoredHarvest,
+    ids: np.ndarray,
+    spans: Sequence[CutSpan],
+    bos: int | None,
+    in_spans: Mapping[int, np.ndarray],
 ) -> np.ndarray:
-    """Returns which positions of a sequence may give rows: bool `[tokens]`."""
+    """Returns which positions of a sequence may give rows: bool `[tokens]`. `in_spans`: number of
+    a document → which of its tokens are in the harvest's spans.
+    """
     rule = harvest.positions
     mask = np.zeros(len(ids), bool)
-    for _, position, start, tokens in spans:
-        mask[start : start + tokens] = (position + np.arange(tokens)) % rule.every == 0
+    for document, position, start, tokens in spans:
+        places = position + np.arange(tokens)
+        mask[start : start + tokens] = places % rule.every == 0
+        if document in in_spans:
+            mask[start : start + tokens] &= in_spans[document][places]
     mask[: rule.skip_first] = False
     if rule.skip_bos and bos is not None:
         for _, position, start, _ in spans:
@@ -177,6 +196,6 @@ def within(
         if tokens <= 0:
             break
         most = min(tokens, fed(document, harvest))
-        result.append(CutDocument(document.number, document.token_ids[:most]))
+        result.append(document.first(most))
         tokens -= fed(document, harvest)
     return result

@@ -118,8 +118,15 @@ class SourceReader:
             f"{file.key if file else 'source.lines'})"
         )
         request = ReadRequest(self._opening.harvest.id, file=file, unit=unit)
-        found = await self._ask(place, request, list[tuple[int, bytes]])
-        return [CutDocument(number, np.frombuffer(ids, np.int32)) for number, ids in found]
+        found = await self._ask(place, request, list[tuple[int, bytes, bytes | None]])
+        return [
+            CutDocument(
+                number,
+                np.frombuffer(ids, np.int32),
+                None if in_spans is None else np.frombuffer(in_spans, bool),
+            )
+            for number, ids, in_spans in found
+        ]
 
     async def survey(self, task: SurveyTask) -> SurveyEntry:
         """Compute a survey and write its file. Raises MidstreamError."""
@@ -304,8 +311,14 @@ class ReadingServer:
             return [source.tokens.special(name) for name in ("bos_token", "eos_token")]
         if request.unit is None:
             return source.plan()
-        documents = source.read(request.file, request.unit)
-        return [(document.number, document.token_ids.tobytes()) for document in documents]
+        return [
+            (
+                each.number,
+                each.token_ids.tobytes(),
+                None if each.in_spans is None else each.in_spans.tobytes(),
+            )
+            for each in source.read(request.file, request.unit)
+        ]
 
     def _show(self, place: str) -> None:
         _send(self._output, Reply(at=place))

@@ -3,17 +3,23 @@ and checked token ids as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from ....broker.artifacts.chat_templates import in_parts, template_environment
-from ....schemas.base import MidstreamError
-from ....schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64
+from ....broker.prompts.chat_templates import ChatTemplate
+from ....broker.prompts.text_spans import TextMap, untrimmed
+from ....broker.prompts.turns import NoTurn, Turns, renders
+from ....schemas.base import MidstreamError, Translated
+from ....schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64, MAX_RENDERED_MESSAGES
 from ....schemas.jobs.harvests import StoredHarvest
 from ....schemas.jobs.models import TokenizerBundle
+from ....schemas.prompts.chat import PlainMessage, Rendering
+from ....schemas.prompts.selectors import SelectorError
 from .cut import CutDocument, fed, within
 
 #: Characters, of one or several texts, that are tokenised in one call: the tokenizer needs about
@@ -25,8 +31,25 @@ OVERLAP, MARGIN = 1 << 12, 1 << 9
 #: Tokens after a seam that must be equal in both slices.
 AGREED = 8
 
+_NONE = np.zeros(0, np.int64)
 #: Number of a document, its value in the source, and how an error names it.
 SourceValue = tuple[int, Any, str]
+
+
+class _Slice(NamedTuple):
+    """Tokens of a part of a text."""
+
+    ids: np.ndarray  # int32 `[tokens]`
+    starts: np.ndarray  # first and end character in the text, int64 `[tokens]` each
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, encoding: Encoding, start: int) -> "_Slice":
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T + start
+        return cls(np.array(encoding.ids, np.int32), starts, ends)
+
+    def between(self, start: int, stop: int | None = None) -> "_Slice":
+        return _Slice(*(column[start:stop] for column in self))
 
 
 class HarvestTokenizer:
@@ -35,12 +58,15 @@ class HarvestTokenizer:
     def __init__(self, harvest: StoredHarvest, bundle: TokenizerBundle, vocabulary: int) -> None:
         """`vocabulary`: the size of the model's vocabulary."""
         self._harvest, self._bundle, self._vocabulary = harvest, bundle, vocabulary
+        self._template = ChatTemplate(bundle)
+        self._rendering = Rendering(opened=harvest.generate is not None)
+        self._spans = harvest.positions.spans or []
         #: A chat template writes special tokens itself.
         self._special = harvest.cut.special_tokens and harvest.source.kind != "chat"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_str(self._bundle.tokenizer_json)
+        tokenizer = Tokenizer.from_str(untrimmed(self._bundle.tokenizer_json)[0])
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
@@ -62,8 +88,7 @@ class HarvestTokenizer:
         def remaining() -> int:
             return rest
 
-        for number, ids in self._encoded(values, remaining):
-            document = CutDocument(number, ids)
+        for document in self._encoded(values, remaining):
             yield from within([document], self._harvest, rest)
             rest -= fed(document, self._harvest)
             if rest <= 0:
@@ -71,53 +96,87 @@ class HarvestTokenizer:
 
     def _encoded(
         self, values: Iterable[SourceValue], remaining: Callable[[], int]
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        texts: list[tuple[int, str]] = []
+    ) -> Iterator[CutDocument]:
+        texts: list[tuple[SourceValue, str]] = []
         size = 0
-        for number, value, where in values:
-            prepared = self._prepared(value, where)
+        for value in values:
+            number, content, where = value
+            prepared = self._prepared(content, where)
             if isinstance(prepared, str) and size + len(prepared) <= SLICE:
-                texts.append((number, prepared))
+                texts.append((value, prepared))
                 size += len(prepared)
                 continue
             yield from self._together(texts)
             texts, size = [], 0
             if not isinstance(prepared, str):
-                yield number, prepared
+                yield CutDocument(number, prepared)
             elif len(prepared) <= SLICE:
-                texts, size = [(number, prepared)], len(prepared)
+                texts, size = [(value, prepared)], len(prepared)
             else:
-                yield number, self._sliced(prepared, min(remaining(), self._longest))
+                tokens = self._sliced(prepared, min(remaining(), self._longest))
+                yield self._document(value, prepared, tokens)
         yield from self._together(texts)
+
+    def _document(self, value: SourceValue, text: str, tokens: _Slice) -> CutDocument:
+        number, messages, where = value
+        with Translated(
+            (msgspec.ValidationError, SelectorError),
+            lambda error: MidstreamError(
+                "invalid_request", f"{where}: {error}", field="positions.spans"
+            ),
+        ):
+            in_spans = self._in_spans(messages, text, tokens) if self._spans else None
+        return CutDocument(number, tokens.ids, in_spans)
+
+    def _in_spans(self, messages: Any, text: str, tokens: _Slice) -> np.ndarray:
+        """Return which tokens are in the harvest's spans, bool `[tokens]`. Raises ValidationError
+        and SelectorError.
+        """
+        plain = msgspec.convert(messages, list[PlainMessage])
+        rendered = len(plain) * sum(renders(span, len(plain)) for span in self._spans)
+        if rendered > MAX_RENDERED_MESSAGES:
+            raise SelectorError(f"finding spans in {len(plain)} messages takes too long")
+        roles = [str(message.get("role")) for message in plain]
+        where = TextMap(text, np.stack([tokens.starts, tokens.ends], axis=1))
+        turns = Turns(self._template, roles, plain, self._rendering, where)
+        result = np.zeros(len(tokens.ids), bool)
+        for span in self._spans:
+            with suppress(NoTurn):
+                result[turns.find(span)] = True
+        return result
 
     @property
     def _longest(self) -> int:
         """The most tokens of a document that are kept."""
         return self._harvest.max_length if self._harvest.cut.fit == "truncate" else MAX_INT64
 
-    def _together(self, texts: list[tuple[int, str]]) -> Iterator[tuple[int, np.ndarray]]:
+    def _together(self, texts: list[tuple[SourceValue, str]]) -> Iterator[CutDocument]:
+        encode = (
+            self.tokenizer.encode_batch if self._spans else self.tokenizer.encode_batch_fast
+        )  # without offsets
         encodings = (
-            self.tokenizer.encode_batch_fast(
-                [text for _, text in texts], add_special_tokens=self._special
+            encode([text for _, text in texts], add_special_tokens=self._special) if texts else []
+        )
+        for (value, text), encoding in zip(texts, encodings, strict=True):
+            tokens = (
+                _Slice.of(encoding, 0)
+                if self._spans
+                else _Slice(np.array(encoding.ids, np.int32), _NONE, _NONE)
             )
-            if texts
-            else []
-        )
-        yield from (
-            (number, np.array(encoding.ids[: self._longest], np.int32))
-            for (number, _), encoding in zip(texts, encodings, strict=True)
-        )
+            yield self._document(value, text, tokens.between(0, self._longest))
 
     @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
-        """The ids of the special tokens before and after a text."""
+    def _around(self) -> tuple[_Slice, _Slice]:
+        """The special tokens before and after a text."""
         encoding = self.tokenizer.encode("a", add_special_tokens=self._special)
         text = [
             place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None
         ]
-        return (encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]) if text else ([], [])
+        whole = _Slice.of(encoding, 0)
+        first, last = (text[0], text[-1] + 1) if text else (0, len(encoding.ids))
+        return whole.between(0, first), whole.between(last)
 
-    def _sliced(self, text: str, most: int) -> np.ndarray:
+    def _sliced(self, text: str, most: int) -> _Slice:
         """Return the first `most` tokens of a long text, as if it were tokenised as a whole.
 
         Slices overlap: the second takes over at a seam, where both have the same tokens. If there
@@ -125,28 +184,28 @@ class HarvestTokenizer:
         cut after a token and the second begins there.
         """
         before, after = self._around
-        parts, count = [np.array(before, np.int32)], len(before)
+        parts, count = [before], len(before.ids)
         size = min(SLICE, max(4 * OVERLAP, 8 * most))
         start, piece = 0, self._slice(text, 0, size)
         while count < most:
             end = start + size
             if end >= len(text):
-                parts += [piece.ids, np.array(after, np.int32)]
+                parts += [piece, after]
                 break
             following = self._slice(text, end - OVERLAP, size)
             if (seam := _seam(piece, following, end - OVERLAP + MARGIN, end - MARGIN)) is not None:
                 taken, skipped = seam
-                start, rest = end - OVERLAP, following.after(skipped)
+                start, rest = end - OVERLAP, following.between(skipped)
             else:
                 taken = int(np.searchsorted(piece.ends, end - MARGIN))
                 start = int(piece.ends[taken - 1])
                 rest = self._slice(text, start, size)
-            parts.append(piece.ids[:taken])
+            parts.append(piece.between(0, taken))
             count += taken
             piece = rest
-        return np.concatenate(parts)[:most]
+        return _Slice(*(np.concatenate(column)[:most] for column in zip(*parts, strict=True)))
 
-    def _slice(self, text: str, start: int, size: int) -> "_Slice":
+    def _slice(self, text: str, start: int, size: int) -> _Slice:
         return _Slice.of(
             self.tokenizer.encode(text[start : start + size], add_special_tokens=False), start
         )
@@ -157,7 +216,16 @@ class HarvestTokenizer:
         if kind == "tokens" or (isinstance(value, list) and self._harvest.source.lines is not None):
             return self._checked_ids(value, where)
         if kind == "chat":
-            text = self._rendered(value, where)
+            with Translated(
+                MidstreamError,
+                lambda error: MidstreamError(
+                    "invalid_request",
+                    f"{where}: {error.detail}",
+                    field="source.kind",
+                    allowed="text, tokens" if error.hint else None,  # without a usable template
+                ),
+            ):
+                text = self._template.render(value, self._rendering)
             if len(text) > MAX_DOCUMENT_BYTES:
                 raise MidstreamError(
                     "invalid_request",
@@ -191,58 +259,6 @@ class HarvestTokenizer:
                 allowed=f"integers from 0 to {self._vocabulary - 1}",
             )
         return np.array(ids, np.int32)
-
-    @cached_property
-    def _template(self) -> Any:
-        if self._bundle.chat_template is None:
-            raise MidstreamError(
-                "invalid_request",
-                "the model has no chat template",
-                field="source.kind",
-                allowed="text, tokens",
-            )
-        return template_environment().from_string(self._bundle.chat_template)
-
-    def _rendered(self, messages: Any, where: str) -> str:
-        try:
-            if self._bundle.parts:
-                messages = [
-                    {**message, "content": in_parts(message["content"])} for message in messages
-                ]
-            text = self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=self._harvest.generate is not None,
-                **self._bundle.special_tokens,
-            )
-            return str(text)
-        except MidstreamError:
-            raise
-        except Exception as error:
-            # a template may raise any exception to reject a conversation
-            raise MidstreamError(
-                "invalid_request",
-                f"{where}: the model's chat template rejects it: {error}",
-                field="source.kind",
-            ) from error
-
-
-class _Slice:
-    """Tokens of a part of a text: ids, and first and end character in the text; int `[tokens]`
-    each.
-    """
-
-    def __init__(self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        self.ids, self.starts, self.ends = ids, starts, ends
-
-    @classmethod
-    def of(cls, encoding: Encoding, start: int) -> "_Slice":
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
-        return cls(np.array(encoding.ids, np.int32), offsets[:, 0], offsets[:, 1])
-
-    def after(self, place: int) -> "_Slice":
-        return _Slice(self.ids[place:], self.starts[place:], self.ends[place:])
 
 
 def _seam(first: _Slice, second: _Slice, low: int, high: int) -> tuple[int, int] | None:

@@ -1,1 +1,1 @@
-"""The worker's side of a sweep: its requests, their verdicts, and the records that it keeps."""
+"""Sweeps: requests, their verdicts, and the records that they keep."""

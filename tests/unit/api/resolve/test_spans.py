@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from midstream.api.resolve.admission.admission import facts_of
 from midstream.api.resolve.positions.windows import with_trigger_tokens, with_window_tokens
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.api.resolve.prompts.text_spans import TextMap
 from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.broker.prompts.text_spans import TextMap
 from midstream.schemas.base import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle

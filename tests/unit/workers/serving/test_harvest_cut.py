@@ -135,6 +135,31 @@ def test_a_sample_is_of_the_whole_document_and_follows_the_seed() -> None:
     assert len({tuple(other) for other in others}) > 4
 
 
+@pytest.mark.parametrize(
+    ("fit", "rule", "expected"),
+    [
+        ("truncate", {}, [(0, 2), (0, 3), (1, 0), (1, 1)]),
+        ("split", {}, [(0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]),
+        ("pack", {}, [(0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]),
+        ("pack", {"skip_bos": True}, [(0, 2), (0, 3), (0, 4), (1, 1)]),
+        ("split", {"every": 2}, [(0, 2), (0, 4), (1, 0)]),
+        ("split", {"skip_first": 1}, [(0, 2), (0, 3), (1, 1)]),
+        ("pack", {"sample": 1}, [(0, 2), (1, 0)]),
+    ],
+)
+def test_spans_choose_beside_the_other_rules(
+    fit: Any, rule: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    given = [
+        CutDocument(0, np.arange(10, 17), np.isin(np.arange(7), [2, 3, 4])),
+        CutDocument(1, np.array([BOS, 21, 22]), np.isin(np.arange(3), [0, 1])),
+    ]
+    asked_for = harvest(
+        cut=HarvestCut(fit=fit), positions=HarvestPositions(**{"skip_bos": False} | rule)
+    )
+    assert [key[:2] for key in keys(cut(asked_for, given, BOS, EOS))] == expected
+
+
 def test_documents_without_a_row_are_left_out_but_not_with_generation() -> None:
     asked = harvest(positions=HarvestPositions(skip_first=3, skip_bos=False))
     assert [sequence.spans[0][0] for sequence in cut(asked, documents(2, 4), BOS, EOS)] == [1]

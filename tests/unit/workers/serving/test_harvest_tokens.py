@@ -2,10 +2,15 @@
 id is refused.
 """
 
+import itertools
+from functools import cache
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from refusal_kit import refuses
+from test_turns import CALL, CALLED, HELLO, HI, SYSTEM, THOUGHT, asked, codec_of, found
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -16,9 +21,17 @@ from tokenizers import (
     trainers,
 )
 
-from midstream.schemas.jobs.harvests import HarvestCut, HarvestSource, StoredHarvest
+from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.jobs.harvests import (
+    HarvestCut,
+    HarvestPositions,
+    HarvestSource,
+    StoredHarvest,
+)
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.workers.serving.harvests import tokens as harvest_tokens
+from midstream.workers.serving.harvests.cut import CutDocument
 from midstream.workers.serving.harvests.tokens import HarvestTokenizer
 
 WORDS = [
@@ -181,3 +194,79 @@ def test_what_is_not_a_list_of_token_ids_is_refused(value: Any) -> None:
         allowed=f"integers from 0 to {tokens._vocabulary - 1}",
     ):
         list(tokens.documents([(0, value, "here")]))
+
+
+# --- Spans
+
+
+LONG = [SYSTEM, HI | {"content": "  🙂 Which  of\n them? " * 300}, HELLO, HI, THOUGHT]
+
+
+@cache
+def chat_codec(template: str) -> Codec:
+    """With a tokenizer whose own offsets leave out the spaces that tokens begin with."""
+    text = byte_level(trim=True).to_str()
+    return Codec(msgspec.structs.replace(codec_of(template)._bundle, tokenizer_json=text))
+
+
+def chats(template: str, messages: Any, *spans: dict[str, Any]) -> list[CutDocument]:
+    """Two documents, of which the second has these messages."""
+    rule = from_json(to_json({"spans": spans}), HarvestPositions)
+    made = tokens_of(TOKENIZERS["one word"](), kind="chat", positions=rule)
+    tokens = HarvestTokenizer(made._harvest, chat_codec(template)._bundle, 1 << 20)
+    return [*tokens.documents([(0, [HI], "document 0"), (1, messages, "document 1")])]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("template", "span"),
+    [
+        *itertools.product(
+            ["deepseek-r1", "gemma2", "llama3.1", "qwen2.5", "zephyr"],
+            [{"role": "user"}, {"turn": -1}, {"turn": 1, "part": "header"}],
+        ),
+        ("qwen3", {"part": "reasoning"}),
+    ],
+)
+def test_positions_are_those_of_a_request(template: str, span: dict[str, Any]) -> None:
+    messages = LONG[template == "gemma2" :]  # refuses system prompts
+    sent = [*messages[:-1], HELLO | {"reasoning_content": "A greeting."}]
+    made = chats(template, sent, span)[1]
+    parsed = asked(messages, span, add_generation_prompt=False)
+    text, positions, _ = found(chat_codec(template), parsed)
+    assert (
+        made.token_ids.tolist() == chat_codec(template).encode_here([text], False)[0].ids.tolist()
+    )
+    assert np.flatnonzero(made.in_spans).tolist() == positions
+
+
+def test_spans_are_joined_and_messages_that_are_not_there_have_no_rows() -> None:
+    spans = [{"role": "assistant"}, {"turn": 0}, {"role": "assistant", "part": "tool_calls"}]
+    lone, all_three = chats("zephyr", [SYSTEM, HI, HELLO], *spans)
+    first, second, third = (chats("zephyr", [SYSTEM, HI, HELLO], span)[1] for span in spans)
+    assert all_three.in_spans.tolist() == (first.in_spans | second.in_spans).tolist()
+    assert (third.in_spans.any(), lone.in_spans.sum()) == (False, 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "span", "words"),
+    [
+        ("qwen3", [HI, THOUGHT, HI], {"part": "reasoning"}, "the chat template drops it"),
+        ("mistral-v3", [SYSTEM, HI, HELLO, HI], {"turn": 0}, "puts it behind a later message"),
+        ("llama3.1", [HI | {"content": 7}], {"turn": 0}, "the chat template drops it"),
+        ("zephyr", ["Hi"], {"turn": 0}, "Expected `object`, got `str` - at `$[0]`"),
+        ("qwen2.5", [HI] * 200, {"part": "all"}, "finding spans in 200 messages takes too long"),
+        (
+            "qwen2.5",
+            [HI, CALLED[1] | {"tool_calls": [CALL | {"function": {"arguments": {}}}]}],
+            {"part": "tool_calls"},
+            "tool_calls of message 1 have no function's name",
+        ),
+    ],
+)
+def test_a_document_whose_turns_are_unknown_is_named_with_the_reason(
+    template: str, messages: list[Any], span: dict[str, Any], words: str
+) -> None:
+    with refuses(words, kind="invalid_request", field="positions.spans") as failed:
+        chats(template, messages, span)
+    assert failed.value.detail.startswith("document 1: ")

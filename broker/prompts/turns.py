@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....schemas.base import MidstreamError, Translated, by_key
-from ....schemas.prompts.chat import ChatMessage, PlainMessage, Rendering, Role
-from ....schemas.prompts.selectors import Part, SelectorError, Span
-from .request_parsing import plain_messages
+from ...schemas.base import MidstreamError, Translated, by_key
+from ...schemas.prompts.chat import PlainMessage, Rendering
+from ...schemas.prompts.selectors import Part, SelectorError, Span
+from .chat_templates import ChatTemplate
 from .text_spans import TextMap
-from .tokenizer import Codec
 
+#: How often a conversation is rendered for one of its parts.
+RENDERS = 8
 #: Roles that an error shows.
 SHOWN_ROLES = 16
 #: A range of characters, `[start, stop)`.
@@ -33,34 +34,55 @@ _MARK = re.compile("\ue000([0-9]+)\ue001")
 _MARKED = {"content": 0, "reasoning": 2, "reasoning_content": 2}
 
 
+def renders(span: Span, messages: int) -> int:
+    """Return how often a conversation is rendered to find a span, at most."""
+    each = span.turn is None and span.part in ("tool_calls", "header", "all")
+    return RENDERS + 2 * messages * each
+
+
+class NoTurn(SelectorError):
+    """The conversation has no such message, or no token of it."""
+
+
 class Turns:
     """A conversation and its rendered text."""
 
-    def __init__(self, codec: Codec, messages: Sequence[Any], rendering: Rendering, where: TextMap):
-        """`where`: of the text as it was rendered."""
-        self._codec, self._rendering, self._where = codec, rendering, where
-        self._roles: list[Role] = [message.role for message in messages]
-        self._plain = plain_messages(messages)
+    def __init__(
+        self,
+        template: ChatTemplate,
+        roles: Sequence[str],
+        messages: Sequence[PlainMessage],
+        rendering: Rendering,
+        where: TextMap,
+    ):
+        """`roles`: of the messages, as they were sent. `where`: of the text as it was rendered."""
+        self._template, self._rendering, self._where = template, rendering, where
+        self._roles, self._plain = roles, messages
         self._alone = msgspec.structs.replace(rendering, opened=False, continued=False)
 
     def find(self, span: Span) -> list[int]:
-        """Return the positions of the prompt tokens that overlap the span. Raises SelectorError."""
+        """Return the positions of the prompt tokens that overlap the span. Raises NoTurn, and
+        SelectorError for what the template drops, repeats, rewrites or moves.
+        """
         if not span.is_turn:
             return self._where.find(span)
         part = span.part or "content"
         chosen = [0] if part == "tools" else self._chosen(span)
         sent = [
-            number
-            for number in chosen
-            if part in _ADDED or str(self._plain[number].get(part) or "").strip()
+            number for number in chosen if part in _ADDED or str(self._sent(number, part)).strip()
         ]
-        without = SelectorError(f"{part} of message {chosen[0]} is empty: it has no token")
+        without = NoTurn(f"{part} of message {chosen[0]} is empty: it has no token")
         if not sent:
             raise without
         with Translated(MidstreamError, lambda error: SelectorError(error.detail), hidden=True):
             pieces = [_FIND[part](self, number, part) for number in sent]
         starts, stops = np.array(pieces).T
         return self._where.covering(starts, stops, without)
+
+    def _sent(self, number: int, part: str) -> Any:
+        """Return a part of a message as it was sent; empty without it."""
+        message = self._plain[number]
+        return message.get(part) or (part == "reasoning" and message.get("reasoning_content")) or ""
 
     def _chosen(self, span: Span) -> list[int]:
         """Return the numbers of the messages that the span selects."""
@@ -69,7 +91,7 @@ class Turns:
             return numbers
         with Translated(
             IndexError,
-            lambda error: SelectorError(
+            lambda error: NoTurn(
                 f"there is no turn{'' if span.turn is None else f' {span.turn}'}"
                 + (f" with role {span.role!r}" if span.role else "")
                 + f": the conversation has {', '.join(self._roles[:SHOWN_ROLES])} (a system prompt "
@@ -85,7 +107,7 @@ class Turns:
         """Return the content or the reasoning of a message."""
         places, first = self._layout[1], 4 * number + _MARKED[part]
         starts, stops = places.get(first, []), places.get(first + 1, [])
-        text, sent = self._where.text[sum(starts) : sum(stops)], self._plain[number][part]
+        text, sent = self._where.text[sum(starts) : sum(stops)], self._sent(number, part)
         faults = {
             "drops it, or a part of it": not starts or not stops,
             "repeats it": len(starts + stops) > 2,
@@ -104,7 +126,7 @@ class Turns:
         # marks stand inside of the white space around contents if the template trims it
         for inside in (False, True):
             messages = [_with_marks(*item, inside) for item in enumerate(self._plain)]
-            texts = _MARK.split(self._codec.render(messages, self._rendering))
+            texts = _MARK.split(self._template.render(messages, self._rendering))
             if "".join(texts[::2]) == self._where.text:
                 places = zip(texts[1::2], accumulate(map(len, texts[::2])), strict=False)
                 return messages, by_key((int(mark), place) for mark, place in places)
@@ -133,16 +155,21 @@ class Turns:
 
     def _start(self) -> int:
         """Return where the first message starts."""
-        role, text, bos = self._roles[0], self._where.text, self._codec.special_token("bos_token")
+        role, text, bos = (
+            self._roles[0],
+            self._where.text,
+            self._template.special_token("bos_token"),
+        )
         if role in ("system", "developer"):
             own = text.startswith(bos, self.end(0))  # some begin every message with it
             return len(bos) if text.startswith(bos) and not own else 0
         # Before it the template may write a system prompt of its own: the message has what stands
         # before another one with its role.
-        roles: list[Role] = [role, "user" if role == "assistant" else "assistant", role]
-        again = [ChatMessage(role=each, content="x" * n) for n, each in enumerate(roles, 1)]
-        other = self._codec.render(plain_messages(again), self._alone)
-        turns = Turns(self._codec, again, self._alone, TextMap(other, np.empty((0, 2))))
+        roles = [role, "user" if role == "assistant" else "assistant", role]
+        again = [{"role": each, "content": "x" * n} for n, each in enumerate(roles, 1)]
+        other = self._template.render(again, self._alone)
+        nowhere = TextMap(other, np.empty((0, 2)))
+        turns = Turns(self._template, roles, again, self._alone, nowhere)
         header = other[turns.end(1) : turns.begin(2)]
         if not text.endswith(header, 0, self.begin(0)):
             raise self._refused(0, "header", "writes another one than before later messages")
@@ -156,12 +183,12 @@ class Turns:
         messages, places = self._layout
         *_, mark, tail = [
             "-1",
-            *_MARK.split(self._codec.render(messages[: number + 1], self._alone)),
+            *_MARK.split(self._template.render(messages[: number + 1], self._alone)),
         ]
         nowhere = len(self._where.text) + 1  # a content that the template drops if messages follow
         last = ({-1: [0]} | places).get(int(mark), [nowhere])[-1]
         # some end a text that awaits no answer with this
-        for end in (tail, tail.removesuffix(self._codec.special_token("eos_token"))):
+        for end in (tail, tail.removesuffix(self._template.special_token("eos_token"))):
             if self._where.text.startswith(end, last):
                 return last + len(end)
         raise SelectorError(
@@ -176,7 +203,12 @@ class Turns:
         around them.
         """
         sent, toolless = self._plain, msgspec.structs.replace(self._alone, tools=None)
-        tools = self._rendering.tools or [] if part == "tools" else sent[number].get(part, [])
+        with Translated(
+            (AttributeError, KeyError, TypeError),
+            lambda error: SelectorError(f"{part} of message {number} have no function's name"),
+        ):
+            tools = self._rendering.tools or [] if part == "tools" else sent[number].get(part, [])
+            names = [str(tool.get("function", tool)["name"]) for tool in tools]
         without = {name: value for name, value in sent[number].items() if name != part}
         # A template may refuse the answer of a tool without the call of it, and write the
         # definitions of tools before the last question.
@@ -187,9 +219,9 @@ class Turns:
         ):
             rest = msgspec.structs.replace(rendering, tools=None) if part == "tools" else rendering
             with suppress(MidstreamError):
-                text = self._codec.render(sent[:end], rendering)
+                text = self._template.render(sent[:end], rendering)
                 others = [*sent[:number], without, *sent[number + 1 : end]]
-                piece = _added(text, self._codec.render(others, rest), tools)
+                piece = _added(text, self._template.render(others, rest), names)
                 if piece and self._where.text.startswith(text[: piece[1]]):
                     return piece
         raise SelectorError(
@@ -216,15 +248,15 @@ _FIND: dict[Part, Callable[[Turns, int, str], CharRange]] = {
 }
 
 
-def _added(text: str, rest: str, tools: Sequence[dict[str, Any]]) -> CharRange | None:
+def _added(text: str, rest: str, names: Sequence[str]) -> CharRange | None:
     """Return where a text has more than the rest, but for white space in its place; None unless
     that is one piece with the names of all these tools.
     """
     after = _same(text[::-1], rest[::-1])
     stop = len(text) - after
     start = _same(text[:stop], rest[: len(rest) - after])
-    named = all(tool["function"]["name"] in text[start:stop] for tool in tools)
-    one = tools and named and not rest[start : len(rest) - after].strip()
+    named = all(name in text[start:stop] for name in names)
+    one = names and named and not rest[start : len(rest) - after].strip()
     return (start, stop) if one else None
 
 
@@ -244,7 +276,7 @@ def _with_marks(number: int, message: PlainMessage, inside: bool) -> PlainMessag
         if isinstance(sent, list):  # parts, such as images
             ends = [{"type": "text", "text": mark} for mark in (before, after)]
             changed[name] = [ends[0], *sent, ends[1]]
-        elif text := sent.strip():
+        elif isinstance(sent, str) and (text := sent.strip()):
             changed[name] = (
                 sent.replace(text, f"{before}{text}{after}") if inside else f"{before}{sent}{after}"
             )

@@ -1,13 +1,14 @@
 """Positions of the tokens that cover a quoted piece of a prompt's text."""
 
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from unicodedata import normalize
 
 import numpy as np
 
-from ....schemas.base import shortened
-from ....schemas.prompts.selectors import SelectorError, Span, no_text
+from ...schemas.base import shortened
+from ...schemas.prompts.selectors import SelectorError, Span, no_text
 
 #: Characters of a prompt that an error shows.
 SHOWN_CHARACTERS = 60
@@ -100,3 +101,22 @@ class TextMap:
                 ".text",
             )
         return starts
+
+
+def untrimmed(tokenizer_json: str) -> tuple[str, int]:
+    """Return the tokenizer with offsets that cover whole tokens, and the characters of its longest
+    token.
+
+    Offsets of byte-level tokenizers otherwise leave out the space that a token begins with.
+    """
+    tokenizer = json.loads(tokenizer_json)
+    processor = tokenizer.get("post_processor") or {}
+    for step in [processor, *processor.get("processors", [])]:
+        if "trim_offsets" in step:
+            step["trim_offsets"] = False
+    vocabulary = (
+        tokenizer["model"].get("vocab") or []
+    )  # token → id; for Unigram, pairs of token and score
+    pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+    added = [token["content"] for token in tokenizer.get("added_tokens") or []]
+    return json.dumps(tokenizer), max(map(len, [*pieces, *added]), default=1)

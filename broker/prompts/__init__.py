@@ -1,0 +1,1 @@
+"""Chat templates, turns of conversations, spans of text."""
