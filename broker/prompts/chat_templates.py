@@ -90,7 +90,7 @@ class ChatTemplate:
             if self._bundle.parts:
                 messages = [
                     {**message, "content": [{"type": "text", "text": message["content"]}]}
-                    if isinstance(message["content"], str)
+                    if message["role"] != "tool" and isinstance(message["content"], str)
                     else message
                     for message in messages
                 ]

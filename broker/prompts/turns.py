@@ -25,6 +25,8 @@ from .text_spans import TextMap
 RENDERS = 8
 #: Roles that an error shows.
 SHOWN_ROLES = 16
+#: Characters that a piece for tools may end with and stand before it as well, at most.
+EDGE = 64
 #: A range of characters, `[start, stop)`.
 CharRange = tuple[int, int]
 #: A mark, by its number: characters of a private use area, which no template strips.
@@ -32,6 +34,12 @@ _MARK = re.compile("\ue000([0-9]+)\ue001")
 #: Field of a plain message → the number of its first mark among the message's four; the next one is
 #: at its end. Templates read either name of the reasoning.
 _MARKED = {"content": 0, "reasoning": 2, "reasoning_content": 2}
+#: Shows how a template begins and ends messages.
+_SAMPLE: list[PlainMessage] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "xx"},
+    {"role": "user", "content": "xxx"},
+]
 
 
 def renders(span: Span, messages: int) -> int:
@@ -72,11 +80,9 @@ class Turns:
             number for number in chosen if part in _ADDED or str(self._sent(number, part)).strip()
         ]
         without = NoTurn(f"{part} of message {chosen[0]} is empty: it has no token")
-        if not sent:
-            raise without
         with Translated(MidstreamError, lambda error: SelectorError(error.detail), hidden=True):
             pieces = [_FIND[part](self, number, part) for number in sent]
-        starts, stops = np.array(pieces).T
+        starts, stops = np.array(pieces, int).reshape(-1, 2).T
         return self._where.covering(starts, stops, without)
 
     def _sent(self, number: int, part: str) -> Any:
@@ -139,7 +145,7 @@ class Turns:
 
     def apart(self, number: int, part: str, stop: int) -> CharRange:
         """Return the piece from the message's start, which must have no other message's content."""
-        start = self.end(number - 1) if number else self._start()
+        start = self.end(number - 1, self._manner[2]) if number else self._start()
         for mark, places in self._layout[1].items():
             # marks at ends: the message before may end where this one starts
             if mark // 4 != number and mark % 2 == 0 and any(start <= at < stop for at in places):
@@ -148,53 +154,93 @@ class Turns:
 
     def begin(self, number: int) -> int:
         """Return where the content of a message begins, or its reasoning."""
-        own = [at[0] for mark, at in self._layout[1].items() if mark // 4 == number]
-        if not own:
-            raise self._refused(number, "header", "writes no content after it")
-        return own[0]
+        own = [(at[0], mark) for mark, at in self._layout[1].items() if mark // 4 == number]
+        if not own or min(own)[1] % 2:
+            raise self._refused(number, "header", "writes no content after it, or a part of it")
+        return min(own)[0]
 
     def _start(self) -> int:
         """Return where the first message starts."""
-        role, text, bos = (
-            self._roles[0],
-            self._where.text,
-            self._template.special_token("bos_token"),
+        text, bos = self._where.text, self._template.special_token("bos_token")
+        before, closing, headers = self._manner
+        if self._roles[0] not in ("system", "developer"):
+            start = self.begin(0) - len(header := headers.get(self._roles[0], headers["user"]))
+            if not text.startswith(header, start):
+                raise self._refused(0, "header", "writes another one than before later messages")
+            return start
+        # what the template writes before it by itself, such as a system prompt, is no part of it
+        first = min(
+            [at[0] for mark, at in self._layout[1].items() if mark < 4] or [self.end(0, headers)]
         )
-        if role in ("system", "developer"):
-            own = text.startswith(bos, self.end(0))  # some begin every message with it
-            return len(bos) if text.startswith(bos) and not own else 0
-        # Before it the template may write a system prompt of its own: the message has what stands
-        # before another one with its role.
-        roles = [role, "user" if role == "assistant" else "assistant", role]
-        again = [{"role": each, "content": "x" * n} for n, each in enumerate(roles, 1)]
-        other = self._template.render(again, self._alone)
-        nowhere = TextMap(other, np.empty((0, 2)))
-        turns = Turns(self._template, roles, again, self._alone, nowhere)
-        header = other[turns.end(1) : turns.begin(2)]
-        if not text.endswith(header, 0, self.begin(0)):
-            raise self._refused(0, "header", "writes another one than before later messages")
-        return self.begin(0) - len(header)
+        if (asks := headers["user"].strip()) and text[:first].rstrip().endswith(asks):
+            raise self._refused(0, "header", "writes it within a message of the user")
+        if (own := before[: _same(before, text[:first])].rfind(closing)) >= 0:
+            return own + len(closing)
+        # some begin every message with BOS
+        return len(bos) if text.startswith(bos) and not headers["user"].startswith(bos) else 0
 
-    def end(self, number: int) -> int:
-        """Return where a message ends."""
+    @cached_property
+    def _manner(self) -> tuple[str, str, dict[str, str]]:
+        """What the template writes before a first message, after it, and before the contents of
+        later ones, as a short conversation shows.
+        """
+        text = self._rendered(_SAMPLE, opened=False)
+        roles, nowhere = [each["role"] for each in _SAMPLE], TextMap(text, np.empty((0, 2)))
+        sample = Turns(self._template, roles, _SAMPLE, self._alone, nowhere)
+        with Translated(
+            SelectorError,
+            lambda _: SelectorError(
+                "where messages end is unknown: the chat template opens an answer unasked"
+            ),
+            hidden=True,
+        ):
+            first, answer, last = map(sample.begin, range(3))
+            end, again = map(sample.end, range(2))
+        headers: dict[str, str] = {"user": text[again:last], "assistant": text[end:answer]}
+        return text[:first].removesuffix(headers["user"]), text[first + 1 : end], headers
+
+    def end(self, number: int, headers: dict[str, str] | None = None) -> int:
+        """Return where a message ends, by what the template ends a conversation with there, or by
+        these headers of later messages.
+        """
         if number + 1 == len(self._plain) and self._rendering.continued:
             return len(self._where.text)
-        # what follows the last content if the conversation ends here
         messages, places = self._layout
-        *_, mark, tail = [
-            "-1",
-            *_MARK.split(self._template.render(messages[: number + 1], self._alone)),
-        ]
         nowhere = len(self._where.text) + 1  # a content that the template drops if messages follow
-        last = ({-1: [0]} | places).get(int(mark), [nowhere])[-1]
-        # some end a text that awaits no answer with this
-        for end in (tail, tail.removesuffix(self._template.special_token("eos_token"))):
-            if self._where.text.startswith(end, last):
-                return last + len(end)
+        with suppress(MidstreamError):  # a template may refuse to end there
+            for opened in (False, True):
+                *_, mark, tail = [
+                    "-1",
+                    *_MARK.split(self._rendered(messages[: number + 1], opened)),
+                ]
+                last = ({-1: [0]} | places).get(int(mark), [nowhere])[-1]
+                end = tail.removesuffix(self._opening) if opened else tail
+                if self._where.text.startswith(end, last):
+                    return last + len(end)
+        for role in self._roles[number + 1 : number + 2]:
+            header = (headers or {}).get(role, "")
+            end = places.get(4 * number + 4, [0])[0] - len(header)
+            if header and end > 0 and self._where.text.startswith(header, end):
+                return end
         raise SelectorError(
             f"where message {number} ends is unknown: the chat template ends it differently if "
             "other messages follow"
         )
+
+    @cached_property
+    def _opening(self) -> str:
+        """What the template opens an answer with."""
+        asked = _SAMPLE[:1]
+        closed, opened = (self._rendered(asked, each) for each in (False, True))
+        return opened.removeprefix(
+            closed
+            if opened.startswith(closed)
+            # some end a text that awaits no answer with EOS
+            else closed.removesuffix(self._template.special_token("eos_token"))
+        )
+
+    def _rendered(self, messages: list[PlainMessage], opened: bool) -> str:
+        return self._template.render(messages, msgspec.structs.replace(self._alone, opened=opened))
 
     # --- What a template writes only for tools
 
@@ -221,12 +267,34 @@ class Turns:
             with suppress(MidstreamError):
                 text = self._template.render(sent[:end], rendering)
                 others = [*sent[:number], without, *sent[number + 1 : end]]
-                piece = _added(text, self._template.render(others, rest), names)
+                piece = self._added(text, self._template.render(others, rest), names)
                 if piece and self._where.text.startswith(text[: piece[1]]):
                     return piece
         raise SelectorError(
             f"{part} of message {number} cannot be told from the rest of the prompt: there are "
             "none, or the chat template drops them or writes other text with them"
+        )
+
+    def _added(self, text: str, rest: str, names: Sequence[str]) -> CharRange | None:
+        """Return where a text has more than the rest, but for white space in its place; None unless
+        that is one piece with all these names.
+        """
+        after = _same(text[::-1], rest[::-1])
+        stop, kept = len(text) - after, len(rest) - after
+        start = _same(text[:stop], rest[:kept])
+        # what the piece ends with may stand before it as well
+        by = _same(text[start:], text[stop:][:EDGE]) if start == kept else 0
+        start, stop = min([(start + n, stop + n) for n in range(by + 1)], key=self._roughness)
+        named = all(name in text[start:stop] for name in names)
+        return (start, stop) if names and named and not rest[start:kept].strip() else None
+
+    def _roughness(self, piece: CharRange) -> tuple[bool, ...]:
+        """Return whether a piece cuts tokens, begins within a message, begins with white space."""
+        eos = self._template.special_token("eos_token")
+        return (
+            not np.isin(piece, self._where.offsets).all(),
+            not self._where.text.endswith((eos, f"{eos}\n"), 0, piece[0]),
+            self._where.text[piece[0] : piece[0] + 1].isspace(),
         )
 
     def _refused(self, number: int, part: str, why: str) -> SelectorError:
@@ -244,20 +312,10 @@ _FIND: dict[Part, Callable[[Turns, int, str], CharRange]] = {
     "tool_calls": Turns.tools,
     "tools": Turns.tools,
     "header": lambda turns, number, part: turns.apart(number, part, turns.begin(number)),
-    "all": lambda turns, number, part: turns.apart(number, part, turns.end(number)),
+    "all": lambda turns, number, part: turns.apart(
+        number, part, turns.end(number, turns._manner[2])
+    ),
 }
-
-
-def _added(text: str, rest: str, names: Sequence[str]) -> CharRange | None:
-    """Return where a text has more than the rest, but for white space in its place; None unless
-    that is one piece with the names of all these tools.
-    """
-    after = _same(text[::-1], rest[::-1])
-    stop = len(text) - after
-    start = _same(text[:stop], rest[: len(rest) - after])
-    named = all(name in text[start:stop] for name in names)
-    one = names and named and not rest[start : len(rest) - after].strip()
-    return (start, stop) if one else None
 
 
 def _same(text: str, other: str) -> int:

@@ -1,4 +1,7 @@
-"""Are the turns of a conversation found where the chat templates that people use render them?"""
+"""Are the turns of a conversation found where the chat templates that people use render them?
+
+The templates have the form of the published ones, as of 2026-08, that their first lines name.
+"""
 
 import asyncio
 from ast import literal_eval
@@ -32,20 +35,37 @@ from midstream.schemas.requests.specs import CaptureSpec
 TEMPLATES = Path(__file__).parents[3] / "data" / "templates"
 #: Template → its first token, and the one that ends an answer.
 TOKENS = {
+    "command-r7b": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
     "deepseek-r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     "gemma2": ("<bos>", "<eos>"),
+    "glm4.5": ("", "<|endoftext|>"),
+    "gpt-oss": ("<|startoftext|>", "<|return|>"),
+    "granite3.3": ("<|end_of_text|>", "<|end_of_text|>"),
+    "hermes3": ("<|begin_of_text|>", "<|im_end|>"),
     "llama3.1": ("<|begin_of_text|>", "<|eot_id|>"),
+    "mistral-small": ("<s>", "</s>"),
     "mistral-v3": ("<s>", "</s>"),
     "phi3": ("<s>", "<|endoftext|>"),
     "qwen2.5": ("<|im_start|>", "<|im_end|>"),  # as SmolLM2's, which begins messages with it
     "qwen3": ("", "<|im_end|>"),
+    "qwen3.5": ("", "<|im_end|>"),
     "zephyr": ("<s>", "</s>"),
 }
 #: Templates that leave out white space around contents, of these roles.
 TRIMMED = {
     "gemma2": {"user", "assistant"},
+    "glm4.5": {"assistant"},
     "llama3.1": {"system", "user", "assistant"},
     "mistral-v3": {"assistant"},
+    "qwen3.5": {"system", "user", "assistant"},
+}
+#: Tokens that the tokenizers of templates have.
+SPECIAL = {
+    "granite3.3": ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"],
+    "mistral-small": [
+        *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+        *("[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    ],
 }
 CALL = {"id": "abcdefghi", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "It."}}
@@ -66,6 +86,7 @@ ANSWERED = [*CALLED, {"role": "tool", "content": "12 C", "tool_call_id": "abcdef
 @cache
 def codec_of(template: str, text: str = "", parts: bool = False) -> Codec:
     tokenizer = merged_byte_level()
+    tokenizer.add_special_tokens(SPECIAL.get(template, []))
     bos, eos = TOKENS.get(template, ("", ""))
     return Codec(
         TokenizerBundle(
@@ -91,9 +112,11 @@ def found(codec: Codec, parsed: ParsedRequest, **facts: Any) -> tuple[str, list[
     bounds = Bounds(info, facts_of(parsed, prompts, codec))
     positions = resolve_captures(parsed.capture, bounds, [])[0][0].positions
     names = [codec._tokenizer.id_to_token(token) for token in prompts[0].token_ids]
-    return prompts[0].text, positions, [byte_level(name, {"<s>", "</s>"}) for name in names]
+    special = {"<s>", "</s>"}.union(*SPECIAL.values())
+    return prompts[0].text, positions, [byte_level(name, special) for name in names]
 
 
+QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 QWEN_TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
     "provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
@@ -103,6 +126,11 @@ QWEN_TOOLS = (
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
 QWEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+GPT_SYSTEM = (
+    "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+    "Knowledge cutoff: 2024-06\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, "
+    "final. Channel must be included for every message."
+)
 LLAMA_SYSTEM = (
     "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
     "Today Date: 26 Jul 2024\n\n"
@@ -117,8 +145,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], list[str], dict[str
         [HI, HELLO, HI],
         {},
         [
-            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
-            "assistant.<|im_end|>\n",
+            f"<|im_start|>system\n{QWEN_SYSTEM}<|im_end|>\n",
             *("<|im_start|>user\n", "Hi", "<|im_end|>\n"),
             *("<|im_start|>assistant\n", "Hello.", "<|im_end|>\n"),
             *("<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n"),
@@ -304,6 +331,137 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], list[str], dict[str
             "{'turn': -1, 'part': 'all'}": [6, 7, 8],
         },
     ),
+    (
+        "gpt-oss",  # ends the last answer with another token, and writes a system message itself
+        [SYSTEM, HI, HELLO, HI],
+        {"tools": [TOOL]},
+        [
+            GPT_SYSTEM + "\nCalls to these tools must go to the commentary channel: 'functions'.",
+            *("<|end|>", "<|start|>developer<|message|># Instructions\n\n", "Be brief.", "\n\n"),
+            *("# Tools\n\ntype weather = () => any;<|end|>", "<|start|>user<|message|>", "Hi"),
+            *("<|end|>", "<|start|>assistant<|channel|>final<|message|>", "Hello.", "<|end|>"),
+            *("<|start|>user<|message|>", "Hi", "<|end|>", "<|start|>assistant"),
+        ],
+        {
+            "{'role': 'system', 'part': 'header'}": [2],
+            "{'role': 'system', 'part': 'all'}": [2, 3, 4, 5],
+            "{'role': 'assistant', 'part': 'all'}": [9, 10, 11],
+            "{'turn': -1, 'part': 'all'}": [12, 13, 14],
+        },
+    ),
+    (
+        "hermes3",  # ends the last answer of a tool in another way
+        [SYSTEM, *ANSWERED, HELLO],
+        {"tools": [TOOL], "add_generation_prompt": False},
+        [
+            "<|begin_of_text|><|im_start|>system\nHere are the available tools: <tools> "
+            '{"name": "weather", "description": "It.", "parameters": null} </tools><|im_end|>\n',
+            *("<|im_start|>system\n", "Be brief.", "<|im_end|>\n"),
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n"),
+            *(QWEN_CALL, "<|im_end|>\n", "<|im_start|>tool\n<tool_response>\n", "12 C"),
+            *(
+                "\n</tool_response>\n<|im_end|>",
+                "<|im_start|>assistant\n",
+                "Hello.",
+                "<|im_end|>\n",
+            ),
+        ],
+        {
+            "{'turn': 0, 'part': 'header'}": [1],
+            "{'turn': 0, 'part': 'all'}": [1, 2, 3],
+            "{'part': 'tool_calls'}": [8],
+            "{'role': 'tool', 'part': 'all'}": [10, 11, 12],
+            "{'turn': -1, 'part': 'header'}": [13],
+        },
+    ),
+    (
+        "mistral-small",  # what it writes for tools has the same ends as its neighbours
+        [SYSTEM, *ANSWERED],
+        {"tools": [TOOL]},
+        [
+            *("<s>", "[SYSTEM_PROMPT]", "Be brief.", "[/SYSTEM_PROMPT]"),
+            *(f"[AVAILABLE_TOOLS][{SHOWN_TOOL}][/AVAILABLE_TOOLS]", "[INST]", "Hi", "[/INST]"),
+            *('[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Oslo"}', "</s>"),
+            *("[TOOL_RESULTS]abcdefghi[TOOL_CONTENT]", "12 C", "[/TOOL_RESULTS]"),
+        ],
+        {
+            "{'part': 'tools'}": [4],
+            "{'part': 'tool_calls'}": [8],
+            "{'turn': 0, 'part': 'all'}": [1, 2, 3],
+            "{'turn': 1, 'part': 'header'}": [4, 5],
+        },
+    ),
+    (
+        "granite3.3",
+        [SYSTEM, HI],
+        {"tools": [TOOL]},
+        [
+            *("<|start_of_role|>system<|end_of_role|>", "Be brief.", "<|end_of_text|>\n"),
+            "<|start_of_role|>available_tools<|end_of_role|>[\n    {\n        "
+            '"type": "function",\n        "function": {\n            "name": "weather",\n'
+            '            "description": "It.",\n            "parameters": null\n        }\n    }\n]'
+            "<|end_of_text|>\n",
+            *("<|start_of_role|>user<|end_of_role|>", "Hi", "<|end_of_text|>\n"),
+            "<|start_of_role|>assistant<|end_of_role|>",
+        ],
+        {"{'part': 'tools'}": [3], "{'role': 'user'}": [5]},
+    ),
+    (
+        "glm4.5",  # begins every text with tokens that are no BOS, and ends messages with nothing
+        [SYSTEM, HI, THOUGHT],
+        {"add_generation_prompt": False},
+        [
+            *("[gMASK]<sop>", "<|system|>\n", "Be brief.", "<|user|>\n", "Hi"),
+            *("<|assistant|>\n<think>", "A greeting.", "</think>\n", "Hello."),
+        ],
+        {
+            "{'part': 'reasoning'}": [6],
+            "{'turn': 0, 'part': 'header'}": [1],
+            "{'turn': 0, 'part': 'all'}": [1, 2],
+            "{'turn': 1, 'part': 'all'}": [3, 4],
+            "{'turn': 2, 'part': 'all'}": [5, 6, 7, 8],
+        },
+    ),
+    (
+        "qwen2.5",  # the system prompt that the template has by itself, sent
+        [{"role": "system", "content": QWEN_SYSTEM}, HI],
+        {},
+        [
+            *("<|im_start|>system\n", QWEN_SYSTEM, "<|im_end|>\n"),
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n"),
+        ],
+        {"{'turn': 0, 'part': 'header'}": [0], "{'turn': 0, 'part': 'all'}": [0, 1, 2]},
+    ),
+    (
+        "qwen3.5",  # takes no conversation without a question
+        [SYSTEM, HI, HELLO | {"content": " Hello.\n"}, HI],
+        {},
+        [
+            *("<|im_start|>system\n", "Be brief.", "<|im_end|>\n"),
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n"),
+            *("<|im_start|>assistant\n", "Hello.", "<|im_end|>\n"),
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n<think>\n"),
+        ],
+        {
+            "{'role': 'system', 'part': 'all'}": [0, 1, 2],
+            "{'turn': 1, 'part': 'header'}": [3],
+            "{'turn': 1, 'part': 'all'}": [3, 4, 5],
+            "{'role': 'assistant'}": [7],
+        },
+    ),
+    (
+        "qwen3",  # ends a conversation with the reasoning that it drops from an earlier turn
+        [HI, CALLED[1] | {"reasoning": "So"}, HI],
+        {"add_generation_prompt": False},
+        [
+            *("<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n"),
+            *(QWEN_CALL, "<|im_end|>\n", "<|im_start|>user\n", "Hi", "<|im_end|>\n"),
+        ],
+        {
+            "{'turn': 1, 'part': 'all'}": [3, 4, 5],
+            "{'turn': -1, 'part': 'header'}": [6],
+        },
+    ),
 ]
 
 
@@ -341,6 +499,17 @@ def test_turns_equal_spans_cut_by_hand(
             {"turn": 1},
             "or a part of it",
         ),
+        (
+            "qwen3",
+            [HI, HELLO | {"content": "<think>So</think>Hello."}, HI],
+            {},
+            {"turn": 1, "part": "header"},
+            "writes no content after it, or a part of it",
+        ),
+        ("mistral-v3", [SYSTEM, HI], {}, {"turn": 0, "part": "header"}, "within a message of the"),
+        # the template opens an answer whatever it is asked to
+        ("command-r7b", [SYSTEM, HI, HELLO], {}, {"part": "all"}, "opens an answer unasked"),
+        ("command-r7b", [HI, HELLO, HI], {}, {"turn": 1, "part": "header"}, "opens an answer"),
         ("mistral-v3", [SYSTEM, HI, HELLO, HI], {}, {"turn": 0}, "puts it behind a later message"),
         (
             "mistral-v3",
@@ -354,7 +523,7 @@ def test_turns_equal_spans_cut_by_hand(
             [SYSTEM, HI, HELLO, HI],
             {},
             {"turn": 0, "part": "all"},
-            "is empty: it has no token",
+            "writes it within a message of the user",
         ),
         # the template takes equal messages for one
         (
@@ -383,13 +552,6 @@ def test_turns_equal_spans_cut_by_hand(
         ("phi3", ANSWERED, {}, {"turn": 1}, "content of message 1 is empty"),
         ("phi3", [HI | {"content": " \n"}], {}, {"turn": 0}, "content of message 0 is empty"),
         ("phi3", [HI | {"content": ""}], {}, {"part": "all"}, "writes no content after it"),
-        (
-            "qwen3",  # what is dropped is not where the message ends
-            [HI, CALLED[1] | {"reasoning": "So"}, HI],
-            {},
-            {"turn": 1, "part": "all"},
-            "ends is unknown",
-        ),
         ("phi3", [HI], {}, {"part": "tools"}, "there are none"),
         (
             "phi3",
@@ -454,6 +616,15 @@ def test_an_image_belongs_to_the_content_that_it_stands_in() -> None:
         assert positions == covering(spelled, text, [(start, start + len(wanted))])
 
 
+def test_answers_of_tools_are_no_parts() -> None:
+    template = "{% for m in messages %}{{ m.content if m.content is string else 'P' }}{% endfor %}"
+    text, positions, spelled = found(
+        codec_of("", template, parts=True), asked(ANSWERED, {"role": "tool"})
+    )
+    assert text == "PP12 C"
+    assert positions == covering(spelled, text, [(2, 6)])
+
+
 def test_prompts_without_messages_have_no_turns() -> None:
     for prompts in (["Hi"], [[1, 2]]):
         parsed = parse_job(
@@ -465,7 +636,7 @@ def test_prompts_without_messages_have_no_turns() -> None:
         _check_global_positions(Span(turn=0), "steering")
 
 
-@pytest.mark.parametrize("template", TOKENS)
+@pytest.mark.parametrize("template", sorted(TOKENS.keys() - {"hermes3"}))  # it needs tools
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_the_tokens_of_a_turn_cover_its_content_exactly(template: str, data: st.DataObject) -> None:
