@@ -138,14 +138,25 @@ def usage(outputs: Sequence[Output], n: int = 1) -> TokenUsage:
 
 
 def extras(
-    result: JobResult, needed: bool, settled: bool, readings: Iterable[str] = ()
+    result: JobResult,
+    needed: bool,
+    settled: bool,
+    readings: Iterable[str] = (),
+    policies: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return the results of `readings` by field, with `capture_results` and `determinism` if
     `needed`.
 
+    `policies`: those that the request names. Of others there is nothing: their thresholds and
+    scores are for keys that may read policies, and results.
     `settled`: all ranks have reported; `determinism` is null before.
     """
-    results = {field: getattr(result, field) or [] for field in readings}
+    own = [
+        each for each in result.probes if (each.policy and each.policy.name) in (None, *policies)
+    ]
+    results = {
+        field: own if field == "probes" else getattr(result, field) or [] for field in readings
+    }
     if not needed:
         return results
     return {

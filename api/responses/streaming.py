@@ -46,6 +46,7 @@ class StreamedRequest:
     with_usage: bool
     with_extras: Callable[[JobView], bool]
     readings: Sequence[str] = ()  # fields of the result that the request asked for
+    policies: Sequence[str] = ()  # that it names
     sent: dict[int, Sent] = field(default_factory=dict)
     attempt: int = 0
     scores: list[TokenScores] = field(default_factory=list)  # of tokens that were not sent yet
@@ -153,7 +154,9 @@ class StreamedRequest:
         captures.
         """
         result = await result_of(self.context, self.job_id)
-        more = openai_shapes.extras(result, self.with_extras(view), is_over(view), self.readings)
+        more = openai_shapes.extras(
+            result, self.with_extras(view), is_over(view), self.readings, self.policies
+        )
         outputs = sorted(result.outputs, key=lambda output: output.index)
         chunks = [
             chunk

@@ -133,6 +133,7 @@ async def _answer(
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
             with_extras=with_extras,
             readings=read,
+            policies=parsed.policies,
         )
         return Stream(
             streamed.body(),
@@ -156,7 +157,7 @@ async def _answer(
             result = outcome.result or await result_of(context, job_id)
             if is_over(view) or len(result.outputs) == choices:
                 break  # else its worker died meanwhile, and its outputs were dropped
-        more = openai_shapes.extras(result, with_extras(view), is_over(view), read)
+        more = openai_shapes.extras(result, with_extras(view), is_over(view), read, parsed.policies)
         if parsed.returns_rows:
             more["activations"] = await _activations(context, result)
     except MidstreamError as error:  # the job is accepted nevertheless: return its address

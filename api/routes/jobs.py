@@ -16,6 +16,7 @@ from ...schemas.base import MidstreamError, Problem, now, shortened
 from ...schemas.base.limits import (
     MAX_HEADER,
     MAX_IDEMPOTENCY_KEY,
+    MAX_MODULE_NAME,
     MAX_NAME,
     MAX_PAGE,
     MAX_TAG,
@@ -274,14 +275,17 @@ async def list_jobs(
     model: Annotated[
         str | None, QueryParameter(max_length=MAX_NAME, description="Only jobs of this model")
     ] = None,
+    policy: Annotated[
+        str | None,
+        QueryParameter(max_length=MAX_MODULE_NAME, description="Only jobs that triggered it"),
+    ] = None,
     limit: PageSize = 50,
     cursor: CursorParameter = None,
     tenant: Whose = None,
 ) -> JobPage:
     whose = tenant_asked(caller, tenant)
-    ledger = context.ledger
-    page = await ledger.list(state=job_state, model=model, limit=limit, cursor=cursor, tenant=whose)
-    await ledger.written()
+    page = await context.ledger.list(job_state, model, limit, cursor, whose, policy)
+    await context.ledger.written()
     return page
 
 

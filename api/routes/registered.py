@@ -47,7 +47,14 @@ from ...storage.formats.lens_files import lens_of
 from ..context import AppContext
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.lens import resolve_tuned
-from ..resolve.readings.probes import changed, check_fit, digest_of, resolve_policy, resolve_probe
+from ..resolve.readings.probes import (
+    changed,
+    check_fit,
+    digest_of,
+    replaceable,
+    resolve_policy,
+    resolve_probe,
+)
 from ..resolve.readings.saes import resolve_sae
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
@@ -66,11 +73,16 @@ async def make_policy(
     data: PolicyRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
 ) -> Made:
     found = await context.names.look_up(info, (PROBES, data.probe))
-    probe = found.known(PROBES, data.probe, "probe")
     named = [action.module for action in data.actions if isinstance(action, Steer)]
-    state = await context.names.state(info, named, caller)
-    made = resolve_policy(data, info, probe, state, caller, context.settings)
-    return lambda former: _with(former, made, info.name, name), {}
+    made = resolve_policy(
+        data,
+        info,
+        found.known(PROBES, data.probe, "probe"),
+        await context.names.state(info, named, caller),
+        caller,
+        context.settings,
+    )
+    return lambda former: _with(replaceable(former, data), made, info.name, name), {}
 
 
 async def change_policy(
@@ -86,24 +98,35 @@ async def change_policy(
         # the present version may stop applying to all traffic also where it fits no longer
         if data.version is not None or made.content.all_traffic:
             check_fit(made, info)
-        return _with(now, made, info.name, name)
+        result = _with(now, made, info.name, name)
+        return (
+            now
+            if (result.digest, made.registered) == (now.digest, now.current.registered)
+            else result
+        )
 
     policy, _ = await policies.put(info.name, name, make, {})
     return policy.shown_to(caller)
 
 
 def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> Policy:
-    """Return the policy with one version more; the oldest ones are dropped."""
+    """Return the policy with one version more. Beyond `MAX_POLICY_VERSIONS`, the oldest is dropped
+    whose content is also that of a newer one; else the oldest.
+    """
     kept = [] if former is None else former.versions
     number = kept[-1].version + 1 if kept else 1
     made = msgspec.structs.replace(made, version=number, digest=digest_of(made))
+    versions = [*kept, made]
+    if len(versions) > MAX_POLICY_VERSIONS:
+        newest = {each.registered: each for each in versions}
+        versions.remove(min(versions, key=lambda each: newest[each.registered] is each))
     return Policy(
         name=name,
         model=model,
         digest=made.digest,
         created=made.created,
         description=made.content.description,
-        versions=[*kept, made][-MAX_POLICY_VERSIONS:],
+        versions=versions,
     )
 
 
@@ -137,8 +160,9 @@ def from_folder(
     async def make(
         data: Any, name: str, info: ModelInfo, context: AppContext, caller: Caller
     ) -> Made:
-        root = context.settings.artifacts_of(folder)
-        artifact = await anyio.to_thread.run_sync(resolve, data, name, info, root)
+        artifact = await anyio.to_thread.run_sync(
+            resolve, data, name, info, context.settings.artifacts_of(folder)
+        )
         return lambda _: artifact, {}
 
     return make
@@ -194,10 +218,6 @@ ROWS = (
 )
 
 
-def is_own(caller: Caller, stored: str) -> bool:
-    return unscoped(stored)[0] == caller.tenant
-
-
 def name_parameter(short: str) -> PathParameter:
     """Return the path parameter that names an artifact."""
     return PathParameter(
@@ -241,8 +261,10 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
             ]
             file = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
             forms = {"application/json": Schema(one_of=bodies)} | dict.fromkeys(FILE_TYPES, file)
-            content = {form: OpenAPIMediaType(schema=schema) for form, schema in forms.items()}
-            self.request_body = RequestBody(content=content, required=True)
+            self.request_body = RequestBody(
+                content={form: OpenAPIMediaType(schema=each) for form, each in forms.items()},
+                required=True,
+            )
 
     @put(
         "/v1/artifacts/{kind:str}/{name:str}",
@@ -280,8 +302,11 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         shown = made.shown_to(caller)
         if former is not None:
             return Response(shown.replacing(former), status_code=200)
-        where = context.url(f"artifacts/{kind}/{name}")
-        return Response(shown, status_code=201, headers={"Location": where})
+        return Response(
+            shown,
+            status_code=201,
+            headers={"Location": context.url(f"artifacts/{kind}/{name}")},
+        )
 
     @get(
         "/v1/artifacts/{kind:str}",
@@ -292,11 +317,14 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def list_artifacts(
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
-        row = row_of(kind)
-        of = row.kind
+        row, of = row_of(kind), row_of(kind).kind
         every = await row.completed(context, await Registry(context.ledger, of).of_model(info.name))
-        found = [each for each in every if not of.of_tenants or is_own(caller, each.name)]
-        return of.page(**{of.plural: [each.shown_to(caller) for each in found]})
+        found = [
+            each.shown_to(caller)
+            for each in every
+            if not of.of_tenants or unscoped(each.name)[0] == caller.tenant
+        ]
+        return of.page(**{of.plural: found})
 
     @get(
         "/v1/artifacts/{kind:str}/{name:str}",
@@ -307,9 +335,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def get_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
-        row = row_of(kind)
-        stored = row.kind.key_of(caller.tenant, name)
-        found = await Registry(context.ledger, row.kind).known(info.name, stored)
+        row, of = row_of(kind), row_of(kind).kind
+        found = await Registry(context.ledger, of).known(info.name, of.key_of(caller.tenant, name))
         return (await row.completed(context, [found]))[0].shown_to(caller)
 
     @delete(
@@ -317,14 +344,23 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         opt=changes,
         status_code=204,
         summary="Delete an artifact",
-        description="Requests accepted earlier keep it; so do its files, on the server.",
-        responses=ERRORS,
+        description="Requests accepted earlier keep it; so do its files, on the server. The probe "
+        "and the modules of a policy's current version cannot be deleted.",
+        responses={**ERRORS, 409: PROBLEM},
     )
     async def delete_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> None:
         of = row_of(kind).kind
         registry, stored = Registry(context.ledger, of), of.key_of(caller.tenant, name)
+        policies = await Registry(context.ledger, POLICIES).of_model(info.name)
+        if users := [each.name for each in policies if (of.plural, stored) in each.current.named]:
+            raise MidstreamError(
+                "conflict",
+                f"the current version of a policy has the {of.noun} {name!r}: {', '.join(users)}",
+                field="name",
+                hint="change or delete the policy first",
+            )
         if not await registry.delete(info.name, stored):
             raise await registry.unknown(info.name, stored)
 

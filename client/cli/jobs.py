@@ -152,7 +152,7 @@ def print_result(client: Client, result: JobResult, verbose: bool = True) -> Non
     out.print(records.listed(result.outputs, Output))
     if result.probes:
         out.print(readings.scores(result))
-    if any(probe.policy for probe in result.probes):
+    if any(each.decisions or (each.policy and each.policy.inherited) for each in result.probes):
         out.print(readings.decisions(result))
     captures = result.capture_results
     if tokens := readings.tokens(result):

@@ -1,5 +1,6 @@
 """The `midstream` command: `demo`, `fetch`, and the commands that the other modules register."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,10 @@ _MEANT = {
     **dict.fromkeys(("result", "show"), "get"),
     "features": "submit --set features.sae=NAME",
     "train": "fit probe",
+    **dict.fromkeys(("enable policy", "activate policy"), "change policy NAME --set mode=active"),
+    **dict.fromkeys(
+        ("disable policy", "deactivate policy"), "change policy NAME --set mode=shadow"
+    ),
     "dynamic": "get ranks",
     "version": "get server",
     "verify": "doctor --deep",
@@ -40,6 +45,10 @@ _MEANT = {
     "start": "up",
     "stop": "down",
 }
+#: Of typer's copy of click, which does not export it.
+_UsageError: Any = typer.BadParameter.__base__
+#: What errors say of an option or argument that a command does not take, but may be a field's name.
+_FIELD = re.compile(r"(?:No such option: --|extra argument\(s\) \((?=[\w.]+=))([\w.-]+).*")
 
 
 class Commands(TyperGroup):
@@ -71,8 +80,19 @@ class Commands(TyperGroup):
             if word in (kind.name, kind.plural):
                 verb = _MEANT.get(after) or VERBS.get(after, after)
                 verb = verb if verb in self.commands else next(iter(kind.acts))
-                return f"{verb} {kind.plural.split()[0] if verb == 'list' else kind.name}"
-        return _MEANT.get(word) or VERBS.get(word, "")
+                found = f"{verb} {kind.plural.split()[0] if verb == 'list' else kind.name}"
+                return _MEANT.get(f"{after} {kind.name}", found)
+        return _MEANT.get(f"{word} {after}") or _MEANT.get(word) or VERBS.get(word, "")
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. Where it does not take an option or an argument, its error names `--set`,
+        which takes every field of the request.
+        """
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            error.message = _FIELD.sub(r"\g<0>; a field is given as --set \1=VALUE", error.message)
+            raise
 
 
 app = typer.Typer(

@@ -204,11 +204,14 @@ def decisions(result: JobResult) -> Table:
     """Return a table of what policies decided, with a line for each decision."""
     shown = table("Decisions", "prompt", "policy", "token", "event", "score", "actions")
     for each, policy in ((each, each.policy) for each in result.probes if each.policy):
-        rows: list[tuple[int | str, str, str]] = [
-            (item.position, item.event, f"{item.score:.4f}") for item in each.decisions
+        taken = ", ".join(policy.actions) if policy.acts else "only recorded"
+        rows = [
+            (str(item.position), item.event, f"{item.score:.4f}", taken * (item.event == "trigger"))
+            for item in each.decisions
         ]
-        for row in rows or [("", policy.inherited and f"latched by {policy.inherited}", "")]:
-            taken = ", ".join(policy.actions) if policy.acts else "only recorded"
-            cells = (each.request, f"{policy.name} v{policy.version}", *row, taken)
-            shown.add_row(*(escape(str(cell)) for cell in cells))
+        latch = [("", f"latched by {policy.inherited}", "", taken)] * bool(policy.inherited)
+        for row in rows or latch:
+            shown.add_row(
+                str(each.request), escape(f"{policy.name} v{policy.version}"), *map(escape, row)
+            )
     return shown

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from rich.markup import escape
@@ -16,6 +17,7 @@ from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
+from ...schemas.base.limits import POLICY_DAYS
 from ...schemas.jobs.captures import CaptureEntry
 from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.harvests import FeatureFigures, HarvestView, SurveyView
@@ -89,9 +91,8 @@ def _time(seconds: float) -> str:
 
 def outcome(attempt: DeliveryAttempt | None) -> str:
     """Return the response's status and the error of a delivery attempt."""
-    if attempt is None:
-        return ""
-    return " ".join(part for part in (str(attempt.status or ""), escape(attempt.error)) if part)
+    said = ("", "") if attempt is None else (str(attempt.status or ""), escape(attempt.error))
+    return " ".join(filter(None, said))
 
 
 def _text(name: str) -> Cell:
@@ -118,9 +119,20 @@ def _since(record: Any) -> str:
 
 
 def _extent(view: JobView) -> str:
-    if kind_of(view.kind).grid:
-        return f"{view.cells} of {view.cells_expected} cells"
-    return count(view.prompts, "prompt")
+    grid = kind_of(view.kind).grid
+    return f"{view.cells} of {view.cells_expected} cells" if grid else count(view.prompts, "prompt")
+
+
+def _triggered(view: JobView) -> str:
+    """Return the policies that were triggered, and those that did nothing then."""
+    marks = view.triggered.items()
+    return escape(", ".join(name if acted else f"{name} (only recorded)" for name, acted in marks))
+
+
+def _hits(policy: Policy) -> str:
+    """Return how many of the prompts that it read triggered it."""
+    prompts, hits = (sum(map(attrgetter(of), policy.days)) for of in ("prompts", "triggered"))
+    return f"{hits:,} of {prompts:,}" if prompts else ""
 
 
 def _sae_kind(sae: Sae) -> str:
@@ -236,6 +248,25 @@ _USAGE: dict[str, Cell] = {
         f"{_size_of(view.usage.module_bytes, view.limits.module_mib)}"
     ),
     "open harvests": lambda view: _of(view.usage.harvests, view.limits.harvests),
+}
+
+_condition = attrgetter("current.content.condition")
+
+#: What is shown of a policy's condition, beside its threshold, by the names of its fields.
+_CONDITION: dict[str, Cell] = {
+    "window": lambda policy: f"{_condition(policy).window or ''}",
+    "decay": lambda policy: f"{_condition(policy).decay or ''}",
+    "release_below": lambda policy: (
+        "" if (below := _condition(policy).release_below) is None else f"{below:g}"
+    ),
+    "schedule": lambda policy: (
+        f"{(item := _condition(policy).schedule).tokens} tokens"
+        + (f" from {item.start}" if item.start else "")
+        + ("" if item.stop is None else f" to {item.stop}")
+        + (f", every {item.every}" if item.every > 1 else "")
+    ),
+    "cool_down": lambda policy: f"{_condition(policy).cool_down or ''}",
+    "latch": lambda policy: _condition(policy).latch.removeprefix("none"),
 }
 
 #: Record type → how it is shown.
@@ -359,8 +390,7 @@ SHOWN: dict[type, Shown] = {
         {
             "name": lambda policy: f"{escape(policy.name)} v{policy.current.version}",
             "mode": lambda policy: (
-                policy.current.content.mode
-                + (", all traffic" if policy.current.content.all_traffic else "")
+                policy.mode + (", all traffic" if policy.current.content.all_traffic else "")
             ),
             **(
                 _DECIDES := {
@@ -372,15 +402,22 @@ SHOWN: dict[type, Shown] = {
                 }
             ),
             "actions": lambda policy: "\n".join(policy.current.content.kinds),
+            "hits": _hits,
         },
         {
             "name": _text("name"),
             "digest": _short_digest,
             "version": lambda policy: str(policy.current.version),
-            "mode": lambda policy: policy.current.content.mode,
+            "mode": lambda policy: policy.mode,
             "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
             **_DECIDES,
+            **_CONDITION,
             "actions": lambda policy: ", ".join(policy.current.content.kinds),
+            "hits": lambda policy: (
+                f"{hits} prompts in {POLICY_DAYS} days, of all versions"
+                if (hits := _hits(policy))
+                else ""
+            ),
         },
     ),
     # the job is below the run's name, so that both fit 80 columns
@@ -420,6 +457,7 @@ SHOWN: dict[type, Shown] = {
                     if view.capture_status == "not_requested"
                     else f"\ncaptures {coloured(view.capture_status)}"
                 )
+                + (f"\ntriggered {_triggered(view)}" if view.triggered else "")
             ),
             "prompts": lambda view: str(view.prompts),
             "took": lambda view: seconds(view.created, view.finished),
@@ -429,6 +467,7 @@ SHOWN: dict[type, Shown] = {
             "state": lambda view: coloured(view.state),
             "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
             "identity": lambda view: view.identity[:SHOWN_IDENTITY],
+            "triggered": _triggered,
             "attempt": lambda view: str(view.attempt),
             "waited": lambda view: seconds(view.queued or view.created, view.started),
             "generated in": lambda view: seconds(view.started, view.generated),

@@ -76,18 +76,16 @@ class Jobs(Calls[M]):
         *,
         state: str | None = None,
         model: str | None = None,
+        policy: str | None = None,
         limit: int | None = None,
         cursor: str | None = None,
     ) -> JobPage:
-        """Return one page of jobs, newest first; its `next` is the `cursor` of the next page."""
-        return await self._ask(
-            HttpCall(
-                "GET",
-                "/v1/jobs",
-                params=wire.given(state=state, model=model, limit=limit, cursor=cursor),
-            ),
-            JobPage,
-        )
+        """Return one page of jobs, newest first; its `next` is the `cursor` of the next page.
+
+        `policy`: only jobs that triggered this policy (`triggered` says whether it acted).
+        """
+        params = wire.given(state=state, model=model, policy=policy, limit=limit, cursor=cursor)
+        return await self._ask(HttpCall("GET", "/v1/jobs", params=params), JobPage)
 
     @call
     async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:

@@ -348,8 +348,8 @@ class Policies(NamedCalls[M, Policy]):
 
     @call
     async def change(self, /, name: str, model: str | None = None, **fields: Any) -> Policy:
-        """Make a version with another `mode`, `share`, `all_traffic` or `edits`; `version`: whose
-        content it restores. `fields`: those of `PolicyChange`.
+        """Make a version with another `mode`, `share`, `all_traffic` or `edits`, or other fields of
+        the `condition`; `version`: whose content it restores. `fields`: those of `PolicyChange`.
         """
         body = wire.checked(wire.given(**fields), PolicyChange, "")
         return await self._ask(self._call("PATCH", name, model, body=body), Policy)
@@ -372,8 +372,10 @@ class SourceRuns(Calls[M]):
         self, model: str | None = None, *, limit: int | None = None, cursor: str | None = None
     ) -> RunPage:
         """Return one page of named source runs, newest first; its `next` is the next `cursor`."""
-        params = wire.given(model=model, limit=limit, cursor=cursor)
-        return await self._ask(HttpCall("GET", _RUNS, params=params), RunPage)
+        return await self._ask(
+            HttpCall("GET", _RUNS, params=wire.given(model=model, limit=limit, cursor=cursor)),
+            RunPage,
+        )
 
     @call
     async def get(self, name: JobLike, model: str | None = None) -> RunView:

@@ -425,6 +425,7 @@ class JobView(Accepted, kw_only=True):
     cells_expected: int = 0
     callback_url: str | None = None
     probed: bool = False  # probes score it: its own, or those of policies
+    triggered: dict[str, bool] = {}  # policy that was on at a token of it → whether it acted there
     # something edits it: its own steering, its adapter, or the global steering that it was started
     # under
     steered: bool = False

@@ -6,9 +6,10 @@ A policy reads the scores of a registered probe, and acts when its condition is 
 from typing import Annotated, Literal, Self
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from ..access.keys import Caller
-from ..artifacts.probes import Condition, Mode, StoredProbe
+from ..access.keys import Caller, scoped
+from ..artifacts.probes import PROBES, Condition, Mode, StoredProbe
 from ..artifacts.registered import ArtifactKind, Registered, Registration
 from ..base import EditLimit, Record, refuse
 from ..base.limits import (
@@ -21,7 +22,7 @@ from ..base.limits import (
 )
 from ..prompts.selectors import HookName, LayerSelector
 from ..prompts.windows import Margin
-from .steering import Module
+from .steering import MODULES, Module
 
 
 class Steer(Record, tag_field="action", tag="steer"):
@@ -30,7 +31,8 @@ class Steer(Record, tag_field="action", tag="steer"):
     """
 
     module: Reference
-    scale: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] = 1.0
+    # null: 1; where the module is `HIDDEN`, as `limit` then: not shown
+    scale: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = 1.0
     limit: EditLimit | None = None  # of the relative size of its edits, beside the module's own
 
 
@@ -66,7 +68,8 @@ class PolicyRequest(Registration, kw_only=True):
     condition: Condition
     # in their order; only `steer` several times
     actions: Annotated[list[PolicyAction], msgspec.Meta(max_length=MAX_POLICY_ACTIONS)]
-    mode: Mode = "shadow"
+    # null: `shadow`; required over a version that acts
+    mode: Mode | None = None
     share: Share = 0.0  # of the requests, in mode `canary`
     all_traffic: bool = False  # applies to every request to the model; otherwise to those naming it
     # of all traffic, while it may act: whether requests may edit rows that its probe reads
@@ -76,10 +79,11 @@ class PolicyRequest(Registration, kw_only=True):
         once = [kind for kind in self.kinds if kind != "steer"]
         refuse(
             {
-                "an action is listed twice, which only steer may be": len({*once}) < len(once),
+                "actions has one twice, which only steer may be": len({*once}) < len(once),
                 "share is for mode canary, which needs one above 0, such as 0.1; others take "
                 "none": (self.mode == "canary") != (self.share > 0),
-                "capture is not valid for all traffic": self.all_traffic and "capture" in once,
+                "actions has capture, which is not valid for all traffic": self.all_traffic
+                and "capture" in once,
             }
         )
 
@@ -92,12 +96,21 @@ class PolicyRequest(Registration, kw_only=True):
         ]
 
 
+#: Fields of a condition in place of the present ones; `schedule` as a whole.
+ConditionChange = msgspec.defstruct(
+    "ConditionChange",
+    [(each.name, each.type | UnsetType, UNSET) for each in msgspec.structs.fields(Condition)],
+    bases=(Record,),
+)
+
+
 class PolicyChange(Record):
     """Body of `PATCH /v1/artifacts/policies/{name}`: makes a version that differs in what is
     given.
     """
 
     version: Index | None = None  # whose content the new version has; null: the current one's
+    condition: ConditionChange | None = None  # type: ignore[valid-type]  # a variable, to mypy
     mode: Mode | None = None
     share: Share | None = None  # null: 0, or the present one in mode `canary`
     all_traffic: bool | None = None
@@ -120,6 +133,14 @@ class PolicyVersion(Record):
     tenant: str
     key: str
     registered: float = 0.0  # when its content was; a changed mode, share or reach keeps it
+
+    @property
+    def named(self) -> set[tuple[str, str]]:
+        """The kinds, in the plural, and stored names of its probe and its modules."""
+        return {
+            (PROBES.plural, self.probe.name),
+            *((MODULES.plural, scoped(self.tenant, module.name)) for module in self.modules),
+        }
 
 
 class PolicyDay(Record):
@@ -144,15 +165,21 @@ class Policy(Registered, kw_only=True):
     def current(self) -> PolicyVersion:
         return self.versions[-1]
 
+    @property
+    def mode(self) -> Mode:
+        return self.current.content.mode or "shadow"
+
     def shown_to(self, caller: Caller) -> Self:
         """Return the policy without what belongs to other tenants than the caller's: modules,
-        webhooks, days, and who registered it. Their actions have the name and the URL `HIDDEN`.
+        webhooks, days, and who registered it. Their actions have the name and the URL `HIDDEN`,
+        and no scale.
         """
         versions = [
             each if caller.sees(each.tenant) else _without_owner(each) for each in self.versions
         ]
-        days = self.days if caller.sees(self.current.tenant) else []
-        return msgspec.structs.replace(self, versions=versions, days=days)
+        return msgspec.structs.replace(
+            self, versions=versions, days=self.days if caller.sees(self.current.tenant) else []
+        )
 
     @property
     def tensors(self) -> list[str]:
@@ -164,15 +191,20 @@ class Policy(Registered, kw_only=True):
 
 def _without_owner(version: PolicyVersion) -> PolicyVersion:
     actions = [
-        Steer(module=HIDDEN)
+        Steer(module=HIDDEN, scale=None)
         if isinstance(action, Steer)
         else Webhook(url=HIDDEN)
         if isinstance(action, Webhook)
         else action
         for action in version.content.actions
     ]
-    content = msgspec.structs.replace(version.content, actions=actions)
-    return msgspec.structs.replace(version, content=content, modules=[], tenant="", key="")
+    return msgspec.structs.replace(
+        version,
+        content=msgspec.structs.replace(version.content, actions=actions),
+        modules=[],
+        tenant="",
+        key="",
+    )
 
 
 POLICIES = ArtifactKind(

@@ -31,6 +31,11 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
     (r"coeff(icient)?|multiplier|strength", "scale", "did you mean 'scale'?"),
     (r"state", "mode", "did you mean 'mode'?"),
     (r"threshold", "at_least", "did you mean 'at_least'?"),
+    (r"policy|guards?", "policies", "did you mean 'policies'?"),
+    *(
+        (name, f'{{"action": "{name}", …}}', f'such as {{"action": "{name}", "{needs}": …}}')
+        for name, needs in (("steer", "module"), ("capture", "layers"), ("webhook", "url"))
+    ),
     (r"sub(tract)?", "add", "use op 'add' with a negative scale"),
     (
         r"blocks\.(\d+)\.((?:\w+\.)?hook_\w+)",
@@ -62,6 +67,12 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         r"(?:.*\.)?trigger: Expected `object(?: \| null)?`, got `str`",
         "",
         'a text is given as {"text": "</think>", "after": "end"}',
+    ),
+    (r"(?:.*\.)?schedule: Expected `object`, got `str`", "", 'such as {"tokens": "all"}'),
+    (
+        r"(?:.*\.)?limit: Expected `object(?: \| null)?`, got `(?:float|int)`",
+        "",
+        'such as {"relative": 0.3}',
     ),
     (
         r"effect: (?:is required|Expected `object`, got `str`)",
@@ -98,6 +109,8 @@ def refusal(
     `whole`: the field to name if msgspec names none, by default the body.
     """
     detail, path = misfit(error)
+    if not path and (first := detail.partition(" ")[0]) in fields_at(kind, ""):
+        path = first  # that the type's own check begins with
     dot = "." if prefix and path and not path.startswith("[") else ""
     field = f"{prefix}{dot}{path}" or whole
     if match := _PATTERN.match(detail):

@@ -93,6 +93,8 @@ def chunks_of(answer: httpx2.Response) -> list[dict[str, Any]]:
 
 
 def test_completions_carry_the_scores(client: Client, calm: str) -> None:
+    """Of what they name; those of the operator's policies are in the job's result alone."""
+    client.policies.put("watcher", **of_all(calm, "flag"))
     asked = {"model": "fake-model", "prompt": "hello there", "max_tokens": 2, "probes": [calm]}
     answer = client.completion(**asked)
     (scores,) = answer.probes
@@ -104,6 +106,10 @@ def test_completions_carry_the_scores(client: Client, calm: str) -> None:
     streamed = httpx2.post(f"{client.url}/v1/completions", json=asked | {"stream": True})
     (last,) = chunks_of(streamed)[-1]["probes"]
     assert (last["probe"], last["crossed"]) == ("calm", {"angry": 4})
+    named = client.completion(**asked | {"policies": ["watcher"]}).probes
+    client.policies.delete("watcher")
+    assert [each.probe for each in named] == ["calm", "policy:watcher"]
+    assert len(client.result(answer.job).probes) == 2
 
 
 def test_a_policy_of_all_traffic_reads_every_request(client: Client, calm: str) -> None:
@@ -329,6 +335,8 @@ def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: st
     assert run(client).outputs[0].finish_reason == "length"
     active = client.policies.change("guard", mode="active")
     assert (active.current.version, active.replaced) == (2, "")
+    with refuses("version 2 is active: give mode", field="mode"):
+        client.policies.put("guard", **of_all(calm, "stop", mode=None))
     stopped = run(client)
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].token_ids) == (
         "policy:guard",
@@ -346,11 +354,14 @@ def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: st
     # the probe's name may change: the policy keeps what it was registered with
     client.probes.put("other", weight=np.ones((2, HIDDEN)), layer=0, labels=["calm", "angry"])
     client.policies.put("guard", **of_all("other", "stop"))
-    client.probes.delete("other")
+    with refuses("'other': guard", kind="conflict", field="name"):
+        client.probes.delete("other")
+    client.probes.put("other", weight=np.ones((2, HIDDEN)), layer=0, labels=["a", "b"])
     assert run(client).outputs[0].finish_reason == "policy:guard"
     job = client.submit(prompts=["hello"], model="fake-model", sampling={"max_tokens": 3})
     assert client.wait(job).contents["policy/guard"] == client.policies.get("guard").digest
     client.policies.delete("guard")
+    client.probes.delete("other")
     assert run(client).probes == []
 
 
@@ -466,5 +477,11 @@ def test_the_command_line_changes_and_uses_a_policy(
 ) -> None:
     client.policies.put("cli", **of_all(calm, "flag", all_traffic=False))
     assert "shadow" in midstream("change", "policy", "cli", "--set", "mode=shadow")
+    assert client.policies.change("cli", mode="shadow").current.version == 2, "nothing changed"
+    midstream("change", "policy", "cli", "--set", "condition.at_least=4.5")
+    assert client.policies.get("cli").current.content.condition.at_least == 4.5
     shown = midstream("submit", "hello there", "--set=policies=cli", "--set=conversation=c9")
     assert "only recorded" in shown
+    assert "triggered cli (only recorded)" in midstream("list", "jobs", "--set=policy=cli")
+    assert [hit.triggered for hit in client.jobs.list(policy="cli").jobs] == [{"cli": False}]
+    assert client.jobs.list(policy="none").jobs == []

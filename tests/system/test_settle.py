@@ -404,6 +404,8 @@ async def test_a_policys_prompts_are_counted_by_day_while_it_is_registered(
     told = [decided(jobs[1]), msgspec.structs.replace(shadow, request=1), quiet, decided(jobs[1])]
     settle.settle(WORKER, 0, EPOCH, [*enumerate(told, 2)])
     assert await counted() == [[3, 2, 1]]
+    hits = {view.id: view.triggered for view in (await ledger.list(policy="guard")).jobs}
+    assert hits == {jobs[0].id: {"guard": True}, jobs[1].id: {"guard": True}}
     old = {number: f"[{int(now() // 86400) - number},1,1,1]" for number in (30, 29)}
     await ledger.redis.hset(f"ms:policy-days:{MODEL}:old", mapping=old)
     assert await counted("old") == [[1, 1, 1]]

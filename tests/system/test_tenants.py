@@ -279,6 +279,10 @@ def test_what_of_a_policy_is_its_tenants_is_shown_to_nobody_else(
     words = ("calm", "secret", '"scale":7.5', of_us.key.id, '"ours"', '"prompts":9')
     assert [sum(word in answer.text for word in words) for answer in answers] == [6, 6, 0, 0, 0, 0]
     assert {answer.status_code for answer in answers} == {200}
+    shown = {"action": "steer", "module": "hidden", "scale": None, "limit": None}
+    assert answers[4].json()["versions"][0]["content"]["actions"][1] == shown
+    for caller, code in ((ours, 409), (theirs, 404)):
+        refused(caller.http.delete("/v1/artifacts/modules/calm"), code, "name", "module 'calm'")
 
     other = {"identity": "b" * 64}
     model = model_info(hidden_size=HIDDEN, **other)

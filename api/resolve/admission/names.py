@@ -149,7 +149,7 @@ class Names:
         guards = [
             policy
             for policy in watching
-            if policy.current.content.mode != "shadow" and policy.current.content.edits == "refuse"
+            if policy.mode != "shadow" and policy.current.content.edits == "refuse"
         ]
         return ModelState(modules, current, known, runs, every_run, guards=guards)
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -14,6 +15,8 @@ from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
 from ....schemas.artifacts.probes import (
     PROBES,
+    Condition,
+    Mode,
     Probe,
     ProbeContent,
     ProbeRequest,
@@ -101,8 +104,13 @@ def resolve_probe(
         (layer,) = resolve_layers(probe_request.layer, model.num_layers)
     labels, thresholds = _of_labels(probe_request, number)
     if (fault := decay_fault(probe_request.aggregation, probe_request.decay)) is not None:
-        allowed = "a number between 0 and 1, both excluded"
-        raise invalid("decay", fault, allowed=allowed if probe_request.decay is None else "null")
+        raise invalid(
+            "decay",
+            fault,
+            allowed="a number between 0 and 1, both excluded"
+            if probe_request.decay is None
+            else "null",
+        )
     tensors = [from_numpy(weight), from_numpy(bias)]
     content = ProbeContent(
         hook=hook,
@@ -114,7 +122,7 @@ def resolve_probe(
         aggregation=probe_request.aggregation,
         decay=probe_request.decay or 0.0,
     )
-    probe = Probe(
+    return Probe(
         name=name,
         model=model.name,
         digest=content.digest,
@@ -124,8 +132,7 @@ def resolve_probe(
         created=now(),
         description=probe_request.description,
         held_out=probe_request.held_out,
-    )
-    return probe, {content_hash(tensor): to_msgpack(tensor) for tensor in tensors}
+    ), {content_hash(tensor): to_msgpack(tensor) for tensor in tensors}
 
 
 def _numbers(field: str, tensor: Tensor) -> np.ndarray:
@@ -238,10 +245,7 @@ def resolve_policy(
     """Return the registered version, without number and digest. Raises a 400 naming the field."""
     if (why := misfit(probe, model)) is not None:
         raise invalid("probe", f"{probe.name!r} {why}", hint="register it again")
-    label, labels = content.condition.label, probe.content.labels
-    if label not in labels and (label is not None or len(labels) > 1):
-        detail = f"{label!r} does not name a label of {probe.name!r}"
-        raise invalid("condition.label", detail, allowed=", ".join(labels))
+    check_label(content.condition.label, probe.name, probe.content.labels)
     modules = []
     for index, action in enumerate(content.actions):
         if isinstance(action, Webhook) and (
@@ -259,7 +263,7 @@ def resolve_policy(
         digest="",
         created=registered,
         registered=registered,
-        content=content,
+        content=msgspec.structs.replace(content, mode=content.mode or "shadow"),
         probe=probe.stored("none"),
         modules=modules,
         identity=model.identity,
@@ -271,13 +275,26 @@ def resolve_policy(
     return version
 
 
+def check_label(label: str | None, probe: str, labels: Sequence[str]) -> None:
+    """Raises a 400 for a condition's label that does not name one of the probe's `labels`."""
+    if label not in labels and (label is not None or len(labels) > 1):
+        raise invalid(
+            "condition.label",
+            f"{label!r} does not name a label of {probe!r}",
+            allowed=", ".join(labels),
+        )
+
+
 def _module(name: str, at: str, model: ModelInfo, model_state: ModelState) -> Module:
     if (module := model_state.modules.get(name)) is None:
         raise unknown_module(at, name, model.name, model_state)
     for number, entry in enumerate(module.entries):
         if entry.positions not in ("all", "all_generated"):
-            detail = f"entry {number} of {name!r} is at other positions than generated tokens"
-            raise invalid(at, detail, allowed="entries at `all` or `all_generated`")
+            raise invalid(
+                at,
+                f"entry {number} of {name!r} is at other positions than generated tokens",
+                allowed="entries at `all` or `all_generated`",
+            )
     return module
 
 
@@ -285,6 +302,19 @@ def check_fit(version: PolicyVersion, model: ModelInfo) -> None:
     """Raises `conflict` if the version cannot apply to requests to the model that is served."""
     if (why := unfit(version, model)) is not None:
         raise MidstreamError("conflict", f"that version of the policy {why}", field="version")
+
+
+def replaceable(former: Policy | None, content: PolicyRequest) -> Policy | None:
+    """Return the policy that the content replaces. Raises a 400 for content without a mode, which
+    would be `shadow`, over one that acts.
+    """
+    if former is not None and former.mode != "shadow" and content.mode is None:
+        raise invalid(
+            "mode",
+            f"version {former.current.version} is {former.mode}: give mode",
+            allowed=", ".join(get_args(Mode)),
+        )
+    return former
 
 
 def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
@@ -300,16 +330,27 @@ def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
     }
     if given.get("mode", "canary") != "canary":
         given.setdefault("share", 0.0)
+    former, at = kept[number], now()
+    present, new = map(msgspec.to_builtins, (former.content.condition, change.condition or {}))
+    with Translated(msgspec.ValidationError, lambda error: invalid("condition", str(error))):
+        condition = msgspec.convert(present | new, Condition)
+    check_label(condition.label, former.probe.name, former.probe.content.labels)
     with Translated(ValueError, lambda error: invalid("mode", str(error))):
-        content = msgspec.structs.replace(kept[number].content, **given)
-    return msgspec.structs.replace(kept[number], content=content, created=now())
+        content = msgspec.structs.replace(former.content, condition=condition, **given)
+    return msgspec.structs.replace(
+        former,
+        content=content,
+        created=at,
+        registered=former.registered if condition == former.content.condition else at,
+    )
 
 
 def digest_of(version: PolicyVersion) -> str:
     """Return the SHA-256, in hexadecimal, of everything that decides what the version does."""
     modules = [module.digest for module in version.modules]
-    parts = [version.content, version.probe.digest, modules, version.identity]
-    return hashlib.sha256(to_msgpack(parts)).hexdigest()
+    return hashlib.sha256(
+        to_msgpack([version.content, version.probe.digest, modules, version.identity])
+    ).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -353,8 +394,11 @@ def policies_of(
     others = [*model.global_captures, *([parsed.capture] if parsed.capture is not None else [])]
     for at, capture in result.captures:
         if capture.tag in (other.tag for other in others):
-            detail = f"captures under the tag {capture.tag!r}, which another capture has"
-            raise invalid(at, detail, hint="give the request's, or the operator's, another tag")
+            raise invalid(
+                at,
+                f"captures under the tag {capture.tag!r}, which another capture has",
+                hint="give the request's, or the operator's, another tag",
+            )
     return result
 
 
@@ -380,14 +424,24 @@ def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> Non
         if isinstance(action, Steer):
             key = f"{scores.name}:{number}"
             result.modules[key] = msgspec.structs.replace(next(modules), name=key)
-            entry = SteeringSpec(module=key, scale=action.scale, limit=action.limit)
-            result.gated.append(Gated(at, entry, scores.name, "operator"))
+            result.gated.append(
+                Gated(
+                    at,
+                    SteeringSpec(module=key, scale=action.scale, limit=action.limit),
+                    scores.name,
+                    "operator",
+                )
+            )
         elif isinstance(action, CaptureWindow):
             when = When(probe=scores.name, at_least=0, before=action.before, after=action.after)
-            capture = CaptureSpec(
-                hook=action.hook,
-                layers=action.layers,
-                positions=Span(when=when),
-                tag=_tag_of(policy.name),
+            result.captures.append(
+                (
+                    at,
+                    CaptureSpec(
+                        hook=action.hook,
+                        layers=action.layers,
+                        positions=Span(when=when),
+                        tag=_tag_of(policy.name),
+                    ),
+                )
             )
-            result.captures.append((at, capture))

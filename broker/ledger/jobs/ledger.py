@@ -101,8 +101,9 @@ def _steered(job: Job, version: int, entries: bytes) -> Job:
         ),
     ):
         known = from_msgpack(entries, list[SteeringTemplate]) if entries else []
-    steering = GlobalSteering(version=version, entries=known)
-    return msgspec.structs.replace(job, global_steering=steering)
+    return msgspec.structs.replace(
+        job, global_steering=GlobalSteering(version=version, entries=known)
+    )
 
 
 class JobSnapshot(NamedTuple):
@@ -266,8 +267,9 @@ class Ledger(Fleet):
 
         Raises not_found, and conflict if the job is over. A repeated request is harmless.
         """
-        reply = await self.scripts.cancel(args=scripts.pack(self.settings, id=job_id))
-        (outcome, *state) = scripts.text(reply)
+        outcome, *state = scripts.text(
+            await self.scripts.cancel(args=scripts.pack(self.settings, id=job_id))
+        )
         if outcome == "unknown":
             raise not_found(job_id)
         if outcome == "refused":
@@ -382,8 +384,10 @@ class Ledger(Fleet):
         `cells`: how many cells of it will be computed exactly. `cancelling`: cancellation was
         requested; `stale`: the attempt is no longer current. It is not handed on then.
         """
-        outcome = await self._report("hand_on", job_id, attempt, queue=queue, cells=cells)
-        return cast(Literal["handed_on", "cancelling", "stale"], outcome)
+        return cast(
+            Literal["handed_on", "cancelling", "stale"],
+            await self._report("hand_on", job_id, attempt, queue=queue, cells=cells),
+        )
 
     async def release(
         self, job_id: str, attempt: int, unreachable: str = "", later: bool = False
@@ -469,8 +473,8 @@ class Ledger(Fleet):
     @reachable
     async def view(self, job_id: str) -> JobView:
         """Return the view of the job. Raises not_found."""
-        values = await self.redis.hmget(f"ms:job:{job_id}", FIELDS)
-        return views.view(_record(job_id, values), self.settings)
+        record = _record(job_id, await self.redis.hmget(f"ms:job:{job_id}", FIELDS))
+        return views.view(record, self.settings)
 
     @reachable
     async def outcome(self, job_id: str) -> JobSnapshot:
@@ -529,8 +533,9 @@ class Ledger(Fleet):
         limit: int = 50,
         cursor: str | None = None,
         tenant: str | None = None,
+        policy: str | None = None,
     ) -> JobPage:
-        """Return jobs (of `tenant`), newest first.
+        """Return jobs (of `tenant`; that triggered `policy`), newest first.
 
         `cursor` is a previous page's `next`. A rare filter may give a short page with a `next`.
 
@@ -546,14 +551,20 @@ class Ledger(Fleet):
             found = await of_each(
                 self.redis, names, lambda pipe, name: pipe.hmget(f"ms:job:{name}", FIELDS)
             )
-            records = map(decode, names, found)
-            return [record and views.view(record, self.settings) for record in records]
+            return [
+                record and views.view(record, self.settings) for record in map(decode, names, found)
+            ]
 
         def wanted(view: JobView) -> bool:
-            return state in (None, view.state) and model in (None, view.model)
+            return (
+                state in (None, view.state)
+                and model in (None, view.model)
+                and policy in (None, *view.triggered)
+            )
 
-        older = partial(pages.older, self.redis, listed)
-        found, following = await pages.page((score, last), limit, older, read, wanted)
+        found, following = await pages.page(
+            (score, last), limit, partial(pages.older, self.redis, listed), read, wanted
+        )
         return JobPage(jobs=found, next=following)
 
     @reachable

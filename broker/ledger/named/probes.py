@@ -26,16 +26,17 @@ def misfit(probe: Probe, model: ModelInfo) -> str | None:
     None: it can.
     """
     content = probe.content
-    if probe.hidden_size != model.hidden_size:
-        return (
-            f"reads rows of width {probe.hidden_size}; the model has rows of width "
-            f"{model.hidden_size}"
-        )
-    if content.layer >= model.num_layers:
-        return f"reads layer {content.layer}; the model has layers 0 to {model.num_layers - 1}"
-    if content.hook not in model.hooks:
-        return f"reads hook {content.hook}; the model has {', '.join(model.hooks)}"
-    return None
+    reasons = {
+        f"reads rows of width {probe.hidden_size}; the model has rows of width "
+        f"{model.hidden_size}": probe.hidden_size != model.hidden_size,
+        f"reads layer {content.layer}; the model has layers 0 to {model.num_layers - 1}": (
+            content.layer >= model.num_layers
+        ),
+        f"reads hook {content.hook}; the model has {', '.join(model.hooks)}": (
+            content.hook not in model.hooks
+        ),
+    }
+    return next((why for why, applies in reasons.items() if applies), None)
 
 
 def unfit(version: PolicyVersion, model: ModelInfo) -> str | None:
@@ -91,8 +92,9 @@ def all_fitting(policies: Sequence[Policy], model: ModelInfo) -> Sequence[Policy
     """
     for policy in policies:
         if (why := unfit(policy.current, model)) is not None:
-            detail = f"the policy {policy.name!r}, which applies to all traffic, {why}"
-            raise MidstreamError("unavailable", detail)
+            raise MidstreamError(
+                "unavailable", f"the policy {policy.name!r}, which applies to all traffic, {why}"
+            )
     return policies
 
 
@@ -139,8 +141,8 @@ def scores_of(policy: Policy, request: str, *, steers: bool = True) -> StoredPro
         registered=version.registered,
         condition=content.condition,
         actions=actions,
-        mode=content.mode,
-        acts=(content.mode == "active" or lot < content.share) and (steers or bool(actions)),
+        mode=policy.mode,
+        acts=(policy.mode == "active" or lot < content.share) and (steers or bool(actions)),
         column=version.probe.content.labels.index(content.condition.label)
         if content.condition.label is not None
         else 0,

@@ -180,8 +180,14 @@ class Registry(Generic[T]):
                 return record, former
             if outcome == "refused":
                 limit, used, allowed, _ = count
-                mib = -(-scripts.size_of(record) // MIB)
-                raise refusal(unscoped(name)[0], limit, int(used), int(allowed), mib, None)
+                raise refusal(
+                    unscoped(name)[0],
+                    limit,
+                    int(used),
+                    int(allowed),
+                    -(-scripts.size_of(record) // MIB),
+                    None,
+                )
             if outcome == "full":
                 raise invalid(
                     "name",
@@ -197,8 +203,11 @@ class Registry(Generic[T]):
                 )
             if outcome != "raced":  # a tensor is gone, which another try does not bring back
                 break
-        what = f"the {self._kind.noun} {unscoped(name)[1]!r}"
-        raise MidstreamError("conflict", f"{what} was changed or deleted meanwhile: try again")
+        raise MidstreamError(
+            "conflict",
+            f"the {self._kind.noun} {unscoped(name)[1]!r} was changed or deleted meanwhile: "
+            "try again",
+        )
 
     @reachable
     async def delete(self, model: str, name: str) -> bool:

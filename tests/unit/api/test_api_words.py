@@ -183,6 +183,8 @@ def test_a_misspelt_name_at_any_depth_gets_a_hint(
 LAYER_3 = "hooks name a place, layers a number: such as post_block, layers=3"
 AT_LEAST = "did you mean 'at_least'?"
 NO_NUMBER = "it is text: send a number"
+STEER = 'such as {"action": "steer", "module": …}'
+POLICY = {"probe": "p", "condition": {"at_least": 1}, "actions": []}
 MODULE = 'a module is named as [{"module": NAME}]'
 
 
@@ -209,6 +211,22 @@ MODULE = 'a module is named as [{"module": NAME}]'
         ),
         (PolicyRequest, {"condition": {"threshold": 2}}, "condition.threshold", AT_LEAST),
         (PolicyRequest, {"state": "active"}, "state", "did you mean 'mode'?"),
+        (PolicyRequest, {"actions": ["steer"]}, "actions[0]", STEER),
+        (
+            PolicyRequest,
+            {"condition": {"schedule": "all"}},
+            "condition.schedule",
+            'such as {"tokens": "all"}',
+        ),
+        (PolicyRequest, POLICY | {"share": 0.5}, "share", None),
+        (PolicyRequest, POLICY | {"actions": ["flag", "flag"]}, "actions", None),
+        (
+            JobRequest,
+            {"steering": [{"limit": 0.3}]},
+            "steering[0].limit",
+            'such as {"relative": 0.3}',
+        ),
+        (ChatRequest, {"policy": "p"}, "policy", "did you mean 'policies'?"),
         (
             JobRequest,
             {"steering": [{"op": "subtract"}]},

@@ -85,11 +85,15 @@ local function act(job, request, decided)
 end
 
 -- Count a prompt in the present day of the policies that read it, 1 for true and 0 for false: a ring of `POLICY_DAYS` days for each policy
--- that is still registered.
+-- that is still registered. Name on the job those that were on, and whether they acted.
 local function tally(job, readers)
-  local day = math.floor(now / 86400)
+  local day, marks = math.floor(now / 86400), nil
   for place = 1, #readers, 3 do
     local policy, slot = readers[place], day % POLICY_DAYS
+    if readers[place + 1] == 1 then
+      marks = marks or cjson.decode(redis.call('HGET', key('job', job.id), 'triggered') or '{}')
+      marks[policy] = marks[policy] or readers[place + 2] == 1
+    end
     if redis.call('HEXISTS', key('policies', job.model), policy) == 1 then
       local days = key('policy-days', job.model .. ':' .. policy)
       local known = redis.call('HGET', days, slot)
@@ -102,6 +106,9 @@ local function tally(job, readers)
       end
       redis.call('HSET', days, slot, cjson.encode(counts))
     end
+  end
+  if marks then
+    redis.call('HSET', key('job', job.id), 'triggered', cjson.encode(marks))
   end
 end
 

@@ -7,13 +7,15 @@ import pytest
 from model_kit import model
 from refusal_kit import refuses
 
-from midstream.api.resolve.readings.probes import _tag_of, changed, digest_of
+from midstream.api.resolve.readings.probes import _tag_of, changed, digest_of, replaceable
+from midstream.api.routes.registered import _with
 from midstream.broker.ledger.named.probes import scores_of, unfit, with_policies
 from midstream.schemas.artifacts.probes import Condition, ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.policies import (
     CaptureWindow,
+    ConditionChange,
     Policy,
     PolicyChange,
     PolicyRequest,
@@ -112,10 +114,39 @@ def test_changes_make_versions() -> None:
     active = changed(msgspec.structs.replace(first, versions=[canary]), PolicyChange(mode="active"))
     assert active.content.share == 0.0
     assert len({digest_of(each) for each in (first.current, canary, active)}) == 3
-    with refuses("capture is not valid for all traffic"):
+    with refuses("capture, which is not valid for all traffic"):
         changed(policy(CaptureWindow(layers=0)), PolicyChange(all_traffic=True))
 
 
 def test_a_share_without_a_canary_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match="share is for mode canary"):
         policy("flag", share=0.5)
+
+
+def test_a_change_of_the_condition_keeps_its_other_fields() -> None:
+    """It is a registration of its own, so that former latches do not apply."""
+    former, change = policy("flag", mode="shadow"), ConditionChange(at_least=2.5)
+    made = changed(former, PolicyChange(condition=change))
+    assert made.content.condition == Condition(at_least=2.5, label="y")
+    assert made.registered > former.current.registered == changed(former, PolicyChange()).registered
+    for field, wrong in (("condition", {"window": 2}), ("condition.label", {"label": "z"})):
+        with refuses(field=field):
+            changed(former, PolicyChange(condition=ConditionChange(**wrong)))
+
+
+def test_switches_of_the_mode_push_no_content_out() -> None:
+    kept: Any = None
+    for registered in [1.0] + [2.0] * 8 + [3.0]:
+        made = msgspec.structs.replace(policy("flag").current, registered=registered)
+        kept = _with(kept, made, "m", "guard")
+    assert [each.version for each in kept.versions] == [1, 4, 5, 6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("of", [{"mode": "active"}, {"mode": "canary", "share": 0.5}])
+def test_content_without_a_mode_does_not_replace_a_policy_that_acts(of: dict[str, Any]) -> None:
+    acting, silent = policy("flag", **of), policy("flag", mode=None).current.content
+    with refuses(f"version 1 is {of['mode']}: give mode", field="mode"):
+        replaceable(acting, silent)
+    shadow = policy("flag", mode="shadow")
+    for former, content in ((acting, acting.current.content), (None, silent), (shadow, silent)):
+        assert replaceable(former, content) == former

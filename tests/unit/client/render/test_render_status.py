@@ -12,13 +12,20 @@ from rich.console import Console, RenderableType
 
 from midstream import MidstreamError, __version__
 from midstream.client import extras
-from midstream.client.render import records, status as show_status
+from midstream.client.render import readings, records, status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
 from midstream.client.stack.checks.finding import CheckFinding, Service
+from midstream.schemas.artifacts.probes import (
+    Condition,
+    Decision,
+    ProbeResult,
+    Schedule,
+    StoredPolicy,
+)
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
 from midstream.schemas.requests.policies import (
-    Condition,
     Policy,
+    PolicyDay,
     PolicyRequest,
     Webhook,
 )
@@ -143,6 +150,29 @@ def test_a_list_of_policies_breaks_no_word_at_80_columns() -> None:
     policy = Policy(name="no-personal-data", model="m", digest="d", created=AT, versions=[version])
     words = {"no-personal-data v12", "condition", "mean ≥ 0.25", "actions", "webhook"}
     assert {word for word in words if word in drawn(records.listed([policy], Policy))} == words
+
+
+def test_a_policy_shows_its_condition_and_its_hits() -> None:
+    condition = Condition(at_least=2.5, cool_down=8, schedule=Schedule(tokens="all", every=2))
+    content = PolicyRequest(probe="p", condition=condition, actions=[])
+    version: Any = SimpleNamespace(version=1, content=content)
+    days = [PolicyDay("2026-11-28", 240, 60, 0), PolicyDay("2026-11-29", 9, 4, 4)]
+    policy = Policy(name="n", model="m", digest="d", created=AT, versions=[version], days=days)
+    shown = " ".join(drawn(records.one(policy)).split())
+    lines = ("schedule all tokens, every 2", "cool_down 8", "hits 64 of 249 prompts in 30 days")
+    assert [line in shown for line in (*lines, "latch")] == [True] * 3 + [False]
+
+
+def test_decisions_are_shown_where_there_are_any_with_what_was_done() -> None:
+    policy = StoredPolicy("guard", 2, "d", Condition(at_least=1), ["flag", "stop"], "active", True)
+    found = [Decision(4, "trigger", 1.5), Decision(6, "release", 0.5)]
+    decided = ProbeResult(0, "p", "d", {}, 9, policy=policy, decisions=found)
+    result: Any = SimpleNamespace(probes=[decided, ProbeResult(1, "p", "d", {}, 9, policy=policy)])
+    rows = [line.split()[2:] for line in drawn(readings.decisions(result)).splitlines()]
+    assert [row for row in rows if row[:1] == ["v2"]] == [
+        ["v2", "4", "trigger", "1.5000", "flag,", "stop"],
+        ["v2", "6", "release", "0.5000"],
+    ]
 
 
 def test_a_busy_service_fits_on_80_columns_and_keeps_its_numbers() -> None:
