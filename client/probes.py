@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..schemas.artifacts.probes import HeldOut, Roc, ScoreHistogram
-from ..schemas.base import Plotted, Translated, invalid
+from ..schemas.base import Excluded, Plotted, Translated, check_excluded, invalid
 from ..schemas.base.limits import MAX_PROBE_BINS
 from .extras import need
 
@@ -19,8 +19,12 @@ from .extras import need
 _ITERATIONS = 2000
 #: Shuffles of the labels for the baseline.
 _SHUFFLES = 5
-#: The quantiles of the scores between which a histogram has its bins.
-_RANGE = (0.01, 0.99)
+#: Two classes, in any letters, of which the second is the positive one.
+_PAIRS = (("0", "1"), ("-1", "1"), ("false", "true"), ("no", "yes"), ("negative", "positive"))
+#: The fewest rows of a class: two to train on, and two held out.
+LEAST = 4
+#: The quantiles of the scores between which a histogram has its bins, and the fewest of these.
+_RANGE, _BINS = (0.01, 0.99), 16
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Metrics:
 class Fit(Plotted):
     """A trained probe.
 
-    Scores are log-odds. Two classes have a single score, that of the second; several classes have a
-    logit each.
+    Scores are log-odds. Two classes have a single score, that of the positive class; several
+    classes have a logit each.
     """
 
     weight: np.ndarray  # float32 `[k, hidden]`
@@ -57,8 +61,11 @@ class Fit(Plotted):
     layer: int | None = None  # the site of the rows, if known
     hook: str | None = None
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of `PUT /v1/artifacts/probes/{name}` that are known."""
+    def fields(self, labels: Any = None) -> dict[str, Any]:
+        """Return the fields of `PUT /v1/artifacts/probes/{name}` that are known. Raises
+        MidstreamError for `labels` that it cannot be registered with.
+        """
+        check_labels(labels, [*self.metrics.train])
         names = ("weight", "bias", "labels", "thresholds", "layer", "hook", "held_out")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -77,6 +84,7 @@ def fit(
     rows: np.ndarray,
     labels: Sequence[Any],
     *,
+    positive: Any = None,
     groups: Sequence[Any] | None = None,
     held_out: float = 0.25,
     strength: float = 1.0,
@@ -87,6 +95,8 @@ def fit(
     """Fit a logistic regression of `labels` on standardised `rows` `[n, hidden]`; the scaling is
     folded into weight and bias.
 
+    `positive`: which of two classes has the high scores; required unless they are named so that
+    they say it: 0 and 1, -1 and 1, false and true, no and yes, or negative and positive.
     `held_out`: the share of rows, equal for all classes, that is used only for the metrics.
     `groups`: the group of each row, such as its prompt; no group is split between training and
     held-out rows. `strength`: scikit-learn's C. `layer`, `hook`: the site of the rows, which the
@@ -98,78 +108,139 @@ def fit(
     layer = getattr(rows, "layer", None) if layer is None else layer
     hook = hook or getattr(rows, "hook", None)
     rows, names = np.asarray(rows, dtype=np.float64), np.array([str(label) for label in labels])
-    if rows.ndim != 2 or len(rows) != len(names):
-        raise invalid(
-            "rows",
-            f"has shape {list(rows.shape)} for {len(names)} labels",
-            allowed="[labels, hidden]",
+    wrong = int((~np.isfinite(rows)).sum())
+    check_excluded(
+        (
+            Excluded(
+                "rows",
+                rows.ndim != 2 or len(rows) != len(names),
+                f"has shape {list(rows.shape)} for {len(names)} labels",
+                "[labels, hidden]",
+            ),
+            Excluded("rows", wrong, f"has values that are not finite ({wrong} of {rows.size})"),
+            Excluded(
+                "held_out",
+                not 0 < held_out < 1,
+                f"is {held_out}",
+                "a share between 0 and 1, both excluded",
+            ),
         )
-    if not np.isfinite(rows).all():
-        raise invalid(
-            "rows",
-            (f"has values that are not finite ({int((~np.isfinite(rows)).sum())} of {rows.size})"),
-        )
-    if not 0 < held_out < 1:
-        raise invalid(
-            "held_out", f"is {held_out}", allowed="a share between 0 and 1, both excluded"
-        )
-    classes = _classes(labels)
-    if len(classes) < 2:
-        raise invalid("labels", f"has {len(classes)} classes", allowed="two or more")
+    )
+    classes = classes_of(labels, positive)
     train, test = _split(names, groups, held_out, seed)
-    for side, chosen in (("train", train), ("held_out", test)):
-        count = Counter(names[chosen].tolist())
-        if few := [name for name in classes if count[name] < 2]:
-            raise invalid(
-                "labels",
-                f"class {few[0]!r} has {count[few[0]]} rows in {side}",
-                allowed="two or more in both train and held_out",
-            )
+    counts = {
+        side: {name: int((names[chosen] == name).sum()) for name in classes}
+        for side, chosen in (("train", train), ("held_out", test))
+    }
+    if few := [(name, side) for side in counts for name in classes if counts[side][name] < 2]:
+        raise invalid(
+            "labels",
+            f"class {few[0][0]!r} has {counts[few[0][1]][few[0][0]]} rows in {few[0][1]}",
+            allowed="two or more in both train and held_out",
+        )
     weight, bias = _train(rows[train], names[train], classes, strength)
     scores = rows[test] @ weight.T + bias
     accuracy, auroc = _evaluate(scores, names[test], classes)
     generator = np.random.default_rng(seed)
-    shuffled = []
-    for _ in range(_SHUFFLES):
-        weight_, bias_ = _train(rows[train], generator.permutation(names[train]), classes, strength)
-        shuffled.append(_evaluate(rows[test] @ weight_.T + bias_, names[test], classes))
-    two = len(classes) == 2
-    of_scores = classes[1:] if two else classes
-    counts = Counter(names[test].tolist())
+    shuffled = [
+        _evaluate(rows[test] @ chance.T + offset, names[test], classes)
+        for chance, offset in (
+            _train(rows[train], generator.permutation(names[train]), classes, strength)
+            for _ in range(_SHUFFLES)
+        )
+    ]
+    of_scores = _scored(classes)
+    most = max(classes, key=counts["train"].__getitem__)
     metrics = Metrics(
         accuracy=accuracy,
         auroc=auroc,
         baseline_accuracy=float(np.mean([item for item, _ in shuffled])),
         baseline_auroc=float(np.mean([item for _, item in shuffled])),
-        majority=counts[Counter(names[train].tolist()).most_common(1)[0][0]] / len(test),
-        train={name: int((names[train] == name).sum()) for name in classes},
-        held_out={name: counts[name] for name in classes},
+        majority=counts["held_out"][most] / len(test),
+        **counts,
     )
+    thresholds = [0.0] * len(of_scores)
+    if len(classes) == 2:
+        thresholds = [_threshold(rows[train] @ weight[0] + bias[0], names[train] == classes[1])]
     return Fit(
         weight=weight.astype(np.float32),
         bias=bias.astype(np.float32),
         labels=of_scores,
-        thresholds=[_threshold(rows[train] @ weight[0] + bias[0], names[train] == classes[1])]
-        if two
-        else [0.0] * len(classes),
+        thresholds=thresholds,
         metrics=metrics,
         held_out=[
-            _held_out(column, names[test] == name)
-            for column, name in zip(scores.T, of_scores, strict=True)
+            _held_out(column, names[test] == name, threshold)
+            for column, name, threshold in zip(scores.T, of_scores, thresholds, strict=True)
         ],
         layer=layer,
         hook=hook,
     )
 
 
-def _classes(labels: Sequence[Any]) -> list[str]:
-    """Return the classes in ascending order: False before True, 0 before 1."""
-    distinct = set(labels.tolist() if isinstance(labels, np.ndarray) else labels)
-    try:
-        ordered = sorted(distinct)
-    except TypeError:
-        ordered = sorted(distinct, key=str)
-    return [str(item) for item in ordered]
+def classes_of(
+    labels: Sequence[Any], positive: Any = None, field: str = "labels", least: int = LEAST
+) -> list[str]:
+    """Return the classes in ascending order, False before True, 0 before 1; of two, the positive
+    one is the second. Raises MidstreamError if nothing says which that is, or naming `field` for
+    fewer than two classes, or a class with fewer than `least` rows.
+    """
+    given = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    counts = Counter(map(str, sorted(given, key=_place)))
+    names, rows = [*counts], sum(counts.values())
+    rarest = min(names, key=counts.__getitem__, default="")
+    found = f"has {len(names)} classes in {rows} rows, {rarest!r} in {counts[rarest]}"
+    each = f"is for two classes: {field} has {len(names)}, which have a score each"
+    check_excluded(
+        (
+            Excluded(field, len(names) < 2, f"has {len(names)} classes", "two or more"),
+            Excluded(field, counts[rarest] < least, found, f"{least} or more rows of each class"),
+            Excluded("positive", positive is not None and len(names) > 2, each),
+        )
+    )
+    return _ordered(names, positive) if len(names) == 2 else names
+
+
+def _place(label: Any) -> tuple[bool, Any]:
+    """Return the sort key of a class: numbers first, then other classes by their names."""
+    number = isinstance(label, int | float)
+    return not number, label if number else str(label)
+
+
+def _ordered(classes: Sequence[str], positive: Any) -> list[str]:
+    """Return two classes, the positive one second. Raises MidstreamError naming `positive`."""
+    by_word = {name.casefold().removesuffix(".0"): name for name in classes}
+    pair = next((pair for pair in _PAIRS if by_word.keys() == {*pair}), ())
+    words = pair[1:] if positive is None else (str(positive), str(positive).casefold())
+    by_word |= {name: name for name in classes}
+    chosen = next((by_word[word] for word in words if word in by_word), None)
+    if chosen is None:
+        found = "is required" if positive is None else f"is {positive!r}"
+        raise invalid(
+            "positive",
+            f"{found}: the classes are {' and '.join(map(repr, classes))}",
+            allowed=", ".join(classes),
+            hint="name the class that has the high scores",
+        )
+    return [*(name for name in classes if name != chosen), chosen]
+
+
+def _scored(classes: list[str]) -> list[str]:
+    """Return the class of each score."""
+    return classes[1:] if len(classes) == 2 else classes
+
+
+def check_labels(labels: Any, classes: list[str]) -> None:
+    """Raise MidstreamError for a label that is the name of another class than its score's."""
+    given = labels if isinstance(labels, list | tuple | np.ndarray) else [labels]
+    for label, own in zip(given, _scored(classes), strict=False):
+        if label is not None and str(label) != own and str(label) in classes:
+            raise invalid(
+                "labels",
+                f"{label!r} is another class than the one with this score, {own!r}",
+                hint=f"positive={label!r} in the fit gives it the score"
+                if len(classes) == 2
+                else None,
+            )
 
 
 def _split(
@@ -177,23 +248,20 @@ def _split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of training and held-out rows; each class has the same share of both."""
     selection = importlib.import_module("sklearn.model_selection")
-    if groups is None:
-        splitter = selection.StratifiedShuffleSplit(
-            n_splits=1, test_size=held_out, random_state=seed
-        )
-        with Translated(ValueError, lambda error: invalid("labels", str(error))):
-            return next(splitter.split(names, names))  # type: ignore[no-any-return]
-    if len(groups) != len(names):
+    members = [*range(len(names))] if groups is None else [str(group) for group in groups]
+    if len(members) != len(names):
         raise invalid(
-            "groups", f"has {len(groups)} entries", allowed=f"{len(names)}, one for each row"
+            "groups", f"has {len(members)} entries", allowed=f"{len(names)}, one for each row"
         )
     parts = max(2, round(1 / held_out))
-    splitter = selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
-    labels = np.array([str(group) for group in groups])
-    with Translated(
-        ValueError, lambda error: invalid("groups", str(error), allowed=f"{parts} or more groups")
-    ):
-        return next(splitter.split(names, names, labels))  # type: ignore[no-any-return]
+    field, allowed = ("labels", None) if groups is None else ("groups", f"{parts} or more groups")
+    splitter = (
+        selection.StratifiedShuffleSplit(n_splits=1, test_size=held_out, random_state=seed)
+        if groups is None
+        else selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
+    )
+    with Translated(ValueError, lambda error: invalid(field, str(error), allowed=allowed)):
+        return next(splitter.split(names, names, None if groups is None else members))  # type: ignore[no-any-return]
 
 
 def _train(
@@ -216,30 +284,31 @@ def _evaluate(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> 
     """Return accuracy and AUROC."""
     metrics = importlib.import_module("sklearn.metrics")
     numbers = np.array([classes.index(name) for name in names])
-    if len(classes) == 2:
-        return float(((scores[:, 0] > 0) == (numbers == 1)).mean()), float(
-            metrics.roc_auc_score(numbers == 1, scores[:, 0])
-        )
+    first = len(classes) - scores.shape[1]  # of two classes, the second has the score
+    answers = scores[:, 0] > 0 if first else scores.argmax(axis=1)
     aurocs = [
-        float(metrics.roc_auc_score(numbers == number, scores[:, number]))
-        for number in range(len(classes))
+        metrics.roc_auc_score(numbers == first + number, column)
+        for number, column in enumerate(scores.T)
     ]
-    return float((scores.argmax(axis=1) == numbers).mean()), float(np.mean(aurocs))
+    return float((answers == numbers).mean()), float(np.mean(aurocs))
 
 
-def _held_out(scores: np.ndarray, positive: np.ndarray) -> HeldOut:
+def _held_out(scores: np.ndarray, positive: np.ndarray, threshold: float) -> HeldOut:
     """Return the ROC curve, at most `MAX_PROBE_BINS` of its points, and the histogram of both
-    classes, whose first and last bin have what is beyond them.
+    classes, whose first and last bin have what is beyond them; no bin straddles the threshold.
     """
     metrics = importlib.import_module("sklearn.metrics")
     fpr, tpr, _ = metrics.roc_curve(positive, scores)
     kept = np.unique(np.linspace(0, len(fpr) - 1, MAX_PROBE_BINS).round().astype(int))
     inside = np.clip(scores, *np.quantile(scores, _RANGE))
-    edges = np.histogram_bin_edges(inside, "auto")
-    if len(edges) > MAX_PROBE_BINS + 1:
-        edges = np.histogram_bin_edges(inside, MAX_PROBE_BINS)
+    bins = max(_BINS, len(np.histogram_bin_edges(inside, "auto")) - 1)
+    grid = np.histogram_bin_edges(inside, min(bins, MAX_PROBE_BINS - 4))
+    width = grid[1] - grid[0]
+    first, last = (grid[[0, -1]] - threshold) / width
+    edges = threshold + width * np.arange(np.floor(first) - 1, np.ceil(last) + 2)
     negative, positives = (
-        np.histogram(inside[side], edges)[0].tolist() for side in (~positive, positive)
+        np.histogram(np.clip(scores[side], edges[0], edges[-1]), edges)[0].tolist()
+        for side in (~positive, positive)
     )
     return HeldOut(
         roc=Roc(

@@ -69,8 +69,10 @@ def read_rows(
             if lacking := [name for name in needed if chosen[name] not in row]:
                 name = named.get(lacking[0], lacking[0])
                 found = f"{path}, line {number} has no {name!r}: it has {', '.join(row)}"
-                form = f"{path.name}:{','.join([*row][: len(wanted)])}"
-                raise invalid("FILE", found, hint=f"name columns as in {form}")
+                form = ",".join(
+                    f"{name}={chosen[name] if chosen[name] in row else 'COLUMN'}" for name in wanted
+                )
+                raise invalid("FILE", found, hint=f"name columns as in {path.name}:{form}")
             picked = {name: row[column] for name, column in chosen.items() if column in row}
             yield picked if named else row | picked
 

@@ -26,12 +26,10 @@ def open_capture(
     """Open a store, folder or file of captures if `source` names one; otherwise a job's captures
     through the API.
     """
-    if "://" in source:
-        return CaptureReader(source, job, tag=tag, partial=partial)
     path = Path(source)
     # a job that is stored only in segments has no folder
-    if path.exists() or (path.parent / "segments").is_dir():
-        return CaptureReader(path, job, tag=tag, partial=partial)
+    if "://" in source or path.exists() or (path.parent / "segments").is_dir():
+        return CaptureReader(source, job, tag=tag, partial=partial)
     if "/" in source:
         raise MidstreamError("not_found", f"no such folder: {source}")
     return connect().capture(source, tag=tag, partial=partial)

@@ -99,8 +99,9 @@ def doctor(
         killed = ("relay", "worker") if kill_worker else ("relay",)
         findings = measured(settings, seconds, killed, lambda line: err.print(line, style="dim"))
     elif plan:
-        planning = planned(settings, not cpu, tokens_per_second, gpu_memory_gib)
-        findings = findings_of(of("plan"), planning)
+        findings = findings_of(
+            of("plan"), planned(settings, not cpu, tokens_per_second, gpu_memory_gib)
+        )
     else:
         findings = findings_of(of("quick"), _service(settings, url, data_dir is not None))
     report = Report(Console(quiet=True) if json_ else out)

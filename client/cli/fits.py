@@ -5,21 +5,26 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from ...schemas.access.handling import Handling
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.probes import Probe
-from ...schemas.jobs.fits import FitResult
+from ...schemas.base import invalid
+from ...schemas.jobs.fits import FitRequest, FitResult, LensFitRequest
 from ...schemas.prompts.chat import Conversation
 from ...schemas.prompts.selectors import HookName, RequestedPositions
 from ..captures.row_matrix import samples
+from ..extras import need
+from ..probes import LEAST, check_labels, classes_of, fit
 from ..render import readings
 from ..sdk.client import Client
-from ..sdk.wire import given
 from ..values import checked
 from . import options
 from .terminal import Connector, first_model, out
 
 #: Columns of a training file of a module: a line has one of the sides, both, or the last two.
 _OF_MODULES = ("positive", "negative", "prompt", "target")
+#: Fields of every fit that its command gives, or that are of all jobs.
+_ELSEWHERE = (*Handling.__struct_fields__, "name", "model")
 
 
 class TrainingLine(msgspec.Struct):
@@ -34,10 +39,11 @@ def module(connect: Connector, name: str, file: str, /, **fields: Any) -> FitRes
     `positive` and `negative`, or one of them, or `prompt` and `target`.
     """
     lines = options.rows(file, _OF_MODULES, required=False)
-    for side in ("positive", "negative"):
-        fields[side] = [line[side] for line in lines if side in line]
-    fields["examples"] = [line for line in lines if "target" in line]
-    return connect().fit_module(None, **_named(connect(), name, fields))
+    sides = {
+        side: [line[side] for line in lines if side in line] for side in ("positive", "negative")
+    }
+    sides["examples"] = [line for line in lines if "target" in line]
+    return connect().fit_module(None, **_named(connect(), name, fields | sides))
 
 
 def lens(connect: Connector, name: str, file: str, /, **fields: Any) -> JacobianLens:
@@ -58,30 +64,43 @@ def probe(
     file: str,
     /,
     *,
-    layer: int,
+    layer: int | None = None,
     hook: str = "post_block",
     rows: Literal["last", "mean", "all"] = "last",
     positions: RequestedPositions | None = None,
     held_out: float = 0.25,
     strength: float = 1.0,
+    positive: str | int | bool | None = None,
     model: str | None = None,
-    **fields: Any,
+    labels: Any = None,
+    thresholds: Any = None,
+    aggregation: Any = None,
+    decay: Any = None,
+    at: Any = None,
+    description: Any = None,
 ) -> Probe:
     """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and
     register it. A line of the file has `text`, which may be a conversation, and `label`.
 
     `rows`: of a text, of its last token, their mean, or all; `positions`: of these, as of a
-    capture. `strength`: scikit-learn's C.
+    capture. `strength`: scikit-learn's C. `positive`: which of two classes has the high scores, see
+    `client.probes.fit`. Those after `model` are of `PUT /v1/artifacts/probes/{name}`.
     """
-    read = options.rows(file, TrainingLine.__struct_fields__)
-    client, examples = connect(), checked(read, list[TrainingLine], "FILE")
+    need("probes", "fitting a probe")
+    client, read = connect(), options.rows(file, TrainingLine.__struct_fields__)
+    examples = checked(read, list[TrainingLine], "FILE")
+    least = LEAST if rows != "all" else 2  # a text may have several rows, but is on one side
+    classes = classes_of([example.label for example in examples], positive, "FILE", least)
+    check_labels(labels, classes)
     served = model or first_model(client)
+    if layer is None:
+        last = client.model(served)["num_layers"] - 1
+        raise invalid("layer", "is required", f"0 to {last}", "give it as --set layer=…")
     matrix, groups = _rows(client, served, examples, layer, hook, rows, positions)
-    from ..probes import fit
-
     found = fit(
         matrix,
         [examples[group].label for group in groups],
+        positive=classes[1] if len(classes) == 2 else None,
         groups=groups,
         held_out=held_out,
         strength=strength,
@@ -89,7 +108,17 @@ def probe(
         hook=hook,
     )
     out.print(readings.measured(found.metrics))
-    return client.probes.put(name, found, model=served, **given(**fields))
+    return client.probes.put(
+        name,
+        found,
+        model=served,
+        labels=labels,
+        thresholds=thresholds,
+        aggregation=aggregation,
+        decay=decay,
+        at=at,
+        description=description,
+    )
 
 
 def _rows(
@@ -120,3 +149,14 @@ def _rows(
     matrix = client.captures.matrix([result], layer, hook, rows)
     client.captures.delete(result)
     return matrix, groups
+
+
+#: Kind → the fields of its fit, beside its model.
+FIELDS = {
+    kind: [name for name in names if name not in left_out]
+    for kind, names, left_out in (
+        ("module", FitRequest.__struct_fields__, (*_ELSEWHERE, *_OF_MODULES, "examples")),
+        ("jacobian", LensFitRequest.__struct_fields__, (*_ELSEWHERE, "prompts")),
+        ("probe", probe.__kwdefaults__ or (), _ELSEWHERE),
+    )
+}

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Group
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base import MidstreamError, error_of
@@ -137,17 +138,14 @@ def report_end(client: Client, view: JobView, as_json: bool, verbose: bool = Tru
 
 def print_result(client: Client, result: JobResult, verbose: bool = True) -> None:
     """Print outputs and readings; receipts if `verbose`, or if the ranks disagree."""
-    if result.sweep is not None:
-        out.print(sweeps.report(result.sweep))
-        return
-    if result.attribution:
-        out.print(attributions.report(attribution_of(result)))
-        return
-    if result.dose:
-        out.print(*doses.drawn(result.dose), sep="\n")
-        return
-    if result.fit:
-        out.print(records.one(getattr(result.fit, "lens", result.fit)))
+    computed = (
+        (result.sweep and sweeps.report(result.sweep))
+        or (result.attribution and attributions.report(attribution_of(result)))
+        or (result.dose and Group(*doses.drawn(result.dose)))
+        or (result.fit and records.one(getattr(result.fit, "lens", result.fit)))
+    )
+    if computed:
+        out.print(computed)
         return
     out.print(records.listed(result.outputs, Output))
     if result.probes:
@@ -170,15 +168,13 @@ def print_result(client: Client, result: JobResult, verbose: bool = True) -> Non
     )
     if captures.status != "not_requested" and not read_only:
         returned = sum(len(report.rows) for report in captures.consumers)
-        text = (
+        stored = (
             f"{jobs.count(len(captures.files), 'file')}, "
             f"{jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
         )
-        if returned:
-            text = (
-                f"{text}; " if captures.files else ""
-            ) + f"{jobs.size(returned)} in the response"
-        out.print(f"captures {jobs.coloured(captures.status)}: {text}")
+        parts = [stored] if captures.files or not returned else []
+        parts += [f"{jobs.size(returned)} in the response"] if returned else []
+        out.print(f"captures {jobs.coloured(captures.status)}: {'; '.join(parts)}")
         if captures.detail:
             out.print(captures.detail, style="dim", markup=False, soft_wrap=True)
         if returned:

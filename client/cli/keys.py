@@ -49,8 +49,11 @@ def show_key(_: Connector, created: CreatedKey) -> None:
     """Print the key alone to standard output, for a shell's variable."""
     until = "" if created.expires is None else f"; expires: {minute(created.expires)}"
     scopes = ", ".join(created.scopes)
-    about = f"key {created.id} ({created.name}) of tenant {created.tenant}; scopes: {scopes}{until}"
-    err.print(about, style="dim", markup=False)
+    err.print(
+        f"key {created.id} ({created.name}) of tenant {created.tenant}; scopes: {scopes}{until}",
+        style="dim",
+        markup=False,
+    )
     print(created.key)
 
 
@@ -60,19 +63,16 @@ async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
     from ..stack.supervisor import own_redis_url
 
     settings = load_settings()
-    if redis_url != "-":
-        settings = msgspec.structs.replace(settings, redis_url=redis_url)
-    elif not settings.redis_url:
-        settings = msgspec.structs.replace(
-            settings, redis_url=own_redis_url(Path(settings.data_dir).expanduser().resolve())
-        )
-    if not settings.redis_url:
+    if redis_url == "-":
+        folder = Path(settings.data_dir).expanduser().resolve()
+        redis_url = settings.redis_url or own_redis_url(folder)
+    if not redis_url:
         allowed = (
             "redis://host:port/0, MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of a running "
             "`midstream up`"
         )
         raise invalid("redis_url", "no Redis configured", allowed=allowed)
-    ledger = Ledger.connect(settings)
+    ledger = Ledger.connect(msgspec.structs.replace(settings, redis_url=redis_url))
     try:
         return await LedgerKeys(ledger).create(request)
     finally:
@@ -131,8 +131,8 @@ def acl(
 
     place = Path(folder)
     write_users(place, database, host)
-    lines = [f"redis: aclfile {(place / USERS_FILE).resolve()}"]
-    lines += [f"{role}: MIDSTREAM_REDIS_URL_FILE={place / f'{role}.url'}" for role in ROLES]
-    return lines + [
-        f"{role}: {SERVER_SETTINGS[role]} {place / f'{role}.password'}" for role in SERVERS
+    return [
+        f"redis: aclfile {(place / USERS_FILE).resolve()}",
+        *(f"{role}: MIDSTREAM_REDIS_URL_FILE={place / f'{role}.url'}" for role in ROLES),
+        *(f"{role}: {SERVER_SETTINGS[role]} {place / f'{role}.password'}" for role in SERVERS),
     ]

@@ -45,10 +45,10 @@ _MEANT = {
     "start": "up",
     "stop": "down",
 }
-#: Of typer's copy of click, which does not export it.
+#: Of click, or of typer's copy of it.
 _UsageError: Any = typer.BadParameter.__base__
-#: What errors say of an option or argument that a command does not take, but may be a field's name.
-_FIELD = re.compile(r"(?:No such option: --|extra argument\(s\) \((?=[\w.]+=))([\w.-]+).*")
+#: What an error about a command's words names that may be a field.
+_FIELD = re.compile(r"No such option: --(\S+)|\((\w[\w.]*)=(\S*)\)")
 
 
 class Commands(TyperGroup):
@@ -67,6 +67,17 @@ class Commands(TyperGroup):
             )
         return command
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. An error about a word that may be a field says how fields are given."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            found = _FIELD.search(error.message)
+            if found and any("--set" in option.opts for option in error.ctx.command.params):
+                name = (found[1] or found[2]).replace("-", "_")
+                error.message += f"; a field is given as --set {name}={found[3] or 'VALUE'}"
+            raise
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands and (meant := self._meant(*args[:2])):
             ctx.fail(f"No such command {args[0]!r}. Did you mean 'midstream {meant}'?")
@@ -83,16 +94,6 @@ class Commands(TyperGroup):
                 found = f"{verb} {kind.plural.split()[0] if verb == 'list' else kind.name}"
                 return _MEANT.get(f"{after} {kind.name}", found)
         return _MEANT.get(f"{word} {after}") or _MEANT.get(word) or VERBS.get(word, "")
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command. Where it does not take an option or an argument, its error names `--set`,
-        which takes every field of the request.
-        """
-        try:
-            return super().invoke(ctx)
-        except _UsageError as error:
-            error.message = _FIELD.sub(r"\g<0>; a field is given as --set \1=VALUE", error.message)
-            raise
 
 
 app = typer.Typer(

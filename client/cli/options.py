@@ -94,13 +94,16 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 
 def _fields_of(file: Path) -> Any:
     """Return the object of a JSON or TOML file; None for files of rows. Raises MidstreamError
-    naming the file, OSError.
+    naming the file.
     """
     path, columns = split(file)
     if columns or path.suffix.lower() in READERS:
         return None
-    raw = file.read_bytes()
-    with Translated(msgspec.DecodeError, lambda error: invalid("--file", f"{file}: {error}")):
+    with Translated(
+        (msgspec.DecodeError, OSError),
+        lambda error: invalid("--file", f"{file}: {getattr(error, 'strerror', error)}"),
+    ):
+        raw = file.read_bytes()
         if file.suffix == ".toml":
             return msgspec.toml.decode(raw)
         content = msgspec.json.decode(raw) if file.suffix == ".json" else json_or_text(raw.decode())
@@ -114,9 +117,10 @@ def texts(file: str | Path) -> list[Any]:
 
 def rows(file: str | Path, wanted: Sequence[str], required: bool = True) -> list[dict[str, Any]]:
     """Return the rows of a file, of which there must be some, and no more of them than it takes to
-    see that they are too many. Raises as `read_rows`.
+    see that they are too many. Raises as `read_rows`, MidstreamError in place of OSError.
     """
-    found = [*islice(read_rows(file, wanted, required), MAX_PROMPTS + 1)]
+    with Translated(OSError, lambda error: invalid("FILE", f"{file}: {error.strerror}")):
+        found = [*islice(read_rows(file, wanted, required), MAX_PROMPTS + 1)]
     if not found:
         raise invalid("FILE", f"{file} has no rows", allowed=f"rows with {', '.join(wanted)}")
     return found
@@ -131,8 +135,8 @@ def layers(text: str | None) -> str | int | None:
 
 
 def positions(text: str | None) -> Any:
-    """Parse `0,5,-1` as numbers, `5:` or `5:9` as a range, `last:64` as the last rows, and JSON;
-    return other text unchanged, for the server.
+    """Parse `0,5,-1` as numbers, `5:` or `5:9` as a range, `last:64` as the last rows, and JSON
+    such as `{"role": "user"}`; return other text unchanged, for the server.
     """
     try:
         parts = [written_span(part) or int(part) for part in (text or "x").split(",")]

@@ -19,7 +19,7 @@ from ..sdk.calls import keyword_check
 from ..sdk.client import Client
 from ..values import checked
 from ..vectors import jacobian
-from . import options
+from . import fits, options
 from .kinds import Kind, find, kinds_with
 from .terminal import (
     AsJson,
@@ -39,15 +39,17 @@ from .terminal import (
 
 def _kind(verb: str) -> Any:
     """Return the annotation of a command's argument for the kind of things."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in kinds_with(verb) if name.startswith(incomplete)]
-
-    names = ", ".join(kinds_with(verb))
-    return typer.Argument(metavar="KIND", help=f"{names}.", autocompletion=complete)
+    names = kinds_with(verb)
+    return typer.Argument(
+        metavar="KIND",
+        help=f"{', '.join(names)}.",
+        autocompletion=lambda incomplete: [name for name in names if name.startswith(incomplete)],
+    )
 
 
 NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Its name or id.")]
+#: What `fit` takes, by kind.
+_FITTED = "; ".join(f"of a {kind} {', '.join(names)}" for kind, names in fits.FIELDS.items())
 #: Number of the entries that are listed of kinds of which there may be many.
 LISTED = 20
 
@@ -84,8 +86,13 @@ def _acting(
             fields = {
                 field: checked(item, kinds.get(field, Any), field) for field, item in fields.items()
             }
+            meant = next(
+                (f"a field is given as --set {each}" for each in names if "=" in each), None
+            )
             with Translated(
-                TypeError, lambda error: invalid("NAME", f"{verb} {name}: {error}"), hidden=True
+                TypeError,
+                lambda error: invalid("NAME", f"{verb} {name}: {error}", hint=meant),
+                hidden=True,
             ):
                 taken.bind(*names, **fields)
             return function(*names, **fields)
@@ -260,7 +267,10 @@ def fit(
         ),
     ],
     model: Model = None,
-    set_: FieldsOption = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help=f"A field, repeatable: {_FITTED}."),
+    ] = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:

@@ -36,8 +36,13 @@ def report(attribution: Attribution, most: int = 10) -> RenderableType:
 def scores_table(scores: list[Score], most: int) -> Table:
     """Return a table of the strongest edges or features."""
     title = f"The {min(most, len(scores))} strongest of {len(scores)}"
-    rows = [(escape(item.name), f"{item.score:+.3f}") for item in scores[:most]]
-    return table(title, "what", "score", rows=rows, right=("score",))
+    return table(
+        title,
+        "what",
+        "score",
+        rows=[(escape(item.name), f"{item.score:+.3f}") for item in scores[:most]],
+        right=("score",),
+    )
 
 
 def checked_table(attribution: Attribution, most: int) -> Table:

@@ -14,12 +14,15 @@ from ...storage.harvests import Harvest
 from ..probes import Fit
 from ..sdk.answers.attribution import Attribution, Score, place_name
 from .drawing import BLUE, GREEN, RED, new_figure, side_by_side
+from .readings import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: The most curves in one pair of axes; the height of an axis by that of its highest bar.
 _CURVES, _HEADROOM = 10, 1.15
+#: Inches of a token.
+_TOKEN = 0.16
 
 
 # --- Doses
@@ -113,8 +116,14 @@ def draw_scatter(axis: Any, attribution: Attribution, cells: Sequence[CheckedCel
     ends = float(min(exact.min(), estimate.min())), float(max(exact.max(), estimate.max()))
     axis.plot(ends, ends, color="0.6", linewidth=0.8)
     for chosen, colour, name in ((~off, BLUE, "agree"), (off, RED, "off")):
-        label = f"{name} ({chosen.sum()})"
-        axis.plot(exact[chosen], estimate[chosen], "o", markersize=3.5, color=colour, label=label)
+        axis.plot(
+            exact[chosen],
+            estimate[chosen],
+            "o",
+            markersize=3.5,
+            color=colour,
+            label=f"{name} ({chosen.sum()})",
+        )
     worst = sorted(np.flatnonzero(off), key=lambda n: -abs(exact[n] - estimate[n]))[:_NAMED]
     middle = (np.mean(estimate[worst or [0]]) - ends[0]) / ((ends[1] - ends[0]) or 1.0)
     height = _LINE * max(len(worst) - 1, 0)
@@ -143,18 +152,33 @@ def draw_scatter(axis: Any, attribution: Attribution, cells: Sequence[CheckedCel
 # --- Probes
 
 
-def probe_figure(result: ProbeResult) -> "Figure":
+def probe_figure(
+    result: ProbeResult,
+    *,
+    tokens: Sequence[str] = (),
+    threshold: float | None = None,
+) -> "Figure":
     """Draw the score of each label at each position, or only their aggregates if the request did
-    not ask for `tokens`.
+    not ask for `tokens`. `tokens`: their texts; `threshold`: by default a policy's `at_least`. The
+    first token sets no scale, as on the page: its row is an outlier in most models.
     """
-    figure, (axis,) = side_by_side()
+    own = result.policy and result.policy.condition.at_least
+    figure, (axis,) = side_by_side(1, max(5.0, len(tokens) * _TOKEN))
     axis.set(ylabel="score", title=result.probe)
+    lines = [line for line in (threshold if threshold is not None else own,) if line is not None]
+    for line in lines:
+        axis.axhline(line, color="black", linewidth=0.9, linestyle="--", label="threshold")
     if result.tokens is None:
         axis.bar(result.scores.keys(), result.scores.values())
         return figure  # type: ignore[no-any-return]
     for label, scores in zip(result.scores, zip(*result.tokens, strict=True), strict=True):
         axis.plot(scores, label=label, marker=".")
-    axis.set(xlabel="position")
+    inside = [*np.ravel(result.tokens[1:] or result.tokens), *lines, 0.0]
+    room = ((max(inside) - min(inside)) or 1.0) * (_HEADROOM - 1)
+    axis.set(xlabel="position", ylim=(min(inside) - room, max(inside) + room))
+    words = [shown(word) for word in tokens[: result.positions]]
+    if words:
+        axis.set_xticks(range(len(words)), words, rotation=90, fontsize=6)
     axis.legend()
     return figure  # type: ignore[no-any-return]
 
@@ -169,12 +193,17 @@ def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
         allowed = f"0 to {len(held_out) - 1}" if held_out else "a probe that was trained by `fit`"
         raise invalid("label", f"{label} has no scores of held-out rows", allowed=allowed)
     figure, (curves, bars) = side_by_side(2, 3.2)
-    for name, each in list(zip(content.labels, held_out, strict=True))[:_CURVES]:
-        roc = each.roc
+    for name, roc in zip(content.labels[:_CURVES], (each.roc for each in held_out), strict=False):
         curves.plot(roc.fpr, roc.tpr, label=f"{name}: AUROC {roc.auc:.3f}", linewidth=1.2)
     curves.plot((0, 1), (0, 1), color="0.6", linewidth=0.8, linestyle=":")
-    curves.set(xlabel="false positives", ylabel="true positives", xlim=(0, 1), ylim=(0, 1))
-    curves.set(title="ROC on held-out rows", aspect="equal")
+    curves.set(
+        title="ROC on held-out rows",
+        xlabel="false positives",
+        ylabel="true positives",
+        xlim=(0, 1),
+        ylim=(0, 1),
+        aspect="equal",
+    )
     curves.legend(loc="lower right")
     counts, name = held_out[label].histogram, content.labels[label]
     look = {"fill": True, "alpha": 0.55}
@@ -182,8 +211,12 @@ def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
         bars.stairs(rows, counts.edges, color=colour, label=f"{of} ({sum(rows)})", **look)
     if (threshold := content.thresholds[label]) is not None:
         bars.axvline(threshold, color="black", linewidth=0.9, linestyle="--", label="threshold")
-    bars.set(xlabel="score, log-odds", ylabel="rows", title="scores of held-out rows")
-    bars.set(ylim=(0, max(*counts.negative, *counts.positive) * _HEADROOM))
+    bars.set(
+        title="scores of held-out rows",
+        xlabel="score, log-odds",
+        ylabel="rows",
+        ylim=(0, max(*counts.negative, *counts.positive) * _HEADROOM),
+    )
     bars.legend(ncols=3, loc="upper center")
     return figure  # type: ignore[no-any-return]
 
@@ -196,8 +229,12 @@ def harvest_figure(harvest: Harvest, count: int = 10_000) -> "Figure":
     first = slice(0, min(count, len(harvest)))
     figure, (axis,) = side_by_side()
     for hook, layer in harvest.sites:
-        norms = np.linalg.norm(harvest.rows(first, layer, hook), axis=-1)
-        axis.hist(norms, bins=60, histtype="step", label=f"{hook} {layer}")
+        axis.hist(
+            np.linalg.norm(harvest.rows(first, layer, hook), axis=-1),
+            bins=60,
+            histtype="step",
+            label=f"{hook} {layer}",
+        )
     axis.set(xlabel="norm", ylabel="rows", title=f"first {first.stop:,} rows")
     axis.legend()
     return figure  # type: ignore[no-any-return]

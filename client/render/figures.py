@@ -263,8 +263,13 @@ def features_figure(features: Features, count: int = 20) -> "Figure":
     top = [feature for feature, _ in features.top(count)]
     values = np.array([features.activations(feature) for feature in top])
     reading = features.reading
-    title = f"features of {reading.sae} at {reading.hook} {reading.layer}"
-    return _draw_heat(values, list(map(str, top)), features.tokens, title, "activation")
+    return _draw_heat(
+        values,
+        list(map(str, top)),
+        features.tokens,
+        f"features of {reading.sae} at {reading.hook} {reading.layer}",
+        "activation",
+    )
 
 
 def capture_figure(reader: CaptureReader, hook: str | None = None, request: int = 0) -> "Figure":
@@ -295,8 +300,13 @@ def _draw_heat(
     drawn = new_figure(len(columns) * wide + _LENS_AROUND, len(rows) * _LENS_ROW + 1.0)
     axis = drawn.subplots()
     mesh = axis.pcolormesh(values, cmap="viridis", **look)
-    names = [shown(word) for word in columns]
-    axis.set_xticks(np.arange(len(columns)) + 0.5, names, rotation=45, ha="right", fontsize=6)
+    axis.set_xticks(
+        np.arange(len(columns)) + 0.5,
+        [shown(word) for word in columns],
+        rotation=45,
+        ha="right",
+        fontsize=6,
+    )
     axis.set_yticks(np.arange(len(rows)) + 0.5, rows, fontsize=6)
     axis.set(title=title)
     write(axis)

@@ -130,8 +130,13 @@ def lines(
     most: int | None = None,
 ) -> Table:
     """Return a table with one line per entry: see `table`."""
-    rows = ([cell(entry) for cell in columns.values()] for entry in entries)
-    return table(title, *columns, rows=rows, right=right, most=most)
+    return table(
+        title,
+        *columns,
+        rows=([cell(entry) for cell in columns.values()] for entry in entries),
+        right=right,
+        most=most,
+    )
 
 
 def facts(*facts: tuple[str, str]) -> Table:

@@ -1,5 +1,6 @@
 """The lines of data frames: the numbers of each kind of result, which its figure draws."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any
@@ -35,8 +36,12 @@ def computed(result: JobResult, request: int = 0) -> list[Any]:
     features = [
         Features(result.id, each) for each in result.features or () if each.request == request
     ]
-    scores = [each for each in result.probes if each.request == request]
-    return [*filter(None, whole), *lenses, *features, *scores]
+    return [
+        *filter(None, whole),
+        *lenses,
+        *features,
+        *[each for each in result.probes if each.request == request],
+    ]
 
 
 def _attention(attention: Attention) -> dict[str, np.ndarray]:
@@ -100,7 +105,8 @@ def _held_out(trained: Fit | Probe, *, roc: bool = False) -> Lines:
 
 def _scores(result: ProbeResult) -> Lines:
     if result.policy:
-        return map(asdict, result.decisions)
+        of = {"prompt": result.request, "policy": result.policy.name, "acts": result.policy.acts}
+        return [of | asdict(decision) for decision in result.decisions]
     if result.tokens is None:
         return [{"label": label, "score": score} for label, score in result.scores.items()]
     return [
@@ -111,8 +117,11 @@ def _scores(result: ProbeResult) -> Lines:
 
 
 def _job(result: JobResult, *, request: int = 0, **options: Any) -> Any:
-    if found := computed(result, request):
+    policies = [each for each in result.probes if each.policy]
+    if found := [each for each in computed(result, request) if each not in policies]:
         return found[0].to_pandas(**options)
+    if any(each.decisions for each in policies):
+        return itertools.chain.from_iterable(map(_scores, policies))
     return (
         {"prompt": one.index, "text": one.text, "finish_reason": one.finish_reason}
         for one in result.outputs

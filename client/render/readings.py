@@ -89,8 +89,13 @@ def features_table(features: Features, most: int = 5) -> Table:
     error, and the `most` most active features.
     """
     reading = features.reading
-    title = f"features of {reading.sae} at {reading.hook} of layer {reading.layer}"
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    drawn = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        title=f"features of {reading.sae} at {reading.hook} of layer {reading.layer}",
+        title_justify="left",
+    )
     for name in ("position", "token", "active", "error", "feature: activation"):
         drawn.add_column(
             name, justify="left" if name in ("token", "feature: activation") else "right"
@@ -99,12 +104,13 @@ def features_table(features: Features, most: int = 5) -> Table:
         top = "  ".join(
             f"{feature}: {value:.2f}" for feature, value in list(features.of(place).items())[:most]
         )
-        word, active, error = (
+        drawn.add_row(
+            str(position),
             Text(shown(features.tokens[place])),
             str(reading.active[place]),
             f"{reading.errors[place]:.2f}",
+            Text(top),
         )
-        drawn.add_row(str(position), word, active, error, Text(top))
     return drawn
 
 
@@ -138,8 +144,13 @@ def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]
 
 
 def measured(metrics: Metrics) -> Table:
-    """Return a table of a probe's metrics on held-out rows."""
+    """Return a table of a probe's metrics on held-out rows, and which of two classes it scores."""
+    *others, positive = metrics.train
     return facts(
+        *[
+            ("positive", f"{escape(positive)}; not {escape(other)}")
+            for other in others[: len(others) == 1]
+        ],
         (
             "AUROC",
             (f"{metrics.auroc:.3f} held out; {metrics.baseline_auroc:.3f} with shuffled labels"),

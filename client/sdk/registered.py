@@ -319,8 +319,9 @@ class Probes(NamedCalls[M, Probe]):
         """Store a probe under a name; requests use it as `probes=[name]`.
 
         `fit`: what `midstream.probes.fit` returned; sets `weight`, `bias`, `labels`, `thresholds`,
-        and the site of its rows, `layer` and `hook`, as far as known. An existing probe of that
-        name is replaced (`replaced` in the record).
+        and the site of its rows, `layer` and `hook`, as far as known. `labels` may rename its
+        scores, not exchange them. An existing probe of that name is replaced (`replaced` in the
+        record).
         """
         if fit is not None and not hasattr(fit, "fields"):
             raise invalid(
@@ -328,8 +329,8 @@ class Probes(NamedCalls[M, Probe]):
                 f"expected what midstream.probes.fit returned, got {type(fit).__name__}",
                 hint="a vector is passed as weight=…",
             )
-        body = (fit.fields() if fit is not None else {}) | wire.given(**fields)
-        return await self._put(name, **body)
+        known = {} if fit is None else fit.fields(fields.get("labels"))
+        return await self._put(name, **known | wire.given(**fields))
 
 
 class Policies(NamedCalls[M, Policy]):

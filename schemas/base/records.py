@@ -31,8 +31,9 @@ _MEANT: dict[str, tuple[str, ...]] = {
 }
 
 
-#: The most characters of a field where a result is printed in one line.
-_SHOWN = 60
+#: The most characters of a field where a result is printed in one line, and the most numbers by
+#: name.
+_SHOWN, _FEW = 60, 4
 
 
 class Suggesting:
@@ -68,12 +69,17 @@ class Result(Suggesting):
         return drawn("frame", self, *arguments, **options)
 
     def __repr__(self: Any) -> str:
-        """Return the fields that are numbers or texts, of lists how many, of records the name."""
+        """Return the fields that are numbers or texts, or name a few; of other lists how many, of
+        records the name.
+        """
         shown = []
         for name in getattr(self, "__struct_fields__", None) or self.__dataclass_fields__:
             value = getattr(self, name)
-            value = len(value) if isinstance(value, list | dict) else getattr(value, "name", value)
-            if isinstance(value, str | int | float) and value not in ("", 0):
+            few = value if isinstance(value, dict) and len(value) <= _FEW else {}
+            numbers = {key: round(it, 4) for key, it in few.items() if isinstance(it, int | float)}
+            many = len(value) if isinstance(value, list | dict) else getattr(value, "name", value)
+            value = numbers or many
+            if isinstance(value, str | int | float | dict) and value not in ("", 0):
                 text = str(value)[:_SHOWN]
                 shown.append(f"{name}={text!r}" if isinstance(value, str) else f"{name}={text}")
         return f"{type(self).__name__}({', '.join(shown)})"

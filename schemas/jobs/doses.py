@@ -36,7 +36,7 @@ class DoseEffect(Record):
 
     `words`: the share of continuations in which one of them occurs, in any case. `target`: the
     log-probability per token of this text after the prompt, in nats. `probe`: the score of its
-    first label, as its mean over all tokens.
+    first label, as its mean over all tokens, the first included.
     """
 
     words: Annotated[list[Word], msgspec.Meta(max_length=MAX_DOSE_WORDS)] = []

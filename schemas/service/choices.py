@@ -79,6 +79,11 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         "",
         'such as {"target": " good"}, or with words or probe',
     ),
+    (
+        r"id: does not match the pattern \[0-9a-z\]\{12\}.*",
+        "",
+        "`midstream list keys` shows the id of each label",
+    ),
     (r".*token_ids\[\d+\]: Expected `array`, got `int`", "", "each item is a list of ids: [[198]]"),
     (
         r"(?:.*\.)?hooks: Expected `object(?: \| null)?`, got `(?:str|array)`",
@@ -109,8 +114,8 @@ def refusal(
     `whole`: the field to name if msgspec names none, by default the body.
     """
     detail, path = misfit(error)
-    if not path and (first := detail.partition(" ")[0]) in fields_at(kind, ""):
-        path = first  # that the type's own check begins with
+    if not path and detail.partition(" ")[0] in fields_at(kind, ""):
+        path, _, detail = detail.partition(" ")
     dot = "." if prefix and path and not path.startswith("[") else ""
     field = f"{prefix}{dot}{path}" or whole
     if match := _PATTERN.match(detail):

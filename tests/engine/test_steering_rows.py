@@ -245,6 +245,7 @@ def test_an_edit_beyond_a_failing_limit_fails_its_request_alone(v1: Host) -> Non
         receipt = v1.receipts(job)[0]
         assert receipt.kind == "edit_too_large"
         assert f"post_block of layer 2, position {position} is" in receipt.message
+        assert "more than its limit, 0.7, the strictest of its entry" in receipt.message
         assert receipt.sizes == []
 
 

@@ -74,7 +74,10 @@ def test_a_file_is_read_no_further_than_asked(monkeypatch: pytest.MonkeyPatch) -
         ("torn.csv", "torn.csv cannot be read after line 0: unexpected end of data"),
         ("latin.csv", "latin.csv cannot be read after line 0: 'utf-8' codec"),
         ("bad.parquet", "bad.parquet cannot be read after line 0: "),
-        ("excel.csv", "line 2 has no 'text': it has Verse, Mood; name columns as in excel.csv:V"),
+        (
+            "excel.csv",
+            "line 2 has no 'text': it has Verse, Mood; name columns as in excel.csv:text=COLUMN",
+        ),
         ("mood.csv:verse", "mood.csv, line 2 has no 'verse': it has text, label"),
         ("mood.csv:text,label", "'text,label' names other columns than are read"),
         ("mood.csv:other=text", "COLUMN or NAME=COLUMN of text"),

@@ -18,6 +18,12 @@ logger = logging.getLogger(__name__)
 TAINTED = "its cached prefix was computed by a request whose intervention failed"
 _TAINTING = "its cached prefix is being computed by a request whose intervention failed"
 
+#: Owner of an entry → who set its limit.
+_WHOSE = {
+    "request": "the strictest of its entry, its module and its tenant",
+    "operator": "the operator's",
+}
+
 
 class WrongAdapterError(RuntimeError):
     """Rows were not computed with their request's adapter. Ends the engine: no row and no cached
@@ -161,7 +167,14 @@ class Requests:
         """Fail a request if an edit exceeded a limit that says so."""
         for sizes in tracked.sizes.values():
             if sizes.too_large:
-                self.fail(tracked, sizes.too_large, "edit_too_large")
+                limits = {
+                    f"{-each.limit:g}, {_WHOSE[each.owner]}"
+                    for each in tracked.spec.steering
+                    if each.limit < 0
+                } or {_WHOSE["operator"]}
+                self.fail(
+                    tracked, f"{sizes.too_large}, {' or '.join(sorted(limits))}", "edit_too_large"
+                )
 
     def fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure of a request now, without waiting for the request to end.

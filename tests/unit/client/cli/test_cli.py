@@ -160,8 +160,9 @@ def test_every_command_accepts_h_and_version(cli: Cli) -> None:
         ("get module a b", 2, "unexpected extra argument"),
         ("enable policy guard", 2, "'midstream change policy NAME --set mode=active'?"),
         ("policy enable guard", 2, "'midstream change policy NAME --set mode=active'?"),
-        ("change policy guard mode=active", 2, "a field is given as --set mode=VALUE"),
         ("change policy guard --mode active", 2, "a field is given as --set mode=VALUE"),
+        ("change policy p mode=active", 2, "a field is given as --set mode=active"),
+        ("fit probe p x.csv --top-layer 2", 2, "a field is given as --set top_layer=VALUE"),
         ("status", 3, "no stack is running on"),
         ("down", 0, "no stack is running on"),
         ("logs", 1, "no logs in"),
@@ -187,7 +188,8 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ),
         ("up --model ./nowhere", "model='./nowhere'"),
         ("submit", "prompts: give a prompt"),
-        ("submit --file missing.json", "missing.json"),
+        ("submit --file missing.json", "--file: missing.json: No such file"),
+        ("submit --file missing.jsonl", "FILE: missing.jsonl: No such file"),
         ("submit --file torn.json", "--file: torn.json: "),
         ("submit x --set max_tokens", "--set: 'max_tokens' is not FIELD=VALUE"),
         ("submit x --set lens=1 --set lens.layers=2", "'lens' has a value, and no fields"),
@@ -221,11 +223,31 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ("fit probe p labels.csv:text,x --set layer=1", "has no 'x': it has text, id"),
         ("fit probe p labels.jsonl --set layer=1", "FILE[0].label: Expected `bool | int | str`"),
         (
+            "fit probe p labelled.csv --set layer=1",
+            "positive: is required: the classes are 'harmful' and 'ok'; name the class",
+        ),
+        (
+            "fit probe p labelled.csv --set layer=1 --set positive=ok --set labels=harmful",
+            "labels: 'harmful' is another class than the one with this score, 'ok'; positive=",
+        ),
+        (
+            "fit probe p labelled.csv:text,id --set layer=1",
+            "FILE: has 8 classes in 8 rows, '0' in 1 (allowed: 4 or more rows of each class)",
+        ),
+        (
             "submit --file torn.jsonl --model m",
             "torn.jsonl cannot be read after line 0: JSON is malformed",
         ),
-        ("dose --prompts labels.csv:verse", "name columns as in labels.csv:text"),
-        ("fit probe p lines.csv", "missing a required argument: 'layer'"),
+        ("dose --prompts labels.csv:verse", "name columns as in labels.csv:text=COLUMN"),
+        ("fit probe p labels.csv", "name columns as in labels.csv:text=text,label=COLUMN"),
+        ("fit probe p lines.csv --set layr=1", "layr: unknown field; did you mean 'layer'?"),
+        ("put policy p mode=active", "a field is given as --set mode=active"),
+        ("delete key colleague", "`midstream list keys` shows the id of each label"),
+        (
+            "dose --set model=m --set scales=[0,1] --set prompts=a --set held_out=b "
+            "--set steering.module=m --set effect.target=c",
+            "scales: must differ from each other and from 0",
+        ),
         (
             "fit probe p lines.csv --set layer=1 --set rows=some",
             "rows: Invalid enum value 'some' (allowed: last, mean, all)",
@@ -244,6 +266,8 @@ def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: 
     Path("torn.jsonl").write_text("text,label\n")
     Path("lines.csv").write_text("text,label\n")
     Path("labels.csv").write_text("text,id\na,1\n")
+    rows = [f"{n},words,{('ok', 'harmful')[n % 2]}\n" for n in range(8)]
+    Path("labelled.csv").write_text("id,text,label\n" + "".join(rows))
     Path("labels.jsonl").write_text('{"text": "a", "label": [1]}\n')
     Path("policy.json").write_text('{"probe": "p", "actions": [], "condition": {"threshold": 2}}')
     ended = cli(*typed.split())
@@ -251,6 +275,15 @@ def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: 
     assert words in ended.err
     assert ended.err.startswith("error: ")
     assert ended.err.count("\n") == 1
+
+
+def test_a_fit_without_its_layer_names_those_of_the_model(cli: Cli) -> None:
+    Path("lines.csv").write_text("text,label\n" + "a,0\nb,1\n" * 4)
+    facts = reply({"id": "m", "num_layers": 30})
+    answers = [reply({"object": "list", "data": [{"id": "m"}]}), facts]
+    ended, _ = cli.served("fit", "probe", "p", "lines.csv", by=answers)
+    assert ended.err == "error: layer: is required; give it as --set layer=… (allowed: 0 to 29)\n"
+    assert "of a probe layer, hook, rows" in " ".join(cli("fit", "-h").out.replace("│", "").split())
 
 
 def test_a_setting_in_the_environment_that_is_wrong_is_named(

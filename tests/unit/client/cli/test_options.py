@@ -51,6 +51,7 @@ def steering(text: str) -> Any:
         (options.positions, "-4:", {"start": -4}),
         (options.positions, ":9", {"stop": 9}),
         (options.positions, "0,5:9,-1", [0, {"start": 5, "stop": 9}, -1]),
+        (options.positions, '{"role": "user", "turn": -1}', {"role": "user", "turn": -1}),
         (options.positions, ":", ":"),
         (options.positions, '{"turn": -1, "part": "content"}', {"turn": -1, "part": "content"}),
         (options.positions, "turn=-1", "turn=-1"),
@@ -77,6 +78,7 @@ def test_what_is_typed_becomes_fields(
         ("@joy:scale=-1", {"scale": -1.0}),
         ("@joy:2:positions=all_generated", {"scale": 2.0, "positions": "all_generated"}),
         ("@joy:positions=5:9", {"positions": {"start": 5, "stop": 9}}),
+        ('@joy:positions={"role":"user"}:scale=3', {"scale": 3.0, "positions": {"role": "user"}}),
         (
             '@joy:trigger={"text": "so", "after": "end"}:scale=2',
             {"scale": 2.0, "trigger": {"text": "so", "after": "end"}},

@@ -31,7 +31,12 @@ from midstream.client.sdk.answers.attribution import Attribution
 from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.mapping.map import Mapped
 from midstream.client.sdk.readings import Features, lens_of
-from midstream.schemas.artifacts.probes import ProbeResult
+from midstream.schemas.artifacts.probes import (
+    Condition,
+    Decision,
+    ProbeResult,
+    StoredPolicy,
+)
 from midstream.schemas.base.records import Result
 from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 from midstream.schemas.jobs.harvests import SurveyEntry
@@ -238,6 +243,38 @@ def test_estimates_are_drawn_against_exact_effects_with_a_scale_of_effects() -> 
     assert bar.get_ylabel().startswith("effect on")
 
 
+def guarded(*decisions: Decision, **fields: Any) -> ProbeResult:
+    policy = StoredPolicy(
+        name="guard", version=1, digest="d", actions=["flag"], mode="active", acts=True,
+        condition=Condition(at_least=1.5),
+    )  # fmt: skip
+    return replace(SCORED, probe="policy:guard", policy=policy, decisions=list(decisions), **fields)
+
+
+def test_scores_are_drawn_with_tokens_and_threshold_and_the_first_sets_no_scale() -> None:
+    outlier = replace(SCORED, tokens=[[-62.0], [1.0], [2.0]], positions=3)
+    (axis,) = outlier.plot(tokens=["<s>", " a", " b", " c"], threshold=3.0).get_axes()
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["<s>", "␣a", "␣b"]
+    assert axis.lines[0].get_ydata()[0] == 3.0
+    assert axis.get_ylim() == (pytest.approx(-0.45), pytest.approx(3.45))
+    (axis,) = guarded(tokens=[[0.0], [0.0]]).plot().get_axes()
+    assert axis.lines[0].get_ydata()[0] == 1.5
+
+
+def test_a_jobs_data_frame_has_what_its_policies_decided() -> None:
+    decisions = [
+        Decision(position=8, event="trigger", score=2.0),
+        Decision(position=9, event="release", score=0.0),
+    ]
+    probes = [guarded(), guarded(*decisions, request=1)]
+    frame = job_result(probes=probes).to_pandas()
+    assert [*frame] == ["prompt", "policy", "acts", "position", "event", "score"]
+    assert (frame.prompt.tolist(), frame.event.tolist()) == ([1, 1], ["trigger", "release"])
+    assert len(probes[1].to_pandas()) == 2
+    assert "text" in job_result("a", probes=probes[:1]).to_pandas(), "nothing was decided"
+    assert len(job_result(probes=[SCORED, *probes]).to_pandas()) == 2, "the scores of its probe"
+
+
 CLASSES = sorted({*PLOTS, *LINES, PatchStudy}, key=lambda kind: kind.__name__)
 
 
@@ -307,6 +344,11 @@ def test_data_frames_have_a_line_for_each_number_of_a_figure() -> None:
         ),
         ("features", "Features(job='job_x', sae='s', positions=4-5)"),
         (
+            "probe",
+            "ProbeResult(probe='tone', digest='d', scores={'joy': 2.0}, positions=2, "
+            "action='none', tokens=2)",
+        ),
+        (
             "grid",
             "Grid(metric='recovered', hooks=['pre_attn', 'mlp_out'], layers=0-29, columns=6)",
         ),
@@ -360,9 +402,19 @@ def test_a_fit_has_the_scores_of_its_held_out_rows_in_bounded_form() -> None:
     fit = probes.fit(rows, [0] * 2000 + [1] * 2001, held_out=0.5)
     (found,) = fit.held_out
     roc, histogram = found.roc, found.histogram
-    assert (roc.auc, len(roc.fpr), len(histogram.negative)) == (fit.metrics.auroc, 64, 64)
+    assert (roc.auc, len(roc.fpr), len(histogram.negative)) == (fit.metrics.auroc, 64, 63)
     assert np.trapezoid(roc.tpr, roc.fpr) == pytest.approx(roc.auc, abs=0.01)
     assert (sum(histogram.negative), sum(histogram.positive)) == (1000, 1001)
     assert max(histogram.edges) < fit.scores(np.array([[100.0]]))
     three = probes.fit(rows, np.arange(len(rows)) % 3)
     assert len(three.held_out) == len(three.plot().axes[0].lines) - 1 == 3
+
+
+@pytest.mark.parametrize("threshold", [-0.01, 0.0, 0.3, 7.2, 14.0, 14.5])
+def test_no_bar_of_a_histogram_straddles_the_threshold(threshold: float) -> None:
+    scores = np.append(np.arange(15.0), -30.0)
+    bars = probes._held_out(scores, scores > 6, threshold).histogram
+    edges, rows = np.array(bars.edges), np.add(bars.negative, bars.positive)
+    assert (sum(rows), 16 < len(edges) <= 65) == (16, True)
+    assert edges[0] < threshold < edges[-1]
+    assert rows[edges[:-1] >= threshold].sum() == (scores >= threshold).sum()

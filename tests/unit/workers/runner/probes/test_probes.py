@@ -18,7 +18,7 @@ from aggregate_kit import aggregate
 from refusal_kit import refuses
 
 import midstream
-from midstream.client.probes import fit
+from midstream.client.probes import classes_of, fit
 from midstream.schemas.artifacts.probes import (
     Condition,
     Decision,
@@ -293,6 +293,7 @@ def test_several_classes_have_a_score_each() -> None:
         (np.zeros((8, 2)), [0] * 8, "labels"),
         (np.zeros((7, 2)), [0, 1] * 4, "rows"),
         (np.zeros((8, 2)), [0] * 7 + [1], "labels"),
+        (np.zeros((8, 2)), [*range(8)], "labels"),
     ],
 )
 def test_rows_that_train_nothing_are_refused(
@@ -301,6 +302,43 @@ def test_rows_that_train_nothing_are_refused(
     pytest.importorskip("sklearn")
     with refuses(field=field):
         fit(rows, labels)
+
+
+def test_the_positive_class_is_named_not_guessed() -> None:
+    pytest.importorskip("sklearn")
+    rows, truth = rows_of(1)
+    labels = np.where(truth, "harmful", "ok").tolist()
+    for positive in (None, "harmfull"):
+        with refuses("'harmful' and 'ok'", field="positive", allowed="harmful, ok"):
+            fit(rows, labels, positive=positive)
+    made = fit(rows, labels, positive="Harmful")
+    assert (made.labels, [*made.metrics.train]) == (["harmful"], ["ok", "harmful"])
+    assert made.scores(rows)[truth == 1].mean() > made.scores(rows)[truth == 0].mean()
+    with refuses("'ok'", "positive='ok'", field="labels"):
+        made.fields(["ok"])
+    made.fields("violence")
+    with refuses(field="positive"):
+        classes_of([None, "x"] * 4)
+    with refuses("a score each", field="positive"):
+        fit(rows, np.arange(len(rows)) % 3, positive=1)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (0, 1),
+        (1.0, 0.0),
+        ("0", "1"),
+        (-1, 1),
+        (False, True),
+        ("no", "Yes"),
+        ("NEGATIVE", "Positive"),
+    ],
+)
+def test_classes_that_say_which_is_positive_need_no_name(low: Any, high: Any) -> None:
+    names = sorted((str(low), str(high)), key=lambda name: name.casefold())
+    assert classes_of([high, low] * 4) == names
+    assert classes_of([high, low] * 4, positive=names[0]) == names[::-1]
 
 
 # --- The state machine of policies, against a plain reference and by hand
