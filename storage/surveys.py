@@ -72,14 +72,27 @@ class Surveyed(Result, Shard):
     def view(
         self, order: str = "density", limit: int = 50, feature: int | None = None
     ) -> SurveyView:
-        """Return features, and examples of `feature`; by default of the first, or of a comparison.
+        """Return features, and figures and examples of `feature`; by default of the first, or the
+        examples of a comparison.
 
         Raises `not_found`.
         """
         listed = _listed(self, order, max(limit, MAX_PAGE))[:limit]
-        first = 0 if self.survey.survey.against else listed[0].feature
-        examples = self.examples(first if feature is None else feature)
-        return SurveyView(survey=self.survey, features=listed, examples=examples)
+        compared = bool(self.survey.survey.against)
+        asked = feature if feature is not None else 0 if compared else listed[0].feature
+        return SurveyView(
+            survey=self.survey,
+            features=listed,
+            examples=self.examples(asked),  # first: it raises
+            figures=None if compared else self.figures(asked),
+        )
+
+    def figures(self, feature: int) -> FeatureFigures:
+        """Return the density and mean of a feature that the survey has."""
+        active, mean = (self.array(name, feature, feature + 1)[0] for name in ("active", "mean"))
+        return FeatureFigures(
+            feature=feature, density=(active / max(1, len(self))).tolist(), mean=mean.tolist()
+        )
 
     def examples(self, feature: int = 0) -> list[Example]:
         """Return the strongest examples of a feature; of a comparison, with feature 0, the tokens

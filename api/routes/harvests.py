@@ -59,6 +59,16 @@ FeatureParameter = Annotated[
     QueryParameter(gt=-1, le=MAX_SAE_WIDTH, description="Of the examples; the first of the list"),
 ]
 
+SurveyedParameter = Annotated[
+    str | None,
+    QueryParameter(
+        min_length=1,
+        max_length=MAX_NAME,
+        description="An autoencoder: only harvests with finished surveys of its features, which "
+        "they list, among the 200 newest",
+    ),
+]
+
 
 async def harvest_of(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
     """The dependency `harvest` of handlers: the one in the path.
@@ -105,9 +115,13 @@ async def post_harvest(
 
 @get("/v1/harvests", opt=needs("read"), summary="List harvests, newest first", responses=ERRORS)
 async def list_harvests(
-    context: AppContext, caller: Caller, limit: PageSize = 50, tenant: Whose = None
+    context: AppContext,
+    caller: Caller,
+    limit: PageSize = 50,
+    tenant: Whose = None,
+    surveyed: SurveyedParameter = None,
 ) -> HarvestPage:
-    return await context.harvests.list(tenant_asked(caller, tenant), limit)
+    return await context.harvests.list(tenant_asked(caller, tenant), limit, surveyed)
 
 
 @get("/v1/harvests/{harvest_id:str}", opt=needs("read"), summary="Get a harvest", responses=ERRORS)

@@ -84,10 +84,13 @@ class Harvests(Calls[M]):
         return await self._ask(HttpCall("GET", _path(harvest)), HarvestView)
 
     @call
-    async def list(self, *, limit: int | None = None) -> HarvestPage:
-        """Return the newest harvests."""
+    async def list(self, *, limit: int | None = None, surveyed: str | None = None) -> HarvestPage:
+        """Return the newest harvests. With `surveyed`, an autoencoder's name: only those with
+        finished surveys of its features, which they list under `surveys`.
+        """
         return await self._ask(
-            HttpCall("GET", _HARVESTS, params=wire.given(limit=limit)), HarvestPage
+            HttpCall("GET", _HARVESTS, params=wire.given(limit=limit, surveyed=surveyed)),
+            HarvestPage,
         )
 
     @call

@@ -87,8 +87,7 @@ class HarvestCut(Record, kw_only=True):
     special_tokens: bool = True
 
 
-# `omit_defaults`: servers and readers without the newer fields accept what does not use them
-class HarvestPositions(Record, omit_defaults=True, kw_only=True):
+class HarvestPositions(Record, kw_only=True):
     """The positions of a sequence whose rows are harvested."""
 
     skip_bos: bool = True  # leave out the model's beginning-of-text token
@@ -102,10 +101,13 @@ class HarvestPositions(Record, omit_defaults=True, kw_only=True):
     # of each document, with what was generated: `last`, `head_and_tail`, or `around` token ids
     window: Span | None = None
     # of conversations: tokens of messages, by turn, role and part; of messages that a conversation
-    # lacks, none. Generated tokens are in no message
+    # lacks, none. Generated tokens are in no message. Unset it is left out, since older workers and
+    # readers know no such field
     spans: (
-        Annotated[list[Span], msgspec.Meta(min_length=1, max_length=MAX_HARVEST_SPANS)] | None
-    ) = None
+        Annotated[list[Span], msgspec.Meta(min_length=1, max_length=MAX_HARVEST_SPANS)]
+        | msgspec.UnsetType
+        | None
+    ) = msgspec.UNSET
 
     def __post_init__(self) -> None:
         window = self.window
@@ -399,6 +401,7 @@ class SurveyView(Record, kw_only=True):
     survey: SurveyEntry
     features: list[FeatureFigures]
     examples: list[Example]  # of the feature that was asked for, or of the first one
+    figures: FeatureFigures | None = None  # of that feature; not of a comparison
 
 
 class HarvestView(HarvestFacts, omit_defaults=True, kw_only=True):
@@ -424,7 +427,7 @@ class HarvestView(HarvestFacts, omit_defaults=True, kw_only=True):
     tokens_s: float = 0.0  # tokens per second of its running time
     left_s: float | None = None  # seconds until the end, at this rate
     jobs: list[str] = []  # ids of the jobs of submitted parts
-    surveys: list[SurveyEntry] = []  # that are finished; not in listings
+    surveys: list[SurveyEntry] = []  # that are finished; in listings with `surveyed`
     tenant: str = DEFAULT_TENANT
 
 

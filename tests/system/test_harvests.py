@@ -257,6 +257,11 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client) -> None:
             assert example.values == pytest.approx([place[2] for place in near], rel=1e-6)
     now = client.harvests.get(view)
     assert now.surveys == [survey.survey]
+    (listed,) = client.harvests.list(surveyed="tiny").harvests
+    assert (listed.id, listed.surveys) == (view.id, now.surveys)
+    assert client.harvests.list(surveyed="another").harvests == []
+    figures = {each.feature: each for each in survey.features(limit=100)}
+    assert survey.view(limit=1, feature=3).figures == figures[3]
     assert (len(survey), survey.survey.survey.sae) == (len(rows), registered.stored())
     assert now.bytes == view.bytes + survey.survey.bytes
     assert verify(view.uri).ok

@@ -100,6 +100,9 @@ def test_a_probe_draws_scores_and_its_threshold(site: Site, visit: Visit) -> Non
     assert len(files["CSV"].splitlines()) == found["positions"] + 1
     score = found["tokens"][-2][1]
     expect(page.get_by_role("status").filter(has_text="token")).to_contain_text(f": {score:g}")
+    page.reload()
+    for label, text in {**fields, "Probe": "calm"}.items():
+        expect(page.get_by_label(label, exact=True)).to_have_value(text)
 
 
 def test_a_policy_shows_hits_and_decisions_and_switches_after_a_question(
@@ -137,6 +140,9 @@ def test_a_policy_shows_hits_and_decisions_and_switches_after_a_question(
     assert {each["event"] for each in read["decisions"]} == {"trigger", "release"}
     page.reload()
     expect(page.locator(".finding").first).to_contain_text("1 prompt in 30 days")
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("hello baba")
+    expect(page.get_by_text("on at 104 or above")).to_be_visible()
+    visit.check_apart()
     page.get_by_role("combobox", name="Mode").select_option("active")
     for answer, versions in (("dismiss", 1), ("accept", 2)):
         page.once("dialog", lambda dialog, answer=answer: getattr(dialog, answer)())
@@ -146,6 +152,18 @@ def test_a_policy_shows_hits_and_decisions_and_switches_after_a_question(
         )
     expect(page.locator(".stat").first).to_contain_text("active")
     visit.check_shown()
+
+
+def test_decisions_are_shown_without_scores_of_the_policys_probe(site: Site, visit: Visit) -> None:
+    with Client(site.url, api_key=site.operator.key) as client:
+        client.probes.put("letters", weight=np.ones((1, HIDDEN)), layer=-1)
+        client.policies.put("early", probe="letters", condition={"at_least": -1e6}, actions=[])
+    scores = [{"probe": "calm", "tokens": True}]  # not of the policy's probe
+    job = site.operator.ended(("hello",), policies=["early"], probes=scores)
+    decided = visit.log_in(site.operator).get_by_role("region", name="Decisions of early")
+    for view in ("jobs", "probes"):
+        visit.open(f"{view}/{job}")
+        expect(decided.locator("tbody tr").first).to_contain_text(re.compile(r"^5 .+trigger"))
 
 
 def test_attention_says_what_a_model_without_its_hooks_needs(site: Site, visit: Visit) -> None:
@@ -249,6 +267,40 @@ def test_a_survey_shows_each_feature_in_its_contexts(site: Site, visit: Visit) -
         client.harvests.delete(view)
 
 
+def test_features_stand_beside_the_examples_of_a_survey(site: Site, visit: Visit) -> None:
+    with Client(site.url, api_key=site.alice.key) as client:
+        lines = ["one document", "another one", "a third"]
+        view = client.harvests.submit(model="fake-model", source={"lines": lines}, layers=[1])
+        survey = client.harvests.survey(client.harvests.wait(view), sae="tiny", top=2)
+    # features of the fake engine begin with the token's id: these are some that the SAE has
+    job = site.alice.ended(([1, 5, 9],), features=[{"sae": "tiny"}])  # type: ignore[arg-type]
+    page = visit.log_in(site.alice, f"features/{job}")
+    beside = page.get_by_role("complementary", name="Examples")
+    picked = page.get_by_role("list", name="Features", exact=True).get_by_role("button").nth(1)
+    feature = picked.locator(".bar-text").inner_text().split()[0]
+    expect(beside).not_to_contain_text(f"feature {feature}")
+    picked.focus()
+    page.keyboard.press("Enter")
+    expect(beside.get_by_role("heading")).to_have_text(f"Examples of feature {feature}")
+    found = site.alice.get(f"/v1/harvests/{view.id}/surveys/{survey.survey.job}?feature={feature}")
+    (density,), (mean,) = found["figures"]["density"], found["figures"]["mean"]
+    expect(beside).to_contain_text(f"Active on {density:.0%}".replace("%", " %"))
+    expect(beside).to_contain_text(f"its mean is {mean:.4g}")
+    shown = [
+        "".join(lines[example["document"]][at] for at in example["positions"]).replace(" ", "·")
+        for example in found["examples"]
+    ]
+    expect(beside.locator(".chips")).to_have_text(shown)
+    visit.check_shown()
+    beside.get_by_role("link", name="The survey").click()
+    page.wait_for_url(re.compile(f"harvests/{view.id}/{survey.survey.job}$"))
+    with Client(site.url, api_key=site.alice.key) as client:
+        client.harvests.delete(view)
+    visit.open(f"features/{job}")
+    expect(page.get_by_text("No survey of tiny")).to_be_visible()
+    expect(beside).to_have_count(0)
+
+
 def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -> None:
     page = visit.log_in(site.alice, "playground")
     page.get_by_text("Make a direction from two lists of texts").click()
@@ -296,6 +348,10 @@ def test_a_job_shows_the_readings_that_it_holds(site: Site, visit: Visit) -> Non
     visit.page.get_by_label("Readings of prompt").blur()
     expect(details.locator(".lens thead th").last).to_have_text("u")
     visit.check_accessible()
+    last = {"positions": "all_generated"}  # a single token is never fed back
+    body = {"lens": {"layers": "all", **last}, "features": [{"sae": "tiny", **last}]}
+    visit.open(f"jobs/{site.alice.ended(sampling={'max_tokens': 1}, **body)}")
+    expect(details.get_by_text("No position was read.")).to_have_count(2)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -316,6 +372,7 @@ def test_the_views_fit_a_phone_and_are_accessible(
             if view == "attention":
                 expect(visit.page.get_by_role("region", name="What it shows")).to_be_visible()
             visit.check_shown()
+            visit.check_apart()
 
 
 def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Visit) -> None:

@@ -6,6 +6,12 @@ import pytest
 from playwright.sync_api import expect
 from web_kit import MODEL, Site, Visit, held
 
+#: Pages that Playwright drives are never hidden: this says it as the browser would.
+SHOW = """(shown) => {
+  Object.defineProperty(document, "hidden", { value: !shown, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
 
 @pytest.mark.smoke
 def test_a_login_shows_the_views_and_a_logout_the_login(site: Site, visit: Visit) -> None:
@@ -34,7 +40,6 @@ def test_the_key_is_in_no_address_and_no_storage(site: Site, visit: Visit) -> No
     addresses: list[str] = []
     visit.page.on("request", lambda request: addresses.append(request.url))
     visit.log_in(site.alice)
-    expect(visit.page.get_by_text("1 of 1 healthy")).to_be_visible()
     stored = visit.page.evaluate(
         "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href, "
         "document.body.innerHTML])"
@@ -56,7 +61,6 @@ def test_the_key_is_in_no_address_and_no_storage(site: Site, visit: Visit) -> No
 def test_a_revoked_key_ends_the_view(site: Site, visit: Visit) -> None:
     user = site.user("alice")
     visit.log_in(user)
-    expect(visit.page.get_by_text("1 of 1 healthy")).to_be_visible()
     site.operator.http.delete(f"/v1/keys/{user.id}").raise_for_status()
     expect(visit.page.get_by_label("API key")).to_be_visible()
     expect(visit.page.get_by_role("alert")).to_contain_text("revoked")
@@ -75,6 +79,28 @@ def test_jobs_of_another_tenant_are_not_shown(site: Site, visit: Visit) -> None:
         expect(visit.page.locator(f'tr[data-id="{his}"]')).to_have_count(0)
         row.get_by_role("button", name="Cancel").click()
         expect(row).to_contain_text("cancelled")
+
+
+def test_hidden_tabs_leave_the_connections_to_the_tab_that_is_seen(
+    site: Site, visit: Visit
+) -> None:
+    page = visit.log_in(site.alice)
+    for _ in range(8):
+        page.evaluate(SHOW, False)
+        page = visit.context.new_page()
+        page.goto(f"{site.url}/#/jobs")
+        expect(page.locator(".figures")).to_contain_text("1 of 1 healthy")
+    page.evaluate(SHOW, False)
+    job = site.alice.submit()
+    visit.page.evaluate(SHOW, True)
+    expect(visit.page.locator(f'tr[data-id="{job}"]')).to_be_visible()
+
+
+def test_a_service_that_does_not_answer_is_reported(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice)
+    visit.page.route("**/v1/models", lambda _: None)
+    visit.open("start")
+    expect(visit.page.get_by_role("alert")).to_contain_text("The service does not answer")
 
 
 # --- The first view -------------------------------------------------------------------------------

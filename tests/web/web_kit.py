@@ -114,7 +114,7 @@ class User:
         return dict(answer.json())
 
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:
-        answer = self.http.get(path, params=parameters)
+        answer = self.http.get(path, params=parameters or None)  # {} drops the path's own
         assert answer.is_success, answer.text
         return dict(answer.json())
 
@@ -280,6 +280,22 @@ class Visit:
             "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
         )
         assert wide <= shown, f"{wide} pixels on {shown}"
+
+    def check_apart(self) -> None:
+        """No text of a figure lies on another, or on a point."""
+        lying = self.page.evaluate(
+            """() => [...document.querySelectorAll(".plot svg")].flatMap((figure) => {
+              const of = (what) => [...figure.querySelectorAll(what)];
+              const box = (each) => [each, each.getBoundingClientRect()];
+              const boxes = new Map(of("text, .dot").map(box));
+              const across = (a, b) => a.left < b.right && b.left < a.right;
+              const meet = (a, b) => across(a, b) && a.top < b.bottom && b.top < a.bottom;
+              return of("text").flatMap((text) => [...boxes]
+                .filter(([other, box]) => other !== text && meet(boxes.get(text), box))
+                .map(([other]) => `${text.textContent} on ${other.textContent || "a point"}`));
+            })"""
+        )
+        assert lying == []
 
 
 @contextmanager

@@ -25,6 +25,15 @@ from midstream.client.probes import fit  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SEA = ["The ocean waves crash on the sandy beach", "A ship sails across the deep blue sea"]
+CORPUS = [
+    *SEA,
+    "I think that the train to Berlin leaves at nine, but my friend told me ten.",
+    "My friend thinks the newspaper is wrong about the new library in our street.",
+    "She wrote in her diary that the soup of the day was cold, and that nobody liked it.",
+    "Do you think so? he asked, and she said that she did not know what to think.",
+    "We spent the holidays at the coast, where the waves were higher than our house.",
+    "The council voted on the new budget, but most of the members were against it.",
+]
 LAND = ["The office printer is out of paper again", "A train crosses the dry inland plain"]
 
 
@@ -34,7 +43,7 @@ def middle(client: Client) -> int:
 
 
 def prepare(client: Client) -> None:
-    """The module `sea` of the README, and a probe of the same texts."""
+    """The module `sea` of the README, a probe of the same texts, a survey, a policy and a dose."""
     layer = middle(client)
     job = client.run(
         prompts=SEA + LAND,
@@ -50,6 +59,14 @@ def prepare(client: Client) -> None:
     texts = [row for number in range(4) for row in rows.array(layer, request=number)[1:]]
     labels = [int(number < 2) for number in range(4) for _ in rows.array(layer, request=number)[1:]]
     client.saes.put("words", "smollm2-15", description="20,226 tokens")
+    harvest = client.harvests.submit(
+        model=client.models()[0],
+        source={"lines": CORPUS},
+        layers=[15],
+        positions={"skip_first": 1},
+        metadata={"name": "Eight sentences"},
+    )
+    client.harvests.survey(client.harvests.wait(harvest), sae="words")
     client.probes.put("water", fit(texts, labels), layer=layer, labels=["water"])
     condition = {"aggregation": "mean", "window": 3, "at_least": 4.0, "release_below": 2.0}
     condition |= {"schedule": {"tokens": "all", "start": 1}}
@@ -117,7 +134,7 @@ def attention(page: Page) -> None:
 
 def features(page: Page) -> None:
     page.get_by_role("button", name="Read features").click()
-    expect(page.locator(".bars").first).to_be_visible()
+    expect(page.locator(".examples")).to_be_visible()
 
 
 def direction(page: Page) -> None:
@@ -215,6 +232,7 @@ def main(names: list[str]) -> None:
             model_name=None,
             hooks="all,inside",  # for attention
             artifacts_dir=ROOT / "examples" / "data",
+            harvest_stores=Path(folder) / "rows",
         )
         try:
             url = up.ready(600.0)
@@ -230,7 +248,8 @@ def main(names: list[str]) -> None:
                     color_scheme=shot.scheme,
                 )
                 page.goto(f"{url}/#/{shot.view}")
-                expect(page.get_by_text("1 of 1 healthy")).to_be_visible()
+                # a phone hides these figures
+                expect(page.locator(".figures")).to_contain_text("1 of 1 healthy")
                 shot.do(page)
                 time.sleep(1)  # the feed's next event
                 taken = Image.open(io.BytesIO(page.screenshot(full_page=shot.whole))).convert("RGB")

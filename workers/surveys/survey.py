@@ -102,8 +102,11 @@ def heads(harvests: Sequence[Harvest], data_dir: str) -> list[TransformersRefere
     loaded = [_head(harvest, data_dir) for harvest in (harvests[:1] if same else harvests)]
     sizes = [head.config.get_text_config().vocab_size for head in loaded]
     if sizes[0] != sizes[-1]:
-        detail = f"the models' vocabularies have {sizes[0]} and {sizes[1]} tokens"
-        raise MidstreamError("invalid_request", detail, field="against")
+        raise MidstreamError(
+            "invalid_request",
+            f"the models' vocabularies have {sizes[0]} and {sizes[1]} tokens",
+            field="against",
+        )
     return [loaded[0], loaded[-1]]
 
 
@@ -118,9 +121,12 @@ def _head(harvest: Harvest, data_dir: str) -> TransformersReference:
         model = reference_of(source)
         model.load()
     except (NotComparableError, MidstreamError) as error:
-        made = f"{harvest.manifest.id}, by {harvest.manifest.model}"
-        detail = f"the predictions of {made}, cannot be computed from its rows: {error}"
-        raise MidstreamError("invalid_request", detail, field="against") from error
+        raise MidstreamError(
+            "invalid_request",
+            f"the predictions of {harvest.manifest.id}, by {harvest.manifest.model}, cannot be "
+            f"computed from its rows: {error}",
+            field="against",
+        ) from error
     return model
 
 

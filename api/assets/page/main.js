@@ -1,6 +1,6 @@
 // The page: session, feed, router, top bar. Views are in views/, one file each.
 
-import { get, post, del, sse, useSession } from "./lib/api.js";
+import { get, post, del, sse, useSession, watchLate } from "./lib/api.js";
 import { html, render, useState, useEffect, useRef, useCallback, Problem, Button, Field, Guard } from "./lib/ui.js";
 import { bytes, number } from "./lib/format.js";
 import { History } from "./lib/history.js";
@@ -200,7 +200,7 @@ function Shell({ session, onEnd }) {
       ${
         !view
           ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/start">Start</a></p>`
-          : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} history=${history.current} /><//>`
+          : !View ? html`<p class="loading" role="status">Loading …</p>` : html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} history=${history.current} /><//>`
       }
     </main>
     <footer>Midstream ${session.version} · ${["docs", "schema", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer></div>`;
@@ -236,6 +236,13 @@ function App() {
   return session.signed_in ? html`<${Shell} key=${session.key} session=${session} onEnd=${end} />` : html`<${Login} onSession=${begin} reason=${reason} />`;
 }
 
+/** Says so while calls have no answer, whatever the page shows by then. */
+function Late() {
+  const [late, set] = useState(0);
+  useEffect(() => watchLate(set), []);
+  return late > 0 && html`<${Problem} title="The service does not answer" error="it is busy or out of reach, or other windows of this browser hold all connections to it: close some." />`;
+}
+
 const root = document.getElementById("app");
 root.textContent = "";
-render(html`<${App} />`, root);
+render(html`<${Late} /><${App} />`, root);

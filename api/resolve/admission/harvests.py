@@ -144,23 +144,25 @@ def plan_survey(
     surveyed.
     """
     if view.state != "succeeded":
-        detail = f"harvest {view.id} is {view.state}"
-        raise MidstreamError("conflict", detail, allowed="succeeded")
+        raise MidstreamError("conflict", f"harvest {view.id} is {view.state}", allowed="succeeded")
     if body.sae is None and body.against is None:
         raise invalid("sae", "is required without `against`", allowed="a registered autoencoder")
     sae = None if body.sae is None else named_sae(body.sae, "sae", info, found)
     if sae is not None and sae.layer not in harvest.sites.get(sae.hook, []):
         kept = "; ".join(f"{hook} {layers}" for hook, layers in harvest.sites.items())
-        detail = f"reads {sae.hook} of layer {sae.layer}, which {harvest.id} does not have"
-        raise invalid("sae", f"{sae.name!r} {detail}", allowed=f"one that reads {kept}")
-    features = 1 if sae is None or body.against is not None else sae.form.d_sae
-    size = features * body.top * (2 * body.context + 1) * EXAMPLE_TOKEN_BYTES
-    size += 4 * view.rows * (body.against is not None)
-    if size > MAX_SURVEY_BYTES:
-        detail = (
-            f"{body.top} examples of {features} features, and KL divergences, take {size} bytes"
+        raise invalid(
+            "sae",
+            f"{sae.name!r} reads {sae.hook} of layer {sae.layer}, which {harvest.id} does not have",
+            allowed=f"one that reads {kept}",
         )
-        raise invalid("top", detail, allowed=f"at most {MAX_SURVEY_BYTES} bytes, with `context`")
+    features = 1 if sae is None or body.against is not None else sae.form.d_sae
+    examples = features * body.top * (2 * body.context + 1) * EXAMPLE_TOKEN_BYTES
+    if (size := examples + 4 * view.rows * (body.against is not None)) > MAX_SURVEY_BYTES:
+        raise invalid(
+            "top",
+            f"{body.top} examples of {features} features, and KL divergences, take {size} bytes",
+            allowed=f"at most {MAX_SURVEY_BYTES} bytes, with `context`",
+        )
     survey = Survey(
         uris=uris,
         sae=None if sae is None else sae.stored(),
@@ -168,8 +170,9 @@ def plan_survey(
         context=body.context,
         against=body.against or "",
     )
-    tokens = max(1, view.rows)
-    return HarvestPart(harvest=view.id, part=SURVEYS, role="survey", tokens=tokens, survey=survey)
+    return HarvestPart(
+        harvest=view.id, part=SURVEYS, role="survey", tokens=max(1, view.rows), survey=survey
+    )
 
 
 async def check_comparable(
@@ -194,8 +197,11 @@ async def check_comparable(
     differing = [name for name in SAME if getattr(first, name) != getattr(second, name)]
     plans = [(await harvests.plan(harvest.id)).crc32 for harvest in (first, second)]
     if differing or plans[0] != plans[1]:
-        differs = ", ".join(differing) or "the documents of its source"
-        raise invalid("against", f"{second.id} differs in {differs}", allowed="the same request")
+        raise invalid(
+            "against",
+            f"{second.id} differs in {', '.join(differing) or 'the documents of its source'}",
+            allowed="the same request",
+        )
 
 
 def _edits(

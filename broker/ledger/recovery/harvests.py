@@ -21,6 +21,7 @@ from ....schemas.base import (
     to_json,
     to_msgpack,
 )
+from ....schemas.base.limits import MAX_PAGE
 from ....schemas.jobs.harvests import (
     OVER,
     CheckedFile,
@@ -185,19 +186,34 @@ class LedgerHarvests(HarvestStreams):
         if not record:
             raise not_found(harvest_id)
         view = _view(_texts(record), [from_json(item, Out).job for item in out])
-        entries = [from_json(survey, SurveyEntry) for survey in surveys]
-        return msgspec.structs.replace(view, surveys=sorted(entries, key=lambda entry: entry.job))
+        return msgspec.structs.replace(view, surveys=_surveys(surveys))
 
     @reachable
-    async def list(self, tenant: str | None, limit: int) -> HarvestPage:
-        """Return the newest harvests, of one tenant or of all."""
+    async def list(
+        self, tenant: str | None, limit: int, surveyed: str | None = None
+    ) -> HarvestPage:
+        """Return the newest harvests, of one tenant or of all. With `surveyed`: those of the newest
+        `MAX_PAGE` that have finished surveys of that autoencoder's features, and these surveys.
+        """
         names = await self._redis.zrevrange(
-            "ms:harvests" if tenant is None else f"ms:harvests:{tenant}", 0, limit - 1
+            "ms:harvests" if tenant is None else f"ms:harvests:{tenant}",
+            0,
+            (MAX_PAGE if surveyed else limit) - 1,
         )
         records = await of_each(
             self._redis, names, lambda pipe, name: pipe.hgetall(f"ms:harvest:{name.decode()}")
         )
-        return HarvestPage(harvests=[_view(_texts(record), []) for record in records if record])
+        views = [_view(_texts(record), []) for record in records if record]
+        if surveyed:
+            entries = await of_each(
+                self._redis, views, lambda pipe, view: pipe.hvals(f"ms:harvest-surveys:{view.id}")
+            )
+            views = [
+                msgspec.structs.replace(view, surveys=kept)
+                for view, packed in zip(views, entries, strict=True)
+                if (kept := _surveys(packed, surveyed))
+            ]
+        return HarvestPage(harvests=views[:limit])
 
     @reachable
     async def live(self) -> Sequence[str]:
@@ -457,10 +473,12 @@ class LedgerHarvests(HarvestStreams):
     ) -> str:
         """Submit the parts for which there is room; return why a part has to wait, or ""."""
         try:
-            model, policies = await self._watched(harvest.model)
+            model, policies = await watched_model(self._ledger, harvest.model)
+            if model is None:
+                return f"the model {harvest.model!r} is not served"
+            fitting = all_fitting(policies, model)
         except MidstreamError as error:
-            # not served, or a probe that watches all traffic does not fit
-            return error.detail
+            return error.detail  # a probe that watches all traffic does not fit
         again |= {
             part.part: Out(job="", part=part)
             for part in self._next(
@@ -488,7 +506,7 @@ class LedgerHarvests(HarvestStreams):
                 failures=previous.failures,
             )
             try:
-                job = _job(harvest, item, model, policies)
+                job = _job(harvest, item, model, fitting)
                 pinned = {name for probe in job.probes for name in probe.content.tensors}
                 pinned |= _tensors_of(harvest)
                 await self._ledger.submit(
@@ -509,13 +527,6 @@ class LedgerHarvests(HarvestStreams):
                 await self._stop(item)  # it was paused or cancelled meanwhile
                 return ""
         return ""
-
-    async def _watched(self, name: str) -> tuple[ModelInfo, Sequence[Policy]]:
-        """Return the model, and the policies of all its traffic now."""
-        model, policies = await watched_model(self._ledger, name)
-        if model is None:
-            raise MidstreamError("unavailable", f"the model {name!r} is not served")
-        return model, all_fitting(policies, model)
 
     def _next(
         self,
@@ -621,6 +632,15 @@ def _texts(record: Mapping[bytes, bytes]) -> dict[str, Any]:
         name.decode(): value if name in (b"spec", b"error") else value.decode()
         for name, value in record.items()
     }
+
+
+def _surveys(packed: Iterable[bytes], sae: str | None = None) -> list[SurveyEntry]:
+    """Return a harvest's surveys, oldest first; with `sae`, only those of its features."""
+    return [
+        entry
+        for entry in sorted((from_json(raw, SurveyEntry) for raw in packed), key=lambda e: e.job)
+        if sae is None or (entry.survey.sae is not None and entry.survey.sae.name == sae)
+    ]
 
 
 def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:

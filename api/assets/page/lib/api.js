@@ -24,6 +24,13 @@ export function useSession(token, ended) {
   onSessionEnd = ended;
 }
 
+const LATE_MS = 5000;
+let late = 0; // calls without an answer for so long
+let onLate = () => {};
+
+/** Has `told` called with the number of calls that are late, whenever it changes. */
+export const watchLate = (told) => void (onLate = told);
+
 function failed(status, problem, retryAfter = null) {
   const error = new ApiError(status, problem, retryAfter);
   if (status === 401) onSessionEnd(error);
@@ -33,12 +40,17 @@ function failed(status, problem, retryAfter = null) {
 async function call(method, path, body, signal, more = {}) {
   const headers = { accept: "application/json", "x-midstream-csrf": csrf, ...more };
   if (body !== undefined) headers["content-type"] = "application/json";
-  let answer;
+  const slow = method !== "GET" || path.includes("wait="); // may take its time
+  let [answer, isLate] = [null, 0];
+  const timer = setTimeout(() => slow || onLate((late += isLate = 1)), LATE_MS);
   try {
     answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), credentials: "same-origin" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, { type: "urn:midstream:unreachable", detail: "the API cannot be reached; is it running?" }, 2);
+  } finally {
+    clearTimeout(timer);
+    if (isLate) onLate((late -= 1));
   }
   if (!answer.ok) throw await problemOf(answer);
   return answer;
@@ -104,6 +116,16 @@ export class EventParser {
   }
 }
 
+let away = new AbortController(); // aborts when the page is hidden or left
+document.addEventListener("visibilitychange", () => (document.hidden ? away.abort() : (away = new AbortController())));
+
+/** Once the page is seen, a signal for what keeps a connection, of which a browser has six to a host: it aborts with `signal`, and when the page is hidden. */
+export async function whileSeen(signal) {
+  const awaited = (target, event) => new Promise((resolve) => target.addEventListener(event, resolve, { once: true }));
+  if (document.hidden) await Promise.race([awaited(document, "visibilitychange"), awaited(signal, "abort")]);
+  return AbortSignal.any([signal, away.signal]);
+}
+
 const MAX_BACKOFF_S = 10;
 
 const pause = (seconds, signal) =>
@@ -122,12 +144,9 @@ export async function sse(path, { method = "GET", body, onEvent, signal, reconne
   let last = after;
   let wait = 0.5;
   for (;;) {
+    const held = reconnect ? await whileSeen(signal) : signal;
     try {
-      const headers = { accept: "text/event-stream", "x-midstream-csrf": csrf };
-      if (body !== undefined) headers["content-type"] = "application/json";
-      if (last) headers["last-event-id"] = last;
-      const answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), credentials: "same-origin" });
-      if (!answer.ok) throw await problemOf(answer);
+      const answer = await call(method, path, body, held, { accept: "text/event-stream", ...(last ? { "last-event-id": last } : {}) });
       if (answer.status === 204) return;
       onState(true, null, answer);
       const reader = answer.body.getReader();
@@ -156,7 +175,8 @@ export async function sse(path, { method = "GET", body, onEvent, signal, reconne
       if (!reconnect) return;
     } catch (error) {
       if (signal && signal.aborted) return;
-      const passing = !(error instanceof ApiError) || error.status === 429 || error.status === 503;
+      if (held && held.aborted) continue; // the page was hidden
+      const passing = !(error instanceof ApiError) || [0, 429, 503].includes(error.status);
       if (!reconnect || !passing) {
         if (error instanceof ApiError) throw error;
         throw new ApiError(0, { type: "urn:midstream:unreachable", detail: "the connection was lost" }, 2);

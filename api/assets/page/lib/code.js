@@ -96,9 +96,14 @@ JSON
 `;
 }
 
+/** Without what says nothing: null, and empty lists and objects. */
+const told = (fields) => Object.fromEntries(Object.entries(fields)
+  .map(([name, value]) => [name, value && typeof value === "object" && !Array.isArray(value) ? told(value) : value])
+  .filter(([, value]) => value !== null && (typeof value !== "object" || Object.keys(value).length)));
+
 /** {Python, curl, CLI} of a request; `keyed`: the API asks for a key. A form that cannot say the same is left out. */
-export function codeOf(path, body, keyed) {
-  const url = location.origin;
+export function codeOf(path, request, keyed) {
+  const [url, body] = [location.origin, told(request)];
   const command = inShell(path, body, url);
   return { Python: inPython(path, body, url, keyed), curl: curl(path, body, url, keyed), ...(command === null ? {} : { CLI: command }) };
 }

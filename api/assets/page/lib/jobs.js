@@ -66,7 +66,7 @@ export const markOf = (job, jobs) => {
 };
 
 /** What people call it: its `name` in the metadata, else what was asked. */
-export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || tagOf(job) || `${job.kind} of token ids`;
+export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || tagOf(job) || (job.kind === "harvest" ? "Part of a harvest" : `${job.kind} of token ids`);
 
 /** What was asked, where it is called otherwise. */
 export const askedOf = (job) => (job.metadata && job.metadata.name && job.prompt ? job.prompt : "");

@@ -18,10 +18,14 @@ export const Stats = ({ items }) => html`<dl class="stats">${items.map(
   ({ name, value, note, bad }) => html`<div class=${`stat${bad ? " bad" : ""}`}><dt>${name}</dt><dd>${value}${note && html`<small>${note}</small>`}</dd></div>`,
 )}</dl>`;
 
-/** A table; on a phone its rows are lists, each value after its head. `keys`: of the rows, where they come and go. */
-export const Table = ({ label, heads, rows, keys = [] }) => html`<div class="wide card" tabindex="0" role="region" aria-label=${label}><table>
+/** What folds: open where there is room (or `open`); its heading and, in short, what it says stay. */
+export const Fold = ({ title, short, open = matchMedia("(min-width: 761px)").matches, children }) =>
+  html`<details class="fold" open=${open}><summary><h2>${title}</h2> <span class="soft">${short}</span></summary>${children}</details>`;
+
+/** A table; on a phone its rows are lists, each value after its head, without those that are `spare`. `keys`: of the rows, where they come and go. */
+export const Table = ({ label, heads, rows, keys = [], spare = [] }) => html`<div class="wide card" tabindex="0" role="region" aria-label=${label}><table>
   <thead><tr>${heads.map((head) => html`<th scope="col">${head || html`<span class="visually-hidden">Action</span>`}</th>`)}</tr></thead>
-  <tbody>${rows.map((cells, row) => html`<tr key=${keys[row]}>${cells.map((cell, n) => html`<td data-head=${((n || typeof cell === "number") && heads[n]) || null}>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
+  <tbody>${rows.map((cells, row) => html`<tr key=${keys[row]}>${cells.map((cell, n) => html`<td class=${spare.includes(heads[n]) ? "spare" : null} data-head=${((n || typeof cell === "number") && heads[n]) || null}>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
 
 /** Where nothing is yet: what it would be, and as `children` how it comes. */
 export const EmptyState = ({ title, text, children }) => html`<div class="empty-state"><strong>${title}</strong>${text && html`<p>${text}</p>`}${children}</div>`;

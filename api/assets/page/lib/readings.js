@@ -1,38 +1,27 @@
 // What the views of readings share: the form that asks for one, its job, the tokens' texts, and jobs of before.
 
-import { get, post } from "./api.js";
+import { get, post, whileSeen } from "./api.js";
 import { Button, Field, Problem, html, useEffect, useMemo, useState } from "./ui.js";
 import { EmptyState, Standing } from "./parts.js";
 import { age } from "./format.js";
 import { Guide } from "./guides.js";
 import { titleOf } from "./jobs.js";
-import { visible } from "./chips.js";
-import { useModels } from "./models.js";
+import { useAnswer, useModels } from "./ask.js";
+import { Chips, Legend, short, visible } from "./chips.js";
+import { shade } from "./heatmap.js";
 
 const OVER = new Set(["succeeded", "failed", "cancelled", "aborted", "expired"]);
 const RECENT = 6;
 
-/** What `path` answers, of several the fields of all; undefined until then, null where it fails (`onError` gets why). No path: undefined. */
-export function useAnswer(paths, onError = () => {}) {
-  const path = [paths].flat().filter(Boolean).join("\n");
-  const [found, set] = useState({});
-  useEffect(() => {
-    if (!path) return undefined;
-    const stop = new AbortController();
-    Promise.all(path.split("\n").map((each) => get(each, { signal: stop.signal }))).then(
-      (values) => set({ path, value: Object.assign({}, ...values) }),
-      (error) => stop.signal.aborted || (set({ path, value: null }), onError(error)),
-    );
-    return () => stop.abort();
-  }, [path]);
-  return found.path === path ? found.value : undefined; // never what another path answered
-}
-
 /** Follows a job to its end: its view, or an ApiError. */
-export async function ended(id, { signal, onView = () => {} } = {}) {
-  for (let view = await get(`/v1/jobs/${id}`, { signal }); ; view = await get(`/v1/jobs/${id}?wait=20`, { signal })) {
-    onView(view);
-    if (OVER.has(view.state)) return view;
+export async function ended(id, { signal = new AbortController().signal, onView = () => {} } = {}) {
+  for (let path = `/v1/jobs/${id}`; ; path = `/v1/jobs/${id}?wait=20`) {
+    const held = await whileSeen(signal);
+    const view = await get(path, { signal: held }).catch((error) => {
+      if (signal.aborted || !held.aborted) throw error; // else the page was hidden
+    });
+    if (view) onView(view);
+    if (view && OVER.has(view.state)) return view;
   }
 }
 
@@ -40,6 +29,7 @@ export async function ended(id, { signal, onView = () => {} } = {}) {
 function useJob(id) {
   const [found, set] = useState({});
   useEffect(() => {
+    if (!id) return undefined;
     const stop = new AbortController();
     set({});
     ended(id, { signal: stop.signal, onView: (view) => set({ view }) })
@@ -66,35 +56,48 @@ export function useWords(model, ids) {
   return useMemo(() => words && ((token) => words.get(token) ?? `#${token}`), [words]);
 }
 
+/** What a request has in the place of a form's field, as text; undefined: nothing that fits. A chat or token ids are no prompt for it. */
+function sentIn(body, { name, api }) {
+  const found = api.split(/\W+/).reduce((value, key) => value && value[key], body);
+  const first = [found].flat()[0];
+  if (Array.isArray(found) && found.length > 1) return name === "prompt" ? first : found.join(typeof first === "string" ? "|" : ",");
+  const value = first && typeof first === "object" ? first[name] : first;
+  return ["string", "number"].includes(typeof value) ? `${value}` : name === "prompt" ? "" : undefined;
+}
+
 /**
  * A form that submits one prompt with a reading and opens `#/name/JOB`. `registered`: where the model's artifacts are listed, if it needs
  * any. `fields(model, found)`: [{name, label, value, hint, options | type, api: beginning of the API's field}]; `body(values, model)`: what
  * the request has beside model and prompt. `missing(model, found)`: what stands in place of the form; null: nothing is missing. `more(values, found)`: what stands below it.
  */
 export function ReadingForm({ name, action, example, query, registered, fields, body, missing, more }) {
-  const [form, setForm] = useState({ prompt: example, ...Object.fromEntries(query) });
+  const job = location.hash.startsWith(`#/${name}/`) ? location.hash.slice(name.length + 3).split("?")[0] : "";
+  const [{ of, ...typed }, setForm] = useState({ of: job, ...Object.fromEntries(query) }); // as typed beside the job `of`
+  const form = !job || of === job ? typed : {};
+  const asked = useAnswer(job && `/v1/jobs/${job}/request`);
   const [error, setError] = useState(null);
   const models = useModels(setError);
-  const model = models && (models.find(({ id }) => id === form.model) || models[0]);
+  const model = models && (models.find(({ id }) => id === (form.model ?? ((asked && asked.body) || {}).model)) || models[0]);
   const found = useAnswer(model && registered ? [registered].flat().map((path) => `${path}?model=${encodeURIComponent(model.id)}`) : null, setError);
   if (models && !models.length) return html`<${EmptyState} title="No model is served" text="Start one with midstream up." />`;
   if (!model || (registered && !found)) return html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
   const lacking = missing(model, found);
   const shown = [
-    { name: "prompt", label: "Prompt", api: "prompts", rows: 2, value: "" },
+    { name: "prompt", label: "Prompt", api: "prompts", rows: 2, value: example },
     ...(models.length > 1 ? [{ name: "model", label: "Model", api: "model", value: model.id, options: Object.fromEntries(models.map(({ id }) => [id, id])) }] : []),
     ...(lacking ? [] : fields(model, found)),
   ];
-  const values = Object.fromEntries(shown.map((field) => [field.name, form[field.name] ?? field.value]));
+  const values = Object.fromEntries(shown.map((field) => [field.name, form[field.name] ?? (asked && field.name !== "model" ? sentIn(asked.body || {}, field) : null) ?? field.value]));
   const at = error && error.field && shown.find(({ api }) => error.field.startsWith(api));
   const send = async (event) => {
     if (event && event.preventDefault) event.preventDefault();
     setError(null);
     const { id } = await post("/v1/jobs", { model: model.id, prompts: [values.prompt], sampling: { max_tokens: 1 }, metadata: { page: name }, ...body(values, model) });
+    setForm({ ...values, of: id });
     location.hash = `#/${name}/${id}`;
   };
   const control = ({ name: field, label, hint, options, rows, type = "text", ...rest }) => {
-    const change = ({ target }) => setForm((known) => ({ ...known, [field]: target.value }));
+    const change = ({ target }) => setForm({ ...form, of: job, [field]: target.value });
     const given = { value: values[field], maxlength: rows ? null : 1024 };
     return html`<${Field} key=${field} label=${label} hint=${hint} error=${at && at.name === field ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null}>${(id) =>
       options
@@ -111,23 +114,24 @@ export function ReadingForm({ name, action, example, query, registered, fields, 
   </form>${!lacking && more && more(values, found)}`;
 }
 
-/** A job's answer once it is there: `children(result, view, n)`; of several prompts, `n` is the one that is chosen. */
-export function Reading({ id, jobs, children }) {
-  const { view, result, error } = useJob(encodeURIComponent(id));
+/** A job's answer once it is there: `children(result, view, n)`; of several prompts, `n` is the one that is chosen. Until then, and without an `id`, the newest of the view `name`. */
+export function Reading({ id, name, jobs, children }) {
+  const { view, result, error } = useJob(id && encodeURIComponent(id));
   const [n, choose] = useState(0);
   const [, redraw] = useState(0);
   useEffect(() => jobs.subscribe(() => redraw((count) => count + 1)), [jobs]);
   const live = jobs.byId.get(id) || view; // knows at once that the job runs
   const failed = view && OVER.has(view.state) && view.state !== "succeeded";
   return html`<${Problem} error=${error} />
-    ${!error && !failed && !result && (live && !OVER.has(live.state) ? html`<${Standing} job=${live} jobs=${jobs} />` : html`<p class="loading" role="status">Loading …</p>`)}
+    ${id && !error && !failed && !result && (live && !OVER.has(live.state) ? html`<${Standing} job=${live} jobs=${jobs} />` : html`<p class="loading" role="status">Loading …</p>`)}
     ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
+    ${name && !result && html`<${Recent} name=${name} jobs=${jobs} />`}
     ${result && html`${result.outputs.length > 1 && html`<p class="inline"><label>Prompt <input type="number" min="0" max=${result.outputs.length - 1} value=${n} onChange=${({ target }) => choose(Math.max(0, Math.min(result.outputs.length - 1, Math.trunc(target.valueAsNumber) || 0)))} /></label><span class="soft">of ${result.outputs.length}, from 0</span></p>`}
       ${children(result, view, n)}<p class="soft">From <a href=${`#/jobs/${id}`}>this job</a>, ${age(view.created)} ago.</p>`}`;
 }
 
 /** The newest jobs that the page's view `name` submitted. */
-export function Recent({ name, jobs }) {
+function Recent({ name, jobs }) {
   const [, redraw] = useState(0);
   useEffect(() => jobs.subscribe(() => redraw((count) => count + 1)), [jobs]);
   const found = [];
@@ -156,3 +160,13 @@ export const moving = (at, move, rows, columns) => (event) => {
 
 /** A token in running text. */
 export const quoted = (word) => html`<q class="token">${visible(word)}</q>`;
+
+/** `examples` of a survey, strongest first: in which contexts a feature is most active, or two harvests differ most; `what`: the values. */
+export function Examples({ model, examples, what = "activation" }) {
+  const word = useWords(model, useMemo(() => examples.flatMap(({ token_ids }) => token_ids), [examples]));
+  if (!examples.length) return html`<p class="soft">It is active nowhere.</p>`;
+  const top = examples[0].value;
+  return word && html`<${Legend} low=${0} paint=${shade} from=${0} to=${Number(top.toPrecision(2))} what=${what} />
+    <ol class="examples">${examples.map(({ document, position, value, positions, token_ids, values }) => html`<li key=${document}><p class="soft">${short(value)} at ${quoted(word(token_ids[positions.indexOf(position)]))}, token ${position} of document ${document}</p>
+      <${Chips} label=${`Document ${document}`} paint=${shade} active=${position} items=${positions.map((at, n) => ({ key: at, word: word(token_ids[n]), value: values[n], share: values[n] / top }))} /></li>`)}</ol>`;
+}

@@ -7,7 +7,9 @@ import { SaveAs } from "./save.js";
 
 const [TOP, RIGHT, BOTTOM, DIGIT] = [24, 16, 40, 7.2]; // pixels
 const [APART, NEAR] = [48, 40]; // between two ticks of the x axis; from the pointer to a point that it reads
-const TIP = 240;
+const [TIP, KEY] = [240, 18]; // the width of a tip; the height of a row of keys
+const pen = document.createElement("canvas").getContext("2d");
+pen.font = "12px system-ui, sans-serif"; // as in app.css
 
 /** Round numbers from `low` to `high`, at most about `many`. */
 export function ticks(low, high, many) {
@@ -15,6 +17,30 @@ export function ticks(low, high, many) {
   const step = unit * [1, 2, 5, 10].find((factor) => factor * unit * many >= (high - low) * 0.999);
   const count = Math.floor(high / step + 1e-9) - Math.ceil(low / step - 1e-9) + 1;
   return Array.from({ length: count }, (_, n) => Number(((Math.ceil(low / step - 1e-9) + n) * step).toPrecision(12)));
+}
+
+const tone = (each) => (each.tone ? `tone-${each.tone}` : "tone-1");
+const marks = {
+  line: (each) => html`<line class=${`line ${tone(each)}`} x2="16" y1="6" y2="6" />`,
+  dots: (each) => html`<circle class=${`fill ${tone(each)}`} cx="10" cy="6" r="5" />`,
+  bars: (each) => html`<rect class=${`fill ${tone(each)}`} x="4" width="12" height="12" />`,
+};
+
+/** The names of series (of several), bands and rules, each once, in rows that are `width` wide above the figure: there they lie on nothing. */
+function keysOf(series, bands, rules, width) {
+  const named = series.filter((each) => each.name);
+  const all = [
+    ...(named.length > 1 ? named.map((each) => ({ text: each.name, mark: marks[each.kind](each) })) : []),
+    ...rules.map(({ text, quiet }) => ({ text, mark: html`<line class=${quiet ? "rule quiet" : "rule"} x2="16" y1="6" y2="6" />` })),
+    ...bands.map(({ text, tone: of }) => ({ text, mark: html`<rect class=${`band key ${of}`} x="4" width="12" height="12" />` })),
+  ].filter(({ text }, n, each) => text && each.findIndex((other) => other.text === text) === n);
+  let [x, y] = [0, 0];
+  return all.map((each) => {
+    const wide = 34 + pen.measureText(each.text).width;
+    if (x && x + wide > width) [x, y] = [0, y + KEY];
+    x += wide;
+    return { ...each, x: x - wide, y };
+  });
 }
 
 /** The axis with both bounds: those it has, else those of the values with some room. */
@@ -43,11 +69,13 @@ export function Plot({ title, note, name, x: across = {}, y: up = {}, series, ba
   const of = (axis) => rules.filter((rule) => rule.axis === axis).map((rule) => rule.at);
   const x = bounded(across, [...points.flatMap((point) => [point.x, point.to]), ...of("x")]);
   const y = bounded(up, [...points.flatMap((point) => [point.y, point.from]), ...of("y")]);
-  const tall = square ? Math.min(width || height, 420) : height;
-  const yTicks = y.ticks || ticks(y.low, y.high, Math.max(2, Math.floor((tall - TOP - BOTTOM) / 30))).map((value) => [value, y.text(value)]);
+  const keys = keysOf(series, bands, rules, width);
+  const top = TOP + (keys.length ? keys[keys.length - 1].y + KEY : 0);
+  const tall = (square ? Math.min(width || height, 420) : height) + top - TOP;
+  const yTicks = y.ticks || ticks(y.low, y.high, Math.max(2, Math.floor((tall - top - BOTTOM) / 30))).map((value) => [value, y.text(value)]);
   const left = Math.max(28, ...yTicks.map(([, text]) => String(text).length * DIGIT + 10));
   const px = (value) => left + ((value - x.low) / (x.high - x.low)) * (width - left - RIGHT);
-  const py = (value) => TOP + (1 - (value - y.low) / (y.high - y.low)) * (tall - TOP - BOTTOM);
+  const py = (value) => top + (1 - (value - y.low) / (y.high - y.low)) * (tall - top - BOTTOM);
   const xTicks = x.ticks || ticks(x.low, x.high, Math.max(2, Math.floor((width - left) / APART))).map((value) => [value, x.text(value)]);
   const read = series.filter((each) => !each.quiet && each.points.length);
   const here = at !== undefined && at !== null ? { row: 0, column: at } : own;
@@ -67,28 +95,25 @@ export function Plot({ title, note, name, x: across = {}, y: up = {}, series, ba
     }));
     if (best.row !== undefined) move({ row: best.row, column: best.column });
   };
-  const tone = (each) => (each.tone ? `tone-${each.tone}` : "tone-1");
-  const band = ({ axis, from, to, tone: of, text }) => {
+  const band = ({ axis, from, to, tone: of }) => {
     const [a, b] = axis === "x" ? [px(Math.max(x.low, from)), px(Math.min(x.high, to))] : [py(Math.min(y.high, to)), py(Math.max(y.low, from))];
-    const box = axis === "x" ? { x: a, width: Math.max(0, b - a), y: TOP, height: tall - TOP - BOTTOM } : { y: a, height: Math.max(0, b - a), x: left, width: width - left - RIGHT };
-    return html`<rect class=${`band ${of || ""}`} ...${box} />${text && html`<text x=${box.x + 6} y=${of === "on" ? tall - BOTTOM - 6 : box.y + 14}>${text}</text>`}`;
+    const box = axis === "x" ? { x: a, width: Math.max(0, b - a), y: top, height: tall - top - BOTTOM } : { y: a, height: Math.max(0, b - a), x: left, width: width - left - RIGHT };
+    return html`<rect class=${`band ${of || ""}`} ...${box} />`;
   };
-  const rule = ({ axis, at: place, text, quiet }) => html`<line class=${quiet ? "rule quiet" : "rule"} ...${axis === "x" ? { x1: px(place), x2: px(place), y1: TOP, y2: tall - BOTTOM } : { x1: left, x2: width - RIGHT, y1: py(place), y2: py(place) }} />
-    ${text && html`<text ...${axis === "x" ? { x: px(place) + 5, y: TOP + 12 } : { x: width - RIGHT - 4, y: py(place) - 5, "text-anchor": "end" }}>${text}</text>`}`;
+  const rule = ({ axis, at: place, quiet }) => html`<line class=${quiet ? "rule quiet" : "rule"} ...${axis === "x" ? { x1: px(place), x2: px(place), y1: top, y2: tall - BOTTOM } : { x1: left, x2: width - RIGHT, y1: py(place), y2: py(place) }} />`;
   const drawn = {
     line: (each) => html`<polyline class=${`line ${tone(each)}${each.quiet ? " quiet" : ""}`} points=${each.points.filter(({ y: value }) => value !== null).map((p) => `${px(p.x).toFixed(1)},${py(p.y).toFixed(1)}`).join(" ")} />${each.points.length <= 80 && !each.quiet && each.points.filter(({ y: value }) => value !== null).map((p) => html`<circle class=${`dot ${tone(p.tone ? p : each)}`} cx=${px(p.x)} cy=${py(p.y)} r="3" />`)}`,
-    dots: (each) => each.points.map((p) => html`<circle class=${`dot ${tone(p.tone ? p : each)}`} cx=${px(p.x)} cy=${py(p.y)} r=${each.size || 4} />${p.text && html`<text x=${px(p.x) + (px(p.x) > width * 0.65 ? -2 : 2)} y=${py(p.y) + (py(p.y) < TOP + 16 ? 20 : -8)} text-anchor=${px(p.x) > width * 0.65 ? "end" : "start"}>${p.text}</text>`}`),
+    dots: (each) => each.points.map((p) => html`<circle class=${`dot ${tone(p.tone ? p : each)}`} cx=${px(p.x)} cy=${py(p.y)} r=${each.size || 4} />${p.text && html`<text x=${px(p.x) + (px(p.x) > width * 0.65 ? -2 : 2)} y=${py(p.y) + (py(p.y) < top + 16 ? 20 : -8)} text-anchor=${px(p.x) > width * 0.65 ? "end" : "start"}>${p.text}</text>`}`),
     bars: (each) => each.points.map((p) => html`<rect class=${`fill ${tone(each)}`} x=${px(p.x) + 0.5} width=${Math.max(1, px(p.to) - px(p.x) - 1)} y=${py(p.y)} height=${Math.max(0, py(p.from || 0) - py(p.y))} />`),
   };
-  const named = series.filter((each) => each.name);
   return html`<figure class=${`chart plot${bare ? "" : " card"}`} aria-label=${title}><figcaption><span>${title}${note && html` <small>${note}</small>`}</span></figcaption>
-    ${named.length > 1 && html`<ul class="keys">${named.map((each) => html`<li><i class=${`key ${each.kind === "line" ? "key-line " : ""}${tone(each)}`}></i>${each.name}</li>`)}</ul>`}
     <div class="plot-frame" ref=${frame} tabindex="0" role="group" aria-label=${`${title}. Arrow keys move over its points.`} onKeyDown=${read.length > 0 && moving(here || { row: 0, column: -1 }, move, read.length, Math.max(...read.map((each) => each.points.length)))} onPointerMove=${nearest} onPointerDown=${nearest} onPointerLeave=${() => setOwn(null)}>
-      ${width > 0 && html`<svg width=${width} height=${tall} viewBox=${`0 0 ${width} ${tall}`} role="img" aria-label=${`${title}${note ? `: ${note}` : ""}`}>
+      ${width > 0 && html`<svg width=${width} height=${tall} viewBox=${`0 0 ${width} ${tall}`} role="img" aria-label=${[`${title}${note ? `: ${note}` : ""}`, ...keys.map(({ text }) => text)].join(", ")}>
+        ${keys.map(({ x: at, y: down, text, mark }) => html`<g transform=${`translate(${at} ${down})`}>${mark}<text x="20" y="10">${text}</text></g>`)}
         ${bands.map(band)}
         ${yTicks.map(([value, text]) => html`<line class="axis" x1=${left} x2=${width - RIGHT} y1=${py(value)} y2=${py(value)} /><text x=${left - 6} y=${py(value) + 4} text-anchor="end">${text}</text>`)}
         ${xTicks.map(([value, text]) => html`<line class="axis" x1=${px(value)} x2=${px(value)} y1=${tall - BOTTOM} y2=${tall - BOTTOM + 4} /><text x=${px(value)} y=${tall - BOTTOM + 17} text-anchor="middle">${text}</text>`)}
-        <text class="label" x=${left} y="12">${y.label}</text><text class="label" x=${width - RIGHT} y=${tall - 5} text-anchor="end">${x.label}</text>
+        <text class="label" x=${left} y=${top - 12}>${y.label}</text><text class="label" x=${width - RIGHT} y=${tall - 5} text-anchor="end">${x.label}</text>
         ${rules.map(rule)}
         ${series.map((each) => drawn[each.kind](each))}
         ${point && point.y !== null && html`<circle class="cursor-dot" cx=${middle(point)} cy=${py(point.y)} r="6.5" />`}

@@ -7,7 +7,8 @@ import { shade } from "../lib/heatmap.js";
 import { useDark } from "../lib/theme.js";
 import { behaviour, pattern } from "../lib/attention.js";
 import { rowsOf } from "../lib/tensors.js";
-import { Bars, Reading, ReadingForm, Recent, moving, quoted, useAnswer } from "../lib/readings.js";
+import { useAnswer } from "../lib/ask.js";
+import { Bars, Reading, ReadingForm, moving, quoted } from "../lib/readings.js";
 
 const MOST = 256; // tokens whose patterns the page computes
 const KEYS = 8; // that are listed of a query
@@ -121,5 +122,5 @@ export function AttentionResult({ job, model, request = 0 }) {
 export default function View({ params, query, jobs }) {
   return html`<h1>Attention</h1><p class="lead">Shows which earlier tokens each token looks at, for every head of a layer.</p>
     <${ReadingForm} ...${form} query=${query} />
-    ${params[0] ? html`<${Reading} key=${params[0]} id=${params[0]} jobs=${jobs}>${(result, view, n) => html`<${AttentionResult} key=${n} job=${view.id} model=${view.model} request=${n} />`}<//>` : html`<${Recent} name="attention" jobs=${jobs} />`}`;
+    <${Reading} key=${params[0]} id=${params[0]} name="attention" jobs=${jobs}>${(result, view, n) => html`<${AttentionResult} key=${n} job=${view.id} model=${view.model} request=${n} />`}<//>`;
 }

@@ -5,7 +5,7 @@ import { Button, Empty, Field, Problem, html, useEffect, useRef, useState } from
 import { HookBoxes } from "../lib/hooks.js";
 import { titleOf } from "../lib/jobs.js";
 import { EmptyState, Table, shortId } from "../lib/parts.js";
-import { useModels } from "../lib/models.js";
+import { useModels } from "../lib/ask.js";
 import { age, bytes, number } from "../lib/format.js";
 import { Shown } from "./captured.js";
 

@@ -4,14 +4,14 @@ import { get } from "../lib/api.js";
 import { Button, Empty, Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
 import { bytes, count, number } from "../lib/format.js";
 import { hookTitle } from "../lib/hooks.js";
-import { titleOf } from "../lib/jobs.js";
+import { over, titleOf } from "../lib/jobs.js";
+import { ended } from "../lib/readings.js";
 import { Id, Standing } from "../lib/parts.js";
 import { Heatmap } from "../lib/heatmap.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
 
 const ROWS = 256; // positions that are shown at a time
 const FILES = 200;
-const OVER = new Set(["succeeded", "failed", "cancelled", "aborted", "expired"]);
 const CHOSEN = { request: 0, hook: "", module: "", from: "", start: 0, tag: "" };
 
 /** The query of `norms`. */
@@ -129,21 +129,15 @@ export function Shown({ job, jobs }) {
   const [error, setError] = useState(null);
   useEffect(() => {
     const stop = new AbortController();
-    const wait = async () => {
-      for (let known = await get(`/v1/jobs/${job}`, { signal: stop.signal }); ; known = await get(`/v1/jobs/${job}?wait=20`, { signal: stop.signal })) {
-        setView(known);
-        if (OVER.has(known.state)) return;
-      }
-    };
-    wait().catch((failure) => failure.name !== "AbortError" && setError(failure));
+    ended(job, { signal: stop.signal, onView: setView }).catch((failure) => failure.name !== "AbortError" && setError(failure));
     return () => stop.abort();
   }, [job]);
-  const failed = view && view.state !== "succeeded" && OVER.has(view.state);
+  const failed = view && view.state !== "succeeded" && over(view);
   return html`<h1>${live ? titleOf(live) : "Capture"}</h1><p><a href="#/capture">All captures</a> · <a href=${`#/jobs/${job}`}>Job</a> <${Id} id=${job} /></p>
     <${Problem} error=${error} />
-    ${view && !OVER.has(view.state) && html`<${Standing} job=${live && !OVER.has(live.state) ? live : view} jobs=${jobs} />`}
+    ${view && !over(view) && html`<${Standing} job=${live && !over(live) ? live : view} jobs=${jobs} />`}
     ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
-    ${view && OVER.has(view.state) && html`<${Norms} job=${job} model=${view.model} quiet=${failed} />`}`;
+    ${view && over(view) && html`<${Norms} job=${job} model=${view.model} quiet=${failed} />`}`;
 }
 
 function Norms({ job, model, quiet }) {

@@ -9,7 +9,7 @@ import { titleOf } from "../lib/jobs.js";
 import { kindOf } from "../lib/kinds.js";
 import { State, Table } from "../lib/parts.js";
 import { visible } from "../lib/chips.js";
-import { useAnswer } from "../lib/readings.js";
+import { useAnswer } from "../lib/ask.js";
 import { Side, diff } from "../plots/text_diff.js";
 import { SaveAs } from "../plots/save.js";
 import { picture } from "../plots/sweep_picture.js";

@@ -1,13 +1,15 @@
 // SAE features: the text shaded by activation, and the features that are active in it.
 
-import { html, useMemo, useState } from "../lib/ui.js";
+import { html, useMemo, useRef, useState } from "../lib/ui.js";
 import { count, number, percent } from "../lib/format.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
-import { Bars, Reading, ReadingForm, Recent, moving, quoted, useWords } from "../lib/readings.js";
+import { useAnswer } from "../lib/ask.js";
+import { Bars, Examples, Reading, ReadingForm, moving, quoted, useWords } from "../lib/readings.js";
 
 const LISTED = 12; // features at first
 const tidy = (value) => Number(value.toPrecision(2));
+const share = (value) => (value > 0 && value < 0.01 ? `${tidy(value * 100)} %` : percent(value));
 
 const form = {
   name: "features",
@@ -25,6 +27,24 @@ const form = {
   body: ({ sae, top_k }) => ({ features: [{ sae, top_k: Number(top_k) }] }),
 };
 
+/** Path of the newest survey of the features that `reading` has; undefined until it is known, null without one. */
+function useSurvey({ sae, digest }, model) {
+  const found = useAnswer(`/v1/harvests?surveyed=${encodeURIComponent(sae)}`);
+  if (!found) return found;
+  const surveys = found.harvests.filter((harvest) => harvest.model === model).flatMap(({ id, surveys: all }) => all.map(({ job, survey }) => ({ path: `harvests/${id}`, job, survey })));
+  const same = surveys.filter(({ survey }) => survey.sae.digest === digest && !survey.against).sort((a, b) => (a.job < b.job ? 1 : -1));
+  return same[0] || null;
+}
+
+/** Where else feature `id` is active, as the survey found. */
+function Elsewhere({ id, survey: { path, job }, model, box }) {
+  const found = useAnswer(`/v1/${path}/surveys/${job}?limit=1&feature=${id}`);
+  return html`<aside class="card" ref=${box} tabindex="0" aria-label="Examples"><h2>Examples of feature ${id}</h2>
+    ${found && html`<p class="soft">Active on ${share(found.figures.density[0])} of ${count(found.survey.rows, "row")}, where its mean is ${short(found.figures.mean[0])}. <a href=${`#/${path}/${job}`}>The survey</a></p>
+      <${Examples} model=${model} examples=${found.examples} />`}
+    ${found === null && html`<p class="soft">The survey cannot be read.</p>`}</aside>`;
+}
+
 /** One prompt's features of one autoencoder, as in a job's result. */
 export function FeaturesResult({ reading, model }) {
   const { positions, features, activations, active, errors } = reading;
@@ -32,6 +52,8 @@ export function FeaturesResult({ reading, model }) {
   const [many, setMany] = useState(LISTED);
   const [at, move] = useState(Math.min(1, positions.length - 1));
   const word = useWords(model, reading.token_ids);
+  const survey = useSurvey(reading, model);
+  const examples = useRef(null);
   const listed = useMemo(() => {
     const found = new Map();
     features.forEach((row, n) => row.forEach((id, k) => {
@@ -43,36 +65,43 @@ export function FeaturesResult({ reading, model }) {
     }));
     return [...found.values()].sort((a, b) => b.most - a.most);
   }, [reading]);
-  if (!word) return html`<p class="loading" role="status">Loading …</p>`;
+  if (!word || survey === undefined) return html`<p class="loading" role="status">Loading …</p>`;
   const of = (n, id) => activations[n][features[n].indexOf(id)] ?? 0;
+  if (!positions.length) return html`<p>No position was read.</p>`;
   const values = positions.map((_, n) => (feature === null ? activations[n][0] ?? 0 : of(n, feature)));
   const chosen = listed.find(({ id }) => id === feature);
   const top = chosen ? chosen.most : listed.length ? listed[0].most : 1;
-  const pick = (id) => setFeature(id === feature ? null : id);
+  const pick = (id) => {
+    setFeature(id === feature ? null : id);
+    if (examples.current) examples.current.scrollIntoView({ block: "nearest" });
+  };
+  const text = html`<div class="card reading-chips" tabindex="0" role="group" aria-label="Tokens" onKeyDown=${moving({ row: 0, column: at }, ({ column }) => move(column), 1, positions.length)}><${Chips} label="Tokens by activation" paint=${shade} active=${at} onPick=${move} values items=${positions.map((position, n) => ({ key: n, word: word(reading.token_ids[n]), value: tidy(values[n]), share: position === 0 && positions.length > 1 ? null : values[n] / top }))} />
+      <${Legend} low=${0} paint=${shade} from=${0} to=${tidy(top)} what=${feature === null ? "largest activation of any feature" : `activation of feature ${feature}`} />
+      ${feature !== null && html`<button type="button" class="button small" onClick=${() => setFeature(null)}>Show all features</button>`}</div>`;
+  const lists = html`<section class="card" aria-label="Features of the text"><h2>Features of the text</h2>
+        <${Bars} label="Features" onPick=${pick} items=${listed.slice(0, many).map(({ id, most, where, tokens }) => ({ key: id, active: id === feature, text: html`${id} <span class="soft">at ${quoted(word(reading.token_ids[where]))}, ${count(tokens, "token")}</span>`, value: `${tidy(most)}`, share: most / listed[0].most }))} />
+        ${listed.length > many && html`<p class="inline"><button type="button" class="button small" onClick=${() => setMany(many * 2)}>More</button><span class="soft">the ${many} strongest of ${listed.length}</span></p>`}</section>
+      <section class="card" aria-label="Features of a token"><h2>At ${quoted(word(reading.token_ids[at]))} (position ${positions[at]})</h2>
+        <${Bars} label="Features of the token" onPick=${pick} items=${features[at].map((id, k) => ({ key: id, active: id === feature, text: `${id}`, value: `${tidy(activations[at][k])}`, share: activations[at][k] / (activations[at][0] || 1) }))} />
+        <p class="soft">${number(active[at])} features are active here; they leave ${percent(errors[at])} of the row's norm unexplained.</p></section>`;
   return html`<p class="finding">${
       chosen
         ? html`Feature ${feature} is among the most active of ${count(chosen.tokens, "token")}, most at ${quoted(word(reading.token_ids[chosen.where]))} (${short(chosen.most)}).`
         : listed.length ? html`${count(listed.length, "feature")} are among the most active; feature ${listed[0].id} is the strongest, at ${quoted(word(reading.token_ids[listed[0].where]))}.` : "No feature is active."
     }</p>
-    <div class="card reading-chips" tabindex="0" role="group" aria-label="Tokens" onKeyDown=${moving({ row: 0, column: at }, ({ column }) => move(column), 1, positions.length)}><${Chips} label="Tokens by activation" paint=${shade} active=${at} onPick=${move} values items=${positions.map((position, n) => ({ key: n, word: word(reading.token_ids[n]), value: tidy(values[n]), share: position === 0 && positions.length > 1 ? null : values[n] / top }))} />
-      <${Legend} low=${0} paint=${shade} from=${0} to=${tidy(top)} what=${feature === null ? "largest activation of any feature" : `activation of feature ${feature}`} />
-      ${feature !== null && html`<button type="button" class="button small" onClick=${() => setFeature(null)}>Show all features</button>`}</div>
-    <div class="reading even">
-      <section class="card" aria-label="Features of the text"><h2>Features of the text</h2>
-        <${Bars} label="Features" onPick=${pick} items=${listed.slice(0, many).map(({ id, most, where, tokens }) => ({ key: id, active: id === feature, text: html`${id} <span class="soft">at ${quoted(word(reading.token_ids[where]))}, ${count(tokens, "token")}</span>`, value: `${tidy(most)}`, share: most / listed[0].most }))} />
-        ${listed.length > many && html`<p class="inline"><button type="button" class="button small" onClick=${() => setMany(many * 2)}>More</button><span class="soft">the ${many} strongest of ${listed.length}</span></p>`}</section>
-      <section class="card" aria-label="Features of a token"><h2>At ${quoted(word(reading.token_ids[at]))} (position ${positions[at]})</h2>
-        <${Bars} label="Features of the token" onPick=${pick} items=${features[at].map((id, k) => ({ key: id, active: id === feature, text: `${id}`, value: `${tidy(activations[at][k])}`, share: activations[at][k] / (activations[at][0] || 1) }))} />
-        <p class="soft">${number(active[at])} features are active here; they leave ${percent(errors[at])} of the row's norm unexplained.</p></section>
-    </div>
+    ${
+      survey && listed.length
+        ? html`<div class="reading uneven"><div>${text}<div class="lists">${lists}</div></div><${Elsewhere} id=${feature ?? listed[0].id} survey=${survey} model=${model} box=${examples} /></div>`
+        : html`${text}<div class="reading even">${lists}</div><p class="soft">No survey of ${reading.sae} says where else a feature is active: find examples under <a href="#/harvests">Harvests</a>.</p>`
+    }
     <p class="soft">Features of ${reading.sae} at ${reading.hook}, layer ${reading.layer}. Click a feature to shade the text by it, or a token (or use the arrow keys) to see its features.${positions[0] === 0 && positions.length > 1 ? ` The first token, ${visible(word(reading.token_ids[0]))}, has no colour: its row is an outlier in most models.` : ""}</p>`;
 }
 
 export default function View({ params, query, jobs }) {
   return html`<h1>Features</h1><p class="lead">Finds what a sparse autoencoder sees in a text: which features are active, and at which token.</p>
     <${ReadingForm} ...${form} query=${query} />
-    ${params[0] ? html`<${Reading} key=${params[0]} id=${params[0]} jobs=${jobs}>${(result, view, n) => {
+    <${Reading} key=${params[0]} id=${params[0]} name="features" jobs=${jobs}>${(result, view, n) => {
       const found = (result.features || []).filter(({ request }) => request === n);
       return found.length ? found.map((reading) => html`<${FeaturesResult} key=${`${n} ${reading.sae}`} reading=${reading} model=${view.model} />`) : html`<p>This job has no features.</p>`;
-    }}<//>` : html`<${Recent} name="features" jobs=${jobs} />`}`;
+    }}<//>`;
 }

@@ -1,49 +1,18 @@
 // Harvests: a list with progress, one in detail, and a form that starts one from lines of text.
 
-import { del, get, post } from "../lib/api.js";
-import { Button, Copy, Field, Problem, Progress, html, useEffect, useRef, useState } from "../lib/ui.js";
-import { EmptyState, Id, State, Stats } from "../lib/parts.js";
+import { del, post } from "../lib/api.js";
+import { Button, Copy, Field, Problem, Progress, html, useEffect, useState } from "../lib/ui.js";
+import { EmptyState, Id, State, Stats, Table, shortId } from "../lib/parts.js";
 import { age, bytes, count, duration, number, percent, time } from "../lib/format.js";
-import { useModels } from "../lib/models.js";
+import { useModels, usePolled } from "../lib/ask.js";
 import Survey, { Surveys } from "./survey.js";
 
 const OVER = new Set(["succeeded", "failed", "cancelled"]);
-const LOOK_MS = 2000; // between two looks while one is under way
+const LOOK_S = 2; // between two looks while one is under way
 const LIMIT = 100;
 
 /** With the counts that the API leaves out while they are 0. */
 const counted = (harvest) => ({ units: 0, units_done: 0, documents: 0, tokens: 0, rows: 0, bytes: 0, shards: 0, share: 0, jobs: [], ...harvest });
-
-/** What `path` answers, asked again while `busy(answer)`; [answer, ask now]. */
-function usePolled(path, busy, onError) {
-  const [found, set] = useState(null);
-  const now = useRef(() => {});
-  useEffect(() => {
-    const stop = new AbortController();
-    let timer = null;
-    const look = async () => {
-      clearTimeout(timer);
-      try {
-        const answer = await get(path, { signal: stop.signal });
-        set(answer);
-        onError(null);
-        if (!busy(answer)) return;
-      } catch (error) {
-        if (stop.signal.aborted) return;
-        onError(error);
-        if (error.status === 404) return;
-      }
-      timer = setTimeout(look, LOOK_MS);
-    };
-    now.current = look;
-    look();
-    return () => {
-      stop.abort();
-      clearTimeout(timer);
-    };
-  }, [path]);
-  return [found, () => now.current()];
-}
 
 const Share = ({ harvest: { share, left_s, state } }) => html`<${Progress} value=${share} total=${1} label=${`${percent(share)}${left_s && !OVER.has(state) ? `, ${duration(left_s)} left` : ""}`} />`;
 
@@ -79,21 +48,21 @@ function Form({ open }) {
 }
 
 function List() {
-  const [error, setError] = useState(null);
-  const [page] = usePolled(`/v1/harvests?limit=${LIMIT}`, ({ harvests }) => harvests.some(({ state }) => !OVER.has(state)), setError);
+  const [page, , error] = usePolled(`/v1/harvests?limit=${LIMIT}`, LOOK_S, ({ harvests }) => harvests.some(({ state }) => !OVER.has(state)));
   return html`<h1>Harvests</h1><p class="lead">Run a corpus through a model and keep the rows of some layers as files, each row exactly once: what autoencoders and probes are trained on.</p>
     ${page && html`<${Form} open=${!page.harvests.length} />`}
     <${Problem} error=${error} />
     ${page && !page.harvests.length && html`<${EmptyState} title="No harvests yet" text="Paste some documents above. For a file, use midstream harvest." />`}
-    ${page && page.harvests.length > 0 && html`<div class="scroll-x" tabindex="0" role="group" aria-label="Harvests"><table class="plain wide-table"><thead><tr><th scope="col">Started</th><th scope="col">State</th><th scope="col">Progress</th><th scope="col">Documents</th><th scope="col">Rows</th><th scope="col">Size</th><th scope="col">Model</th></tr></thead>
-      <tbody>${page.harvests.map(counted).map((harvest) => html`<tr key=${harvest.id}><td><a href=${`#/harvests/${harvest.id}`}>${age(harvest.created)} ago</a></td><td><${State} state=${harvest.state} /></td><td><${Share} harvest=${harvest} /></td><td>${number(harvest.documents)}</td><td>${number(harvest.rows)}</td><td>${bytes(harvest.bytes)}</td><td>${harvest.model}</td></tr>`)}</tbody></table></div>`}`;
+    ${page && page.harvests.length > 0 && html`<${Table} label="Harvests" spare=${["Model"]} heads=${["Harvest", "State", "Progress", "Documents", "Rows", "Size", "Model", "Started"]} keys=${page.harvests.map(({ id }) => id)} rows=${page.harvests.map(counted).map((harvest) => [
+      html`<a href=${`#/harvests/${harvest.id}`}>${(harvest.metadata && harvest.metadata.name) || shortId(harvest.id)}</a>`, html`<${State} state=${harvest.state} />`, html`<${Share} harvest=${harvest} />`,
+      number(harvest.documents), number(harvest.rows), bytes(harvest.bytes), harvest.model, `${age(harvest.created)} ago`,
+    ])} />`}`;
 }
 
 function One({ id }) {
-  const [error, setError] = useState(null);
   const [failed, setFailed] = useState(null); // of a button
   const path = `/v1/harvests/${encodeURIComponent(id)}`;
-  const [answer, look] = usePolled(path, ({ state }) => !OVER.has(state), setError);
+  const [answer, look, error] = usePolled(path, LOOK_S, ({ state }) => !OVER.has(state));
   const act = (verb) => async () => {
     setFailed(null);
     await post(`${path}/${verb}`);

@@ -1,6 +1,6 @@
 // One job: prompt, output, receipts by rank, files, and its request as code.
 
-import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
+import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Guard, Problem } from "../lib/ui.js";
 import { ApiError, get } from "../lib/api.js";
 import { bytes, count, identity, number, time } from "../lib/format.js";
 import { titleOf } from "../lib/jobs.js";
@@ -98,7 +98,7 @@ export function JobDetails({ id, job, session, onClose }) {
           : html`<p class="soft">None.</p>`
         : html`<p class="soft">${over ? "Loading …" : at && at.finished ? `No output (job ${at.state}).` : "Not ready yet."}</p>`
     }
-    ${readings && !outcome && Answers && at && html`<${Answers} result=${result} view=${at} attention=${attention} />`}
+    ${readings && !outcome && Answers && at && html`<${Guard} place=${id}><${Answers} result=${result} view=${at} attention=${attention} /><//>`}
     <h3>Receipts by rank</h3>
     ${result ? html`<${Receipts} determinism=${result.determinism} />` : html`<p class="soft">${at ? `${at.receipts || 0} of ${at.receipts_expected || 0} received.` : ""}</p>`}
     <h3>Files</h3>

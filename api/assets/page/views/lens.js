@@ -5,7 +5,7 @@ import { percent } from "../lib/format.js";
 import { Legend, inkOn, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
 import { useDark } from "../lib/theme.js";
-import { Bars, Reading, ReadingForm, Recent, moving, quoted, useWords } from "../lib/readings.js";
+import { Bars, Reading, ReadingForm, moving, quoted, useWords } from "../lib/readings.js";
 
 const WIDE = 40; // positions that are shown at a time
 
@@ -44,6 +44,7 @@ export function LensResult({ reading, model }) {
     if (keyed.current) box.current.querySelector("td.here").scrollIntoView({ block: "nearest", inline: "nearest" });
     keyed.current = false;
   }, [at]);
+  if (!positions.length) return html`<p>No position was read.</p>`;
   if (!word) return html`<p class="loading" role="status">Loading …</p>`;
   const byKey = (to) => {
     keyed.current = true;
@@ -94,5 +95,5 @@ export function LensResult({ reading, model }) {
 export default function View({ params, query, jobs }) {
   return html`<h1>Lens</h1><p class="lead">Reads every layer as if the model ended there: which token would come next, and where in the model the answer appears.</p>
     <${ReadingForm} ...${form} query=${query} />
-    ${params[0] ? html`<${Reading} key=${params[0]} id=${params[0]} jobs=${jobs}>${(result, view, n) => (result.lens && result.lens[n] ? html`<${LensResult} key=${n} reading=${result.lens[n]} model=${view.model} />` : html`<p>This job has no lens.</p>`)}<//>` : html`<${Recent} name="lens" jobs=${jobs} />`}`;
+    <${Reading} key=${params[0]} id=${params[0]} name="lens" jobs=${jobs}>${(result, view, n) => (result.lens && result.lens[n] ? html`<${LensResult} key=${n} reading=${result.lens[n]} model=${view.model} />` : html`<p>This job has no lens.</p>`)}<//>`;
 }

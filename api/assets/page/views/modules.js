@@ -5,7 +5,7 @@ import { Button, Problem, html, useEffect, useRef, useState } from "../lib/ui.js
 import { EmptyState, Section } from "../lib/parts.js";
 import { age, bytes, count, number, percent } from "../lib/format.js";
 import { short } from "../lib/chips.js";
-import { useModels } from "../lib/models.js";
+import { useModels } from "../lib/ask.js";
 
 /** `[3, 4, 5, 9]` as `3-5, 9`. */
 function ranges(layers) {

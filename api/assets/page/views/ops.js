@@ -1,43 +1,19 @@
 // Ops: what every rank of every worker reports, outboxes, queues, the slowest jobs.
 
-import { html, useEffect, useState, Button, Empty, Problem, useNow } from "../lib/ui.js";
+import { html, useEffect, useState, Empty, Problem, useNow } from "../lib/ui.js";
 import { latencies } from "../lib/history.js";
 import { owner, titleOf } from "../lib/jobs.js";
-import { Chart, State, Stats, Table } from "../lib/parts.js";
-import { get } from "../lib/api.js";
+import { Chart, Fold, State, Stats, Table } from "../lib/parts.js";
+import { usePolled } from "../lib/ask.js";
 import { age, bytes, count, duration, identity, number, percent } from "../lib/format.js";
 
 const EVERY_S = 5;
 const SLOWEST = 10;
 const RECENT_S = 3600;
 
-/** What `get(path)` answers, asked again every few seconds while `on`; and how to ask now. */
-function usePolled(path, on) {
-  const [known, set] = useState({ data: null, error: null });
-  const [turn, next] = useState(0);
-  useEffect(() => {
-    if (!on) return undefined;
-    const stop = new AbortController();
-    let timer = null;
-    const ask = async () => {
-      try {
-        set({ data: await get(path, stop), error: null });
-      } catch (error) {
-        if (stop.signal.aborted) return;
-        set((before) => ({ ...before, error }));
-      }
-      timer = setTimeout(ask, EVERY_S * 1000);
-    };
-    ask();
-    return () => (stop.abort(), clearTimeout(timer));
-  }, [path, on, turn]);
-  return [known, () => next((n) => n + 1)];
-}
-
 function Ranks({ dynamic }) {
   const agree = new Map(dynamic.determinism.stages.map((stage) => [`${stage.worker} ${stage.pp}`, stage.consistent]));
-  return html`<p class=${dynamic.determinism.consistent ? "" : "bad"}>${dynamic.determinism.consistent ? "All ranks agree." : `Ranks or workers disagree: ${dynamic.determinism.detail}`}</p>
-    ${!dynamic.workers.length && html`<${Empty}>No worker is running.<//>`}
+  return html`${!dynamic.workers.length && html`<${Empty}>No worker is running.<//>`}
     ${dynamic.workers.map(
       (worker) => html`<h3>${worker.worker} · ${worker.model}</h3>
       <p>${worker.state}${worker.detail ? `: ${worker.detail}` : ""} · ${count(worker.waiting, "request")} waiting for rows · ${number(worker.desyncs)} disagreements, ${number(worker.resyncs)} resynchronised</p>
@@ -54,7 +30,7 @@ function Ranks({ dynamic }) {
           html`<span class=${rank.outbox > 1000 ? "bad" : ""}>${number(rank.outbox)}</span>`,
           bytes(rank.backlog),
           percent(rank.kv_cache),
-        ])} />`,
+        ])} spare=${["Actions", "Write backlog", "Checksum"]} />`,
     )}`;
 }
 
@@ -69,8 +45,7 @@ function Service({ status }) {
       { name: "Webhooks", value: status.callbacks.alive ? number(status.callbacks.webhooks_pending) : "silent", note: !status.callbacks.alive ? "has not reported" : `pending${status.callbacks.webhooks_pending ? `, up to ${duration(status.callbacks.webhooks_overdue_s)} overdue` : ""}`, bad: !status.callbacks.alive },
       { name: "Redis", value: bytes(status.redis.used_bytes), note: `${status.redis.limit_bytes ? `of ${bytes(status.redis.limit_bytes)}, ` : ""}answered in ${number(status.redis.milliseconds, 1)} ms` },
     ]} /></div>
-    <h2>Workers</h2>
-    <${Table} label="Workers" heads=${["Worker", "Model", "Identity", "Health", "Jobs", "Tokens/s", "Outbox", "Uptime"]} rows=${status.workers.map((worker) => [
+    <${Fold} title="Workers" short=${count(status.workers.length, "worker")}><${Table} label="Workers" spare=${["Identity", "Outbox"]} heads=${["Worker", "Model", "Identity", "Health", "Jobs", "Tokens/s", "Outbox", "Uptime"]} rows=${status.workers.map((worker) => [
       worker.worker,
       worker.model,
       html`<span class="mono">${identity(worker.identity)}</span>`,
@@ -79,7 +54,7 @@ function Service({ status }) {
       worker.stats ? number(worker.stats.generated_tokens_s) : "–",
       worker.stats ? number(worker.stats.outbox) : "–",
       age(worker.started),
-    ])} />
+    ])} /><//>
     ${status.queues.length > 0 && html`<h2>Queues</h2><${Table} label="Queues" heads=${["Model", "Priority", "Sent", "Waiting"]} rows=${status.queues.map((queue) => [queue.model, queue.priority, number(queue.sent), Object.entries(queue.waiting).map(([tenant, jobs]) => `${tenant}: ${number(jobs)}`).join(", ")])} />`}`;
 }
 
@@ -90,10 +65,10 @@ function Slow({ jobs }) {
   const end = (job) => job.finished || now;
   const slow = jobs.list.filter((job) => job.started && end(job) > now - RECENT_S).sort((a, b) => end(b) - b.started - (end(a) - a.started)).slice(0, SLOWEST);
   if (!slow.length) return html`<${Empty}>No job has run in the last hour.<//>`;
-  return html`<${Table} label="Slowest jobs" heads=${["Job", "State", "Ran for", "Queued for", "Kind", "Owner", "Attempt"]} rows=${slow.map((job) => [
+  return html`<${Table} label="Slowest jobs" heads=${["Job", "State", "Ran", "Waited", "Kind", "Owner", "Attempt"]} rows=${slow.map((job) => [
     html`<a class="two-lines" href=${`#/jobs/${job.id}`} title=${job.id}>${titleOf(job)}</a>`, html`<${State} state=${job.state} />`,
     duration(end(job) - job.started), duration(job.started - job.created), job.kind, owner(job), job.attempt > 1 ? job.attempt : "",
-  ])} />`;
+  ])} spare=${["Kind", "Owner"]} />`;
 }
 
 const MINUTES = 60;
@@ -102,28 +77,28 @@ const MINUTES = 60;
 function Charts({ jobs, history, observes }) {
   const now = useNow(2);
   const digits = (value) => number(value, value < 10 ? 1 : 0);
-  return html`<div class="cards">
+  return html`<div class="cards charts">
     ${observes && html`<${Chart} title="Tokens per second" points=${history.of("tokens_s")} text=${digits} /><${Chart} title="Jobs in the queue" points=${history.of("queued")} text=${digits} />`}
-    <${Chart} title="Median job time" note="without sweeps" points=${latencies(jobs.list, now, MINUTES)} text=${(value) => (value ? duration(value) : "0")} />
+    <${Chart} title="Median job time" note="no sweeps" points=${latencies(jobs.list, now, MINUTES)} text=${(value) => (value ? duration(value) : "0")} />
   </div>`;
 }
 
 export default function View({ session, jobs, history }) {
   const has = (scope) => session.scopes.includes(scope) || session.scopes.includes("admin");
-  const [dynamic, again] = usePolled("/v1/steering/dynamic", has("read"));
-  const [status] = usePolled("/v1/status", has("observe"));
-  const [models] = usePolled("/v1/models", has("read"));
-  const computed = (models.data?.data ?? []).map((model) => [model.id, model.dtype, model.dtype_reason]);
-  const caveats = (models.data?.data ?? []).flatMap((model) => model.caveats.map((caveat) => [model.id, caveat]));
+  const [dynamic, , silent] = usePolled(has("read") && "/v1/steering/dynamic", EVERY_S);
+  const [status, , unknown] = usePolled(has("observe") && "/v1/status", EVERY_S);
+  const [models] = usePolled(has("read") && "/v1/models", EVERY_S);
+  const agreed = dynamic && dynamic.determinism;
+  const computed = (models?.data ?? []).map((model) => [model.id, model.dtype, model.dtype_reason]);
+  const caveats = (models?.data ?? []).flatMap((model) => model.caveats.map((caveat) => [model.id, caveat]));
   const links = ["flower", "grafana", "metrics", "ready"].filter((name) => session.links[name]);
   return html`<div class="section-head"><h1>Ops</h1><span>${links.map((name) => html`<a href=${session.links[name]}>${name[0].toUpperCase() + name.slice(1)}</a> `)}</span></div>
     <${Charts} jobs=${jobs} history=${history} observes=${has("observe")} />
     <h2>Service</h2>
-    ${has("observe") ? html`<${Problem} error=${status.error} />${status.data && html`<${Service} status=${status.data} />`}` : html`<p>Service-wide figures need a key with the scope <code>observe</code>; this key has ${session.scopes.join(", ")}.</p>`}
-    ${computed.length > 0 && html`<h2>Models</h2><${Table} label="Models" heads=${["Model", "Dtype", "Reason"]} rows=${computed} />`}
+    ${has("observe") ? html`<${Problem} error=${unknown} />${status && html`<${Service} status=${status} />`}` : html`<p>Service-wide figures need a key with the scope <code>observe</code>; this key has ${session.scopes.join(", ")}.</p>`}
     ${caveats.length > 0 && html`<h2>Caveats</h2><${Table} label="Caveats" heads=${["Model", "How its rows may differ from transformers'"]} rows=${caveats} />`}
-    <div class="section-head"><h2>Rank status</h2>${has("read") && html`<${Button} kind="small" onClick=${again}>Refresh<//>`}</div>
-    ${has("read") ? html`<${Problem} error=${dynamic.error} />${dynamic.data ? html`<${Ranks} dynamic=${dynamic.data} />` : html`<p class="soft">Loading …</p>`}` : html`<p>This needs a key with the scope <code>read</code>.</p>`}
+    ${computed.length > 0 && html`<${Fold} title="Models" short=${count(computed.length, "model")}><${Table} label="Models" heads=${["Model", "Dtype", "Reason"]} rows=${computed} /><//>`}
+    ${!has("read") ? html`<h2>Ranks</h2><p>This needs a key with the scope <code>read</code>.</p>` : html`<${Problem} error=${silent} />${agreed && html`<${Fold} title="Ranks" short=${agreed.consistent ? "All ranks agree." : html`<strong class="bad">Ranks or workers disagree: ${agreed.detail}</strong>`} open=${agreed.consistent ? undefined : true}><${Ranks} dynamic=${dynamic} /><//>`}`}
     <h2>Slowest jobs of the last hour</h2>
     <${Slow} jobs=${jobs} />`;
 }

@@ -5,7 +5,7 @@ import { Button, Copy, Empty, Field, Problem, html, useEffect, useRef, useState 
 import { codeOf } from "../lib/code.js";
 import { PATHS, bodyOf, fieldOf, steeringOf } from "../lib/playground_request.js";
 import { Stream, sides } from "../lib/playground_stream.js";
-import { useModels } from "../lib/models.js";
+import { useModels } from "../lib/ask.js";
 import { Chips, Legend } from "../lib/chips.js";
 import { Making, Saving } from "./direction.js";
 

@@ -5,14 +5,15 @@ import { Button, Field, Problem, html, useEffect, useState } from "../lib/ui.js"
 import { EmptyState, Stats, Table } from "../lib/parts.js";
 import { age, count, number, percent } from "../lib/format.js";
 import { short } from "../lib/chips.js";
-import { useModels } from "../lib/models.js";
-import { Reading, ReadingForm, Recent, useAnswer } from "../lib/readings.js";
+import { useAnswer, useModels } from "../lib/ask.js";
+import { Reading, ReadingForm } from "../lib/readings.js";
 import { Plot } from "../plots/plot.js";
 import { ProbeResult } from "./probes.js";
 
 const DAYS = 30; // POLICY_DAYS of schemas/base/limits.py
 const DAY_MS = 24 * 3600 * 1000;
 const MODES = { shadow: "decides and records", canary: "acts in a share of the requests", active: "acts" };
+const ADVICE = { shadow: "Watch how often it triggers, and try prompts below, before it acts; a canary acts in some requests first.", canary: "In the other requests it only records.", active: "In shadow mode it only records." };
 const PILLS = { active: "good", canary: "busy" };
 
 const current = ({ versions }) => versions[versions.length - 1];
@@ -117,18 +118,18 @@ function One({ name, job, model, session, query, jobs }) {
   const mine = `policies/${encodeURIComponent(name)}`;
   return html`<p><a href="#/policies">All policies</a></p><h1>${name}</h1>${policy.description && html`<p class="lead">${policy.description}</p>`}
     <p class="finding">${prompts ? `It read ${count(prompts, "prompt")} in ${DAYS} days and was triggered by ${number(triggered)} (${number((100 * triggered) / prompts, 1)} %); it acted on ${acted ? number(acted) : "none"}.` : `It has read no prompt in ${DAYS} days.`}</p>
-    <${Stats} items=${[{ name: "Mode", value: modeOf(content), note: MODES[content.mode] }, { name: "Version", value: version, note: `of ${policy.versions.length} kept` }, { name: "Reads", value: content.all_traffic ? "all" : "named", note: trafficOf(content) }, { name: "Does", value: actionsOf(content), note: content.edits === "allow" ? "edits before it are allowed" : null }]} />
-    <p class="soft">Turns on at: ${conditionOf(content)}.</p>
+    <${Stats} items=${[{ name: "Mode", value: modeOf(content), note: MODES[content.mode] }, { name: "Version", value: version, note: policy.versions.length > 1 ? `the last ${policy.versions.length} are kept` : null }, { name: "Reads", value: content.all_traffic ? "all" : "named", note: trafficOf(content) }]} />
+    <p>Turns on at: ${conditionOf(content)}.<br />Does: ${actionsOf(content)}${content.edits === "allow" ? "; edits before it are allowed" : ""}.</p>
     <${Problem} error=${error} />
     <div class="reading even"><${Hits} policy=${policy} />
       <section class="card" aria-label="Mode"><h2>Mode</h2>${may ? html`<${Mode} key=${version} policy=${policy} change=${change} onError=${setError} />` : html`<p>A change needs a key with the scope <code>steer-global</code>.</p>`}
-        <p class="soft">A new policy is in shadow mode. Watch its hits and read the prompts below before it acts; a canary acts in some requests first.</p></section></div>
+        <p class="soft">${ADVICE[content.mode]}</p></section></div>
     <h2>A prompt under it</h2>
     <${ReadingForm} ...${trial(policy)} query=${query} />
-    ${job ? html`<${Reading} key=${job} id=${job} jobs=${jobs}>${(result, view, n) => {
+    <${Reading} key=${job} id=${job} name=${mine} jobs=${jobs}>${(result, view, n) => {
       const read = (result.probes || []).filter((each) => each.request === n && each.policy && each.policy.name === name);
       return read.length ? read.map((each) => html`<${ProbeResult} key=${n} found=${each} result=${result} view=${view} />`) : html`<p>The policy did not read this job.</p>`;
-    }}<//>` : html`<${Recent} name=${mine} jobs=${jobs} />`}
+    }}<//>
     <${Versions} policy=${policy} may=${may} change=${change} onError=${setError} />`;
 }
 

@@ -6,7 +6,8 @@ import { count, percent } from "../lib/format.js";
 import { Table } from "../lib/parts.js";
 import { Plot } from "../plots/plot.js";
 import { short, visible } from "../lib/chips.js";
-import { Reading, ReadingForm, Recent, quoted, useAnswer, useWords } from "../lib/readings.js";
+import { useAnswer } from "../lib/ask.js";
+import { Reading, ReadingForm, quoted, useWords } from "../lib/readings.js";
 import { TokenScores, aggregates } from "../plots/token_scores.js";
 
 const form = {
@@ -54,7 +55,7 @@ function Decisions({ found, result, view }) {
   const { policy, decisions, triggers } = found;
   const output = result.outputs[found.request];
   const scored = result.probes.find(({ policy: other, request, digest, tokens }) => !other && tokens && request === found.request && digest === found.digest);
-  const words = useTexts(view, output, found.request, scored ? scored.tokens.length : 0);
+  const words = useTexts(view, output, found.request);
   const done = policy.acts ? policy.actions.join(", ") || "nothing" : "only recorded";
   const summary = html`<p class="finding">Policy <a href=${`#/policies/${policy.name}`}>${policy.name}</a>, version ${policy.version} (${policy.mode}; ${done}): ${triggers ? `triggered ${triggers === 1 ? "once" : `${triggers} times`}` : "did not trigger"}.${policy.inherited ? html` On from the start, by <a href=${`#/jobs/${policy.inherited}`}>another job</a> of the conversation.` : ""}${found.stopped ? " It ended the request." : ""}</p>`;
   const table = decisions.length > 0 && html`<${Table} label=${`Decisions of ${policy.name}`} heads=${["Token", "Decision", "Score", "Done"]} rows=${decisions.map(({ position, event, score }) => [html`${position}${words ? html` ${quoted(words[position])}` : ""}`, event, short(score), event === "trigger" ? done : "–"])} />`;
@@ -65,11 +66,11 @@ function Decisions({ found, result, view }) {
   const { aggregation = "last", at_least: on, release_below: off } = condition;
   const values = aggregates(raw, condition, output.prompt_tokens);
   const rules = [{ axis: "y", at: on, text: `on at ${short(on)} or above` }, ...(off !== null && off !== undefined && off !== on ? [{ axis: "y", at: off, text: `off below ${short(off)}`, quiet: true }] : [])];
-  const marks = decisions.filter(({ position }) => position < raw.length).map(({ position, event, score }) => ({ x: position, y: score, text: event, tone: event === "trigger" ? "bad" : "3", tip: `${event} at token ${position} (${visible(words[position])}): ${short(score)}; ${event === "trigger" ? done : "off"}` }));
+  const marks = [["trigger", "bad", done], ["release", "3", "off"]].map(([name, tone, then]) => ({ kind: "dots", name, tone, size: 5, points: decisions.filter(({ position, event }) => event === name && position < raw.length).map(({ position, score }) => ({ x: position, y: score, tip: `${name} at token ${position} (${visible(words[position])}): ${short(score)}; ${then}` })) })).filter(({ points }) => points.length);
   return html`${summary}<${TokenScores} title=${`Scores that ${policy.name} read`} name=${`${view.id}.${found.request}.${policy.name}`} what=${aggregation === "last" ? "score of the token" : `${aggregation}${condition.window ? ` of the last ${condition.window} scores` : " of the scores"}`}
       values=${values} words=${words} prompt=${output.prompt_tokens} middle=${on} rules=${rules}
       bands=${spans(decisions, policy.inherited, raw.length).map(([from, to]) => ({ axis: "x", from: from - 0.5, to: to - 0.5, tone: "on", text: "on" }))}
-      lines=${[...(aggregation === "last" ? [] : [{ kind: "line", name: "score of each token", tone: "2", quiet: true, points: raw.map((y, x) => ({ x, y })) }]), { kind: "dots", name: "decisions", tone: "bad", size: 5, points: marks }]}
+      lines=${[...(aggregation === "last" ? [] : [{ kind: "line", name: "score of each token", tone: "2", quiet: true, points: raw.map((y, x) => ({ x, y })) }]), ...marks]}
       rows=${raw.map((score, n) => ({ token: n, text: words[n], generated: n >= output.prompt_tokens, score, aggregate: values[n], decision: (decisions.find(({ position }) => position === n) || {}).event || "" }))} />
     ${table}`;
 }
@@ -84,7 +85,7 @@ function Scores({ found, result, view }) {
   const content = useAnswer(`/v1/artifacts/probes/${encodeURIComponent(found.probe)}?model=${encodeURIComponent(view.model)}`); // deleted since: without thresholds
   const labels = Object.keys(found.scores);
   const [label, setLabel] = useState(0);
-  const words = useTexts(view, output, found.request, found.tokens ? found.tokens.length : 0);
+  const words = useTexts(view, output, found.request);
   const name = labels[label];
   const crossed = found.crossed[name];
   const known = content && content.digest === found.digest ? content.content : null; // its numbers, not those of one that took its name
@@ -102,15 +103,15 @@ function Scores({ found, result, view }) {
     <p class="soft">Scores of ${found.probe}${known ? ` at ${known.hook}, layer ${known.layer}` : ""}. Tokens in italics were generated; the last one has no score, because it is never fed back. The first token has no colour: its row is an outlier in most models.</p>`;
 }
 
-/** The texts of the first `count` tokens of a prompt and its output; null until they are known. */
-function useTexts(view, output, request, count) {
+/** The texts of the tokens of a prompt and its output; null until they are known. */
+function useTexts(view, output, request) {
   const given = useAnswer(`/v1/jobs/${view.id}/request`);
   const prompt = given && given.prompts[request];
   const split = useTokens(view.model, prompt ? prompt.text : null);
   const words = useWords(view.model, output.token_ids);
   if (!words || given === undefined || (prompt && prompt.text !== null && !split)) return null;
   const known = split && split.length === output.prompt_tokens;
-  return Array.from({ length: count }, (_, n) => (n < output.prompt_tokens ? (known ? split[n] : `${n}`) : words(output.token_ids[n - output.prompt_tokens])));
+  return Array.from({ length: output.prompt_tokens + output.token_ids.length }, (_, n) => (n < output.prompt_tokens ? (known ? split[n] : `${n}`) : words(output.token_ids[n - output.prompt_tokens])));
 }
 
 /** The tokens' texts of a prompt; null until then. */
@@ -128,8 +129,8 @@ function useTokens(model, text) {
 export default function View({ params, query, jobs }) {
   return html`<h1>Probes</h1><p class="lead">Scores every token of a prompt, and of the answer, with a trained linear probe.</p>
     <${ReadingForm} ...${form} query=${query} />
-    ${params[0] ? html`<${Reading} key=${params[0]} id=${params[0]} jobs=${jobs}>${(result, view, n) => {
+    <${Reading} key=${params[0]} id=${params[0]} name="probes" jobs=${jobs}>${(result, view, n) => {
       const found = (result.probes || []).filter(({ request }) => request === n);
       return found.length ? found.map((each) => html`<${ProbeResult} key=${`${n} ${each.probe}`} found=${each} result=${result} view=${view} />`) : html`<p>This job has no scores.</p>`;
-    }}<//>` : html`<${Recent} name="probes" jobs=${jobs} />`}`;
+    }}<//>`;
 }

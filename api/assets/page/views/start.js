@@ -8,7 +8,7 @@ import { age, count, duration } from "../lib/format.js";
 import { ours } from "../lib/hooks.js";
 import { colour } from "../lib/heatmap.js";
 import { askedOf, markOf, outcomeOf, over, placeOf, progressOf, timing, titleOf } from "../lib/jobs.js";
-import { useModels } from "../lib/models.js";
+import { useModels } from "../lib/ask.js";
 import { EmptyState, Section, State } from "../lib/parts.js";
 import { EXAMPLE } from "../lib/sweep_request.js";
 import { useDark } from "../lib/theme.js";

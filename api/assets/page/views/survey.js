@@ -2,11 +2,11 @@
 
 import { post } from "../lib/api.js";
 import { Button, Field, Problem, html, useState } from "../lib/ui.js";
-import { Chips, Legend, short } from "../lib/chips.js";
-import { Id } from "../lib/parts.js";
+import { short } from "../lib/chips.js";
 import { count, percent } from "../lib/format.js";
-import { shade } from "../lib/heatmap.js";
-import { Bars, ended, quoted, useAnswer, useWords } from "../lib/readings.js";
+import { Id } from "../lib/parts.js";
+import { useAnswer } from "../lib/ask.js";
+import { Bars, Examples, ended } from "../lib/readings.js";
 
 const titled = ({ survey: { sae, against, top } }) => `${[sae && `features of ${sae.name}`, against && `compared with ${against}`].filter(Boolean).join(", ")}, ${count(top, "example")}`;
 
@@ -45,25 +45,18 @@ export default function Survey({ harvest, job }) {
   const path = `/v1/harvests/${encodeURIComponent(harvest)}/surveys/${encodeURIComponent(job)}?limit=100&order=${order}`;
   const listed = useAnswer(path, setError);
   const answer = useAnswer(feature === null ? path : `${path}&feature=${feature}`, setError);
-  const examples = (answer && answer.examples) || [];
-  const word = useWords(view && view.model, view && answer ? examples.flatMap(({ token_ids }) => token_ids) : null);
   const { against, sae } = listed ? listed.survey.survey : {};
   const features = listed ? listed.features : [];
   const chosen = features.find((each) => each.feature === (feature ?? (features[0] || {}).feature));
-  const top = examples.length ? examples[0].value : 1;
   const largest = Math.max(1e-9, ...features.map(({ density }) => Math.max(...density)));
-  const what = against ? "KL divergence in nats" : "activation";
   return html`<h1>${against ? "Comparison" : "Features"}</h1><p><a href=${`#/harvests/${harvest}`}>Its harvest</a> · <a href=${`#/jobs/${job}`}>its job</a> · <${Id} id=${job} /></p>
     <${Problem} error=${error} />
     ${listed && html`<p class="finding">${against && `Compared with ${against}: a mean KL divergence of ${short(listed.survey.mean_kl)} nats over ${count(listed.survey.rows, "row")}. `}${sae && chosen && `Feature ${chosen.feature} of ${sae.name} is active on ${Sides({ values: chosen.density, text: percent })} of ${count(listed.survey.rows, "row")}.`}</p>
     <div class="reading even">
       ${sae && html`<section class="card" aria-label="Features"><h2>Features</h2>
         <p class="inline"><label>By <select value=${order} onChange=${({ target }) => setOrder(target.value)}><option value="density">density</option><option value="mean">mean activation</option></select></label>${against && html`<span class="soft">largest change first</span>`}</p>
-        <${Bars} label="Features of the harvest" onPick=${against ? null : pick} items=${features.map((each) => ({ key: each.feature, active: chosen === each, text: html`${each.feature} <span class="soft">mean ${Sides({ values: each.mean, text: short })}</span>`, value: Sides({ values: each.density, text: percent }), share: each.density[0] / largest }))} /></section>`}
-      <section class="card" aria-label="Examples"><h2>${against ? "Tokens that differ most" : `Examples of feature ${chosen ? chosen.feature : ""}`}</h2>
-        ${answer && !examples.length && html`<p class="soft">It is active nowhere.</p>`}
-        ${word && examples.length > 0 && html`<${Legend} low=${0} paint=${shade} from=${0} to=${Number(top.toPrecision(2))} what=${what} />
-          <ol class="examples">${examples.map(({ document, position, value, positions, token_ids, values }) => html`<li key=${document}><p class="soft">${short(value)} at ${quoted(word(token_ids[positions.indexOf(position)]))}, token ${position} of document ${document}</p>
-            <${Chips} label=${`Document ${document}`} paint=${shade} active=${position} items=${positions.map((at, n) => ({ key: at, word: word(token_ids[n]), value: values[n], share: values[n] / top }))} /></li>`)}</ol>`}</section>
+        <div class="scrolls" tabindex="0" role="group" aria-label="List"><${Bars} label="Features of the harvest" onPick=${against ? null : pick} items=${features.map((each) => ({ key: each.feature, active: chosen === each, text: html`${each.feature} <span class="soft">mean ${Sides({ values: each.mean, text: short })}</span>`, value: Sides({ values: each.density, text: percent }), share: each.density[0] / largest }))} /></div></section>`}
+      <aside class="card" tabindex="0" aria-label="Examples"><h2>${against ? "Tokens that differ most" : `Examples of feature ${chosen ? chosen.feature : ""}`}</h2>
+        ${view && answer && html`<${Examples} model=${view.model} examples=${answer.examples} what=${against ? "KL divergence in nats" : "activation"} />`}</aside>
     </div>`}`;
 }

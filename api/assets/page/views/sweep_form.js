@@ -2,7 +2,7 @@
 
 import { get, post } from "../lib/api.js";
 import { Button, Field, Problem, html, useCallback, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
-import { useModels } from "../lib/models.js";
+import { useModels } from "../lib/ask.js";
 import { count, number } from "../lib/format.js";
 import { written } from "../lib/grid.js";
 import { HookBoxes, ours } from "../lib/hooks.js";

@@ -8,7 +8,7 @@ import pytest
 from survey_kit import examples_of
 
 from midstream.schemas.base import MidstreamError
-from midstream.schemas.jobs.harvests import SurveyEntry
+from midstream.schemas.jobs.harvests import FeatureFigures, SurveyEntry
 from midstream.schemas.requests.harvest_work import Survey
 from midstream.storage.harvests import RowOrigins
 from midstream.storage.surveys import Surveyed
@@ -99,7 +99,7 @@ def test_the_features_of_a_survey_are_ordered_once_for_all_calls() -> None:
 
     class Counted(Surveyed):
         def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-            reads.append(name)
+            reads.extend([name] * (stop is None))  # of all features
             shape = {"active": [1], "mean": [1], "tokens": [2, 3], "around": [2, 3]}.get(name, [2])
             return np.arange(300 * np.prod(shape)).reshape(300, *shape)[start:stop]
 
@@ -109,6 +109,7 @@ def test_the_features_of_a_survey_are_ordered_once_for_all_calls() -> None:
         for limit in (3, 200):
             view = Counted(None, entry).view("mean", limit, feature=5)  # type: ignore[arg-type]
             assert [each.feature for each in view.features] == [*range(299, 299 - limit, -1)]
+            assert view.figures == FeatureFigures(feature=5, density=[5 / 900], mean=[5])
     assert reads.count("active") == reads.count("mean") == 2
 
 
