@@ -23,6 +23,7 @@ from rich.padding import Padding
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ...broker.processes.private_files import OWNER_ALONE
 from ...schemas.base import MidstreamError, __version__, to_json
 from ...schemas.settings.settings import Settings, load_settings
 from ...workers.demo_model import MODEL_NAME, fetch_demo_model
@@ -210,6 +211,8 @@ def _settings(data: Path | None, console: Console) -> Settings:
     """Return the user's settings with free ports, the demo model and a separate data directory."""
     base = load_settings()
     folder = Path(data or Path(base.data_dir) / "demo").expanduser().resolve()
+    # `midstream up` keeps other accounts out of it
+    folder.parent.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
     # a supervisor that may still use the folder reports the conflict itself
     if data is None and (folder / LOCK_FILE).exists() and not read_state(folder):
         shutil.rmtree(folder)  # left by an earlier demo
@@ -295,9 +298,12 @@ def _steer(stage: DemoStage) -> Iterator[CheckFinding]:
     )
     direction = means[: len(SEA)].mean(0) - means[len(SEA) :].mean(0)
     norm = float(np.linalg.norm(direction))
-    typical = float(np.linalg.norm(means, axis=1).mean())
     sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
-    _line(console, f"{sets}: norm {norm:.1f}, mean norm of the activations {typical:.1f}")
+    _line(
+        console,
+        f"{sets}: norm {norm:.1f}, mean norm of the activations "
+        f"{np.linalg.norm(means, axis=1).mean():.1f}",
+    )
     module = client.modules.put(MODULE, {f"post_block.{LAYER}": direction}, MODEL_NAME, sets)
     push = [{"module": MODULE, "scale": SCALE}]
     use = f"a request uses {escape(to_json(push).decode())}"

@@ -3,11 +3,12 @@ job's result is printed.
 """
 
 import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Group
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base import MidstreamError, error_of
@@ -97,27 +98,25 @@ def follow(client: Client, view: JobView) -> None:
     """Show a progress bar with the job's state until the job ends. It counts receipts, because
     polls do not report finished prompts.
     """
-    columns = (
+    with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=out, transient=True) as progress:
+        console=out,
+        transient=True,
+    ) as progress:
         task = progress.add_task(view.id, total=None, note="")
         while view.finished is None:
-            note = (
-                f"receipts {view.receipts}/{view.receipts_expected}"
-                if view.receipts_expected
-                else ""
-            )
             progress.update(
                 task,
                 description=f"{view.id} {jobs.coloured(view.state)}",
                 total=view.receipts_expected or None,
                 completed=view.receipts,
-                note=note,
+                note=f"receipts {view.receipts}/{view.receipts_expected}"
+                if view.receipts_expected
+                else "",
             )
             time.sleep(LOOK_S)
             view = client.jobs.get(view.id)
@@ -136,16 +135,25 @@ def report_end(client: Client, view: JobView, as_json: bool, verbose: bool = Tru
         out.print(records.one(view) if verbose else f"more: midstream get job {view.id}")
 
 
+#: Field with the outcome of a job that is more than texts → what is shown of it.
+_OUTCOMES: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
+    "sweep": lambda result: [sweeps.report(result.sweep)],
+    "attribution": lambda result: [attributions.report(attribution_of(result))],
+    "dose": lambda result: doses.drawn(result.dose),
+    "fit": lambda result: [records.one(getattr(result.fit, "lens", result.fit))],
+}
+
+
+def words_of(client: Client, model: str, tokens: Sequence[int]) -> dict[int, str]:
+    """Return token id → text of a model's tokens."""
+    texts = client.detokenize(model, tokens).token_strs if tokens else []
+    return dict(zip(tokens, texts, strict=True))
+
+
 def print_result(client: Client, result: JobResult, verbose: bool = True) -> None:
     """Print outputs and readings; receipts if `verbose`, or if the ranks disagree."""
-    computed = (
-        (result.sweep and sweeps.report(result.sweep))
-        or (result.attribution and attributions.report(attribution_of(result)))
-        or (result.dose and Group(*doses.drawn(result.dose)))
-        or (result.fit and records.one(getattr(result.fit, "lens", result.fit)))
-    )
-    if computed:
-        out.print(computed)
+    if outcome := next((name for name in _OUTCOMES if getattr(result, name)), None):
+        out.print(*_OUTCOMES[outcome](result), sep="\n")
         return
     out.print(records.listed(result.outputs, Output))
     if result.probes:
@@ -153,8 +161,7 @@ def print_result(client: Client, result: JobResult, verbose: bool = True) -> Non
     if any(each.decisions or (each.policy and each.policy.inherited) for each in result.probes):
         out.print(readings.decisions(result))
     captures = result.capture_results
-    if tokens := readings.tokens(result):
-        words = dict(zip(tokens, client.detokenize(result.model, tokens).token_strs, strict=True))
+    if words := words_of(client, result.model, readings.tokens(result)):
         out.print(*readings.tables(result, words), sep="\n")
     if result.determinism is not None and (verbose or not result.determinism.consistent):
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))

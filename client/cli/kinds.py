@@ -17,12 +17,13 @@ from ...schemas.base import MidstreamError, Translated, __version__, invalid, su
 from ...schemas.jobs.jobs import JobView, State
 from ...schemas.requests.steering import Dynamic, GlobalView, ModuleView
 from ...schemas.service.health import Health
-from ..render import figures, jobs, records, steering
+from ..render import figures, jobs, readings, records, steering
+from ..render.lines import computed
 from ..sdk import wire
 from ..sdk.bridge import bridge, target_of
 from ..sdk.client import Client
 from . import captures, fits, keys, options
-from .jobs import print_result
+from .jobs import print_result, words_of
 from .terminal import Connector, err, out, print_json, say
 
 #: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields.
@@ -57,7 +58,11 @@ def _export_job(
     connect: Connector, job: str, path: str = "-", /, *, pair: int | None = None
 ) -> str:
     """Write a job's result."""
-    return _written(connect().result(job), job, path, **wire.given(pair=pair))
+    result = connect().result(job)
+    words = words_of(connect(), result.model, readings.tokens(result))
+    written = _written(result, job, path, words=words or None, pair=pair)
+    rows = written and not computed(result) and result.capture_results.files
+    return f"{written}, without its rows: midstream export capture {job}" if rows else written
 
 
 def _export_probe(connect: Connector, name: str, path: str = "-", /, **fields: Any) -> str:
@@ -65,8 +70,14 @@ def _export_probe(connect: Connector, name: str, path: str = "-", /, **fields: A
     return _written(connect().probes.get(name, **fields), name, path)
 
 
-def _written(result: Any, name: str, path: str, **options: Any) -> str:
-    """Write a result to a file: as JSON, as a table (.csv), or drawn."""
+def _written(
+    result: Any,
+    name: str,
+    path: str,
+    words: Mapping[int, str] | None = None,
+    pair: int | None = None,
+) -> str:
+    """Write a result to a file: as JSON, as a table (.csv), or drawn. `words`: token id → text."""
     if path == "-":
         print_json(result)
         return ""
@@ -74,10 +85,10 @@ def _written(result: Any, name: str, path: str, **options: Any) -> str:
         case ".json":
             Path(path).write_bytes(to_json(result))
         case ".csv":
-            result.to_pandas().to_csv(path, index=False)
+            result.to_pandas(**wire.given(words=words)).to_csv(path, index=False)
         case _:
             figures.check(path, "--output")
-            figures.plot(result, path, **options)
+            figures.plot(result, path, **wire.given(words=words, pair=pair))
     return f"{name} written to {path}"
 
 
@@ -276,9 +287,16 @@ def find(name: str, verb: str) -> tuple[Kind, Act]:
     """
     kind, names = _BY_NAME.get(name), kinds_with(verb)
     if kind is None:
-        detail, hint = f"unknown kind {name!r}", suggestion(name, _BY_NAME)
-        raise invalid("KIND", detail, allowed=", ".join(names), hint=hint)
+        raise invalid(
+            "KIND",
+            f"unknown kind {name!r}",
+            allowed=", ".join(names),
+            hint=suggestion(name, _BY_NAME),
+        )
     if verb not in kind.acts:
-        verbs = ", ".join(kind.acts)
-        raise invalid("KIND", f"{verb!r} is not for {kind.plural}", allowed=f"{verbs} {kind.name}")
+        raise invalid(
+            "KIND",
+            f"{verb!r} is not for {kind.plural}",
+            allowed=f"{', '.join(kind.acts)} {kind.name}",
+        )
     return kind, kind.acts[verb]

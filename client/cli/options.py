@@ -123,6 +123,13 @@ def rows(file: str | Path, wanted: Sequence[str], required: bool = True) -> list
         found = [*islice(read_rows(file, wanted, required), MAX_PROMPTS + 1)]
     if not found:
         raise invalid("FILE", f"{file} has no rows", allowed=f"rows with {', '.join(wanted)}")
+    if all(row.keys().isdisjoint(wanted) for row in found):
+        columns = ",".join(map("=".join, zip(wanted, found[0], strict=False)))
+        raise invalid(
+            "FILE",
+            f"{file} has none of {', '.join(wanted)}: it has {', '.join(found[0])}",
+            hint=f"name columns as in {file}:{columns}",
+        )
     return found
 
 

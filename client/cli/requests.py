@@ -34,7 +34,7 @@ from ..study.patch_study import PatchStudy
 from ..texts import split
 from . import options
 from .captures import open_capture
-from .jobs import follow, print_view, report_end
+from .jobs import follow, print_view, report_end, words_of
 from .terminal import (
     AsJson,
     FieldsOption,
@@ -322,8 +322,14 @@ def _finish(
 @with_client
 def dose(
     client: Client,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to continue.")
+    ] = None,
     file: File = None,
     set_: FieldsOption = None,
+    model: Model = None,
+    steer: SteerOption = None,
+    layers: CellLayers = None,
     prompts: Annotated[
         Path | None, typer.Option(help=f"Prompts to continue: {options.ROWS_FORM}.")
     ] = None,
@@ -334,10 +340,17 @@ def dose(
     texts: Annotated[bool, typer.Option(help="Print the whole text of each scale.")] = False,
     json_: AsJson = False,
 ) -> None:
-    """Weigh the effect of steering against its damage, by layer and scale."""
+    """Weigh the effect of steering against its damage, by layer and scale; `--set scales=…`,
+    `--set effect.target=…` and the like give the other fields.
+    """
     figures.check(figure, "--figure")
-    files = {"prompts": prompts, "held_out": held_out}
-    typed = {name: options.texts(path) for name, path in files.items() if path is not None}
+    typed = {
+        "prompts": [*(prompt or []), *(options.texts(prompts) if prompts else [])],
+        "held_out": options.texts(held_out) if held_out else [],
+        "steering": options.steering(steer),
+        "layers": options.layers(layers),
+        "model": model,
+    }
     result = client.dose(None, **_of_a_model(client, options.fields(file, set_, typed)))
     if not print_json(result, json_) and result.dose:
         out.print(*doses.drawn(result.dose, texts), sep="\n")
@@ -510,8 +523,12 @@ def harvest(
 ) -> None:
     """Harvest the rows of a corpus. Interrupting it leaves the harvest running."""
     path, column = split(source or "")
-    typed: dict[str, Any] = {"source.path": source and str(path), "source.field": column or None}
-    typed |= {"model": model, "max_tokens": max_tokens}
+    typed: dict[str, Any] = {
+        "source.path": source and str(path),
+        "source.field": column or None,
+        "model": model,
+        "max_tokens": max_tokens,
+    }
     fields = options.fields(file, set_, typed | options.sites(hooks, layers), "source.lines")
     if "source" not in fields:
         raise invalid("SOURCE", "is required unless --file has documents or a whole request")
@@ -537,10 +554,8 @@ def survey(
     the same tokens (`--set against=HARVEST`).
     """
     found = client.harvests.survey(harvest, **options.fields(file, set_))
-    model = client.harvests.get(harvest).model
     view = found.view(limit=20, feature=feature)
     if not print_json(view, json_):
         tokens = sorted({token for one in view.examples for token in one.token_ids})
-        texts = client.detokenize(model, tokens).token_strs if tokens else []
-        shown = records.survey(view, dict(zip(tokens, texts, strict=True)))
-        out.print(*shown, sep="\n", soft_wrap=True)
+        words = words_of(client, client.harvests.get(harvest).model, tokens)
+        out.print(*records.survey(view, words), sep="\n", soft_wrap=True)

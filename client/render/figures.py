@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -314,11 +314,13 @@ def _draw_heat(
     return drawn  # type: ignore[no-any-return]
 
 
-def job_figure(result: JobResult, request: int = 0, **options: Any) -> "Figure":
+def job_figure(
+    result: JobResult, request: int = 0, words: Mapping[int, str] | None = None, **options: Any
+) -> "Figure":
     """Draw what a job computed: its sweep, attribution or dose, or one prompt's lens, features or
-    probe scores. Raises MidstreamError for a job without any.
+    probe scores. `words`: token id → text. Raises MidstreamError for a job without any.
     """
-    for value in computed(result, request):
+    for value in computed(result, request, words):
         if draw := PLOTS.get(type(value)):
             return draw(value, **options)
     raise MidstreamError(

@@ -95,9 +95,7 @@ def table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for column in columns:
-        if column in _WHOLE:
-            result.add_column(column, no_wrap=True)
-            continue
+        whole = column in _WHOLE
         number = column in right or column in (
             "rank",
             "request",
@@ -113,7 +111,12 @@ def table(
             "positions",
             "tokens",
         )
-        result.add_column(column, justify="right" if number else "left", overflow="fold")
+        result.add_column(
+            column,
+            justify="right" if number else "left",
+            no_wrap=whole,
+            overflow="ellipsis" if whole else "fold",
+        )
     cells = list(rows)
     for row in cells[:most]:
         result.add_row(*row)

@@ -1,7 +1,7 @@
 """The lines of data frames: the numbers of each kind of result, which its figure draws."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -27,14 +27,20 @@ from ..sdk.wire import Answer
 Lines = Iterable[dict[str, Any]]
 
 
-def computed(result: JobResult, request: int = 0) -> list[Any]:
+def computed(
+    result: JobResult, request: int = 0, words: Mapping[int, str] | None = None
+) -> list[Any]:
     """Return what a job computed beside texts: its sweep, attribution, dose or fit, or the lenses,
-    features and probe scores of one prompt.
+    features and probe scores of one prompt. `words`: token id → text.
     """
     whole = [result.sweep, result.attribution and attribution_of(result), result.dose, result.fit]
-    lenses = [lens_of(each, result.id) for each in result.lens or () if each.request == request]
+    lenses = [
+        lens_of(each, result.id, words) for each in result.lens or () if each.request == request
+    ]
     features = [
-        Features(result.id, each) for each in result.features or () if each.request == request
+        Features(result.id, each, words or {})
+        for each in result.features or ()
+        if each.request == request
     ]
     return [
         *filter(None, whole),
@@ -45,7 +51,8 @@ def computed(result: JobResult, request: int = 0) -> list[Any]:
 
 
 def _attention(attention: Attention) -> dict[str, np.ndarray]:
-    positions, panels = np.array(attention.positions), attention.panels
+    positions, tokens = np.array(attention.positions), np.array(attention.tokens, dtype=object)
+    panels = attention.panels
     query, key = np.tril_indices(len(positions))
     layers, heads = np.array(panels).reshape(-1, 2).T
     return {
@@ -53,6 +60,8 @@ def _attention(attention: Attention) -> dict[str, np.ndarray]:
         "head": np.repeat(heads, len(query)),
         "query": np.tile(positions[query], len(panels)),
         "key": np.tile(positions[key], len(panels)),
+        "query_token": np.tile(tokens[query], len(panels)),
+        "key_token": np.tile(tokens[key], len(panels)),
         "weight": np.array([attention.of(*panel)[query, key] for panel in panels]).ravel(),
     }
 
@@ -71,12 +80,18 @@ def _features(features: Features) -> Lines:
 
 
 def _lens(lens: Lens) -> Lines:
-    for (row, column, rank), token in np.ndenumerate(lens.top_ids):
-        yield (
-            {"layer": lens.layers[row], "position": lens.positions[column], "rank": rank}
-            | {"token_id": int(token), "token": lens.word(token)}
-            | {"logprob": float(lens.logprobs[row, column, rank])}
-        )
+    """Yield the top tokens of each layer and position, and the named ones that are not among
+    them.
+    """
+    for row, column in np.ndindex(lens.top_ids.shape[:2]):
+        place, top = (row, column), lens.top_ids[row, column]
+        lines = [*zip(range(len(top)), top, lens.logprobs[place], strict=True)]
+        named = zip(lens.ranks[place], lens.named, lens.named_logprobs[place], strict=True)
+        for rank, token, logprob in [*lines, *(line for line in named if line[1] not in top)]:
+            yield (
+                {"layer": lens.layers[row], "position": lens.positions[column], "rank": int(rank)}
+                | {"token_id": int(token), "token": lens.word(token), "logprob": float(logprob)}
+            )
 
 
 def _lens_fit(result: LensFitResult) -> Lines:
@@ -116,9 +131,15 @@ def _scores(result: ProbeResult) -> Lines:
     ]
 
 
-def _job(result: JobResult, *, request: int = 0, **options: Any) -> Any:
+def _job(
+    result: JobResult,
+    *,
+    request: int = 0,
+    words: Mapping[int, str] | None = None,
+    **options: Any,
+) -> Any:
     policies = [each for each in result.probes if each.policy]
-    if found := [each for each in computed(result, request) if each not in policies]:
+    if found := [each for each in computed(result, request, words) if each not in policies]:
         return found[0].to_pandas(**options)
     if any(each.decisions for each in policies):
         return itertools.chain.from_iterable(map(_scores, policies))

@@ -102,8 +102,9 @@ def _text(name: str) -> Cell:
 
 def _digest(record: Any) -> str:
     """Return the record's digest, and that of the record that it replaced."""
-    before = f" (before: {record.replaced[:DIGEST]})" if record.replaced else ""
-    return f"{record.digest}{before}"
+    return f"{record.digest}" + (
+        f" (before: {record.replaced[:DIGEST]})" if record.replaced else ""
+    )
 
 
 def _short_digest(record: Any) -> str:
@@ -451,7 +452,7 @@ SHOWN: dict[type, Shown] = {
             "job": lambda view: f"{view.id}\n{escape(view.model)}",
             "state": lambda view: (
                 coloured(view.state)
-                + (f" ×{view.attempt}" if view.attempt > 1 else "")
+                + (f", attempt {view.attempt}" if view.retry_reason else "")
                 + (
                     ""
                     if view.capture_status == "not_requested"
@@ -459,7 +460,7 @@ SHOWN: dict[type, Shown] = {
                 )
                 + (f"\ntriggered {_triggered(view)}" if view.triggered else "")
             ),
-            "prompts": lambda view: str(view.prompts),
+            "what": lambda view: f"{view.kind}\n{_extent(view)}",
             "took": lambda view: seconds(view.created, view.finished),
         },
         {
@@ -468,7 +469,9 @@ SHOWN: dict[type, Shown] = {
             "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
             "identity": lambda view: view.identity[:SHOWN_IDENTITY],
             "triggered": _triggered,
-            "attempt": lambda view: str(view.attempt),
+            "attempt": lambda view: (
+                f"{view.attempt}" + (f", after {view.retry_reason}" if view.retry_reason else "")
+            ),
             "waited": lambda view: seconds(view.queued or view.created, view.started),
             "generated in": lambda view: seconds(view.started, view.generated),
             "ended after": lambda view: seconds(view.created, view.finished),

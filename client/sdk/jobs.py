@@ -142,21 +142,30 @@ class Jobs(Calls[M]):
         On a terminal and in a notebook, a progress bar counts prompts once the job has run for a
         second; `progress=False` hides it.
         """
-        view = await self.submit(request, **fields)
+        return await self._watched(await self.submit(request, **fields), progress, timeout)
+
+    @call
+    async def dose(
+        self, /, request: DoseRequest | None = None, *, progress: bool = True, **fields: Any
+    ) -> JobResult:
+        """Run a dose, by struct or by the fields of `DoseRequest`: effect against damage of
+        steering, by layer and scale. Wait, and return the result, whose `dose` has the cells.
+
+        `progress`: as for `run`. `model` may be omitted if the server serves only one.
+        """
+        body = await self._body(request, fields, DoseRequest)
+        return await self._watched(await self._submit("/v1/doses", body, None), progress)
+
+    async def _watched(
+        self, view: JobView, progress: bool, timeout: float | None = None
+    ) -> JobResult:
+        """Wait until the job has ended, beside a bar of its prompts, and return its result."""
         with prompts_bar(view.prompts) if progress else nullcontext() as show:
             async with (
                 nullcontext() if show is None else self._io.beside(self._follow(view.id, show))
             ):
                 await self.wait(view.id, timeout)
         return await self.result(view.id)
-
-    @call
-    async def dose(self, /, request: DoseRequest | None = None, **fields: Any) -> JobResult:
-        """Run a dose, by struct or by the fields of `DoseRequest`: effect against damage of
-        steering, by layer and scale. Wait, and return the result, whose `dose` has the cells.
-        """
-        body = await self._body(request, fields, DoseRequest)
-        return await self._ended(await self._submit("/v1/doses", body, None))
 
     async def _ended(self, job_id: JobLike) -> JobResult:
         """Wait until the job has ended, and return its result. Raises what `result` raises."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Unpack
 
 import numpy as np
@@ -109,14 +110,12 @@ def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None
 
 def known_tokens(readings: Sequence[LensReading]) -> list[int]:
     """Return all token ids in these readings, ascending."""
-    result: set[int] = set()
-    for reading in readings:
-        result.update(
-            reading.token_ids,
-            reading.named_tokens,
-            *(row for layer in reading.top_tokens for row in layer),
-        )
-    return sorted(result)
+    parts = [
+        part
+        for reading in readings
+        for part in (reading.token_ids, reading.named_tokens, *chain(*reading.top_tokens))
+    ]
+    return sorted({*chain(*parts)})
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,11 @@ class _Study(Generic[C]):
         if self._result is None:
             return f"{type(self).__name__}({what}): no sweep yet"
         summary = self._result.summary
+        notes = sum(len(pair.notes) for pair in self._result.pairs)
         return (
             f"{type(self).__name__}({what}): {summary.metric} of {summary.cells} cells, "
             f"{summary.skipped} skipped"
+            + (f"; .show() prints the notes ({notes})" if notes else "")
         )
 
     def _repr_png_(self) -> bytes | None:

@@ -116,18 +116,19 @@ class SteeringSpec(Record):
 
     A null field takes its default. A field that the op does not use must be null.
 
-    Alternatively, apply a named `module`, with `scale` (of its whole effect) and `positions`
-    (instead of the module's own). Or set the `feature` of a sparse autoencoder `sae`, at its hook
-    and layer, to `value` (`op` is `clamp`) or to 0 (`ablate`), or add `value` times its decoder row
-    (`add`). Or edit along the direction that a Jacobian lens `jacobian` gives a `token`, at
-    `layers`: `add` and `ablate` take it in place of `vector`; with `swap`, another token, the row's
-    coordinates in the plane of both directions are exchanged, `strength` times.
+    Alternatively, apply a named `module`, with `scale` (of its whole effect), `positions` (instead
+    of the module's own) and `layers` (those of its own that are edited). Or set the `feature` of a
+    sparse autoencoder `sae`, at its hook and layer, to `value` (`op` is `clamp`) or to 0
+    (`ablate`), or add `value` times its decoder row (`add`). Or edit along the direction that a
+    Jacobian lens `jacobian` gives a `token`, at `layers`: `add` and `ablate` take it in place of
+    `vector`; with `swap`, another token, the row's coordinates in the plane of both directions are
+    exchanged, `strength` times.
 
     `vector` v: `[hidden_size]`, finite; its norm does not matter for `ablate` and `clamp`, or with
     `norm_match`. `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.
     """
 
-    layers: LayerSelector | None = None  # required without `module`
+    layers: LayerSelector | None = None  # required without `module`; default with it: all its own
     vector: NumbersOrTensor | None = None
     hook: HookName | None = None  # default: post_block
     positions: RequestedPositions | None = None  # default: all; for a module, its own

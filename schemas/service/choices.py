@@ -64,6 +64,11 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         'a module is named as [{"module": NAME}]',
     ),
     (
+        r".*positions\[\d+\]: Expected `int \| object`, got `str`",
+        "",
+        'a name stands alone, not in a list: use two entries, or "all" or {"start": N}',
+    ),
+    (
         r"(?:.*\.)?trigger: Expected `object(?: \| null)?`, got `str`",
         "",
         'a text is given as {"text": "</think>", "after": "end"}',

@@ -3,6 +3,7 @@ files.
 """
 
 from collections.abc import Sequence
+from os.path import isdir
 from pathlib import Path
 
 from ...schemas.base import Translated, invalid
@@ -20,13 +21,16 @@ def folder_below(root: str, path: str, setting: str, kinds: Sequence[Sequence[st
     top = Path(root).expanduser().resolve()
     if "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:
         raise invalid("path", f"{path!r} is not a path below {setting}", allowed=allowed)
+    last = Path(path).name
     with Translated(
         (OSError, RuntimeError),
         lambda error: invalid(
             "path",
             f"there is no folder {path!r} in {setting}",
             allowed=allowed,
-            hint=f"`midstream doctor` on the server prints the folder of {setting}",
+            hint=f"write {last!r}"
+            if path != last and isdir(top / last)
+            else f"`midstream doctor` on the server prints the folder of {setting}",
         ),
     ):
         folder = (top / path).resolve(strict=True)

@@ -89,6 +89,11 @@ def test_a_bad_registration_is_refused_by_field(
     refused(answer, 400, field, says)
 
 
+def test_a_path_from_elsewhere_is_answered_with_that_of_the_folder(http: httpx2.Client) -> None:
+    answer = http.put("/v1/artifacts/saes/x", json={"path": ".midstream/saes/standard"})
+    assert refused(answer, 400, "path")["hint"] == "write 'standard'"
+
+
 def test_what_one_kind_has_is_refused_for_others(http: httpx2.Client) -> None:
     refused(http.get("/v1/artifacts/sae/x"), 404, "kind", "unknown kind of artifact 'sae'")
     problem = refused(http.patch("/v1/artifacts/saes/x", json={"mode": "shadow"}), 400, "kind")

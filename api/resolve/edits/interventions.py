@@ -70,7 +70,8 @@ def check_together(spec: SteeringSpec, at: str, key: str, valid: Sequence[str]) 
         if field not in (*valid, *BESIDE_ALL) and getattr(spec, field) is not None:
             raise invalid(
                 f"{at}.{field}",
-                f"is not valid together with {key}; valid fields: {', '.join(valid)}",
+                f"is not valid together with {key}; valid fields: "
+                f"{', '.join((*valid, *BESIDE_ALL))}",
             )
 
 

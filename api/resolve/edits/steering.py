@@ -21,6 +21,7 @@ from ....schemas.prompts.selectors import (
     RequestedPositions,
     SelectorError,
     Span,
+    as_ranges,
 )
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import (
@@ -40,9 +41,10 @@ from ..positions.windows import check_trigger
 from .features import NONE, NamedFeatures, plain_spec, resolve_feature
 from .installed_ops import check_not_installed, resolve_installed
 from .interventions import (
-    BESIDE_ALL,
     check_limit,
+    check_together,
     check_without,
+    edited_layers,
     limit_of,
     reach_of,
     resolve_entry,
@@ -108,28 +110,11 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 
 # --- A named module in a request
 
-#: Fields that are valid together with `module`.
 EntryT = TypeVar("EntryT", SteeringTemplate, StoredSteering)
-BESIDE_MODULE = ("module", "scale", "positions", *BESIDE_ALL)
-
-
-def _must_be_absent(name: str) -> Callable[[SteeringSpec, Bounds], None]:
-    def rule(spec: SteeringSpec, bounds: Bounds) -> None:
-        if getattr(spec, name) is not None:
-            raise ValueError(
-                "is not valid together with module, which defines it; valid fields: scale, "
-                "positions"
-            )
-
-    return rule
-
-
+#: Fields that are valid together with `module`.
+BESIDE_MODULE = ("module", "layers", "positions", "scale")
 REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
-    *(
-        (name, _must_be_absent(name))
-        for name in SteeringSpec.__struct_fields__
-        if name not in BESIDE_MODULE
-    ),
+    ("layers", lambda spec, bounds: None if spec.layers is None else edited_layers(spec, bounds)),
     (
         "positions",
         lambda spec, bounds: None if spec.positions is None else positions_of_each(spec, bounds),
@@ -143,50 +128,68 @@ def _placed_of_module(
     """Return the entries of the module that `spec` names. Raises a 400 naming the field below
     `at`.
     """
+    check_together(spec, at, "module, which defines it", BESIDE_MODULE)
     made = apply_rules(REFERENCE_RULES, spec, bounds, at)
     module = model_state.modules.get(spec.module or "")
     if module is None:
         raise unknown_module(f"{at}.module", spec.module, bounds.model.name, model_state)
     scale = 1.0 if spec.scale is None else spec.scale
     placed = []
-    for number, (entry, reach) in enumerate(zip(module.entries, module.reach, strict=True)):
+    for number, entry, reach in _chosen(module, spec, bounds):
         _check_fits(module, number, entry, bounds, at)
         _check_scale(entry, reach, scale, bounds, f"{at}.scale", "the module's")
         positions = made["positions"] or _own_positions(module, number, entry, bounds, at)
         placed.append((entry.scaled(scale), positions))
+    if not placed:
+        layers = as_ranges({layer for entry in module.entries for layer in entry.layers})
+        raise invalid(f"{at}.layers", f"module {module.name!r} edits none of them", allowed=layers)
     return placed
+
+
+def _chosen(
+    module: Module, spec: SteeringSpec, bounds: Bounds
+) -> list[tuple[int, SteeringTemplate, float]]:
+    """Return number, entry and reach of the module's entries at those of their layers that the spec
+    chooses.
+    """
+    every = zip(range(len(module.entries)), module.entries, module.reach, strict=True)
+    if spec.layers is None:
+        return [*every]
+    wanted = frozenset(edited_layers(spec, bounds))
+    return [
+        (number, msgspec.structs.replace(entry, layers=layers), reach)
+        for number, entry, reach in every
+        if (layers := [layer for layer in entry.layers if layer in wanted])
+    ]
 
 
 def _check_fits(
     module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str
 ) -> None:
     """Raises a 400 for a module of other sizes: its model's name may now serve another model."""
-    model = bounds.model
-    if module.hidden_size != model.hidden_size:
-        wrong = f"has hidden size {module.hidden_size}, but the model has {model.hidden_size}"
-    elif entry.layers[-1] >= model.num_layers:
-        wrong = (
-            f"has layer {entry.layers[-1]} in entry {number}; the model has layers 0 to "
-            f"{model.num_layers - 1}"
-        )
-    elif entry.hook not in model.hooks:
-        why = (
-            f", which is not served ({model.absent[entry.hook]})"
-            if entry.hook in model.absent
-            else ""
-        )
-        wrong = (
-            f"has hook {entry.hook} in entry {number}{why}; the model has {', '.join(model.hooks)}"
-        )
-    else:
-        return
-    raise invalid(
-        f"{at}.module",
+    model, last = bounds.model, entry.layers[-1]
+    absent = model.absent.get(entry.hook)
+    why = f", which is not served ({absent})" if absent is not None else ""
+    for wrong, applies in (
         (
-            f"module {module.name!r} {wrong}; it was registered for a different model also "
-            f"named {model.name!r}"
+            f"hidden size {module.hidden_size}, but the model has {model.hidden_size}",
+            module.hidden_size != model.hidden_size,
         ),
-    )
+        (
+            f"layer {last} in entry {number}; the model has layers 0 to {model.num_layers - 1}",
+            last >= model.num_layers,
+        ),
+        (
+            f"hook {entry.hook} in entry {number}{why}; the model has {', '.join(model.hooks)}",
+            entry.hook not in model.hooks,
+        ),
+    ):
+        if applies:
+            raise invalid(
+                f"{at}.module",
+                f"module {module.name!r} has {wrong}; it was registered for a different model also "
+                f"named {model.name!r}",
+            )
 
 
 def _check_scale(
@@ -299,7 +302,7 @@ def _check_scales(
         reaches = _reaches(spec, at, model_state.features)
     else:
         own = 1.0 if spec.scale is None else abs(spec.scale)
-        reaches = [reach * own for reach in module.reach]
+        reaches = [reach * own for _, _, reach in _chosen(module, spec, bounds)]
     for number, scale in enumerate(scales):
         for (entry, _), reach in zip(placed, reaches, strict=True):
             _check_scale(entry, reach, scale, bounds, f"scales[{number}]", f"{at}'s")
@@ -319,11 +322,12 @@ def _check_each(
     rows: dict[tuple[int, ...], int] = {}
     for index, entries in enumerate(per_prompt):
         if len(entries) > MAX_ENTRIES and field == "patch":
-            detail = (
+            raise invalid(
+                field,
                 f"needs {len(entries)} entries for prompt {index}: one per layer and source "
-                "position, plus those of steering"
+                "position, plus those of steering",
+                allowed=f"at most {MAX_ENTRIES}",
             )
-            raise invalid(field, detail, allowed=f"at most {MAX_ENTRIES}")
         sharing = _sharing(entries)
         if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:
             # above the limit, it depends on the prompt which rows meet at one token
@@ -595,8 +599,9 @@ def _check_room(
     needed = _room(rows)
     whom = f" {whom}" if whom else ""
     if (triggers := len({row.condition[1] for row in rows} - {b""})) > MAX_TRIGGERS:
-        detail = f"has {triggers} different triggers{whom}"
-        raise invalid(field, detail, allowed=f"at most {MAX_TRIGGERS}")
+        raise invalid(
+            field, f"has {triggers} different triggers{whom}", allowed=f"at most {MAX_TRIGGERS}"
+        )
     if needed.rows > MAX_STEERING_ROWS and (places := _places(rows)) > MAX_STEERING_ROWS:
         raise invalid(
             field,

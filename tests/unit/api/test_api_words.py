@@ -281,6 +281,7 @@ MODULE = 'a module is named as [{"module": NAME}]'
                 ("user", "", 'a role is given as {"role": "user"}'),
                 ("turn=-1", "", 'write {"turn": -1}'),
                 ("role=user", "", 'write {"role": "user"}'),
+                (["all_generated"], "[0]", "a name stands alone, not in a list: use two entries"),
                 ("last:2", "", 'a range is given as {"start": -2} or {"stop": 2}'),
             )
         ),

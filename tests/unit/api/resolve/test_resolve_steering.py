@@ -123,6 +123,14 @@ def test_a_request_sets_scale_and_positions_of_a_module() -> None:
     assert {tuple(entry.positions) for entry in entries} == {(0, 5)}
 
 
+def test_a_request_chooses_among_the_layers_of_a_module() -> None:
+    joy = module(spec(layers=[0, 2]), spec(layers=1), spec(layers=[1, 2], op="ablate"))
+    ((*entries,),), _ = resolved([SteeringSpec(module="joy", layers=[0, -2])], joy)
+    assert [(entry.family, entry.layers) for entry in entries] == [("add", [0, 2]), ("ablate", [2])]
+    chosen, limits = [SteeringSpec(module="joy", layers=2)], Bounds(model(), [PromptFacts(6)])
+    resolve_edits([], chosen, limits, ModelState({"joy": joy}), scales=[1.0, -1.0])
+
+
 @pytest.mark.parametrize("positions", ["all_generated", "all_prompt"])  # field case 25
 def test_a_module_of_one_phase_stays_one_in_each_prompt(positions: Any) -> None:
     per_prompt, _ = resolved(
@@ -198,7 +206,13 @@ AT_EACH = [spec(layers=layer) for layer in range(LAYERS)]
             )
             for wish, field, words in (
                 ({"module": "sad"}, "module", "unknown module 'sad'"),
-                ({"module": "joy", "layers": 1}, "layers", "not valid together with module"),
+                ({"module": "joy", "layers": 1}, "layers", "'joy' edits none of them (allowed: 0)"),
+                ({"module": "joy", "layers": 99}, "layers", "layer 99 is out of range"),
+                (
+                    {"module": "joy", "alpha": 1.0},
+                    "alpha",
+                    "valid fields: module, layers, positions, scale, limit, trigger",
+                ),
                 ({"module": "joy", "vector": VECTOR}, "vector", "not valid together with module"),
                 ({"module": "joy", "op": "ablate"}, "op", "not valid together with module"),
                 ({"module": "joy", "hook": "pre_attn"}, "hook", "not valid together with module"),

@@ -13,6 +13,7 @@ import pytest
 import typer
 from cli_kit import Cli
 from http_kit import reply, server
+from job_kit import job_result, job_view
 
 from midstream import MidstreamError, __version__
 from midstream.client import Client
@@ -28,6 +29,8 @@ from midstream.schemas.access.webhooks import (
     WebhookDelivery,
 )
 from midstream.schemas.base import from_json
+from midstream.schemas.jobs.jobs import JobPage
+from midstream.schemas.readings.lens import LensReading
 from midstream.schemas.requests.source_runs import RunPage, RunView
 
 ROOT = Path(main.__file__).parents[2]
@@ -135,8 +138,43 @@ def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
             for command in ("submit", "sweep", "attribute", "harvest")
             for option in ("--hooks", "--layers")
         ),
-        *((f"midstream {command}", "--layers") for command in ("lens", "attention")),
+        *((f"midstream {command}", "--layers") for command in ("lens", "attention", "dose")),
     }
+
+
+def test_a_table_of_jobs_says_what_they_are_and_counts_no_hand_over(cli: Cli) -> None:
+    handed = job_view(kind="attribution", attempt=2, cells_expected=9, model="m")
+    again = job_view(attempt=2, retry_reason="worker_lost", prompts=3, model="m")
+    ended, _ = cli.served("list", "jobs", by=[reply(JobPage(jobs=[handed, again]))])
+    found = {words: ended.out.count(words) for words in ("attribution", "of 9", "3 p", "attempt 2")}
+    assert found == dict.fromkeys(found, 1)
+
+
+def test_an_exported_lens_has_the_texts_of_its_tokens(cli: Cli) -> None:
+    reading = LensReading(
+        request=0, hook="post_block", layers=[0], positions=[0], token_ids=[7],
+        top_tokens=[[[8]]], top_logprobs=[[[-1.0]]], named_tokens=[], named_ranks=[[[]]],
+        named_logprobs=[[[]]],
+    )  # fmt: skip
+    answers = [
+        job_result("a", lens=[reading]),
+        {"prompt": "The sky", "token_strs": ["The", " sky"]},
+    ]
+    ended, _ = cli.served("export", "job", "job_1", "-o", "lens.csv", by=[*map(reply, answers)])
+    assert ended.code == 0, ended.err
+    assert Path("lens.csv").read_text().splitlines()[1] == "0,0,0,8, sky,-1.0"
+
+
+def test_a_dose_is_asked_for_like_a_job(cli: Cli) -> None:
+    typed = "dose Hi --model m --steer @joy --layers 2 --set scales=[1] --set held_out=[no]"
+    refusal = MidstreamError("invalid_request", "refused here").problem()
+    _, seen = cli.served(*typed.split(), "--set", 'effect.target=" good"', by=[reply(refusal, 400)])
+    asked = json.loads(seen.bodies[0])
+    assert (asked["prompts"], asked["layers"], asked["steering"][0]["module"]) == (
+        ["Hi"],
+        2,
+        "joy",
+    )
 
 
 def test_every_command_accepts_h_and_version(cli: Cli) -> None:
@@ -217,6 +255,11 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ("create curve boss w1", "role: unknown role 'boss' (allowed: relay, worker)"),
         ("create acl --set database=-1", "database: Expected `int` >= 0"),
         ("fit module n lines.jsonl --model m", "lines.jsonl, line 1 has no columns"),
+        (
+            "fit module n labels.csv --model m",
+            "labels.csv has none of positive, negative, prompt, target: it has text, id; name "
+            "columns as in labels.csv:positive=text,negative=id",
+        ),
         ("fit jacobian n lines.csv --model m", "FILE: lines.csv has no rows"),
         ("fit probe p lines.csv --set layer=1", "FILE: lines.csv has no rows"),
         ("fit probe p labels.csv --set layer=1", "labels.csv, line 2 has no 'label'"),

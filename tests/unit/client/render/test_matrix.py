@@ -319,7 +319,8 @@ def test_every_result_is_a_data_frame_and_one_short_line(kind: str) -> None:
 
 def test_data_frames_have_a_line_for_each_number_of_a_figure() -> None:
     weights = attention().to_pandas()
-    assert (len(weights), list(weights)) == (12, ["layer", "head", "query", "key", "weight"])
+    places, texts = ["layer", "head", "query", "key"], ["query_token", "key_token"]
+    assert (len(weights), list(weights)) == (12, [*places, *texts, "weight"])
     bins = fitted().to_pandas()
     assert (bins.negative.sum(), bins.positive.sum()) == (5, 5)
     assert list(fitted().to_pandas(roc=True)) == ["label", "fpr", "tpr"]
@@ -331,6 +332,11 @@ def test_data_frames_have_a_line_for_each_number_of_a_figure() -> None:
         "mean against": [1.5, 3.0],
     }
     assert lens_of(LENS, words={7: " a", 8: " b"}).tokens == [" a", " b"]
+    named = {"named_tokens": [2, 9], "named_ranks": [[[1, 70]] * 2] * 2}
+    spot = lens_of(replace(LENS, named_logprobs=[[[-2.0, -9.0]] * 2] * 2, **named)).to_pandas()
+    assert spot[(spot.layer == 1) & (spot.position == 4)][["rank", "token_id"]].values.tolist() == [
+        *([0, 1], [1, 2], [70, 9])
+    ], "a line for each top token, and for each named one that is none of them"
     assert Features("job_x", FEATURES).to_pandas().token.tolist() == ["#7", "#7", "#8"]
 
 

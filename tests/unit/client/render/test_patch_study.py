@@ -308,7 +308,7 @@ def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
         == repr(study)
         == (
             "PatchStudy('The Eiffel Tower is in', 'The Colosseum is in'): recovered of 298 "
-            "cells, 62 skipped"
+            "cells, 62 skipped; .show() prints the notes (1)"
         )
     )
     with refuses("call sweep"):
