@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 from safetensors.numpy import load
-from web_kit import NARROW, WIDE, Site, User, Visit, held, until, visiting
+from web_kit import NARROW, PNG, WIDE, Site, User, Visit, held, saved, until, visiting
 
 HIDDEN = 8
 PROMPT = "the sky is"
@@ -76,6 +76,8 @@ def test_a_capture_is_run_from_the_form_and_shown(site: Site, visit: Visit) -> N
     found = site.alice.get(f"/v1/captures/{job[0]}/norms")
     assert (found["tag"], len(found["positions"])) == ("page", len(PROMPT))
     expect(said(visit)).to_contain_text(f"layer 0: norm {rounded(found['norms'][0][0])}")
+    assert saved(page, "Norm of rows", "PNG").startswith(PNG)
+    assert len(saved(page, "Norm of rows", "CSV").splitlines()) == 1 + np.size(found["norms"])
     assert sent == [f"{site.url}/v1/jobs"], "a double click sends once"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 from safetensors.numpy import load
-from web_kit import NARROW, Site, Visit, visiting
+from web_kit import NARROW, PNG, Site, Visit, saved, visiting
 
 from midstream.client import Client
 from midstream.client.captures.attention import pattern
@@ -56,6 +56,9 @@ def test_the_lens_shows_top_tokens_and_follows_one(site: Site, visit: Visit) -> 
     side = page.get_by_role("list", name="Most likely next tokens")
     expect(side.locator(".bar-text")).to_have_text(words["token_strs"])
     expect(page.locator(".finding")).to_contain_text("from layer 3 on")
+    assert saved(page, "Most likely next token", "PNG").startswith(PNG)
+    records = saved(page, "Most likely next token", "CSV").splitlines()
+    assert len(records) == 1 + sum(len(row) for layer in lens["top_tokens"] for row in layer)
     grid.focus()
     page.keyboard.press("ArrowDown")
     expect(page.get_by_role("heading", name="Layer 2, after")).to_be_visible()
@@ -66,6 +69,8 @@ def test_the_lens_shows_top_tokens_and_follows_one(site: Site, visit: Visit) -> 
 def test_features_shade_the_text_and_list_the_strongest(site: Site, visit: Visit) -> None:
     page = asked(site, visit, "features", {"Prompt": "abab"}, "Read features")
     (found,) = result_of(site, visit)["features"]
+    records = saved(page, "Features of tiny", "CSV").splitlines()
+    assert len(records) == 1 + sum(map(len, found["features"]))
     of_token = page.get_by_role("list", name="Features of the token")
     expect(of_token.locator(".bar-text")).to_have_text([str(each) for each in found["features"][1]])
     page.get_by_role("group", name="Tokens", exact=True).focus()
@@ -88,12 +93,8 @@ def test_a_probe_draws_scores_and_its_threshold(site: Site, visit: Visit) -> Non
     expect(page.locator(".chip")).to_have_count(found["positions"])
     page.get_by_role("group", name="Score by token").focus()
     page.keyboard.press("ArrowLeft")
-    files = {}
-    for kind in ("SVG", "CSV", "PNG"):
-        with page.expect_download() as saving:
-            page.get_by_role("button", name=f"Save Score of angry as {kind}").click()
-        files[kind] = Path(saving.value.path()).read_bytes()
-    assert files["PNG"].startswith(b"\x89PNG")
+    files = {kind: saved(page, "Score of angry", kind) for kind in ("SVG", "CSV", "PNG")}
+    assert files["PNG"].startswith(PNG)
     assert files["SVG"].startswith(b"<svg")
     assert b"threshold 5" in files["SVG"]
     assert b"var(" not in files["SVG"], "the page's sheet is not in the file"
@@ -251,6 +252,7 @@ def test_a_survey_shows_each_feature_in_its_contexts(site: Site, visit: Visit) -
     expect(listed.locator(".bar-text")).to_have_text(
         [re.compile(f"^{each['feature']} mean") for each in features]
     )
+    assert len(saved(page, "features of tiny", "CSV").splitlines()) == 1 + len(features)
     third = features[2]["feature"]
     listed.get_by_role("button").nth(2).click()
     expect(page.get_by_role("heading", name=f"Examples of feature {third}")).to_be_visible()
@@ -263,6 +265,8 @@ def test_a_survey_shows_each_feature_in_its_contexts(site: Site, visit: Visit) -
         expect(chips).to_have_text([text[at].replace(" ", "·") for at in example["positions"]])
         at = page.locator(".examples li").nth(number)
         expect(at).to_contain_text(f"token {example['position']} of document {example['document']}")
+    visit.open(f"jobs/{entry['job']}")
+    expect(page.get_by_role("heading", name="Survey of a harvest")).to_be_visible()
     with Client(site.url, api_key=site.alice.key) as client:
         client.harvests.delete(view)
 
@@ -284,7 +288,7 @@ def test_features_stand_beside_the_examples_of_a_survey(site: Site, visit: Visit
     expect(beside.get_by_role("heading")).to_have_text(f"Examples of feature {feature}")
     found = site.alice.get(f"/v1/harvests/{view.id}/surveys/{survey.survey.job}?feature={feature}")
     (density,), (mean,) = found["figures"]["density"], found["figures"]["mean"]
-    expect(beside).to_contain_text(f"Active on {density:.0%}".replace("%", " %"))
+    expect(beside).to_contain_text(f"Active on {round(100 * density, 2):g} %")
     expect(beside).to_contain_text(f"its mean is {mean:.4g}")
     shown = [
         "".join(lines[example["document"]][at] for at in example["positions"]).replace(" ", "·")
@@ -294,6 +298,7 @@ def test_features_stand_beside_the_examples_of_a_survey(site: Site, visit: Visit
     visit.check_shown()
     beside.get_by_role("link", name="The survey").click()
     page.wait_for_url(re.compile(f"harvests/{view.id}/{survey.survey.job}$"))
+    expect(page.locator(".examples .chips").first).to_be_visible()  # nothing more is asked of it
     with Client(site.url, api_key=site.alice.key) as client:
         client.harvests.delete(view)
     visit.open(f"features/{job}")
@@ -396,6 +401,9 @@ def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Vi
     )
     expect(strip).to_have_count(3)
     expect(details.get_by_role("img", name="Damage")).to_contain_text("safe")
+    said = (b"share of texts with a", b"2 prompts in each cell", b"layer 1")
+    assert all(text in saved(visit.page, "Effect", "SVG") for text in said)
+    expect(details.get_by_role("tab", name="Python")).to_be_visible()
     details.get_by_text("All numbers").click()
     for part in ("effect", "loss above unsteered", "repetition", "relative size"):
         table = details.get_by_role("table").filter(has_text=part)

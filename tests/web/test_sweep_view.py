@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -713,6 +714,26 @@ def test_a_fast_stream_of_cells_stalls_neither_frames_nor_input(site: Site, visi
 # --------------------------------------------------------------------------------------------------
 
 
+#: Whether the name of a point of a figure lies over a point or another name.
+OVERLAPS = """(figure) => {
+  const box = (each) => each.getBoundingClientRect();
+  const names = [...figure.querySelectorAll(".leader + text")];
+  const before = (a, b) => a.right <= b.left || a.bottom <= b.top;
+  const others = [...figure.querySelectorAll("svg > .dot"), ...names];
+  const apart = (a, b) => before(box(a), box(b)) || before(box(b), box(a));
+  return names.some((name) => others.some((other) => other !== name && !apart(name, other)));
+}"""
+
+
+#: How many exact values a page knows that saw an attribution before and after they were computed.
+LATER = """async ([early, later]) => {
+  const { AttributionGrid } = await import("/page/lib/attribution.js");
+  const grid = new AttributionGrid(early);
+  grid.take(later);
+  return grid.known;
+}"""
+
+
 def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
     site: Site, visit: Visit
 ) -> None:
@@ -726,12 +747,34 @@ def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
     expect(visit.page).to_have_url(re.compile(r"#/attribution/job_"))
     expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
     job_id = visit.page.url.rpartition("/")[2]
-    answer = site.alice.get(f"/v1/attributions/{job_id}")["result"]["estimated"][0]
-    off = sum(cell["off"] for cell in answer["checked"])
-    assert 0 < off < len(answer["checked"])
+    view = site.alice.get(f"/v1/attributions/{job_id}")
+    answer, pair = (view["result"][name][0] for name in ("estimated", "pairs"))
+    largest = max(
+        abs(value - base)
+        for base, grids in (
+            (answer["base"], answer["estimates"]),
+            (pair["base"]["value"], pair["grids"]),
+        )
+        for rows in grids.values()
+        for value in chain.from_iterable(rows)
+        if value is not None
+    )
+    off, known = sum(cell["off"] for cell in answer["checked"]), len(answer["checked"])
+    assert 0 < off < known
+    early = json.loads(json.dumps(view))
+    early["job"]["finished"], early["result"]["estimated"][0]["checked"] = None, []
+    for rows in early["result"]["pairs"][0]["grids"].values():
+        rows[:] = [[None] * len(row) for row in rows]
+    assert visit.page.evaluate(LATER, [early, view]) == known
+    expect(visit.page.locator(".sweep-state")).to_contain_text(f"{known} of {known} cells")
     figure = visit.page.get_by_role("figure", name="Estimate against exact")
-    expect(figure.locator("svg .dot")).to_have_count(len(answer["checked"]))
-    expect(figure.locator("svg .dot.tone-bad")).to_have_count(off)
+    expect(figure.locator("text.label")).to_have_text(["estimated effect", "exact effect"])
+    names = figure.locator(".leader + text")
+    expect(names.first).to_have_text(re.compile(r", [a-z_]+ \d+$"))
+    assert not figure.evaluate(OVERLAPS), "a name lies over a point or another name"
+    expect(visit.page.locator(".scale span").first).to_have_text(f"−{largest:.3f}")
+    expect(figure.locator("svg > .dot")).to_have_count(known)
+    expect(figure.locator("svg > .dot.tone-bad")).to_have_count(off)
     if len(answer["checked"]) > 20:
         visit.page.get_by_role("button", name=re.compile("^All ")).click()
     rows = visit.page.locator("[data-part=checked] tbody tr")
@@ -746,3 +789,5 @@ def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
     expect(visit.page.get_by_role("link", name="Open the heatmap")).to_have_attribute(
         "href", f"#/attribution/{job_id}"
     )
+    times = visit.page.get_by_role("list", name="Time line").get_by_role("listitem")
+    expect(times).to_contain_text(["gradient worker", "waited", "ran for", "after the last token"])

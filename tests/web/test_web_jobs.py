@@ -65,6 +65,8 @@ def test_two_jobs_are_compared_and_each_has_a_time_line(site: Site, visit: Visit
     page.get_by_role("link", name="Compare both").click()
     asked = page.get_by_role("region", name="Differences of the requests").locator("tbody tr")
     expect(asked.filter(has_text="steering[0].layers")).to_contain_text("not given")
+    expect(asked.filter(has_text="vector.data")).to_contain_text("bytes, digest ")
+    expect(page.get_by_text("Rows are taken before the edits")).to_be_visible()
     texts = [
         site.alice.get(f"/v1/jobs/{job}/result")["outputs"][0]["text"] for job in (first, second)
     ]
@@ -74,6 +76,18 @@ def test_two_jobs_are_compared_and_each_has_a_time_line(site: Site, visit: Visit
     page.locator(".cells").focus()
     expect(page.locator(".readout")).to_contain_text("%")
     visit.check_shown()
+
+
+def test_sweeps_are_compared_at_the_hook_points_of_both(site: Site, visit: Visit) -> None:
+    pair = {"clean": "a cat", "corrupt": "a dog", "answer": "x", "foil": "y"}
+    body = {"model": MODEL, "pairs": [pair], "layers": [1]}
+    both = (["resid_pre", "attn_out"], ["resid_pre"])
+    jobs = [str(site.alice.post("/v1/sweeps", **body, hooks=hooks)["id"]) for hooks in both]
+    for job in jobs:
+        site.alice.wait(job)
+    page = visit.log_in(site.alice, f"compare/{'/'.join(jobs)}")
+    expect(page.locator(".cells")).to_have_count(1)
+    expect(page.get_by_text("Only one of both has Attention output")).to_be_visible()
 
 
 def test_closing_a_job_on_a_phone_returns_to_its_row(browser: Browser, site: Site) -> None:

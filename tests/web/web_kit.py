@@ -42,7 +42,15 @@ expect.set_options(timeout=LONG_S * 1000)
 
 ADMIN = new_key()
 MODEL = "fake-model"
+PNG = b"\x89PNG"  # the beginning of such a file
 WIDE, NARROW = (1280, 900), (390, 844)
+
+
+def saved(page: Page, title: str, kind: str) -> bytes:
+    """The file of this kind that the page makes of the figure whose title begins so."""
+    with page.expect_download() as saving:
+        page.get_by_role("button", name=re.compile(f"^Save {title}.* as {kind}$")).click()
+    return Path(saving.value.path()).read_bytes()
 
 
 def chromium() -> str:

@@ -53,6 +53,12 @@ export function usePolled(path, seconds, busy = () => true) {
   return [found.data, () => now.current(), found.error];
 }
 
+/** Draws the component again whenever the feed brings news. */
+export function useJobs(jobs) {
+  const [, redraw] = useState(0);
+  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+}
+
 /** The models as `GET /v1/models` lists them; undefined until they are known. */
 export function useModels(onError) {
   const [found, , error] = usePolled("/v1/models", NONE_S, ({ data }) => !data.length);

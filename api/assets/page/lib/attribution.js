@@ -2,8 +2,6 @@
 
 import { MEANING, SweepGrid, shown } from "./grid.js";
 
-const SHOWN = 0.995; // of the estimates have a colour of their own; few are much larger, and would leave the others pale
-
 const baseline = (value) => (value === null ? null : { value, logprob: null, foil_logprob: null });
 
 export class AttributionGrid extends SweepGrid {
@@ -54,18 +52,18 @@ export class AttributionGrid extends SweepGrid {
     return this.wanted;
   }
 
-  /** The same effects on both sides of either grid's own base: as far as the estimates reach. */
+  /** The same effects on both sides of either grid's own base: as far as the largest of both grids, as in Python's figure. */
   findLimits(pair, grid = this) {
     const base = grid.base(pair);
     if (Number.isNaN(base)) return SweepGrid.prototype.findLimits.call(grid, pair);
-    const sizes = this.hooks.flatMap((hook) => Array.from({ length: this.size }, (_, n) => Math.abs(this.estimates.at(pair, hook, Math.floor(n / this.columns), n % this.columns).effect))).filter(Number.isFinite);
-    const reach = sizes.sort((a, b) => a - b)[Math.ceil(SHOWN * sizes.length) - 1] || 1;
+    const sizes = [this, this.estimates].flatMap((each) => this.hooks.flatMap((hook) => Array.from({ length: this.size }, (_, n) => Math.abs(each.at(pair, hook, Math.floor(n / this.columns), n % this.columns).effect))));
+    const reach = sizes.reduce((most, size) => (size > most ? size : most), 0) || 1;
     return [base - reach, base + reach];
   }
 
   legend(pair, grid = this) {
     const reach = grid.limits(pair)[1] - grid.base(pair);
-    return Number.isNaN(reach) ? SweepGrid.prototype.legend.call(grid, pair) : { ends: [shown(-reach), `+${shown(reach)}`], text: `effect: change of ${MEANING[this.metric]}; neutral: none; larger effects have the colours of the ends` };
+    return Number.isNaN(reach) ? SweepGrid.prototype.legend.call(grid, pair) : { ends: [shown(-reach), `+${shown(reach)}`], text: `effect: change of ${MEANING[this.metric]}; neutral: none` };
   }
 
   /** [{cell, name, estimate, exact}] of the cells computed exactly: effects, each a difference to the unpatched prompt on its own worker. */

@@ -25,7 +25,7 @@ const TEXTS = ["clean", "corrupt", "answer", "foil"];
 
 /** A sweep as the documentation teaches it: a study of the pairs, swept. */
 function study(request, url, keyed) {
-  const { model, pairs, ...fields } = lean(request);
+  const { model, pairs, ...fields } = request;
   const single = pairs.length === 1 && Object.keys(pairs[0]).every((name) => TEXTS.includes(name));
   const given = (of, indent) => Object.entries(of).map(([name, value]) => `${indent}${name}=${python(value, indent)},\n`).join("");
   const what = single ? given(pairs[0], "        ") : `        ${python(pairs, "        ")},\n`;
@@ -43,7 +43,7 @@ ${given(fields, "        ")}    )
 `;
 }
 
-const CALLS = { "/v1/jobs": "run", "/v1/completions": "completion", "/v1/chat/completions": "chat", "/v1/attributions": "attribute" };
+const CALLS = { "/v1/jobs": "run", "/v1/completions": "completion", "/v1/chat/completions": "chat", "/v1/attributions": "attribute", "/v1/doses": "dose" };
 const IS_NAME = /^[A-Za-z_][A-Za-z0-9_]*$/;
 const KEYWORDS = new Set("False None True and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield".split(" "));
 
@@ -56,7 +56,7 @@ function inPython(path, body, url, keyed) {
     ? names.map((name) => `        ${name}=${python(fields[name], "        ")},\n`).join("")
     : `        **${python(fields, "        ")},\n`;
   const call = CALLS[path];
-  const show = { run: ["for output in answer.outputs:", "    print(output.text)"], attribute: ["print(answer)", "print(answer.to_pandas())"] }[call] || ["print(answer.text)"];
+  const show = { run: ["for output in answer.outputs:", "    print(output.text)"], attribute: ["print(answer)", "print(answer.to_pandas())"], dose: ["print(answer.dose)"] }[call] || ["print(answer.text)"];
   if (fields.probes && call !== "run") show.push("print(answer.probes)");
   return `from midstream import Client
 
@@ -69,6 +69,7 @@ ${show.map((line) => `    ${line}\n`).join("")}`;
 /** The fields of `POST /v1/jobs` that say the same as an OpenAI-style body; null where there are none. */
 function asJob(path, body) {
   if (path === "/v1/jobs") return body;
+  if (path === "/v1/doses") return null;
   const sampling = ["max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos"];
   const same = ["model", "steering", "patch", "capture", "lens", "features", "probes", "readers", "lora", "metadata", "priority"];
   const dropped = ["prompt", "messages", "stream", "stream_options", "capture_wait", "user"];
@@ -96,14 +97,17 @@ JSON
 `;
 }
 
-/** Without what says nothing: null, and empty lists and objects. */
-const told = (fields) => Object.fromEntries(Object.entries(fields)
-  .map(([name, value]) => [name, value && typeof value === "object" && !Array.isArray(value) ? told(value) : value])
-  .filter(([, value]) => value !== null && (typeof value !== "object" || Object.keys(value).length)));
+const AS_GIVEN = new Set(["tools", "response_format", "json", "metadata", "options", "chat_template_kwargs"]); // others' data: what is empty there may say something
+const UNSAID = new Set(["metadata", "sampling"]); // that say nothing where they are {}; lens: {} and verify: {} ask for the defaults
+const says = ([name, value]) => value !== null && (typeof value !== "object" || Object.keys(value).length > 0 || !(Array.isArray(value) || UNSAID.has(name)));
+
+/** Without what says nothing: null and what is empty, at all depths. */
+const told = (value) => Array.isArray(value) ? value.map(told) : value && typeof value === "object" ? Object.fromEntries(Object.entries(value).map(([name, item]) => [name, AS_GIVEN.has(name) ? item : told(item)]).filter(says)) : value;
 
 /** {Python, curl, CLI} of a request; `keyed`: the API asks for a key. A form that cannot say the same is left out. */
 export function codeOf(path, request, keyed) {
-  const [url, body] = [location.origin, told(request)];
+  const { priority, ...rest } = told(path in GRIDS ? lean(request) : request);
+  const [url, body] = [location.origin, priority && priority !== "normal" ? { ...rest, priority } : rest];
   const command = inShell(path, body, url);
   return { Python: inPython(path, body, url, keyed), curl: curl(path, body, url, keyed), ...(command === null ? {} : { CLI: command }) };
 }

@@ -12,6 +12,7 @@ export const MEANING = {
 const WAITING = 0;
 const VALUE = 1;
 const NONE = 2;
+const LEFT = 3; // without a value as far as is known: one may come
 const NAMES = 2; // of pairs whose columns are called otherwise, so many names are shown
 
 /** A token as a label: without the spaces at its ends; what cannot be seen is spelled out. */
@@ -75,12 +76,12 @@ export class SweepGrid {
 
   set(pair, hook, index, value, reason) {
     const states = this.states[pair][hook];
-    if (states[index] !== WAITING) return;
+    if (states[index] !== WAITING && states[index] !== LEFT) return;
     this.known += 1;
     this.cached.delete("limits");
     states[index] = value === null ? NONE : VALUE;
     if (value === null) this.reasons.set(`${pair}/${hook}/${index}`, reason || "reason unknown");
-    else this.values[pair][hook][index] = value;
+    else this.values[pair][hook][index] = value, this.reasons.delete(`${pair}/${hook}/${index}`);
   }
 
   /** Cells of a pair that are to get no value get its reason, if `which(hook, index)`. They do not count as known. */
@@ -88,7 +89,7 @@ export class SweepGrid {
     for (const hook of this.hooks) {
       this.states[pair][hook].forEach((state, index, states) => {
         if (state !== WAITING || !which(hook, index)) return;
-        states[index] = NONE;
+        states[index] = LEFT;
         this.reasons.set(`${pair}/${hook}/${index}`, reason);
       });
     }
@@ -129,8 +130,8 @@ export class SweepGrid {
         count += 1;
         sum += this.values[p][hook][index];
         effects += this.values[p][hook][index] - this.baseOf(p);
-      } else if (state === NONE) reason = reason || this.reasons.get(`${p}/${hook}/${index}`);
-      else waits = true;
+      } else if (state === WAITING) waits = true;
+      else reason = reason || this.reasons.get(`${p}/${hook}/${index}`);
     }
     if (!count) return waits ? { state: "waiting" } : { state: "none", reason };
     const value = sum / count;

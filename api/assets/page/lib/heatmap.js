@@ -52,7 +52,7 @@ export class Heatmap {
   /**
    * `source`: {rows: names of tokens, columns: names of layers, at(row, column) → share from −1 to 1, NaN: no value, null: not there yet,
    * scale() → text that changes when all shares do, titles: of the rows' axis and of the columns', widest: CSS pixels of a cell,
-   * text(row, column) → what wide cells say}. `dark`: colours that do not follow the page's.
+   * text(row, column) → what wide cells say, paint: share → colour}. `dark`: colours that do not follow the page's.
    */
   constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw), dark = null } = {}) {
     this.canvas = canvas;
@@ -164,7 +164,7 @@ export class Heatmap {
       context.stroke();
       context.restore();
     } else {
-      const ground = colour(share, this.fixed ?? isDark());
+      const ground = (this.source.paint || colour)(share, this.fixed ?? isDark());
       context.fillStyle = ground;
       context.fillRect(x, y, w, h);
       if (!this.source.text || w < TEXT || h < FONT) return;
@@ -221,10 +221,10 @@ export class Heatmap {
   }
 }
 
-/** A colour bar from −1 to 1 at (x, y) of a context. */
-export function drawScale(context, x, y, width, height, dark = isDark()) {
+/** A colour bar from −1 (or `from`) to 1 at (x, y) of a context. */
+export function drawScale(context, x, y, width, height, dark = isDark(), paint = colour, from = -1) {
   for (let at = 0; at < width; at += 1) {
-    context.fillStyle = colour((at / (width - 1)) * 2 - 1, dark);
+    context.fillStyle = paint(from + (at / (width - 1)) * (1 - from), dark);
     context.fillRect(x + at, y, 1, height);
   }
 }

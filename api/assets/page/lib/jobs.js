@@ -59,14 +59,18 @@ export const over = (job) => ENDED.has(job.state) || job.state === "cancelled";
 const UNNAMED = "default"; // tag and owner of whoever gives none: it tells nothing
 export const tagOf = (job) => (!kindOf(job.kind).grid && job.tags && job.tags.length ? job.tags.filter((tag) => tag !== UNNAMED).join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
 
+const OURS = { "gradient-worker": "Check of the gradient worker" }; // owner of jobs that nobody sent → what they are for
+/** Parts of a harvest name it in their metadata; users send surveys. */
+export const isSurvey = (job) => job.kind === "harvest" && !(job.metadata && job.metadata.harvest);
+
 /** What tells it from others of the same prompt in `jobs`: how it was read and edited, its tag, whose it is, its model. */
 export const markOf = (job, jobs) => {
   const edits = [...Object.keys(job.modules || {}), ...(job.lora ? [job.lora.name] : [])].join(" + ");
-  return [(job.metadata && job.metadata.page) || job.kind, edits ? `with ${edits}` : job.steered && "steered", tagOf(job), jobs.differ(owner) && owner(job) !== UNNAMED && owner(job), jobs.differ(modelOf) && job.model, job.prompts > 1 && `${job.prompts} prompts`].filter(Boolean).join(" · ");
+  return [...new Set([(job.metadata && job.metadata.page) || (isSurvey(job) ? "survey" : job.kind), edits ? `with ${edits}` : job.steered && "steered", tagOf(job), jobs.differ(owner) && owner(job) !== UNNAMED && owner(job), jobs.differ(modelOf) && job.model, job.prompts > 1 && `${job.prompts} prompts`])].filter(Boolean).join(" · ");
 };
 
 /** What people call it: its `name` in the metadata, else what was asked. */
-export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || tagOf(job) || (job.kind === "harvest" ? "Part of a harvest" : `${job.kind} of token ids`);
+export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || OURS[owner(job)] || tagOf(job) || (job.kind === "harvest" ? `${isSurvey(job) ? "Survey" : "Part"} of a harvest` : `${job.kind} of token ids`);
 
 /** What was asked, where it is called otherwise. */
 export const askedOf = (job) => (job.metadata && job.metadata.name && job.prompt ? job.prompt : "");

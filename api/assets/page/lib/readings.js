@@ -5,12 +5,11 @@ import { Button, Field, Problem, html, useEffect, useMemo, useState } from "./ui
 import { EmptyState, Standing } from "./parts.js";
 import { age } from "./format.js";
 import { Guide } from "./guides.js";
-import { titleOf } from "./jobs.js";
-import { useAnswer, useModels } from "./ask.js";
+import { over, titleOf } from "./jobs.js";
+import { useAnswer, useJobs, useModels } from "./ask.js";
 import { Chips, Legend, short, visible } from "./chips.js";
 import { shade } from "./heatmap.js";
 
-const OVER = new Set(["succeeded", "failed", "cancelled", "aborted", "expired"]);
 const RECENT = 6;
 
 /** Follows a job to its end: its view, or an ApiError. */
@@ -21,7 +20,7 @@ export async function ended(id, { signal = new AbortController().signal, onView 
       if (signal.aborted || !held.aborted) throw error; // else the page was hidden
     });
     if (view) onView(view);
-    if (view && OVER.has(view.state)) return view;
+    if (view && over(view)) return view;
   }
 }
 
@@ -118,12 +117,11 @@ export function ReadingForm({ name, action, example, query, registered, fields, 
 export function Reading({ id, name, jobs, children }) {
   const { view, result, error } = useJob(id && encodeURIComponent(id));
   const [n, choose] = useState(0);
-  const [, redraw] = useState(0);
-  useEffect(() => jobs.subscribe(() => redraw((count) => count + 1)), [jobs]);
+  useJobs(jobs);
   const live = jobs.byId.get(id) || view; // knows at once that the job runs
-  const failed = view && OVER.has(view.state) && view.state !== "succeeded";
+  const failed = view && over(view) && view.state !== "succeeded";
   return html`<${Problem} error=${error} />
-    ${id && !error && !failed && !result && (live && !OVER.has(live.state) ? html`<${Standing} job=${live} jobs=${jobs} />` : html`<p class="loading" role="status">Loading …</p>`)}
+    ${id && !error && !failed && !result && (live && !over(live) ? html`<${Standing} job=${live} jobs=${jobs} />` : html`<p class="loading" role="status">Loading …</p>`)}
     ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
     ${name && !result && html`<${Recent} name=${name} jobs=${jobs} />`}
     ${result && html`${result.outputs.length > 1 && html`<p class="inline"><label>Prompt <input type="number" min="0" max=${result.outputs.length - 1} value=${n} onChange=${({ target }) => choose(Math.max(0, Math.min(result.outputs.length - 1, Math.trunc(target.valueAsNumber) || 0)))} /></label><span class="soft">of ${result.outputs.length}, from 0</span></p>`}
@@ -132,8 +130,7 @@ export function Reading({ id, name, jobs, children }) {
 
 /** The newest jobs that the page's view `name` submitted. */
 function Recent({ name, jobs }) {
-  const [, redraw] = useState(0);
-  useEffect(() => jobs.subscribe(() => redraw((count) => count + 1)), [jobs]);
+  useJobs(jobs);
   const found = [];
   for (const job of jobs.list) if (found.length < RECENT && job.metadata && job.metadata.page === name) found.push(job);
   return html`<div class="reading even"><${Guide} of=${name} /><section class="card" aria-label="Recent"><h2>Recent</h2>${

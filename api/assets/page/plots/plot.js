@@ -8,6 +8,8 @@ import { SaveAs } from "./save.js";
 const [TOP, RIGHT, BOTTOM, DIGIT] = [24, 16, 40, 7.2]; // pixels
 const [APART, NEAR] = [48, 40]; // between two ticks of the x axis; from the pointer to a point that it reads
 const [TIP, KEY] = [240, 18]; // the width of a tip; the height of a row of keys
+const LINE = 14; // the height of a point's text
+const AROUND = [8, 24, 48, 80, 120, 170].flatMap((far) => [[far, 0], [-far, 0], ...[-1, 1].flatMap((side) => [[far / 2, side * far], [-far / 2, side * far], [far, side * far / 2], [-far, side * far / 2]])]); // where it may begin, nearest first
 const pen = document.createElement("canvas").getContext("2d");
 pen.font = "12px system-ui, sans-serif"; // as in app.css
 
@@ -43,6 +45,18 @@ function keysOf(series, bands, rules, width) {
   });
 }
 
+/** Points with a text, each with the `box` that it stands in: the nearest that lies over no point, no other text and no side; without room, none. */
+function named(points, [left, top, right, bottom]) {
+  const taken = points.map(({ x, y }) => [x - 5, y - 5, x + 5, y + 5]);
+  return points.filter(({ text }) => text).flatMap((point) => {
+    const wide = pen.measureText(point.text).width;
+    const boxes = AROUND.map(([across, down]) => [point.x + (across < 0 ? across - wide : across), point.y + down - LINE / 2]).map(([x, y]) => [x, y, x + wide, y + LINE]);
+    const box = boxes.find(([x, y, to, below]) => x >= left && y >= top && to <= right && below <= bottom && taken.every((other) => x > other[2] || to < other[0] || y > other[3] || below < other[1]));
+    if (box) taken.push(box);
+    return box ? [{ ...point, box }] : [];
+  });
+}
+
 /** The axis with both bounds: those it has, else those of the values with some room. */
 function bounded(axis, values) {
   const known = values.filter(Number.isFinite);
@@ -54,9 +68,9 @@ function bounded(axis, values) {
 /**
  * `x`, `y`: {label, low, high, text(value), ticks: [[value, text], …]}, of which all may be left out. `series`: [{name, kind: "line", "dots"
  * or "bars", points: [{x, y, tip, tone}], tone, quiet}]; a bar's points have `to`, its right side, and `from`, its base; a quiet series is not read. `bands`: [{axis,
- * from, to, tone, text}]; `rules`: [{axis, at, text}], across the figure. `rows`: records behind it. `at`, `onAt`: the point read in the first series, if a view keeps it. `bare`: it lies in a card.
+ * from, to, tone, text}]; `rules`: [{axis, at, text}], across the figure. `rows`: records behind it. `at`, `onAt`: the point read in the first series, if a view keeps it. `bare`: it lies in a card. `about`: what a file of it says beside title and note.
  */
-export function Plot({ title, note, name, x: across = {}, y: up = {}, series, bands = [], rules = [], rows, height = 240, at, onAt, square = false, bare = false }) {
+export function Plot({ title, note, about, name, x: across = {}, y: up = {}, series, bands = [], rules = [], rows, height = 240, at, onAt, square = false, bare = false }) {
   const frame = useRef(null);
   const [width, setWidth] = useState(0);
   const [own, setOwn] = useState(null);
@@ -103,7 +117,7 @@ export function Plot({ title, note, name, x: across = {}, y: up = {}, series, ba
   const rule = ({ axis, at: place, quiet }) => html`<line class=${quiet ? "rule quiet" : "rule"} ...${axis === "x" ? { x1: px(place), x2: px(place), y1: top, y2: tall - BOTTOM } : { x1: left, x2: width - RIGHT, y1: py(place), y2: py(place) }} />`;
   const drawn = {
     line: (each) => html`<polyline class=${`line ${tone(each)}${each.quiet ? " quiet" : ""}`} points=${each.points.filter(({ y: value }) => value !== null).map((p) => `${px(p.x).toFixed(1)},${py(p.y).toFixed(1)}`).join(" ")} />${each.points.length <= 80 && !each.quiet && each.points.filter(({ y: value }) => value !== null).map((p) => html`<circle class=${`dot ${tone(p.tone ? p : each)}`} cx=${px(p.x)} cy=${py(p.y)} r="3" />`)}`,
-    dots: (each) => each.points.map((p) => html`<circle class=${`dot ${tone(p.tone ? p : each)}`} cx=${px(p.x)} cy=${py(p.y)} r=${each.size || 4} />${p.text && html`<text x=${px(p.x) + (px(p.x) > width * 0.65 ? -2 : 2)} y=${py(p.y) + (py(p.y) < top + 16 ? 20 : -8)} text-anchor=${px(p.x) > width * 0.65 ? "end" : "start"}>${p.text}</text>`}`),
+    dots: (each) => each.points.map((p) => html`<circle class=${`dot ${tone(p.tone ? p : each)}`} cx=${px(p.x)} cy=${py(p.y)} r=${each.size || 4} />`),
     bars: (each) => each.points.map((p) => html`<rect class=${`fill ${tone(each)}`} x=${px(p.x) + 0.5} width=${Math.max(1, px(p.to) - px(p.x) - 1)} y=${py(p.y)} height=${Math.max(0, py(p.from || 0) - py(p.y))} />`),
   };
   return html`<figure class=${`chart plot${bare ? "" : " card"}`} aria-label=${title}><figcaption><span>${title}${note && html` <small>${note}</small>`}</span></figcaption>
@@ -116,11 +130,12 @@ export function Plot({ title, note, name, x: across = {}, y: up = {}, series, ba
         <text class="label" x=${left} y=${top - 12}>${y.label}</text><text class="label" x=${width - RIGHT} y=${tall - 5} text-anchor="end">${x.label}</text>
         ${rules.map(rule)}
         ${series.map((each) => drawn[each.kind](each))}
+        ${named(points.map((p) => ({ ...p, x: px(p.x), y: py(p.y) })), [left, top, width - RIGHT, tall - BOTTOM]).map(({ x: at, y: down, box: [from, above, to], text }) => html`<line class="leader" x1=${at} y1=${down} x2=${Math.max(from, Math.min(to, at))} y2=${above + LINE / 2} /><text x=${from} y=${above + LINE - 4}>${text}</text>`)}
         ${point && point.y !== null && html`<circle class="cursor-dot" cx=${middle(point)} cy=${py(point.y)} r="6.5" />`}
       </svg>`}
       ${point && own && html`<div class="tip" aria-hidden="true" style=${{ left: `${Math.max(0, Math.min(middle(point) + 12, width - TIP))}px`, top: `${py(point.y ?? y.low) + 12}px` }}>${point.tip}</div>`}
     </div>
     <p class="visually-hidden" role="status">${point && own ? point.tip : ""}</p>
-    ${rows && html`<${SaveAs} name=${name} title=${title} figure=${() => frame.current.querySelector("svg")} rows=${rows} />`}
+    ${rows && html`<${SaveAs} name=${name} title=${title} about=${[note, about].filter(Boolean).join(" · ")} figure=${() => frame.current.querySelector("svg")} rows=${rows} />`}
   </figure>`;
 }

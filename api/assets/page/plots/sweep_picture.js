@@ -1,22 +1,26 @@
-// A picture of a grid's heatmaps.
+// Pictures of heatmaps.
 
 import { shareOf } from "../lib/grid.js";
 import { hookTitle } from "../lib/hooks.js";
-import { Heatmap, drawScale } from "../lib/heatmap.js";
+import { Heatmap, colour, drawScale } from "../lib/heatmap.js";
 import { pngOf } from "./save.js";
 
 const [PANEL, GAP, HEAD, FOOT, LINE, RATIO] = [420, 16, 46, 44, 14, 2];
 
-/** All hooks side by side on white, with title and scale: a promise of a PNG. */
+/** All hooks side by side, with title and scale. */
 export function picture(grid, pair, title) {
+  const { ends, text } = grid.legend(pair);
+  const noise = grid.noise(pair);
+  const panels = grid.hooks.map((hook) => ({ name: hookTitle(hook), source: { rows: grid.names(pair), columns: grid.layers, titles: grid.titles, at: (row, column) => shareOf(grid, pair, hook, column, row) } }));
+  return maps(panels, title, ends, `${text.replace("neutral", "white")}; hatched: no value${noise ? `; noise ${noise.text}` : ""}`);
+}
+
+/** Maps of `panels` ([{name, source: as of a Heatmap}]) side by side on white: a promise of a PNG. `ends`: of the scale, which begins at share `from`. */
+export function maps(panels, title, ends, text, { width: wide = PANEL, paint = colour, from = -1 } = {}) {
   const ink = () => "rgb(20,20,20)";
-  const panels = grid.hooks.map((hook) => {
-    const source = { rows: grid.names(pair), columns: grid.layers, titles: grid.titles, scale: () => "", at: (row, column) => shareOf(grid, pair, hook, column, row), ink };
-    const map = new Heatmap(document.createElement("canvas"), source, PANEL, { ratio: RATIO, schedule: (draw) => draw(), dark: false });
-    return { hook, map };
-  });
-  const width = Math.max(480, panels.reduce((sum, { map }) => sum + map.width + GAP, GAP));
-  const height = HEAD + Math.max(...panels.map(({ map }) => map.height)) + FOOT;
+  const drawn = panels.map(({ name, source }) => ({ name, map: new Heatmap(document.createElement("canvas"), { scale: () => "", ink, paint, ...source }, wide, { ratio: RATIO, schedule: (draw) => draw(), dark: false }) }));
+  const width = Math.max(480, drawn.reduce((sum, { map }) => sum + map.width + GAP, GAP));
+  const height = HEAD + Math.max(...drawn.map(({ map }) => map.height)) + FOOT;
   const canvas = document.createElement("canvas");
   canvas.width = width * RATIO;
   canvas.height = height * RATIO;
@@ -29,18 +33,16 @@ export function picture(grid, pair, title) {
   context.textBaseline = "top";
   context.fillText(title, GAP, 8, width - 2 * GAP);
   let left = GAP;
-  for (const { hook, map } of panels) {
-    context.fillText(hookTitle(hook), left + map.left, 8 + 1.5 * LINE);
+  for (const { name, map } of drawn) {
+    context.fillText(name, left + map.left, 8 + 1.5 * LINE);
     context.drawImage(map.canvas, left, HEAD, map.width, map.height);
     map.close();
     left += map.width + GAP;
   }
-  const { ends: [low, high], text } = grid.legend(pair);
-  const noise = grid.noise(pair);
   const below = height - FOOT + 12;
-  context.fillText(low, GAP, below);
-  drawScale(context, GAP + 50, below, 160, 10, false);
+  context.fillText(ends[0], GAP, below);
+  drawScale(context, GAP + 50, below, 160, 10, false, paint, from);
   context.fillStyle = ink();
-  context.fillText(`${high}   ${text.replace("neutral", "white")}; hatched: no value${noise ? `; noise ${noise.text}` : ""}`, GAP + 220, below, width - GAP - 230);
+  context.fillText(`${ends[1]}   ${text}`, GAP + 220, below, width - GAP - 230);
   return pngOf(canvas);
 }

@@ -31,7 +31,8 @@ export function TimeLine({ job }) {
   const of = (kind) => events.filter(({ event }) => event === kind);
   const bar = (tone, begin, end) => ({ tone, begin: Math.min(to, Math.max(from, begin)), end: Math.min(to, Math.max(from, begin, end)) });
   const long = ({ begin, end }) => duration(end - begin);
-  const wait = bar("soft", from, job.started);
+  const handed = kindOf(job.kind).grid && kindOf(job.kind).queue && !job.retry_reason && job.queued ? job.queued : from; // to the vLLM workers, by a worker that estimates
+  const [estimates, wait] = [bar("2", from, handed), bar("soft", handed, job.started)];
   const prompts = of("output").sort((a, b) => a.index - b.index).map(({ index, at, first_token: first }) => {
     const [prefill, decode] = [bar("1", job.started, first ?? at), bar("2", first ?? at, at)];
     return { name: `Prompt ${index}`, bars: [prefill, decode], said: first ? `first token after ${long(prefill)}, the others in ${long(decode)}` : `no token, in ${long(prefill)}` };
@@ -40,6 +41,7 @@ export function TimeLine({ job }) {
   const receipts = of("receipt");
   const after = bar("3", generated, job.finished);
   const rows = [
+    ...(handed > from ? [{ name: "Estimates", bars: [estimates], said: `done after ${long(estimates)}, with the wait for the gradient worker` }] : []),
     { name: "Queue", bars: [wait], said: `waited ${long(wait)}` },
     ...(prompts.length ? prompts.slice(0, MOST) : [{ name: "Run", bars: [bar("1", job.started, generated)], said: `ran for ${long(bar("1", job.started, generated))}` }]),
     { name: "Receipts", bars: [after, ...receipts.map(({ at }) => bar("3", at, at))], said: receipts.length ? `${count(receipts.length, "receipt")}; ${["", "not_requested"].includes(job.capture_status || "") ? "complete" : "files durable"} ${long(after)} after the last token` : `stored ${long(after)} after the last token` },

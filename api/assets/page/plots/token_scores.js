@@ -25,7 +25,7 @@ export function aggregates(scores, { aggregation, window, decay, schedule }, pro
  * `values`: the score of each token, null where there is none; `words`: the tokens; `prompt`: how many are the prompt's. `middle`: the
  * score without a colour; `lines`: more series. The first token sets no scale: its row is an outlier in most models.
  */
-export function TokenScores({ title, name, what, values, words, prompt, middle, rules = [], bands = [], lines = [], rows }) {
+export function TokenScores({ title, about, name, what, values, words, prompt, middle, rules = [], bands = [], lines = [], rows }) {
   const [at, move] = useState(values.length - 1);
   const inside = values.slice(values.length > 1 ? 1 : 0).filter((value) => value !== null);
   const bounds = [...inside, ...rules.map((rule) => rule.at), ...lines.flatMap(({ points }) => points.slice(1).map(({ y }) => y)), 0].filter((value) => value !== null);
@@ -38,7 +38,7 @@ export function TokenScores({ title, name, what, values, words, prompt, middle, 
   return html`<div class="card reading-chips" tabindex="0" role="group" aria-label="Score by token" onKeyDown=${moving({ row: 0, column: at }, ({ column }) => move(column), 1, values.length)}>
     <${Chips} label="Tokens by score" active=${at} onPick=${move} items=${values.map((value, n) => ({ key: n, word: words[n], value: value ?? undefined, share: value === null || (n === 0 && values.length > 1) ? null : (value - middle) / reach, generated: n >= prompt }))} />
     <p class="note" role="status">${quoted(words[at])} (token ${at}): ${values[at] === null ? "not read" : short(values[at])}</p>
-    <${Plot} title=${title} name=${name} rows=${rows || values.map((score, n) => ({ token: n, text: words[n], generated: n >= prompt, score }))} at=${at} onAt=${move} height=${220} bare
+    <${Plot} title=${title} about=${about} name=${name} rows=${rows || values.map((score, n) => ({ token: n, text: words[n], generated: n >= prompt, score }))} at=${at} onAt=${move} height=${220} bare
       x=${{ low: -0.5, high: values.length - 0.5, label: "token" }} y=${{ low, high, label: what }} rules=${rules}
       bands=${[...(prompt < values.length ? [{ axis: "x", from: prompt - 0.5, to: values.length, tone: "generated", text: "generated" }] : []), ...bands]}
       series=${[{ kind: "line", name: lines.length ? what : "", points: values.map((value, n) => ({ x: n, y: within(value), tip: tip(n) })) }, ...lines.map((line) => ({ ...line, points: line.points.map((point) => ({ ...point, y: within(point.y) })) }))]} />

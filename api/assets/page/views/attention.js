@@ -8,6 +8,8 @@ import { useDark } from "../lib/theme.js";
 import { behaviour, pattern } from "../lib/attention.js";
 import { rowsOf } from "../lib/tensors.js";
 import { useAnswer } from "../lib/ask.js";
+import { SaveAs } from "../plots/save.js";
+import { maps } from "../plots/sweep_picture.js";
 import { Bars, Reading, ReadingForm, moving, quoted } from "../lib/readings.js";
 
 const MOST = 256; // tokens whose patterns the page computes
@@ -42,7 +44,7 @@ function Picture({ found, tokens, label = "" }) {
   return html`<canvas ref=${canvas} class="pattern" width=${tokens} height=${tokens} role=${label ? "img" : null} aria-label=${label || null} aria-hidden=${label ? null : "true"}></canvas>`;
 }
 
-function Patterns({ rows, kind, words, ids }) {
+function Patterns({ layer, rows, kind, words, ids }) {
   const [at, move] = useState({ row: ids.length - 1, column: 0 });
   const tokens = ids.length;
   const heads = useMemo(
@@ -64,6 +66,9 @@ function Patterns({ rows, kind, words, ids }) {
     const place = (offset, size) => Math.max(0, Math.min(tokens - 1, Math.floor((offset / size) * tokens)));
     move({ row: place(event.clientY - box.top, box.height), column: place(event.clientX - box.left, box.width) });
   };
+  const [names, title] = [words.map((word, n) => `${visible(word)} ${n}`), `Attention of head ${head} of layer ${layer}`];
+  const records = () => Array.from(found, (value, n) => ({ layer, head, query: Math.floor(n / tokens), query_token: words[Math.floor(n / tokens)], key: n % tokens, key_token: words[n % tokens], share: value })).filter(({ query, key }) => key <= query);
+  const source = { rows: names, columns: words.map((_, n) => n), titles: ["query", "key"], at: (query, key) => (key > query ? 0 : Math.sqrt(found[query * tokens + key])) };
   return html`<div class="heads" role="group" aria-label="Heads">${heads.map(
       ({ found: each, most }, n) => html`<button type="button" key=${n} class="head-tile" aria-pressed=${n === head ? "true" : "false"} onClick=${() => setHead(n)}><${Picture} found=${each} tokens=${tokens} />Head ${n}<small>${most.name} ${percent(most.share)}</small></button>`,
     )}</div>
@@ -81,7 +86,8 @@ function Patterns({ rows, kind, words, ids }) {
       </aside>
     </div>
     <${Legend} low=${0} paint=${shade} from=${0} to=${1} what="share of the query's attention; the colour is its square root" />
-    <p id="attention-keys" class="soft">Rows are queries, columns are keys. Choose a query in the pattern, with the arrow keys, or by a click on a token.</p>`;
+    <p id="attention-keys" class="soft">Rows are queries, columns are keys. Choose a query in the pattern, with the arrow keys, or by a click on a token.</p>
+    <${SaveAs} name=${`attention.${layer}.${head}`} title=${title} rows=${records} png=${() => maps([{ name: "", source }], title, ["0", "1"], "share of the query's attention; the colour is its square root", { width: 640, paint: shade, from: 0 })} />`;
 }
 
 /** The patterns of one prompt of a job that captured `q` and `k` at all positions of the prompt. */
@@ -114,7 +120,7 @@ export function AttentionResult({ job, model, request = 0 }) {
         : !whole
           ? html`<${Problem} error=${`The page shows patterns of up to ${MOST} tokens, captured without gaps from the first; this prompt has ${found.rows} rows. Use client.attention in Python.`} />`
           : rows && rows.layer === layer && rows.q && rows.k
-            ? html`<${Patterns} key=${layer} rows=${rows} kind=${kind} words=${found.tokens || found.token_ids.map(String)} ids=${found.token_ids} />`
+            ? html`<${Patterns} key=${layer} layer=${layer} rows=${rows} kind=${kind} words=${found.tokens || found.token_ids.map(String)} ids=${found.token_ids} />`
             : html`<p class="loading" role="status">Loading …</p>`
     }`;
 }

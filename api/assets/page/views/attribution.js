@@ -3,16 +3,16 @@
 import { Button, Copy, Problem, html, useState } from "../lib/ui.js";
 import { count } from "../lib/format.js";
 import { AttributionGrid } from "../lib/attribution.js";
-import { shown } from "../lib/grid.js";
+import { MEANING, shown } from "../lib/grid.js";
 import { hookTitle } from "../lib/hooks.js";
 import { codeOf } from "../lib/code.js";
-import { lean } from "../lib/sweep_request.js";
+import { over } from "../lib/jobs.js";
 import { Id } from "../lib/parts.js";
 import { short } from "../lib/chips.js";
 import { Plot } from "../plots/plot.js";
 import { SaveAs } from "../plots/save.js";
 import { picture } from "../plots/sweep_picture.js";
-import { Maps, Missing, Pairs, State, isOver, notesOf, titleOf, useSweep } from "./sweep_grid.js";
+import { Maps, Missing, Pairs, State, notesOf, titleOf, useSweep } from "./sweep_grid.js";
 
 const MOST = 100; // rows of a table
 const FIRST = 20; // of them without a click
@@ -35,18 +35,18 @@ function Attribution({ id, session, jobs }) {
   return html`<div class="sweep">
     <h1>${(job.metadata && job.metadata.name) || "Attribution"}</h1>
     <p class="sweep-title">${titleOf(grid, chosen)} · method ${view.result.method} <${Id} id=${id} /></p>
-    <${State} job=${job} grid=${grid} over=${isOver(job)} lost=${lost} jobs=${jobs} onError=${setError} />
+    <${State} job=${job} grid=${grid} over=${over(job)} lost=${lost} jobs=${jobs} onError=${setError} />
     <p class="finding" role="status">${agreement(grid, chosen)}</p>
     <${Problem} error=${error} />
     ${job.error && html`<${Problem} error=${job.error.detail} title=${job.error.title} />`}
     <div class="tools"><${Pairs} grid=${grid} pair=${pair} setPair=${setPair} /></div>
     ${scores.length ? html`<${Scores} scores=${scores} />` : html`<div class="beside">
-      ${[["Estimates", grid.estimates], ...(grid.total > 0 ? [["Exact values", grid]] : [])].map(([name, of]) => html`<section key=${name} aria-label=${name}><h2>${name}</h2>${maps(of)}
-        <${SaveAs} name=${`${id}.${name.split(" ")[0].toLowerCase()}`} title=${name} png=${() => picture(of, chosen, `${name}: ${titleOf(grid, chosen)}`)} rows=${of.records()} /></section>`)}</div>`}
+      ${[["Estimates", "estimate", grid.estimates], ...(grid.total > 0 ? [["Exact values", "exact", grid]] : [])].map(([name, field, of]) => html`<section key=${name} aria-label=${name}><h2>${name}</h2>${maps(of)}
+        <${SaveAs} name=${`${id}.${name.split(" ")[0].toLowerCase()}`} title=${name} png=${() => picture(of, chosen, `${name}: ${titleOf(grid, chosen)}`)} rows=${of.records().map(({ value, effect, ...rest }) => ({ ...rest, [field]: value, [`${field}_effect`]: effect }))} /></section>`)}</div>`}
     <div class="reading scatter"><${Scatter} id=${id} grid=${grid} pair=${chosen} /><${Checked} grid=${grid} pair=${chosen} /></div>
     ${[...notesOf(grid), ...grid.result.estimated.map((found) => found.reason).filter(Boolean)].map((note) => html`<p class="note">Note: ${note}</p>`)}
     ${!scores.length && html`<${Missing} grid=${grid.estimates} />`}
-    <h2>The same attribution as code</h2><${Copy} label="The same attribution" tabs=${codeOf("/v1/attributions", lean(request), session.auth !== "open")} />
+    <h2>The same attribution as code</h2><${Copy} label="The same attribution" tabs=${codeOf("/v1/attributions", request, session.auth !== "open")} />
   </div>`;
 }
 
@@ -72,15 +72,12 @@ function Scatter({ id, grid, pair }) {
   const [least, most] = [Math.min(0, ...values), Math.max(0, ...values)];
   const room = (most - least || 1) * 0.08;
   const axis = { low: least - room, high: most + room };
-  const called = []; // the furthest from the diagonal, none so near another one that their names would overlap
-  for (const each of cells.filter(({ cell }) => cell.off).sort((a, b) => Math.abs(b.estimate - b.exact) - Math.abs(a.estimate - a.exact))) {
-    if (called.length < NAMED && called.every((other) => Math.abs(other.exact - each.exact) > (most - least) * 0.06)) called.push(each);
-  }
+  const called = cells.filter(({ cell }) => cell.off).sort((a, b) => Math.abs(b.estimate - b.exact) - Math.abs(a.estimate - a.exact)).slice(0, NAMED); // the furthest from the diagonal
   const dots = (off) => cells.filter(({ cell }) => cell.off === off).map((each) => ({
-    x: each.estimate, y: each.exact, text: called.includes(each) ? `${each.name}, layer ${each.cell.layer}` : "",
+    x: each.exact, y: each.estimate, text: called.includes(each) ? `${each.name}, ${each.cell.hook} ${each.cell.layer}` : "",
     tip: `${each.name}, layer ${each.cell.layer}, ${each.cell.hook}: estimated ${short(each.estimate)}, exact ${short(each.exact)}${off ? ", off" : ""}`,
   }));
-  return html`<${Plot} square title=${`Estimate against exact${found ? `: ${found}` : ""}`} name=${`${id}.scatter`} x=${{ ...axis, label: "estimated effect" }} y=${{ ...axis, label: "exact effect" }}
+  return html`<${Plot} square title=${`Estimate against exact${found ? `: ${found}` : ""}`} name=${`${id}.scatter`} about=${`effects on ${MEANING[grid.metric]} · ${titleOf(grid, pair)} · off: by more than the noise floor and ${grid.result.verify.tolerance}`} x=${{ ...axis, label: "exact effect" }} y=${{ ...axis, label: "estimated effect" }}
     rows=${cells.map(({ cell, name, estimate, exact }) => ({ pair: cell.pair, hook: cell.hook, layer: cell.layer, column: cell.column, feature: cell.feature, name, estimate_effect: estimate, exact_effect: exact, off: cell.off, chosen_as: cell.why }))}
     series=${[{ kind: "dots", name: "agree", points: dots(false) }, { kind: "dots", name: "off", tone: "bad", points: dots(true) }, { kind: "line", name: "the same", tone: "soft", quiet: true, points: [axis.low, axis.high].map((value) => ({ x: value, y: value })) }]} />`;
 }

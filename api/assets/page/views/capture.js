@@ -1,11 +1,11 @@
 // Capture: a form that runs one, and a finished one as tokens × layers, coloured by norm or by cosine to a module.
 
 import { del, get, post } from "../lib/api.js";
-import { Button, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { Button, Empty, Field, Problem, html, useEffect, useState } from "../lib/ui.js";
 import { HookBoxes } from "../lib/hooks.js";
 import { titleOf } from "../lib/jobs.js";
 import { EmptyState, Table, shortId } from "../lib/parts.js";
-import { useModels } from "../lib/ask.js";
+import { useJobs, useModels } from "../lib/ask.js";
 import { age, bytes, number } from "../lib/format.js";
 import { Shown } from "./captured.js";
 
@@ -57,21 +57,15 @@ function Form() {
 
 /** Captures that there are, newest first. */
 function Recent({ jobs }) {
-  const [, redraw] = useState(0);
-  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  useJobs(jobs);
   const [page, setPage] = useState(null);
   const [error, setError] = useState(null);
-  const leave = useRef(null);
   const load = async (cursor) => {
     setError(null);
-    const found = await get(`/v1/captures?limit=${PAGE}${cursor ? `&cursor=${encodeURIComponent(cursor)}` : ""}`, { signal: leave.current.signal });
+    const found = await get(`/v1/captures?limit=${PAGE}${cursor ? `&cursor=${encodeURIComponent(cursor)}` : ""}`);
     setPage((known) => ({ captures: [...(cursor && known ? known.captures : []), ...found.captures], next: found.next }));
   };
-  useEffect(() => {
-    leave.current = new AbortController();
-    load(null).catch((failure) => failure.name !== "AbortError" && setError(failure));
-    return () => leave.current.abort();
-  }, []);
+  useEffect(() => void load(null).catch(setError), []);
   const remove = async (job) => {
     if (!confirm(`Delete the captured rows of ${job}?`)) return;
     await del(`/v1/captures/${job}`);
@@ -85,7 +79,7 @@ function Recent({ jobs }) {
       entry.tags.join(", "), age(entry.created), entry.status, number(entry.rows), bytes(entry.bytes),
       html`<${Button} kind="small danger" aria-label=${`Delete ${entry.job}`} onClick=${() => remove(entry.job)} onError=${setError}>Delete<//>`,
     ])} />`}
-    ${page && page.next && html`<${Button} onClick=${() => load(page.next)} onError=${(failure) => failure.name !== "AbortError" && setError(failure)}>More captures<//>`}`;
+    ${page && page.next && html`<${Button} onClick=${() => load(page.next)} onError=${setError}>More captures<//>`}`;
 }
 
 export default function View({ params, jobs }) {

@@ -5,8 +5,11 @@ import { Button, Empty, Problem, html, useEffect, useMemo, useRef, useState } fr
 import { bytes, count, number } from "../lib/format.js";
 import { hookTitle } from "../lib/hooks.js";
 import { over, titleOf } from "../lib/jobs.js";
-import { ended } from "../lib/readings.js";
+import { useAnswer, useJobs } from "../lib/ask.js";
+import { ended, moving } from "../lib/readings.js";
 import { Id, Standing } from "../lib/parts.js";
+import { SaveAs } from "../plots/save.js";
+import { maps } from "../plots/sweep_picture.js";
 import { Heatmap } from "../lib/heatmap.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
 
@@ -51,6 +54,16 @@ function scaled(found, by, each, full) {
 
 const WIDEST = 120; // pixels of a cell, where there are few layers
 
+/** What a heatmap draws of the rows. */
+const mapOf = (found, shares, values, words) => ({
+  rows: words.map(visible),
+  columns: found.layers,
+  at: (row, column) => (shares[column] && shares[column][row]) ?? NaN,
+  scale: () => "",
+  widest: WIDEST,
+  text: (row, column) => short(Number(values[column][row].toPrecision(3))),
+});
+
 function Grid({ found, shares, values, words, at, move }) {
   const canvas = useRef(null);
   const frame = useRef(null);
@@ -59,17 +72,7 @@ function Grid({ found, shares, values, words, at, move }) {
   now.current = at;
   const [box, setBox] = useState(null);
   useEffect(() => {
-    const source = {
-      rows: words.map(visible),
-      columns: found.layers,
-      at: (row, column) => {
-        const share = shares[column] && shares[column][row];
-        return share === null || share === undefined ? NaN : share;
-      },
-      scale: () => "",
-      widest: WIDEST,
-      text: (row, column) => short(Number(values[column][row].toPrecision(3))),
-    };
+    const source = mapOf(found, shares, values, words);
     const width = () => Math.max(200, frame.current.clientWidth);
     map.current = new Heatmap(canvas.current, source, width());
     const watch = new ResizeObserver(() => {
@@ -100,19 +103,10 @@ function Numbers({ found, values, words }) {
 }
 
 function Files({ job }) {
-  const [manifest, setManifest] = useState(null);
+  const [open, setOpen] = useState(false);
   const [error, setError] = useState(null);
-  const leave = useRef(null);
-  useEffect(() => {
-    leave.current = new AbortController();
-    return () => leave.current.abort();
-  }, []);
-  const open = (event) => {
-    if (!event.target.open || manifest) return;
-    setError(null);
-    get(`/v1/captures/${job}`, { signal: leave.current.signal }).then(setManifest, (failure) => failure.name !== "AbortError" && setError(failure));
-  };
-  return html`<details onToggle=${open}><summary>Files</summary>
+  const manifest = useAnswer(open && `/v1/captures/${job}`, setError);
+  return html`<details onToggle=${({ target }) => (setError(null), setOpen(target.open))}><summary>Files</summary>
     <${Problem} error=${error} />
     ${manifest && html`<p>${number(manifest.files.length)} files, ${bytes(manifest.bytes)}${manifest.detail && `: ${manifest.detail}`}. <a href=${`/v1/captures/${job}`} download=${`${job}.json`}>Manifest</a></p>
     <ul class="files">${manifest.files.slice(0, FILES).map(({ name, bytes: size }) => html`<li key=${name}><a href=${`/v1/captures/${job}/files/${encodeURIComponent(name)}`} download=${name}>${name}</a> ${bytes(size)}</li>`)}</ul>
@@ -123,8 +117,7 @@ function Files({ job }) {
 /** Waits for the job's end, then shows its rows. */
 export function Shown({ job, jobs }) {
   const [view, setView] = useState(null);
-  const [, redraw] = useState(0);
-  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  useJobs(jobs);
   const live = jobs.byId.get(job); // knows at once that the job runs; what waits for its end does not
   const [error, setError] = useState(null);
   useEffect(() => {
@@ -144,16 +137,11 @@ function Norms({ job, model, quiet }) {
   const [asked, ask] = useState(CHOSEN);
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
-  const [modules, setModules] = useState([]);
   const [each, setEach] = useState(true);
   const [full, setFull] = useState(false);
   const [table, setTable] = useState(false);
   const [at, move] = useState({ row: 0, layer: 0 });
-  useEffect(() => {
-    const stop = new AbortController();
-    get(`/v1/artifacts/modules?model=${encodeURIComponent(model)}`, { signal: stop.signal }).then((page) => setModules(page.modules), () => {}); // not served any more: without modules
-    return () => stop.abort();
-  }, [model]);
+  const { modules = [] } = useAnswer(`/v1/artifacts/modules?model=${encodeURIComponent(model)}`) || {}; // not served any more: without modules
   useEffect(() => {
     const stop = new AbortController();
     setError(null);
@@ -176,13 +164,8 @@ function Norms({ job, model, quiet }) {
   const change = (name, more = {}) => (event) => ask({ ...asked, start: 0, ...more, [name]: event.target.value });
   const chosen = modules.find(({ name }) => name === asked.module);
   const layersOf = chosen ? [...new Set(chosen.entries.flatMap((entry) => entry.layers))].sort((a, b) => a - b) : [];
-  const key = (event) => {
-    const step = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1], Home: [-Infinity, 0], End: [Infinity, 0] }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    const within = (value, count) => Math.max(0, Math.min(count - 1, value));
-    move({ row: within(at.row + step[0], found.positions.length), layer: within(at.layer + step[1], found.layers.length) });
-  };
+  const top = found.layers.length - 1;
+  const key = moving({ row: top - at.layer, column: at.row }, ({ row, column }) => move({ row: column, layer: top - row }), top + 1, found.positions.length);
   const value = values[at.layer] ? values[at.layer][at.row] : null;
   const items = found.positions.map((position, row) => ({
     key: position,
@@ -191,6 +174,9 @@ function Norms({ job, model, quiet }) {
     share: scale.shares[at.layer] ? scale.shares[at.layer][row] : null,
     generated: position >= found.prompt_tokens,
   }));
+  const title = `${by === "cosine" ? `Cosine to ${asked.module}` : "Norm"} of rows at ${hookTitle(found.hook)}`;
+  const ends = by === "norm" && each ? ["lowest", "highest"] : scale.ranges[0].map(short);
+  const records = () => found.layers.flatMap((of, n) => found.positions.map((position, row) => ({ hook: found.hook, layer: of, position, token: words[row], [by]: values[n] ? values[n][row] : null })));
   const missing = by === "cosine" && !values[at.layer];
   return html`<form class="inline" onSubmit=${(event) => event.preventDefault()}>
       ${found.requests.length > 1 && html`<label>Prompt ${found.requests.length <= 50 ? html`<select value=${asked.request} onChange=${change("request")}>${found.requests.map((index) => html`<option value=${index}>${index}</option>`)}</select>` : html`<input type="number" min="0" max=${found.requests.at(-1)} value=${asked.request} onChange=${change("request")} />`}</label>`}
@@ -218,6 +204,7 @@ function Norms({ job, model, quiet }) {
               <p role="status" class="norm-said">token ${found.positions[at.row]} “${visible(words[at.row])}”, layer ${layer}: ${by} ${missing ? "none" : short(value)}</p>
               <${Grid} found=${found} shares=${scale.shares} values=${values} words=${words} at=${at} move=${move} />
               <p id="norms-keys" class="soft">Arrow keys move over tokens (left, right) and layers (up, down).</p>
+              <${SaveAs} name=${`${job}.${by}`} title=${title} rows=${records} png=${() => maps([{ name: `prompt ${found.request}`, source: mapOf(found, scale.shares, values, words) }], title, ends, `${by === "norm" ? `${each ? "of each layer, " : ""}logarithmic; ` : ""}hatched: no value`, { width: 200 + 50 * found.layers.length, from: scale.low })} />
             </div>`
     }
     <p>${found.dtype} rows of ${number(found.width)} elements, captured ${found.at} the interventions at ${found.hook}. Tokens in italics were generated.</p>

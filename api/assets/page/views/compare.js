@@ -2,10 +2,10 @@
 
 import { get } from "../lib/api.js";
 import { Problem, html, useEffect, useState } from "../lib/ui.js";
-import { age, duration, number } from "../lib/format.js";
+import { age, number } from "../lib/format.js";
 import { SweepGrid, shown } from "../lib/grid.js";
 import { hookName } from "../lib/hooks.js";
-import { titleOf } from "../lib/jobs.js";
+import { timing, titleOf } from "../lib/jobs.js";
 import { kindOf } from "../lib/kinds.js";
 import { State, Table } from "../lib/parts.js";
 import { visible } from "../lib/chips.js";
@@ -27,13 +27,15 @@ function flat(value, path = "") {
 }
 
 const cut = (text) => (text && text.length > 300 ? `${text.slice(0, 300)}…` : text);
+/** A value as JSON, in short; of data in base64 a digest (FNV-1a), by which equal data is known. */
+const inShort = (json) => (/^"[A-Za-z0-9+/]{40,}=*"$/.test(json) ? `${number(Math.floor(((json.length - 2) * 3) / 4))} bytes, digest ${Array.from(json).reduce((hash, sign) => Math.imul(hash ^ sign.charCodeAt(0), 16777619) >>> 0, 2166136261).toString(16)}` : cut(json));
 
 function Requests({ both }) {
   const [a, b] = both.map(({ body }) => new Map(body ? flat(body) : []));
   const fields = [...new Set([...a.keys(), ...b.keys()])].filter((path) => a.get(path) !== b.get(path));
   if (!a.size || !b.size) return html`<p class="soft">The server did not keep one of the requests.</p>`;
   if (!fields.length) return html`<p>Both asked for the same.</p>`;
-  const cell = (text) => html`<span class="mono">${text ? cut(text) : "not given"}</span>`;
+  const cell = (text) => html`<span class="mono">${text ? inShort(text) : "not given"}</span>`;
   return html`<${Table} label="Differences of the requests" heads=${["Field", "First", "Second"]} rows=${fields.slice(0, MOST).map((path) => [html`<span class="mono">${path}</span>`, cell(a.get(path)), cell(b.get(path))])} />`;
 }
 
@@ -77,22 +79,25 @@ class Difference extends SweepGrid {
 
 /** The difference of two grids; why there is none, as text. */
 function difference(a, b) {
-  for (const field of ["hooks", "layers", "metric", "axis"]) if (String(a[field]) !== String(b[field])) return `their ${field} differ (${a[field]} and ${b[field]})`;
+  const hooks = a.hooks.filter((hook) => b.hooks.includes(hook));
+  if (!hooks.length) return `they have no hook point in common (${a.hooks} and ${b.hooks})`;
+  for (const field of ["layers", "metric", "axis"]) if (String(a[field]) !== String(b[field])) return `their ${field} differ (${a[field]} and ${b[field]})`;
   if (a.pairs.length !== b.pairs.length || a.pairs.some((pair, n) => pair.labels.length !== b.pairs[n].labels.length)) return "they have other numbers of tokens";
   const less = (first, second) => first.map((row, layer) => row.map((value, column) => {
     const other = second[layer][column];
     return value === null || other === null ? null : a.metric === "norm" ? (value ? other / value - 1 : null) : other - value;
   }));
-  const pairs = a.pairs.map((pair, n) => ({ ...b.pairs[n], grids: Object.fromEntries(a.hooks.map((hook) => [hook, less(pair.grids[hook], b.pairs[n].grids[hook])])) }));
-  const grid = new Difference({ result: { ...b, pairs, skipped: [] } });
+  const pairs = a.pairs.map((pair, n) => ({ ...b.pairs[n], grids: Object.fromEntries(hooks.map((hook) => [hook, less(pair.grids[hook], b.pairs[n].grids[hook])])) }));
+  const grid = new Difference({ result: { ...b, hooks, pairs, skipped: [] } });
+  grid.left = [...a.hooks, ...b.hooks].filter((hook) => !hooks.includes(hook));
   grid.pairs.forEach((_, pair) => grid.leave(pair, () => true, "one of both has no value"));
   return grid;
 }
 
 /** Norms of one prompt's rows in the form of a sweep's grids, for the same maps. */
-const asGrid = ({ hook, layers, norms, positions, tokens, token_ids: ids }) => ({
-  hooks: [hook], layers, metric: "norm", axis: "position",
-  pairs: [{ labels: (tokens || ids.map(String)).map(visible), positions: positions.map((at) => [at]), base_tokens: [], notes: [], heads: [], neurons: {}, grids: { [hook]: norms } }],
+const asGrid = ({ hook, at, layers, norms, positions, tokens, token_ids: ids }) => ({
+  hooks: [hook], at, layers, metric: "norm", axis: "position",
+  pairs: [{ labels: (tokens || ids.map(String)).map(visible), positions: positions.map((place) => [place]), base_tokens: [], notes: [], heads: [], neurons: {}, grids: { [hook]: norms } }],
 });
 
 function Change({ ids, kind, prompts }) {
@@ -108,12 +113,12 @@ function Change({ ids, kind, prompts }) {
   }, [request]);
   const { grid, error } = found;
   return html`<h2>${grids ? "Heatmaps" : "Norms of the captured rows"}</h2><${Problem} error=${error} />
+    ${!grids && grid && grid.result && grid.result.at === "before" && html`<p class="soft">Rows are taken before the edits at the same hook point and layer: what an edit changes shows only after it.</p>`}
+    ${grid && grid.left && grid.left.length > 0 && html`<p class="soft">Only one of both has ${grid.left.map(hookName).join(", ")}.</p>`}
     ${!grids && prompts > 1 && html`<p class="inline"><label>Prompt <input type="number" min="0" max=${prompts - 1} value=${request} onChange=${({ target }) => (setCursor(null), choose(Math.max(0, Math.min(prompts - 1, Math.trunc(target.valueAsNumber) || 0))))} /></label></p>`}
     ${typeof grid === "string" ? html`<p>There is no difference map: ${grid}.</p>` : grid && html`<${Maps} key=${request} grid=${grid} pair=${grid.pairs.length === 1 ? 0 : null} listeners=${NOBODY} cursor=${cursor} setCursor=${setCursor} />
       <${SaveAs} name=${`${ids.join("-")}.difference`} title="Difference" png=${() => picture(grid, grid.pairs.length === 1 ? 0 : null, `Second less first: ${ids.join(", ")}`)} rows=${grid.records()} />`}`;
 }
-
-const took = ({ started, finished }) => (started && finished ? `took ${duration(finished - started)}` : "");
 
 function Both({ ids, jobs }) {
   const [error, setError] = useState(null);
@@ -123,7 +128,7 @@ function Both({ ids, jobs }) {
   const [first, second] = views;
   const grid = kindOf(first.kind).grid;
   const captured = !grid && results.every((result) => result && result.capture_results && result.capture_results.files.length);
-  return html`<div class="panes">${views.map((view, n) => html`<div class="card"><h2>${["First", "Second"][n]}: <a href=${`#/jobs/${view.id}`}>${titleOf(jobs.byId.get(view.id) || view)}</a></h2><p><${State} state=${view.state} /> ${view.kind} · ${view.model} · ${age(view.created)} ago · ${took(view)}</p></div>`)}</div>
+  return html`<div class="panes">${views.map((view, n) => html`<div class="card"><h2>${["First", "Second"][n]}: <a href=${`#/jobs/${view.id}`}>${titleOf(jobs.byId.get(view.id) || view)}</a></h2><p><${State} state=${view.state} /> ${view.kind} · ${view.model} · ${age(view.created)} ago · ${timing(view)}</p></div>`)}</div>
     <h2>Asked differently</h2><${Requests} both=${requests} />
     ${first.kind === second.kind && grid && html`<${Change} ids=${ids} kind=${first.kind} />`}
     ${results.every((result) => result && result.outputs.length) && html`<h2>Texts</h2><${Texts} results=${results} requests=${requests} />`}

@@ -1,7 +1,7 @@
 // A dose: effect and damage of each layer over the scale, how far each layer is safe, and what the model writes at each scale.
 
 import { Button, html, useState } from "../lib/ui.js";
-import { number, percent } from "../lib/format.js";
+import { count, number, percent } from "../lib/format.js";
 import { Stats } from "../lib/parts.js";
 import { short, visible } from "../lib/chips.js";
 import { Reading } from "../lib/readings.js";
@@ -10,15 +10,15 @@ import { Side, diff } from "../plots/text_diff.js";
 
 const PARTS = { effect: (cell) => number(cell.effect, 2), "loss above unsteered": (cell) => number(cell.loss, 2), repetition: (cell) => percent(cell.repetition), "relative size": (cell) => number(cell.median, 2) };
 const layerOf = ({ layer }) => (layer === null ? "all" : layer);
-const what = ({ effect }) => (effect.words.length ? "share of texts with the words" : effect.target ? "log-probability of the target, nats per token" : `mean score of ${effect.probe}`);
+const what = ({ effect }) => (effect.words.length ? `share of texts with ${effect.words.join(" or ")}` : effect.target ? `log-probability of “${visible(effect.target)}”, nats per token` : `mean score of ${effect.probe}`);
 const beginning = (text) => (text.length > 120 ? `${text.slice(0, 120)}…` : text).trim();
 
 /** The figures of one measure: the chosen layer strong with its safe range, the others faint. `value(cell)`; of the unsteered model, `zero`. */
-function Curve({ title, note, name, value, zero, text, rules, rows, chosen, layers, safe, pick }) {
+function Curve({ title, note, about, name, value, zero, text, rules, rows, chosen, layers, safe, pick }) {
   const points = (cells) => [...cells, null].map((cell) => (cell ? { x: cell.scale, y: value(cell), cell, tone: cell.safe ? "" : "bad", tip: `layer ${layerOf(cell)}, scale ${cell.scale}: ${text(value(cell))}${cell.safe ? "" : ", not safe"}. “${beginning(visible(cell.text))}”` } : { x: 0, y: zero, tip: `unsteered: ${text(zero)}` })).sort((a, b) => a.x - b.x);
   const mine = points(layers.get(chosen.layer));
   const reached = [0, ...safe.filter((cell) => layerOf(cell) === chosen.layer).map(({ scale }) => scale)];
-  return html`<${Plot} title=${title} note=${note} name=${name} rows=${rows} x=${{ label: "scale" }} y=${{ text }} at=${Math.max(0, mine.findIndex(({ x }) => x === chosen.scale))} onAt=${(n) => pick(mine[n].x)}
+  return html`<${Plot} title=${title} note=${note} about=${`layer ${chosen.layer}, ${about}`} name=${name} rows=${rows} x=${{ label: "scale" }} y=${{ text }} at=${Math.max(0, mine.findIndex(({ x }) => x === chosen.scale))} onAt=${(n) => pick(mine[n].x)}
     bands=${[{ axis: "x", from: Math.min(...reached), to: Math.max(...reached), tone: "safe", text: "safe" }]} rules=${[...rules, { axis: "x", at: chosen.scale, quiet: true }]}
     series=${[{ kind: "line", name: `layer ${chosen.layer}`, points: mine }, ...[...layers].filter(([layer]) => layer !== chosen.layer).map(([layer, cells], n) => ({ kind: "line", name: n ? "" : "other layers", tone: "soft", quiet: true, points: points(cells) }))]} />`;
 }
@@ -39,7 +39,8 @@ export default function Dose({ id, dose: { dose, unsteered, cells, safe } }) {
   const rows = every.map(({ layer, scale, effect, loss, repetition, median, largest, safe: is, text }) => ({ layer, scale, effect, loss, repetition, median, largest, safe: is, text }));
   const of = (layer) => safe.filter((cell) => layerOf(cell) === layer);
   const pick = (scale) => choose((known) => ({ ...known, scale }));
-  const shared = { rows, chosen, layers, safe, pick };
+  const about = `${count(dose.prompts, "prompt")} in each cell; shaded: safe, at most +${dose.max_loss} nats and +${percent(dose.max_repetition)} repetition; red: not safe`;
+  const shared = { about, rows, chosen, layers, safe, pick };
   const limit = (at, text) => [{ axis: "y", at, text }];
   return html`<p class="finding">${safe.length ? `The strongest safe effect is at layer ${layerOf(best)}, scale ${best.scale}: ${number(best.effect, 2)}, ${number(unsteered.effect, 2)} unsteered. ` : "No scale is safe."}${safe.length ? `Safe up to scale: ${[...layers.keys()].map((layer) => [layer, of(layer)]).filter(([, found]) => found.length).map(([layer, found]) => `${found.map(({ scale }) => scale).join(" and ")} at layer ${layer}`).join(", ")}.` : ""}${stopped ? ` A policy ended continuations of ${stopped} of ${every.length} cells, which cannot be compared.` : ""}</p>
     <${Stats} items=${[

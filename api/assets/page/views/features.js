@@ -1,15 +1,15 @@
 // SAE features: the text shaded by activation, and the features that are active in it.
 
 import { html, useMemo, useRef, useState } from "../lib/ui.js";
-import { count, number, percent } from "../lib/format.js";
+import { count, fine, number, percent } from "../lib/format.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
 import { useAnswer } from "../lib/ask.js";
+import { SaveAs } from "../plots/save.js";
 import { Bars, Examples, Reading, ReadingForm, moving, quoted, useWords } from "../lib/readings.js";
 
 const LISTED = 12; // features at first
 const tidy = (value) => Number(value.toPrecision(2));
-const share = (value) => (value > 0 && value < 0.01 ? `${tidy(value * 100)} %` : percent(value));
 
 const form = {
   name: "features",
@@ -40,7 +40,7 @@ function useSurvey({ sae, digest }, model) {
 function Elsewhere({ id, survey: { path, job }, model, box }) {
   const found = useAnswer(`/v1/${path}/surveys/${job}?limit=1&feature=${id}`);
   return html`<aside class="card" ref=${box} tabindex="0" aria-label="Examples"><h2>Examples of feature ${id}</h2>
-    ${found && html`<p class="soft">Active on ${share(found.figures.density[0])} of ${count(found.survey.rows, "row")}, where its mean is ${short(found.figures.mean[0])}. <a href=${`#/${path}/${job}`}>The survey</a></p>
+    ${found && html`<p class="soft">Active on ${fine(found.figures.density[0])} of ${count(found.survey.rows, "row")}, where its mean is ${short(found.figures.mean[0])}. <a href=${`#/${path}/${job}`}>The survey</a></p>
       <${Examples} model=${model} examples=${found.examples} />`}
     ${found === null && html`<p class="soft">The survey cannot be read.</p>`}</aside>`;
 }
@@ -94,7 +94,8 @@ export function FeaturesResult({ reading, model }) {
         ? html`<div class="reading uneven"><div>${text}<div class="lists">${lists}</div></div><${Elsewhere} id=${feature ?? listed[0].id} survey=${survey} model=${model} box=${examples} /></div>`
         : html`${text}<div class="reading even">${lists}</div><p class="soft">No survey of ${reading.sae} says where else a feature is active: find examples under <a href="#/harvests">Harvests</a>.</p>`
     }
-    <p class="soft">Features of ${reading.sae} at ${reading.hook}, layer ${reading.layer}. Click a feature to shade the text by it, or a token (or use the arrow keys) to see its features.${positions[0] === 0 && positions.length > 1 ? ` The first token, ${visible(word(reading.token_ids[0]))}, has no colour: its row is an outlier in most models.` : ""}</p>`;
+    <p class="soft">Features of ${reading.sae} at ${reading.hook}, layer ${reading.layer}. Click a feature to shade the text by it, or a token (or use the arrow keys) to see its features.${positions[0] === 0 && positions.length > 1 ? ` The first token, ${visible(word(reading.token_ids[0]))}, has no colour: its row is an outlier in most models.` : ""}</p>
+    <${SaveAs} name="features" title=${`Features of ${reading.sae} at ${reading.hook}, layer ${reading.layer}`} rows=${() => positions.flatMap((position, n) => features[n].map((id, k) => ({ position, token: word(reading.token_ids[n]), feature: id, activation: activations[n][k] })))} />`;
 }
 
 export default function View({ params, query, jobs }) {

@@ -1,15 +1,17 @@
 // One job: prompt, output, receipts by rank, files, and its request as code.
 
 import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Guard, Problem } from "../lib/ui.js";
-import { ApiError, get } from "../lib/api.js";
+import { ApiError } from "../lib/api.js";
+import { useAnswer } from "../lib/ask.js";
 import { bytes, count, identity, number, time } from "../lib/format.js";
-import { titleOf } from "../lib/jobs.js";
+import { isSurvey, titleOf } from "../lib/jobs.js";
 import { kindOf } from "../lib/kinds.js";
 import { Id, State } from "../lib/parts.js";
 import { codeOf } from "../lib/code.js";
 import { TimeLine } from "../plots/time_line.js";
 
 const MOST = 200; // rows of a list that are shown
+const PATHS = { dose: "/v1/doses" }; // of a kind that is no model's, where it is sent
 const FEW = 4; // receipts that are shown without a click
 
 function List({ items, total, more, children }) {
@@ -36,31 +38,16 @@ function Files({ id, captured }) {
 const steps = (job) => ["created", "queued", "started", "generated", "cancelling", "finished"].filter((name) => job[name]).map((name) => [name, time(job[name])]);
 
 export function JobDetails({ id, job, session, onClose }) {
-  const [known, setKnown] = useState(job);
-  const [asked, setAsked] = useState(null);
-  const [result, setResult] = useState(null);
   const [error, setError] = useState(null);
   const [Answers, setAnswers] = useState(null); // loaded where there are readings, or a fit
   const head = useRef(null);
+  const from = `/v1/jobs/${encodeURIComponent(id)}`;
+  const known = useAnswer(!job && from, setError); // older than what the feed began with
   const at = job || known;
-  useLayoutEffect(() => head.current.focus(), []); // before the next key, which may be Escape
-
-  useEffect(() => {
-    const stop = new AbortController();
-    const failed = (failure) => stop.signal.aborted || setError(failure);
-    get(`/v1/jobs/${encodeURIComponent(id)}/request`, stop).then(setAsked, failed);
-    if (!job) get(`/v1/jobs/${encodeURIComponent(id)}`, stop).then(setKnown, failed); // older than what the feed began with
-    return () => stop.abort();
-  }, [id]);
-
   const over = at && at.state === "succeeded";
-  useEffect(() => {
-    if (!over) return undefined;
-    const stop = new AbortController();
-    get(`/v1/jobs/${encodeURIComponent(id)}/result`, stop).then(setResult, (failure) => stop.signal.aborted || (failure instanceof ApiError && setError(failure)));
-    return () => stop.abort();
-  }, [id, over]);
-
+  const asked = useAnswer(`${from}/request`, setError);
+  const result = useAnswer(over && `${from}/result`, (failure) => failure instanceof ApiError && setError(failure));
+  useLayoutEffect(() => head.current.focus(), []); // before the next key, which may be Escape
   const attention = Boolean(asked && asked.body && [asked.body.capture].flat().some((each) => each && each.hooks && each.hooks.q && each.hooks.k));
   const outcome = result && ["fit", "dose"].find((kind) => result[kind]);
   const readings = Boolean(result && (outcome || result.lens || result.features || (result.probes || []).length || attention));
@@ -72,7 +59,8 @@ export function JobDetails({ id, job, session, onClose }) {
       current = false;
     };
   }, [readings]);
-  const code = asked && asked.body && asked.path ? codeOf(asked.path, asked.body, session.auth !== "open") : null;
+  const path = asked && (asked.path || PATHS[at && at.kind]);
+  const code = path && asked.body ? codeOf(path, asked.body, session.auth !== "open") : null;
   return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
     <div class="details-head"><div><h2 id="job-title" tabindex="-1" ref=${head}>${at ? titleOf(at) : "Job"}</h2><${Id} id=${id} /></div><${Button} kind="small" onClick=${onClose}>Close<//></div>
     <${Problem} error=${error} />
@@ -104,7 +92,7 @@ export function JobDetails({ id, job, session, onClose }) {
     <h3>Files</h3>
     ${result ? html`<${Files} id=${id} captured=${result.capture_results} />` : html`<p class="soft">${at ? `Captures: ${at.capture_status || "not_requested"}.` : ""}</p>`}
     <h3>Request as code</h3>
-    ${code ? html`<${Copy} tabs=${code} label="Request" />` : html`<p class="soft">${asked ? (asked.path ? "The request was not kept: it is larger than 16 KiB, or an older server accepted it." : "This job is part of a harvest.") : ""}</p>`}
+    ${code ? html`<${Copy} tabs=${code} label="Request" />` : html`<p class="soft">${at && asked ? (path ? "The request was not kept: it is larger than 16 KiB, or an older server accepted it." : `This job is ${{ harvest: isSurvey(at) ? "a survey of a harvest, which lists it" : "part of a harvest", fit: "a fit: the form of its request depends on what it fits" }[at.kind] || `of the kind ${at.kind}, which has no form as code`}.`) : ""}</p>`}
     <h3>Times</h3>
     ${at && at.started && at.finished && html`<${TimeLine} key=${at.finished} job=${at} />`}
     ${at && html`<table><tbody>${steps(at).map(([name, text]) => html`<tr><th scope="row">${name}</th><td>${text}</td></tr>`)}</tbody></table>`}

@@ -1,11 +1,12 @@
 // Jobs: the live table of jobs by prompt and output, and what is known of one job.
 
-import { html, useEffect, useLayoutEffect, useMemo, useRef, useState, Button, Problem, Progress, useNow } from "../lib/ui.js";
+import { html, useLayoutEffect, useMemo, useRef, useState, Button, Problem, Progress, useNow } from "../lib/ui.js";
 import { post } from "../lib/api.js";
 import { age, clock, duration } from "../lib/format.js";
 import { askedOf, markOf, outcomeOf, over, owner, progressOf, tagOf, timing, titleOf } from "../lib/jobs.js";
 import { KINDS } from "../lib/kinds.js";
 import { EmptyState, State } from "../lib/parts.js";
+import { useJobs } from "../lib/ask.js";
 import { Rows } from "../lib/table.js";
 import { JobDetails } from "./job.js";
 
@@ -27,12 +28,11 @@ function Strip({ jobs, now }) {
 }
 
 export default function View({ params, session, jobs }) {
-  const [, redraw] = useState(0);
   const [filter, setFilter] = useState({ state: "", kind: "", text: "" });
   const [error, setError] = useState(null);
   const [marked, setMarked] = useState([]); // at most two, to be compared
   const now = useNow(1);
-  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  useJobs(jobs);
   const items = useMemo(() => {
     const text = filter.text.trim().toLowerCase();
     return jobs.list.filter(

@@ -5,9 +5,12 @@ import { percent } from "../lib/format.js";
 import { Legend, inkOn, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
 import { useDark } from "../lib/theme.js";
+import { SaveAs } from "../plots/save.js";
+import { maps } from "../plots/sweep_picture.js";
 import { Bars, Reading, ReadingForm, moving, quoted, useWords } from "../lib/readings.js";
 
 const WIDE = 40; // positions that are shown at a time
+const [CELL, SIDE] = [72, 150]; // pixels of a saved picture: of a cell, and of the tokens beside
 
 const form = {
   name: "lens",
@@ -66,6 +69,10 @@ export function LensResult({ reading, model }) {
     const [row, column] = ((target.closest("td") || { dataset: {} }).dataset.cell || "").split(",").map(Number);
     if (column !== undefined) move({ row, column });
   };
+  const names = reading.token_ids.map((id, n) => `${visible(word(id))} ${positions[n]}`);
+  const source = { rows: names, columns: layers, widest: CELL, at: (position, n) => cell(n, position).share, text: (position, n) => cell(n, position).text };
+  const records = () => layers.flatMap((each, n) => positions.flatMap((position, p) => top[n][p].map((id, k) => ({ layer: each, position, token: word(reading.token_ids[p]), rank: k, predicted: word(id), predicted_id: id, logprob: logs[n][p][k], ...Object.fromEntries(named.flatMap((other, m) => [[`rank of ${word(other)}`, ranks[n][p][m]], [`logprob of ${word(other)}`, chances[n][p][m]]])) }))));
+  const title = `${token < 0 ? "Most likely next token" : `Rank of “${visible(word(named[token]))}”`} by layer, read at ${reading.hook}`;
   return html`<p class="finding">After ${quoted(word(reading.token_ids[at.column]))} the ${layers.length > 1 ? "last of these layers" : "layer"} predicts ${quoted(word(last))} (${percent(Math.exp(logs[layers.length - 1][at.column][0]))})${
       layers.length > 1 && html`, ${since < 0 ? "as all of them do" : html`the top token from <strong>layer ${from}</strong> on`}`
     }.</p>
@@ -89,7 +96,8 @@ export function LensResult({ reading, model }) {
         ${named.length > 0 && html`<h3>Followed</h3><${Bars} label="Followed tokens" items=${named.map((id, n) => ({ key: id, text: visible(word(id)), value: `rank ${ranks[layer][at.column][n]}, ${percent(Math.exp(chances[layer][at.column][n]))}`, share: Math.exp(chances[layer][at.column][n]) }))} />`}
       </aside>
     </div>
-    <p id="lens-keys" class="soft">Rows are layers, columns are the tokens of the prompt. Point at a cell or use the arrow keys. Read at ${reading.hook}.</p>`;
+    <p id="lens-keys" class="soft">Rows are layers, columns are the tokens of the prompt. Point at a cell or use the arrow keys. Read at ${reading.hook}.</p>
+    <${SaveAs} name="lens" title=${title} rows=${records} png=${() => maps([{ name: "", source }], title, token < 0 ? ["0", "1"] : ["far", "rank 0"], token < 0 ? "probability" : "the darker, the nearer to the top", { width: layers.length * CELL + SIDE, paint: shade, from: 0 })} />`;
 }
 
 export default function View({ params, query, jobs }) {

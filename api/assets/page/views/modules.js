@@ -5,7 +5,7 @@ import { Button, Problem, html, useEffect, useRef, useState } from "../lib/ui.js
 import { EmptyState, Section } from "../lib/parts.js";
 import { age, bytes, count, number, percent } from "../lib/format.js";
 import { short } from "../lib/chips.js";
-import { useModels } from "../lib/ask.js";
+import { useJobs, useModels } from "../lib/ask.js";
 
 /** `[3, 4, 5, 9]` as `3-5, 9`. */
 function ranges(layers) {
@@ -121,8 +121,7 @@ export default function View({ jobs, session }) {
   const [error, setError] = useState(null);
   const [chosen, choose] = useState(null);
   const [find, setFind] = useState({ text: "", order: "name" });
-  const [, redraw] = useState(0);
-  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  useJobs(jobs);
   const models = useModels(setError);
   const model = chosen || (models && models.length ? models[0].id : null);
   return html`<h1>Modules</h1><p class="lead">What is registered under a name, to be used in requests: edits, probes, autoencoders, lenses, adapters and rows.</p>

@@ -1,10 +1,10 @@
 // Ops: what every rank of every worker reports, outboxes, queues, the slowest jobs.
 
-import { html, useEffect, useState, Empty, Problem, useNow } from "../lib/ui.js";
+import { html, Empty, Problem, useNow } from "../lib/ui.js";
 import { latencies } from "../lib/history.js";
 import { owner, titleOf } from "../lib/jobs.js";
 import { Chart, Fold, State, Stats, Table } from "../lib/parts.js";
-import { usePolled } from "../lib/ask.js";
+import { useJobs, usePolled } from "../lib/ask.js";
 import { age, bytes, count, duration, identity, number, percent } from "../lib/format.js";
 
 const EVERY_S = 5;
@@ -60,8 +60,7 @@ function Service({ status }) {
 
 function Slow({ jobs }) {
   const now = useNow(1);
-  const [, redraw] = useState(0);
-  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  useJobs(jobs);
   const end = (job) => job.finished || now;
   const slow = jobs.list.filter((job) => job.started && end(job) > now - RECENT_S).sort((a, b) => end(b) - b.started - (end(a) - a.started)).slice(0, SLOWEST);
   if (!slow.length) return html`<${Empty}>No job has run in the last hour.<//>`;

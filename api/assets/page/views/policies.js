@@ -5,7 +5,7 @@ import { Button, Field, Problem, html, useEffect, useState } from "../lib/ui.js"
 import { EmptyState, Stats, Table } from "../lib/parts.js";
 import { age, count, number, percent } from "../lib/format.js";
 import { short } from "../lib/chips.js";
-import { useAnswer, useModels } from "../lib/ask.js";
+import { useAnswer, useJobs, useModels } from "../lib/ask.js";
 import { Reading, ReadingForm } from "../lib/readings.js";
 import { Plot } from "../plots/plot.js";
 import { ProbeResult } from "./probes.js";
@@ -97,10 +97,9 @@ const trial = (policy) => ({
 function One({ name, job, model, session, query, jobs }) {
   const [error, setError] = useState(null);
   const [policy, setPolicy] = useState(null);
-  const [, redraw] = useState(0);
   const path = `/v1/artifacts/policies/${encodeURIComponent(name)}?model=${encodeURIComponent(model)}`;
   const read = job && (jobs.byId.get(job) || {}).state === "succeeded"; // then it counts
-  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  useJobs(jobs);
   useEffect(() => {
     const stop = new AbortController();
     get(path, stop).then(setPolicy, (failure) => stop.signal.aborted || setError(failure));

@@ -98,7 +98,7 @@ function Scores({ found, result, view }) {
   const scores = found.tokens.map((row) => row[label]);
   return html`${summary}
     ${labels.length > 1 && html`<p class="inline"><label>Label <select value=${label} onChange=${({ target }) => setLabel(Number(target.value))}>${labels.map((each, n) => html`<option value=${n}>${each}</option>`)}</select></label></p>`}
-    <${TokenScores} title=${`Score of ${name}`} name=${`${view.id}.${found.request}.${found.probe}`} what="score" values=${scores} words=${words} prompt=${output.prompt_tokens} middle=${threshold ?? 0}
+    <${TokenScores} title=${`Score of ${name}`} about=${`${found.probe}${known ? ` at ${known.hook}, layer ${known.layer}` : ""}`} name=${`${view.id}.${found.request}.${found.probe}`} what="score" values=${scores} words=${words} prompt=${output.prompt_tokens} middle=${threshold ?? 0}
       rules=${threshold === null ? [] : [{ axis: "y", at: threshold, text: `threshold ${short(Number(threshold.toPrecision(3)))}` }]} />
     <p class="soft">Scores of ${found.probe}${known ? ` at ${known.hook}, layer ${known.layer}` : ""}. Tokens in italics were generated; the last one has no score, because it is never fed back. The first token has no colour: its row is an outlier in most models.</p>`;
 }

@@ -1,14 +1,14 @@
 // Start: examples that run with one click, what is running, the latest results, and what serves them.
 
-import { html, useEffect, useState, Button, Problem, Progress, useNow } from "../lib/ui.js";
+import { html, useMemo, useState, Button, Problem, Progress, useNow } from "../lib/ui.js";
 import { finding } from "../lib/finding.js";
 import { SweepGrid } from "../lib/grid.js";
-import { get, post } from "../lib/api.js";
+import { post } from "../lib/api.js";
 import { age, count, duration } from "../lib/format.js";
 import { ours } from "../lib/hooks.js";
 import { colour } from "../lib/heatmap.js";
 import { askedOf, markOf, outcomeOf, over, placeOf, progressOf, timing, titleOf } from "../lib/jobs.js";
-import { useModels } from "../lib/ask.js";
+import { useAnswer, useJobs, useModels } from "../lib/ask.js";
 import { EmptyState, Section, State } from "../lib/parts.js";
 import { EXAMPLE } from "../lib/sweep_request.js";
 import { useDark } from "../lib/theme.js";
@@ -77,14 +77,8 @@ function Running({ jobs, now }) {
 
 /** What a sweep found; how many cells it has, until that is known or where there are too many to look at here. */
 function Found({ job }) {
-  const [text, set] = useState("");
-  useEffect(() => {
-    if (job.cells_expected > MOST_CELLS) return undefined;
-    const stop = new AbortController();
-    get(`/v1/sweeps/${job.id}`, { signal: stop.signal }).then((view) => set(finding(new SweepGrid(view), view.result.pairs.length > 1 ? null : 0)), () => {}); // the number of cells stays
-    return () => stop.abort();
-  }, [job.id]);
-  return text || outcomeOf(job);
+  const view = useAnswer(job.cells_expected <= MOST_CELLS && `/v1/sweeps/${job.id}`);
+  return useMemo(() => view && finding(new SweepGrid(view), view.result.pairs.length > 1 ? null : 0), [view]) || outcomeOf(job);
 }
 
 /** The newest results, one of each title and mark, with how many there are of it. */
@@ -115,8 +109,7 @@ function Served({ models, service }) {
 
 export default function View({ session, service, jobs }) {
   const [error, setError] = useState(null);
-  const [, redraw] = useState(0);
-  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  useJobs(jobs);
   const models = useModels(setError);
   const now = useNow(1);
   const may = session.scopes.includes("submit") || session.scopes.includes("admin");

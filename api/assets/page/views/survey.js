@@ -3,9 +3,10 @@
 import { post } from "../lib/api.js";
 import { Button, Field, Problem, html, useState } from "../lib/ui.js";
 import { short } from "../lib/chips.js";
-import { count, percent } from "../lib/format.js";
+import { count, fine } from "../lib/format.js";
 import { Id } from "../lib/parts.js";
 import { useAnswer } from "../lib/ask.js";
+import { SaveAs } from "../plots/save.js";
 import { Bars, Examples, ended } from "../lib/readings.js";
 
 const titled = ({ survey: { sae, against, top } }) => `${[sae && `features of ${sae.name}`, against && `compared with ${against}`].filter(Boolean).join(", ")}, ${count(top, "example")}`;
@@ -51,12 +52,13 @@ export default function Survey({ harvest, job }) {
   const largest = Math.max(1e-9, ...features.map(({ density }) => Math.max(...density)));
   return html`<h1>${against ? "Comparison" : "Features"}</h1><p><a href=${`#/harvests/${harvest}`}>Its harvest</a> · <a href=${`#/jobs/${job}`}>its job</a> · <${Id} id=${job} /></p>
     <${Problem} error=${error} />
-    ${listed && html`<p class="finding">${against && `Compared with ${against}: a mean KL divergence of ${short(listed.survey.mean_kl)} nats over ${count(listed.survey.rows, "row")}. `}${sae && chosen && `Feature ${chosen.feature} of ${sae.name} is active on ${Sides({ values: chosen.density, text: percent })} of ${count(listed.survey.rows, "row")}.`}</p>
+    ${listed && html`<p class="finding">${against && `Compared with ${against}: a mean KL divergence of ${short(listed.survey.mean_kl)} nats over ${count(listed.survey.rows, "row")}. `}${sae && chosen && `Feature ${chosen.feature} of ${sae.name} is active on ${Sides({ values: chosen.density, text: fine })} of ${count(listed.survey.rows, "row")}.`}</p>
     <div class="reading even">
       ${sae && html`<section class="card" aria-label="Features"><h2>Features</h2>
         <p class="inline"><label>By <select value=${order} onChange=${({ target }) => setOrder(target.value)}><option value="density">density</option><option value="mean">mean activation</option></select></label>${against && html`<span class="soft">largest change first</span>`}</p>
-        <div class="scrolls" tabindex="0" role="group" aria-label="List"><${Bars} label="Features of the harvest" onPick=${against ? null : pick} items=${features.map((each) => ({ key: each.feature, active: chosen === each, text: html`${each.feature} <span class="soft">mean ${Sides({ values: each.mean, text: short })}</span>`, value: Sides({ values: each.density, text: percent }), share: each.density[0] / largest }))} /></div></section>`}
+        <div class="scrolls" tabindex="0" role="group" aria-label="List"><${Bars} label="Features of the harvest" onPick=${against ? null : pick} items=${features.map((each) => ({ key: each.feature, active: chosen === each, text: html`${each.feature} <span class="soft">mean ${Sides({ values: each.mean, text: short })}</span>`, value: Sides({ values: each.density, text: fine }), share: each.density[0] / largest }))} /></div></section>`}
       <aside class="card" tabindex="0" aria-label="Examples"><h2>${against ? "Tokens that differ most" : `Examples of feature ${chosen ? chosen.feature : ""}`}</h2>
         ${view && answer && html`<${Examples} model=${view.model} examples=${answer.examples} what=${against ? "KL divergence in nats" : "activation"} />`}</aside>
-    </div>`}`;
+    </div>
+    <${SaveAs} name=${job} title=${titled(listed.survey)} rows=${features.length ? features.map(({ feature: id, density, mean }) => ({ feature: id, density, mean })) : answer ? answer.examples : []} />`}`;
 }

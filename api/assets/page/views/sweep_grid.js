@@ -8,15 +8,13 @@ import { hookCode, hookName, hookTitle } from "../lib/hooks.js";
 import { Heatmap, drawScale } from "../lib/heatmap.js";
 import { useDark } from "../lib/theme.js";
 import { codeOf } from "../lib/code.js";
-import { lean } from "../lib/sweep_request.js";
+import { over as isOver } from "../lib/jobs.js";
 import { Closer } from "./sweep_closer.js";
 import { finding } from "../lib/finding.js";
 import { Id, State as Pill } from "../lib/parts.js";
 import { picture } from "../plots/sweep_picture.js";
 import { save } from "../plots/save.js";
 
-export const isOver = (job) => OVER.includes(job.state);
-const OVER = ["succeeded", "failed", "cancelled", "aborted", "expired"];
 /** Milliseconds between two looks of text and table at the grid; the heatmaps are drawn at every frame. */
 const TEXT_MS = 250;
 const MOST_ASKED = 5; // times for the unpatched values while cells arrive: they come first, unless they failed
@@ -55,7 +53,7 @@ export function useSweep(id, kind = "sweep", make = sweepGrid) {
     const again = () => (asking = asking || load().catch(() => {}).finally(() => (asking = null)));
     const follow = async () => {
       const { job, last_event: after } = await load();
-      if (OVER.includes(job.state)) return;
+      if (isOver(job)) return;
       const stream = new AbortController(); // ends with the sweep, or with the view
       stop.signal.addEventListener("abort", () => stream.abort());
       await sse(`/v1/jobs/${encodeURIComponent(id)}/events`, {
@@ -107,13 +105,14 @@ export default function Grid({ id, session, jobs }) {
   if (!view || !grid) return html`<h1>Sweep</h1><${Problem} error=${error} title=${error && "This sweep cannot be shown"} />${error ? html`<p><a href="#/sweep">Start a new sweep</a></p>` : html`<p class="loading">Loading the sweep …</p>`}`;
 
   const { job, request } = view;
-  const over = OVER.includes(job.state);
+  const over = isOver(job);
   const live = jobs && jobs.byId.get(id); // knows of a lost lease first
+  const found = finding(grid, chosen);
   return html`<div class="sweep">
     <h1>${(job.metadata && job.metadata.name) || "Sweep"}</h1>
     <p class="sweep-title">${titleOf(grid, chosen)} <${Id} id=${id} /></p>
     <${State} job=${{ ...job, ...(live && live.version >= job.version ? live : {}) }} grid=${grid} over=${over} lost=${lost} jobs=${jobs} onError=${setError} />
-    <${Finding} grid=${grid} pair=${chosen} over=${over} />
+    <p class="finding" role="status">${found && !over && "So far: "}${found}</p>
     <${Problem} error=${error} />
     ${job.error && html`<${Problem} error=${job.error.detail} title=${job.error.title} />`}
     <div class="tools">
@@ -133,7 +132,7 @@ export default function Grid({ id, session, jobs }) {
     ${looking && part && html`<${Closer} key=${JSON.stringify(part)} grid=${grid} request=${request} part=${part} pair=${chosen} close=${close} />`}
     ${notesOf(grid).map((note) => html`<p class="note">Note: ${note}</p>`)}
     <${Missing} grid=${grid} />
-    ${request && html`<h2>The same sweep as code</h2><${Copy} label="The same sweep" tabs=${codeOf("/v1/sweeps", lean(request), session.auth !== "open")} />`}
+    ${request && html`<h2>The same sweep as code</h2><${Copy} label="The same sweep" tabs=${codeOf("/v1/sweeps", request, session.auth !== "open")} />`}
   </div>`;
 }
 
@@ -166,11 +165,6 @@ async function exported(id, session) {
   return new Blob([JSON.stringify(study)], { type: "application/json" });
 }
 
-function Finding({ grid, pair, over }) {
-  const text = finding(grid, pair);
-  return html`<p class="finding" role="status">${over ? text : text ? `So far: ${text}` : ""}</p>`;
-}
-
 const STALL_S = 20; // without a new cell: said
 
 /** Seconds that the rest takes: by this sweep's own speed, before its first cells by that of the last one of this model; null: not known. */
@@ -197,18 +191,11 @@ export function State({ job, grid, over, lost, jobs, onError }) {
     job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}: ${job.retry_reason}` : "", // attempts count hand-overs between queues too
   ].filter(Boolean).join(" · ");
   const label = `${number(grid.known)} of ${number(grid.total)} cells`;
-  const cancel = async () => {
-    try {
-      await post(`/v1/jobs/${encodeURIComponent(job.id)}/cancel`, {});
-    } catch (error) {
-      onError(error);
-    }
-  };
   return html`<div class="sweep-state" data-state=${job.state}>
     <${Pill} state=${job.state} /> <${Progress} value=${grid.known} total=${grid.total} label=${label} /> <span class="soft">${told}</span>
     <span class="visually-hidden" role="status">The ${job.kind} is ${job.state}.</span>
     ${lost && !over && html`<span class="bad" role="status">Connection lost; reconnecting …</span>`}
-    ${!over && html`<${Button} disabled=${job.state === "cancelling"} onClick=${cancel}>Cancel<//>`}
+    ${!over && html`<${Button} disabled=${job.state === "cancelling"} onClick=${() => post(`/v1/jobs/${encodeURIComponent(job.id)}/cancel`, {})} onError=${onError}>Cancel<//>`}
   </div>`;
 }
 
