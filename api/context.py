@@ -238,8 +238,7 @@ async def open_context(settings: Settings) -> AsyncIterator[AppContext]:
 
 
 def context_of(request: Request[Any, Any, Any]) -> AppContext:
-    context: AppContext = request.app.state.context
-    return context
+    return request.app.state.context
 
 
 async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:

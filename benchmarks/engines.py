@@ -23,8 +23,7 @@ DEMO_MODEL = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Ins
 
 def bench_prompts() -> list[str]:
     """103 paragraphs of documentation, 50 to 300 tokens each."""
-    prompts: list[str] = json.loads((DATA / "bench_prompts.json").read_text())
-    return prompts
+    return json.loads((DATA / "bench_prompts.json").read_text())
 
 
 def tokenised(texts: Iterable[str], model: Path) -> list[list[int]]:

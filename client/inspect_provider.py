@@ -99,8 +99,7 @@ def body_of(fields: dict[str, Any]) -> dict[str, Any]:
         given["steering"] = [*(given.get("steering") or []), *module_entries(fields["modules"])]
     if given.get("capture") is not None:
         given.setdefault("capture_wait", True)
-    body: dict[str, Any] = json.loads(msgspec.json.encode(openai_body(ChatRequest, given)))
-    return body
+    return json.loads(msgspec.json.encode(openai_body(ChatRequest, given)))
 
 
 @modelapi(name="midstream")
@@ -189,8 +188,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def _create_client(self) -> AsyncOpenAI:
-        client: AsyncOpenAI = super()._create_client().with_options(base_url=self._address)
-        return client
+        return super()._create_client().with_options(base_url=self._address)
 
     def request_fields(self) -> dict[str, Any]:
         """Return Midstream's fields of the next request: the model's arguments, overridden by those

@@ -28,8 +28,7 @@ class Listing(list[T]):
     """A list that notebooks show as a table."""
 
     def _repr_html_(self) -> str | None:
-        result: str | None = rendered("listing_html", self)
-        return result
+        return rendered("listing_html", self)
 
 
 def install() -> None:
@@ -43,8 +42,7 @@ def install() -> None:
 
 
 def _record_html(record: Any) -> str | None:
-    result: str | None = rendered("record_html", record)
-    return result
+    return rendered("record_html", record)
 
 
 def rendered(function: str, *values: Any, **options: Any) -> Any:

@@ -76,8 +76,7 @@ class Fit(Plotted):
 
     def scores(self, rows: np.ndarray) -> np.ndarray:
         """Return the scores `[n, k]` of `rows` `[n, hidden]`, as the ranks compute them."""
-        scores: np.ndarray = np.asarray(rows, dtype=np.float32) @ self.weight.T + self.bias
-        return scores
+        return np.asarray(rows, dtype=np.float32) @ self.weight.T + self.bias
 
 
 def fit(
@@ -261,7 +260,7 @@ def _split(
         else selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
     )
     with Translated(ValueError, lambda error: invalid(field, str(error), allowed=allowed)):
-        return next(splitter.split(names, names, None if groups is None else members))  # type: ignore[no-any-return]
+        return next(splitter.split(names, names, None if groups is None else members))
 
 
 def _train(

@@ -100,8 +100,7 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
             raise invalid(
                 next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
             )
-        converted: T = plain(given, kind)
-        return converted
+        return plain(given, kind)
     known_keywords(fields, kind)
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 

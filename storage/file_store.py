@@ -355,8 +355,7 @@ def _direct() -> DirectWriter:
     """Return this thread's direct writer."""
     if not hasattr(_per_thread, "direct"):
         _per_thread.direct = DirectWriter(_write_at)
-    direct: DirectWriter = _per_thread.direct
-    return direct
+    return _per_thread.direct
 
 
 def scratch(folder: Path) -> FileDraft:

@@ -364,8 +364,7 @@ def open_store(uri: str | PurePath) -> ArtifactStore:
             f"a store at {scheme}:// needs the package {error.name}: pip install "
             f"'midstream[{scheme}]'"
         ) from error
-    store: ArtifactStore = module.open_store(text)
-    return store
+    return module.open_store(text)
 
 
 #: Blobs in a segment begin at multiples of this, so that each can be mapped alone, and a deleted

@@ -298,8 +298,7 @@ class FaultProxy:
             canonical = re.sub(r"x-amz-content-sha256:[^\n]*\n", "", canonical).replace(
                 ";x-amz-content-sha256", ""
             )
-        result: str = auth.signature(auth.string_to_sign(request, canonical), request)
-        return result
+        return auth.signature(auth.string_to_sign(request, canonical), request)
 
 
 @cache

@@ -229,10 +229,9 @@ async def service_status(context: AppContext) -> ServiceStatus:
 
 
 async def _status(context: AppContext) -> ServiceStatus:
-    status: ServiceStatus = await context.looks.of_next(
+    return await context.looks.of_next(
         "status", lambda: read_status(context.ledger, held=context.watcher.waiting)
     )
-    return status
 
 
 @get(

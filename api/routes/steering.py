@@ -216,10 +216,7 @@ async def answers_of_ranks(
         asks = await ask_all(context, model)
         return asks, await fresh(context, model, asks, seconds)
 
-    result: tuple[dict[str, str], list[Account]] = await context.looks.of_next(
-        ("ranks", model, seconds), look
-    )
-    return result
+    return await context.looks.of_next(("ranks", model, seconds), look)
 
 
 async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:

@@ -171,8 +171,7 @@ def needs(scope: Scope | None) -> dict[str, Any]:
 
 def scope_of(handler: BaseRouteHandler) -> Scope | None:
     """Return the scope that a route handler requires: admin, unless it states another."""
-    scope: Scope | None = handler.opt.get("scope", "admin")
-    return scope
+    return handler.opt.get("scope", "admin")
 
 
 class SessionVisit(NamedTuple):
@@ -411,8 +410,7 @@ def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False)
 
 def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:
     """Return the caller that `authorize` has identified."""
-    caller: Caller = request.scope["auth"]
-    return caller
+    return request.scope["auth"]
 
 
 async def may_observe(request: ASGIConnection[Any, Any, Any, Any]) -> bool:

@@ -154,8 +154,7 @@ class Direct:
         return self._llm.call(work)
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = self.wait(self.engine._call("midstream_status", ()))[0]
-        return status
+        return self.wait(self.engine._call("midstream_status", ()))[0]
 
     def close(self) -> None:
         """Everything captured is written, and its receipts are sent."""

@@ -153,7 +153,7 @@ class StepClock:
 def _late(target: Any, method: str) -> Callable[..., Any]:
     """Return what calls the method as its class has it by then: a switch may replace it."""
     if isinstance(target, type) or method in vars(target):
-        return getattr(target, method)  # type: ignore[no-any-return]
+        return getattr(target, method)
     return lambda *args, **kwargs: getattr(type(target), method)(target, *args, **kwargs)
 
 

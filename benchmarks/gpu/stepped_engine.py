@@ -475,8 +475,7 @@ class Child:
             raise RuntimeError(f"the engine {self._setup.engine} did not answer in {seconds:.0f} s")
         if not (line := self._process.stdout.readline()):
             raise RuntimeError(f"the engine ended with {self._process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return json.loads(line)
 
     @property
     def over(self) -> bool:

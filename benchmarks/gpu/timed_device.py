@@ -141,8 +141,7 @@ def patch_memory() -> None:
     empty: Any = torch.empty
 
     def unlocked(*arguments: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        made: torch.Tensor = empty(*arguments, **more)
-        return made
+        return empty(*arguments, **more)
 
     torch.empty = unlocked
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment]

@@ -129,10 +129,9 @@ def client(url: str, **options: Any) -> "redis.Redis":
     )
     sentinel.discover_master = MethodType(newest_master, sentinel)  # type: ignore[method-assign]
     options["connection_class"] = MasterSSLConnection if result.is_tls else MasterConnection
-    master: redis.Redis = sentinel.master_for(  # type: ignore[no-untyped-call]
+    return sentinel.master_for(  # type: ignore[no-untyped-call]
         result.service, **result.options | options
     )
-    return master
 
 
 def async_client(url: str, **options: Any) -> "redis.asyncio.Redis":

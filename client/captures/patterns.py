@@ -81,8 +81,7 @@ class Attention(Plotted):
                 field="head",
                 allowed=as_ranges(heads),
             )
-        chosen: np.ndarray = pattern[heads.index(head)]
-        return chosen
+        return pattern[heads.index(head)]
 
     def scores(self, behaviour: Behaviour) -> list[HeadScore]:
         """Return each head's attention to the keys of a behaviour: the mean over the queries that
@@ -116,8 +115,7 @@ class Attention(Plotted):
 
     def _keys(self, behaviour: Behaviour) -> np.ndarray:
         """Return the keys of a behaviour, bool `[query, key]`."""
-        keys: np.ndarray = _KEYS[behaviour](np.array(self.positions), np.array(self.token_ids))
-        return keys
+        return _KEYS[behaviour](np.array(self.positions), np.array(self.token_ids))
 
     def __repr__(self) -> str:
         return (
@@ -130,13 +128,11 @@ class Attention(Plotted):
 
 
 def _back(positions: np.ndarray, by: int) -> np.ndarray:
-    keys: np.ndarray = positions[:, None] - positions[None, :] == by
-    return keys
+    return positions[:, None] - positions[None, :] == by
 
 
 def _duplicates(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    same: np.ndarray = (ids[:, None] == ids[None, :]) & (positions[None, :] < positions[:, None])
-    return same
+    return (ids[:, None] == ids[None, :]) & (positions[None, :] < positions[:, None])
 
 
 def _followers(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:

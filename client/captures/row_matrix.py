@@ -103,8 +103,7 @@ def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: RowCho
     if rows == "mean":
         if not len(array):
             raise _no_rows(request)
-        mean: np.ndarray = array.mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
-        return mean
+        return array.mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
     return array[_indices(reader, request, rows)]
 
 

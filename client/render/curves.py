@@ -73,7 +73,7 @@ def dose_figure(result: DoseResult) -> "Figure":
     of = f"{len(strongest)} of {len(cells)} layers · " if len(strongest) < len(cells) else ""
     marks = "shaded: safe · ring: largest safe scale · cross: not safe · dashed: bound"
     figure.suptitle(f"{of}{marks}")
-    return figure  # type: ignore[no-any-return]
+    return figure
 
 
 def _draw_dose(
@@ -170,7 +170,7 @@ def probe_figure(
         axis.axhline(line, color="black", linewidth=0.9, linestyle="--", label="threshold")
     if result.tokens is None:
         axis.bar(result.scores.keys(), result.scores.values())
-        return figure  # type: ignore[no-any-return]
+        return figure
     for label, scores in zip(result.scores, zip(*result.tokens, strict=True), strict=True):
         axis.plot(scores, label=label, marker=".")
     inside = [*np.ravel(result.tokens[1:] or result.tokens), *lines, 0.0]
@@ -180,7 +180,7 @@ def probe_figure(
     if words:
         axis.set_xticks(range(len(words)), words, rotation=90, fontsize=6)
     axis.legend()
-    return figure  # type: ignore[no-any-return]
+    return figure
 
 
 def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
@@ -218,7 +218,7 @@ def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
         ylim=(0, max(*counts.negative, *counts.positive) * _HEADROOM),
     )
     bars.legend(ncols=3, loc="upper center")
-    return figure  # type: ignore[no-any-return]
+    return figure
 
 
 # --- Harvests
@@ -237,4 +237,4 @@ def harvest_figure(harvest: Harvest, count: int = 10_000) -> "Figure":
         )
     axis.set(xlabel="norm", ylabel="rows", title=f"first {first.stop:,} rows")
     axis.legend()
-    return figure  # type: ignore[no-any-return]
+    return figure

@@ -86,7 +86,7 @@ def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
         cells = sum(values.size for values in grid.values.values())
         lines[-1] += f" · hatched: no value ({grid.missing} of {cells} cells)"
     drawn.suptitle("\n".join(lines))
-    return drawn  # type: ignore[no-any-return]
+    return drawn
 
 
 def _wrapped(title: list[str], width: float) -> list[str]:
@@ -166,7 +166,7 @@ def attribution_figure(attribution: Attribution) -> "Figure":
         reach = max(np.nanmax(np.abs(panel.values), initial=0) for row in rows for panel in row)
         limits = -(reach or 1.0), reach or 1.0
         _draw_panels(right, attribution.estimates, rows, limits, f"effect on {unit}")
-    return drawn  # type: ignore[no-any-return]
+    return drawn
 
 
 def _beyond(values: np.ndarray, low: float, high: float) -> str:
@@ -311,7 +311,7 @@ def _draw_heat(
     axis.set(title=title)
     write(axis)
     drawn.colorbar(mesh, ax=axis, pad=0.01, label=unit)
-    return drawn  # type: ignore[no-any-return]
+    return drawn
 
 
 def job_figure(

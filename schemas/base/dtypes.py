@@ -18,15 +18,13 @@ RowDType = Literal["model", DType]
 
 def bfloat16_to_float32(bits: "np.ndarray") -> "np.ndarray":
     """Convert uint16 bit patterns of bfloat16, of any shape, exactly to float32."""
-    wide: np.ndarray = (bits.astype("<u4") << 16).view("<f4")
-    return wide
+    return (bits.astype("<u4") << 16).view("<f4")
 
 
 def float32_to_bfloat16(values: "np.ndarray") -> "np.ndarray":
     """Convert float32 to uint16 bit patterns of bfloat16, rounded to nearest, ties to even."""
     bits = values.view("<u4").astype("<u8")
-    narrow: np.ndarray = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-    return narrow
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
 class DTypeFacts(NamedTuple):

@@ -18,8 +18,7 @@ def mixed(values: np.ndarray) -> np.ndarray:
         values = values + _STEP
         values = (values ^ (values >> np.uint64(30))) * _FIRST
         values = (values ^ (values >> np.uint64(27))) * _SECOND
-    mixed_: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed_
+    return values ^ (values >> np.uint64(31))
 
 
 def key_hash(seed: int, documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -43,8 +42,7 @@ def row_order(seed: int | None, documents: np.ndarray, positions: np.ndarray) ->
         if seed is None
         else (positions, documents, key_hash(seed, documents, positions))
     )
-    order: np.ndarray = np.lexsort(by)
-    return order
+    return np.lexsort(by)
 
 
 def sampled(seed: int, documents: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:

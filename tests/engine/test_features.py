@@ -129,8 +129,7 @@ def read(host: Host, job: Job) -> list[FeaturesReading]:
     receipts = host.receipts(job)
     for receipt in receipts:
         assert receipt.status == "ok", receipt
-    found: list[FeaturesReading] = readings(receipts)["features"]
-    return found
+    return readings(receipts)["features"]
 
 
 def check(reading: FeaturesReading, activations: np.ndarray) -> None:

@@ -138,8 +138,7 @@ def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stac
     def tokens_of(text: str) -> list[int]:
         body = {"model": "demo", "prompt": text, "add_special_tokens": False}
         answer = httpx2.post(f"{service.url}/v1/tokenize", json=body, timeout=60)
-        ids: list[int] = answer.raise_for_status().json()["tokens"]
-        return ids
+        return answer.raise_for_status().json()["tokens"]
 
     with Client(service.url) as client:
 
@@ -383,8 +382,7 @@ class Operated:
         """Return the rows of the first prompt after the site, float32 `[tokens, HIDDEN]`."""
         memory = any(report.name == "memory" for report in result.capture_results.consumers)
         reader = returned_rows(result.capture_results) if memory else self.client.capture(result)
-        array: np.ndarray = reader.array(1, request=0)
-        return array
+        return reader.array(1, request=0)
 
 
 def told(probes: list[ProbeResult], request: int = 0) -> list[tuple[int, str]]:

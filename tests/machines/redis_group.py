@@ -151,8 +151,7 @@ class RedisGroup:
 
     def _state(self, sentinel: str) -> dict[str, object]:
         with self._sentinel(sentinel) as client:
-            found: dict[str, object] = client.sentinel_master(SERVICE)
-            return found
+            return client.sentinel_master(SERVICE)
 
     def account(self) -> str:
         """What the sentinels did."""

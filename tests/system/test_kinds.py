@@ -104,7 +104,7 @@ KINDS = {
 
 @pytest.fixture(params=[row.kind for row in ROWS], ids=lambda kind: kind.plural)
 def kind(request: pytest.FixtureRequest) -> ArtifactKind[Any]:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture

@@ -58,8 +58,7 @@ def submit(http: httpx2.Client, tokens: int, **more: object) -> str:
 
 
 def ended(http: httpx2.Client, job: str) -> dict[str, object]:
-    view: dict[str, object] = http.get(f"/v1/jobs/{job}", params={"wait": 60}).json()
-    return view
+    return http.get(f"/v1/jobs/{job}", params={"wait": 60}).json()
 
 
 def flower(machines: Machines, path: str) -> httpx2.Response:

@@ -72,7 +72,7 @@ def drawn(page: Page) -> dict[str, int]:
     """How many cells of all heatmaps have the colour of their value, are hatched, and are empty, by
     their pixels.
     """
-    found: dict[str, int] = page.evaluate(
+    return page.evaluate(
         """async () => {
           const { colour } = await import("/page/lib/heatmap.js");
           const count = { right: 0, wrong: 0, empty: 0, hatched: 0 };
@@ -94,7 +94,6 @@ def drawn(page: Page) -> dict[str, int]:
           return count;
         }"""
     )
-    return found
 
 
 def settled(page: Page, **wanted: int) -> None:
@@ -107,11 +106,10 @@ def settled(page: Page, **wanted: int) -> None:
 
 def table_of(page: Page) -> list[list[str]]:
     """The values of the table, tokens by layers."""
-    rows: list[list[str]] = page.evaluate(
+    return page.evaluate(
         "[...document.querySelectorAll('.grid-table tbody tr')].map((row) => "
         "[...row.cells].slice(1).map((cell) => cell.textContent))"
     )
-    return rows
 
 
 # --- The form
@@ -393,7 +391,7 @@ def test_a_finding_names_tokens_layers_and_the_effect(site: Site, visit: Visit) 
     visit.log_in(site.alice, "jobs")
 
     def found(cells: list[list[float | None]], metric: str = "recovered", **more: str) -> str:
-        text: str = visit.page.evaluate(
+        return visit.page.evaluate(
             """async ([cells, metric, more]) => {
               const { SweepGrid } = await import("/page/lib/grid.js");
               const { finding } = await import("/page/lib/finding.js");
@@ -413,7 +411,6 @@ def test_a_finding_names_tokens_layers_and_the_effect(site: Site, visit: Visit) 
             }""",
             [cells, metric, more],
         )
-        return text
 
     assert found([[None, None, None]]) == ""
     both: list[list[float | None]] = [[0, 0.9, 0], [0, 1.0, 0.1], [0, 0.2, 0.8], [0, 0.1, 0.9]]

@@ -232,8 +232,7 @@ class Points:
     @property
     def device(self) -> torch.device:
         """The device of the embeddings, where token ids belong."""
-        device: torch.device = self.model.get_input_embeddings().weight.device
-        return device
+        return self.model.get_input_embeddings().weight.device
 
     def heads(self, hook: Hook) -> int:
         """Return the number of a row's heads; 1 for hooks without heads."""

@@ -200,8 +200,7 @@ class EngineHost:
         Raises JobFailed when it ended with a problem.
         """
         assert self._attempts is not None, "start() first"
-        outcome: AttemptOutcome = self._schedule(self._attempts.run(job_id, kind)).result()
-        return outcome
+        return self._schedule(self._attempts.run(job_id, kind)).result()
 
     def view(self, job_id: str) -> JobView:
         """Return the ledger's view of a job. Raises MidstreamError: `not_found`, `unavailable`."""

@@ -145,8 +145,7 @@ class LedgerConnection:
 
     @reachable
     async def get_blob(self, name: str) -> bytes | None:
-        raw: bytes | None = await self.redis.get(f"ms:blob:{name}")
-        return raw
+        return await self.redis.get(f"ms:blob:{name}")
 
     async def get_tensor(self, name: str) -> Tensor:
         """Return a steering vector by its content hash.

@@ -174,8 +174,7 @@ def _decoded(data: bytes, number: int) -> Image.Image:
     ):
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
         image.load()  # raises for a truncated file
-        converted: Image.Image = convert_image_mode(image, "RGB")
-        return converted
+        return convert_image_mode(image, "RGB")
 
 
 class Images(NamedTuple):

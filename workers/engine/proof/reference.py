@@ -215,8 +215,7 @@ class TransformersReference:
             return (held, *output[1:]) if isinstance(output, tuple) else held
 
         handle = self._model.get_submodule(self._layers)[-1].register_forward_hook(replaced)
-        logits: torch.Tensor = self._forward(list(range(len(rows))), [handle]).logits[0].float()
-        return logits
+        return self._forward(list(range(len(rows))), [handle]).logits[0].float()
 
     def _forward(self, tokens: Sequence[int], handles: Sequence[Any]) -> Any:
         def run() -> Any:

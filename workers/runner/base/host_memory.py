@@ -43,8 +43,7 @@ def lock(memory: np.ndarray) -> None:
 
 def on_device(values: torch.Tensor) -> torch.Tensor:
     """Return page-locked memory as a tensor of the accelerator, which writes through the bus."""
-    view: torch.Tensor = torch.ops._C.get_cuda_view_from_cpu_tensor(values)
-    return view
+    return torch.ops._C.get_cuda_view_from_cpu_tensor(values)
 
 
 def _none(size: int, kind: str, error: BaseException) -> HostMemoryError:

@@ -385,8 +385,7 @@ class ModuleLaws:
 
 def first_output(output: Any) -> torch.Tensor:
     """Return the first output of a module that may also return a bias or router logits."""
-    tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _between(name: str, child: nn.Module) -> bool:

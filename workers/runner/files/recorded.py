@@ -108,8 +108,7 @@ class Extent:
 
     def rows(self, port: int) -> np.ndarray:
         """Return the landed rows at the port of this number in the block, `[positions, width]`."""
-        found: np.ndarray = self.block.rows[port, self.at : self.at + self.count]
-        return found
+        return self.block.rows[port, self.at : self.at + self.count]
 
     def unsound(self, dtype: str) -> np.ndarray | None:
         """Return `RowBlock.unsound` of these rows."""
@@ -334,5 +333,4 @@ class MemoryRows:
 def ports_in(block: RowBlock, ports: Sequence[RecordedPort]) -> list[int]:
     """Return the numbers of ports in a block."""
     order = np.fromiter((port for _, _, port in ports), dtype=np.int64, count=len(ports))
-    numbers: list[int] = np.searchsorted(block.ports, order).tolist()
-    return numbers
+    return np.searchsorted(block.ports, order).tolist()

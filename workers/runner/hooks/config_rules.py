@@ -340,12 +340,11 @@ def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, A
 
 def _original(rope: Mapping[str, Any], config: Any, max_model_len: int) -> int:
     """Return the number of tokens up to which longrope uses its short factors."""
-    result: int = (
+    return (
         rope.get("original_max_position_embeddings")
         or getattr(config, "max_position_embeddings", None)
         or max_model_len
     )
-    return result
 
 
 def _on_cpu() -> bool:

@@ -56,8 +56,7 @@ class OutputHead:
 
         def recorded_head(lm_head: Any, *args: Any) -> torch.Tensor:
             lm_heads.append(lm_head)
-            product: torch.Tensor = apply_head(lm_head, *args)
-            return product
+            return apply_head(lm_head, *args)
 
         _replace_head(processor, recorded_head)
         self._product(torch.zeros(1, adapter.hidden_size, dtype=dtype, device=device))
@@ -125,8 +124,7 @@ class OutputHead:
         return head
 
     def _product(self, normed: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = type(self._top).compute_logits(self._top, normed)
-        return logits
+        return type(self._top).compute_logits(self._top, normed)
 
 
 def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Module:

@@ -245,8 +245,7 @@ def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
     Some language models are this module themselves; the output head is in the model around them.
     """
     below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
-    holder: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
-    return holder
+    return below if hasattr(below, layers) else _submodule(below, path, adapter)
 
 
 def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:

@@ -200,5 +200,4 @@ def _products(memory: torch.Tensor, numbers: np.ndarray, stack: WeightStack) -> 
                     stack.weight[port],
                     out=products[port, first : first + part],
                 )
-    scores: np.ndarray = products.transpose(0, 1).reshape(count, -1).numpy()[:, stack.flat]
-    return scores
+    return products.transpose(0, 1).reshape(count, -1).numpy()[:, stack.flat]

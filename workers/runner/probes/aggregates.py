@@ -20,8 +20,7 @@ def _mean(
 ) -> np.ndarray:
     total = np.cumsum(scores, axis=0) + (0.0 if before is None else before * first)
     places = np.arange(1, len(scores) + 1).reshape(-1, *[1] * (scores.ndim - 1))
-    means: np.ndarray = total / (first + places)
-    return means
+    return total / (first + places)
 
 
 def _exponential(

@@ -273,8 +273,7 @@ class Watch:
         """
         number = self.number(probe)
         if self.probes[number].policy is not None:
-            triggers: list[bool] = self._triggers(self.decide())[:, number].tolist()
-            return triggers
+            return self._triggers(self.decide())[:, number].tolist()
         columns = self.kind.columns[number]
         scores = self.rows["scores"][: self.reached, columns.start : columns.stop]
         return [bool((row >= at_least).any()) for row in scores]
@@ -282,8 +281,7 @@ class Watch:
     def _triggers(self, stop: int) -> np.ndarray:
         """Return whether each probe turns on at each position below `stop`."""
         on = self.rows["on"][:stop]
-        triggers: np.ndarray = on & ~np.vstack([self._begins, on])[:-1]
-        return triggers
+        return on & ~np.vstack([self._begins, on])[:-1]
 
     def check(self, positions: int) -> None:
         """Raise ProbeError if one of the first `positions` tokens has no score, or one that is not

@@ -142,11 +142,9 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
     if not hasattr(_OF_THREAD, "stream"):
         _OF_THREAD.stream = torch.cuda.Stream(device)
-    stream: AbstractContextManager[Any] = torch.cuda.stream(_OF_THREAD.stream)
-    return stream
+    return torch.cuda.stream(_OF_THREAD.stream)
 
 
 def array(values: torch.Tensor, dtype: torch.dtype) -> bytes:
     """Return the bytes of values as a part holds them: little-endian, in C order."""
-    raw: bytes = values.to(dtype).cpu().contiguous().numpy().tobytes()
-    return raw
+    return values.to(dtype).cpu().contiguous().numpy().tobytes()

@@ -56,8 +56,7 @@ def _spec(request: Any) -> RankSpec | None:
     if not hasattr(request, _SPEC):
         packed = packed_spec(request.sampling_params)
         setattr(request, _SPEC, None if packed is None else unpack(packed).spec)
-    spec: RankSpec | None = getattr(request, _SPEC)
-    return spec
+    return getattr(request, _SPEC)
 
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:

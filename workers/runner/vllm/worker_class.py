@@ -347,8 +347,7 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_found(self) -> dict[str, Any]:
         """Return the rank's `Found` as plain containers."""
-        result: dict[str, Any] = msgspec.to_builtins(self._found)
-        return result
+        return msgspec.to_builtins(self._found)
 
     def midstream_fingerprint(self) -> str:
         return self._connected().fingerprint()

@@ -74,8 +74,7 @@ class HarvestTokenizer:
     def special(self, name: str) -> int | None:
         """Return the id of the model's special token `name` (`bos_token`, `eos_token`), or None."""
         text = self._bundle.special_tokens.get(name)
-        token: int | None = None if text is None else self.tokenizer.token_to_id(text)
-        return token
+        return None if text is None else self.tokenizer.token_to_id(text)
 
     def documents(self, values: Iterable[SourceValue], tokens: int = -1) -> Iterator[CutDocument]:
         """Yield the documents that hold the first `tokens` tokens of the sequences (-1: all); the

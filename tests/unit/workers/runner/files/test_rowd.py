@@ -25,8 +25,7 @@ from midstream.workers.runner.rows.delivery import ForwardedReceipts
 
 
 def process_of(rig: Rig) -> subprocess.Popen[bytes]:
-    process: subprocess.Popen[bytes] = rig.plane._delivery._far._process  # type: ignore[attr-defined]
-    return process
+    return rig.plane._delivery._far._process  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow("a rank that closes waits for a relay")
