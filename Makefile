@@ -48,10 +48,12 @@ DONE = exit $$failed
 # Tests that share an engine, a stack or a file run in one process, the longest first (tests/conftest.py), so that none is left with one at the end.
 SHARED = --dist loadgroup --no-loadscope-reorder --numprocesses
 
-.PHONY: help setup model demo up test lint files rooms format types test-unit test-system test-smoke test-web screenshots test-engine test-all test-long test-matrix test-redis test-triton test-torch test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
+.PHONY: help install setup model demo up test lint files rooms format types test-unit test-system test-smoke test-web screenshots test-engine test-all test-long test-matrix test-redis test-triton test-torch test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STACK) ## install what the stack needs in .venv, from the lock files
 
 setup: $(READY) ## install the environment in .venv, from the lock files, with what the tests need
 

@@ -78,7 +78,7 @@ class ApiServer(uvicorn.Server):
             gc.set_threshold(GC_OBJECTS)
             if self._undecided is not None:
                 self._deciding = self._loop.create_task(self._decide(self._undecided))
-            print(f"api ready {self._url}", flush=True)
+            logs.announce(f"api ready {self._url}")
 
     async def _decide(self, settings: Settings) -> None:
         while True:
@@ -91,8 +91,7 @@ class ApiServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        context = getattr(self._litestar.state, "context", None)
-        if context is not None:
+        if (context := getattr(self._litestar.state, "context", None)) is not None:
             self._loop.call_soon_threadsafe(context.close)
         self._loop.call_soon_threadsafe(self._litestar.stop)
 

@@ -168,8 +168,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     def _say_ready(**_: Any) -> None:
         for caveat in app.engine_host.caveats:
             print(f"worker caveat: {caveat}", flush=True)
-        about = f"model={settings.served_model} worker={settings.worker_id}"
-        print(f"worker ready {about} dtype={app.engine_host.dtype}", flush=True)
+        print(
+            f"worker ready model={settings.served_model} worker={settings.worker_id}",
+            f"dtype={app.engine_host.dtype}",
+            flush=True,
+        )
 
     worker = app.Worker(
         hostname=host_format(default_nodename(f"{settings.worker_id}@%h")),

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 from collections import Counter as Tally
-from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -23,6 +23,7 @@ from ...broker.telemetry.metrics import (
     LEDGER_DURABLE,
     OF_SERVICE,
     OF_STEERING,
+    READY,
     ScrapedMetrics,
     SteeringReport,
 )
@@ -50,8 +51,12 @@ READY_S = 1.5
 #: The state of the service and of its workers' steering as of the last scrape.
 _scraped: list[ServiceStatus] = []
 _steering: list[SteeringReport] = []
-REGISTRY.register(ScrapedMetrics(OF_SERVICE, lambda: _scraped))
-REGISTRY.register(ScrapedMetrics(OF_STEERING, lambda: _steering))
+for _collector in (
+    *(LEDGER_DURABLE, LEDGER, READY, HELD),
+    ScrapedMetrics(OF_SERVICE, lambda: _scraped),
+    ScrapedMetrics(OF_STEERING, lambda: _steering),
+):
+    REGISTRY.register(_collector)
 
 
 @get("/v1/models", opt=needs("read"), summary="List the served models", responses={503: PROBLEM})
@@ -244,25 +249,19 @@ async def _status(context: AppContext) -> ServiceStatus:
 async def metrics(context: AppContext) -> Response[Any]:
     status: ServiceStatus | None = None
     accounts: list[Account] = []
-    durable = False
+    durable = ready = False
     try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(READY_S):
+                ready = (await context.looks.of_next("ready", lambda: look(context))).ready
         status = await _status(context)
-        durable = await _is_durable(context.ledger)
+        with suppress(MidstreamError):
+            await context.ledger.check_durable()
+            durable = True
         _, accounts = await answers_of_ranks(context, None, SCRAPE_S)
     except MidstreamError:  # the metrics of this process are useful while Redis is unreachable
         status = None
     # No await from here on: scrapes may be concurrent.
-    _keep_scraped(status, accounts)
-    HELD.set(context.watcher.waiting)
-    LEDGER_DURABLE.set(durable)
-    return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
-
-
-def _keep_scraped(status: ServiceStatus | None, accounts: Iterable[Account]) -> None:
-    """Keep what was read for this scrape.
-
-    `status`: None if the ledger does not answer. Workers without a report are left out.
-    """
     LEDGER.set(status is not None)
     _scraped[:] = [] if status is None else [status]
     _steering[:] = [
@@ -273,14 +272,10 @@ def _keep_scraped(status: ServiceStatus | None, accounts: Iterable[Account]) -> 
         for account in accounts
         if account.report is not None
     ]
-
-
-async def _is_durable(ledger: Ledger) -> bool:
-    try:
-        await ledger.check_durable()
-    except MidstreamError:
-        return False
-    return True
+    HELD.set(context.watcher.waiting)
+    LEDGER_DURABLE.set(durable)
+    READY.set(ready)
+    return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
 
 
 ROUTES = [list_models, get_model, healthz, readyz, service_status, metrics]

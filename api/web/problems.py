@@ -40,6 +40,8 @@ UNSERVED = {
     "/v1/responses": "use /v1/chat/completions or /v1/completions",
     "/v1/embeddings": "capture rows: POST /v1/jobs with the field capture",
 }
+#: A call that is not served → what to call instead.
+INSTEAD = {("DELETE", "/v1/jobs"): "POST /v1/jobs/ID/cancel cancels a job"}
 #: Kinds of errors of requests that reach no handler: the client may be OpenAI's.
 UNROUTED = frozenset({"not_found", "method_not_allowed"})
 
@@ -218,11 +220,16 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
             kind,
             f"{request.method} is not supported at {shortened(request.url.path)}",
             allowed=(error.headers or {}).get("allow"),
+            hint=INSTEAD.get((request.method, request.url.path.rpartition("/")[0])),
         )
     elif isinstance(error, ValidationException):
         problem = _parameter(request, error)
-    document = problem.problem(instance=request.url.path)
-    return answer(request, document, dict(error.headers or {}), openai=kind in UNROUTED)
+    return answer(
+        request,
+        problem.problem(instance=request.url.path),
+        dict(error.headers or {}),
+        openai=kind in UNROUTED,
+    )
 
 
 def nearest(path: str, served: Iterable[str]) -> str:

@@ -16,7 +16,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -38,7 +37,7 @@ from ..ledger.jobs.settlement import mark_key
 from ..processes.liveness import RELAY_ALIVE_S, RELAY_BEAT_S, RELAY_KEY
 from ..redis_service import durability as redis_durability, opening as redis_open
 from ..redis_service.replicas import Replicas
-from ..telemetry import metrics, start as observability
+from ..telemetry import logs, metrics, start as observability
 from . import frames
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, FrameKind, ProtocolMismatch
@@ -523,12 +522,9 @@ def run(settings: Settings) -> None:
         settings.redis_allow_lossy,
     )
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        relay.stop()
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    print(f"relay ready {relay.endpoint}", flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: relay.stop())
+    logs.announce(f"relay ready {relay.endpoint}")
     relay.serve()
     log.info("relay stopped; receipts accepted: %d", relay.received)
 

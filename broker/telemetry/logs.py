@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -127,6 +127,12 @@ class TextFormatter(logging.Formatter):
             lambda result: repr(result[0])[1:-1], super().formatMessage(record)
         ).replace("\n", "\n    ")
         return f"{line} [{ids}]" if ids else line
+
+
+def announce(line: str) -> None:
+    """Print a line to the process's log, which may be on a full disk: the process goes on."""
+    with suppress(OSError):
+        print(line, flush=True)
 
 
 def setup(settings: Settings, process: str, **fields: Any) -> None:

@@ -3,7 +3,8 @@ docs/observability.md.
 
 The counters, gauges and histograms of the first part are updated where things happen. The tables of
 the second part are read at each scrape, from what the ledger, the workers and their ranks report. A
-process exposes only what it has counted itself.
+process exposes only what it has counted itself: a gauge without labels is shown as 0 once it is
+registered, so the process that measures it registers it.
 """
 
 from collections import Counter as Tally
@@ -133,8 +134,12 @@ SWEPT = Counter("midstream_swept_total", "Actions of the reaper, by kind", ["act
 WEBHOOK_ATTEMPTS = Counter(
     "midstream_webhook_attempts_total", "Webhook attempts, by outcome", ["outcome"]
 )
-WEBHOOK_DEPTH = Gauge("midstream_webhook_outbox_depth", "Pending deliveries, over all senders")
-WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "Age of the most overdue delivery")
+WEBHOOK_DEPTH = Gauge(
+    "midstream_webhook_outbox_depth", "Pending deliveries, over all senders", registry=None
+)
+WEBHOOK_OLDEST = Gauge(
+    "midstream_webhook_oldest_due_seconds", "Age of the most overdue delivery", registry=None
+)
 
 # What the API does
 GLOBAL_CAPTURE_SKIPPED = Counter(
@@ -144,19 +149,27 @@ GLOBAL_CAPTURE_SKIPPED = Counter(
 )
 LEDGER_DURABLE = Gauge(
     "midstream_ledger_durable",
-    ("1 if Redis has an append-only file and evicts no keys, or redis_allow_lossy is set"),
+    "1 if Redis has an append-only file and evicts no keys, or redis_allow_lossy is set",
+    registry=None,
 )
-LEDGER = Gauge("midstream_ledger_reachable", "1 if the job ledger (Redis) answers this process")
-HELD = Gauge("midstream_held_responses", "Calls to this process waiting for a job to change")
+LEDGER = Gauge(
+    "midstream_ledger_reachable", "1 if the job ledger (Redis) answers this process", registry=None
+)
+READY = Gauge("midstream_ready", "1 if /readyz answers 200: a job would run now", registry=None)
+HELD = Gauge(
+    "midstream_held_responses", "Calls to this process waiting for a job to change", registry=None
+)
 REFUSALS = Counter(
     "midstream_refusals_total", "Calls rejected because of a limit, a quota or overload", ["kind"]
 )
 
 #: Created now, so that a scrape right after the start shows zeros instead of nothing.
-for _status in ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyond_gap"):
-    RECEIPTS.labels(_status)
-for _outcome in ("delivered", "retried", "failed", "disabled", "refused"):
-    WEBHOOK_ATTEMPTS.labels(_outcome)
+for _counter, _values in (
+    (RECEIPTS, ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyond_gap")),
+    (WEBHOOK_ATTEMPTS, ("delivered", "retried", "failed", "disabled", "refused")),
+):
+    for _value in _values:
+        _counter.labels(_value)
 
 
 T = TypeVar("T")
@@ -186,8 +199,13 @@ def _queues(status: ServiceStatus) -> Iterator[MetricSample]:
 
 
 def _workers(status: ServiceStatus) -> Iterator[MetricSample]:
-    workers = [worker for worker in status.workers if not worker.queue]
-    return iter(Tally((worker.model, str(worker.healthy).lower()) for worker in workers).items())
+    return iter(
+        Tally(
+            (worker.model, str(worker.healthy).lower())
+            for worker in status.workers
+            if not worker.queue
+        ).items()
+    )
 
 
 #: Metrics of the whole service, as the API reads them from the ledger.
@@ -275,23 +293,27 @@ class SteeringReport(NamedTuple):
 def _steering(
     name: str, words: str, value: Callable[[WorkerSteering], float]
 ) -> ScrapedMetric[SteeringReport]:
-    def samples(report: SteeringReport) -> Iterator[MetricSample]:
-        yield (report.worker.model, report.worker.worker), value(report.worker)
-
-    return ScrapedMetric(f"steering_{name}", GaugeMetricFamily, words, ("model", "worker"), samples)
+    return ScrapedMetric(
+        f"steering_{name}",
+        GaugeMetricFamily,
+        words,
+        ("model", "worker"),
+        lambda report: [((report.worker.model, report.worker.worker), value(report.worker))],
+    )
 
 
 def _steering_rank(
     name: str, words: str, value: Callable[[RankSteering], float]
 ) -> ScrapedMetric[SteeringReport]:
-    def samples(report: SteeringReport) -> Iterator[MetricSample]:
-        return (
+    return ScrapedMetric(
+        f"steering_{name}",
+        GaugeMetricFamily,
+        words,
+        ("model", "worker", "rank"),
+        lambda report: (
             ((report.worker.model, report.worker.worker, str(rank.rank)), value(rank))
             for rank in report.worker.ranks
-        )
-
-    return ScrapedMetric(
-        f"steering_{name}", GaugeMetricFamily, words, ("model", "worker", "rank"), samples
+        ),
     )
 
 
@@ -373,15 +395,12 @@ def _worker(
 def _rank(
     name: str, grows: bool, words: str, value: Callable[[RankSteering], float]
 ) -> ScrapedMetric[WorkerReport]:
-    def samples(report: WorkerReport) -> Iterator[MetricSample]:
-        return (((report.model, str(rank.rank)), value(rank)) for rank in report.ranks)
-
     return ScrapedMetric(
         f"rank_{name}",
         CounterMetricFamily if grows else GaugeMetricFamily,
         words,
         ("model", "rank"),
-        samples,
+        lambda report: (((report.model, str(rank.rank)), value(rank)) for rank in report.ranks),
     )
 
 

@@ -18,6 +18,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from prometheus_client import REGISTRY
+
 from ...schemas.access.webhooks import DeliveryAttempt, DeliveryState
 from ...schemas.base import MidstreamError, now
 from ...schemas.settings.faults import crash_point
@@ -54,6 +56,9 @@ JITTER = 0.2
 RETRY_AFTER_MAX_S = 24 * 3600.0
 #: Statuses with which Retry-After is honoured.
 RETRY_AFTER_STATUSES = frozenset({429, 503})
+
+for _gauge in (metrics.WEBHOOK_DEPTH, metrics.WEBHOOK_OLDEST):
+    REGISTRY.register(_gauge)
 
 _CLOCK = re.compile(r"(?:^|[;,])webhooks:clock=([^;,]+)")
 

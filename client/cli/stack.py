@@ -6,15 +6,17 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, Any
 
 import httpx2
 import typer
 
-from ...schemas.base import MidstreamError, now, suggestion, to_json
+from ...schemas.base import MidstreamError, from_json, now, suggestion, to_json
 from ...schemas.settings.instance import instance_of
 from ...schemas.settings.settings import load_settings
+from ...storage.disk import probe
 from ..render import jobs
 from ..sdk import discovery
 from ..stack.processes import birth, end_leftover, wait_for
@@ -50,14 +52,15 @@ def _folder(data_dir: Path | None) -> Path:
 def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
     """Show processes, ports and disk usage of this machine's stack.
 
-    Exit code 0: all running, 1: a part is down, 3: not running.
+    Exit code 0: ready, 1: a part is down, or a job would not run now, 3: not running.
     """
     data = _folder(data_dir)
     stack = discovery.running(data)
     known = stack.processes if stack else discovery.processes_of(discovery.written(data))
     alive = {name: pid for name, (pid, born) in known.items() if born and birth(pid) == born}
+    trouble = _trouble(stack) if stack else "no stack is running"
     if json_:
-        print(to_json(_facts(data, stack, known, alive)).decode())
+        print(to_json(_facts(data, stack, known, alive) | {"trouble": trouble}).decode())
     elif stack is None:
         out.print(
             f"no stack is running on {data}; set MIDSTREAM_DATA_DIR or give --data-dir for one "
@@ -75,12 +78,12 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
         elif data.is_dir():
             out.print(_disk_line(data), markup=False, soft_wrap=True)
     else:
-        _print_stack(stack, alive)
+        _print_stack(stack, alive, trouble or f"{stack.url} is ready")
     raise typer.Exit(
         NOTHING_RUNS
         if stack is None
         else ALL_RUN
-        if len(alive) == len(known) and stack.url
+        if len(alive) == len(known) and not trouble
         else PART_RUNS
     )
 
@@ -108,35 +111,45 @@ def _facts(
     }
 
 
-def _print_stack(stack: discovery.RunningStack, alive: dict[str, int]) -> None:
+def _print_stack(stack: discovery.RunningStack, alive: dict[str, int], answer: str) -> None:
     minutes, seconds = divmod(int(now() - stack.started), 60)
-    since = (
-        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
-    )
     out.print(
-        f"midstream {stack.version}, up for {since}: {_answer(stack)}", markup=False, soft_wrap=True
+        f"midstream {stack.version}, up for",
+        f"{minutes // 60} h {minutes % 60} min:"
+        if minutes >= 60
+        else f"{minutes} min {seconds} s:",
+        answer,
+        markup=False,
+        soft_wrap=True,
     )
     out.print(f"model {stack.model}\ndata  {stack.data}", markup=False, soft_wrap=True)
     shown = jobs.table("Processes", "process", "state", "pid", "ports")
     rows = {"up": stack.pid, **{name: alive.get(name) for name in stack.processes}}
     for name, pid in rows.items():
-        ports = " ".join(map(str, discovery.ports_of(pid))) if pid else ""
-        shown.add_row(name, "[green]runs[/]" if pid else "[red]ended[/]", str(pid or ""), ports)
+        shown.add_row(
+            name,
+            "[green]runs[/]" if pid else "[red]ended[/]",
+            str(pid or ""),
+            " ".join(map(str, discovery.ports_of(pid))) if pid else "",
+        )
     out.print(shown)
     out.print(_disk_line(stack.data), markup=False, soft_wrap=True)
 
 
-def _answer(stack: discovery.RunningStack) -> str:
+def _trouble(stack: discovery.RunningStack) -> str:
+    """Return why no job would run now; empty if one would."""
     if not stack.url:
         return "starting"
     try:
-        ready = (
-            httpx2.get(f"{stack.url}/readyz", timeout=discovery.ASK_S).status_code
-            == httpx2.codes.OK
-        )
+        answer = httpx2.get(f"{stack.url}/readyz", timeout=discovery.ASK_S)
     except httpx2.HTTPError as error:
         return f"no answer at {stack.url} ({error or type(error).__name__})"
-    return f"{stack.url} {'is ready' if ready else 'is not ready yet'}"
+    if answer.status_code == httpx2.codes.OK:
+        return ""
+    is_json = "json" in answer.headers.get("content-type", "")
+    said = from_json(answer.content, dict[str, Any]) if is_json else {}
+    missing = "; ".join(said.get("missing", ())) or f"it answers {answer.status_code}"
+    return f"{stack.url} is not ready: {probe(stack.data) or missing}"
 
 
 def _sizes(data: Path) -> dict[str, int]:
@@ -146,10 +159,8 @@ def _sizes(data: Path) -> dict[str, int]:
         part = Path(folder).relative_to(data).parts[:1]
         name = part[0] if part and part[0] in PARTS else "other"
         for file in files:
-            try:
+            with suppress(OSError):  # removed since it was listed
                 sizes[name] += (Path(folder) / file).lstat().st_blocks * 512
-            except OSError:  # removed since it was listed
-                continue
     return sizes
 
 
@@ -243,10 +254,13 @@ def down(
             for name, (pid, born) in discovery.processes_of(discovery.written(data)).items()
             if end_leftover(pid, born)
         ]
-        leftovers = (
-            f"; stopped leftovers of a killed `midstream up`: {', '.join(names)}" if names else ""
+        out.print(
+            f"no stack is running on {data}",
+            f"; stopped leftovers of a killed `midstream up`: {', '.join(names)}" if names else "",
+            sep="",
+            markup=False,
+            soft_wrap=True,
         )
-        out.print(f"no stack is running on {data}{leftovers}", markup=False, soft_wrap=True)
         return
     _signal(stack)
     if now_:
@@ -263,14 +277,6 @@ def down(
 
 def _signal(stack: discovery.RunningStack) -> None:
     """Send SIGTERM to the stack's process, but not to another process that has reused its pid."""
-    try:
-        handle = os.pidfd_open(stack.pid)
-    except ProcessLookupError:
-        return
-    try:
+    with suppress(ProcessLookupError), open(os.pidfd_open(stack.pid), "rb", 0) as handle:
         if instance_of(stack.pid) == stack.instance:
-            signal.pidfd_send_signal(handle, signal.SIGTERM)
-    except ProcessLookupError:
-        return
-    finally:
-        os.close(handle)
+            signal.pidfd_send_signal(handle.fileno(), signal.SIGTERM)

@@ -229,16 +229,25 @@ def export(
 
 def check(
     kind: Annotated[str, _kind("check")],
-    name: Annotated[str, typer.Argument(help="A job's id, a folder or a URI.")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="Ids of jobs, folders or URIs.")
+    ],
     set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Compute checksums again from the files, and look for what is missing; exits non-zero if
-    anything differs.
+    anything differs, after all were checked.
     """
+    faults = []
     with _acting(kind, "check", url) as (row, connect, act):
-        _show(row, connect, act(name, **options.fields(None, set_)), json_)
+        for name in names:
+            try:
+                _show(row, connect, act(name, **options.fields(None, set_)), json_)
+            except MidstreamError as error:
+                faults.append(f"{name}: {error}" if len(names) > 1 else str(error))
+    if faults:
+        raise MidstreamError("capture_damaged", "; ".join(faults))
 
 
 def create(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from ...schemas.service.engine_errors import in_our_settings
+from ...schemas.settings.instance import SESSION, STARTTIME, stat_of
 
 #: A log file above this size is renamed to `<name>.log.1` when its process restarts.
 LOG_LIMIT_BYTES = 32 << 20
@@ -44,10 +45,6 @@ _NOISE = re.compile(
 _POINTS_ABOVE = "See root cause above"
 _LOGGED_ERROR = re.compile(r" ERROR \S+ \S+ \[[^]]*\] (.*)")
 _RAISED = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
-
-#: Indices of fields in `/proc/<pid>/stat`, where 0 is the field after the process's name (field 3
-#: in proc(5)).
-_STATE, _SESSION, _STARTTIME = 0, 3, 19
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -196,11 +193,9 @@ class Child:
         children).
         """
         assert self.process is not None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             # the process leads its session, so its pid is its group's id
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
 
 def _root_cause(lines: Sequence[str]) -> str:
@@ -209,12 +204,11 @@ def _root_cause(lines: Sequence[str]) -> str:
     """
     logged = [match[1] for line in lines if (match := _LOGGED_ERROR.search(line))]
     for number, text in enumerate(logged):
-        if (raised := _RAISED.match(text)) is None:
-            continue
-        statement = next(
-            (before.strip() for before in reversed(logged[:number]) if before.strip(" ^~")), ""
-        )
-        return text if raised[1] else f"{text}: {statement}"
+        if raised := _RAISED.match(text):
+            statement = next(
+                (before.strip() for before in reversed(logged[:number]) if before.strip(" ^~")), ""
+            )
+            return text if raised[1] else f"{text}: {statement}"
     return ""
 
 
@@ -243,26 +237,14 @@ def birth(pid: int) -> int:
 
     Pid and start time together identify a process, even after the pid is reused.
     """
-    fields = _stat(pid)
-    return int(fields[_STARTTIME]) if fields else 0
+    fields = stat_of(pid)
+    return int(fields[STARTTIME]) if fields else 0
 
 
 def members(session: int) -> list[int]:
     """Return the pids of a session's living processes."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if (fields := _stat(pid)) and int(fields[_SESSION]) == session]
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/<pid>/stat` after the process's name (the name may contain any
-    character); empty if the process is gone or a zombie.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    fields = stat.rpartition(")")[2].split()
-    return [] if fields[_STATE] == "Z" else fields
+    return [pid for pid in pids if (fields := stat_of(pid)) and int(fields[SESSION]) == session]
 
 
 def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
@@ -297,11 +279,9 @@ def marked(value: str) -> list[int]:
     line = f"{MARK}={value}".encode()
     result = []
     for pid in _other_pids():
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another account
             if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 result.append(pid)
-        except OSError:  # the process has ended, or belongs to another account
-            continue
     return result
 
 
@@ -314,14 +294,11 @@ def _other_pids() -> list[int]:
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:
-    try:
+    with contextlib.suppress(OSError):  # the process has ended, or belongs to another account
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                target = os.stat(entry.path)
-                if (target.st_dev, target.st_ino) == (file.st_dev, file.st_ino):
+                if os.path.samestat(os.stat(entry.path), file):
                     return True
-    except OSError:  # the process has ended, or belongs to another account
-        return False
     return False
 
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx2
 import msgspec
 
-from ...schemas.base import MidstreamError, __version__, now
+from ...schemas.base import MidstreamError, Translated, __version__, now
 from ...schemas.settings.settings import (
     FILE_VARIABLE,
     PREFIX,
@@ -78,6 +78,8 @@ MODULES = {
 }
 #: With the setting `gradients`: a worker whose engine computes gradients.
 GRADIENTS = ChildSpec("midstream.workers", 60.0, longest_pause_s=30.0)
+#: Child → what it does before it is ready again.
+AFTER = {"worker": "; it loads its model, which `midstream status` follows"}
 FLOWER = ChildSpec("midstream.broker.flower", 5.0, longest_pause_s=30.0)
 #: Secret → the children that get it. The worker gets none, because it may run code that comes with
 #: its model.
@@ -96,6 +98,8 @@ READY_TIMEOUT_S = 1800.0
 TICK_S = 0.2
 #: Seconds between checks that the data directory is writable.
 DISK_LOOK_S = 2.0
+#: How often, a second apart, a Redis that the stack does not start is asked before the start fails.
+REDIS_TRIES = 5
 LOCK_FILE = "up.lock"
 
 
@@ -164,9 +168,7 @@ class Supervisor:
             f"api {self.url}",
             f"openapi {self.url}/schema",
             f"flower {self.flower_url}" if self.flower_url else "",
-        ]
-        parts += [f"page {self.url}/"]
-        parts += [
+            f"page {self.url}/",
             f"redis {redacted(self.settings.redis_url)}",
             f"model {self.settings.served_model}{dtype}",
             f"data {self.data}",
@@ -222,6 +224,8 @@ class Supervisor:
             )
             if self._own_redis:
                 self._start_redis(self._while_starting)
+            else:
+                check_redis(self.settings.redis_url)
             self._children = {child.name: child for child in self._make_children()}
             for child in self._children.values():
                 child.start()
@@ -293,7 +297,7 @@ class Supervisor:
                         f"{child.died():.0f} s: {error}"
                     )
                     continue
-                self._say(f"{child.name} restarted")
+                self._say(f"{child.name} restarted{AFTER.get(child.name, '')}")
                 self._unwritten = True
         if self._unwritten:
             self._write_state()
@@ -331,8 +335,7 @@ class Supervisor:
         except KeyboardInterrupt:
             return  # `watch` then ends too
         else:
-            if self._redis_trouble:
-                self._say("redis restarted")
+            self._say("redis restarted")
             self._redis_trouble, self._redis_pause = "", BACKOFF_S[0]
 
     def _while_starting(self) -> None:
@@ -564,6 +567,35 @@ class Supervisor:
             self._unwritten = False
 
 
+def check_redis(redis_url: str) -> None:
+    """Raise SettingsError if no Redis answers there within seconds; one that loads its log or
+    refuses the command does answer.
+    """
+    from redis import exceptions
+    from redis.backoff import ConstantBackoff
+    from redis.retry import Retry
+
+    from ...broker.redis_service import opening
+
+    with (
+        Translated(
+            (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.InvalidResponse),
+            lambda error: SettingsError(
+                f"redis_url: Redis cannot be opened: {error}; start it, or leave the setting out: "
+                "`midstream up` then starts its own"
+            ),
+        ),
+        contextlib.suppress(exceptions.BusyLoadingError, exceptions.ResponseError),
+        opening.client(
+            redis_url,
+            socket_timeout=2.0,
+            socket_connect_timeout=1.0,
+            retry=Retry(ConstantBackoff(1.0), REDIS_TRIES - 1),
+        ) as client,
+    ):
+        client.ping()
+
+
 def prepare(settings: Settings, data: Path, say: Announce, fixed: Collection[str] = ()) -> Settings:
     """Return the settings with absolute folders, free ports and a model. `fixed`: as for
     `Supervisor`.
@@ -584,9 +616,9 @@ def prepare(settings: Settings, data: Path, say: Announce, fixed: Collection[str
 
         changes["model"] = str(fetch_demo_model(Path(settings.cache_dir), say))
     else:
-        changes["model"] = _checkpoint("model", settings.model)
+        changes["model"] = _checkpoint("model", settings.model, say)
     if settings.draft_model:
-        changes["draft_model"] = _checkpoint("draft_model", settings.draft_model)
+        changes["draft_model"] = _checkpoint("draft_model", settings.draft_model, say)
     for name, host in (("api_port", settings.api_host), ("flower_port", settings.flower_host)):
         port = getattr(settings, name)
         may_move = name not in fixed and port == getattr(Settings(), name)
@@ -596,8 +628,8 @@ def prepare(settings: Settings, data: Path, say: Announce, fixed: Collection[str
     return msgspec.structs.replace(settings, **changes)
 
 
-def _checkpoint(name: str, value: str) -> str:
-    """Return a setting's folder as an absolute path; return a hub name unchanged.
+def _checkpoint(name: str, value: str, say: Announce) -> str:
+    """Return a setting's folder as an absolute path; return a hub name unchanged, and say so.
 
     Raises SettingsError.
     """
@@ -606,6 +638,7 @@ def _checkpoint(name: str, value: str) -> str:
         return str(folder)
     if value.startswith(("/", "./", "../", "~")):
         raise SettingsError(f"{name}={value!r}: no checkpoint found (no config.json in {folder})")
+    say(f"{name}={value!r} is no folder here: the worker asks the Hugging Face Hub for it")
     return value
 
 

@@ -73,6 +73,11 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         "",
         'a text is given as {"text": "</think>", "after": "end"}',
     ),
+    (
+        r"(?:.*\.)?vector: Expected `object \| array(?: \| null)?`, got `str`",
+        "",
+        'such as {"dtype": "float32", "shape": [2], "data": BASE64}, or a list of numbers',
+    ),
     (r"(?:.*\.)?schedule: Expected `object`, got `str`", "", 'such as {"tokens": "all"}'),
     (
         r"(?:.*\.)?limit: Expected `object(?: \| null)?`, got `(?:float|int)`",

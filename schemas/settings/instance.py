@@ -7,7 +7,7 @@ from pathlib import Path
 
 #: Indices of fields in `/proc/<pid>/stat`, where 0 is the field after the process's name (field 3
 #: in proc(5)).
-_STATE, _STARTTIME = 0, 19
+STATE, SESSION, STARTTIME = 0, 3, 19
 
 
 def instance_of(pid: int) -> str:
@@ -16,12 +16,18 @@ def instance_of(pid: int) -> str:
     Boot, pid and start time together identify a process, even after the pid is reused. A state file
     from an earlier boot, or of a process that has ended, therefore matches no stack.
     """
+    if not (fields := stat_of(pid)):
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.sha256(f"{boot} {pid} {fields[STARTTIME]}".encode()).hexdigest()[:16]
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of `/proc/<pid>/stat` after the process's name (the name may contain any
+    character); empty if the process is gone or a zombie, and on systems other than Linux.
+    """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # the fields after the process's name, which may contain any character
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # no such process, or no Linux
-        return ""
-    if fields[_STATE] == "Z":
-        return ""
-    return hashlib.sha256(f"{boot} {pid} {fields[_STARTTIME]}".encode()).hexdigest()[:16]
+    except OSError:
+        return []
+    return [] if fields[STATE] == "Z" else fields

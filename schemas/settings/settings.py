@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -50,9 +50,15 @@ SECRETS = (
 #: Parameters of a `redis_url` that name files: the authorities that sign Redis' certificate, and
 #: the client certificate with its key, if Redis requires one.
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+#: Schemes of a `redis_url` that names Redis itself.
+REDIS_SCHEMES = ("redis", "rediss", "unix")
 #: Schemes of a `redis_url` that names sentinels, without and with TLS: see
 #: `broker.redis_service.opening`.
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+
+
+#: The end of a setting's name → the unit of its value.
+UNITS = {"_mib": "MiB", "_gib": "GiB", "_s": "seconds"}
 
 
 class SettingsError(ValueError):
@@ -444,7 +450,7 @@ def load_settings(
     if len(to_json(settings.engine_options)) > ENGINE_OPTIONS_BYTES:
         raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
     _check_store(settings)
-    _check_tls(settings.redis_url)
+    _check_redis(settings.redis_url)
     return settings
 
 
@@ -458,16 +464,14 @@ def chosen(
     env = dict(os.environ) if environ is None else environ
     known = known_settings()
     values: dict[str, Any] = {}
-    file = env.get(FILE_VARIABLE)
-    if file:
+    if file := env.get(FILE_VARIABLE):
         with Translated(
             (OSError, tomllib.TOMLDecodeError),
             lambda error: SettingsError(f"{FILE_VARIABLE}={file}: {error}"),
         ):
             content = _flat(tomllib.loads(Path(file).read_text()))
             values.update(_checked(content, known, f"file {file}"))
-            secrets = [name for name, value in values.items() if _is_secret(name, value)]
-            if secrets:
+            if secrets := [name for name, value in values.items() if _is_secret(name, value)]:
                 refuse_exposed(
                     f"{FILE_VARIABLE}={file}", file, f"contains {', '.join(secrets)}, and "
                 )
@@ -517,13 +521,13 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """Return a file's contents with the entries of its tables beside the others."""
     if isinstance(values.get(ENGINE_TABLE), dict) and "engine_options" in values:
         raise SettingsError("engine_options and the table [engine] are both set: use one")
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in TABLES and isinstance(value, dict):
-            flat |= {f"{name}.{field}": of for field, of in value.items()}
-        else:
-            flat[name] = value
-    return flat
+    parts = (
+        {f"{name}.{field}": of for field, of in value.items()}
+        if name in TABLES and isinstance(value, dict)
+        else {name: value}
+        for name, value in values.items()
+    )
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def refuse_exposed(label: str, path: str, reason: str = "") -> None:
@@ -594,11 +598,14 @@ def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, st
     return values
 
 
-def _check_tls(redis_url: str) -> None:
-    """Raise SettingsError for TLS files in a URL without TLS, or files that do not exist: redis-py
-    reads them only when it connects.
+def _check_redis(redis_url: str) -> None:
+    """Raise SettingsError for another URL than Redis', for TLS files in one without TLS, or files
+    that do not exist: redis-py reads them only when it connects.
     """
     parts = urlsplit(redis_url)
+    if redis_url and parts.scheme not in (*REDIS_SCHEMES, *SENTINEL_SCHEMES):
+        valid = ", ".join(f"{scheme}://…" for scheme in (*REDIS_SCHEMES, *SENTINEL_SCHEMES))
+        raise SettingsError(f"redis_url: not a URL of Redis, such as redis://HOST:6379/0 ({valid})")
     for name, path in parse_qsl(parts.query):
         if name not in TLS_FILES:
             continue
@@ -625,7 +632,7 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
             continue
         if name not in known:
             named = next((full for full in known if full.endswith(f".{name}")), name)
-            hint = suggestion(named, known)
+            hint = suggestion(named, TABLES if isinstance(value, dict) else known)
             raise SettingsError(
                 f"{label(name)}{where}: unknown setting" + (f"; {hint}" if hint else "")
             )
@@ -634,9 +641,19 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
                 value = json.loads(value)
             checked[name] = msgspec.convert(value, known[name], strict=not texts)
         except (msgspec.ValidationError, json.JSONDecodeError) as error:
-            raise SettingsError(f"{label(name)}={value!r}{where}: {error}") from error
+            valid = _valid(name, known[name])
+            raise SettingsError(f"{label(name)}={value!r}{where}: {error}{valid}") from error
     options = _flat({ENGINE_TABLE: checked.pop("engine_options", {})})
     return checked | (_checked(options, known, label("engine_options")) if options else {})
+
+
+def _valid(name: str, kind: Any) -> str:
+    """Return the end of an error: the valid values of a setting, or the unit of its number."""
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    if choices or kind is bool:
+        return f"; valid: {', '.join(choices or ('true', 'false'))}"
+    units = (f": a number of {unit}" for end, unit in UNITS.items() if name.endswith(end))
+    return next(units, "")
 
 
 def relay_addresses(relay_url: str) -> list[str]:

@@ -369,6 +369,19 @@ def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx2
     assert callbacks['midstream_build_info{process="callbacks",version="0.1.0"}'] == 1
 
 
+def test_a_gauge_is_shown_by_the_process_that_measures_it_alone(stack: Seen) -> None:
+    wait_until(lambda: stack.metrics("api")["midstream_callbacks_up"] == 1, LONG_S)
+    measured = {
+        "api": {"ready": 1, "ledger_reachable": 1, "ledger_durable": 1, "held_responses": 0},
+        "callbacks": {"webhook_outbox_depth": 0, "webhook_oldest_due_seconds": 0},
+    }
+    gauges = {name for own in measured.values() for name in own}
+    for process in ("api", "worker", "relay", "callbacks"):
+        seen = stack.metrics(process)
+        shown = {name: seen[f"midstream_{name}"] for name in gauges if f"midstream_{name}" in seen}
+        assert shown == measured.get(process, {}), process
+
+
 def test_rank_capture_counts_are_in_the_workers_metrics(stack: Seen, held: httpx2.Response) -> None:
     def captured() -> float:
         return stack.metrics("worker").get(

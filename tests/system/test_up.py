@@ -315,6 +315,9 @@ def test_up_outlives_a_full_disk_and_a_read_only_one(start: Callable[..., Up], d
     up.until(lambda: "disk full" in up.output())
     up.until(lambda: refused_for(url, "disk full"))
     up.until(lambda: "outbox: disk full" in missing_of(url))  # each part notices by itself
+    status = up.midstream("status")
+    assert (status.returncode, "is not ready: disk full" in status.stdout) == (1, True)
+    assert "first remove by hand" in up.midstream("doctor").stdout
     os.kill(up.pid("api"), signal.SIGKILL)
     up.until(lambda: refused_for(url, ""))
     os.kill(up.pid("redis"), signal.SIGKILL)
@@ -421,6 +424,7 @@ def test_status_names_processes_ports_and_disk(up: Up) -> None:
         "ports": [httpx2.URL(up.ready()).port],
     }
     assert status["disk"]["bytes"]["logs"] > 0
+    assert status["trouble"] == ""
 
 
 def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:

@@ -11,6 +11,7 @@ from typing import get_args
 from urllib.parse import parse_qsl, urlsplit
 
 from ....schemas.settings.settings import ArtifactFolder, is_loopback
+from ....storage.disk import probe
 from ....storage.store import Demanding, committed, open_store
 from .finding import CheckFinding, Service, graded, timed
 
@@ -20,6 +21,11 @@ FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0
 STORE_WARN_MS = 2000.0
 DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
 FSYNCS = 20
+#: While nothing can be written, Redis rejects every call that deletes something.
+BY_HAND = (
+    "until some MiB are free, nothing can be deleted over HTTP: first remove by hand what "
+    "docs/operations.md#full-and-read-only-disks lists; then `midstream delete capture`"
+)
 
 
 def data_disk(service: Service) -> Iterator[CheckFinding]:
@@ -48,9 +54,16 @@ def _disk(data: Path) -> Iterator[CheckFinding]:
         yield CheckFinding("ok", "disk", f"{data} is not on this machine: not checked")
         return
     free = shutil.disk_usage(data).free
-    advice = "delete captures (`midstream delete capture`, capture_ttl_s), or set capture_quota_mib"
-    found = f"{free / 2**30:.1f} GiB free in {data}"
-    yield graded("disk space", -free, found, advice, -DISK_WARN, -DISK_FAIL)
+    yield graded(
+        "disk space",
+        -free,
+        f"{free / 2**30:.1f} GiB free in {data}",
+        BY_HAND
+        if probe(data)
+        else "delete captures: `midstream delete capture`, capture_ttl_s or capture_quota_mib",
+        -DISK_WARN,
+        -DISK_FAIL,
+    )
     with tempfile.NamedTemporaryFile(dir=data, prefix=".doctor-") as file:
 
         def write() -> None:
@@ -106,10 +119,17 @@ def store(service: Service) -> Iterator[CheckFinding]:
     endpoint = dict(parse_qsl(urlsplit(settings.artifacts).query)).get("endpoint", "")
     address = urlsplit(endpoint)
     if address.scheme == "http" and not is_loopback(address.hostname or ""):
-        found = f"{endpoint} is not encrypted"
         yield CheckFinding(
-            "warn", "artifact store", found, "use https:// outside a private network"
+            "warn",
+            "artifact store",
+            f"{endpoint} is not encrypted",
+            "use https:// outside a private network",
         )
-    found = f"{settings.artifacts} stored an object in {took:.0f} ms"
-    advice = "receipts of captures wait for the store: use a nearer one"
-    yield graded("artifact store", took, found, advice, STORE_WARN_MS, math.inf)
+    yield graded(
+        "artifact store",
+        took,
+        f"{settings.artifacts} stored an object in {took:.0f} ms",
+        "receipts of captures wait for the store: use a nearer one",
+        STORE_WARN_MS,
+        math.inf,
+    )

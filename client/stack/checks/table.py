@@ -73,7 +73,12 @@ CHECKS = (
         engine_checks.extensions,
         "install the package where the worker runs, or remove it from the setting extensions",
     ),
-    Check(("quick",), "disk", disk_checks.data_disk, "make it writable by the worker's user"),
+    Check(
+        ("quick",),
+        "disk",
+        disk_checks.data_disk,
+        "free space on it, or make it writable by the worker",
+    ),
     Check(
         ("quick",),
         "artifact store",

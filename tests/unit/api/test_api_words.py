@@ -249,6 +249,12 @@ MODULE = 'a module is named as [{"module": NAME}]'
         ),
         (JobRequest, {"steering": [{"scale": "5"}]}, "steering[0].scale", NO_NUMBER),
         (JobRequest, {"sampling": {"max_tokens": "5"}}, "sampling.max_tokens", NO_NUMBER),
+        (
+            JobRequest,
+            {"steering": [{"vector": "AACAPw=="}]},
+            "steering[0].vector",
+            'such as {"dtype": "float32", "shape": [2], "data": BASE64}, or a list of numbers',
+        ),
         (JobRequest, {"steering": "joy"}, "steering", MODULE),
         (JobRequest, {"steering": ["joy"]}, "steering[0]", MODULE),
         (JobRequest, {"steering": {"module": "joy"}}, "steering", "send a list, also of one"),

@@ -139,3 +139,11 @@ def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
     assert subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
     ).stdout.split() == ["00-" + "a" * 32 + "-" + "b" * 16 + "-01", "False"]
+
+
+def test_a_ready_line_that_a_full_disk_refuses_ends_no_process() -> None:
+    """Without a buffer, as under `midstream up`."""
+    code = "from midstream.broker.telemetry.logs import announce; announce('ready'); exit(7)"
+    with open("/dev/full", "wb", 0) as full:
+        done = subprocess.run([sys.executable, "-u", "-c", code], stdout=full, stderr=full)
+    assert done.returncode == 7

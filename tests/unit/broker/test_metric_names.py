@@ -10,6 +10,7 @@ from tree import PACKAGES, ROOT, imports_of, sources
 
 from midstream.api.routes import service as _service  # noqa: F401
 from midstream.broker.telemetry.metrics import OF_WORKER, ScrapedMetrics
+from midstream.broker.webhooks import sender as _sender  # noqa: F401
 
 
 class Metric(NamedTuple):

@@ -66,6 +66,13 @@ def test_arguments_win_over_the_environment_and_the_environment_over_the_file(
                 ("NO_SUCH", "1"),
             )
         ),
+        ({"MIDSTREAM_AUTH": "key"}, {}, "'key'; valid: auto, keys, open$"),
+        ({"MIDSTREAM_WEBHOOK_ALLOW_PRIVATE": "yes"}, {}, "`str`; valid: true, false$"),
+        ({"MIDSTREAM_KV_CACHE_GIB": "2GB"}, {}, "`str`: a number of GiB$"),
+        ({"MIDSTREAM_CAPTURE_QUOTA_MIB": "10GB"}, {}, "`str`: a number of MiB$"),
+        ({"MIDSTREAM_RESULT_TTL_S": "7d"}, {}, "`str`: a number of seconds$"),
+        ({}, {"limit": {"jobs_in_flight": 3}}, "did you mean 'limits'"),
+        ({}, {"redis_url": "localhost:6379"}, "redis_url: not a URL of Redis, such as redis://"),
         ({FILE_VARIABLE: "/nowhere/gone.toml"}, {}, r"gone\.toml"),
         ({}, {"artifact_store": "gs://bucket"}, "valid: s3://bucket/prefix"),
         ({}, {"artifact_store": "s3://key:secret@bucket"}, "valid: s3://bucket/prefix"),

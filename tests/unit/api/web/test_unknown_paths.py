@@ -63,6 +63,12 @@ async def test_an_unknown_path_has_both_shapes_and_the_nearest_path(
     assert len(answer.content) < 1500
 
 
+async def test_a_job_that_is_deleted_is_cancelled_by_another_call(app: Any) -> None:
+    answer = await ask(app, "/v1/jobs/job_1", "DELETE")
+    hint = "POST /v1/jobs/ID/cancel cancels a job"
+    assert (answer.status_code, answer.json()["hint"]) == (405, hint)
+
+
 async def test_a_wrong_method_has_both_shapes_and_the_right_methods(app: Any) -> None:
     answer = await ask(app, "/v1/chat/completions")
     problem = answer.json()

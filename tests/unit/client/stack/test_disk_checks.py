@@ -1,9 +1,11 @@
 """The doctor's checks of folders."""
 
+import resource
 from pathlib import Path
 
 import pytest
 
+from midstream.client.stack.checks import disk_checks
 from midstream.client.stack.checks.disk_checks import _memory
 
 MOUNTS = """\
@@ -11,6 +13,21 @@ MOUNTS = """\
 tmpfs /dev/shm tmpfs rw,nosuid,nodev 0 0
 tmpfs /dev/shm/fast tmpfs rw,relatime,huge=always 0 0
 """
+
+
+@pytest.mark.parametrize(("room", "advice"), [(1 << 20, "delete captures"), (4096, "by hand")])
+def test_the_doctor_sends_to_the_files_while_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, advice: str
+) -> None:
+    """The kernel refuses what exceeds `room`, as on a full disk."""
+    monkeypatch.setattr(disk_checks, "DISK_FAIL", 1 << 62)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        space = next(disk_checks._disk(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (space.level, advice in space.advice) == ("fail", True)
 
 
 @pytest.mark.parametrize(

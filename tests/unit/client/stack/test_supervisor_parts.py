@@ -424,6 +424,17 @@ def test_leftovers_of_a_killed_supervisor_are_ended(tmp_path: Path, sleeping: Sl
     assert said[-1] == f"stopped a process (pid {ours.pid}), left over from a killed `midstream up`"
 
 
+def test_a_start_ends_soon_where_no_redis_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "REDIS_TRIES", 2)
+    settings = Settings(engine="fake", data_dir=str(tmp_path), redis_url="redis://127.0.0.1:1/0")
+    stack = Supervisor(settings, say=lambda line: None)
+    with pytest.raises(SettingsError, match=r"redis_url: Redis cannot be opened: .*refused"):
+        stack.start()
+    assert stack._children == {}
+
+
 def test_a_redis_that_is_unreachable_does_not_end_the_search_for_a_first_key(
     tmp_path: Path,
 ) -> None:
