@@ -38,9 +38,9 @@ async def holding(holds: Callable[[], Awaitable[T] | T], timeout: float = LONG_S
     return found
 
 
-async def settled() -> None:
+async def settled(turns: int = 20) -> None:
     """Let everybody do what can be done now."""
-    for _ in range(20):
+    for _ in range(turns):
         await asyncio.sleep(0)
 
 

@@ -60,8 +60,9 @@ def copied(folder: Path, path: Path) -> Path:
 
 def changed(path: Path, **values: Any) -> Path:
     """Overwrite fields of the config."""
-    config = json.loads((path / "config.json").read_text()) | values
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(
+        json.dumps(json.loads((path / "config.json").read_text()) | values)
+    )
     return path
 
 

@@ -43,8 +43,9 @@ class Weights:
             "labels": labels,
             **content,
         }
-        tensors = [host.vector(self.weight), host.vector(self.bias)]
-        made = ProbeContent(layer=layer, tensors=tensors, **fields)
+        made = ProbeContent(
+            layer=layer, tensors=[host.vector(self.weight), host.vector(self.bias)], **fields
+        )
         return StoredProbe(
             name=name,
             digest=made.digest,

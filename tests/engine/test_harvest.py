@@ -116,8 +116,9 @@ def test_a_policy_that_stops_all_traffic_ends_what_a_harvest_generates(
     """At the first token in which it crosses; the rows of the documents stay."""
 
     def generated() -> int:
-        made = harvested(service, client, generate={"max_tokens": 4, "ignore_eos": True})
-        return made.manifest.generated
+        return harvested(
+            service, client, generate={"max_tokens": 4, "ignore_eos": True}
+        ).manifest.generated
 
     assert generated() == 4 * len(DOCUMENTS)
     client.probes.put("guard", weight=np.zeros(576), bias=[1.0], layer=3, thresholds=[0.5])
@@ -182,8 +183,9 @@ def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
     assert [
         (example.document, example.position, example.value) for example in survey.examples()
     ] == list(strongest.values())[:5]
-    registered = client.saes.get("words")
-    encoder = load_sae(ROOT / "examples" / "data" / "saes" / "smollm2-15", registered.digest)
+    encoder = load_sae(
+        ROOT / "examples" / "data" / "saes" / "smollm2-15", client.saes.get("words").digest
+    )
     for side, harvest in enumerate((plain, steered)):
         active = encoder.encode(torch.from_numpy(harvest.rows(slice(None), 15))).numpy()
         density = (active > 0).mean(0)

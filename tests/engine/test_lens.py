@@ -99,8 +99,9 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
     model = msgspec.convert(v1.info, ModelInfo)
     root = v1.settings.artifacts_of("lenses")
     found = lens_of(JacobianLensRequest(path="jacobian"), "mine", model, root)
-    spec = SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])
-    (directed,) = check_directed([spec], {"mine": found}, model)
+    (directed,) = check_directed(
+        [SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])], {"mine": found}, model
+    )
     plain = DirectionFiles(folder).plain_specs(directed, [7, 123])
     job = v1.job(
         prompt_of(12, seed=8),

@@ -411,8 +411,9 @@ def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
             rows = {
                 (hook, layer): reader.array(layer, hook) for hook in engine.hooks for layer in ALL
             }
-            truth = Truth(tmp_path / (f"{name}-merged" if name else "llama"), "bfloat16")
-            errors = truth.errors(rows, reader.token_ids())
+            errors = Truth(tmp_path / (f"{name}-merged" if name else "llama"), "bfloat16").errors(
+                rows, reader.token_ids()
+            )
             assert {hook: error for hook, error in errors.items() if error > BF16_EXCESS} == {}, (
                 name
             )

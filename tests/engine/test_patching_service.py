@@ -119,12 +119,11 @@ def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_giv
         assert alone == sorted(
             np.flatnonzero(np.isnan(golden.grids[f"{number}.resid_pre"][0])).tolist()
         )
-    cells = sum(
+    assert result.summary.cells == sum(
         int(np.isfinite(golden.grids[f"{number}.{hook}"]).sum())
         for number in numbers
         for hook in HOOKS
     )
-    assert result.summary.cells == cells
     assert result.summary.cells + result.summary.skipped == result.summary.total
 
 

@@ -95,8 +95,7 @@ def test_predictions_are_those_of_transformerlens(
     run: tuple[Logits, ActivationCache], model: HookedModel, golden: Golden
 ) -> None:
     logits, _ = run
-    length = len(golden.ids[0])
-    assert logits.shape == (1, length, model.cfg.d_vocab)
+    assert logits.shape == (1, len(golden.ids[0]), model.cfg.d_vocab)
     assert np.abs(logits[0, :, golden.tokens] - golden.arrays["logprobs"]).max() < NATS
     values, ids = logits[0].topk(5)
     assert ids[:, 0].tolist() == golden.arrays["top"][:, 0].tolist() == logits.argmax()[0].tolist()
@@ -149,10 +148,9 @@ def test_rows_of_an_array_are_written_as_rows_of_a_cache_are(
     model: HookedModel, other: ActivationCache, golden: Golden
 ) -> None:
     (hook,) = EDITS["patch"](np.zeros(0), other, 0)
-    uploaded = [(hook[0], ops.replace(other[hook[0]][:, 2:5], pos=[2, 3, 4]))]
     found = [
         model.run_with_hooks(golden.prompt, hooks)[0, -1, golden.tokens]
-        for hooks in ([hook], uploaded)
+        for hooks in ([hook], [(hook[0], ops.replace(other[hook[0]][:, 2:5], pos=[2, 3, 4]))])
     ]
     assert np.abs(found[0] - found[1]).max() < NATS
 

@@ -64,15 +64,16 @@ def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory
     vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32) * 8
     with Client(service.url) as client:
         client.modules.put("shift", [{"layers": 15, "vector": vector}])
-    printed = program(
-        python,
-        service,
-        folder,
-        str(ROOT / "tools" / "peers" / "inspect_calls.py"),
-        service.url,
-        str(folder / "logs"),
+    return json.loads(
+        program(
+            python,
+            service,
+            folder,
+            str(ROOT / "tools" / "peers" / "inspect_calls.py"),
+            service.url,
+            str(folder / "logs"),
+        ).splitlines()[-1]
     )
-    return json.loads(printed.splitlines()[-1])
 
 
 def test_a_sample_sets_modules_patches_and_captures_of_its_own(found: Any, service: Stack) -> None:

@@ -101,10 +101,9 @@ async def sent(ledger: Ledger, model: str = MODEL) -> list[Sent]:
         for name in lists_of(queue_of(model))
         for message in reversed(await ledger.redis.lrange(name, 0, -1))
     ]
-    messages = [json.loads(each) for each in raw]
     return [
         Sent(*job_of_task(message["headers"]["id"]), message["properties"]["priority"])
-        for message in messages
+        for message in [json.loads(each) for each in raw]
     ]
 
 
@@ -160,8 +159,7 @@ async def put_module(
     ledger: Ledger, module: Module, blobs: Mapping[str, bytes | Tensor]
 ) -> Module | None:
     """Returns the module that it replaces."""
-    modules = Registry(ledger, MODULES)
-    return (await modules.put(module.model, module.name, module.after, blobs))[1]
+    return (await Registry(ledger, MODULES).put(module.model, module.name, module.after, blobs))[1]
 
 
 async def queued_job(ledger: Ledger, **changes: Any) -> Job:

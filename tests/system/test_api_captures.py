@@ -323,8 +323,9 @@ def test_a_prompts_rows_come_as_one_file_whatever_the_layout(
     api: Api, hand: Hand, layout: str
 ) -> None:
     job_id = layered(api, hand, layout)
-    raw = api.http.get(f"/v1/captures/{job_id}/safetensors", params={"request": 1}).content
-    reader = CaptureReader.from_bytes(raw)
+    reader = CaptureReader.from_bytes(
+        api.http.get(f"/v1/captures/{job_id}/safetensors", params={"request": 1}).content
+    )
     assert (reader.requests(), reader.hooks(1), reader.layers(1)) == (
         [1],
         ["pre_attn", "post_block"],

@@ -53,17 +53,18 @@ def client(api: Api) -> Iterator[openai.OpenAI]:
 def test_a_completion_has_openais_shape(
     client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
-    asked = pool.submit(
-        client.completions.create,
-        model=MODEL,
-        prompt="hello there",
-        logprobs=2,
-        max_tokens=3,
-        seed=5,
-        stop="b",
-        user="me",
+    claim, answer = hand.answered(
+        pool.submit(
+            client.completions.create,
+            model=MODEL,
+            prompt="hello there",
+            logprobs=2,
+            max_tokens=3,
+            seed=5,
+            stop="b",
+            user="me",
+        )
     )
-    claim, answer = hand.answered(asked)
     assert (answer.object, answer.model, answer.id) == ("text_completion", MODEL, claim.job.id)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello world", "stop")
     assert answer.usage is not None
@@ -118,14 +119,15 @@ def test_a_chat_has_openais_shape_and_the_models_template(
             "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}],
         },
     ]
-    asked = pool.submit(
-        client.chat.completions.create,
-        model=MODEL,
-        messages=messages,
-        logprobs=True,
-        top_logprobs=1,
+    claim, answer = hand.answered(
+        pool.submit(
+            client.chat.completions.create,
+            model=MODEL,
+            messages=messages,
+            logprobs=True,
+            top_logprobs=1,
+        )
     )
-    claim, answer = hand.answered(asked)
     assert claim.job.prompts[0].text == "<bos>system : a user : hello\nthere assistant :"
     assert claim.job.prompts[0].token_ids[:2] == [1, 6], "one BOS: the template's"
     assert claim.job.sampling.max_tokens == 32 - len(claim.job.prompts[0].token_ids), (
@@ -329,8 +331,9 @@ def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
     """State, result and whether Redis has logged them come together; stored outputs, with receipts
     missing, wake nobody.
     """
-    body = {"model": MODEL, "prompt": "hello", **wish}
-    asked = pool.submit(api.http.post, "/v1/completions", json=body)
+    asked = pool.submit(
+        api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", **wish}
+    )
     claim = hand.claim_next()
     with (
         redis.Redis.from_url(redis_url) as client,
@@ -367,8 +370,9 @@ def test_without_capture_wait_the_response_links_to_the_capture(
     api: Api, client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     body: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
-    asked = pool.submit(api.http.post, "/v1/completions", json=body | {"capture": CAPTURE})
-    claim, answer = hand.answered(asked)
+    claim, answer = hand.answered(
+        pool.submit(api.http.post, "/v1/completions", json=body | {"capture": CAPTURE})
+    )
     stream = client.completions.create(**body, stream=True, extra_body={"capture": CAPTURE})
     hand.store(hand.claim_next())
     for facts in (answer.json(), list(stream)[-1].model_dump()):
@@ -430,8 +434,9 @@ def test_a_chats_span_is_found_in_the_templated_text(
             {"layers": [1], "vector": VECTOR, "positions": {"text": "b", "occurrence": -1}}
         ],
     }
-    asked = pool.submit(api.http.post, "/v1/chat/completions", json=body)
-    claim, answer = hand.answered(asked, receipts=True)
+    claim, answer = hand.answered(
+        pool.submit(api.http.post, "/v1/chat/completions", json=body), receipts=True
+    )
     words = [WORDS[token] for token in claim.job.prompts[0].token_ids]
     assert words == ["<bos>", "user", ":", "c", "b", "d", "assistant", ":"]
     assert (claim.job.captures[0][0].positions, claim.job.steering[0][0].positions) == (
@@ -445,8 +450,9 @@ def test_global_captures_neither_delay_nor_appear_in_responses(
     api: Api, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     hand.serve(global_captures=[CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[-1], tag="ops")])
-    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
-    claim, answer = hand.answered(asked)
+    claim, answer = hand.answered(
+        pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
+    )
     assert [
         (capture.tag, capture.sites, capture.positions) for capture in claim.job.captures[0]
     ] == [("ops", {"pre_attn": [0, 1]}, [1])]

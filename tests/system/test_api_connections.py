@@ -185,8 +185,9 @@ def test_a_body_over_the_limit_is_413_whether_or_not_its_length_is_announced(
 ) -> None:
     body = b'{"model":"' + b"x" * int(mib * (1 << 20)) + b'"}'
     content = iter([body[: 1 << 19], body[1 << 19 :]]) if chunked else body
-    headers = {"Content-Type": "application/json"}
-    answer = hasty.http.post("/v1/jobs", content=content, headers=headers)
+    answer = hasty.http.post(
+        "/v1/jobs", content=content, headers={"Content-Type": "application/json"}
+    )
     assert (answer.status_code, answer.headers["content-type"]) == (413, "application/problem+json")
     assert str(1 << 20) in answer.json()["allowed"]
 

@@ -226,8 +226,7 @@ def test_a_killed_api_loses_no_job_and_another_serves_it(own_api: Api, own_hand:
     own_api.kill()
     own_hand.finish(ids[3])
     own_api.start()
-    listed = own_api.http.get("/v1/jobs").json()["jobs"]
-    assert {job["id"] for job in listed} == set(ids)
+    assert {job["id"] for job in own_api.http.get("/v1/jobs").json()["jobs"]} == set(ids)
     assert own_api.view(ids[3])["state"] == "succeeded"
 
 

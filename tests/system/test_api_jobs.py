@@ -141,8 +141,7 @@ def test_prefer_wait_on_a_job_that_fails_answers_its_problem_and_not_success(
     held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
     claim = hand.claim_next()
     hand.fail(claim, MidstreamError("engine_failed", "out of memory").problem())
-    answer = held.result()
-    problem = refused(answer, 500, kind="engine_failed")
+    problem = refused(held.result(), 500, kind="engine_failed")
     assert problem["instance"] == f"/v1/jobs/{claim.job.id}"
 
 

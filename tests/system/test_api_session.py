@@ -361,8 +361,9 @@ def test_a_session_that_is_over_opens_nothing(api: Api, hand: Hand, change: Any)
     assert refused(browser.http.get("/v1/jobs"), 401)["field"] == COOKIE
     for value in (browser.id, "", "x", "../" * 30):  # this session's, and those of nobody
         for path, status in (("/v1/jobs", 401), ("/session", 200)):
-            cookie = {"Cookie": f"{COOKIE}={value}"}
-            answer = httpx2.get(f"{api.url}{path}", headers=cookie, timeout=LONG_S)
+            answer = httpx2.get(
+                f"{api.url}{path}", headers={"Cookie": f"{COOKIE}={value}"}, timeout=LONG_S
+            )
             assert (answer.status_code, answer.json().get("signed_in", False)) == (status, False)
     hand.do(redis.delete(browser.kept))
 

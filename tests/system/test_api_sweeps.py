@@ -84,8 +84,7 @@ def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -
 
 
 def test_a_sweep_job_carries_its_mask_tensor(api: Api, hand: Hand) -> None:
-    job = hand.job(swept(api, mask=[0, -1]))
-    sweep = job.work_as(SweepWork).sweep
+    sweep = hand.job(swept(api, mask=[0, -1])).work_as(SweepWork).sweep
     mask = to_numpy(hand.do(hand.ledger.get_tensor(sweep.mask)))
     assert mask.tolist() == [1, *[0] * (HIDDEN - 2), 1]
 

@@ -48,8 +48,7 @@ def test_positions_are_those_of_a_capture(
     assert found["positions"] == wanted
     assert found.get("generated", False) == ("stop" in str(positions))
     body = {"prompts": None, f"{name.removesuffix('s')}s": [value]}
-    sampling = {"max_tokens": 8}
-    job = hand.job(api.submit(**body, capture={"positions": positions}, sampling=sampling))
+    job = hand.job(api.submit(**body, capture={"positions": positions}, sampling={"max_tokens": 8}))
     count = found["count"]
     assert [*select(job.captures[0][0].positions, 0, count, count)] == wanted
 

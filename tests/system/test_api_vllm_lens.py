@@ -65,14 +65,13 @@ def vector(seed: int, *shape: int) -> np.ndarray:
 def in_json(array: np.ndarray, **changes: Any) -> dict[str, Any]:
     """As `serialize_tensor` writes it."""
     data = base64.b64encode(zstandard.ZstdCompressor(level=1).compress(array.tobytes())).decode()
-    given = {
+    return {
         "data": data,
         "dtype": "float32",
         "original_dtype": "torch.float32",
         "shape": list(array.shape),
         "compression": "zstd",
-    }
-    return given | changes
+    } | changes
 
 
 def steering(array: np.ndarray, layers: list[int], **fields: Any) -> dict[str, Any]:

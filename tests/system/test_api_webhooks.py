@@ -105,8 +105,7 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
         assert (again.id, again.state) == (delivery.id, "pending")
         with pytest.raises(MidstreamError, match="unknown delivery"):
             client.webhooks.get("msg_nothing")
-        rotated = client.secrets.create(keep_former_s=0)
-        assert rotated.secrets == client.secrets.list().secrets
+        assert client.secrets.create(keep_former_s=0).secrets == client.secrets.list().secrets
         assert client.disabled.list() == []
         with refuses(kind="not_found"):
             client.disabled.delete(HOOK)

@@ -353,8 +353,9 @@ def dictionary(root: Path) -> None:
     }
     save_file(tensors, folder / "sae_weights.safetensors")
     form = {"architecture": "standard", "d_in": HIDDEN_SIZE, "d_sae": FEATURES}
-    hook = {"hook_name": "blocks.1.hook_resid_post"}
-    (folder / "cfg.json").write_text(json.dumps(form | {"metadata": hook}))
+    (folder / "cfg.json").write_text(
+        json.dumps(form | {"metadata": {"hook_name": "blocks.1.hook_resid_post"}})
+    )
 
 
 @pytest.mark.parametrize("metric", ["logit_diff", "recovered"])

@@ -66,8 +66,7 @@ def captures(ledger: Ledger) -> LedgerCaptures:
 async def ended(ledger: Ledger, url: str, sequence: int = 1, **changes: Any) -> Job:
     """A capturing job that has succeeded, with a receipt and no files."""
     job = make_job(capture=True, **changes)
-    attempt = await claimed(ledger, job, ranks=1)
-    await ledger.store_outputs(job.id, attempt, outputs())
+    await ledger.store_outputs(job.id, await claimed(ledger, job, ranks=1), outputs())
     settler(url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job))])
     assert (await ledger.view(job.id)).state is State.SUCCEEDED
     return job

@@ -75,15 +75,17 @@ def test_a_span_of_any_text_names_the_tokens_that_spell_it(
     count = text.count(part)
     span = Span(text=part, occurrence=data.draw(st.none() | st.integers(-count, count - 1)))
     (ids,) = asyncio.run(codec.encode([text], special_tokens=True))
-    found = codec.map_text(text, ids, special_tokens=True)
-    assert found.find(span) == overlapping(spell(ids), text, span)
+    assert codec.map_text(text, ids, special_tokens=True).find(span) == overlapping(
+        spell(ids), text, span
+    )
 
 
 async def test_a_span_of_a_conversation_counts_from_the_templates_first_token(
     codec: Codec, spell
 ) -> None:
-    messages = [{"role": "user", "content": "Where is the Eiffel Tower? The Eiffel Tower!"}]
-    ids, text = await codec.encode_chat(messages)
+    ids, text = await codec.encode_chat(
+        [{"role": "user", "content": "Where is the Eiffel Tower? The Eiffel Tower!"}]
+    )
     assert text.startswith("<|im_start|>system")
     found = codec.map_text(text, ids, special_tokens=False)
     assert found is not None
@@ -99,5 +101,4 @@ async def test_a_span_of_a_conversation_counts_from_the_templates_first_token(
 
 async def test_token_ids_find_their_text(codec: Codec) -> None:
     (ids,) = await codec.encode(["The Eiffel Tower in 東京 🙂"], special_tokens=True)
-    found = codec.map_ids(ids)
-    assert found.find(Span(text="Tower")) == [3]
+    assert codec.map_ids(ids).find(Span(text="Tower")) == [3]

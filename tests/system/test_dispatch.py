@@ -281,8 +281,7 @@ class Queues(NamedTuple):
     gradients: Ledger
 
     async def messages(self, queue: Queue = "") -> int:
-        names = lists_of(queue_of(MODEL, queue))
-        return sum([await self.vllm.redis.llen(name) for name in names])
+        return sum([await self.vllm.redis.llen(name) for name in lists_of(queue_of(MODEL, queue))])
 
     async def lose_messages(self) -> None:
         for queue in ("", GRADIENTS):

@@ -53,8 +53,9 @@ class Seen:
 @pytest.fixture
 def seen(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     seen = Seen(redis_url)
-    clock = SimpleNamespace(monotonic=lambda: seen.clock.now, time=time.time)
-    monkeypatch.setattr(flower, "time", clock)
+    monkeypatch.setattr(
+        flower, "time", SimpleNamespace(monotonic=lambda: seen.clock.now, time=time.time)
+    )
     yield seen
     seen.ledger.close()
 

@@ -134,9 +134,9 @@ async def test_accepted_surveys_count_towards_the_limit(
 ) -> None:
     monkeypatch.setattr(tenants, "MAX_SURVEYS", 3)
     harvest_id = await LedgerHarvests(rig.ledger).submit(stored(rig, ["one"], SITES))
-    jobs = [survey_of(harvest_id) for _ in range(9)]
     answers = await asyncio.gather(
-        *[rig.ledger.submit(job, {}) for job in jobs], return_exceptions=True
+        *[rig.ledger.submit(survey_of(harvest_id), {}) for _ in range(9)],
+        return_exceptions=True,
     )
     refused = [each for each in answers if isinstance(each, MidstreamError)]
     assert ({(each.kind, each.detail[-14:]) for each in refused}, len(refused)) == (

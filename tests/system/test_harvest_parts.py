@@ -386,8 +386,9 @@ async def test_a_source_that_cannot_be_read_fails_at_once_and_says_where(
     rig: Rig, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot JSON\n')
-    source = HarvestSource(path="bad.jsonl", format="jsonl")
-    _, view = await harvested(rig, source=source, root=str(tmp_path))
+    _, view = await harvested(
+        rig, source=HarvestSource(path="bad.jsonl", format="jsonl"), root=str(tmp_path)
+    )
     assert (view.state, view.error.status, view.error.field) == ("failed", 400, "source")
     assert "document 1 is not JSON" in view.error.detail
 
@@ -495,5 +496,6 @@ async def test_a_window_counts_the_positions_that_give_rows(
         if kept is not None:
             harvest, _ = await harvested(rig, documents, positions=positions, generate=generate)
             keys = checked(harvest.uri).keys(slice(None))
-            found = sorted(zip(keys.documents.tolist(), keys.positions.tolist(), strict=True))
-            assert found == [(number, at) for number in range(3) for at in kept]
+            assert sorted(zip(keys.documents.tolist(), keys.positions.tolist(), strict=True)) == [
+                (number, at) for number in range(3) for at in kept
+            ]

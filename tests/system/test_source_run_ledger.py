@@ -413,8 +413,7 @@ async def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(
     await runs.delete(MODEL, "gone")
     holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
     keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
-    detail = f"run 'gone': source run {keys[1]}: its captures were deleted"
-    with refuses(detail=detail):
+    with refuses(detail=f"run 'gone': source run {keys[1]}: its captures were deleted"):
         async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):
             entered = True
     assert not entered

@@ -63,8 +63,7 @@ class Service:
     async def job(self, url: str, events: Sequence[CallbackEvent] = ENDS, **changes: Any) -> Job:
         """One that has succeeded."""
         job = make_job(callback=Callback(url=url, events=list(events)), **changes)
-        attempt = await claimed(self.ledger, job)
-        assert await self.ledger.store_outputs(job.id, attempt, outputs())
+        assert await self.ledger.store_outputs(job.id, await claimed(self.ledger, job), outputs())
         return job
 
     async def told(self, url: str) -> Job:

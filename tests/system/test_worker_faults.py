@@ -40,8 +40,7 @@ def start(stack: Stack) -> Iterator[Callable[..., None]]:
 
 def files(stack: Stack, job_id: str) -> list[str]:
     """Names of the files that the job's result has."""
-    found = stack.result(job_id).capture_results.files
-    return [file.path.rpartition("/")[2] for file in found]
+    return [file.path.rpartition("/")[2] for file in stack.result(job_id).capture_results.files]
 
 
 # field case 37

@@ -126,8 +126,7 @@ def test_a_stream_whose_events_a_failover_lost_begins_again(stack: Stack) -> Non
     for event in stack.do(lambda ledger: ledger.events(job_id)):
         if event.event == "token" and event.attempt == 2:
             streamed[event.data["index"]] += event.data["token_ids"]
-    outputs = stack.result(job_id).outputs
-    assert streamed == {output.index: output.token_ids for output in outputs}
+    assert streamed == {output.index: output.token_ids for output in stack.result(job_id).outputs}
 
 
 def test_eight_jobs_of_three_prompts_run_at_once_and_keep_their_own_outputs(stack: Stack) -> None:

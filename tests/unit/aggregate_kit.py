@@ -23,5 +23,6 @@ def aggregate(
         aggregation=kind,
         decay=decay,
     )
-    probe = StoredProbe(name="p", digest=content.digest, content=content)
-    return ProbeGroup([probe]).aggregated(scores, before, first)[0]
+    return ProbeGroup([StoredProbe(name="p", digest=content.digest, content=content)]).aggregated(
+        scores, before, first
+    )[0]

@@ -114,8 +114,9 @@ class FakeRanks:
 
         Raises MidstreamError("intervention_failed") when it cannot be steered.
         """
-        results = [rank.begin(spec) for rank in self.ranks]
-        check_apply_results("steering a request", results, self.world)
+        check_apply_results(
+            "steering a request", [rank.begin(spec) for rank in self.ranks], self.world
+        )
 
     def end(self, spec: RankSpec) -> None:
         """The request has left every rank."""

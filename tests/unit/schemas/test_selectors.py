@@ -43,9 +43,10 @@ def wishes(prompt: int) -> st.SearchStrategy[Any]:
     inside = st.tuples(st.integers(0, prompt - 1), st.integers(1, prompt)).filter(
         lambda ends: ends[0] < ends[1]
     )
-    every = st.none() | st.integers(1, 9)
     one_range = st.builds(
-        lambda ends, step: Span(start=ends[0], stop=ends[1], every=step), inside, every
+        lambda ends, step: Span(start=ends[0], stop=ends[1], every=step),
+        inside,
+        st.none() | st.integers(1, 9),
     )
     open_range = st.tuples(st.integers(0, 2 * prompt), st.none() | st.integers(1, 30)).map(
         lambda ends: Span(start=ends[0], stop=None if ends[1] is None else ends[0] + ends[1])

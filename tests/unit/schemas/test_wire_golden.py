@@ -79,8 +79,9 @@ def lost(value: Any, raw: Any, at: str = "$") -> list[str]:
 
 @pytest.mark.parametrize("kind", list(frames.FrameKind), ids=lambda kind: kind.name)
 def test_golden_frames_decode(kind: frames.FrameKind) -> None:
-    frame = frames.unpack(bytes.fromhex(KEPT["Frame"]["now"][kind.name]))
-    assert frame == frames.Frame(kind, "0123456789abcdef" * 2, 7, b"payload")
+    assert frames.unpack(bytes.fromhex(KEPT["Frame"]["now"][kind.name])) == frames.Frame(
+        kind, "0123456789abcdef" * 2, 7, b"payload"
+    )
 
 
 #: Name of a union → its members.

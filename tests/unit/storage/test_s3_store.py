@@ -359,8 +359,9 @@ def test_temporary_credentials_in_a_file_are_read_again(
     def write() -> str:
         """Returns the new key."""
         made = temporary(s3, 3600)
-        lines = [f"{name} = {value}" for name, value in made.items()]
-        (tmp_path / "credentials").write_text("\n".join(["[default]", *lines, ""]))
+        (tmp_path / "credentials").write_text(
+            "\n".join(["[default]", *[f"{name} = {value}" for name, value in made.items()], ""])
+        )
         return made["aws_access_key_id"]
 
     def expire(key: str) -> None:

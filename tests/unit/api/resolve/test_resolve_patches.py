@@ -152,8 +152,9 @@ def test_source_positions_meet_those_that_are_patched(
     positions: Any, position: Any, expected: Any
 ) -> None:
     # field case 34
-    found = rows(patch({"run": "clean", "position": position}, positions))
-    assert found == [(where, f"pre_attn:0:{what}") for where, what in expected]
+    assert rows(patch({"run": "clean", "position": position}, positions)) == [
+        (where, f"pre_attn:0:{what}") for where, what in expected
+    ]
 
 
 def test_places_and_rows_are_those_of_each_prompt() -> None:

@@ -288,8 +288,9 @@ def test_files_that_are_no_captures_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_rows_in_memory_are_read_like_files() -> None:
     blobs = [b"".join(blob_of(capture, capture.sites).buffers) for capture in (stage(1), stage(0))]
-    reader = CaptureReader.from_bytes(blobs)
-    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
+    np.testing.assert_array_equal(
+        CaptureReader.from_bytes(blobs).array(2), values("post_block", 2, [0, 1, 2])
+    )
     with refuses("post_block"):
         CaptureReader.from_bytes(blobs[0]).layers()
     with refuses("no blobs given"):

@@ -47,11 +47,12 @@ def test_a_deletion_removes_only_the_jobs_files(tmp_path: Path, layout: str) -> 
 
 def test_the_space_of_blobs_in_a_segment_is_given_back(tmp_path: Path) -> None:
     store = filesystem(tmp_path)  # open while it happens
-    captures = [
-        finished(f"job_{n}", positions=range(500), layout="segment", dtype="float32")
-        for n in range(8)
-    ]
-    store.consume(captures)
+    store.consume(
+        [
+            finished(f"job_{n}", positions=range(500), layout="segment", dtype="float32")
+            for n in range(8)
+        ]
+    )
     before = open_store(tmp_path).used()
     retention.delete(open_store(tmp_path), [f"job_{n}" for n in range(0, 8, 2)])
     assert open_store(tmp_path).used() < 0.6 * before

@@ -233,8 +233,7 @@ def test_replicas_share_the_rows_epochs_differ_and_activations_never_end(uri: st
     )
     assert first == again != other
     stream = reading.activations(uri, 5, batch_size=50)
-    batches = [next(stream) for _ in range(20)]
-    assert {tuple(batch.shape) for batch in batches} == {(50, WIDTH)}
+    assert {tuple(batch.shape) for batch in [next(stream) for _ in range(20)]} == {(50, WIDTH)}
 
 
 @pytest.mark.parametrize("taken", [0, 1, 9, 25, 52])
@@ -267,8 +266,9 @@ def test_a_plain_loader_with_workers_goes_on_from_a_number_of_batches(uri: str) 
 def test_several_sites_and_keys_come_as_a_dict(tmp_path: Path) -> None:
     import torch
 
-    dataset = reading.RowDataset(write(tmp_path / "h", "bfloat16"), keys=True, dtype=torch.bfloat16)
-    batch = next(iter(dataset))
+    batch = next(
+        iter(reading.RowDataset(write(tmp_path / "h", "bfloat16"), keys=True, dtype=torch.bfloat16))
+    )
     assert set(batch) == {"post_block.2", "post_block.5", "document", "position", "token_id"}
     assert batch["post_block.2"].dtype == torch.bfloat16
     assert torch.equal(batch["token_id"], batch["document"] + batch["position"])

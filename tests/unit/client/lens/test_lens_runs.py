@@ -322,10 +322,9 @@ def test_the_accumulated_stream_goes_up_to_a_layer(
     stack, found = cache().accumulated_resid(return_labels=True, **options)
     assert (found, stack.shape) == (labels, (len(labels), 2, TOKENS, WIDTH))
     hooks = {"pre": "pre_attn", "mid": "post_attn"}
-    parts = [label.split("_") for label in labels]
     wanted = [
         value("post_block", DEPTH - 1) if at == "final" else value(hooks[kind], int(at))
-        for at, kind in parts
+        for at, kind in [label.split("_") for label in labels]
     ]
     assert stack[:, 0, 0, 0].tolist() == wanted
     assert (stack[:, 1, 2] - stack[:, 0, 0] == 1002).all()  # of the other prompt, two tokens later
@@ -380,8 +379,9 @@ def test_positions_of_a_stack_are_chosen(chosen: Any, tokens: Any) -> None:
 
 @pytest.mark.parametrize(("layer", "count"), [(-1, 3), (None, 3), (2, 2), (3, 3)])
 def test_one_activation_of_the_layers_below_is_stacked(layer: Any, count: int) -> None:
-    found = cache().stack_activation("mlp_out", layer)
-    assert found[:, 1, 3, 0].tolist() == [value("mlp_out", each, 1, 3) for each in range(count)]
+    assert cache().stack_activation("mlp_out", layer)[:, 1, 3, 0].tolist() == [
+        value("mlp_out", each, 1, 3) for each in range(count)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,9 @@ def test_the_figure_has_both_grids_on_one_scale_and_a_cross_on_disagreeing_cells
         "mlp_out: exact",
     ]
     assert len({panel.collections[0].get_clim() for panel in panels}) == 1
-    crosses = [panel.collections[1].get_offsets().tolist() for panel in panels[:2]]
-    assert crosses == [[[WRONG[0] + 0.5, WRONG[1] + 0.5]]] * 2
+    assert [panel.collections[1].get_offsets().tolist() for panel in panels[:2]] == [
+        [[WRONG[0] + 0.5, WRONG[1] + 0.5]]
+    ] * 2
     assert [len(panel.collections) for panel in panels[2:]] == [1, 1]
 
 

@@ -346,15 +346,16 @@ def test_too_few_steering_rows_are_named() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_a_plan(name: str) -> None:
     """Also with the spellings of older config files."""
-    config = {
-        "architectures": [name],
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 2,
-        "vocab_size": 100,
-        "torch_dtype": "float16",
-    }
-    model = model_of(config)
+    model = model_of(
+        {
+            "architectures": [name],
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 2,
+            "vocab_size": 100,
+            "torch_dtype": "float16",
+        }
+    )
     assert (model.layers, model.hidden_size, model.row_bytes) == (2, 64, 128)
     assert plan(model, Settings()).work
 

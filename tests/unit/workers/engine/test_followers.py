@@ -102,8 +102,9 @@ def test_a_follower_stays_while_it_reaches_the_worker(
     now = [1000.0]
     monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = f"127.0.0.1:{server.getsockname()[1]}"
-        worker = nodes.Worker(settings(node_rank=1, node_master=place))
+        worker = nodes.Worker(
+            settings(node_rank=1, node_master=f"127.0.0.1:{server.getsockname()[1]}")
+        )
         assert worker.renew("boot")
         assert store.values[KEY].startswith(b"boot:")
     now[0] += LEASE_S / 2

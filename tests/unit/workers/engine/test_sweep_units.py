@@ -297,12 +297,11 @@ def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field
     generated.
     """
     long_answer = msgspec.structs.replace(PAIR, foil=[6, 7, 8])  # asked behind its first two tokens
-    cases = [
+    for asked, tokens in [
         (job_of(sweep()), 5),
         (job_of(sweep(pairs=[long_answer])), 7),
         (job_of(None, SOURCE), 5),
-    ]
-    for asked, tokens in cases:
+    ]:
         check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens + 1))
         with refuses(
             f"has {tokens} tokens, which leaves no room to generate",

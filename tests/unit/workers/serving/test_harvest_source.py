@@ -173,8 +173,9 @@ def test_units_are_read_in_any_order(tmp_path: Path, ending: str, stream: bool) 
     plan = made.plan()
     assert len(plan.units) > 5
     assert sum(unit.documents for unit in plan.units) == len(TEXTS)
-    found = texts_of(made, msgspec.structs.replace(plan, units=plan.units[::-1]))
-    assert sorted(found) == list(enumerate(TEXTS))
+    assert sorted(texts_of(made, msgspec.structs.replace(plan, units=plan.units[::-1]))) == list(
+        enumerate(TEXTS)
+    )
 
 
 def test_texts_of_a_dictionary_are_planned_by_what_they_hold(tmp_path: Path) -> None:

@@ -53,8 +53,9 @@ class Desk:
             self.receipts.append(receipt)
 
         monkeypatch.setattr(self.outbox, "append", appended)
-        config = StoreConfig(self.store, "w.boot.0", **store)
-        self.writer = CaptureWriter(config, self.outbox, threads, MEMORY_LIMIT)
+        self.writer = CaptureWriter(
+            StoreConfig(self.store, "w.boot.0", **store), self.outbox, threads, MEMORY_LIMIT
+        )
 
     def submit(
         self,

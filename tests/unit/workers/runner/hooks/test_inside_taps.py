@@ -38,10 +38,9 @@ def bare(kind: type[nn.Module], **facts: Any) -> nn.Module:
 
 
 def attention(tp: int = 1, **facts: Any) -> nn.Module:
-    keys = max(1, KEYS // tp)
     own = {
         "num_heads": HEADS // tp,
-        "num_kv_heads": keys,
+        "num_kv_heads": max(1, KEYS // tp),
         "head_size": WIDTH,
         "head_size_v": WIDTH,
         "kv_sharing_target_layer_name": None,

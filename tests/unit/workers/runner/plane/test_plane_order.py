@@ -161,8 +161,7 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
 
 
 def test_a_step_without_requests_plans_nothing(tmp_path: Path, log: list[str]) -> None:
-    rig = Whole(tmp_path)
-    assert step(rig, log) == [
+    assert step(Whole(tmp_path), log) == [
         "Adapters.account", "Banks.settle"
     ]  # fmt: skip
 

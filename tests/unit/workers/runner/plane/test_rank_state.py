@@ -95,8 +95,9 @@ def test_global_entries_precede_request_entries(rig: Rig, masked: bool) -> None:
         for n in (7.0, 8.0)
     )
     if masked:
-        tensors = [*theirs.tensors, ONES]
-        theirs = msgspec.structs.replace(theirs, family="replace_masked", tensors=tensors)
+        theirs = msgspec.structs.replace(
+            theirs, family="replace_masked", tensors=[*theirs.tensors, ONES]
+        )
     request = Request(1, 6, 8, (), [mine.stored([2])], for_everyone(1, theirs))
     rig.step((request, 0, 6), new=[request])
     assert rig.left("pre_attn", 0)[:, 0].tolist() == [7, 7, 8, 7, 7, 7]

@@ -181,8 +181,7 @@ def test_rows_of_an_unfinished_block_stay_until_it_is_kept(
     )
     rig.step((second, 40, 1))
     rig.step(finished=[first, second])
-    receipts = rig.receipts()
-    assert [(receipt.status, receipt.files[0].reused) for receipt in receipts] == [
+    assert [(receipt.status, receipt.files[0].reused) for receipt in rig.receipts()] == [
         ("ok", 0),
         ("ok", 16 * 12),
     ]
