@@ -20,6 +20,7 @@ from midstream.client.study.patch_study import Region
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.jobs.sweep_views import SweepView
 from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream.schemas.prompts.sites import renamed
 
 PAIR = {
     "clean": "The Eiffel Tower is in",
@@ -569,7 +570,11 @@ def test_exports_are_the_grid_of_the_server(site: Site, visit: Visit) -> None:
         (record["layer"], record["column"]) for record in wanted
     ]
     study = PatchStudy.load(downloaded(visit, "JSON"))
-    assert (study.job, study.request, study.result) == (view.job.id, view.request, view.result)
+    assert (study.job, study.request, study.result) == (
+        view.job.id,
+        view.request,
+        renamed(view.result, {"pre_attn": "resid_pre"}),  # the name that was asked for
+    )
     picture = downloaded(visit, "PNG").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(picture[16:20]) > 800

@@ -1,7 +1,7 @@
 // The page: session, feed, router, top bar. Views are in views/, one file each.
 
 import { get, post, del, sse, useSession, watchLate } from "./lib/api.js";
-import { html, render, useState, useEffect, useRef, useCallback, Problem, Button, Field, Guard } from "./lib/ui.js";
+import { html, render, useState, useEffect, useRef, useCallback, useTask, Problem, Button, Field, Guard, Loading } from "./lib/ui.js";
 import { bytes, number } from "./lib/format.js";
 import { History } from "./lib/history.js";
 import { JobStore } from "./lib/jobs.js";
@@ -64,29 +64,20 @@ function Theme() {
 function Login({ onSession, reason }) {
   const [key, setKey] = useState("");
   const [error, setError] = useState(null);
-  const [busy, setBusy] = useState(false);
   const field = useRef(null);
   useEffect(() => field.current && field.current.focus(), []);
-  const submit = async (event) => {
-    event.preventDefault();
-    if (busy) return;
-    setBusy(true);
+  const send = async () => {
     setError(null);
-    try {
-      onSession(await post("/session", { key }));
-    } catch (failure) {
-      setError(failure);
-      setBusy(false);
-    }
+    onSession(await post("/session", { key }));
   };
   return html`<main class="login">
     <p><${Logo} /></p><h1>Midstream</h1>
     ${reason && !error && html`<div class="problem" role="alert">${reason}</div>`}
-    <form onSubmit=${submit}>
+    <form onSubmit=${(event) => event.preventDefault()}>
       <${Field} label="API key" hint="It is exchanged for a session of this browser, and not stored.">
         ${(id) => html`<input id=${id} ref=${field} type="password" autocomplete="off" required maxlength="512" value=${key} onInput=${(event) => setKey(event.target.value)} />`}
       <//>
-      <button class="button main" type="submit" disabled=${busy || !key}>Log in</button>
+      <${Button} type="submit" kind="main" disabled=${!key} onClick=${send} onError=${setError}>Log in<//>
     </form>
     <${Problem} error=${error} />
     <p><small>An operator creates keys with <code>midstream create key</code>. <a href="/schema">API</a></small></p>
@@ -140,10 +131,9 @@ function Shell({ session, onEnd }) {
     return () => removeEventListener("hashchange", change);
   }, []);
 
-  useEffect(() => {
-    const stop = new AbortController();
+  useTask((signal) => {
     sse("/v1/feed?limit=5000", {
-      signal: stop.signal,
+      signal,
       reconnect: true,
       onState: setConnected,
       onEvent: ({ event, data }) => {
@@ -155,23 +145,18 @@ function Shell({ session, onEnd }) {
         }
       },
     }).catch((failure) => failure.status === 401 || setError(failure));
-    return () => stop.abort();
   }, []);
 
   const view = Object.hasOwn(VIEWS, at.name) ? VIEWS[at.name] : null;
-  useEffect(() => {
+  useTask((signal) => {
     document.title = `${view ? view.title : "Not found"} · Midstream`;
-    if (!view) return undefined;
-    let current = true;
+    if (!view) return;
     view.load().then(
-      (View) => current && setLoaded({ name: at.name, View }),
-      (failure) => current && setError(failure),
+      (View) => signal.aborted || setLoaded({ name: at.name, View }),
+      (failure) => signal.aborted || setError(failure),
     );
     if (shown.current && shown.current !== at.name && main.current) main.current.focus(); // a screen reader goes on in the new view
     shown.current = at.name;
-    return () => {
-      current = false;
-    };
   }, [at.name]);
 
   const View = loaded.name === at.name && loaded.View; // never another one with this one's parameters
@@ -200,7 +185,7 @@ function Shell({ session, onEnd }) {
       ${
         !view
           ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/start">Start</a></p>`
-          : !View ? html`<p class="loading" role="status">Loading …</p>` : html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} history=${history.current} /><//>`
+          : !View ? html`<${Loading} />` : html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} history=${history.current} /><//>`
       }
     </main>
     <footer>Midstream ${session.version} · ${["docs", "schema", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer></div>`;
@@ -229,9 +214,7 @@ function App() {
       setTimeout(ask, 2000);
     }
   }, []);
-  useEffect(() => {
-    ask();
-  }, []);
+  useEffect(() => void ask(), []);
   if (!session) return html`<main><${Problem} error=${error} />${!error && html`<p class="loading">Midstream is loading …</p>`}</main>`;
   return session.signed_in ? html`<${Shell} key=${session.key} session=${session} onEnd=${end} />` : html`<${Login} onSession=${begin} reason=${reason} />`;
 }

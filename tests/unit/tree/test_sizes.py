@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 PRODUCT = ("api", "broker", "client", "kernels", "schemas", "storage", "workers")
 #: Folders → their statements, without docstrings. Lower a figure when something has gone; raising
 #: one says in its commit what the addition is worth.
-MOST = {PRODUCT: 51_500, ("tests",): 52_000, ("benchmarks",): 3_000}
+MOST = {PRODUCT: 51_500, ("tests",): 52_100, ("benchmarks",): 3_000}
 #: The most statements of a class, and lines of an `__init__.py`.
 CLASS, INIT = 300, 60
 #: Names of classes and types that may be defined more than once, and why.

@@ -128,7 +128,8 @@ export async function whileSeen(signal) {
 
 const MAX_BACKOFF_S = 10;
 
-const pause = (seconds, signal) =>
+/** Ends after `seconds`, or when `signal` aborts. */
+export const pause = (seconds, signal) =>
   new Promise((resolve) => {
     const timer = setTimeout(resolve, seconds * 1000);
     if (signal) signal.addEventListener("abort", () => (clearTimeout(timer), resolve()), { once: true });

@@ -1,7 +1,7 @@
 // What components ask of the API: once, or again and again.
 
 import { get } from "./api.js";
-import { useEffect, useRef, useState } from "./ui.js";
+import { useEffect, useRef, useState, useTask } from "./ui.js";
 
 /** Seconds until the next look while no model is served: after a start, loading one takes a minute. */
 const NONE_S = 2;
@@ -10,14 +10,12 @@ const NONE_S = 2;
 export function useAnswer(paths, onError = () => {}) {
   const path = [paths].flat().filter(Boolean).join("\n");
   const [found, set] = useState({});
-  useEffect(() => {
-    if (!path) return undefined;
-    const stop = new AbortController();
-    Promise.all(path.split("\n").map((each) => get(each, { signal: stop.signal }))).then(
+  useTask((signal) => {
+    if (!path) return;
+    Promise.all(path.split("\n").map((each) => get(each, { signal }))).then(
       (values) => set({ path, value: Object.assign({}, ...values) }),
-      (error) => stop.signal.aborted || (set({ path, value: null }), onError(error)),
+      (error) => signal.aborted || (set({ path, value: null }), onError(error)),
     );
-    return () => stop.abort();
   }, [path]);
   return found.path === path ? found.value : undefined; // never what another path answered
 }

@@ -33,7 +33,6 @@ export function bodyOf(form, steered) {
 
 /** Field of an error → the form's field, such as `steering[1].module` → `module 1`; null: of none. */
 export function fieldOf(field, form) {
-  if (!field) return null;
   const steering = /^steering\[(\d+)\]/.exec(field);
   if (steering) {
     const used = form.modules.filter(({ scale }) => scale !== 0)[Number(steering[1])];

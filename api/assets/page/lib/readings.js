@@ -1,7 +1,7 @@
 // What the views of readings share: the form that asks for one, its job, the tokens' texts, and jobs of before.
 
 import { get, post, whileSeen } from "./api.js";
-import { Button, Field, Problem, html, useEffect, useMemo, useState } from "./ui.js";
+import { Button, Control, Loading, Problem, faultOf, html, useMemo, useState, useTask } from "./ui.js";
 import { EmptyState, Standing } from "./parts.js";
 import { age } from "./format.js";
 import { Guide } from "./guides.js";
@@ -24,17 +24,15 @@ export async function ended(id, { signal = new AbortController().signal, onView 
   }
 }
 
-/** {view, result, error} of a job: `result` once it has succeeded. */
-function useJob(id) {
+/** {view, result, error} of a job: `result`, if it is `wanted`, once it has succeeded. */
+export function useJob(id, wanted = true) {
   const [found, set] = useState({});
-  useEffect(() => {
-    if (!id) return undefined;
-    const stop = new AbortController();
+  useTask((signal) => {
+    if (!id) return;
     set({});
-    ended(id, { signal: stop.signal, onView: (view) => set({ view }) })
-      .then(async (view) => view.state === "succeeded" && set({ view, result: await get(`/v1/jobs/${id}/result`, stop) }))
-      .catch((error) => stop.signal.aborted || set({ error }));
-    return () => stop.abort();
+    ended(id, { signal, onView: (view) => set({ view }) })
+      .then(async (view) => wanted && view.state === "succeeded" && set({ view, result: await get(`/v1/jobs/${id}/result`, { signal }) }))
+      .catch((error) => signal.aborted || set(({ view }) => ({ view, error })));
   }, [id]);
   return found;
 }
@@ -42,15 +40,13 @@ function useJob(id) {
 /** Token id → its text, of `ids` (null: none yet). */
 export function useWords(model, ids) {
   const [words, set] = useState(null);
-  useEffect(() => {
-    if (!ids) return undefined;
-    const stop = new AbortController();
+  useTask((signal) => {
+    if (!ids) return;
     const tokens = [...new Set(ids)];
-    post("/v1/detokenize", { model, tokens }, stop).then(
+    post("/v1/detokenize", { model, tokens }, { signal }).then(
       ({ token_strs }) => set(new Map(tokens.map((token, n) => [token, token_strs[n]]))),
-      () => stop.signal.aborted || set(new Map()), // the model is not served any more: ids
+      () => signal.aborted || set(new Map()), // the model is not served any more: ids
     );
-    return () => stop.abort();
   }, [model, ids]);
   return useMemo(() => words && ((token) => words.get(token) ?? `#${token}`), [words]);
 }
@@ -79,31 +75,24 @@ export function ReadingForm({ name, action, example, query, registered, fields, 
   const model = models && (models.find(({ id }) => id === (form.model ?? ((asked && asked.body) || {}).model)) || models[0]);
   const found = useAnswer(model && registered ? [registered].flat().map((path) => `${path}?model=${encodeURIComponent(model.id)}`) : null, setError);
   if (models && !models.length) return html`<${EmptyState} title="No model is served" text="Start one with midstream up." />`;
-  if (!model || (registered && !found)) return html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
+  if (!model || (registered && !found)) return html`<${Problem} error=${error} />${!error && html`<${Loading} />`}`;
   const lacking = missing(model, found);
   const shown = [
     { name: "prompt", label: "Prompt", api: "prompts", rows: 2, value: example },
-    ...(models.length > 1 ? [{ name: "model", label: "Model", api: "model", value: model.id, options: Object.fromEntries(models.map(({ id }) => [id, id])) }] : []),
+    ...(models.length > 1 ? [{ name: "model", label: "Model", api: "model", value: model.id, options: models.map(({ id }) => id) }] : []),
     ...(lacking ? [] : fields(model, found)),
   ];
   const values = Object.fromEntries(shown.map((field) => [field.name, form[field.name] ?? (asked && field.name !== "model" ? sentIn(asked.body || {}, field) : null) ?? field.value]));
   const at = error && error.field && shown.find(({ api }) => error.field.startsWith(api));
-  const send = async (event) => {
-    if (event && event.preventDefault) event.preventDefault();
+  const send = async () => {
     setError(null);
     const { id } = await post("/v1/jobs", { model: model.id, prompts: [values.prompt], sampling: { max_tokens: 1 }, metadata: { page: name }, ...body(values, model) });
     setForm({ ...values, of: id });
     location.hash = `#/${name}/${id}`;
   };
-  const control = ({ name: field, label, hint, options, rows, type = "text", ...rest }) => {
+  const control = ({ name: field, api, ...rest }) => {
     const change = ({ target }) => setForm({ ...form, of: job, [field]: target.value });
-    const given = { value: values[field], maxlength: rows ? null : 1024 };
-    return html`<${Field} key=${field} label=${label} hint=${hint} error=${at && at.name === field ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null}>${(id) =>
-      options
-        ? html`<select id=${id} value=${given.value} onChange=${change}>${Object.entries(options).map(([value, text]) => html`<option key=${value} value=${value}>${text}</option>`)}</select>`
-        : rows
-          ? html`<textarea id=${id} rows=${rows} value=${given.value} onInput=${change}></textarea>`
-          : html`<input id=${id} type=${type} min=${rest.min} max=${rest.max} maxlength=${given.maxlength} value=${given.value} onInput=${change} />`}<//>`;
+    return html`<${Control} key=${field} maxlength=${rest.rows || rest.options ? null : 1024} ...${rest} value=${values[field]} change=${change} error=${at && at.name === field ? faultOf(error) : null} />`;
   };
   return html`<form class="card reading-form" onSubmit=${(event) => event.preventDefault()}>
     ${control(shown[0])}
@@ -121,7 +110,7 @@ export function Reading({ id, name, jobs, children }) {
   const live = jobs.byId.get(id) || view; // knows at once that the job runs
   const failed = view && over(view) && view.state !== "succeeded";
   return html`<${Problem} error=${error} />
-    ${id && !error && !failed && !result && (live && !over(live) ? html`<${Standing} job=${live} jobs=${jobs} />` : html`<p class="loading" role="status">Loading …</p>`)}
+    ${id && !error && !failed && !result && (live && !over(live) ? html`<${Standing} job=${live} jobs=${jobs} />` : html`<${Loading} />`)}
     ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
     ${name && !result && html`<${Recent} name=${name} jobs=${jobs} />`}
     ${result && html`${result.outputs.length > 1 && html`<p class="inline"><label>Prompt <input type="number" min="0" max=${result.outputs.length - 1} value=${n} onChange=${({ target }) => choose(Math.max(0, Math.min(result.outputs.length - 1, Math.trunc(target.valueAsNumber) || 0)))} /></label><span class="soft">of ${result.outputs.length}, from 0</span></p>`}

@@ -2,7 +2,7 @@
 
 import { html, useState, useEffect, useErrorBoundary, useRef } from "../vendor/preact.js";
 
-export { html, h, render, Component, createContext, useState, useReducer, useEffect, useLayoutEffect, useRef, useMemo, useCallback, useContext, useErrorBoundary } from "../vendor/preact.js";
+export { html, render, useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback } from "../vendor/preact.js";
 
 /** An error, said to screen readers too; nothing without one. */
 export function Problem({ error, title = "" }) {
@@ -10,6 +10,8 @@ export function Problem({ error, title = "" }) {
   const text = error.message || String(error);
   return html`<div class="problem" role="alert">${title && html`<strong>${title}: </strong>`}${text}${error.retryAfter ? `${/[.!?]$/.test(text) ? "" : "."} Try again in ${error.retryAfter} s.` : ""}</div>`;
 }
+
+export const Loading = () => html`<p class="loading" role="status">Loading …</p>`;
 
 /** Shows why a view could not be drawn, instead of an empty page; tries again at another `place`. */
 export function Guard({ place, children }) {
@@ -62,6 +64,33 @@ export function Field({ label, hint, error, children }) {
   </div>`;
 }
 
+/** A labelled control: one of `options` ([value, …] or {value: text}), a text of several `rows`, or an input; `rest` are its attributes. */
+export function Control({ label, hint, error, value, change, options, rows, ...rest }) {
+  const listed = Array.isArray(options) ? options.map((each) => [each, each]) : Object.entries(options || {});
+  return html`<${Field} label=${label} hint=${hint} error=${error}>${(id) =>
+    options
+      ? html`<select id=${id} value=${value} onChange=${change} ...${rest}>${listed.map(([each, text]) => html`<option key=${each} value=${each}>${text}</option>`)}</select>`
+      : rows
+        ? html`<textarea id=${id} rows=${rows} value=${value} onInput=${change} ...${rest}></textarea>`
+        : html`<input id=${id} type="text" value=${value} onInput=${change} ...${rest} />`}<//>`;
+}
+
+/** What stands beside a control that an error is about. */
+export const faultOf = ({ detail, allowed }) => `${detail}${allowed ? ` (${allowed})` : ""}`;
+
+/** From {beginning of a field of the API's errors: control}: the control of a field, or null. */
+export const byStart = (controls) => (field) => (Object.entries(controls).find(([name]) => field.startsWith(name)) || [])[1] || null;
+
+/** A form's values, the control of each by `entry(name, label, more)`, and the `error` that none shows; `controlOf(field, form)`: which does. */
+export function useForm(begin, controlOf = () => null) {
+  const [form, setForm] = useState(begin);
+  const [error, setError] = useState(null);
+  const at = error && controlOf(error.field || "", form);
+  const wrong = (name) => (at === name ? faultOf(error) : null);
+  const entry = (name, label, more) => html`<${Control} label=${label} error=${wrong(name)} value=${form[name]} change=${({ target }) => setForm((known) => ({ ...known, [name]: target.value }))} ...${more} />`;
+  return { form, setForm, error: at ? null : error, setError, wrong, entry };
+}
+
 /** Tabs of code with a button that copies: `tabs` is {name: text}. */
 export function Copy({ tabs, label = "Code" }) {
   const names = Object.keys(tabs);
@@ -112,6 +141,15 @@ export function Progress({ value, total, label }) {
 
 export function Empty({ children }) {
   return html`<p class="empty">${children}</p>`;
+}
+
+/** An effect that takes time: the signal of `work(signal)` aborts when one of `deps` changes, and with the component. */
+export function useTask(work, deps) {
+  useEffect(() => {
+    const stop = new AbortController();
+    work(stop.signal);
+    return () => stop.abort();
+  }, deps);
 }
 
 /** The present moment in seconds, renewed every `seconds`. */

@@ -1,7 +1,7 @@
 // A job's time line: its wait, each prompt's prefill and decode, and the receipts by which its files are durable.
 
 import { sse } from "../lib/api.js";
-import { html, useEffect, useState } from "../lib/ui.js";
+import { html, useState, useTask } from "../lib/ui.js";
 import { count, duration } from "../lib/format.js";
 import { kindOf } from "../lib/kinds.js";
 
@@ -10,14 +10,12 @@ const MOST = 16; // prompts
 /** The events of an ended job's last attempt, each with its time in seconds; null until they are there. A grid's are too many. */
 function useEvents(job) {
   const [found, set] = useState(kindOf(job.kind).grid ? [] : null);
-  useEffect(() => {
-    if (found) return undefined;
-    const stop = new AbortController();
+  useTask((signal) => {
+    if (found) return;
     const events = [];
-    sse(`/v1/jobs/${encodeURIComponent(job.id)}/events`, { signal: stop.signal, onEvent: ({ event, data, id }) => events.push({ ...data, event, at: parseInt(id, 10) / 1000 }) })
+    sse(`/v1/jobs/${encodeURIComponent(job.id)}/events`, { signal, onEvent: ({ event, data, id }) => events.push({ ...data, event, at: parseInt(id, 10) / 1000 }) })
       .catch(() => {}) // trimmed since: without them
-      .then(() => stop.signal.aborted || set(events.filter(({ attempt }) => attempt === job.attempt)));
-    return () => stop.abort();
+      .then(() => signal.aborted || set(events.filter(({ attempt }) => attempt === job.attempt)));
   }, []);
   return found;
 }

@@ -1,6 +1,6 @@
 // Attention: the pattern of each head of a layer, and what one token attends to.
 
-import { Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { Loading, Problem, html, useEffect, useMemo, useRef, useState, useTask } from "../lib/ui.js";
 import { percent } from "../lib/format.js";
 import { Chips, Legend, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
@@ -99,18 +99,16 @@ export function AttentionResult({ job, model, request = 0 }) {
   const found = useAnswer(`/v1/captures/${job}/norms?hook=q&request=${request}&count=${MOST}`, setError);
   const layers = found && found.layers;
   const layer = layers && (chosen ?? layers[Math.floor(layers.length / 2)]);
-  useEffect(() => {
-    if (!found) return undefined;
-    const stop = new AbortController();
+  useTask((signal) => {
+    if (!found) return;
     setRows(null);
-    rowsOf(job, { request, layer, signal: stop.signal }).then(
+    rowsOf(job, { request, layer, signal }).then(
       (tensors) => setRows({ layer, q: tensors[`q.${layer}`], k: tensors[`k.${layer}`] }),
-      (failure) => stop.signal.aborted || setError(failure),
+      (failure) => signal.aborted || setError(failure),
     );
-    return () => stop.abort();
   }, [found, layer]);
   if (error) return html`<${Problem} error=${error} />`;
-  if (!card || !found) return html`<p class="loading" role="status">Loading …</p>`;
+  if (!card || !found) return html`<${Loading} />`;
   const kind = card.attention.find((each) => each.layers.includes(layer));
   const whole = found.rows <= MOST && found.positions.every((position, n) => position === n);
   return html`<p class="inline"><label>Layer <select value=${layer} onChange=${({ target }) => choose(Number(target.value))}>${layers.map((each) => html`<option key=${each} value=${each}>${each}</option>`)}</select></label></p>
@@ -121,7 +119,7 @@ export function AttentionResult({ job, model, request = 0 }) {
           ? html`<${Problem} error=${`The page shows patterns of up to ${MOST} tokens, captured without gaps from the first; this prompt has ${found.rows} rows. Use client.attention in Python.`} />`
           : rows && rows.layer === layer && rows.q && rows.k
             ? html`<${Patterns} key=${layer} layer=${layer} rows=${rows} kind=${kind} words=${found.tokens || found.token_ids.map(String)} ids=${found.token_ids} />`
-            : html`<p class="loading" role="status">Loading …</p>`
+            : html`<${Loading} />`
     }`;
 }
 

@@ -1,7 +1,7 @@
 // Capture: a form that runs one, and a finished one as tokens × layers, coloured by norm or by cosine to a module.
 
 import { del, get, post } from "../lib/api.js";
-import { Button, Empty, Field, Problem, html, useEffect, useState } from "../lib/ui.js";
+import { Button, Empty, Problem, byStart, html, useEffect, useForm, useState } from "../lib/ui.js";
 import { HookBoxes } from "../lib/hooks.js";
 import { titleOf } from "../lib/jobs.js";
 import { EmptyState, Table, shortId } from "../lib/parts.js";
@@ -12,22 +12,16 @@ import { Shown } from "./captured.js";
 const POSITIONS = { all_prompt: "every prompt token", all: "every token, including generated ones", last_prompt: "the last prompt token" };
 const PAGE = 20;
 
-/** Beginning of a field of the API's errors → field of the form. */
-const FIELDS = { prompts: "prompt", "capture.hook": "layers", "capture.layers": "layers", "capture.positions": "positions", "capture.tag": "tag", "sampling.max_tokens": "max_tokens", model: "model" };
-const fieldOf = (field) => (Object.entries(FIELDS).find(([name]) => (field || "").startsWith(name)) || [])[1] || null;
+const controlOf = byStart({ prompts: "prompt", "capture.hook": "layers", "capture.layers": "layers", "capture.positions": "positions", "capture.tag": "tag", "sampling.max_tokens": "max_tokens", model: "model" });
 
 function Form() {
-  const [form, setForm] = useState({ model: "", prompt: "The Eiffel Tower is located in the city of", hooks: [], layers: "all", positions: "all_prompt", max_tokens: 1, tag: "page" });
-  const [error, setError] = useState(null);
+  const { form, setForm, error, setError, entry } = useForm({ model: "", prompt: "The Eiffel Tower is located in the city of", hooks: [], layers: "all", positions: "all_prompt", max_tokens: 1, tag: "page" }, controlOf);
   const models = useModels(setError);
   useEffect(() => {
     const [first] = models || [];
     if (first) setForm((known) => ({ ...known, model: first.id, hooks: first.hooks.includes("post_block") ? ["post_block"] : first.hooks.slice(0, 1) }));
   }, [models]);
-  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
   const model = (models || []).find(({ id }) => id === form.model);
-  const at = error && fieldOf(error.field);
-  const wrong = (name) => (at === name ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null);
   const send = async () => {
     setError(null);
     const { id } = await post("/v1/jobs", {
@@ -41,16 +35,16 @@ function Form() {
   const toggle = (hook, on) => setForm({ ...form, hooks: on ? [...form.hooks, hook] : form.hooks.filter((name) => name !== hook) });
   if (models && !models.length) return html`<${Empty}>No model is served.<//>`;
   return html`<form class="capture-form card" onSubmit=${(event) => event.preventDefault()}>
-    ${models && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
-    <${Field} label="Prompt" error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
+    ${models && entry("model", "Model", { options: models.map(({ id }) => id) })}
+    ${entry("prompt", "Prompt", { rows: 3 })}
     <fieldset><legend>Hook points</legend><${HookBoxes} hooks=${(model && model.hooks) || []} chosen=${(hook) => form.hooks.includes(hook)} toggle=${toggle} /></fieldset>
     <div class="inline">
-      <${Field} label="Layers" hint=${model ? `all, 3, 0-5 or 0-5,-1; the model has ${model.num_layers} layers` : null} error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
-      <${Field} label="Positions" error=${wrong("positions")}>${(id) => html`<select id=${id} value=${form.positions} onChange=${set("positions")}>${Object.entries(POSITIONS).map(([name, text]) => html`<option value=${name}>${text}</option>`)}</select>`}<//>
-      <${Field} label="Tokens to generate" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
-      <${Field} label="Tag" error=${wrong("tag")}>${(id) => html`<input id=${id} maxlength="64" value=${form.tag} onInput=${set("tag")} />`}<//>
+      ${entry("layers", "Layers", { hint: model ? `all, 3, 0-5 or 0-5,-1; the model has ${model.num_layers} layers` : null, maxlength: 1024 })}
+      ${entry("positions", "Positions", { options: POSITIONS })}
+      ${entry("max_tokens", "Tokens to generate", { type: "number", min: 1 })}
+      ${entry("tag", "Tag", { maxlength: 64 })}
     </div>
-    <${Problem} error=${at ? null : error} />
+    <${Problem} error=${error} />
     <${Button} kind="main" disabled=${!form.model || !form.prompt || !form.hooks.length} onClick=${send} onError=${setError}>Capture<//>
   </form>`;
 }

@@ -1,12 +1,12 @@
 // A finished capture: tokens × layers, coloured by the rows' norms or by their cosines to a module.
 
 import { get } from "../lib/api.js";
-import { Button, Empty, Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { Button, Empty, Loading, Problem, html, useEffect, useMemo, useRef, useState, useTask } from "../lib/ui.js";
 import { bytes, count, number } from "../lib/format.js";
 import { hookTitle } from "../lib/hooks.js";
 import { over, titleOf } from "../lib/jobs.js";
 import { useAnswer, useJobs } from "../lib/ask.js";
-import { ended, moving } from "../lib/readings.js";
+import { moving, useJob } from "../lib/readings.js";
 import { Id, Standing } from "../lib/parts.js";
 import { SaveAs } from "../plots/save.js";
 import { maps } from "../plots/sweep_picture.js";
@@ -116,15 +116,9 @@ function Files({ job }) {
 
 /** Waits for the job's end, then shows its rows. */
 export function Shown({ job, jobs }) {
-  const [view, setView] = useState(null);
+  const { view, error } = useJob(job, false);
   useJobs(jobs);
   const live = jobs.byId.get(job); // knows at once that the job runs; what waits for its end does not
-  const [error, setError] = useState(null);
-  useEffect(() => {
-    const stop = new AbortController();
-    ended(job, { signal: stop.signal, onView: setView }).catch((failure) => failure.name !== "AbortError" && setError(failure));
-    return () => stop.abort();
-  }, [job]);
   const failed = view && view.state !== "succeeded" && over(view);
   return html`<h1>${live ? titleOf(live) : "Capture"}</h1><p><a href="#/capture">All captures</a> · <a href=${`#/jobs/${job}`}>Job</a> <${Id} id=${job} /></p>
     <${Problem} error=${error} />
@@ -142,22 +136,20 @@ function Norms({ job, model, quiet }) {
   const [table, setTable] = useState(false);
   const [at, move] = useState({ row: 0, layer: 0 });
   const { modules = [] } = useAnswer(`/v1/artifacts/modules?model=${encodeURIComponent(model)}`) || {}; // not served any more: without modules
-  useEffect(() => {
-    const stop = new AbortController();
+  useTask((signal) => {
     setError(null);
-    get(`/v1/captures/${job}/norms?${queryOf(asked)}`, { signal: stop.signal }).then(
+    get(`/v1/captures/${job}/norms?${queryOf(asked)}`, { signal }).then(
       (answer) => {
         setFound(answer);
         move((known) => ({ row: Math.min(known.row, Math.max(0, answer.positions.length - 1)), layer: Math.min(known.layer, answer.layers.length - 1) }));
       },
-      (failure) => failure.name !== "AbortError" && setError(failure),
+      (failure) => signal.aborted || setError(failure),
     );
-    return () => stop.abort();
   }, [job, asked]);
   const by = found && found.cosines ? "cosine" : "norm";
   const scale = useMemo(() => found && scaled(found, by, each, full), [found, by, each, full]);
   const words = useMemo(() => found && (found.tokens || found.token_ids.map(String)), [found]);
-  if (!found) return quiet && error && error.code === "not_found" ? null : html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
+  if (!found) return quiet && error && error.code === "not_found" ? null : html`<${Problem} error=${error} />${!error && html`<${Loading} />`}`;
 
   const values = by === "cosine" ? found.cosines : found.norms;
   const layer = found.layers[at.layer];

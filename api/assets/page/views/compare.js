@@ -1,7 +1,7 @@
 // Two jobs side by side: what was asked differently, their texts with differences, and their captures' norms or grids as a difference.
 
 import { get } from "../lib/api.js";
-import { Problem, html, useEffect, useState } from "../lib/ui.js";
+import { Loading, Problem, html, useState, useTask } from "../lib/ui.js";
 import { age, number } from "../lib/format.js";
 import { SweepGrid, shown } from "../lib/grid.js";
 import { hookName } from "../lib/hooks.js";
@@ -105,11 +105,9 @@ function Change({ ids, kind, prompts }) {
   const [request, choose] = useState(0);
   const [cursor, setCursor] = useState(null);
   const grids = kindOf(kind).grid;
-  useEffect(() => {
-    const stop = new AbortController();
-    const load = async (id) => (grids ? (await get(`/v1/${kind}s/${id}`, stop)).result : asGrid(await get(`/v1/captures/${id}/norms?request=${request}&start=0&count=${ROWS}`, stop)));
-    Promise.all(ids.map(load)).then(([a, b]) => set({ grid: difference(a, b) }), (error) => stop.signal.aborted || set({ error }));
-    return () => stop.abort();
+  useTask((signal) => {
+    const load = async (id) => (grids ? (await get(`/v1/${kind}s/${id}`, { signal })).result : asGrid(await get(`/v1/captures/${id}/norms?request=${request}&start=0&count=${ROWS}`, { signal })));
+    Promise.all(ids.map(load)).then(([a, b]) => set({ grid: difference(a, b) }), (error) => signal.aborted || set({ error }));
   }, [request]);
   const { grid, error } = found;
   return html`<h2>${grids ? "Heatmaps" : "Norms of the captured rows"}</h2><${Problem} error=${error} />
@@ -124,7 +122,7 @@ function Both({ ids, jobs }) {
   const [error, setError] = useState(null);
   const paths = (part) => ids.map((id) => `/v1/jobs/${encodeURIComponent(id)}${part}`);
   const [views, requests, results] = ["", "/request", "/result"].map((part) => paths(part).map((path) => useAnswer(path, setError)));
-  if (![...views, ...requests].every(Boolean)) return html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
+  if (![...views, ...requests].every(Boolean)) return html`<${Problem} error=${error} />${!error && html`<${Loading} />`}`;
   const [first, second] = views;
   const grid = kindOf(first.kind).grid;
   const captured = !grid && results.every((result) => result && result.capture_results && result.capture_results.files.length);

@@ -1,7 +1,7 @@
 // Playground: a direction from two lists of texts, which becomes a slider, and a module once it is saved.
 
 import { put } from "../lib/api.js";
-import { Button, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { Button, Problem, byStart, html, useEffect, useForm, useRef, useState } from "../lib/ui.js";
 import { count } from "../lib/format.js";
 import { short } from "../lib/chips.js";
 import { MOST, direction, linesOf } from "../lib/direction.js";
@@ -27,22 +27,19 @@ function Spread({ found }) {
 
 /** `model`: the card; `made(entry, scale)`: a direction is ready to be tried. */
 export function Making({ model, made }) {
-  const [form, setForm] = useState(EXAMPLE);
-  const [layer, setLayer] = useState("");
+  const { form, error, setError, entry } = useForm({ ...EXAMPLE, layer: "" }, byStart({ capture: "layer" }));
   const [said, say] = useState("");
   const [found, setFound] = useState(null);
-  const [error, setError] = useState(null);
   const leave = useRef(new AbortController());
   useEffect(() => () => leave.current.abort(), []);
   const middle = Math.floor(model.num_layers / 2);
   const [positive, negative] = [linesOf(form.positive), linesOf(form.negative)];
   const many = Math.max(positive.length, negative.length) > MOST;
-  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
   const run = async () => {
     setError(null);
     setFound(null);
     try {
-      const answer = await direction({ model: model.id, layer: layer === "" ? middle : Number(layer), positive, negative, signal: leave.current.signal, said: say });
+      const answer = await direction({ model: model.id, layer: form.layer === "" ? middle : Number(form.layer), positive, negative, signal: leave.current.signal, said: say });
       setFound(answer);
       made(answer.entry, SCALE);
     } catch (failure) {
@@ -51,15 +48,14 @@ export function Making({ model, made }) {
       say("");
     }
   };
-  const at = error && /^capture/.test(error.field || "") ? "layer" : null;
-  const list = (name, label, texts) => html`<${Field} label=${label} hint=${count(texts.length, "text")} error=${texts.length > MOST ? `at most ${MOST} texts` : null}>${(id) => html`<textarea id=${id} rows="5" value=${form[name]} onInput=${set(name)}></textarea>`}<//>`;
+  const list = (name, label, texts) => entry(name, label, { hint: count(texts.length, "text"), error: texts.length > MOST ? `at most ${MOST} texts` : null, rows: 5 });
   return html`<details class="making"><summary>Make a direction from two lists of texts</summary>
     <p class="soft">Write one text a line. The direction is the difference between the mean rows of both lists; it is added to every row but the first token's, scaled to a share of the row's norm.</p>
     <div class="fields">${list("positive", "Towards these texts", positive)}${list("negative", "Away from these texts", negative)}</div>
-    <${Field} label="At layer" hint=${`0 to ${model.num_layers - 1}; ${middle} is the middle`} error=${at ? error.detail : null}>${(id) => html`<input id=${id} class="short" type="number" min="0" max=${model.num_layers - 1} placeholder=${middle} value=${layer} onInput=${({ target }) => setLayer(target.value)} />`}<//>
+    ${entry("layer", "At layer", { hint: `0 to ${model.num_layers - 1}; ${middle} is the middle`, class: "short", type: "number", min: 0, max: model.num_layers - 1, placeholder: middle })}
     <div class="inline steady"><${Button} kind="main" disabled=${!positive.length || !negative.length || many} onClick=${run} onError=${setError}>Make and try it<//>
       <span class="soft" role="status">${said}</span></div>
-    <${Problem} error=${at ? null : error} />
+    <${Problem} error=${error} />
     ${found && html`<${Spread} found=${found} />`}</details>`;
 }
 

@@ -1,6 +1,6 @@
 // SAE features: the text shaded by activation, and the features that are active in it.
 
-import { html, useMemo, useRef, useState } from "../lib/ui.js";
+import { html, useMemo, useRef, useState, Loading } from "../lib/ui.js";
 import { count, fine, number, percent } from "../lib/format.js";
 import { Chips, Legend, short, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
@@ -65,7 +65,7 @@ export function FeaturesResult({ reading, model }) {
     }));
     return [...found.values()].sort((a, b) => b.most - a.most);
   }, [reading]);
-  if (!word || survey === undefined) return html`<p class="loading" role="status">Loading …</p>`;
+  if (!word || survey === undefined) return html`<${Loading} />`;
   const of = (n, id) => activations[n][features[n].indexOf(id)] ?? 0;
   if (!positions.length) return html`<p>No position was read.</p>`;
   const values = positions.map((_, n) => (feature === null ? activations[n][0] ?? 0 : of(n, feature)));

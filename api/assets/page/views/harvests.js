@@ -1,7 +1,7 @@
 // Harvests: a list with progress, one in detail, and a form that starts one from lines of text.
 
 import { del, post } from "../lib/api.js";
-import { Button, Copy, Field, Problem, Progress, html, useEffect, useState } from "../lib/ui.js";
+import { Button, Copy, Problem, Progress, byStart, html, useEffect, useForm, useState } from "../lib/ui.js";
 import { EmptyState, Id, State, Stats, Table, shortId } from "../lib/parts.js";
 import { age, bytes, count, duration, number, percent, time } from "../lib/format.js";
 import { useModels, usePolled } from "../lib/ask.js";
@@ -16,33 +16,30 @@ const counted = (harvest) => ({ units: 0, units_done: 0, documents: 0, tokens: 0
 
 const Share = ({ harvest: { share, left_s, state } }) => html`<${Progress} value=${share} total=${1} label=${`${percent(share)}${left_s && !OVER.has(state) ? `, ${duration(left_s)} left` : ""}`} />`;
 
+const controlOf = byStart({ source: "lines", layers: "layers", hook: "layers", max_tokens: "max_tokens", model: "model" });
+
 /** Starts a harvest of lines of text. */
 function Form({ open }) {
-  const [form, setForm] = useState({ model: "", lines: "", layers: "", max_tokens: "" });
-  const [error, setError] = useState(null);
+  const { form, setForm, error, setError, entry } = useForm({ model: "", lines: "", layers: "", max_tokens: "" }, controlOf);
   const models = useModels(setError);
   useEffect(() => {
     const [first] = models || [];
     if (first) setForm((known) => ({ ...known, model: first.id, layers: `${Math.floor(first.num_layers / 2)}` }));
   }, [models]);
-  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
   const lines = form.lines.split("\n").map((line) => line.trim()).filter(Boolean);
-  const FIELDS = { source: "lines", layers: "layers", hook: "layers", max_tokens: "max_tokens", model: "model" };
-  const at = error && error.field && (Object.entries(FIELDS).find(([name]) => error.field.startsWith(name)) || [])[1];
-  const wrong = (name) => (at === name ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null);
   const send = async () => {
     setError(null);
     const { id } = await post("/v1/harvests", { model: form.model, source: { lines }, layers: form.layers.trim(), ...(form.max_tokens ? { max_tokens: Number(form.max_tokens) } : {}), shards: { mib: 4 } });
     location.hash = `#/harvests/${id}`;
   };
   return html`<details class="card new-harvest" open=${open}><summary>New harvest</summary><form onSubmit=${(event) => event.preventDefault()}>
-    <${Field} label="Documents" hint="One a line, at most 4,096. Larger corpora: a file below harvest_sources, with midstream harvest SOURCE." error=${wrong("lines")}>${(id) => html`<textarea id=${id} rows="5" value=${form.lines} onInput=${set("lines")}></textarea>`}<//>
+    ${entry("lines", "Documents", { hint: "One a line, at most 4,096. Larger corpora: a file below harvest_sources, with midstream harvest SOURCE.", rows: 5 })}
     <div class="fields">
-      ${models && models.length > 1 && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
-      <${Field} label="Layers" hint="all, 3, 0-5 or 0-5,-1" error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
-      <${Field} label="At most tokens" hint="of all documents; empty: no limit" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
+      ${models && models.length > 1 && entry("model", "Model", { options: models.map(({ id }) => id) })}
+      ${entry("layers", "Layers", { hint: "all, 3, 0-5 or 0-5,-1", maxlength: 1024 })}
+      ${entry("max_tokens", "At most tokens", { hint: "of all documents; empty: no limit", type: "number", min: 1 })}
     </div>
-    <${Problem} error=${at ? null : error} />
+    <${Problem} error=${error} />
     <${Button} kind="main" disabled=${!form.model || !lines.length || !form.layers.trim()} onClick=${send} onError=${setError}>Harvest ${lines.length ? count(lines.length, "document") : ""}<//>
   </form></details>`;
 }

@@ -1,6 +1,6 @@
 // One job: prompt, output, receipts by rank, files, and its request as code.
 
-import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Guard, Problem } from "../lib/ui.js";
+import { html, useLayoutEffect, useRef, useState, useTask, Button, Copy, Guard, Problem } from "../lib/ui.js";
 import { ApiError } from "../lib/api.js";
 import { useAnswer } from "../lib/ask.js";
 import { bytes, count, identity, number, time } from "../lib/format.js";
@@ -51,13 +51,8 @@ export function JobDetails({ id, job, session, onClose }) {
   const attention = Boolean(asked && asked.body && [asked.body.capture].flat().some((each) => each && each.hooks && each.hooks.q && each.hooks.k));
   const outcome = result && ["fit", "dose"].find((kind) => result[kind]);
   const readings = Boolean(result && (outcome || result.lens || result.features || (result.probes || []).length || attention));
-  useEffect(() => {
-    if (!readings) return undefined;
-    let current = true;
-    import(outcome ? `./${outcome}.js` : "./answers.js").then((loaded) => current && setAnswers(() => loaded.default), (failure) => current && setError(failure));
-    return () => {
-      current = false;
-    };
+  useTask((signal) => {
+    if (readings) import(outcome ? `./${outcome}.js` : "./answers.js").then((loaded) => signal.aborted || setAnswers(() => loaded.default), (failure) => signal.aborted || setError(failure));
   }, [readings]);
   const path = asked && (asked.path || PATHS[at && at.kind]);
   const code = path && asked.body ? codeOf(path, asked.body, session.auth !== "open") : null;

@@ -1,6 +1,6 @@
 // Lens: what each layer predicts after each token, as a grid of top tokens shaded by probability.
 
-import { html, useLayoutEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { html, useLayoutEffect, useMemo, useRef, useState, Loading } from "../lib/ui.js";
 import { percent } from "../lib/format.js";
 import { Legend, inkOn, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
@@ -48,7 +48,7 @@ export function LensResult({ reading, model }) {
     keyed.current = false;
   }, [at]);
   if (!positions.length) return html`<p>No position was read.</p>`;
-  if (!word) return html`<p class="loading" role="status">Loading …</p>`;
+  if (!word) return html`<${Loading} />`;
   const byKey = (to) => {
     keyed.current = true;
     setStart(Math.max(Math.min(start, to.column), to.column - WIDE + 1));

@@ -1,11 +1,11 @@
 // Modules: everything that is registered under a name, by kind, with details, files and deletion.
 
-import { del, get } from "../lib/api.js";
-import { Button, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { del } from "../lib/api.js";
+import { Button, Problem, html, useRef, useState } from "../lib/ui.js";
 import { EmptyState, Section } from "../lib/parts.js";
 import { age, bytes, count, number, percent } from "../lib/format.js";
 import { short } from "../lib/chips.js";
-import { useJobs, useModels } from "../lib/ask.js";
+import { useAnswer, useJobs, useModels } from "../lib/ask.js";
 
 /** `[3, 4, 5, 9]` as `3-5, 9`. */
 function ranges(layers) {
@@ -75,20 +75,17 @@ const KINDS = [
 ];
 
 function Kind({ kind, model, find, jobs, owner }) {
-  const [items, setItems] = useState(null);
+  const [gone, setGone] = useState([]); // names that were deleted here
   const [error, setError] = useState(null);
   const head = useRef(null);
   const query = `?model=${encodeURIComponent(model)}`;
-  useEffect(() => {
-    const stop = new AbortController();
-    get(kind.path + query, { signal: stop.signal }).then((page) => setItems(page[kind.list]), (failure) => stop.signal.aborted || setError(failure));
-    return () => stop.abort();
-  }, [model]);
+  const found = useAnswer(kind.path + query, setError);
+  const items = found && found[kind.list].filter(({ name }) => !gone.includes(name));
   const remove = async (name) => {
     if (!confirm(`Delete ${name} from the ${kind.title.toLowerCase()}? Requests that were accepted before keep it.`)) return;
     setError(null);
     await del(`${kind.path}/${encodeURIComponent(name)}${query}`);
-    setItems((known) => known.filter((item) => item.name !== name));
+    setGone((known) => [...known, name]);
     head.current.focus(); // its button is gone
   };
   const words = find.text.trim().toLowerCase();

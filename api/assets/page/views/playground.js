@@ -1,7 +1,7 @@
 // Playground: one prompt, sliders for modules, and the baseline's and the steered stream side by side.
 
 import { get } from "../lib/api.js";
-import { Button, Copy, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { Button, Control, Copy, Empty, Field, Problem, html, useEffect, useForm, useRef, useState } from "../lib/ui.js";
 import { codeOf } from "../lib/code.js";
 import { PATHS, bodyOf, fieldOf, steeringOf } from "../lib/playground_request.js";
 import { Stream, sides } from "../lib/playground_stream.js";
@@ -25,7 +25,7 @@ function Adding({ modules, used, add }) {
   const matching = modules.filter(({ name, description }) => !used.has(name) && `${name} ${description}`.toLowerCase().includes(wanted));
   const shown = matching.slice(0, count);
   return html`<div class="adding">
-    ${modules.length > FOUND && html`<${Field} label="Find a module">${(id) => html`<input id=${id} type="search" maxlength="128" value=${text} onInput=${(event) => (setText(event.target.value), setCount(FOUND))} />`}<//>`}
+    ${modules.length > FOUND && html`<${Control} label="Find a module" type="search" maxlength="128" value=${text} change=${(event) => (setText(event.target.value), setCount(FOUND))} />`}
     <ul class="offers">${shown.map(({ name, description }) => html`<li key=${name}><${Button} kind="small" title=${description || null} disabled=${used.size >= MOST} onClick=${() => add(name)}>${`Add ${name}`}<//></li>`)}</ul>
     <p class="soft" role="status">${matching.length ? `${shown.length} of ${matching.length} modules` : modules.length ? "no other modules" : ""}${used.size >= MOST ? `; at most ${MOST} at a time` : ""}</p>
     ${matching.length > count && html`<${Button} kind="small" onClick=${() => setCount(count + FOUND)}>More modules<//>`}
@@ -83,8 +83,7 @@ function Pane({ title, side, limit, values, colour }) {
 export default function View({ session, query }) {
   const [modules, setModules] = useState([]);
   const [probes, setProbes] = useState([]);
-  const [form, setForm] = useState(BEGIN);
-  const [error, setError] = useState(null);
+  const { form, setForm, error, setError, wrong, entry } = useForm(BEGIN, fieldOf);
   const [values, setValues] = useState(false);
   const [, redraw] = useState(0);
   const stream = useRef(null);
@@ -122,12 +121,9 @@ export default function View({ session, query }) {
     };
   }, [form.model]);
 
-  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
   const used = new Set(form.modules.map(({ name }) => name));
   const running = stream.current !== null && stream.current.open;
   const coloured = choices(probes, modules, used);
-  const at = error && fieldOf(error.field, form);
-  const wrong = (name) => (at === name ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null);
   const change = (name, scale) => setForm((known) => ({ ...known, modules: known.modules.map((module) => (module.name === name ? { ...module, scale } : module)) }));
   const remove = (name) => setForm((known) => ({ ...known, modules: known.modules.filter((module) => module.name !== name), colour: known.colour && known.colour.module === name ? null : known.colour }));
 
@@ -162,14 +158,14 @@ export default function View({ session, query }) {
   return html`<h1>Playground</h1>
     <form class="playground" onSubmit=${(event) => event.preventDefault()}>
       <div class="inline">
-        ${models && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
-        <${Field} label="Kind">${(id) => html`<select id=${id} value=${form.mode} onChange=${set("mode")}><option value="plain">plain text</option><option value="chat">chat</option></select>`}<//>
-        <${Field} label="Max tokens" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
-        <${Field} label="Temperature" error=${wrong("temperature")}>${(id) => html`<input id=${id} type="number" min="0" max="2" step="0.1" value=${form.temperature} onInput=${set("temperature")} />`}<//>
-        <${Field} label="Seed" error=${wrong("seed")}>${(id) => html`<input id=${id} type="number" step="1" placeholder="none" value=${form.seed} onInput=${set("seed")} />`}<//>
+        ${models && entry("model", "Model", { options: models.map(({ id }) => id) })}
+        ${entry("mode", "Kind", { options: { plain: "plain text", chat: "chat" } })}
+        ${entry("max_tokens", "Max tokens", { type: "number", min: 1 })}
+        ${entry("temperature", "Temperature", { type: "number", min: 0, max: 2, step: 0.1 })}
+        ${entry("seed", "Seed", { type: "number", step: 1, placeholder: "none" })}
       </div>
-      ${form.mode === "chat" && html`<${Field} label="System message">${(id) => html`<input id=${id} value=${form.system} onInput=${set("system")} />`}<//>`}
-      <${Field} label=${form.mode === "chat" ? "User message" : "Prompt"} error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
+      ${form.mode === "chat" && entry("system", "System message")}
+      ${entry("prompt", form.mode === "chat" ? "User message" : "Prompt", { rows: 3 })}
       <fieldset><legend>Modules</legend>
         ${form.modules.map((module) => html`<${Slider} key=${module.name} module=${module} wrong=${wrong(`module ${module.name}`)} change=${(scale) => change(module.name, scale)} remove=${() => remove(module.name)}>
           ${module.entry && html`<small>× the norm of each row</small><${Saving} model=${form.model} entry=${module.entry} scale=${module.scale} saved=${saved} />`}<//>`)}
@@ -183,7 +179,7 @@ export default function View({ session, query }) {
         </select>`}<//>
         <label><input type="checkbox" checked=${values} onChange=${(event) => setValues(event.target.checked)} /> show values</label>
       </div>
-      <${Problem} error=${at ? null : error} />
+      <${Problem} error=${error} />
       <div class="inline">
         <${Button} kind="main" disabled=${!form.model || !form.prompt || !form.max_tokens || !form.temperature || running} onClick=${() => run(form)} onError=${setError}>Run<//>
         ${running && html`<${Button} onClick=${() => stream.current.stop()} onError=${setError}>Stop<//>`}

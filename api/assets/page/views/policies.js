@@ -1,7 +1,7 @@
 // Policies: what is registered, its hits by day, a prompt's scores under one, its mode and its versions.
 
 import { get, patch } from "../lib/api.js";
-import { Button, Field, Problem, html, useEffect, useState } from "../lib/ui.js";
+import { Button, Control, Loading, Problem, html, useState, useTask } from "../lib/ui.js";
 import { EmptyState, Stats, Table } from "../lib/parts.js";
 import { age, count, number, percent } from "../lib/format.js";
 import { short } from "../lib/chips.js";
@@ -63,8 +63,8 @@ function Mode({ policy, change, onError }) {
     const acts = form.mode === "shadow" ? "It will only record" : `It will ${actionsOf(content)} in ${form.mode === "canary" ? `${percent(form.share)} of ` : ""}${trafficOf(content)}`;
     if (confirm(`Switch ${policy.name} from ${modeOf(content)} to ${modeOf(form)}?\n\n${acts}, in requests accepted from now on. This makes version ${version + 1}; version ${version} can be restored.`)) await change(form.mode === "canary" ? form : { mode: form.mode });
   };
-  return html`<div class="inline"><${Field} label="Mode" hint=${MODES[form.mode]}>${(id) => html`<select id=${id} value=${form.mode} onChange=${({ target }) => set({ ...form, mode: target.value })}>${Object.keys(MODES).map((mode) => html`<option value=${mode}>${mode}</option>`)}</select>`}<//>
-    ${form.mode === "canary" && html`<${Field} label="Share of requests" hint="above 0, at most 1">${(id) => html`<input id=${id} type="number" min="0.01" max="1" step="0.01" value=${form.share} onInput=${({ target }) => set({ ...form, share: target.valueAsNumber })} />`}<//>`}
+  return html`<div class="inline"><${Control} label="Mode" hint=${MODES[form.mode]} value=${form.mode} change=${({ target }) => set({ ...form, mode: target.value })} options=${Object.keys(MODES)} />
+    ${form.mode === "canary" && html`<${Control} label="Share of requests" hint="above 0, at most 1" type="number" min="0.01" max="1" step="0.01" value=${form.share} change=${({ target }) => set({ ...form, share: target.valueAsNumber })} />`}
     <${Button} kind="main switch" disabled=${same} onClick=${send} onError=${onError}>Switch<//></div>`;
 }
 
@@ -100,18 +100,14 @@ function One({ name, job, model, session, query, jobs }) {
   const path = `/v1/artifacts/policies/${encodeURIComponent(name)}?model=${encodeURIComponent(model)}`;
   const read = job && (jobs.byId.get(job) || {}).state === "succeeded"; // then it counts
   useJobs(jobs);
-  useEffect(() => {
-    const stop = new AbortController();
-    get(path, stop).then(setPolicy, (failure) => stop.signal.aborted || setError(failure));
-    return () => stop.abort();
-  }, [path, read]);
+  useTask((signal) => get(path, { signal }).then(setPolicy, (failure) => signal.aborted || setError(failure)), [path, read]);
   const may = ["steer-global", "admin"].some((scope) => session.scopes.includes(scope));
   const change = async (body) => {
     setError(null);
     const changed = await patch(path, body);
     setPolicy(({ days }) => ({ ...changed, days }));
   };
-  if (!policy) return html`<h1>${name}</h1><${Problem} error=${error} />${!error && html`<p class="loading" role="status">Loading …</p>`}`;
+  if (!policy) return html`<h1>${name}</h1><${Problem} error=${error} />${!error && html`<${Loading} />`}`;
   const { content, version } = current(policy);
   const [prompts, triggered, acted] = ["prompts", "triggered", "acted"].map((what) => total(policy.days, what));
   const mine = `policies/${encodeURIComponent(name)}`;
@@ -142,7 +138,7 @@ export default function View({ params, ...shared }) {
   if (model && params[0]) return html`<${One} key=${params[0]} name=${params[0]} job=${params[1]} model=${shared.query.get("model") || (scored && scored.model) || model} ...${shared} />`;
   return html`<h1>Policies</h1><p class="lead">Conditions on a probe's scores, and what is done when one is met: flag, stop, steer, capture, send a webhook.</p>
     <${Problem} error=${error} />
-    ${models && models.length > 1 && html`<${Field} label="Model">${(id) => html`<select id=${id} value=${model} onChange=${({ target }) => choose(target.value)}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
+    ${models && models.length > 1 && html`<${Control} label="Model" value=${model} change=${({ target }) => choose(target.value)} options=${models.map(({ id }) => id)} />`}
     ${models && !models.length && html`<${EmptyState} title="No model is served" text="Start one with midstream up." />`}
     ${found && (found.policies.length ? html`<${List} policies=${found.policies} />` : html`<${EmptyState} title="No policy is registered." text="Train a probe, then register a policy on its scores. It begins in shadow mode, where it only records."><code>midstream put policy NAME -f policy.json</code><//>`)}`;
 }

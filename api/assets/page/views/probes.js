@@ -1,7 +1,7 @@
 // Probes: the score of each token, as shaded text and as a line with its threshold.
 
 import { post } from "../lib/api.js";
-import { html, useEffect, useState } from "../lib/ui.js";
+import { html, useState, useTask, Loading } from "../lib/ui.js";
 import { count, percent } from "../lib/format.js";
 import { Table } from "../lib/parts.js";
 import { Plot } from "../plots/plot.js";
@@ -94,7 +94,7 @@ function Scores({ found, result, view }) {
     threshold === null ? "" : crossed === undefined ? `, below its threshold of ${short(threshold)} all the way` : `; it reached its threshold of ${short(threshold)} at token ${crossed}`
   }.${found.stopped ? " It ended the request." : ""}</p>`;
   if (!found.tokens) return html`${summary}<p class="soft">The request did not ask for the scores of single tokens.</p>`;
-  if (!words || content === undefined) return html`<p class="loading" role="status">Loading …</p>`;
+  if (!words || content === undefined) return html`<${Loading} />`;
   const scores = found.tokens.map((row) => row[label]);
   return html`${summary}
     ${labels.length > 1 && html`<p class="inline"><label>Label <select value=${label} onChange=${({ target }) => setLabel(Number(target.value))}>${labels.map((each, n) => html`<option value=${n}>${each}</option>`)}</select></label></p>`}
@@ -117,11 +117,8 @@ function useTexts(view, output, request) {
 /** The tokens' texts of a prompt; null until then. */
 function useTokens(model, text) {
   const [found, set] = useState(null);
-  useEffect(() => {
-    if (text === null) return undefined;
-    const stop = new AbortController();
-    post("/v1/tokenize", { model, prompt: text }, stop).then(({ token_strs }) => set(token_strs), () => stop.signal.aborted || set([]));
-    return () => stop.abort();
+  useTask((signal) => {
+    if (text !== null) post("/v1/tokenize", { model, prompt: text }, { signal }).then(({ token_strs }) => set(token_strs), () => signal.aborted || set([]));
   }, [model, text]);
   return found;
 }

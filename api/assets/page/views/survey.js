@@ -1,7 +1,7 @@
 // Surveys of a harvest: the form that starts one, and one's features with the contexts where they are most active.
 
 import { post } from "../lib/api.js";
-import { Button, Field, Problem, html, useState } from "../lib/ui.js";
+import { Button, Problem, html, useForm, useState } from "../lib/ui.js";
 import { short } from "../lib/chips.js";
 import { count, fine } from "../lib/format.js";
 import { Id } from "../lib/parts.js";
@@ -13,11 +13,9 @@ const titled = ({ survey: { sae, against, top } }) => `${[sae && `features of ${
 
 /** A harvest's finished surveys, and a form for another. `look` asks for the harvest again. */
 export function Surveys({ harvest, look }) {
-  const [form, setForm] = useState({ top: "10" });
-  const [error, setError] = useState(null);
+  const { form, error, setError, entry } = useForm({ top: "10" });
   const found = useAnswer(`/v1/artifacts/saes?model=${encodeURIComponent(harvest.model)}`, setError);
   const saes = (found && found.saes) || [];
-  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
   const send = async () => {
     setError(null);
     const { id } = await post(`/v1/harvests/${harvest.id}/surveys`, { sae: form.sae || saes[0].name, top: Number(form.top) });
@@ -29,8 +27,8 @@ export function Surveys({ harvest, look }) {
     ${(harvest.surveys || []).length > 0 && html`<ul>${harvest.surveys.map((entry) => html`<li key=${entry.job}><a href=${`#/harvests/${harvest.id}/${entry.job}`}>${titled(entry)}</a></li>`)}</ul>`}
     ${found && !saes.length && html`<p class="soft">No registered autoencoder reads these rows.</p>`}
     ${saes.length > 0 && html`<form class="fields" onSubmit=${(event) => event.preventDefault()}>
-      <${Field} label="Autoencoder">${(id) => html`<select id=${id} value=${form.sae} onChange=${set("sae")}>${saes.map(({ name }) => html`<option value=${name}>${name}</option>`)}</select>`}<//>
-      <${Field} label="Examples of each feature">${(id) => html`<input id=${id} type="number" min="1" max="256" value=${form.top} onInput=${set("top")} />`}<//>
+      ${entry("sae", "Autoencoder", { options: saes.map(({ name }) => name) })}
+      ${entry("top", "Examples of each feature", { type: "number", min: 1, max: 256 })}
       <${Button} onClick=${send} onError=${setError}>Find examples<//></form>`}
     <${Problem} error=${error} /></section>`;
 }

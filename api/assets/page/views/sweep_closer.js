@@ -1,7 +1,7 @@
 // A closer look at part of a grid: what it would run, as the server says, and the button that runs it.
 
 import { get, post } from "../lib/api.js";
-import { Button, Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { Button, Problem, html, useEffect, useMemo, useRef, useState, useTask } from "../lib/ui.js";
 import { count } from "../lib/format.js";
 import { hookTitle } from "../lib/hooks.js";
 import { closer } from "../lib/sweep_request.js";
@@ -26,13 +26,10 @@ export function Closer({ grid, request, part, pair, close }) {
     if (!request || grid.result.axis !== "position") return;
     get(`/v1/models/${encodeURIComponent(request.model)}`).then((model) => setHeads(model.hooks.includes("z")), () => {});
   }, []);
-  useEffect(() => {
+  useTask((signal) => {
     setPlan(null);
     setError(null);
-    if (!asked.body) return undefined;
-    const stop = new AbortController();
-    post("/v1/sweeps?dry_run=true", asked.body, { signal: stop.signal }).then(setPlan, (failure) => failure.name !== "AbortError" && setError(failure));
-    return () => stop.abort();
+    if (asked.body) post("/v1/sweeps?dry_run=true", asked.body, { signal }).then(setPlan, (failure) => signal.aborted || setError(failure));
   }, [asked]);
 
   const start = async () => {

@@ -1,7 +1,7 @@
 // The form of a sweep: what the server would run is shown, with both prompts' tokens aligned, before anything runs.
 
-import { get, post } from "../lib/api.js";
-import { Button, Field, Problem, html, useCallback, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { get, pause, post } from "../lib/api.js";
+import { Button, Control, Problem, html, useCallback, useEffect, useMemo, useRef, useState, useTask } from "../lib/ui.js";
 import { useModels } from "../lib/ask.js";
 import { count, number } from "../lib/format.js";
 import { written } from "../lib/grid.js";
@@ -9,8 +9,8 @@ import { HookBoxes, ours } from "../lib/hooks.js";
 import { layout, linksOf } from "../lib/align.js";
 import { EXAMPLE, TEXTS, blankForm, emptyPair, formOf, lacking, requestOf } from "../lib/sweep_request.js";
 
-/** Milliseconds without a key before the server is asked. */
-const PAUSE = 300;
+/** Seconds without a key before the server is asked. */
+const PAUSE_S = 0.3;
 const MOST_PAIRS = 256;
 const CHOICES = {
   metric: { recovered: "recovered (0–1)", logit_diff: "logit_diff: log P(answer) − log P(foil)", logprob: "logprob: log P(answer)", kl: "kl: change of the next-token distribution" },
@@ -28,14 +28,12 @@ export default function Form({ like }) {
   const [plan, setPlan] = useState({});
   const sent = useRef({});
 
-  useEffect(() => {
-    if (!like) return undefined;
-    const stop = new AbortController();
-    get(`/v1/sweeps/${encodeURIComponent(like)}`, { signal: stop.signal }).then(
+  useTask((signal) => {
+    if (!like) return;
+    get(`/v1/sweeps/${encodeURIComponent(like)}`, { signal }).then(
       ({ request }) => (request ? setForm(formOf(request)) : setProblem(new Error("the server did not keep the request of this sweep"))),
-      (error) => stop.signal.aborted || (setProblem(error), setForm(blankForm())),
+      (error) => signal.aborted || (setProblem(error), setForm(blankForm())),
     );
-    return () => stop.abort();
   }, [like]);
   useEffect(() => {
     if (!models) return;
@@ -52,21 +50,15 @@ export default function Form({ like }) {
   const body = asked.request && !wanting ? JSON.stringify(asked.request) : "";
   const kind = asked.request && asked.request.method ? "attribution" : "sweep";
 
-  useEffect(() => {
+  useTask(async (signal) => {
     setPlan(({ found }) => (body && found ? { found, stale: true } : {}));
-    if (!body) return undefined;
-    const stop = new AbortController();
-    const timer = setTimeout(async () => {
-      try {
-        setPlan({ found: await post(`/v1/${kind}s?dry_run=true`, JSON.parse(body), { signal: stop.signal }) });
-      } catch (error) {
-        if (error.name !== "AbortError") setPlan({ error });
-      }
-    }, PAUSE);
-    return () => {
-      clearTimeout(timer);
-      stop.abort();
-    };
+    if (body) await pause(PAUSE_S, signal);
+    if (!body || signal.aborted) return;
+    try {
+      setPlan({ found: await post(`/v1/${kind}s?dry_run=true`, JSON.parse(body), { signal }) });
+    } catch (error) {
+      if (!signal.aborted) setPlan({ error });
+    }
   }, [body]);
 
   const change = useCallback((name, value) => {
@@ -109,28 +101,26 @@ export default function Form({ like }) {
       ${form.pairs.map((pair, n) => html`<${Pair} key=${n} n=${n} pair=${pair} many=${form.pairs.length > 1} ablation=${form.ablation} told=${told} change=${changePair} remove=${() => change("pairs", form.pairs.filter((_, other) => other !== n))} />`)}
       <p><${Button} kind="small" disabled=${form.pairs.length >= MOST_PAIRS} onClick=${() => change("pairs", [...form.pairs, emptyPair()])}>Add a pair<//></p>
       <fieldset><legend>Grid</legend><div class="fields">
-        <${Field} label="Model" error=${told.model}>${(id) => html`<select id=${id} value=${form.model} onChange=${(event) => change("model", event.target.value)}>
-          ${[...new Set([...(models || []).map((each) => each.id), form.model])].map((name) => html`<option value=${name}>${name || "no model is served"}</option>`)}
-        </select>`}<//>
-        <${Text} name="layers" label="Layers" hint="all, 3, 0-5 or 0-5,9,-1" form=${form} told=${told} change=${change} />
-        <${Text} name="positions" label="Positions of the patched prompt" hint="all_prompt, last_prompt, 0,5,-1 or 5:9" form=${form} told=${told} change=${change} />
-        <${Choice} name="metric" label="Metric" form=${form} told=${told} change=${change} />
-        <${Choice} name="direction" label="Direction" form=${form} told=${told} change=${change} />
-        <${Choice} name="method" label="Method" form=${form} told=${told} change=${change} />
-        ${form.method && html`<${Choice} name="verify" label="Compute some cells exactly" form=${form} told=${told} change=${change} />`}
-        <${Text} name="name" label="Name" hint="to find it again; optional" form=${form} told=${told} change=${change} />
+        <${Entry} name="model" label="Model" options=${Object.fromEntries([...(models || []).map(({ id }) => id), form.model].map((name) => [name, name || "no model is served"]))} form=${form} told=${told} change=${change} />
+        <${Entry} name="layers" label="Layers" hint="all, 3, 0-5 or 0-5,9,-1" form=${form} told=${told} change=${change} />
+        <${Entry} name="positions" label="Positions of the patched prompt" hint="all_prompt, last_prompt, 0,5,-1 or 5:9" form=${form} told=${told} change=${change} />
+        <${Entry} name="metric" label="Metric" form=${form} told=${told} change=${change} />
+        <${Entry} name="direction" label="Direction" form=${form} told=${told} change=${change} />
+        <${Entry} name="method" label="Method" form=${form} told=${told} change=${change} />
+        ${form.method && html`<${Entry} name="verify" label="Compute some cells exactly" form=${form} told=${told} change=${change} />`}
+        <${Entry} name="name" label="Name" hint="to find it again; optional" form=${form} told=${told} change=${change} />
       </div></fieldset>
       <${Hooks} model=${model} chosen=${form.hooks} error=${told.hooks} change=${(hooks) => change("hooks", hooks)} />
       <details open=${Boolean(form.more || told.more || ["axis", "alignment", "ablation", "window.layers", "window.positions", "noise"].some((name) => told[name]))}>
         <summary>More options</summary>
         <div class="fields">
-          <${Choice} name="axis" label="Columns" form=${form} told=${told} change=${change} />
-          <${Choice} name="alignment" label="Alignment" form=${form} told=${told} change=${change} />
-          <${Choice} name="ablation" label="Ablation" form=${form} told=${told} change=${change} />
-          <${Text} name="windowLayers" label="Layers patched together" told=${{ windowLayers: told["window.layers"] }} form=${form} change=${change} />
-          <${Text} name="windowPositions" label="Columns patched together" told=${{ windowPositions: told["window.positions"] }} form=${form} change=${change} />
-          <${Text} name="noise" label="No-op patches that measure the noise" form=${form} told=${told} change=${change} />
-          <${Text} name="more" label="Other request fields, as JSON" hint="heads, neurons, path, mask, alpha, lora, priority, metadata …" form=${form} told=${told} change=${change} />
+          <${Entry} name="axis" label="Columns" form=${form} told=${told} change=${change} />
+          <${Entry} name="alignment" label="Alignment" form=${form} told=${told} change=${change} />
+          <${Entry} name="ablation" label="Ablation" form=${form} told=${told} change=${change} />
+          <${Entry} name="windowLayers" label="Layers patched together" told=${{ windowLayers: told["window.layers"] }} form=${form} change=${change} />
+          <${Entry} name="windowPositions" label="Columns patched together" told=${{ windowPositions: told["window.positions"] }} form=${form} change=${change} />
+          <${Entry} name="noise" label="No-op patches that measure the noise" form=${form} told=${told} change=${change} />
+          <${Entry} name="more" label="Other request fields, as JSON" hint="heads, neurons, path, mask, alpha, lora, priority, metadata …" form=${form} told=${told} change=${change} />
         </div>
       </details>
       ${error && !place && html`<${Problem} error=${error} />`}
@@ -151,20 +141,8 @@ function controlOf(field, form) {
   return ["heads", "neurons", "path", "mask", "alpha", "lora", "priority", "metadata", "expires_in", "callback_url", "callback_events"].includes(name) ? "more" : null;
 }
 
-function Text({ name, label, hint, form, told, change }) {
-  return html`<${Field} label=${label} hint=${hint} error=${told[name]}>
-    ${(id) => html`<input type="text" id=${id} data-field=${name} value=${form[name]} autocomplete="off" onInput=${(event) => change(name, event.target.value)} />`}
-  <//>`;
-}
-
-function Choice({ name, label, form, told, change }) {
-  const choices = CHOICES[name];
-  return html`<${Field} label=${label} error=${told[name]}>
-    ${(id) => html`<select id=${id} data-field=${name} value=${form[name]} onChange=${(event) => change(name, event.target.value)}>
-      ${Object.entries(choices).map(([value, text]) => html`<option value=${value}>${text}</option>`)}
-    </select>`}
-  <//>`;
-}
+/** The control of a field; one of `CHOICES` where it has some. */
+const Entry = ({ name, form, told, change, ...rest }) => html`<${Control} options=${CHOICES[name]} error=${told[name]} data-field=${name} autocomplete="off" value=${form[name]} change=${({ target }) => change(name, target.value)} ...${rest} />`;
 
 const LABELS = { clean: "Clean prompt", corrupt: "Corrupt prompt", answer: "Answer", foil: "Foil" };
 const HINTS = { clean: "the prompt that the answer completes", corrupt: "the same prompt with one difference", answer: "completes the clean prompt, usually with a leading space", foil: "completes the corrupt prompt; optional" };
@@ -172,18 +150,14 @@ const HINTS = { clean: "the prompt that the answer completes", corrupt: "the sam
 function Pair({ n, pair, many, ablation, told, change, remove }) {
   const control = (name) => {
     const at = `pairs[${n}].${name}`;
-    const Kind = name === "clean" || name === "corrupt" ? "textarea" : "input";
-    return html`<${Field} label=${LABELS[name]} hint=${HINTS[name]} error=${told[at]}>
-      ${(id) => html`<${Kind} id=${id} data-field=${at} rows="2" type="text" maxlength="1048576" spellcheck=${false} autocomplete="off" disabled=${name === "corrupt" && Boolean(ablation)} value=${pair[name]} onInput=${(event) => change(n, name, event.target.value)} />`}
-    <//>`;
+    const rows = name === "clean" || name === "corrupt" ? 2 : null;
+    return html`<${Control} label=${LABELS[name]} hint=${HINTS[name]} error=${told[at]} data-field=${at} rows=${rows} maxlength="1048576" spellcheck=${false} autocomplete="off" disabled=${name === "corrupt" && Boolean(ablation)} value=${pair[name]} change=${({ target }) => change(n, name, target.value)} />`;
   };
   return html`<fieldset class="pair">
     <legend>${many ? `Pair ${n + 1}` : "Prompts"}</legend>
     <div class="fields wide">${control("clean")}${control("corrupt")}</div>
     <div class="fields">${control("answer")}${control("foil")}</div>
-    ${(pair.more || told[`pairs[${n}].more`]) && html`<${Field} label="Other fields of this pair, as JSON" hint="spans, positions, alignment, or prompts as token ids" error=${told[`pairs[${n}].more`]}>
-      ${(id) => html`<input type="text" id=${id} data-field=${`pairs[${n}].more`} value=${pair.more} onInput=${(event) => change(n, "more", event.target.value)} />`}
-    <//>`}
+    ${(pair.more || told[`pairs[${n}].more`]) && html`<${Control} label="Other fields of this pair, as JSON" hint="spans, positions, alignment, or prompts as token ids" error=${told[`pairs[${n}].more`]} data-field=${`pairs[${n}].more`} value=${pair.more} change=${({ target }) => change(n, "more", target.value)} />`}
     ${!pair.more && html`<${Button} kind="small" onClick=${() => change(n, "more", "{}")}>Spans and other fields<//> `}
     ${many && html`<${Button} kind="small" onClick=${remove}>Remove pair ${n + 1}<//>`}
   </fieldset>`;
