@@ -372,7 +372,7 @@ def test_the_views_fit_a_phone_and_are_accessible(
         visit.log_in(site.alice)
         for view in VIEWS:
             visit.open(view + (f"/{jobs[view]}" if view in jobs else ""))
-            shown = ".finding" if view in jobs else "main form, main article, main table"
+            shown = ".finding" if view in jobs else "main form, main article, main table, main code"
             expect(visit.page.locator(shown).first).to_be_visible()
             if view == "attention":
                 expect(visit.page.get_by_role("region", name="What it shows")).to_be_visible()
