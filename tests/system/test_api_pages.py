@@ -10,8 +10,8 @@ from edge import Api
 
 from midstream.api.routes.pages import ASSETS, page_files
 
-#: Bytes of the whole page.
-MAX_WEIGHT = 440_000
+#: Bytes of the whole page: 439,597 on 29 November 2026, and 3 % of room.
+MAX_WEIGHT = 452_000
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SUMS = (Path(__file__).resolve().parents[2] / "api/assets/README.md").read_text()

@@ -1,4 +1,4 @@
-"""Does the project stay as large as it is? Who adds, names what went."""
+"""The product keeps to its budget, and no part of it is too large."""
 
 import ast
 import re
@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 PRODUCT = ("api", "broker", "client", "kernels", "schemas", "storage", "workers")
-#: Folders → their statements, without docstrings. Lower a figure when something has gone; raising
-#: one says in its commit what the addition is worth.
-MOST = {PRODUCT: 51_500, ("tests",): 52_100, ("benchmarks",): 3_000}
+#: Nodes of the product's syntax trees: what no change of form saves, unlike lines or statements. It
+#: had 706,127 on 29 November 2026. A commit that raises the figure says what the addition is worth.
+MOST = 713_200
 #: The most statements of a class, and lines of an `__init__.py`.
 CLASS, INIT = 300, 60
 #: Names of classes and types that may be defined more than once, and why.
@@ -38,9 +36,8 @@ def statements(tree: ast.AST) -> int:
     )
 
 
-@pytest.mark.parametrize(("folders", "most"), MOST.items(), ids=("product", "tests", "benchmarks"))
-def test_no_part_grows(folders: tuple[str, ...], most: int) -> None:
-    assert sum(statements(tree) for _, tree in files(*folders)) <= most
+def test_the_product_keeps_to_its_budget_of_nodes() -> None:
+    assert sum(sum(1 for _ in ast.walk(tree)) for _, tree in files(*PRODUCT)) <= MOST
 
 
 def test_no_class_and_no_init_is_too_large() -> None:
