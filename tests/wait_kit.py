@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import time
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -36,6 +37,18 @@ async def holding(holds: Callable[[], Awaitable[T] | T], timeout: float = LONG_S
         assert time.monotonic() < deadline, WHY
         await asyncio.sleep(0.005)
     return found
+
+
+class Late(UserWarning):
+    """Something took longer than it should: a slow machine, or a fault that a person looks at."""
+
+
+def warn_if_late(took: float, within: float, why: str) -> None:
+    """Warn if something `took` more than `within` seconds, and say why it should not. The run
+    prints the warning at its end; no bound of time fails a test.
+    """
+    if took > within:
+        warnings.warn(f"took {took:.1f} s of {within:g}: {why}", Late, stacklevel=2)
 
 
 async def settled(turns: int = 20) -> None:

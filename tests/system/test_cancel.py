@@ -1,9 +1,8 @@
-"""Is a job over within a second of its cancel, in whatever state it is?
+"""A cancel reaches a job in whatever state it is, over HTTP, with a worker that does one at a time.
 
-Over HTTP, with a live worker that does one job at a time.
-
-Several jobs in each state, of which the quickest has to be: a stall of the machine hits one of
-them, a service that waits hits all.
+A worker that no broadcast reached would hear of it at the next renewal of its leases, which is
+later than `Stack.wait` waits. More than a second is a warning, if it is so for several jobs: a
+stall of the machine hits one of them, a service that waits hits all.
 """
 
 import time
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 
 import httpx2
 from stack import Stack, stack_with
+from wait_kit import warn_if_late
 
 from midstream.schemas.jobs.jobs import State
 
@@ -73,9 +73,8 @@ def cancelled(stack: Stack, http: httpx2.Client, job_id: str, end: State) -> flo
     return view.finished - began
 
 
-def in_time(took: list[float]) -> bool:
-    print("over after", ", ".join(f"{seconds * 1000:.0f} ms" for seconds in took))
-    return min(took) < BOUND_S
+def warn_if_slow(took: list[float]) -> None:
+    warn_if_late(min(took), BOUND_S, "a broadcast reaches the worker")
 
 
 def test_cancel_of_a_queued_job(stack: Stack, http: httpx2.Client) -> None:
@@ -86,7 +85,8 @@ def test_cancel_of_a_queued_job(stack: Stack, http: httpx2.Client) -> None:
             took[0].append(cancelled(stack, http, waiting, State.ABORTED))
             took[1].append(cancelled(stack, http, sent, State.ABORTED))
         assert stack.wait(last).state is State.SUCCEEDED, "the one behind them had its turn"
-    assert all(in_time(each) for each in took)
+    for each in took:
+        warn_if_slow(each)
 
 
 def test_cancel_while_generating(stack: Stack, http: httpx2.Client) -> None:
@@ -94,7 +94,7 @@ def test_cancel_while_generating(stack: Stack, http: httpx2.Client) -> None:
     for _ in range(TRIES):
         with long(stack, http) as job_id:
             took.append(cancelled(stack, http, job_id, State.CANCELLED))
-    assert in_time(took)
+    warn_if_slow(took)
 
 
 def test_cancel_right_after_the_claim(stack: Stack, http: httpx2.Client) -> None:
@@ -105,7 +105,7 @@ def test_cancel_right_after_the_claim(stack: Stack, http: httpx2.Client) -> None
         while stack.view(job_id).state is State.QUEUED:
             pass
         took.append(cancelled(stack, http, job_id, State.CANCELLED))
-    assert in_time(took)
+    warn_if_slow(took)
 
 
 def test_cancel_while_awaiting_receipts(stack: Stack, http: httpx2.Client) -> None:
@@ -118,7 +118,7 @@ def test_cancel_while_awaiting_receipts(stack: Stack, http: httpx2.Client) -> No
             took.append(cancelled(stack, http, job_id, State.CANCELLED))
     finally:
         stack.restart("relay")
-    assert in_time(took)
+    warn_if_slow(took)
 
 
 def test_cancel_of_a_running_sweep(stack: Stack, http: httpx2.Client) -> None:
@@ -145,4 +145,4 @@ def test_cancel_of_a_running_sweep(stack: Stack, http: httpx2.Client) -> None:
         view = stack.view(job_id)
         assert 0 < view.cells < view.cells_expected
         assert stack.do(lambda ledger: ledger.tenants.usage("default")).sweep_cells == 0
-    assert in_time(took)
+    warn_if_slow(took)

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 import pytest
 from ledger_kit import IDENTITY, claimed, make_job, open_ledger, outputs, queued_job, running_job
 from refusal_kit import refuses
-from wait_kit import holding
+from wait_kit import LONG_S, holding
 
 from midstream.api.operations import job_feed
 from midstream.api.operations.job_feed import Audience, JobFeed, Subscriber
@@ -20,13 +20,16 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.watch import JobWatcher
 from midstream.schemas.jobs.jobs import Event, Job
 
+#: Longer than `LONG_S`: who is not woken by the message hangs.
+HELD_S = 600.0
+
 
 @pytest.fixture
 def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     """While messages come through, nobody looks by itself: an answer that comes soon was brought by
     a message.
     """
-    monkeypatch.setattr(watch, "POLL_S", 60.0)
+    monkeypatch.setattr(watch, "POLL_S", HELD_S)
 
 
 async def until_heard(ledger: Ledger, others: set[str]) -> None:
@@ -58,16 +61,17 @@ async def test_many_waiters_on_one_connection_are_woken_by_the_change(
         for job in jobs:
             await ledger.submit(job, {})
         waits = [
-            asyncio.create_task(watcher.changed(job.id, 1, 30)) for job in jobs for _ in range(20)
+            asyncio.create_task(watcher.changed(job.id, 1, HELD_S))
+            for job in jobs
+            for _ in range(20)
         ]
         await until_heard(ledger, others)
         await asyncio.sleep(0.5)  # every one of them has looked, and waits for a message
         assert (watcher.waiting, len(await subscribers(ledger) - others)) == (200, 1)
         for job in jobs:
             await ledger.request_cancel(job.id)
-        began = time.monotonic()
-        assert set(await asyncio.gather(*waits)) == {2}
-        assert time.monotonic() - began < 25, "woken by the message, not by polling"
+        async with asyncio.timeout(LONG_S):
+            assert set(await asyncio.gather(*waits)) == {2}
         assert watcher.waiting == 0
 
 
@@ -79,7 +83,7 @@ async def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_
         assert await watcher.changed(job.id, 1, 30) == 2
         began = time.monotonic()
         assert await watcher.changed(job.id, 2, 0.3) == 2
-        assert 0.25 < time.monotonic() - began < 25
+        assert time.monotonic() - began > 0.25
         with refuses(kind="not_found"):
             await watcher.changed("job_unknown", 0, 30)
 
@@ -135,15 +139,14 @@ async def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
         job = await running_job(ledger)
         last = (await ledger.events(job.id))[-1].id
         assert await watcher.has_events(job.id, last, 0.2) is False
-        following = asyncio.create_task(watcher.has_events(job.id, last, 30))
+        following = asyncio.create_task(watcher.has_events(job.id, last, HELD_S))
         still = asyncio.create_task(
             watcher.changed(job.id, (await ledger.view(job.id)).version, 1.0)
         )
         await asyncio.sleep(0.2)
-        began = time.monotonic()
         await ledger.emit(job.id, 1, 1, Event(event="output", data={"index": 0}, attempt=1))
-        assert await following is True
-        assert time.monotonic() - began < 25, "woken by the message, not by polling"
+        async with asyncio.timeout(LONG_S):
+            assert await following is True
         assert await still == 2, "an event alone is no change of the job"
 
 
@@ -184,8 +187,6 @@ async def test_notifications_from_before_a_reconnect_are_discarded(
 
 
 FEEDS = 10
-#: Only ends what hangs.
-LONG_S = 60.0
 
 
 @asynccontextmanager

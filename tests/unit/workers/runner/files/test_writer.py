@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -520,10 +519,8 @@ def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
     hanging = Hanging()
     apart = Installed("hanging", hanging, patience_s=0.05)
     assert "longer than 0.05 s" in apart.consume([finished()])[0].error
-    apart.thread.patience_s = 60.0
-    start = time.monotonic()
+    apart.thread.patience_s = 3600.0  # nobody sits it out again: the test would hang
     assert "has been busy" in apart.consume([finished(), finished(request=1)])[1].error
-    assert time.monotonic() - start < 10, "nobody sits out the patience again"
     let_go.set()
     wait_until(lambda: not apart.consume([finished()])[0].error)
     assert hanging.calls == 2
