@@ -75,9 +75,14 @@ class RowStream:
         """
         self._send, self._opened, self.part = send, opened, part
         self.begun = 0  # the stream's number, once rows have left
+        self._dropped = False
 
     def push(self, blocks: list[RecordedBlock], landing: Landing) -> None:
-        """Have these blocks written, whose rows are `landing`."""
+        """Have these blocks written, whose rows are `landing`; after `drop`, do nothing: the step
+        in which a capture fails may still record rows for it.
+        """
+        if self._dropped:
+            return
         nbytes, opened = sum(block.nbytes for block in blocks), self._opened
         places = [block.place for block in blocks]
         self._send(
@@ -91,6 +96,7 @@ class RowStream:
 
     def drop(self) -> None:
         """Have nothing more written, because the capture has failed."""
+        self._dropped = True
         if self.begun:
             self._send(StreamDropped(self.begun), (), 0)
             self.begun = 0

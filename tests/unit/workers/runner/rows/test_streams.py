@@ -212,6 +212,24 @@ def test_a_full_disk_fails_the_capture_and_nothing_else(
     check(rig, beside)
 
 
+def test_a_step_in_which_a_capture_fails_does_not_open_its_stream_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are recorded all the same, and nobody would drop a new stream."""
+    request, plan = long(), rig.plane._banks.plan_capture
+
+    def fails(tokens: Any) -> None:
+        rig.plane._requests.fail(rig.plane._tracked["1"], "it cannot be", "capture_failed")
+        plan(tokens)
+
+    rig.step((request, 0, 20), new=[request])
+    monkeypatch.setattr(rig.plane._banks, "plan_capture", fails)
+    rig.step((request, 20, 1))
+    assert rig.desk._streams == {}
+    rig.step(finished=[request])
+    assert rig.told()["j1"].kind == "capture_failed"
+
+
 def test_a_cancelled_capture_leaves_nothing_on_the_disk(rig: Rig) -> None:
     request = long()
     run(rig, request)
