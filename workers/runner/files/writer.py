@@ -350,7 +350,16 @@ class CaptureWriter:
         return outcomes
 
     def _deliver(self, receipt: Receipt) -> None:
-        (self._outbox.append if self._diverted is None else self._diverted.receipt)(receipt)
+        """Deliver a receipt; if that fails, one that says so, which has no rows. Raises nothing,
+        because a thread that ends would leave all later requests without receipts.
+        """
+        deliver = self._outbox.append if self._diverted is None else self._diverted.receipt
+        for attempt in (receipt, _undelivered(receipt)):
+            try:
+                deliver(attempt)
+                return
+            except Exception:
+                logger.exception("receipt of job %s request %d", receipt.job, receipt.request)
 
     def _action(
         self, name: str, consumers: Mapping[str, Consumer]
@@ -362,6 +371,13 @@ class CaptureWriter:
                 [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
             )
         return consumers[name].consume
+
+
+def _undelivered(receipt: Receipt) -> Receipt:
+    why = "its receipt could not be delivered; the log of its worker has the reason"
+    return msgspec.structs.replace(
+        receipt, status="error", kind="capture_failed", message=why, files=[], consumed=[]
+    )
 
 
 def _complete(report: _Report) -> None:

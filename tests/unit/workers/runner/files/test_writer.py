@@ -24,6 +24,7 @@ from midstream.client import CaptureReader
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.requests.specs import memory_bytes
 from midstream.storage.store import ArtifactStore, open_store
+from midstream.workers.runner.base.shared_memory import HostMemoryError
 from midstream.workers.runner.files.consumers import Installed, available, installed
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
 from midstream.workers.runner.files.layouts import StoreConfig
@@ -245,6 +246,41 @@ def test_a_capture_that_cannot_be_written_is_an_error_with_the_reason(desk: Desk
 def test_an_earlier_error_keeps_its_reason(desk: Desk) -> None:
     desk.submit(capture(dropped=(7,)), status="error")
     assert (desk.close()[0].status, desk.receipts[0].message) == ("error", "")
+
+
+def test_a_receipt_that_cannot_be_delivered_fails_its_request_alone(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a rank without room for a receipt with rows: the thread serves those that follow."""
+    deliver = desk.outbox.append
+
+    def small(receipt: Receipt) -> None:
+        if receipt.request == 0 and receipt.files:
+            raise HostMemoryError("no room")
+        deliver(receipt)
+
+    monkeypatch.setattr(desk.outbox, "append", small)
+    for request in (0, 1):
+        desk.submit(capture(request=request), request=request)
+    receipts = desk.close()
+    assert receipts[0].message.startswith("its receipt could not be delivered")
+    assert receipts[1].status == "ok"
+
+
+def test_a_thread_outlives_a_receipt_that_nobody_takes(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver = desk.outbox.append
+
+    def refuses(receipt: Receipt) -> None:
+        if receipt.request == 0:
+            raise HostMemoryError("no room")
+        deliver(receipt)
+
+    monkeypatch.setattr(desk.outbox, "append", refuses)
+    for request in (0, 1):
+        desk.submit(capture(request=request), request=request)
+    assert [*desk.close()] == [1]
 
 
 # field case 20
