@@ -5,6 +5,7 @@ next start, and requests without one run again.
 """
 
 import os
+import queue
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -62,9 +63,14 @@ def main() -> None:
         Path("/proc/self/comm").write_text("midstream-rowd")  # its name among processes
     memory = SharedMemory(size)
     memory.map(0, end, descriptor)
-    answer = partial(_answer, answers, threading.RLock())
+    # Any thread may answer, also while it collects garbage, and none waits for the rank to listen:
+    # the rank may just be waiting for room for its next message.
+    waiting, write = queue.SimpleQueue[DeskAnswer](), partial(_write, answers)
     with open(commands, "rb", buffering=0) as source:
-        _serve(_commands(source, memory, answer), memory, parent, answer)
+        received = _commands(source, memory, waiting.put)
+        desk = _begun(cast(Setup, next(received)[0]), memory, write)
+        threading.Thread(target=_answer, args=(waiting, write), daemon=True).start()
+        _serve(received, desk, memory, parent, waiting.put)
     os._exit(0)  # the rank has closed the desk, or is dead
 
 
@@ -85,11 +91,11 @@ def _commands(
 
 def _serve(
     commands: Iterator[tuple[DeskCommand, np.ndarray]],
+    desk: Desk,
     memory: SharedMemory,
     parent: int,
     answer: Callable[[DeskAnswer], None],
 ) -> None:
-    desk = _begun(cast(Setup, next(commands)[0]), memory, answer)
     for message, lease in commands:
         match message:
             case Spilled(held, begin):
@@ -129,13 +135,17 @@ def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[DeskAnswer], No
     return desk
 
 
-def _answer(descriptor: int, lock: threading.RLock, answer: DeskAnswer) -> None:
-    """Tell the rank something, from any thread; while a thread does so, it may free memory, and
-    tell that, too.
-    """
+def _answer(
+    waiting: queue.SimpleQueue[DeskAnswer], write: Callable[[DeskAnswer], None]
+) -> NoReturn:
+    """Tell the rank what waits, in a thread of its own."""
+    while True:
+        write(waiting.get())
+
+
+def _write(descriptor: int, answer: DeskAnswer) -> None:
     raw = to_msgpack(answer)
-    with lock:  # a pipe may cut a long answer for another thread's
-        os.write(descriptor, LENGTH.pack(len(raw)) + raw)
+    os.write(descriptor, LENGTH.pack(len(raw)) + raw)
 
 
 def _give_up(error: Exception) -> None:

@@ -52,9 +52,10 @@ from .edit_sizes import RequestSizes
 
 #: The module that the process runs.
 PROGRAM = f"{__package__.rpartition('.')[0]}.files"
-#: Seconds in which the process must answer, which it does between two messages. Then it hangs.
-_PATIENCE_S = 300.0
+#: Seconds in which the process must begin.
+_START_S = 300.0
 _PIPE_BYTES = 1 << 20
+_SILENT = "the process that writes files does not answer"
 logger = logging.getLogger(__name__)
 
 
@@ -82,13 +83,12 @@ class Link:
         self.held: dict[int, object] = {}
         self._spills = self._closing = False
         self._received = bytearray()
-        self._last, self._asked = (
-            DeskStatus(),
-            0.0,
-        )  # when it was asked for its status; 0: it answered
+        self._last, self._patience_s = DeskStatus(), config.answer_s
+        self._asked = 0.0  # when it was asked for its status; 0: it answered
         theirs, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         os.set_blocking(self._answers, False)
+        os.set_blocking(self._commands, False)
         for pipe in (self._commands, answers):
             with suppress(OSError):  # a user's pipes may be limited
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -112,7 +112,7 @@ class Link:
         """Wait until the process serves. Raises RuntimeError if it cannot."""
         ready = select.poll()  # of descriptors above 1023, too
         ready.register(self._answers, select.POLLIN)
-        while ready.poll(_PATIENCE_S * 1000):
+        while ready.poll(_START_S * 1000):
             for begun in [each for each in self._hear() if isinstance(each, Begun)]:
                 if begun.error:
                     raise RuntimeError(begun.error)
@@ -135,7 +135,18 @@ class Link:
         start, memory = self._arena.take(len(raw), 1)
         memory[:] = memoryview(raw)
         self.held[number] = memory, held
-        os.write(self._commands, COMMAND.pack(number, start, len(raw)))
+        self._write(COMMAND.pack(number, start, len(raw)))
+
+    def _write(self, command: bytes) -> None:
+        """Write a command, once the pipe has room, which the process makes between two messages."""
+        room = select.poll()
+        room.register(self._commands, select.POLLOUT)
+        while True:
+            with suppress(BlockingIOError):
+                os.write(self._commands, command)
+                return
+            if not room.poll(self._patience_s * 1000):
+                self._give_up(RuntimeError(_SILENT))
 
     def turn(self) -> None:
         """Hear what the process has done."""
@@ -151,9 +162,14 @@ class Link:
         if not self._asked:
             self._asked = time.monotonic()
             self.send(StatusAsked())
-        elif time.monotonic() > self._asked + _PATIENCE_S:
-            self._give_up(RuntimeError("the process that writes files does not answer"))
+        elif self.silent_s > self._patience_s:
+            self._give_up(RuntimeError(_SILENT))
         return self._last
+
+    @property
+    def silent_s(self) -> float:
+        """Return for how many seconds the process has not answered; 0: it has."""
+        return time.monotonic() - self._asked if self._asked else 0.0
 
     def close(self) -> None:
         """Have everything written and sent, and the process end."""
@@ -187,6 +203,8 @@ class Link:
 
 class Near:
     """The channel to a desk in this process. Its messages are what they are to another process."""
+
+    silent_s = 0.0
 
     def __init__(self, arena: Arena, desk: Desk, held: dict[int, object] | None = None) -> None:
         """`held`: that of another channel, whose numbers are positive."""
@@ -293,6 +311,7 @@ class RowDelivery:
         return {
             "outbox": sum(each.outbox for each in found),
             "backlog": self.backlog.size,
+            "silent_s": self._far.silent_s,
             "store": found[0].store,
             "files_store": found[1].store if found[1:] else {},
             **{name: sum(each.totals.get(name, 0) for each in found) for name in found[0].totals},
