@@ -497,7 +497,8 @@ class VllmEngine(RankControl):
     def _rows_of(self, capture: StoredCapture, ask: EngineRequest) -> int:
         # drafts beyond the end are also computed
         max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens
-        return capture.num_sites * capture.count_held(len(ask.token_ids), max_tokens)
+        held = capture.count_held(len(ask.token_ids), max_tokens, ends_late=bool(ask.sampling.stop))
+        return capture.num_sites * held
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):

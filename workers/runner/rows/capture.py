@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from ....schemas.base import ITEM_BYTES
+from ....schemas.base.limits import MAX_DRAFTS
 from ....schemas.requests.specs import StoredCapture
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
@@ -33,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 #: Positions of a block at most, except where it is one of the KV cache.
 SPAN = 64
+#: Tokens that the ranks may have computed after the last one of a request when the scheduler ends
+#: it: those of two steps under way, each with up to `MAX_DRAFTS` drafts.
+LATE = 2 * (1 + MAX_DRAFTS)
 
 
 class Ports:
@@ -125,6 +130,8 @@ class Recording:
     prepared: Any = None  # see `FinishedCapture`
     scattered: bool = False  # its positions need not follow one another
     end: int = sys.maxsize  # rows of this position and of later ones are not needed
+    # the request may turn out to have ended at any number of tokens from this one on
+    ends_from: int = sys.maxsize
     # positions of a block: of prompt tokens, which may be one of the KV cache, and of generated
     # ones
     block: int = SPAN
@@ -231,8 +238,7 @@ class Recording:
         rows. Called once it is known which of them are kept for other requests.
         """
         window = self.capture.window
-        head, tail = (0, 0) if window is None else window.ends
-        bounded = head + tail > 0
+        bounded = window is not None and any(window.ends)
         if self.stream is None and not self.capture.scored and not bounded:
             return
         passed = {
@@ -241,18 +247,30 @@ class Recording:
         # `around` and `when` drop nothing early: a later token may match, and looking for it here
         # would cost every step of the model's thread.
         if bounded and self.stream is None:
-            # rejected drafts may have been recorded beyond the tokens that stay
-            end, before = reached - tail - SPAN, 0  # captured positions before a block
-            for first, block in sorted(passed.items()):
-                if before < head or block.span.stop > end:
-                    before += block.place.count
-                    del passed[first]
+            passed = self._between_ends(passed, reached)
         if self.stream is not None:
             if sum(block.nbytes for block in passed.values()) < self.stream.part:
                 return
             self.stream.push(list(passed.values()), landing)
         for first in passed:
             del self._blocks[first]
+
+    def _between_ends(
+        self, passed: Mapping[int, RecordedBlock], reached: int
+    ) -> dict[int, RecordedBlock]:
+        """Return those of these blocks that are between the window's first and last positions,
+        wherever the request ends.
+        """
+        assert self.capture.window is not None, "it has ends"
+        head, tail = self.capture.window.ends
+        end = min(reached - LATE, self.ends_from)
+        blocks = [item for item in sorted(passed.items()) if item[1].span.stop <= end]
+        before = [0, *accumulate(block.place.count for _, block in blocks)]
+        return {
+            first: block
+            for number, (first, block) in enumerate(blocks)
+            if before[number] >= head and before[-1] - before[number + 1] >= tail
+        }
 
     def ended(self, number: int, high: list[bool]) -> EndedCapture:
         """Return what its request hands over at the end. `number`: of the capture in the request.
