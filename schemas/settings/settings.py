@@ -251,10 +251,11 @@ class Settings(Record):
     # How long a change to global steering waits for the workers' checks (seconds). Should be longer
     # than `lease_s`, so that a worker killed just before a change does not make the change fail
     steering_wait_s: Positive = 20.0
-    # When `tuning.capture_queue_mib` is full: `block` (requests that capture wait, others run; once
-    # nothing was written for 30 s, the captures in the engine fail, and new ones wait until there
-    # is room), `spill` (rows go to files under `<data dir>/spill`), `drop` (rows are not recorded;
-    # the capture is `partial` and lists them)
+    # When a queue of `tuning.capture_queue_mib` (files, harvests or readings) is full: `block` (its
+    # requests wait, others run; once nothing of it was done for 30 s, its captures in the engine
+    # fail, and new ones wait until there is room), `spill` (rows go to files under
+    # `<data dir>/spill`), `drop` (its rows are not recorded; the capture is `partial` and lists
+    # them)
     capture_overload: Literal["block", "spill", "drop"] = "block"
 
     # Artifact store

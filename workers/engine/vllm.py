@@ -6,6 +6,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -38,6 +39,7 @@ from ...schemas.service.engine_errors import in_our_settings
 from ...schemas.service.global_capture import from_settings
 from ...schemas.settings.settings import NO_TOOLS, Settings, SettingsError
 from ...storage.formats.lora_files import joined
+from ..runner.base.backlog import WORKS
 from ..runner.base.compile_key import layout
 from ..runner.base.config import Found, PlaneConfig
 from ..runner.base.extensions import agreed, check_installed, named
@@ -98,6 +100,7 @@ class VllmEngine(RankControl):
         self._settings = for_platform(settings)
         self._dtype_reason = dtype_of(settings).why
         self._captures = CaptureBudget(settings.tuning.capture_memory_mib << 20)
+        self._writers = {work: CaptureBudget(sys.maxsize) for work in WORKS}  # shut while behind
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
         self._broken = ""  # why the ranks' answers are no longer reliable
@@ -375,10 +378,13 @@ class VllmEngine(RankControl):
             params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
             reader = self._tool_reader(ask, params)
             await self._formats.check(params, ask.tenant, ask.job)
+            captured = self._captured_bytes(ask)
             async with (
+                # first: what waits for its writers takes no room from others
+                self._writers["writer" if spec is None else spec.work].admitted(captured),
                 self._rows.admitted(row_demand(spec)),
                 self._step_rows.admitted(self._unsplit_rows(ask)),
-                self._captures.admitted(self._captured_bytes(ask)),
+                self._captures.admitted(captured),
             ):
                 joiner = OutputJoiner(ask, reader, self._prompted(ask))
                 submitted = True
@@ -507,7 +513,8 @@ class VllmEngine(RankControl):
     async def steering_status(self) -> list[RankSteering]:
         """Return the ranks' steering; after a failed intervention, reset the prefix cache."""
         statuses = await self._call("midstream_status", ())
-        self._captures.shut(any(rank["behind"] for rank in statuses))
+        for work, writers in self._writers.items():
+            writers.shut(any(work in rank["behind"] for rank in statuses))
         if any(rank["tainted"] or rank["unkept"] for rank in statuses):
             # Midstream's scheduler drops the affected blocks, also while requests run
             await self._llm.reset_prefix_cache()

@@ -219,6 +219,7 @@ class StreamedRows(Wire, tag="rows"):
     nbytes: int
     landing: int  # of the rows, see `SharedMemory.wait`
     opened: StreamOpened | None = None
+    work: WriterWork = "writer"  # of the request
 
 
 class StreamDropped(Wire, tag="dropped"):
@@ -303,7 +304,8 @@ class Desk:
                 )
                 self.writer.submit(job)
             case StreamedRows():
-                self.writer.stream(self._flush_of(message, memory), message.nbytes)
+                write = self._flush_of(message, memory)
+                self.writer.stream(write, message.nbytes, message.work)
             case StreamDropped(number):
                 if (stream := self._streams.pop(number, None)) is not None:
                     stream.drop()

@@ -19,7 +19,7 @@ import torch
 
 from ....schemas.base import ITEM_BYTES
 from ....schemas.base.limits import MAX_DRAFTS
-from ....schemas.requests.specs import StoredCapture
+from ....schemas.requests.specs import StoredCapture, WriterWork
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
 from ..files.desk import DeskMessage, EndedCapture, StreamDropped, StreamedRows
@@ -71,7 +71,7 @@ class RowStream:
 
     def __init__(
         self,
-        send: Callable[[DeskMessage, Sequence[object], int], None],
+        send: Callable[[DeskMessage, Sequence[object], int, WriterWork], None],
         opened: StreamOpened,
         part: int,
     ) -> None:
@@ -89,13 +89,15 @@ class RowStream:
         if self._dropped:
             return
         nbytes, opened = sum(block.nbytes for block in blocks), self._opened
+        work = opened.spec.work
         places = [block.place for block in blocks]
         self._send(
             StreamedRows(
-                opened.stream, places, nbytes, landing.number, None if self.begun else opened
+                opened.stream, places, nbytes, landing.number, None if self.begun else opened, work
             ),
             blocks,
             nbytes,
+            work,
         )
         self.begun = opened.stream
 
@@ -103,7 +105,7 @@ class RowStream:
         """Have nothing more written, because the capture has failed."""
         self._dropped = True
         if self.begun:
-            self._send(StreamDropped(self.begun), (), 0)
+            self._send(StreamDropped(self.begun), (), 0, self._opened.spec.work)
             self.begun = 0
 
 
@@ -129,6 +131,7 @@ class Recording:
     stack: "WeightStack | None" = None
     prepared: Any = None  # see `FinishedCapture`
     scattered: bool = False  # its positions need not follow one another
+    work: WriterWork = "writer"  # that of its request
     end: int = sys.maxsize  # rows of this position and of later ones are not needed
     # the request may turn out to have ended at any number of tokens from this one on
     ends_from: int = sys.maxsize

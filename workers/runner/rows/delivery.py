@@ -20,9 +20,9 @@ from typing import Any, cast
 from ....broker.receipts.outbox import Outbox
 from ....schemas.base import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
-from ....schemas.requests.specs import RankSpec
+from ....schemas.requests.specs import RankSpec, WriterWork
 from ....storage.calls import CALLS
-from ..base.backlog import NEAR, Backlog
+from ..base.backlog import Backlog
 from ..base.config import PlaneConfig
 from ..files.desk import (
     COMMAND,
@@ -121,13 +121,21 @@ class Link:
                 return
         raise RuntimeError("the process that writes files has not begun")
 
-    def send(self, message: DeskCommand, held: Sequence[object] = (), nbytes: int = 0) -> None:
-        """Send a message. `held`: what has the rows that it names, which are `nbytes`."""
+    def send(
+        self,
+        message: DeskCommand,
+        held: Sequence[object] = (),
+        nbytes: int = 0,
+        work: WriterWork = "writer",
+    ) -> None:
+        """Send a message. `held`: what has the rows that it names, which are `nbytes`, of this kind
+        of work.
+        """
         if not self._spills and self._arena.descriptors[1:]:
             self._put(Spilled(self._arena.descriptors[1], self._arena.end))
             self._spills = True  # another thread may have sent this, too
         if nbytes:  # only the model's thread may add
-            self._backlog.send(nbytes)
+            self._backlog.send(nbytes, work)
         self._put(message, held)
 
     def _put(self, message: DeskCommand, held: Sequence[object] = ()) -> None:
@@ -217,13 +225,15 @@ class Near:
         message: DeskMessage,
         held: Sequence[object] = (),
         nbytes: int = 0,
+        work: WriterWork = "writer",
         prepared: Mapping[int, Any] | None = None,
     ) -> None:
         """Like `Link.send`. `prepared`: what readers prepared for the request."""
         number, lease = next(self._numbers), self._arena.memory.lease()
         self.held[number] = held
         weakref.finalize(lease, self.held.pop, number).atexit = False
-        self.desk.writer.backlog.send(nbytes)
+        writer = self.desk.writer
+        writer.backlog.send(nbytes, writer.done_as(work))
         received = from_msgpack(to_msgpack(message), cast(type[DeskMessage], DeskMessage))
         self.desk.receive(received, lease, prepared)
 
@@ -286,9 +296,9 @@ class RowDelivery:
         held = [*sizes, *(block for each in recordings.values() for block in each.held)]
         if self._is_near(request.spec):
             prepared = {number: each.prepared for number, each in recordings.items()}
-            self._near.send(request, held, request.nbytes, prepared)
+            self._near.send(request, held, request.nbytes, request.spec.work, prepared)
         else:
-            self._far.send(request, held, request.nbytes)
+            self._far.send(request, held, request.nbytes, request.spec.work)
 
     def stream(self, spec: RankSpec, number: int, recording: Recording, part: int) -> RowStream:
         """Return the stream of a capture. `number`: in the request. `part`: see `RowStream`."""
@@ -348,7 +358,7 @@ def connected(
         arena.memory,
         config,
         receipts,
-        Backlog(backlog.shared, NEAR),
+        backlog,
         begin=begin,
         readings=readings,
         works=("reading",),

@@ -26,6 +26,7 @@ class Streams:
         `number`: of the capture in the request. `max_tokens`: tokens generated at most; 0: unknown.
         `block`: tokens of a KV block, if rows of prompts are kept; else 1.
         """
+        recording.work = spec.work
         part = max(1, self._window // _PARTS)
         row = recording.position_bytes
         recording.span = max(1, min(SPAN, part // row))

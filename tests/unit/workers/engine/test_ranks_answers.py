@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from wait_kit import settled
 
 from midstream.schemas.base import MidstreamError, content_hash, from_numpy
+from midstream.schemas.requests.steering import RankSteering
 from midstream.workers.engine.admission import (
     CaptureBudget,
     CellSlots,
@@ -18,6 +20,8 @@ from midstream.workers.engine.admission import (
 )
 from midstream.workers.engine.ranks.collective import Ranks, check_apply_results
 from midstream.workers.engine.ranks.vectors import RankVectors
+from midstream.workers.engine.vllm import VllmEngine
+from midstream.workers.runner.base.backlog import WORKS
 
 TENSORS = {
     content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))
@@ -222,3 +226,23 @@ async def test_sweep_cells_yield_rows_to_other_requests() -> None:
     limit = 3
     slots.release()
     await asyncio.gather(*turns)
+
+
+def engine_of_ranks(*changed: dict[str, Any]) -> Any:
+    """An engine whose ranks say this of their writers."""
+    counts = [field.name for field in msgspec.structs.fields(RankSteering) if field.type is int]
+    usual = dict.fromkeys([*counts, "tainted", "unkept"], 0) | {"checksum": "", "silent_s": 0.0}
+
+    async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
+        return [usual | {"behind": []} | each for each in changed]
+
+    engine: Any = object.__new__(VllmEngine)
+    engine._writers, engine._call = {work: CaptureBudget(9) for work in WORKS}, call
+    return engine
+
+
+async def test_writers_that_are_behind_stop_the_admission_of_their_kind_of_work() -> None:
+    engine = engine_of_ranks({}, {"behind": ["reading"]})
+    await engine.steering_status()
+    open_ = {work: gate._fits(1) for work, gate in engine._writers.items()}
+    assert open_ == {"writer": True, "harvest": True, "reading": False}

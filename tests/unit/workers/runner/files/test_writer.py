@@ -141,6 +141,16 @@ def test_captures_do_not_wait_for_the_store_of_a_harvest_or_for_readings(
     assert desk.close().keys() == set(range(9))
 
 
+def test_rows_that_leave_early_are_work_of_their_requests_kind(desk: Desk) -> None:
+    """So that a harvest's store that does not answer fills no queue but its own."""
+    threads = list[str]()
+    desk.writer.stream(lambda: threads.append(threading.current_thread().name), 8, "harvest")
+    desk.close()
+    assert threads == ["midstream-harvest-0"]
+    assert desk.writer.backlog.counts("harvest") == (8, 8)
+    assert desk.writer.backlog.counts("writer") == (0, 0)
+
+
 def test_readings_take_turns_between_tenants_and_between_jobs_of_a_tenant(desk: Desk) -> None:
     free = threading.Event()
     desk.submit(late(free), job="first", work="reading", tenant="c")
