@@ -85,6 +85,9 @@ UNCERTIFIED = (
 )
 #: How often `failed` checks whether the engine is alive.
 _HEALTH_INTERVAL_S = 0.25
+#: A rank's writing process must answer within this share of `capture_timeout_s`, after which its
+#: jobs would fail instead of running again; and after so many seconds it counts as silent.
+ANSWER_SHARE, SILENT_S = 3, 3.0
 
 
 class VllmEngine(RankControl):
@@ -149,6 +152,7 @@ class VllmEngine(RankControl):
             capture_quota_mib=settings.capture_quota_mib,
             lens_dir=settings.artifacts_of("lenses"),
             cores=sorted(os.sched_getaffinity(0)),
+            answer_s=settings.capture_timeout_s / ANSWER_SHARE,
             log_format=settings.log_format,
             log_level=settings.log_level,
             extensions=named(settings.extensions),
@@ -515,6 +519,12 @@ class VllmEngine(RankControl):
         statuses = await self._call("midstream_status", ())
         for work, writers in self._writers.items():
             writers.shut(any(work in rank["behind"] for rank in statuses))
+        silent_s = max(rank["silent_s"] for rank in statuses)
+        self.trouble = (
+            f"the process that writes a rank's files has not answered for {silent_s:.0f} s"
+            if silent_s >= SILENT_S
+            else ""
+        )
         if any(rank["tainted"] or rank["unkept"] for rank in statuses):
             # Midstream's scheduler drops the affected blocks, also while requests run
             await self._llm.reset_prefix_cache()

@@ -246,3 +246,13 @@ async def test_writers_that_are_behind_stop_the_admission_of_their_kind_of_work(
     await engine.steering_status()
     open_ = {work: gate._fits(1) for work, gate in engine._writers.items()}
     assert open_ == {"writer": True, "harvest": True, "reading": False}
+
+
+@pytest.mark.parametrize(("silent_s", "trouble"), [(0.4, ""), (7.2, "answered for 7 s")])
+async def test_a_rank_whose_writing_process_does_not_answer_is_trouble(
+    silent_s: float, trouble: str
+) -> None:
+    engine = engine_of_ranks({"silent_s": silent_s}, {})
+    await engine.steering_status()
+    assert engine.trouble.endswith(trouble)
+    assert bool(engine.trouble) == bool(trouble)
