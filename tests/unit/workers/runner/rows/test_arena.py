@@ -552,6 +552,46 @@ def test_the_oldest_rows_go_first_and_the_ranks_are_told() -> None:
     assert index.reach(spec, HASHES) == 0
 
 
+def test_a_prompt_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reach is asked for in every step: also while other prompts' rows come and go."""
+    index, spec = RowIndex(8 * BLOCK * ROW, ROW, BLOCK), spec_of(capture("all_prompt"))
+    find, found = index._find, list[bytes]()
+    monkeypatch.setattr(index, "_find", lambda key, *of: found.append(key) or find(key, *of))
+    index.keep("r", spec, HASHES, 0, 8)
+    found.clear()
+    waiting = spec_of(capture("all_prompt"))
+    assert index.reach(waiting, HASHES) == 8
+    assert found == HASHES[:3]
+    for number in range(8):
+        index.serve("r", spec, HASHES, 8)  # its rows are used
+        index.keep("other", spec_of(capture("all_prompt")), [b"%d" % number] * 4, 0, 4)
+        found.clear()
+        assert index.reach(waiting, HASHES) == 8
+        assert found == []
+    index.keep("r", spec, HASHES, 8, 12)
+    assert index.reach(waiting, HASHES) == 12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_reach_of_a_prompt_that_waits_is_that_of_one_that_arrives(seed: int) -> None:
+    rng, index = np.random.default_rng(seed), RowIndex(5 * BLOCK * ROW, ROW, BLOCK)
+    kinds = [capture("all_prompt"), capture("all_prompt", post_block=[0]), capture([1, 6])]
+    prompts = [HASHES, [b"a", b"b", b"x", b"y"]]
+    waiting, hashes = spec_of(*kinds[:2]), prompts[0]
+    for turn in range(200):
+        spec, named = spec_of(kinds[rng.integers(3)]), prompts[rng.integers(2)]
+        first = BLOCK * int(rng.integers(3))
+        if rng.random() < 0.7:
+            index.keep("r", spec, named, first, first + BLOCK)
+        elif rng.random() < 0.9:
+            index.serve("r", spec, named, index.reach(spec, named))
+        else:
+            index.clear()
+        if turn % 20 == 19:  # as after a change of global steering
+            hashes = prompts[rng.integers(2)]
+        assert index.reach(waiting, hashes) == index._reach(spec_of(*kinds[:2]), hashes).reach
+
+
 def test_rows_that_alone_exceed_the_limit_are_not_kept() -> None:
     index = RowIndex(2 * BLOCK * ROW - 1, ROW, BLOCK)
     assert index.keep("r", spec_of(capture("all_prompt")), HASHES, 0, 8) == []
