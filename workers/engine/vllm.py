@@ -6,7 +6,6 @@ import asyncio
 import logging
 import multiprocessing
 import os
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -103,7 +102,10 @@ class VllmEngine(RankControl):
         self._settings = for_platform(settings)
         self._dtype_reason = dtype_of(settings).why
         self._captures = CaptureBudget(settings.tuning.capture_memory_mib << 20)
-        self._writers = {work: CaptureBudget(sys.maxsize) for work in WORKS}  # shut while behind
+        # set unless the ranks' writers are behind with this kind of work: then none is admitted
+        self._keeps_up = {work: asyncio.Event() for work in WORKS}
+        for event in self._keeps_up.values():
+            event.set()
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
         self._broken = ""  # why the ranks' answers are no longer reliable
@@ -383,9 +385,9 @@ class VllmEngine(RankControl):
             reader = self._tool_reader(ask, params)
             await self._formats.check(params, ask.tenant, ask.job)
             captured = self._captured_bytes(ask)
+            if spec is not None and captured:  # before it takes room from others
+                await self._keeps_up[spec.work].wait()
             async with (
-                # first: what waits for its writers takes no room from others
-                self._writers["writer" if spec is None else spec.work].admitted(captured),
                 self._rows.admitted(row_demand(spec)),
                 self._step_rows.admitted(self._unsplit_rows(ask)),
                 self._captures.admitted(captured),
@@ -517,8 +519,11 @@ class VllmEngine(RankControl):
     async def steering_status(self) -> list[RankSteering]:
         """Return the ranks' steering; after a failed intervention, reset the prefix cache."""
         statuses = await self._call("midstream_status", ())
-        for work, writers in self._writers.items():
-            writers.shut(any(work in rank["behind"] for rank in statuses))
+        for work, event in self._keeps_up.items():
+            if any(work in rank["behind"] for rank in statuses):
+                event.clear()
+            else:
+                event.set()
         silent_s = max(rank["silent_s"] for rank in statuses)
         self.trouble = (
             f"the process that writes a rank's files has not answered for {silent_s:.0f} s"

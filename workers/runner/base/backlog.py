@@ -47,17 +47,20 @@ class Backlog:
             return cls()
         return cls(np.memmap(file, dtype=np.uint64, mode="r+" if frees else "r").data)
 
-    def counts(self, work: WriterWork) -> tuple[int, int]:
-        """Return the bytes that are over, and those that were sent. Read in this order: else what
-        is sent and over in between would make the backlog less than it ever was.
-        """
-        at = 2 * WORKS.index(work)
-        return self.shared[at], self.shared[at + 1]
+    def freed(self, work: WriterWork) -> int:
+        """Return the bytes that are over."""
+        return self.shared[2 * WORKS.index(work)]
+
+    def waiting(self, work: WriterWork) -> int:
+        """Return the bytes that wait or are being written."""
+        # in this order: else what is sent and over in between would make it less than it ever was
+        freed = self.freed(work)
+        return self.shared[2 * WORKS.index(work) + 1] - freed
 
     @property
     def size(self) -> int:
         """Return the bytes that wait or are being written, of all kinds of work."""
-        return sum(sent - freed for freed, sent in map(self.counts, WORKS))
+        return sum(map(self.waiting, WORKS))
 
     def send(self, size: int, work: WriterWork = "writer") -> None:
         """Count what was sent, in the one process and thread that does."""

@@ -66,18 +66,6 @@ class _Piece(NamedTuple):
     size: int
 
 
-class _Reach(NamedTuple):
-    """The last answer of `RowIndex.reach`: the scheduler asks again in every step for the prompt
-    that is first in its queue while the KV cache has no room.
-    """
-
-    request: RequestCaptures
-    hashes: list[bytes]  # the last one, which covers all others
-    reach: int
-    pieces: set[int]  # the numbers of those that it needs
-    missing: list[bytes]  # a piece of this block may extend it
-
-
 class RowIndex:
     """Kept rows of all blocks, within `limit` bytes; the least recently used are dropped.
 
@@ -95,32 +83,31 @@ class RowIndex:
         self._blocks: OrderedDict[bytes, list[_Piece]] = OrderedDict()  # least recently used first
         self._held = 0
         self._last = 0
-        self._known: _Reach | None = None  # until one of its pieces changes
+        # what was looked up last, until one of its blocks changes: the scheduler asks in each step
+        # for the prompt that is first in its queue while the KV cache has no room
+        self._known: tuple[RequestCaptures, list[bytes]] | None = None
+        self._keys, self._reached = set[bytes](), 0
         self._dropped: list[int] = []
 
     def reach(self, request: RequestCaptures, hashes: list[bytes]) -> int:
         """Return how far the prefix cache may serve this prompt: up to the first captured position
         that is not kept.
         """
-        known = self._known
-        if known is None or known.request is not request or known.hashes != hashes[-1:]:
-            known = self._known = self._reach(request, hashes)
-        return known.reach
+        asked = request, hashes[-1:]  # the last hash covers all others
+        if asked != self._known:
+            self._known, self._keys = asked, set(hashes)
+            self._reached = self._look_up(request, hashes)
+        return self._reached
 
-    def _reach(self, request: RequestCaptures, hashes: list[bytes]) -> _Reach:
-        reach, pieces, missing = request.prompt_tokens, set[int](), list[bytes]()
+    def _look_up(self, request: RequestCaptures, hashes: list[bytes]) -> int:
+        reach = request.prompt_tokens
         for capture, ports in request.captures:
             for first, positions in self._blocks_of(request, capture, 0, request.prompt_tokens):
                 place = first // self._block
-                key = hashes[place : place + 1]
-                piece = self._find(key[0], ports, positions) if key else None
-                if piece is not None:
-                    pieces.add(piece.number)
-                    continue
-                if first + min(positions) < reach:
-                    reach, missing = first + min(positions), key
-                break
-        return _Reach(request, hashes[-1:], reach, pieces, missing)
+                if place >= len(hashes) or self._find(hashes[place], ports, positions) is None:
+                    reach = min(reach, first + min(positions))
+                    break
+        return reach
 
     def _blocks_of(
         self, request: RequestCaptures, capture: StoredCapture, first: int, stop: int
@@ -212,11 +199,11 @@ class RowIndex:
         for old in covered or pieces[: max(0, len(pieces) + 1 - PIECES)]:
             self._forget(pieces, old)
         pieces.append(piece)
-        if self._known is not None and key in self._known.missing:
-            self._known = None
+        self._changed(key)
         self._held += size
         while self._held > self._limit:
             oldest = next(iter(self._blocks))
+            self._changed(oldest)
             for old in list(self._blocks[oldest]):
                 if old is not piece:
                     self._forget(self._blocks[oldest], old)
@@ -226,12 +213,14 @@ class RowIndex:
                 del self._blocks[oldest]
         return piece
 
+    def _changed(self, key: bytes) -> None:
+        if key in self._keys:
+            self._known = None
+
     def _forget(self, pieces: list[_Piece], piece: _Piece) -> None:
         pieces.remove(piece)
         self._held -= piece.size
         self._dropped.append(piece.number)
-        if self._known is not None and piece.number in self._known.pieces:
-            self._known = None
 
 
 def _ports(capture: StoredCapture, *, tensor_parallel: bool) -> frozenset[PortName]:

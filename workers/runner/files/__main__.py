@@ -10,11 +10,11 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -65,11 +65,11 @@ def main() -> None:
     memory.map(0, end, descriptor)
     # Any thread may answer, also while it collects garbage, and none waits for the rank to listen:
     # the rank may just be waiting for room for its next message.
-    waiting, write = queue.SimpleQueue[DeskAnswer](), partial(_write, answers)
+    waiting, answer = queue.SimpleQueue[DeskAnswer](), partial(_answer, answers)
     with open(commands, "rb", buffering=0) as source:
         received = _commands(source, memory, waiting.put)
-        desk = _begun(cast(Setup, next(received)[0]), memory, write)
-        threading.Thread(target=_answer, args=(waiting, write), daemon=True).start()
+        desk = _begun(cast(Setup, next(received)[0]), memory, answer)
+        threading.Thread(target=answer, args=[iter(waiting.get, None)], daemon=True).start()
         _serve(received, desk, memory, parent, waiting.put)
     os._exit(0)  # the rank has closed the desk, or is dead
 
@@ -111,7 +111,9 @@ def _serve(
         del message, lease
 
 
-def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[DeskAnswer], None]) -> Desk:
+def _begun(
+    setup: Setup, memory: SharedMemory, answer: Callable[[Iterable[DeskAnswer]], None]
+) -> Desk:
     config, rank = setup.config, setup.rank
     logs.configure(config.log_format, config.log_level, "rowd", worker=config.worker, rank=rank)
     arm(config.fault, Path(config.outbox_dir).parent)
@@ -128,24 +130,18 @@ def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[DeskAnswer], No
             curve=client_keys(config.curve_secret_file, config.curve_server_key),
         )
     except Exception as error:
-        answer(Begun(f"{type(error).__name__}: {error}"))
+        answer([Begun(f"{type(error).__name__}: {error}")])
         raise SystemExit(EXIT_NO_RECEIPTS) from error
     desk = Desk(memory, config, outbox, Backlog.of(config, rank, frees=True))
-    answer(Begun())
+    answer([Begun()])
     return desk
 
 
-def _answer(
-    waiting: queue.SimpleQueue[DeskAnswer], write: Callable[[DeskAnswer], None]
-) -> NoReturn:
-    """Tell the rank what waits, in a thread of its own."""
-    while True:
-        write(waiting.get())
-
-
-def _write(descriptor: int, answer: DeskAnswer) -> None:
-    raw = to_msgpack(answer)
-    os.write(descriptor, LENGTH.pack(len(raw)) + raw)
+def _answer(descriptor: int, answers: Iterable[DeskAnswer]) -> None:
+    """Tell the rank these, in one thread at a time."""
+    for answer in answers:
+        raw = to_msgpack(answer)
+        os.write(descriptor, LENGTH.pack(len(raw)) + raw)
 
 
 def _give_up(error: Exception) -> None:

@@ -82,6 +82,11 @@ class EndedRequest(Wire, tag="ended"):
     state: int = 0
     nbytes: int = 0  # of the rows
 
+    @property
+    def work(self) -> WriterWork:
+        """Return which threads consume its rows."""
+        return self.spec.work
+
     def job(
         self,
         memory: np.ndarray,
@@ -111,7 +116,7 @@ class EndedRequest(Wire, tag="ended"):
             builds,
             self.nbytes,
             partial(self._with_sizes, memory) if self.sizes else None,
-            self.spec.work,
+            self.work,
             self.spec.tenant,
         )
 

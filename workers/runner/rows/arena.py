@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,6 @@ from ..files.recorded import BlockPlace, RowBlock
 #: Addresses for spilled rows; the disk may have less room.
 SPILLED = 1 << 40
 _MADV_REMOVE, _MADV_DONTFORK = 9, 10
-#: Where returned memory begins and ends, and the landing after which it is free.
-_Returned = tuple[int, int, Landing]
 
 
 class _Free:
@@ -87,8 +86,8 @@ class Arena:
         self.landing = LANDED  # of all rows so far
         self.landings = itertools.count(1)  # numbers of landings, over all banks
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
-        self._returned: deque[_Returned] = deque()
-        self._dirty = queue.SimpleQueue[_Returned | None]()
+        self._returned: deque[tuple[int, int, Landing]] = deque()
+        self._dirty = queue.SimpleQueue[Any]()  # pages to give back, and what is returned then
         self.size, self.end = end + disk, end
         self.memory = SharedMemory(self.size)
         self.bytes = self.memory.bytes
@@ -104,7 +103,7 @@ class Arena:
             lock(self.bytes[:locked])
         threading.Thread(
             target=_give_back,
-            args=(self.memory, self._keep, self._dirty, self._returned),
+            args=(self.memory, self._dirty, self._returned),
             name="midstream-arena",
             daemon=True,
         ).start()
@@ -147,10 +146,11 @@ class Arena:
         return start
 
     def _release(self, start: int, stop: int) -> None:
+        first, last = -(-max(start, self._keep) // PAGE) * PAGE, stop // PAGE * PAGE
         # Not before rows on their way have landed: a late copy would overwrite another request's.
         returned = start, stop, self.landing
-        if _pages(start, stop, self._keep):
-            self._dirty.put(returned)
+        if first < last:
+            self._dirty.put((first, last, returned))
         else:
             self._returned.append(returned)
 
@@ -177,23 +177,12 @@ class Arena:
         self.spilled += size
 
 
-def _pages(start: int, stop: int, keep: int) -> range:
-    """Return the addresses of the whole pages in a range that are not kept."""
-    return range(-(-max(start, keep) // PAGE) * PAGE, stop // PAGE * PAGE)
-
-
-def _give_back(
-    memory: SharedMemory,
-    keep: int,
-    dirty: "queue.SimpleQueue[_Returned | None]",
-    returned: deque[_Returned],
-) -> None:
+def _give_back(memory: SharedMemory, dirty: "queue.SimpleQueue[Any]", returned: deque[Any]) -> None:
     """Give pages back to the system, before their range is lent again. In a thread of its own: it
     takes a tenth of a second for 256 MiB, and the model's thread returns much of the memory.
     """
-    while (item := dirty.get()) is not None:
-        pages = _pages(item[0], item[1], keep)
-        memory.advise(pages.start, pages.stop, _MADV_REMOVE)
+    for first, last, item in iter(dirty.get, None):
+        memory.advise(first, last, _MADV_REMOVE)
         returned.append(item)
 
 

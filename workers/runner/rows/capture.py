@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -71,7 +70,7 @@ class RowStream:
 
     def __init__(
         self,
-        send: Callable[[DeskMessage, Sequence[object], int, WriterWork], None],
+        send: Callable[[DeskMessage, Sequence[object]], None],
         opened: StreamOpened,
         part: int,
     ) -> None:
@@ -80,32 +79,29 @@ class RowStream:
         """
         self._send, self._opened, self.part = send, opened, part
         self.begun = 0  # the stream's number, once rows have left
-        self._dropped = False
 
     def push(self, blocks: list[RecordedBlock], landing: Landing) -> None:
-        """Have these blocks written, whose rows are `landing`; after `drop`, do nothing: the step
-        in which a capture fails may still record rows for it.
-        """
-        if self._dropped:
-            return
+        """Have these blocks written, whose rows are `landing`."""
         nbytes, opened = sum(block.nbytes for block in blocks), self._opened
-        work = opened.spec.work
         places = [block.place for block in blocks]
         self._send(
             StreamedRows(
-                opened.stream, places, nbytes, landing.number, None if self.begun else opened, work
+                opened.stream,
+                places,
+                nbytes,
+                landing.number,
+                None if self.begun else opened,
+                opened.spec.work,
             ),
             blocks,
-            nbytes,
-            work,
         )
         self.begun = opened.stream
 
     def drop(self) -> None:
         """Have nothing more written, because the capture has failed."""
-        self._dropped = True
+        self.part = sys.maxsize  # the step in which it failed may still record rows for it
         if self.begun:
-            self._send(StreamDropped(self.begun), (), 0, self._opened.spec.work)
+            self._send(StreamDropped(self.begun), ())
             self.begun = 0
 
 
@@ -241,39 +237,22 @@ class Recording:
         rows. Called once it is known which of them are kept for other requests.
         """
         window = self.capture.window
-        bounded = window is not None and any(window.ends)
-        if self.stream is None and not self.capture.scored and not bounded:
+        ends = (0, 0) if window is None else window.ends
+        if self.stream is None and not self.capture.scored and not any(ends):
             return
         passed = {
             first: block for first, block in self._blocks.items() if block.span.stop <= reached
         }
         # `around` and `when` drop nothing early: a later token may match, and looking for it here
         # would cost every step of the model's thread.
-        if bounded and self.stream is None:
-            passed = self._between_ends(passed, reached)
+        if any(ends) and self.stream is None:
+            passed = _between(ends, passed, min(reached - LATE, self.ends_from))
         if self.stream is not None:
             if sum(block.nbytes for block in passed.values()) < self.stream.part:
                 return
             self.stream.push(list(passed.values()), landing)
         for first in passed:
             del self._blocks[first]
-
-    def _between_ends(
-        self, passed: Mapping[int, RecordedBlock], reached: int
-    ) -> dict[int, RecordedBlock]:
-        """Return those of these blocks that are between the window's first and last positions,
-        wherever the request ends.
-        """
-        assert self.capture.window is not None, "it has ends"
-        head, tail = self.capture.window.ends
-        end = min(reached - LATE, self.ends_from)
-        blocks = [item for item in sorted(passed.items()) if item[1].span.stop <= end]
-        before = [0, *accumulate(block.place.count for _, block in blocks)]
-        return {
-            first: block
-            for number, (first, block) in enumerate(blocks)
-            if before[number] >= head and before[-1] - before[number + 1] >= tail
-        }
 
     def ended(self, number: int, high: list[bool]) -> EndedCapture:
         """Return what its request hands over at the end. `number`: of the capture in the request.
@@ -295,6 +274,22 @@ class Recording:
     def held(self) -> list[RowBlock]:
         """Return all blocks with its rows."""
         return [*self._blocks.values(), *(run.block for run in (*self.earlier, *self.reused))]
+
+
+def _between(
+    ends: tuple[int, int], passed: Mapping[int, RecordedBlock], stop: int
+) -> dict[int, RecordedBlock]:
+    """Return those of these blocks that have none of a window's first and last positions if its
+    request ends at token `stop`, or later.
+    """
+    blocks = [(first, block) for first, block in sorted(passed.items()) if block.span.stop <= stop]
+    before, after, between = 0, sum(block.place.count for _, block in blocks), {}
+    for first, block in blocks:
+        after -= block.place.count
+        if before >= ends[0] and after >= ends[1]:
+            between[first] = block
+        before += block.place.count
+    return between
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from typing import Any, cast
 from ....broker.receipts.outbox import Outbox
 from ....schemas.base import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
-from ....schemas.requests.specs import RankSpec, WriterWork
+from ....schemas.requests.specs import RankSpec
 from ....storage.calls import CALLS
 from ..base.backlog import Backlog
 from ..base.config import PlaneConfig
@@ -42,6 +42,7 @@ from ..files.desk import (
     Setup,
     Spilled,
     StatusAsked,
+    StreamedRows,
 )
 from ..files.finished_rows import Consumer, Origin
 from ..files.streams import StreamOpened
@@ -121,21 +122,13 @@ class Link:
                 return
         raise RuntimeError("the process that writes files has not begun")
 
-    def send(
-        self,
-        message: DeskCommand,
-        held: Sequence[object] = (),
-        nbytes: int = 0,
-        work: WriterWork = "writer",
-    ) -> None:
-        """Send a message. `held`: what has the rows that it names, which are `nbytes`, of this kind
-        of work.
-        """
+    def send(self, message: DeskCommand, held: Sequence[object] = ()) -> None:
+        """Send a message. `held`: what has the rows that it names."""
         if not self._spills and self._arena.descriptors[1:]:
             self._put(Spilled(self._arena.descriptors[1], self._arena.end))
             self._spills = True  # another thread may have sent this, too
-        if nbytes:  # only the model's thread may add
-            self._backlog.send(nbytes, work)
+        if isinstance(message, EndedRequest | StreamedRows):  # only the model's thread may add
+            self._backlog.send(message.nbytes, message.work)
         self._put(message, held)
 
     def _put(self, message: DeskCommand, held: Sequence[object] = ()) -> None:
@@ -143,18 +136,15 @@ class Link:
         start, memory = self._arena.take(len(raw), 1)
         memory[:] = memoryview(raw)
         self.held[number] = memory, held
-        self._write(COMMAND.pack(number, start, len(raw)))
-
-    def _write(self, command: bytes) -> None:
-        """Write a command, once the pipe has room, which the process makes between two messages."""
-        room = select.poll()
-        room.register(self._commands, select.POLLOUT)
         while True:
-            with suppress(BlockingIOError):
-                os.write(self._commands, command)
+            try:
+                os.write(self._commands, COMMAND.pack(number, start, len(raw)))
                 return
-            if not room.poll(self._patience_s * 1000):
-                self._give_up(RuntimeError(_SILENT))
+            except BlockingIOError:  # the process makes room between two messages
+                room = select.poll()
+                room.register(self._commands, select.POLLOUT)
+                if not room.poll(self._patience_s * 1000):
+                    self._give_up(RuntimeError(_SILENT))
 
     def turn(self) -> None:
         """Hear what the process has done."""
@@ -224,16 +214,15 @@ class Near:
         self,
         message: DeskMessage,
         held: Sequence[object] = (),
-        nbytes: int = 0,
-        work: WriterWork = "writer",
         prepared: Mapping[int, Any] | None = None,
     ) -> None:
         """Like `Link.send`. `prepared`: what readers prepared for the request."""
         number, lease = next(self._numbers), self._arena.memory.lease()
         self.held[number] = held
         weakref.finalize(lease, self.held.pop, number).atexit = False
-        writer = self.desk.writer
-        writer.backlog.send(nbytes, writer.done_as(work))
+        if isinstance(message, EndedRequest | StreamedRows):
+            writer = self.desk.writer
+            writer.backlog.send(message.nbytes, writer.done_as(message.work))
         received = from_msgpack(to_msgpack(message), cast(type[DeskMessage], DeskMessage))
         self.desk.receive(received, lease, prepared)
 
@@ -296,9 +285,9 @@ class RowDelivery:
         held = [*sizes, *(block for each in recordings.values() for block in each.held)]
         if self._is_near(request.spec):
             prepared = {number: each.prepared for number, each in recordings.items()}
-            self._near.send(request, held, request.nbytes, request.spec.work, prepared)
+            self._near.send(request, held, prepared)
         else:
-            self._far.send(request, held, request.nbytes, request.spec.work)
+            self._far.send(request, held)
 
     def stream(self, spec: RankSpec, number: int, recording: Recording, part: int) -> RowStream:
         """Return the stream of a capture. `number`: in the request. `part`: see `RowStream`."""

@@ -43,8 +43,8 @@ class Overload:
         backlog exceeded the limit, and it still does: then captures fail, and the worker admits
         none.
         """
-        now, (freed, sent) = time.monotonic(), self._backlog.counts(self._work)
-        if sent - freed <= self._limit:
+        now, freed = time.monotonic(), self._backlog.freed(self._work)
+        if self._size <= self._limit:
             self._gave_up = False
         elif freed != self._freed:
             self._freed, self._since = freed, now
@@ -62,10 +62,8 @@ class Overload:
         return self._limit - self._size
 
     def check(self) -> None:
-        """Raise TimeoutError if the writers are behind. Every step calls it."""
-        if self._size <= self._limit:
-            self._gave_up = False
-        elif self.behind:
+        """Raise TimeoutError if the writers are behind."""
+        if self.behind:
             raise TimeoutError(
                 f"the writers did not catch up within {self._patience_s:g} s: "
                 f"{self._size >> 20} MiB of captured rows wait; "
@@ -82,8 +80,7 @@ class Overload:
 
     @property
     def _size(self) -> int:
-        freed, sent = self._backlog.counts(self._work)
-        return sent - freed
+        return self._backlog.waiting(self._work)
 
 
 #: Of each kind of work: one that is slow, or whose store is away, stops and fails no other.

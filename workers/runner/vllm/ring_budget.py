@@ -57,22 +57,25 @@ class CapturedRows:
         Counts follow positions, so chunks, preemption and cache hits need no case of their own. Two
         captures of a site count twice, although they share its rows.
         """
-        rows = [0] * self._columns
-        for capture, sites in self._captures:
-            if positions := len(capture.select(start, stop, self._prompt_tokens)):
-                for stage, per_position in enumerate(sites):
-                    rows[stage] += positions * per_position
-        return rows
+        return self._rows(
+            len(capture.select(start, stop, self._prompt_tokens)) for capture, _ in self._captures
+        )
 
     def most(self, tokens: int, max_tokens: int) -> StageRows:
         """Return the most rows of any `tokens` consecutive positions, and their bytes, if up to
         `max_tokens` tokens are generated.
         """
+        return self._rows(
+            min(tokens, capture.count_positions(self._prompt_tokens, max_tokens))
+            for capture, _ in self._captures
+        )
+
+    def _rows(self, positions: Iterable[int]) -> StageRows:
+        """Return the rows of so many positions of each capture."""
         rows = [0] * self._columns
-        for capture, sites in self._captures:
-            positions = min(tokens, capture.count_positions(self._prompt_tokens, max_tokens))
-            for stage, per_position in enumerate(sites):
-                rows[stage] += positions * per_position
+        for number, (_, sites) in zip(positions, self._captures, strict=True):
+            for column, per_position in enumerate(sites):
+                rows[column] += number * per_position
         return rows
 
 
@@ -116,12 +119,15 @@ class RingBudget:
         work: WriterWork = "writer",
     ) -> None:
         """Add a request that captures; `leave` removes it."""
-
-        def sizes(capture: StoredCapture) -> list[int]:
-            size = 0 if capture.scored else self._row_bytes(capture)
-            return [size if each == work else 0 for each in WORKS]
-
-        rows = CapturedRows(captures, prompt_tokens, self._stages, sizes)
+        rows = CapturedRows(
+            captures,
+            prompt_tokens,
+            self._stages,
+            lambda capture: [
+                self._row_bytes(capture) if each == work and not capture.scored else 0
+                for each in WORKS
+            ],
+        )
         self._captured[request_id] = rows, rows.most(self._tokens, max_tokens + self._tokens)
         if not all(capture.scored for capture in captures):
             self._stored[work].add(request_id)

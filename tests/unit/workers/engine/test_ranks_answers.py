@@ -186,17 +186,6 @@ async def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_stil
     assert order.index("huge done") < order.index("c")
 
 
-async def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
-    budget, done = CaptureBudget(100), asyncio.Event()
-    done.set()
-    budget.shut(True)
-    captures, plain = hold(budget, 10, done), hold(budget, 0, done)
-    await settled()
-    assert (captures.done(), plain.done(), budget.waiting) == (False, True, 1)
-    budget.shut(False)
-    await captures
-
-
 async def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
     budget = CaptureBudget(1)
     tasks = [hold(budget, 1, asyncio.Event()) for _ in range(2)]
@@ -237,15 +226,15 @@ def engine_of_ranks(*changed: dict[str, Any]) -> Any:
         return [usual | {"behind": []} | each for each in changed]
 
     engine: Any = object.__new__(VllmEngine)
-    engine._writers, engine._call = {work: CaptureBudget(9) for work in WORKS}, call
+    engine._keeps_up, engine._call = {work: asyncio.Event() for work in WORKS}, call
     return engine
 
 
 async def test_writers_that_are_behind_stop_the_admission_of_their_kind_of_work() -> None:
     engine = engine_of_ranks({}, {"behind": ["reading"]})
     await engine.steering_status()
-    open_ = {work: gate._fits(1) for work, gate in engine._writers.items()}
-    assert open_ == {"writer": True, "harvest": True, "reading": False}
+    admitted = {work: event.is_set() for work, event in engine._keeps_up.items()}
+    assert admitted == {"writer": True, "harvest": True, "reading": False}
 
 
 @pytest.mark.parametrize(("silent_s", "trouble"), [(0.4, ""), (7.2, "answered for 7 s")])

@@ -19,14 +19,18 @@ def test_others_see_a_ranks_backlog_which_begins_at_zero_at_each_start(tmp_path:
     own.send(5 << 32)
     own.send(7)
     own.free(1 << 32)
-    assert seen.counts("writer") == (1 << 32, (5 << 32) + 7)
+    assert (seen.freed("writer"), seen.waiting("writer")) == (1 << 32, (4 << 32) + 7)
     far = Backlog.of(first, 0, frees=True)
     own.send(9, "reading")
     own.send(11, "harvest")
     far.free(2)
     far.free(3, "harvest")
-    assert seen.counts("writer") == ((1 << 32) + 2, (5 << 32) + 7)
-    assert (seen.counts("reading"), seen.counts("harvest")) == ((0, 9), (3, 11))
+    assert (seen.freed("writer"), seen.freed("harvest")) == ((1 << 32) + 2, 3)
+    assert {work: seen.waiting(work) for work in ("writer", "harvest", "reading")} == {
+        "writer": (4 << 32) + 5,
+        "harvest": 8,
+        "reading": 9,
+    }
     assert (seen.size, other.size) == ((4 << 32) + 5 + 9 + 8, 0)
     with pytest.raises(TypeError):
         seen.free(1)

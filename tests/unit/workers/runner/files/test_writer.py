@@ -147,8 +147,8 @@ def test_rows_that_leave_early_are_work_of_their_requests_kind(desk: Desk) -> No
     desk.writer.stream(lambda: threads.append(threading.current_thread().name), 8, "harvest")
     desk.close()
     assert threads == ["midstream-harvest-0"]
-    assert desk.writer.backlog.counts("harvest") == (8, 8)
-    assert desk.writer.backlog.counts("writer") == (0, 0)
+    assert desk.writer.backlog.freed("harvest") == 8
+    assert desk.writer.backlog.size == 0
 
 
 def test_readings_take_turns_between_tenants_and_between_jobs_of_a_tenant(desk: Desk) -> None:

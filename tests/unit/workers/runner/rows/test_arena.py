@@ -589,7 +589,7 @@ def test_the_reach_of_a_prompt_that_waits_is_that_of_one_that_arrives(seed: int)
             index.clear()
         if turn % 20 == 19:  # as after a change of global steering
             hashes = prompts[rng.integers(2)]
-        assert index.reach(waiting, hashes) == index._reach(spec_of(*kinds[:2]), hashes).reach
+        assert index.reach(waiting, hashes) == index._look_up(spec_of(*kinds[:2]), hashes)
 
 
 def test_rows_that_alone_exceed_the_limit_are_not_kept() -> None:
