@@ -43,6 +43,7 @@ MAX_TEXT = 1 << 22  # A prompt as text, or the text of a message
 MAX_PROMPTS = 4096  # Prompts of a job
 MAX_PROMPT_TOKENS = 1 << 17  # A prompt as token ids
 MAX_MESSAGES = 4096  # Messages of a conversation; parts of a message
+MAX_DRAFTS = 31  # `speculative_tokens`: drafts of a request in one engine step
 MAX_STOPS = 32  # Entries of `stop`, each of which is searched for after every generated token
 MAX_STOP_TEXT = 256  # An entry of `stop`
 MAX_STOP_TOKENS = 256  # Entries of `stop_token_ids`

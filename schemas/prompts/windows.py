@@ -141,12 +141,12 @@ class Windowed(Record, omit_defaults=True):
             return self.head_and_tail.head, self.head_and_tail.tail
         return 0, self.last or 0
 
-    @property
-    def held(self) -> int:
-        """The most positions whose rows a rank holds: also those that rejected drafts reach, and
-        whole pieces; 0: all.
+    def held(self, late: int) -> int:
+        """Return the most positions whose rows a rank holds: also those that it may compute after
+        the request's end, and whole pieces; 0: all. `late`: how many tokens the request may have
+        ended before the ranks hear of it, beside those of steps under way.
         """
-        return sum(self.ends) and sum(self.ends) + 256
+        return sum(self.ends) and sum(self.ends) + 256 + late
 
     # A filter once the request is over, when tokens, scores and rows are known: chunks, preemption,
     # drafts and ranks need no case of their own, and a window equals a slice of a whole capture.

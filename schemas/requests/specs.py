@@ -382,10 +382,13 @@ class StoredCapture(Record, omit_defaults=True):
             if position < prompt_tokens or (position - prompt_tokens) % self.every_n == 0
         ]
 
-    def count_held(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Return the most rows per site that a rank holds, if up to `max_tokens` are generated."""
+    def count_held(self, prompt_tokens: int, max_tokens: int, *, ends_late: bool) -> int:
+        """Return the most rows per site that a rank holds, if up to `max_tokens` are generated.
+        `ends_late`: see `RankSpec.worker_reports_end`.
+        """
         recorded = self.count_positions(prompt_tokens, max_tokens)
-        return min(recorded, (self.window and self.window.held) or recorded)
+        late = max_tokens if ends_late else 0
+        return min(recorded, (self.window and self.window.held(late)) or recorded)
 
     def count_stored(self, prompt_tokens: int, max_tokens: int) -> int:
         """Return the most stored rows per site, if up to `max_tokens` tokens are generated."""

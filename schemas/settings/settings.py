@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from ..base import Record, Translated, json_or_text, suggestion, to_json
-from ..base.limits import MAX_IMAGE
+from ..base.limits import MAX_DRAFTS, MAX_IMAGE
 from .secret_files import is_burnt, is_exposed
 from .tuning import Natural, Positive, PositiveInt, Tuning
 from .vllm_options import VllmOptions
@@ -188,8 +188,8 @@ class Settings(Record):
     # text only, and the image encoder is not loaded
     images_per_prompt: Annotated[int, msgspec.Meta(ge=0, le=MAX_IMAGE + 1)] = 4
     # Speculative decoding (docs/vllm.md#speculative-decoding): draft tokens of a request in one
-    # engine step; 0: none
-    speculative_tokens: Natural = 0
+    # engine step, at most 31; 0: none
+    speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFTS)] = 0
     # What makes the drafts: `ngram` (looks them up in the text so far), `eagle3` (an EAGLE-3 head,
     # see `draft_model`), `mtp` (the model's own multi-token prediction layers)
     drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"
@@ -251,10 +251,11 @@ class Settings(Record):
     # How long a change to global steering waits for the workers' checks (seconds). Should be longer
     # than `lease_s`, so that a worker killed just before a change does not make the change fail
     steering_wait_s: Positive = 20.0
-    # When `tuning.capture_queue_mib` is full: `block` (requests that capture wait, others run; once
-    # nothing was written for 30 s, the captures in the engine fail, and new ones wait until there
-    # is room), `spill` (rows go to files under `<data dir>/spill`), `drop` (rows are not recorded;
-    # the capture is `partial` and lists them)
+    # When a queue of `tuning.capture_queue_mib` (files, harvests or readings) is full: `block` (its
+    # requests wait, others run; once nothing of it was done for 30 s, its captures in the engine
+    # fail, and new ones wait until there is room), `spill` (rows go to files under
+    # `<data dir>/spill`), `drop` (its rows are not recorded; the capture is `partial` and lists
+    # them)
     capture_overload: Literal["block", "spill", "drop"] = "block"
 
     # Artifact store

@@ -41,7 +41,7 @@ from midstream.workers.runner.hooks.sites import Buffers, RankSite
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.capture import Ports, Recording
 from midstream.workers.runner.rows.delivery import Near, RowDelivery
-from midstream.workers.runner.rows.overload import Overload
+from midstream.workers.runner.rows.overload import overloads
 from midstream.workers.runner.rows.planner import Planner, Tracked
 from midstream.workers.runner.rows.slot_table import Slots, StepTokens
 
@@ -169,9 +169,9 @@ class Rank:
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
         self.arena = Arena(1 << 24, spill_dir)
         self.backlog = Backlog()  # which may have 100 bytes
-        self.overload = Overload(policy, 100, self.backlog)
-        memory = BankRows(self.arena, HIDDEN, torch.float32, self.overload.spills)
-        self.planner = Planner(self.sites, self.buffers, self.table, memory, self.overload)
+        made = overloads(policy, 100, self.backlog)
+        memory = BankRows(self.arena, HIDDEN, torch.float32, made["writer"].spills)
+        self.planner = Planner(self.sites, self.buffers, self.table, memory, made)
         self.slots, self.tokens = Slots(), None
         self.ports = Ports(self.sites, HIDDEN, "float32")
         self._traced = traced

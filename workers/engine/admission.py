@@ -143,15 +143,9 @@ class CaptureBudget(_Gate[int]):
         super().__init__()
         self._limit = limit
         self._held = 0
-        self._shut = False
-
-    def shut(self, shut: bool) -> None:
-        """Stop or resume admission; it is stopped while the ranks' writers are behind."""
-        self._shut = shut
-        self._wake()
 
     def _fits(self, demand: int) -> bool:
-        return not self._shut and (self._held == 0 or self._held + demand <= self._limit)
+        return self._held == 0 or self._held + demand <= self._limit
 
     def _take(self, demand: int) -> None:
         self._held += demand

@@ -220,6 +220,8 @@ class Checks(Protocol):
     # set by `RankWatch`; called with the reason when the ranks may differ, before Quarantined is
     # raised
     on_quarantine: Callable[[str], None]
+    # why the ranks deliver no receipts, as of the last `steering_status`; empty: they do
+    trouble: str
 
     async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> None:
         """Have every rank check that it could apply `steering`, whose tensors it loads first; they

@@ -38,6 +38,7 @@ from ...schemas.service.engine_errors import in_our_settings
 from ...schemas.service.global_capture import from_settings
 from ...schemas.settings.settings import NO_TOOLS, Settings, SettingsError
 from ...storage.formats.lora_files import joined
+from ..runner.base.backlog import WORKS
 from ..runner.base.compile_key import layout
 from ..runner.base.config import Found, PlaneConfig
 from ..runner.base.extensions import agreed, check_installed, named
@@ -83,6 +84,9 @@ UNCERTIFIED = (
 )
 #: How often `failed` checks whether the engine is alive.
 _HEALTH_INTERVAL_S = 0.25
+#: A rank's writing process must answer within this share of `capture_timeout_s`, after which its
+#: jobs would fail instead of running again; and after so many seconds it counts as silent.
+ANSWER_SHARE, SILENT_S = 3, 3.0
 
 
 class VllmEngine(RankControl):
@@ -98,6 +102,10 @@ class VllmEngine(RankControl):
         self._settings = for_platform(settings)
         self._dtype_reason = dtype_of(settings).why
         self._captures = CaptureBudget(settings.tuning.capture_memory_mib << 20)
+        # set unless the ranks' writers are behind with this kind of work: then none is admitted
+        self._keeps_up = {work: asyncio.Event() for work in WORKS}
+        for event in self._keeps_up.values():
+            event.set()
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
         self._broken = ""  # why the ranks' answers are no longer reliable
@@ -146,6 +154,7 @@ class VllmEngine(RankControl):
             capture_quota_mib=settings.capture_quota_mib,
             lens_dir=settings.artifacts_of("lenses"),
             cores=sorted(os.sched_getaffinity(0)),
+            answer_s=settings.capture_timeout_s / ANSWER_SHARE,
             log_format=settings.log_format,
             log_level=settings.log_level,
             extensions=named(settings.extensions),
@@ -375,10 +384,13 @@ class VllmEngine(RankControl):
             params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
             reader = self._tool_reader(ask, params)
             await self._formats.check(params, ask.tenant, ask.job)
+            captured = self._captured_bytes(ask)
+            if spec is not None and captured:  # before it takes room from others
+                await self._keeps_up[spec.work].wait()
             async with (
                 self._rows.admitted(row_demand(spec)),
                 self._step_rows.admitted(self._unsplit_rows(ask)),
-                self._captures.admitted(self._captured_bytes(ask)),
+                self._captures.admitted(captured),
             ):
                 joiner = OutputJoiner(ask, reader, self._prompted(ask))
                 submitted = True
@@ -497,7 +509,8 @@ class VllmEngine(RankControl):
     def _rows_of(self, capture: StoredCapture, ask: EngineRequest) -> int:
         # drafts beyond the end are also computed
         max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens
-        return capture.num_sites * capture.count_held(len(ask.token_ids), max_tokens)
+        held = capture.count_held(len(ask.token_ids), max_tokens, ends_late=bool(ask.sampling.stop))
+        return capture.num_sites * held
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):
@@ -506,7 +519,17 @@ class VllmEngine(RankControl):
     async def steering_status(self) -> list[RankSteering]:
         """Return the ranks' steering; after a failed intervention, reset the prefix cache."""
         statuses = await self._call("midstream_status", ())
-        self._captures.shut(any(rank["behind"] for rank in statuses))
+        for work, event in self._keeps_up.items():
+            if any(work in rank["behind"] for rank in statuses):
+                event.clear()
+            else:
+                event.set()
+        silent_s = max(rank["silent_s"] for rank in statuses)
+        self.trouble = (
+            f"the process that writes a rank's files has not answered for {silent_s:.0f} s"
+            if silent_s >= SILENT_S
+            else ""
+        )
         if any(rank["tainted"] or rank["unkept"] for rank in statuses):
             # Midstream's scheduler drops the affected blocks, also while requests run
             await self._llm.reset_prefix_cache()

@@ -92,6 +92,7 @@ class TransformersEngine:
     tokenizer: TokenizerBundle
     world = 1
     waiting = 0
+    trouble = ""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -355,7 +355,8 @@ class EngineHost:
     @property
     def _trouble(self) -> str:
         """Return why no job begins here; empty when jobs may begin."""
-        trouble = self.death or self._disk_trouble
+        ranks = self._engine.trouble if self._engine is not None else ""
+        trouble = self.death or self._disk_trouble or ranks
         if trouble or self._rank_watch is None or self._rank_watch.state == "serving":
             return trouble
         return f"{self._rank_watch.state}: {self._rank_watch.detail}"

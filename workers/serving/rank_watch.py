@@ -90,7 +90,7 @@ class RankWatch:
         self._version = -1  # of the global steering that the ranks have checked; -1: none yet
         self._answered: set[str] = set()  # open checks
         self._ask = ""  # id of the last request for a report
-        self._published = ("", "")  # state and detail
+        self._published = ("", "", "")  # state, detail, and the engine's trouble
         self._out_of_step = ""  # why a resync is due
         self._compared = self._retried = self._complained = float("-inf")
         engine.on_quarantine = self.quarantine
@@ -182,6 +182,7 @@ class RankWatch:
         if due or look.ask != self._ask:
             ranks = self.ranks = await self._engine.steering_status()
             self._compared = time.monotonic()
+            await self._publish_changes()
             if why := disagreement(ranks):
                 await self._resync(why)
                 return
@@ -334,7 +335,7 @@ class RankWatch:
 
     async def _publish_changes(self) -> None:
         """Publish the worker's state immediately when it has changed."""
-        if self._published != (self.state, self.detail):
+        if self._published != (found := (self.state, self.detail, self._engine.trouble)):
             await self._publish()
-            self._published = (self.state, self.detail)
+            self._published = found
             self._compared = float("-inf")  # report on it now

@@ -60,6 +60,8 @@ class RankControl(ABC):
         Raises MidstreamError("engine_failed").
         """
 
+    trouble = ""
+
     @property
     def waiting(self) -> int:
         return self._rows.waiting

@@ -3,27 +3,27 @@ processes map, so that the scheduler reads it without a message.
 """
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from ....broker.receipts.outbox_store import file_stem
+from ....schemas.requests.specs import WriterWork
 from .config import PlaneConfig
 
-#: A rank's writers: in a process of its own, and of what needs the model among the rank's threads.
-FAR, NEAR = 0, 2
+#: Kinds of work, each with threads of its own, in the process that writes files or in the rank.
+WORKS: tuple[WriterWork, ...] = get_args(WriterWork)
+_COUNTS = 2 * len(WORKS)
 
 
 class Backlog:
-    """For each writer two counters of bytes, each of which is added to by one process: what is over
-    so far, because it is written or has failed, and what was sent.
+    """For each kind of work two counters of bytes, each of which is added to by one process: what
+    is over so far, because it is written or has failed, and what was sent.
     """
 
-    def __init__(self, counts: memoryview | None = None, writer: int = FAR) -> None:
-        """`counts`: uint64 `[4]`; None: counters at 0 that no other process reads. `writer`: whose
-        counters are added to.
-        """
-        self.shared = np.zeros(4, dtype=np.uint64).data if counts is None else counts
-        self._writer = writer
+    def __init__(self, counts: memoryview | None = None) -> None:
+        """`counts`: uint64 `[2 × kinds]`; None: counters at 0 that no other process reads."""
+        self.shared = np.zeros(_COUNTS, dtype=np.uint64).data if counts is None else counts
 
     @classmethod
     def begin(cls, config: PlaneConfig, rank: int) -> "Backlog":
@@ -35,7 +35,7 @@ class Backlog:
         for earlier in folder.glob(_file(config, rank, "*").name):
             earlier.unlink(missing_ok=True)
         file = _file(config, rank, config.boot)
-        return cls(np.memmap(file, dtype=np.uint64, mode="w+", shape=(4,)).data)
+        return cls(np.memmap(file, dtype=np.uint64, mode="w+", shape=(_COUNTS,)).data)
 
     @classmethod
     def of(cls, config: PlaneConfig, rank: int, *, frees: bool = False) -> "Backlog":
@@ -47,26 +47,27 @@ class Backlog:
             return cls()
         return cls(np.memmap(file, dtype=np.uint64, mode="r+" if frees else "r").data)
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Return the bytes that are over, and those that were sent. Read in this order: else what
-        is sent and over in between would make the backlog less than it ever was.
-        """
-        far, near = self.shared[FAR], self.shared[NEAR]
-        return far + near, self.shared[FAR + 1] + self.shared[NEAR + 1]
+    def freed(self, work: WriterWork) -> int:
+        """Return the bytes that are over."""
+        return self.shared[2 * WORKS.index(work)]
+
+    def waiting(self, work: WriterWork) -> int:
+        """Return the bytes that wait or are being written."""
+        # in this order: else what is sent and over in between would make it less than it ever was
+        freed = self.freed(work)
+        return self.shared[2 * WORKS.index(work) + 1] - freed
 
     @property
     def size(self) -> int:
-        """Return the bytes that wait or are being written."""
-        freed, sent = self.counts
-        return sent - freed
+        """Return the bytes that wait or are being written, of all kinds of work."""
+        return sum(map(self.waiting, WORKS))
 
-    def send(self, size: int) -> None:
+    def send(self, size: int, work: WriterWork = "writer") -> None:
         """Count what was sent, in the one process and thread that does."""
-        self.shared[self._writer + 1] += size
+        self.shared[2 * WORKS.index(work) + 1] += size
 
-    def free(self, size: int) -> None:
-        self.shared[self._writer] += size
+    def free(self, size: int, work: WriterWork = "writer") -> None:
+        self.shared[2 * WORKS.index(work)] += size
 
 
 def _file(config: PlaneConfig, rank: int, boot: str) -> Path:

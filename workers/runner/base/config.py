@@ -75,6 +75,9 @@ class PlaneConfig(Record):
     capture_quota_mib: int
     cores: list[int]  # cores that the worker may run on; vLLM binds each rank to some of them
     graph_families: bool = True  # idle steps have CUDA graphs of their own
+    # the process that writes a rank's files must answer within so many seconds; else the engine
+    # ends, early enough for other workers to run its jobs again
+    answer_s: float = 20.0
     log_format: str = "text"
     log_level: str = "INFO"
     extensions: list[str] = []  # packages whose extensions are loaded

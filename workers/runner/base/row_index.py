@@ -83,12 +83,23 @@ class RowIndex:
         self._blocks: OrderedDict[bytes, list[_Piece]] = OrderedDict()  # least recently used first
         self._held = 0
         self._last = 0
+        # what was looked up last, until one of its blocks changes: the scheduler asks in each step
+        # for the prompt that is first in its queue while the KV cache has no room
+        self._known: tuple[RequestCaptures, list[bytes]] | None = None
+        self._keys, self._reached = set[bytes](), 0
         self._dropped: list[int] = []
 
     def reach(self, request: RequestCaptures, hashes: list[bytes]) -> int:
         """Return how far the prefix cache may serve this prompt: up to the first captured position
         that is not kept.
         """
+        asked = request, hashes[-1:]  # the last hash covers all others
+        if asked != self._known:
+            self._known, self._keys = asked, set(hashes)
+            self._reached = self._look_up(request, hashes)
+        return self._reached
+
+    def _look_up(self, request: RequestCaptures, hashes: list[bytes]) -> int:
         reach = request.prompt_tokens
         for capture, ports in request.captures:
             for first, positions in self._blocks_of(request, capture, 0, request.prompt_tokens):
@@ -163,7 +174,7 @@ class RowIndex:
         for pieces in self._blocks.values():
             self._dropped += [piece.number for piece in pieces]
         self._blocks.clear()
-        self._held = 0
+        self._held, self._known = 0, None
 
     def _find(
         self, key: bytes, ports: frozenset[PortName], positions: frozenset[int]
@@ -188,9 +199,11 @@ class RowIndex:
         for old in covered or pieces[: max(0, len(pieces) + 1 - PIECES)]:
             self._forget(pieces, old)
         pieces.append(piece)
+        self._changed(key)
         self._held += size
         while self._held > self._limit:
             oldest = next(iter(self._blocks))
+            self._changed(oldest)
             for old in list(self._blocks[oldest]):
                 if old is not piece:
                     self._forget(self._blocks[oldest], old)
@@ -199,6 +212,10 @@ class RowIndex:
             else:
                 del self._blocks[oldest]
         return piece
+
+    def _changed(self, key: bytes) -> None:
+        if key in self._keys:
+            self._known = None
 
     def _forget(self, pieces: list[_Piece], piece: _Piece) -> None:
         pieces.remove(piece)

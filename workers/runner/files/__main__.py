@@ -5,11 +5,12 @@ next start, and requests without one run again.
 """
 
 import os
+import queue
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -62,9 +63,14 @@ def main() -> None:
         Path("/proc/self/comm").write_text("midstream-rowd")  # its name among processes
     memory = SharedMemory(size)
     memory.map(0, end, descriptor)
-    answer = partial(_answer, answers, threading.RLock())
+    # Any thread may answer, also while it collects garbage, and none waits for the rank to listen:
+    # the rank may just be waiting for room for its next message.
+    waiting, answer = queue.SimpleQueue[DeskAnswer](), partial(_answer, answers)
     with open(commands, "rb", buffering=0) as source:
-        _serve(_commands(source, memory, answer), memory, parent, answer)
+        received = _commands(source, memory, waiting.put)
+        desk = _begun(cast(Setup, next(received)[0]), memory, answer)
+        threading.Thread(target=answer, args=[iter(waiting.get, None)], daemon=True).start()
+        _serve(received, desk, memory, parent, waiting.put)
     os._exit(0)  # the rank has closed the desk, or is dead
 
 
@@ -85,11 +91,11 @@ def _commands(
 
 def _serve(
     commands: Iterator[tuple[DeskCommand, np.ndarray]],
+    desk: Desk,
     memory: SharedMemory,
     parent: int,
     answer: Callable[[DeskAnswer], None],
 ) -> None:
-    desk = _begun(cast(Setup, next(commands)[0]), memory, answer)
     for message, lease in commands:
         match message:
             case Spilled(held, begin):
@@ -105,7 +111,9 @@ def _serve(
         del message, lease
 
 
-def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[DeskAnswer], None]) -> Desk:
+def _begun(
+    setup: Setup, memory: SharedMemory, answer: Callable[[Iterable[DeskAnswer]], None]
+) -> Desk:
     config, rank = setup.config, setup.rank
     logs.configure(config.log_format, config.log_level, "rowd", worker=config.worker, rank=rank)
     arm(config.fault, Path(config.outbox_dir).parent)
@@ -122,19 +130,17 @@ def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[DeskAnswer], No
             curve=client_keys(config.curve_secret_file, config.curve_server_key),
         )
     except Exception as error:
-        answer(Begun(f"{type(error).__name__}: {error}"))
+        answer([Begun(f"{type(error).__name__}: {error}")])
         raise SystemExit(EXIT_NO_RECEIPTS) from error
     desk = Desk(memory, config, outbox, Backlog.of(config, rank, frees=True))
-    answer(Begun())
+    answer([Begun()])
     return desk
 
 
-def _answer(descriptor: int, lock: threading.RLock, answer: DeskAnswer) -> None:
-    """Tell the rank something, from any thread; while a thread does so, it may free memory, and
-    tell that, too.
-    """
-    raw = to_msgpack(answer)
-    with lock:  # a pipe may cut a long answer for another thread's
+def _answer(descriptor: int, answers: Iterable[DeskAnswer]) -> None:
+    """Tell the rank these, in one thread at a time."""
+    for answer in answers:
+        raw = to_msgpack(answer)
         os.write(descriptor, LENGTH.pack(len(raw)) + raw)
 
 

@@ -82,6 +82,11 @@ class EndedRequest(Wire, tag="ended"):
     state: int = 0
     nbytes: int = 0  # of the rows
 
+    @property
+    def work(self) -> WriterWork:
+        """Return which threads consume its rows."""
+        return self.spec.work
+
     def job(
         self,
         memory: np.ndarray,
@@ -111,7 +116,7 @@ class EndedRequest(Wire, tag="ended"):
             builds,
             self.nbytes,
             partial(self._with_sizes, memory) if self.sizes else None,
-            self.spec.work,
+            self.work,
             self.spec.tenant,
         )
 
@@ -219,6 +224,7 @@ class StreamedRows(Wire, tag="rows"):
     nbytes: int
     landing: int  # of the rows, see `SharedMemory.wait`
     opened: StreamOpened | None = None
+    work: WriterWork = "writer"  # of the request
 
 
 class StreamDropped(Wire, tag="dropped"):
@@ -303,7 +309,8 @@ class Desk:
                 )
                 self.writer.submit(job)
             case StreamedRows():
-                self.writer.stream(self._flush_of(message, memory), message.nbytes)
+                write = self._flush_of(message, memory)
+                self.writer.stream(write, message.nbytes, message.work)
             case StreamDropped(number):
                 if (stream := self._streams.pop(number, None)) is not None:
                     stream.drop()

@@ -175,7 +175,7 @@ class CaptureWriter:
         self._queues: dict[WriterWork, _Jobs] = {
             work: _Turns() if work == "reading" else queue.SimpleQueue() for work in works
         }
-        self._first = self._queues[works[0]]
+        self._first = works[0]
         self._pending = 0
         self.backlog, self._sends = backlog or Backlog(), backlog is None
         # counts since the start
@@ -197,7 +197,7 @@ class CaptureWriter:
         self._threads = [
             threading.Thread(
                 target=self._run,
-                args=(filesystem, self._queues[work], GROUP_REQUESTS[work]),
+                args=(filesystem, work),
                 name=f"midstream-{work}-{i // len(self._queues)}",
                 daemon=True,
             )
@@ -229,21 +229,23 @@ class CaptureWriter:
                 else job.receipt
             )
             return
+        self._put(job, job.work)
+
+    def stream(self, write: Callable[[], None], size: int, work: WriterWork = "writer") -> None:
+        """Have a writer thread call `write`, which releases `size` bytes of rows of this work."""
+        self._put(_Part(write, size), work)
+
+    def done_as(self, work: WriterWork) -> WriterWork:
+        """Return the kind of work whose threads do this one."""
+        return work if work in self._queues else self._first
+
+    def _put(self, item: WriteJob | _Part, work: WriterWork) -> None:
+        of = self.done_as(work)
         with self._lock:
             self._pending += 1
-            self._sent(job.size)
-        self._queues.get(job.work, self._first).put(job)
-
-    def stream(self, write: Callable[[], None], size: int) -> None:
-        """Have a writer thread call `write`, which releases `size` bytes of rows."""
-        with self._lock:
-            self._pending += 1
-            self._sent(size)
-        self._first.put(_Part(write, size))
-
-    def _sent(self, size: int) -> None:
-        if self._sends:  # else another process adds to this counter, which may lose what it adds
-            self.backlog.send(size)
+            if self._sends:  # else another process adds to it, which may lose what it adds
+                self.backlog.send(item.size, of)
+        self._queues[of].put(item)
 
     def busy(self) -> bool:
         """Return whether anything remains to be written."""
@@ -256,10 +258,10 @@ class CaptureWriter:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, filesystem: Filesystem, jobs: _Jobs, most: int) -> None:
+    def _run(self, filesystem: Filesystem, work: WriterWork) -> None:
         self._begin()
         consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
-        while group := self._gather(jobs, most):
+        while group := self._gather(work):
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
             count, size = len(group), sum(job.size for job in group)
@@ -267,15 +269,15 @@ class CaptureWriter:
             group.clear()
             with self._lock:
                 self._pending -= count
-                self.backlog.free(size)
+                self.backlog.free(size, work)
         filesystem.close()
 
-    def _gather(self, jobs: _Jobs, most: int) -> list[WriteJob]:
-        """Wait for a job, and return the group of those that wait then, at most `most`; none at the
-        end. Writes parts on the way.
+    def _gather(self, work: WriterWork) -> list[WriteJob]:
+        """Wait for a job, and return the group of those that wait then; none at the end. Writes
+        parts on the way.
         """
-        group, size = list[WriteJob](), 0
-        while len(group) < most and size < GROUP_BYTES:
+        group, size, jobs = list[WriteJob](), 0, self._queues[work]
+        while len(group) < GROUP_REQUESTS[work] and size < GROUP_BYTES:
             try:
                 job = jobs.get(block=not group)
             except queue.Empty:
@@ -284,21 +286,21 @@ class CaptureWriter:
                 jobs.put(None)  # it ends this thread after this group, and the others
                 break
             if isinstance(job, _Part):
-                self._write_part(job)
+                self._write_part(job, work)
             else:
                 group.append(job)
                 size += job.size
             del job  # a thread that waits keeps no rows
         return group
 
-    def _write_part(self, part: _Part) -> None:
+    def _write_part(self, part: _Part, work: WriterWork) -> None:
         try:
             part.write()
         except Exception:  # the build of the request's capture will find the missing rows
             logger.exception("rows of a capture could not be written")
         with self._lock:
             self._pending -= 1
-            self.backlog.free(part.size)
+            self.backlog.free(part.size, work)
 
     def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
         """Build and consume captures; return the receipts. A failure affects only its request."""
@@ -350,7 +352,16 @@ class CaptureWriter:
         return outcomes
 
     def _deliver(self, receipt: Receipt) -> None:
-        (self._outbox.append if self._diverted is None else self._diverted.receipt)(receipt)
+        """Deliver a receipt; if that fails, one that says so, which has no rows. Raises nothing,
+        because a thread that ends would leave all later requests without receipts.
+        """
+        deliver = self._outbox.append if self._diverted is None else self._diverted.receipt
+        for attempt in (receipt, _undelivered(receipt)):
+            try:
+                deliver(attempt)
+                return
+            except Exception:
+                logger.exception("receipt of job %s request %d", receipt.job, receipt.request)
 
     def _action(
         self, name: str, consumers: Mapping[str, Consumer]
@@ -362,6 +373,13 @@ class CaptureWriter:
                 [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
             )
         return consumers[name].consume
+
+
+def _undelivered(receipt: Receipt) -> Receipt:
+    why = "its receipt could not be delivered; the log of its worker has the reason"
+    return msgspec.structs.replace(
+        receipt, status="error", kind="capture_failed", message=why, files=[], consumed=[]
+    )
 
 
 def _complete(report: _Report) -> None:

@@ -39,7 +39,7 @@ from ..readings.readings import Reader, ReadingConsumer
 from ..rows.arena import Arena
 from ..rows.banks import BankPart, Banks
 from ..rows.delivery import RowConnection, connected
-from ..rows.overload import Overload
+from ..rows.overload import overloads
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
 from .grading import Grading
@@ -121,10 +121,10 @@ class DataPlane:
         # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
         # no rows are kept
         self.block_size = sys.maxsize if config.row_store_mib else 1
-        self._overload = Overload(config.capture_overload, queue_bytes, self._delivery.backlog)
+        self._overloads = overloads(config.capture_overload, queue_bytes, self._delivery.backlog)
         residual = BankPart(RESIDUAL, sites, buffers)
         self._table = Tables(self.actions)
-        self._banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overload)
+        self._banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overloads)
         self.found = self._banks.found  # to be called after each step
         self._table.prepared.start()
         self.rank_state = RankState(every, num_layers, self._table)
@@ -144,7 +144,7 @@ class DataPlane:
             self._banks,
             self.rank_state,
             self._streams,
-            self._overload,
+            self._overloads,
             self._arena,
             self._delivery,
             lambda: self.block_size,
@@ -275,7 +275,7 @@ class DataPlane:
             "kept_row_bytes": self._rows.store.held,
             "unkept": self._rows.unkept,
             "spilled_bytes": self._arena.spilled,
-            "behind": self._overload.behind,
+            "behind": [work for work, each in self._overloads.items() if each.behind],
             **msgspec.to_builtins(self._delivery.status()),
             "running": self.load.running,
             "queued": self.load.queued,

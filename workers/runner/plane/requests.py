@@ -5,7 +5,9 @@ from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple
 
+from ....schemas.base import by_key
 from ....schemas.jobs.receipts import BY_REQUEST
+from ....schemas.requests.specs import WriterWork
 from ..base.engine_step import Finish
 from ..edits.taints import Taints
 from ..rows.planner import Tracked
@@ -55,7 +57,8 @@ class Kinds(NamedTuple):
     """Tracked requests by what they need in a step."""
 
     recorded: list[Tracked]  # those with captures
-    stored: list[Tracked]  # those whose rows are not only scored
+    # those whose rows are not only scored, by the kind of work
+    stored: dict[WriterWork, list[Tracked]]
     watched: list[Tracked]  # those with probes
     edits: bool  # whether one has interventions, even if it has failed
 
@@ -76,7 +79,7 @@ class Requests:
         self.batch: StepBatch | None = None  # of the last step, until a change
         self.slots = Slots()
         self.sorted = 0  # `changes` when `kinds` was set
-        self.kinds = Kinds([], [], [], False)  # as they were when the step began
+        self.kinds = Kinds([], {}, [], False)  # as they were when the step began
         #: (requests, kind of the failure) → a context in which an error fails these requests.
         self.guard = partial(Guard, self)
 
@@ -91,11 +94,11 @@ class Requests:
         recorded = [item for item in every if item.recordings and not item.reported]
         self.kinds = Kinds(
             recorded,
-            [
-                item
+            by_key(
+                (item.spec.work, item)
                 for item in recorded
                 if not all(each.capture.scored for each in item.recordings.values())
-            ],
+            ),
             [item for item in every if item.watch is not None and not item.reported],
             any(item.spec.steering for item in every),
         )

@@ -18,7 +18,7 @@ from ..rows.banks import Bank, Banks, RowStore
 from ..rows.capture import Recording
 from ..rows.delivery import RowDelivery
 from ..rows.finite_check import Due, Miscount, NonFiniteRow, StepSizes, reason
-from ..rows.overload import Overload
+from ..rows.overload import Overloads
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
 from .requests import Requests
@@ -44,7 +44,7 @@ class RowsPart(StepPart):
         banks: Banks,
         state: RankState,
         streams: Streams,
-        overload: Overload,
+        overloads: Overloads,
         arena: Arena,
         delivery: RowDelivery,
         block_size: Callable[[], int],
@@ -53,7 +53,7 @@ class RowsPart(StepPart):
         self._requests, self._place, self._banks = requests, place, banks
         self._grades = place.grades
         self._state, self._streams, self._block_size = state, streams, block_size
-        self._overload, self._arena, self._delivery = overload, arena, delivery
+        self._overloads, self._arena, self._delivery = overloads, arena, delivery
         self.store = RowStore(arena)
         self._keeping: Keeping | None = None  # the scheduler's orders for this step
         self._edited: dict[str, _Edited] = {}  # by bank
@@ -103,11 +103,9 @@ class RowsPart(StepPart):
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self.store.serve)
         # nothing waits for the writers if they have read all messages
-        if self._delivery.held and (stored := self._requests.kinds.stored):
-            try:
-                self._overload.check()
-            except Exception as error:
-                self._requests.blame(error, stored, "capture_failed")
+        for work, stored in self._requests.kinds.stored.items() if self._delivery.held else ():
+            with self._requests.guard(stored, "capture_failed"):
+                self._overloads[work].check()
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""

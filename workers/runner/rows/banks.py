@@ -24,7 +24,7 @@ from .arena import Arena, BankRows
 from .capture import Ports, Recording, ScoredRows
 from .edit_sizes import SizeTable
 from .finite_check import FiniteCheck, Miscount, NonFiniteRow, StepSizes
-from .overload import Overload
+from .overload import Overloads
 from .planner import Planner, Tracked
 from .slot_table import Slots, StepTokens
 
@@ -84,19 +84,24 @@ class Bank:
         part: BankPart,
         table: RowTable,
         arena: Arena,
-        overload: Overload,
+        overloads: Overloads,
         copies: "torch.cuda.Stream | None",
     ) -> None:
         self.name, self.sites, self.columns, self.table = part.name, part.sites, part.columns, table
         pool = part.buffers.pool
-        memory = BankRows(arena, pool.shape[1], pool.dtype, overload.spills)
+        memory = BankRows(
+            arena,
+            pool.shape[1],
+            pool.dtype,
+            lambda: any(each.spills() for each in overloads.values()),
+        )
         self.ports = Ports(part.sites, pool.shape[1], memory.dtype, part.columns)
         self.planner = Planner(
             part.sites,
             part.buffers,
             table,
             memory,
-            overload,
+            overloads,
             copies,
             bank=part.name,
         )
@@ -134,7 +139,7 @@ class Banks:
         table: Tables,
         runs: RunStore,
         arena: Arena,
-        overload: Overload,
+        overloads: Overloads,
     ) -> None:
         """`table`: gets the tables of the banks."""
         parts, device = [residual, *inside], residual.buffers.ring.device
@@ -146,7 +151,7 @@ class Banks:
                 part,
                 table.add(part.name, part.sites, part.buffers, runs, part.columns),
                 arena,
-                overload,
+                overloads,
                 copies,
             )
             for part in parts

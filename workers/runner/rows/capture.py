@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ....schemas.base import ITEM_BYTES
-from ....schemas.requests.specs import StoredCapture
+from ....schemas.base.limits import MAX_DRAFTS
+from ....schemas.requests.specs import StoredCapture, WriterWork
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
 from ..files.desk import DeskMessage, EndedCapture, StreamDropped, StreamedRows
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 #: Positions of a block at most, except where it is one of the KV cache.
 SPAN = 64
+#: Tokens that the ranks may have computed after the last one of a request when the scheduler ends
+#: it: those of two steps under way, each with up to `MAX_DRAFTS` drafts.
+LATE = 2 * (1 + MAX_DRAFTS)
 
 
 class Ports:
@@ -66,7 +70,7 @@ class RowStream:
 
     def __init__(
         self,
-        send: Callable[[DeskMessage, Sequence[object], int], None],
+        send: Callable[[DeskMessage, Sequence[object]], None],
         opened: StreamOpened,
         part: int,
     ) -> None:
@@ -82,17 +86,22 @@ class RowStream:
         places = [block.place for block in blocks]
         self._send(
             StreamedRows(
-                opened.stream, places, nbytes, landing.number, None if self.begun else opened
+                opened.stream,
+                places,
+                nbytes,
+                landing.number,
+                None if self.begun else opened,
+                opened.spec.work,
             ),
             blocks,
-            nbytes,
         )
         self.begun = opened.stream
 
     def drop(self) -> None:
         """Have nothing more written, because the capture has failed."""
+        self.part = sys.maxsize  # the step in which it failed may still record rows for it
         if self.begun:
-            self._send(StreamDropped(self.begun), (), 0)
+            self._send(StreamDropped(self.begun), ())
             self.begun = 0
 
 
@@ -118,7 +127,10 @@ class Recording:
     stack: "WeightStack | None" = None
     prepared: Any = None  # see `FinishedCapture`
     scattered: bool = False  # its positions need not follow one another
+    work: WriterWork = "writer"  # that of its request
     end: int = sys.maxsize  # rows of this position and of later ones are not needed
+    # the request may turn out to have ended at any number of tokens from this one on
+    ends_from: int = sys.maxsize
     # positions of a block: of prompt tokens, which may be one of the KV cache, and of generated
     # ones
     block: int = SPAN
@@ -225,22 +237,16 @@ class Recording:
         rows. Called once it is known which of them are kept for other requests.
         """
         window = self.capture.window
-        head, tail = (0, 0) if window is None else window.ends
-        bounded = head + tail > 0
-        if self.stream is None and not self.capture.scored and not bounded:
+        ends = (0, 0) if window is None else window.ends
+        if self.stream is None and not self.capture.scored and not any(ends):
             return
         passed = {
             first: block for first, block in self._blocks.items() if block.span.stop <= reached
         }
         # `around` and `when` drop nothing early: a later token may match, and looking for it here
         # would cost every step of the model's thread.
-        if bounded and self.stream is None:
-            # rejected drafts may have been recorded beyond the tokens that stay
-            end, before = reached - tail - SPAN, 0  # captured positions before a block
-            for first, block in sorted(passed.items()):
-                if before < head or block.span.stop > end:
-                    before += block.place.count
-                    del passed[first]
+        if any(ends) and self.stream is None:
+            passed = _between(ends, passed, min(reached - LATE, self.ends_from))
         if self.stream is not None:
             if sum(block.nbytes for block in passed.values()) < self.stream.part:
                 return
@@ -268,6 +274,22 @@ class Recording:
     def held(self) -> list[RowBlock]:
         """Return all blocks with its rows."""
         return [*self._blocks.values(), *(run.block for run in (*self.earlier, *self.reused))]
+
+
+def _between(
+    ends: tuple[int, int], passed: Mapping[int, RecordedBlock], stop: int
+) -> dict[int, RecordedBlock]:
+    """Return those of these blocks that have none of a window's first and last positions if its
+    request ends at token `stop`, or later.
+    """
+    blocks = [(first, block) for first, block in sorted(passed.items()) if block.span.stop <= stop]
+    before, after, between = 0, sum(block.place.count for _, block in blocks), {}
+    for first, block in blocks:
+        after -= block.place.count
+        if before >= ends[0] and after >= ends[1]:
+            between[first] = block
+        before += block.place.count
+    return between
 
 
 @lru_cache(maxsize=256)

@@ -22,7 +22,7 @@ from ....schemas.base import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ....storage.calls import CALLS
-from ..base.backlog import NEAR, Backlog
+from ..base.backlog import Backlog
 from ..base.config import PlaneConfig
 from ..files.desk import (
     COMMAND,
@@ -42,6 +42,7 @@ from ..files.desk import (
     Setup,
     Spilled,
     StatusAsked,
+    StreamedRows,
 )
 from ..files.finished_rows import Consumer, Origin
 from ..files.streams import StreamOpened
@@ -52,9 +53,10 @@ from .edit_sizes import RequestSizes
 
 #: The module that the process runs.
 PROGRAM = f"{__package__.rpartition('.')[0]}.files"
-#: Seconds in which the process must answer, which it does between two messages. Then it hangs.
-_PATIENCE_S = 300.0
+#: Seconds in which the process must begin.
+_START_S = 300.0
 _PIPE_BYTES = 1 << 20
+_SILENT = "the process that writes files does not answer"
 logger = logging.getLogger(__name__)
 
 
@@ -82,13 +84,12 @@ class Link:
         self.held: dict[int, object] = {}
         self._spills = self._closing = False
         self._received = bytearray()
-        self._last, self._asked = (
-            DeskStatus(),
-            0.0,
-        )  # when it was asked for its status; 0: it answered
+        self._last, self._patience_s = DeskStatus(), config.answer_s
+        self._asked = 0.0  # when it was asked for its status; 0: it answered
         theirs, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         os.set_blocking(self._answers, False)
+        os.set_blocking(self._commands, False)
         for pipe in (self._commands, answers):
             with suppress(OSError):  # a user's pipes may be limited
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -112,7 +113,7 @@ class Link:
         """Wait until the process serves. Raises RuntimeError if it cannot."""
         ready = select.poll()  # of descriptors above 1023, too
         ready.register(self._answers, select.POLLIN)
-        while ready.poll(_PATIENCE_S * 1000):
+        while ready.poll(_START_S * 1000):
             for begun in [each for each in self._hear() if isinstance(each, Begun)]:
                 if begun.error:
                     raise RuntimeError(begun.error)
@@ -121,13 +122,13 @@ class Link:
                 return
         raise RuntimeError("the process that writes files has not begun")
 
-    def send(self, message: DeskCommand, held: Sequence[object] = (), nbytes: int = 0) -> None:
-        """Send a message. `held`: what has the rows that it names, which are `nbytes`."""
+    def send(self, message: DeskCommand, held: Sequence[object] = ()) -> None:
+        """Send a message. `held`: what has the rows that it names."""
         if not self._spills and self._arena.descriptors[1:]:
             self._put(Spilled(self._arena.descriptors[1], self._arena.end))
             self._spills = True  # another thread may have sent this, too
-        if nbytes:  # only the model's thread may add
-            self._backlog.send(nbytes)
+        if isinstance(message, EndedRequest | StreamedRows):  # only the model's thread may add
+            self._backlog.send(message.nbytes, message.work)
         self._put(message, held)
 
     def _put(self, message: DeskCommand, held: Sequence[object] = ()) -> None:
@@ -135,7 +136,15 @@ class Link:
         start, memory = self._arena.take(len(raw), 1)
         memory[:] = memoryview(raw)
         self.held[number] = memory, held
-        os.write(self._commands, COMMAND.pack(number, start, len(raw)))
+        while True:
+            try:
+                os.write(self._commands, COMMAND.pack(number, start, len(raw)))
+                return
+            except BlockingIOError:  # the process makes room between two messages
+                room = select.poll()
+                room.register(self._commands, select.POLLOUT)
+                if not room.poll(self._patience_s * 1000):
+                    self._give_up(RuntimeError(_SILENT))
 
     def turn(self) -> None:
         """Hear what the process has done."""
@@ -151,9 +160,14 @@ class Link:
         if not self._asked:
             self._asked = time.monotonic()
             self.send(StatusAsked())
-        elif time.monotonic() > self._asked + _PATIENCE_S:
-            self._give_up(RuntimeError("the process that writes files does not answer"))
+        elif self.silent_s > self._patience_s:
+            self._give_up(RuntimeError(_SILENT))
         return self._last
+
+    @property
+    def silent_s(self) -> float:
+        """Return for how many seconds the process has not answered; 0: it has."""
+        return time.monotonic() - self._asked if self._asked else 0.0
 
     def close(self) -> None:
         """Have everything written and sent, and the process end."""
@@ -188,6 +202,8 @@ class Link:
 class Near:
     """The channel to a desk in this process. Its messages are what they are to another process."""
 
+    silent_s = 0.0
+
     def __init__(self, arena: Arena, desk: Desk, held: dict[int, object] | None = None) -> None:
         """`held`: that of another channel, whose numbers are positive."""
         self._arena, self.desk = arena, desk
@@ -198,14 +214,15 @@ class Near:
         self,
         message: DeskMessage,
         held: Sequence[object] = (),
-        nbytes: int = 0,
         prepared: Mapping[int, Any] | None = None,
     ) -> None:
         """Like `Link.send`. `prepared`: what readers prepared for the request."""
         number, lease = next(self._numbers), self._arena.memory.lease()
         self.held[number] = held
         weakref.finalize(lease, self.held.pop, number).atexit = False
-        self.desk.writer.backlog.send(nbytes)
+        if isinstance(message, EndedRequest | StreamedRows):
+            writer = self.desk.writer
+            writer.backlog.send(message.nbytes, writer.done_as(message.work))
         received = from_msgpack(to_msgpack(message), cast(type[DeskMessage], DeskMessage))
         self.desk.receive(received, lease, prepared)
 
@@ -268,9 +285,9 @@ class RowDelivery:
         held = [*sizes, *(block for each in recordings.values() for block in each.held)]
         if self._is_near(request.spec):
             prepared = {number: each.prepared for number, each in recordings.items()}
-            self._near.send(request, held, request.nbytes, prepared)
+            self._near.send(request, held, prepared)
         else:
-            self._far.send(request, held, request.nbytes)
+            self._far.send(request, held)
 
     def stream(self, spec: RankSpec, number: int, recording: Recording, part: int) -> RowStream:
         """Return the stream of a capture. `number`: in the request. `part`: see `RowStream`."""
@@ -293,6 +310,7 @@ class RowDelivery:
         return {
             "outbox": sum(each.outbox for each in found),
             "backlog": self.backlog.size,
+            "silent_s": self._far.silent_s,
             "store": found[0].store,
             "files_store": found[1].store if found[1:] else {},
             **{name: sum(each.totals.get(name, 0) for each in found) for name in found[0].totals},
@@ -329,7 +347,7 @@ def connected(
         arena.memory,
         config,
         receipts,
-        Backlog(backlog.shared, NEAR),
+        backlog,
         begin=begin,
         readings=readings,
         works=("reading",),

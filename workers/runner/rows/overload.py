@@ -8,27 +8,30 @@ result reports it.
 
 import sys
 import time
+from collections.abc import Mapping
 
-from ..base.backlog import Backlog
+from ....schemas.requests.specs import WriterWork
+from ..base.backlog import WORKS, Backlog
 
 #: Seconds without progress after which the waiting captures fail.
 PATIENCE_S = 30.0
 
 
 class Overload:
-    """Applies a policy while the size of a rank's backlog exceeds `limit`. The scheduler has one
-    for each rank, beside the rank's own.
+    """Applies a policy while a rank's backlog of one kind of work exceeds `limit`. The scheduler
+    has them for each rank, beside the rank's own.
     """
 
     def __init__(
-        self, policy: str, limit: int, backlog: Backlog, patience_s: float = PATIENCE_S
+        self,
+        policy: str,
+        limit: int,
+        backlog: Backlog,
+        work: WriterWork = "writer",
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._policy, self._limit, self._backlog, self._patience_s = (
-            policy,
-            limit,
-            backlog,
-            patience_s,
-        )
+        self._policy, self._limit, self._patience_s = policy, limit, patience_s
+        self._backlog, self._work = backlog, work
         self.dropping = policy == "drop"
         # what was freed when the backlog last exceeded the limit, and since when nothing more is
         self._freed, self._since = -1, 0.0
@@ -40,8 +43,8 @@ class Overload:
         backlog exceeded the limit, and it still does: then captures fail, and the worker admits
         none.
         """
-        now, (freed, sent) = time.monotonic(), self._backlog.counts
-        if sent - freed <= self._limit:
+        now, freed = time.monotonic(), self._backlog.freed(self._work)
+        if self._size <= self._limit:
             self._gave_up = False
         elif freed != self._freed:
             self._freed, self._since = freed, now
@@ -56,24 +59,34 @@ class Overload:
         """
         if self._policy != "block" or self.behind:
             return sys.maxsize
-        return self._limit - self._backlog.size
+        return self._limit - self._size
 
     def check(self) -> None:
-        """Raise TimeoutError if the writers are behind. Every step calls it."""
-        freed, sent = self._backlog.counts
-        if sent - freed <= self._limit:
-            self._gave_up = False
-        elif self.behind:
+        """Raise TimeoutError if the writers are behind."""
+        if self.behind:
             raise TimeoutError(
                 f"the writers did not catch up within {self._patience_s:g} s: "
-                f"{self._backlog.size >> 20} MiB of captured rows wait; "
+                f"{self._size >> 20} MiB of captured rows wait; "
                 f"the limit is {self._limit >> 20} MiB (tuning.capture_queue_mib)"
             )
 
     def drops(self) -> bool:
         """Return whether to skip recording this step."""
-        return self.dropping and self._backlog.size > self._limit
+        return self.dropping and self._size > self._limit
 
     def spills(self) -> bool:
         """Return whether rows get their places on the disk."""
-        return self._policy == "spill" and self._backlog.size > self._limit
+        return self._policy == "spill" and self._size > self._limit
+
+    @property
+    def _size(self) -> int:
+        return self._backlog.waiting(self._work)
+
+
+#: Of each kind of work: one that is slow, or whose store is away, stops and fails no other.
+Overloads = Mapping[WriterWork, Overload]
+
+
+def overloads(policy: str, limit: int, backlog: Backlog) -> Overloads:
+    """Return those of a rank; each kind of work has `limit`."""
+    return {work: Overload(policy, limit, backlog, work) for work in WORKS}

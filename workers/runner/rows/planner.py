@@ -7,7 +7,7 @@ same from the slots' tables as the one before has its plan, at later positions.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +18,7 @@ from ....kernels import WHOLE, plan as columns
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.prompts.selectors import select
-from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
+from ....schemas.requests.specs import RankSpec, SteeringRow, WriterWork, columns_of
 from ..edits.steering_tables import RowTable
 from ..edits.triggers import Search, TriggeredGate
 from ..hooks.sites import Buffers, RankSite
@@ -28,7 +28,7 @@ from .buffers import Staging
 from .capture import Recording, ScoredRows
 from .edit_sizes import RequestSizes
 from .finite_check import Due
-from .overload import Overload
+from .overload import Overloads
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
 from .step_places import FEW, Places, PositionRun, StepLayout, layout_of, runs_at_most
 
@@ -145,7 +145,7 @@ class Planner:
         buffers: Buffers,
         table: RowTable,
         memory: BankRows,
-        overload: Overload,
+        overloads: Overloads,
         copies: "torch.cuda.Stream | None" = None,
         *,
         bank: str = RESIDUAL,
@@ -154,7 +154,8 @@ class Planner:
         `bank`: the bank whose steering and captures are planned.
         """
         self._bank = bank
-        self._memory, self._overload = memory, overload
+        self._memory = memory
+        self._dropping = {work: each for work, each in overloads.items() if each.dropping}
         self._sites, self._table = list(sites), table
         self._staging = Staging(buffers, memory, copies)
         self._steering, self._captures = SlotTable(), SlotTable()
@@ -269,7 +270,7 @@ class Planner:
 
     def plan_capture(self, tokens: StepTokens) -> None:
         """Plan the captures of the step's tokens; on an error nothing is captured."""
-        drops = self._overload.dropping and self._overload.drops()
+        drops = {work for work, each in self._dropping.items() if each.drops()}
         try:
             chosen = self._captures.at(tokens)
             self.repeats = (
@@ -278,7 +279,7 @@ class Planner:
             if not self.repeats:
                 self._forget_captures()
                 self._chosen = chosen
-                self._plan_capture(tokens, drops=drops)
+                self._plan_capture(tokens, drops)
             if self._places is not None:
                 self._places.move_to(tokens.firsts)
                 self.begun |= self._places.begun
@@ -288,16 +289,19 @@ class Planner:
             self.clear_captures()
             raise
 
-    def _plan_capture(self, tokens: StepTokens, *, drops: bool) -> None:
-        window = self._runs_of(tokens)
+    def _plan_capture(self, tokens: StepTokens, drops: Set[WriterWork]) -> None:
+        """`drops`: kinds of work whose rows are not recorded."""
+        window = list[PositionRun]()
+        for item in self._runs_of(tokens):
+            recording = item.recording
+            if recording.work in drops and not recording.capture.scored:  # they wait for no writer
+                first = int(tokens.firsts[item.member]) + item.skip
+                recording.dropped.update(range(first, first + item.count))
+            else:
+                window.append(item)
         self._whole = not drops and all(
             item.count <= FEW and not item.recording.scattered for item in window
         )
-        for item in window:
-            if drops and not item.recording.capture.scored:  # which wait for no writer
-                first = int(tokens.firsts[item.member]) + item.skip
-                item.recording.dropped.update(range(first, first + item.count))
-        window = [item for item in window if not drops or item.recording.capture.scored]
         runs = [(item.recording.wants, item.first_token, item.count) for item in window]
         if not runs:
             return

@@ -26,15 +26,18 @@ class Streams:
         `number`: of the capture in the request. `max_tokens`: tokens generated at most; 0: unknown.
         `block`: tokens of a KV block, if rows of prompts are kept; else 1.
         """
+        recording.work = spec.work
         part = max(1, self._window // _PARTS)
         row = recording.position_bytes
         recording.span = max(1, min(SPAN, part // row))
         recording.block = block if block > 1 else recording.span
         if max_tokens:
             recording.end = spec.prompt_tokens + max_tokens - 1
+        late = spec.worker_reports_end
+        if late:
+            recording.ends_from = spec.prompt_tokens
         if not max_tokens or recording.capture.scored:
             return
-        captured = len(recording.capture.select(0, recording.end, spec.prompt_tokens))
-        window = recording.capture.window
-        if min(captured, (window and window.held) or captured) * row > self._window:
+        held = recording.capture.count_held(spec.prompt_tokens, max_tokens, ends_late=late)
+        if held * row > self._window:
             recording.stream = self._delivery.stream(spec, number, recording, part)

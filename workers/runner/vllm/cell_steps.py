@@ -58,10 +58,12 @@ class CellSteps:
         finally:
             rest = list(waiting)
             remaining, known = set(rest), set(order)
-            waiting.clear()
-            # preempted requests come first, as in vLLM
-            waiting.extend(request for request in rest if request not in known)
-            waiting.extend(request for request in order if request in remaining or request in held)
+            waiting.remove_requests(remaining)
+            # preempted requests come first, as in vLLM; a queue of priorities sorts them itself
+            again = [request for request in rest if request not in known]
+            again += [request for request in order if request in remaining or request in held]
+            for request in again:
+                waiting.add_request(request)
 
     def _held_back(self, running: Sequence[Any], waiting: Sequence[Any]) -> set[Any]:
         cells = [

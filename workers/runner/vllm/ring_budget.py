@@ -14,11 +14,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import islice
 
-from ....schemas.requests.specs import StoredCapture
-from ..rows.overload import Overload
+from ....schemas.requests.specs import StoredCapture, WriterWork
+from ..base.backlog import WORKS
+from ..rows.overload import Overloads
 
 #: Rows in each pipeline stage, whose ring holds the rows of its layers; in a budget, then the bytes
-#: in each stage that its writers take.
+#: in each stage that its writers take, for each kind of work.
 StageRows = list[int]
 
 
@@ -40,15 +41,15 @@ class CapturedRows:
         captures: Sequence[StoredCapture],
         prompt_tokens: int,
         stages: Sequence[range],
-        sizes: Callable[[StoredCapture], int] = lambda capture: 0,
+        sizes: Callable[[StoredCapture], Sequence[int]] = lambda capture: [0] * len(WORKS),
     ) -> None:
-        """`sizes(capture)`: bytes of a row that a writer takes."""
+        """`sizes(capture)`: bytes of a row that the writers of each kind of work take."""
         self._captures = [
-            (capture, [*sites, *(count * sizes(capture) for count in sites)])
+            (capture, [*sites, *(count * size for size in sizes(capture) for count in sites)])
             for capture in captures
             for sites in [stage_sites(capture, stages)]
         ]
-        self._prompt_tokens, self._stages = prompt_tokens, len(stages)
+        self._prompt_tokens, self._columns = prompt_tokens, (1 + len(WORKS)) * len(stages)
 
     def of(self, start: int, stop: int) -> StageRows:
         """Return the number of rows of the positions `[start, stop)`, and their bytes.
@@ -56,22 +57,25 @@ class CapturedRows:
         Counts follow positions, so chunks, preemption and cache hits need no case of their own. Two
         captures of a site count twice, although they share its rows.
         """
-        rows = [0] * (2 * self._stages)
-        for capture, sites in self._captures:
-            if positions := len(capture.select(start, stop, self._prompt_tokens)):
-                for stage, per_position in enumerate(sites):
-                    rows[stage] += positions * per_position
-        return rows
+        return self._rows(
+            len(capture.select(start, stop, self._prompt_tokens)) for capture, _ in self._captures
+        )
 
     def most(self, tokens: int, max_tokens: int) -> StageRows:
         """Return the most rows of any `tokens` consecutive positions, and their bytes, if up to
         `max_tokens` tokens are generated.
         """
-        rows = [0] * (2 * self._stages)
-        for capture, sites in self._captures:
-            positions = min(tokens, capture.count_positions(self._prompt_tokens, max_tokens))
-            for stage, per_position in enumerate(sites):
-                rows[stage] += positions * per_position
+        return self._rows(
+            min(tokens, capture.count_positions(self._prompt_tokens, max_tokens))
+            for capture, _ in self._captures
+        )
+
+    def _rows(self, positions: Iterable[int]) -> StageRows:
+        """Return the rows of so many positions of each capture."""
+        rows = [0] * self._columns
+        for number, (_, sites) in zip(positions, self._captures, strict=True):
+            for column, per_position in enumerate(sites):
+                rows[column] += number * per_position
         return rows
 
 
@@ -84,7 +88,7 @@ class RingBudget:
         stages: Sequence[range],
         drafts: int,
         row_bytes: Callable[[StoredCapture], int] = lambda capture: 0,
-        queues: Sequence[Overload] = (),
+        queues: Sequence[Overloads] = (),
     ) -> None:
         """`room`: rows that one step may capture on each rank, 0: no limit; `drafts`: draft tokens
         of one request in a step, at most. `row_bytes(capture)`: bytes of a row on a rank, at most.
@@ -92,8 +96,11 @@ class RingBudget:
         """
         self._room, self._stages, self._tokens = room or sys.maxsize, stages, 1 + drafts
         self._row_bytes, self._queues = row_bytes, queues
-        self._queued = sys.maxsize  # bytes of rows that this step may capture; negative: none
-        self._stored: set[str] = set()  # requests whose rows writers take
+        # of each kind of work the bytes of rows that this step may capture; negative: none
+        self._queued = dict.fromkeys(WORKS, sys.maxsize)
+        # requests whose rows writers take
+        self._stored: dict[WriterWork, set[str]] = {work: set() for work in WORKS}
+        self._waits: Set[str] = frozenset()  # those of them that get no tokens in this step
         # request that captures → its rows, and the most rows of its next tokens
         self._captured: dict[str, tuple[CapturedRows, StageRows]] = {}
         # capturing request that this step may take → tokens computed; -1: it waits
@@ -109,29 +116,39 @@ class RingBudget:
         captures: Sequence[StoredCapture],
         prompt_tokens: int,
         max_tokens: int,
+        work: WriterWork = "writer",
     ) -> None:
         """Add a request that captures; `leave` removes it."""
         rows = CapturedRows(
             captures,
             prompt_tokens,
             self._stages,
-            lambda capture: 0 if capture.scored else self._row_bytes(capture),
+            lambda capture: [
+                self._row_bytes(capture) if each == work and not capture.scored else 0
+                for each in WORKS
+            ],
         )
         self._captured[request_id] = rows, rows.most(self._tokens, max_tokens + self._tokens)
         if not all(capture.scored for capture in captures):
-            self._stored.add(request_id)
+            self._stored[work].add(request_id)
 
     def leave(self, request_id: str) -> None:
         self._captured.pop(request_id, None)
-        self._stored.discard(request_id)
+        for stored in self._stored.values():
+            stored.discard(request_id)
 
     def look(self) -> Set[str]:
         """See how much room the queues have for the step that begins; return the requests that wait
         because one is overfull.
         """
-        if self._stored:
-            self._queued = min((queue.room for queue in self._queues), default=sys.maxsize)
-        return self._stored if self._queued < 0 else frozenset()
+        self._waits = frozenset()
+        for work, stored in self._stored.items():
+            if stored:
+                rooms = [of_rank[work].room for of_rank in self._queues]
+                self._queued[work] = min(rooms, default=sys.maxsize)
+            if self._queued[work] < 0:
+                self._waits |= stored
+        return self._waits
 
     def begin(self, running: Iterable[tuple[str, int]], waiting: Iterable[str], slots: int) -> None:
         """Begin a step. `running`: (request, computed tokens). `waiting`: requests in the order in
@@ -154,7 +171,7 @@ class RingBudget:
         """Return how many of the `tokens` after `computed` ones may be in this step, and take their
         rows from the budget.
         """
-        if self._queued < 0 and request_id in self._stored:
+        if request_id in self._waits:
             return 0
         if request_id not in self._captured or (tokens <= self._tokens and request_id in self._due):
             return tokens  # no rows, or reserved ones: steps that only generate need no computation
@@ -177,7 +194,9 @@ class RingBudget:
     def _reserve(self) -> StageRows:
         """Reserve the rows of all next tokens; return the rows that remain free."""
         stages, self._reserved = len(self._stages), {}
-        free = [self._room] * stages + [max(0, self._queued)] * stages
+        free = [self._room] * stages
+        for queued in self._queued.values():
+            free += [max(0, queued)] * stages
         for request_id, computed in self._due.items():
             rows, most = self._captured[request_id]
             share = (

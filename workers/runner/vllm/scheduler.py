@@ -23,7 +23,7 @@ from ..base.engine_step import EngineLoad, Finish
 from ..base.packed_spec import packed_spec, unpack
 from ..base.row_index import Keeping, RequestCaptures, RowIndex
 from ..probes.probe_news import ProbeNews, news_of
-from ..rows.overload import Overload
+from ..rows.overload import overloads
 from . import idle_sleep, zeroed_blocks
 from .cell_steps import CellSteps, RepeatedPrompt
 from .kept_blocks import KeptBlocks
@@ -123,7 +123,7 @@ class _Midstream:
             vllm_config.num_speculative_tokens,
             lambda capture: item * (hidden if capture.row is None else capture.row.size),
             [
-                Overload(
+                overloads(
                     config.capture_overload,
                     config.capture_queue_mib << 20,
                     Backlog.of(config, rank),
@@ -154,7 +154,11 @@ class _Midstream:
         self._fill(request)
         if spec.captures and spec.version == __version__:
             self._midstream_ring.join(
-                request.request_id, spec.captures, spec.prompt_tokens, request.max_tokens
+                request.request_id,
+                spec.captures,
+                spec.prompt_tokens,
+                request.max_tokens,
+                spec.work,
             )
             if spec.lowest_captured >= 0:
                 parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from wait_kit import settled
 
 from midstream.schemas.base import MidstreamError, content_hash, from_numpy
+from midstream.schemas.requests.steering import RankSteering
 from midstream.workers.engine.admission import (
     CaptureBudget,
     CellSlots,
@@ -18,6 +20,8 @@ from midstream.workers.engine.admission import (
 )
 from midstream.workers.engine.ranks.collective import Ranks, check_apply_results
 from midstream.workers.engine.ranks.vectors import RankVectors
+from midstream.workers.engine.vllm import VllmEngine
+from midstream.workers.runner.base.backlog import WORKS
 
 TENSORS = {
     content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))
@@ -182,17 +186,6 @@ async def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_stil
     assert order.index("huge done") < order.index("c")
 
 
-async def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
-    budget, done = CaptureBudget(100), asyncio.Event()
-    done.set()
-    budget.shut(True)
-    captures, plain = hold(budget, 10, done), hold(budget, 0, done)
-    await settled()
-    assert (captures.done(), plain.done(), budget.waiting) == (False, True, 1)
-    budget.shut(False)
-    await captures
-
-
 async def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
     budget = CaptureBudget(1)
     tasks = [hold(budget, 1, asyncio.Event()) for _ in range(2)]
@@ -222,3 +215,33 @@ async def test_sweep_cells_yield_rows_to_other_requests() -> None:
     limit = 3
     slots.release()
     await asyncio.gather(*turns)
+
+
+def engine_of_ranks(*changed: dict[str, Any]) -> Any:
+    """An engine whose ranks say this of their writers."""
+    counts = [field.name for field in msgspec.structs.fields(RankSteering) if field.type is int]
+    usual = dict.fromkeys([*counts, "tainted", "unkept"], 0) | {"checksum": "", "silent_s": 0.0}
+
+    async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
+        return [usual | {"behind": []} | each for each in changed]
+
+    engine: Any = object.__new__(VllmEngine)
+    engine._keeps_up, engine._call = {work: asyncio.Event() for work in WORKS}, call
+    return engine
+
+
+async def test_writers_that_are_behind_stop_the_admission_of_their_kind_of_work() -> None:
+    engine = engine_of_ranks({}, {"behind": ["reading"]})
+    await engine.steering_status()
+    admitted = {work: event.is_set() for work, event in engine._keeps_up.items()}
+    assert admitted == {"writer": True, "harvest": True, "reading": False}
+
+
+@pytest.mark.parametrize(("silent_s", "trouble"), [(0.4, ""), (7.2, "answered for 7 s")])
+async def test_a_rank_whose_writing_process_does_not_answer_is_trouble(
+    silent_s: float, trouble: str
+) -> None:
+    engine = engine_of_ranks({"silent_s": silent_s}, {})
+    await engine.steering_status()
+    assert engine.trouble.endswith(trouble)
+    assert bool(engine.trouble) == bool(trouble)

@@ -362,3 +362,14 @@ async def test_without_redis_the_worker_goes_on_serving(at: Worker) -> None:
     assert at.watch.serving
     at.board.away = False
     assert not await at.check("c1", NAMES[0])
+
+
+async def test_a_writer_that_does_not_answer_is_published_at_once(tmp_path: Path) -> None:
+    """`/readyz` and `doctor` show what the worker publishes."""
+    worker = Worker(tmp_path)
+    await worker.watch.start()
+    told, worker.engine.trouble = worker.told, "a rank's writer is silent"
+    for _ in range(2):
+        worker.watch._compared = float("-inf")
+        await worker.watch._look()
+    assert worker.told == told + 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rank_kit import plane_config
 
-from midstream.workers.runner.base.backlog import FAR, NEAR, Backlog
+from midstream.workers.runner.base.backlog import Backlog
 
 
 def test_others_see_a_ranks_backlog_which_begins_at_zero_at_each_start(tmp_path: Path) -> None:
@@ -19,18 +19,23 @@ def test_others_see_a_ranks_backlog_which_begins_at_zero_at_each_start(tmp_path:
     own.send(5 << 32)
     own.send(7)
     own.free(1 << 32)
-    assert seen.counts == (1 << 32, (5 << 32) + 7)
-    near, far = Backlog(own.shared, NEAR), Backlog.of(first, 0, frees=True)
-    near.send(9)
-    near.free(9)
+    assert (seen.freed("writer"), seen.waiting("writer")) == (1 << 32, (4 << 32) + 7)
+    far = Backlog.of(first, 0, frees=True)
+    own.send(9, "reading")
+    own.send(11, "harvest")
     far.free(2)
-    assert seen.counts == ((1 << 32) + 11, (5 << 32) + 16)
-    far.shared[FAR] -= 2
-    assert (seen.size, other.size) == ((4 << 32) + 7, 0)
+    far.free(3, "harvest")
+    assert (seen.freed("writer"), seen.freed("harvest")) == ((1 << 32) + 2, 3)
+    assert {work: seen.waiting(work) for work in ("writer", "harvest", "reading")} == {
+        "writer": (4 << 32) + 5,
+        "harvest": 8,
+        "reading": 9,
+    }
+    assert (seen.size, other.size) == ((4 << 32) + 5 + 9 + 8, 0)
     with pytest.raises(TypeError):
         seen.free(1)
     Backlog.begin(second, 0).send(3)
-    assert (Backlog.of(second, 0).size, seen.size) == (3, (4 << 32) + 7)
+    assert (Backlog.of(second, 0).size, seen.size) == (3, (4 << 32) + 22)
     names = sorted(file.name for file in Path(first.outbox_dir).glob("*.backlog"))
     assert [name.split(".")[1:3] for name in names] == [["rank0", "b2"], ["rank1", "b1"]]
 

@@ -18,6 +18,7 @@ from rank_kit import stream_of
 from wait_kit import wait_until
 
 from midstream.workers.runner.base.backlog import Backlog
+from midstream.workers.runner.files.desk import StreamDropped
 from midstream.workers.runner.files.streams import RecordingFile
 from midstream.workers.runner.plane import data_plane
 from midstream.workers.runner.rows import delivery
@@ -132,8 +133,7 @@ def test_a_rank_whose_process_hangs_gives_up(
 ) -> None:
     said = list[str]()
     monkeypatch.setattr(delivery, "_give_up", lambda error: said.append(str(error)))
-    rig = Rig(tmp_path, connect=delivery.connected)
-    monkeypatch.setattr(delivery, "_PATIENCE_S", 0.2)
+    rig = Rig(tmp_path, connect=delivery.connected, answer_s=0.2)
     for _ in range(30):
         time.sleep(0.02)
         rig.plane.status()
@@ -141,8 +141,61 @@ def test_a_rank_whose_process_hangs_gives_up(
     process_of(rig).send_signal(signal.SIGSTOP)
     wait_until(lambda: rig.plane.status() and said)
     assert said[0] == "the process that writes files does not answer"
+    assert rig.plane.status()["silent_s"] > 0
+    ended(rig)
+
+
+def ended(rig: Rig) -> None:
+    """Kill the process, of which nothing is wanted any more."""
     rig.plane._delivery._far._closing = True  # type: ignore[attr-defined]
     process_of(rig).kill()
+
+
+def end_many(rig: Rig) -> None:
+    """Send a message for each of many requests, without listening."""
+    for number in range(1000):
+        rig.plane._delivery._far.send(StreamDropped(number))
+
+
+@pytest.fixture
+def small_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user has who is over `pipe-user-pages-soft`."""
+    monkeypatch.setattr(delivery, "_PIPE_BYTES", 4096)
+
+
+def test_a_step_may_end_more_requests_than_the_pipes_have_room_for(
+    tmp_path: Path, small_pipes: None
+) -> None:
+    """The process answers each message, and the rank listens once a step."""
+    rig = Rig(tmp_path, connect=delivery.connected)
+    far = rig.plane._delivery._far
+    step = threading.Thread(target=end_many, args=[rig], daemon=True)
+    step.start()
+    step.join(20)
+    stuck = step.is_alive()
+    if not stuck:
+        wait_until(lambda: far.turn() or far.held.keys() == {0})
+    ended(rig)
+    assert not stuck
+
+
+def test_a_rank_that_waits_for_room_in_a_pipe_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pipes: None
+) -> None:
+    """Its process hangs, and the model's thread asks for no status while it waits."""
+
+    class GivenUp(Exception):
+        pass
+
+    def give_up(error: Exception) -> None:
+        raise GivenUp from error
+
+    monkeypatch.setattr(delivery, "_give_up", give_up)
+    rig = Rig(tmp_path, connect=delivery.connected, answer_s=0.1)
+    process_of(rig).send_signal(signal.SIGSTOP)
+    with pytest.raises(GivenUp):
+        end_many(rig)
+    ended(rig)
 
 
 @pytest.mark.slow("a rank waits for another process to leave its outbox")

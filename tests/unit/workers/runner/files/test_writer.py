@@ -23,6 +23,7 @@ from midstream.client import CaptureReader
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.requests.specs import memory_bytes
 from midstream.storage.store import ArtifactStore, open_store
+from midstream.workers.runner.base.shared_memory import HostMemoryError
 from midstream.workers.runner.files.consumers import Installed, available, installed
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
 from midstream.workers.runner.files.layouts import StoreConfig
@@ -139,6 +140,16 @@ def test_captures_do_not_wait_for_the_store_of_a_harvest_or_for_readings(
     assert desk.close().keys() == set(range(9))
 
 
+def test_rows_that_leave_early_are_work_of_their_requests_kind(desk: Desk) -> None:
+    """So that a harvest's store that does not answer fills no queue but its own."""
+    threads = list[str]()
+    desk.writer.stream(lambda: threads.append(threading.current_thread().name), 8, "harvest")
+    desk.close()
+    assert threads == ["midstream-harvest-0"]
+    assert desk.writer.backlog.freed("harvest") == 8
+    assert desk.writer.backlog.size == 0
+
+
 def test_readings_take_turns_between_tenants_and_between_jobs_of_a_tenant(desk: Desk) -> None:
     free = threading.Event()
     desk.submit(late(free), job="first", work="reading", tenant="c")
@@ -244,6 +255,41 @@ def test_a_capture_that_cannot_be_written_is_an_error_with_the_reason(desk: Desk
 def test_an_earlier_error_keeps_its_reason(desk: Desk) -> None:
     desk.submit(capture(dropped=(7,)), status="error")
     assert (desk.close()[0].status, desk.receipts[0].message) == ("error", "")
+
+
+def test_a_receipt_that_cannot_be_delivered_fails_its_request_alone(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a rank without room for a receipt with rows: the thread serves those that follow."""
+    deliver = desk.outbox.append
+
+    def small(receipt: Receipt) -> None:
+        if receipt.request == 0 and receipt.files:
+            raise HostMemoryError("no room")
+        deliver(receipt)
+
+    monkeypatch.setattr(desk.outbox, "append", small)
+    for request in (0, 1):
+        desk.submit(capture(request=request), request=request)
+    receipts = desk.close()
+    assert receipts[0].message.startswith("its receipt could not be delivered")
+    assert receipts[1].status == "ok"
+
+
+def test_a_thread_outlives_a_receipt_that_nobody_takes(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver = desk.outbox.append
+
+    def refuses(receipt: Receipt) -> None:
+        if receipt.request == 0:
+            raise HostMemoryError("no room")
+        deliver(receipt)
+
+    monkeypatch.setattr(desk.outbox, "append", refuses)
+    for request in (0, 1):
+        desk.submit(capture(request=request), request=request)
+    assert [*desk.close()] == [1]
 
 
 # field case 20

@@ -37,6 +37,7 @@ from midstream.workers.runner.rows import finite_check
 from midstream.workers.runner.rows.arena import BankRows
 from midstream.workers.runner.rows.buffers import Staging
 from midstream.workers.runner.rows.capture import SPAN, Recording
+from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.step_places import Places
 
 
@@ -134,6 +135,28 @@ def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_
     assert "4" in receipt.message
     reader = rig.reader(request)
     assert (reader.positions(), reader.dropped()) == ([0, 1, 2, 3], [4, 5, 6])
+
+
+def test_readings_that_are_behind_fail_no_capture_of_files(tmp_path: Path) -> None:
+    rig, files = Rig(tmp_path), capturing(1)
+    reading = capturing(2, consumers=[READER], reading=StoredLens(top_k=1))
+    rig.writer.backlog.send(2 << 20, "reading")
+    rig.plane._overloads["reading"]._patience_s = -1.0
+    rig.step((files, 0, 6), (reading, 0, 6), new=[files, reading])
+    rig.step((files, 6, 1), (reading, 6, 1))
+    assert rig.plane.status()["behind"] == ["reading"]
+    rig.step(finished=[files, reading])
+    told = rig.told()
+    assert "the writers did not catch up" in told["j2"].message
+    assert told["j1"].status == "ok"
+
+
+def test_readings_that_are_behind_drop_no_rows_of_files(tmp_path: Path) -> None:
+    rig, files = Rig(tmp_path, capture_overload="drop"), capturing(1)
+    rig.writer.backlog.send(2 << 20, "reading")
+    rig.step((files, 0, 6), new=[files])
+    rig.step((files, 6, 1))
+    assert rig.ended(files).status == "ok"
 
 
 def test_where_rows_cannot_be_spilled_the_request_fails_with_the_reason(tmp_path: Path) -> None:
@@ -316,7 +339,7 @@ def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.Mon
 FAILURES: list[tuple[str | type, str, str]] = [
     ("_banks.first.finite", "settle", ""),
     (finite_check, "_flat", ""),
-    ("_overload", "check", "capture_failed"),
+    (Overload, "check", "capture_failed"),
     ("_streams", "prepare", "capture_failed"),
     ("loras", "account", ""),
     ("_arena", "take", "capture_failed"),

@@ -4,6 +4,7 @@ scheduler promises exactly those rows that the ranks keep.
 """
 
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from rank_kit import HIDDEN, Rank, Request, assert_whole, capture, rows_of, stream_of, wanted_rows
+from wait_kit import wait_until
 
 from midstream.schemas.base import widened
 from midstream.schemas.model.banks import RowShape
@@ -130,7 +132,7 @@ def test_memory_is_not_lent_again_while_a_view_of_it_is_left(take: Any) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_lent_ranges_never_overlap_and_are_the_first_that_fit(seed: int) -> None:
     rng, end = np.random.default_rng(seed), VOID + (1 << 16)
-    arena, lent = Arena(0, room=end - VOID), dict[int, np.ndarray]()
+    arena, lent = Arena(end, room=end - VOID), dict[int, np.ndarray]()
     for turn in range(500):
         if lent and rng.random() < 0.45:
             assert len(np.unique(lent.pop(sorted(lent)[rng.integers(len(lent))]))) == 1
@@ -183,7 +185,7 @@ def test_unused_memory_beyond_the_limit_is_given_back() -> None:
     assert resident(arena, VOID, VOID + 15 * PAGE).all()
     del kept, beyond
     assert resident(arena, VOID, VOID + 8 * PAGE).all()
-    assert not resident(arena, VOID + 8 * PAGE, VOID + 12 * PAGE).any()
+    wait_until(lambda: not resident(arena, VOID + 8 * PAGE, VOID + 12 * PAGE).any())
     assert (other == 7).all(), "the page that it shared"
 
 
@@ -202,8 +204,42 @@ def test_pages_are_locked_once_and_come_first_and_stay(monkeypatch: pytest.Monke
     second[1][:] = 7
     del first, second
     assert resident(arena, 0, arena.locked).all()
-    assert not resident(arena, arena.locked, arena.locked + (1 << 20)).any()
+    wait_until(lambda: not resident(arena, arena.locked, arena.locked + (1 << 20)).any())
     assert register.mock_calls == [call(arena.bytes.ctypes.data, arena.locked, 0)]
+
+
+def test_a_thread_gives_pages_back_before_they_are_lent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever returned them, such as the model's thread, does not wait for the system."""
+    arena, go, given = Arena(16 * PAGE), threading.Event(), list[tuple[str, int, int]]()
+    advise = arena.memory.advise
+
+    def slowly(start: int, stop: int, advice: int) -> None:
+        assert go.wait(30)
+        advise(start, stop, advice)
+        given.append((threading.current_thread().name, start, stop))
+
+    monkeypatch.setattr(arena.memory, "advise", slowly)
+    start, lent = arena.take(1024 * PAGE, PAGE)
+    del lent
+    assert arena.take(PAGE, PAGE)[0] == start + 1024 * PAGE
+    go.set()
+    wait_until(lambda: given)
+    assert given[0] == ("midstream-arena", start, start + 1024 * PAGE)
+    wait_until(lambda: arena.take(PAGE, PAGE)[0] == start)
+
+
+def test_an_arenas_thread_ends_with_it() -> None:
+    def threads() -> int:
+        return sum(thread.name == "midstream-arena" for thread in threading.enumerate())
+
+    gc.collect()
+    before, arena = threads(), Arena(0)
+    assert threads() > 0
+    del arena
+    gc.collect()
+    wait_until(lambda: threads() <= before)
 
 
 def test_memory_that_cannot_be_locked_is_an_error_that_says_so(
@@ -425,7 +461,7 @@ def test_spilled_rows_take_no_memory_and_come_back_whole(tmp_path: Path) -> None
     lent = rank.arena.take(64 * PAGE, 1, spill=True)
     assert os.fstat(rank.arena.descriptors[1]).st_blocks * 512 >= 64 * PAGE, "it can be written to"
     del lent
-    assert os.fstat(rank.arena.descriptors[1]).st_blocks * 512 < 8 * PAGE
+    wait_until(lambda: os.fstat(rank.arena.descriptors[1]).st_blocks * 512 < 8 * PAGE)
 
 
 # --- Rows that the prefix cache serves
@@ -514,6 +550,46 @@ def test_the_oldest_rows_go_first_and_the_ranks_are_told() -> None:
     index.clear()
     assert sorted(index.dropped()) == sorted([first[0].number, third[0].number])
     assert index.reach(spec, HASHES) == 0
+
+
+def test_a_prompt_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reach is asked for in every step: also while other prompts' rows come and go."""
+    index, spec = RowIndex(8 * BLOCK * ROW, ROW, BLOCK), spec_of(capture("all_prompt"))
+    find, found = index._find, list[bytes]()
+    monkeypatch.setattr(index, "_find", lambda key, *of: found.append(key) or find(key, *of))
+    index.keep("r", spec, HASHES, 0, 8)
+    found.clear()
+    waiting = spec_of(capture("all_prompt"))
+    assert index.reach(waiting, HASHES) == 8
+    assert found == HASHES[:3]
+    for number in range(8):
+        index.serve("r", spec, HASHES, 8)  # its rows are used
+        index.keep("other", spec_of(capture("all_prompt")), [b"%d" % number] * 4, 0, 4)
+        found.clear()
+        assert index.reach(waiting, HASHES) == 8
+        assert found == []
+    index.keep("r", spec, HASHES, 8, 12)
+    assert index.reach(waiting, HASHES) == 12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_reach_of_a_prompt_that_waits_is_that_of_one_that_arrives(seed: int) -> None:
+    rng, index = np.random.default_rng(seed), RowIndex(5 * BLOCK * ROW, ROW, BLOCK)
+    kinds = [capture("all_prompt"), capture("all_prompt", post_block=[0]), capture([1, 6])]
+    prompts = [HASHES, [b"a", b"b", b"x", b"y"]]
+    waiting, hashes = spec_of(*kinds[:2]), prompts[0]
+    for turn in range(200):
+        spec, named = spec_of(kinds[rng.integers(3)]), prompts[rng.integers(2)]
+        first = BLOCK * int(rng.integers(3))
+        if rng.random() < 0.7:
+            index.keep("r", spec, named, first, first + BLOCK)
+        elif rng.random() < 0.9:
+            index.serve("r", spec, named, index.reach(spec, named))
+        else:
+            index.clear()
+        if turn % 20 == 19:  # as after a change of global steering
+            hashes = prompts[rng.integers(2)]
+        assert index.reach(waiting, hashes) == index._look_up(spec_of(*kinds[:2]), hashes)
 
 
 def test_rows_that_alone_exceed_the_limit_are_not_kept() -> None:

@@ -1,9 +1,9 @@
 """Sweep cells are composed into steps of few layers, with whole prompts, and wait otherwise."""
 
-from collections import deque
 from typing import Any, NamedTuple
 
 import pytest
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 
 from midstream.workers.runner.vllm import cell_steps
 from midstream.workers.runner.vllm.cell_steps import CELLS, CellSteps, RepeatedPrompt
@@ -14,19 +14,10 @@ class Request(NamedTuple):
     num_tokens: int
 
 
-class Queue(deque[Request]):
-    """As `FCFSRequestQueue`."""
-
-    def remove_requests(self, requests: Any) -> None:
-        rest = [request for request in self if request not in requests]
-        self.clear()
-        self.extend(rest)
-
-
 class Rig:
     def __init__(self, most: int = 2048, kept: tuple[str, ...] = ("base",)) -> None:
         self.bases: dict[str, RepeatedPrompt] = {}
-        self.waiting, self.running = Queue(), list[Request]()
+        self.waiting, self.running = FCFSRequestQueue(), list[Any]()
         self.steps = CellSteps(self.bases, kept, most)  # type: ignore[arg-type]
 
     def cells(self, layer: int, prompt: int, columns: int | None = None) -> None:
@@ -134,3 +125,18 @@ def test_requests_that_wait_for_writers_keep_their_place_and_hold_up_no_other() 
     assert rig.step("captures", *(f"3.{first}" for first in range(25))) == ["plain", "3.25"]
     rig.waiting.append(Request("later", 9))
     assert rig.step() == ["captures", *(f"3.{first}" for first in range(25)), "later"]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_queue_of_priorities_gets_back_what_a_step_does_not_take(number: int) -> None:
+    """As with vLLM's `scheduling_policy: priority`: the queue has an order of its own."""
+    rig, queue = Rig(), PriorityRequestQueue()
+    requests: list[Any] = [Request(name, 9) for name in ("captures", "first", "second", "third")]
+    for request in requests:
+        queue.add_request(request)
+    with rig.steps.composing([], queue, {"captures"}):
+        assert list(queue) == requests[1:]
+        for _ in range(number):
+            queue.pop_request()  # scheduled
+        queue.add_request(preempted := Request("a preempted one", 9))  # type: ignore[arg-type]
+    assert list(queue) == [preempted, requests[0], *requests[1 + number :]]

@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from midstream.schemas.base.ring import MOST_BYTES, plan_ring
 from midstream.schemas.prompts.selectors import PositionWindow
-from midstream.schemas.requests.specs import PROBED, StoredCapture
+from midstream.schemas.requests.specs import PROBED, StoredCapture, WriterWork
 from midstream.workers.runner.base.backlog import Backlog
-from midstream.workers.runner.rows.overload import Overload
+from midstream.workers.runner.rows.overload import Overloads, overloads
 from midstream.workers.runner.vllm.ring_budget import CapturedRows, RingBudget, stage_sites
 
 ONE_STAGE = [range(4)]
@@ -31,13 +31,13 @@ def budget(
     room: int,
     drafts: int = 0,
     stages: list[range] = ONE_STAGE,
-    queues: list[Overload] | None = None,
-    **requests: tuple[int, list[StoredCapture]],
+    queues: list[Overloads] | None = None,
+    **requests: Any,
 ) -> RingBudget:
-    """`requests`: the prompt's length, and what is captured."""
+    """`requests`: the prompt's length, what is captured, and the kind of work if not `writer`."""
     made = RingBudget(room, stages, drafts, lambda capture: len(capture.tag), queues or [])
-    for name, (prompt, captures) in requests.items():
-        made.join(name, captures, prompt, 100)
+    for name, (prompt, captures, *work) in requests.items():
+        made.join(name, captures, prompt, 100, *work)
     return made
 
 
@@ -79,12 +79,25 @@ def test_without_a_ring_nothing_is_split() -> None:
     assert ring.take("a", 0, 10_000) == 10_000
 
 
-def of_writers(*sizes: int, limit: int = 100) -> list[Overload]:
-    """Of each rank, a queue with that many bytes."""
+def of_writers(*sizes: int, limit: int = 100, work: WriterWork = "writer") -> list[Overloads]:
+    """Of each rank, queues of which one has that many bytes."""
     backlogs = [Backlog() for _ in sizes]
     for backlog, size in zip(backlogs, sizes, strict=True):
-        backlog.send(size)
-    return [Overload("block", limit, backlog) for backlog in backlogs]
+        backlog.send(size, work)
+    return [overloads("block", limit, backlog) for backlog in backlogs]
+
+
+@pytest.mark.parametrize("full", ["reading", "harvest", "writer"])
+def test_only_requests_of_the_kind_of_work_whose_queue_is_full_wait(full: WriterWork) -> None:
+    kinds = ("reading", "harvest", "writer")
+    ring = budget(
+        0, queues=of_writers(101, work=full), **{kind: (40, [capture()], kind) for kind in kinds}
+    )
+    assert ring.look() == {full}
+    ring.begin([], kinds, 9)
+    # 4 rows of a byte at a position, of 100 that each of the others may have
+    taken = {kind: ring.take(kind, 0, 40) for kind in kinds}
+    assert taken == dict.fromkeys(kinds, 25) | {full: 0}
 
 
 def test_while_a_rank_has_too_many_rows_to_write_captures_wait_and_others_run() -> None:
