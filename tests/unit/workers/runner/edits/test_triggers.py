@@ -126,6 +126,22 @@ def test_a_step_whose_tokens_are_unknown_fails_no_request_without_a_trigger(rig:
     assert receipts["j2"].status == "ok"
 
 
+@pytest.mark.parametrize("limit", [0.0, -1e-6], ids=["no limit", "a limit that fails"])
+def test_an_edit_that_only_a_rejected_draft_opened_leaves_nothing(rig: Rig, limit: float) -> None:
+    on_9 = replace(edits(Trigger(token_ids=[[9]]))[0], limit=limit)
+    request = Request(1, PROMPT, TOTAL, (), [on_9])
+    rig.tokens[1] = [0] * 7 + [9] + [0] * 4
+    rig.step((request, 0, 6), new=[request])
+    rig.step((request, 6, 2))  # the second one is a draft
+    rig.tokens[1] = [0] * TOTAL
+    for first in range(7, TOTAL - 1):
+        rig.step((request, first, 1))
+    receipt = rig.ended(request)
+    assert receipt.status == "ok"
+    assert receipt.applied == 0
+    assert receipt.sizes == []
+
+
 def test_a_trigger_is_part_of_a_digest_and_of_a_row() -> None:
     each = [*edits(None), *edits(AT_1), *edits(replace(AT_1, skip=True)), *edits(FROM_23)]
     assert len({steering_digest([entry]) for entry in each}) == len(each)
