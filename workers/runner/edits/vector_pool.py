@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ....schemas.requests.interventions import SCALARS
-from ..base.free_ranges import FreeRanges
 from ..base.host_memory import locked_copy
+from ..base.ranges import FreeRanges, numbers_of
 from ..hooks.sites import Buffers
 
 #: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
@@ -119,7 +119,7 @@ class EntryPool:
         _, first, of_runs = np.unique(content.runs[:, 2], return_index=True, return_inverse=True)
         sizes = content.runs[first, 3]
         starts = self._places(sizes.tolist())
-        self._put(_entries(starts, sizes), content.vectors, content.scalars)
+        self._put(numbers_of(starts, sizes), content.vectors, content.scalars)
         self._runs[row] = content.runs.copy()
         self._runs[row][:, 2] = starts[of_runs]
         self.used += needed
@@ -130,7 +130,7 @@ class EntryPool:
         runs = np.unique(self._runs.pop(row)[:, 2:], axis=0)
         self._buffers.site_rows[:, :, row] = 0
         if len(runs):
-            self._zero(self._index(_entries(*runs.T)))
+            self._zero(self._index(numbers_of(*runs.T)))
             self._give(runs.tolist())
             self.used -= int(runs[:, 1].sum())
 
@@ -187,11 +187,11 @@ class EntryPool:
         every = np.concatenate([self._runs[row] for row in held])
         firsts, number, of_runs = np.unique(every[:, 2], return_index=True, return_inverse=True)
         sizes = every[number, 3]
-        old = self._index(_entries(firsts, sizes))
+        old = self._index(numbers_of(firsts, sizes))
         pool, scalars = self._buffers.pool[old], self._buffers.scalars[old]  # copies
         starts = 1 + np.cumsum(sizes) - sizes
         self._zero(old)
-        self._put(_entries(starts, sizes), pool, scalars)
+        self._put(numbers_of(starts, sizes), pool, scalars)
         every[:, 2] = starts[of_runs]
         ends = np.cumsum([len(self._runs[row]) for row in held])
         self._runs.update(zip(held, np.split(every, ends[:-1]), strict=True))
@@ -224,11 +224,6 @@ class EntryPool:
         return (values if values.is_pinned() else locked_copy(values)).to(
             self._device, non_blocking=True
         )
-
-
-def _entries(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the entries of runs that begin at `starts`, one run after the other."""
-    return np.repeat(starts - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
 
 
 def _fingerprint(runs: list[list[int]], vectors: torch.Tensor, scalars: torch.Tensor) -> int:

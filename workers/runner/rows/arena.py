@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from ....schemas.base import DTYPES
-from ..base.free_ranges import FreeRanges
 from ..base.host_memory import lock
 from ..base.landings import LANDED, Landing
+from ..base.ranges import FreeRanges
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
 from ..files.recorded import BlockPlace, RowBlock
 

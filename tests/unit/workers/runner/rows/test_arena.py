@@ -27,8 +27,8 @@ from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.workers.runner.base import row_index
 from midstream.workers.runner.base.backlog import Backlog
-from midstream.workers.runner.base.free_ranges import FreeRanges
 from midstream.workers.runner.base.process import begin_helper, threads_elsewhere
+from midstream.workers.runner.base.ranges import FreeRanges
 from midstream.workers.runner.base.row_index import PIECES, RequestCaptures, RowIndex
 from midstream.workers.runner.base.shared_memory import VOID, HostMemoryError
 from midstream.workers.runner.files.recorded import Extent, Recorded, bytes_of
