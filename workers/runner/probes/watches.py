@@ -80,8 +80,10 @@ class ScoreTable:
                 self.returned.extend(range(len(self.of), len(self.of) + _SLOTS))
                 self.of = np.append(self.of, np.zeros(_SLOTS, self.of.dtype))
             slot = self.returned.pop()
-            first, room = (int(self.of[name][slot]) for name in ("first", "room"))
-            self.rows[first : first + room] = self._nothing
+            first, room, reached = (
+                int(self.of[name][slot]) for name in ("first", "room", "reached")
+            )
+            self.rows[first : first + reached] = self._nothing  # later ones were never written
             self.of[slot] = (first, room, 0, 0, prompt_tokens, np.nan, 0)
             self.reserve(slot, _ROOM)
             return slot
@@ -276,7 +278,7 @@ class Watch:
             return self._triggers(self.decide())[:, number].tolist()
         columns = self.kind.columns[number]
         scores = self.rows["scores"][: self.reached, columns.start : columns.stop]
-        return [bool((row >= at_least).any()) for row in scores]
+        return (scores >= at_least).any(axis=1).tolist()
 
     def _triggers(self, stop: int) -> np.ndarray:
         """Return whether each probe turns on at each position below `stop`."""
