@@ -94,6 +94,8 @@ class Tracked:
             return None
         if not row.condition[1]:
             return gates.index(row.gate)
+        if row.condition not in self.searches:  # they could not be made
+            return None
         return len(gates) + [*self.searches].index(row.condition)
 
     def conditions_at(self, number: int) -> list[TriggeredGate]:
