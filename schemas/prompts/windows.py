@@ -50,6 +50,14 @@ class Occurrences(Record):
         """The automaton that finds its token ids, see `_automaton`."""
         return _automaton(tuple(map(tuple, self.token_ids or ())))
 
+    def ends(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the last position of each occurrence of its token ids, and the length of the
+        longest one that ends there, which covers the others.
+        """
+        steps, lengths = self.automaton
+        nodes = accumulate(token_ids, lambda node, token: steps[node].get(token, 0), initial=0)
+        return [(stop - 1, lengths[node]) for stop, node in enumerate(nodes) if lengths[node]]
+
 
 class Around(Occurrences):
     """Occurrences with the positions `before` and `after` each of them."""
@@ -58,12 +66,8 @@ class Around(Occurrences):
     after: Margin = 0
 
     def hits(self, token_ids: Sequence[int]) -> list[range]:
-        """Return the positions of each occurrence of its token ids; of those that end at one
-        token, of the longest, which covers the others.
-        """
-        steps, lengths = self.automaton
-        nodes = accumulate(token_ids, lambda node, token: steps[node].get(token, 0), initial=0)
-        return [range(end - lengths[node], end) for end, node in enumerate(nodes) if lengths[node]]
+        """Return the positions of each occurrence of its token ids, as `ends` finds them."""
+        return [range(end + 1 - length, end + 1) for end, length in self.ends(token_ids)]
 
 
 @lru_cache(maxsize=8)

@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -303,6 +304,17 @@ class StoredSteering(CheckedSteering, kw_only=True):
         return FAMILY[self.family].entries(self.rank or 1)
 
 
+def triggers_of(steering: Iterable[StoredSteering]) -> dict[bytes, Trigger]:
+    """Return the distinct triggers of entries, by what `StoredSteering.condition` has of them."""
+    return {entry.condition[1]: entry.trigger for entry in steering if entry.trigger}
+
+
+def occurrences(steering: Iterable[StoredSteering], prompt: Sequence[int]) -> list[bytes]:
+    """Return `RankSpec.occurrences` for the tokens of a prompt."""
+    found = [trigger.ends(prompt) for trigger in triggers_of(steering).values()]
+    return [array("i", [end for end, _ in ends]).tobytes() for ends in found]
+
+
 class StoredCapture(Record, omit_defaults=True):
     """A validated capture for one prompt: the hooks of a `CaptureSpec` in one bank, or the rows for
     a reading (`reading`).
@@ -479,6 +491,9 @@ class RankSpec(Record):
     attempt: int  # fencing token
     prompt_tokens: int
     steering: list[StoredSteering] = []  # entries of global steering first, then the request's own
+    # for each of `triggers_of` its steering, the positions of the prompt at which occurrences end,
+    # ascending, int32: a rank searches only what is generated
+    occurrences: list[bytes] = []
     captures: list[StoredCapture] = []  # the user's captures and global capture
     digest: str = ""  # content hash of the interventions; empty if there are none
     first_affected: int = -1  # lowest absolute position that an intervention edits; -1: none

@@ -25,6 +25,7 @@ from midstream.schemas.prompts.selectors import lowest_position
 from midstream.schemas.requests.specs import (
     RankSpec,
     StoredCapture,
+    occurrences,
     probe_captures,
     steering_digest,
 )
@@ -145,7 +146,7 @@ class Rig:
         arrived = [
             NewRequest(
                 str(r.number),
-                spec_of(r),
+                spec_of(r, self._tokens(r)),
                 cached if r is new[-1] else 0,
                 r.max_tokens,
                 token_ids=self._tokens(r)[: r.prompt_tokens],
@@ -197,11 +198,13 @@ class Rig:
         return CaptureReader(self.directory / "captures", f"j{request.number}")
 
 
-def spec_of(request: Request) -> RankSpec:
+def spec_of(request: Request, tokens: Sequence[int] = ()) -> RankSpec:
+    """`tokens`: with which its prompt begins."""
     spec = request.tracked.spec
     return msgspec.structs.replace(
         spec,
         version=__version__,
+        occurrences=occurrences(spec.steering, tokens[: spec.prompt_tokens]),
         digest=steering_digest(spec.steering),
         first_affected=min(
             (lowest_position(entry.positions, spec.prompt_tokens) for entry in spec.steering),

@@ -5,25 +5,30 @@ captures must therefore hold.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from trigger_kit import open_of
 
 from midstream import __version__
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base import Tensor, content_hash, from_numpy
 from midstream.schemas.model.banks import BANK, RESIDUAL, RowShape
 from midstream.schemas.prompts.selectors import lowest_position, select
+from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import (
     RankSpec,
     StoredCapture,
     StoredSteering,
+    occurrences,
     probe_captures,
     steering_digest,
 )
 
+#: What may decide where a request's steering is applied, beside its positions.
+Decides = Literal["nothing", "probes", "tokens"]
 LAYERS = 2
 #: Hooks of the residual bank, and of the second bank.
 STREAM, INSIDE = ("pre_attn", "post_attn", "post_block"), ("q", "z")
@@ -111,6 +116,7 @@ class Asked:
             attempt=1,
             prompt_tokens=self.prompt,
             steering=self.steering,
+            occurrences=occurrences(self.steering, self.tokens[: self.prompt]),
             captures=[*self.captures, *probe_captures(probes)],
             digest=steering_digest(self.steering),
             first_affected=min(
@@ -205,6 +211,9 @@ class Asked:
     def edited(self, entry: StoredSteering, stop: int) -> list[int]:
         """Return the positions below `stop` that an entry edits."""
         named = select(entry.positions, 0, stop, self.prompt)
+        if entry.trigger:
+            lets = open_of(entry.trigger, self.tokens[:stop])
+            return [position for position in named if lets[position]]
         return [position for position in named if not entry.gate or position in self.open(stop)]
 
     def open(self, stop: int) -> list[int]:
@@ -228,6 +237,22 @@ class Asked:
             for number, entry in enumerate(self.steering)
         ]
 
+    def triggered(self, draws: random.Random) -> None:
+        """Let its tokens decide where its steering, or a part of it, is applied."""
+        self.steering = [
+            entry
+            if number and draws.random() < 0.3
+            else msgspec.structs.replace(
+                entry,
+                trigger=Trigger(
+                    token_ids=[[token] for token in draws.choices(self.tokens, k=2)],
+                    after=draws.choice([0, 1, "end"]),
+                    skip=draws.random() < 0.3,
+                ),
+            )
+            for number, entry in enumerate(self.steering)
+        ]
+
 
 def source_content(position: int) -> int:
     """Return the token of the source run at a position."""
@@ -243,9 +268,11 @@ def probe_tensors() -> list[Tensor]:
     return [from_numpy(WEIGHT), from_numpy(np.full(1, 0.5, dtype=np.float32))]
 
 
-def draw(draws: random.Random, count: int, *, shares: bool, calm: bool, gates: bool) -> list[Asked]:
+def draw(
+    draws: random.Random, count: int, *, shares: bool, calm: bool, decides: Decides
+) -> list[Asked]:
     """Draw `count` requests, in the order of their arrival. `shares`: some share prompt blocks.
-    `calm`: they generate many tokens. `gates`: probes gate some steering.
+    `calm`: they generate many tokens. `decides`: what decides where some steering is applied.
     """
     asked = [_source(draws)]
     for number in range(1, count):
@@ -273,8 +300,10 @@ def draw(draws: random.Random, count: int, *, shares: bool, calm: bool, gates: b
         if request.ending == "stop":
             request.kept = draws.randint(request.prompt + 1, request.total)
         request.cancelled_after = draws.randint(1, request.total - 1)
-        if gates and request.steering and draws.random() < 0.7:
+        if decides == "probes" and request.steering and draws.random() < 0.7:
             request.gated(draws)
+        if decides == "tokens" and draws.random() < 0.8:
+            request.triggered(draws)
         request.complete()
         if request.steering and request.ending == "length" and draws.random() < 0.2:
             first = request.spec.first_affected

@@ -22,6 +22,7 @@ from drawn_requests import (
     SOURCE,
     WIDTHS,
     Asked,
+    Decides,
     draw,
     junk,
     probe_tensors,
@@ -133,9 +134,11 @@ class Delivered:
 class Simulation:
     """One seed: a rank, its device, its scheduler and its requests."""
 
-    def __init__(self, seed: int, folder: Path, patch: pytest.MonkeyPatch, *, gates: bool) -> None:
+    def __init__(
+        self, seed: int, folder: Path, patch: pytest.MonkeyPatch, *, decides: Decides
+    ) -> None:
         self.seed, self.folder, self._draws = seed, folder, random.Random(seed)
-        draws = self._draws
+        draws, self._decides = self._draws, decides
         self.policy = ("block", "spill", "block", "drop")[seed % 4]
         # most steps repeat the one before: all requests generate one token in each
         self._calm = seed % 3 == 2
@@ -152,7 +155,7 @@ class Simulation:
         self._note_receipts(patch)
         self._traced = draws.random() < 0.7
         self._shares = self.policy != "drop" and draws.random() < 0.8
-        self.asked = draw(draws, REQUESTS, shares=self._shares, calm=self._calm, gates=gates)
+        self.asked = draw(draws, REQUESTS, shares=self._shares, calm=self._calm, decides=decides)
         self.step = 0
         self.findings: list[str] = []
         #: The step in which an injected failure happened; 0: none did.
@@ -327,7 +330,7 @@ class Simulation:
                 if draws.random() < 0.5:
                     resumed[life.asked.id] = cached
                 else:  # as the v2 runner does
-                    new.append(NewRequest(life.asked.id, life.asked.spec, cached))
+                    new.append(self._arrival(life.asked, cached, 0))
             elif not life.preempted and life.computed and not life.surplus:
                 life.preempted = draws.random() < (0.01 if self._calm else 0.04)
                 preempted += life.preempted
@@ -340,14 +343,15 @@ class Simulation:
             self._running.append(life)
             self._begun[asked.number] = self.step
             life.computed = self._served(life, keeping)
-            new.append(NewRequest(asked.id, asked.spec, life.computed, asked.max_tokens))
+            new.append(self._arrival(asked, life.computed, asked.max_tokens))
         windows = self._windows(keeping)
         keeping.drop = self._index.dropped()
         self.plane.begin(new, finished, preempted, keeping, resumed, ends)
         placed = [(life.asked.id, start, count) for life, start, count, _ in windows]
         family = self.plane.choose(placed)
-        self.plane.plan(view_of(*placed))
         contents = [content for *_, tokens in windows for content in tokens]
+        inputs = torch.tensor(contents, dtype=torch.int32)
+        self.plane.plan(view_of(*placed, inputs=inputs))
         hidden = None
         if contents:
             broken = [
@@ -362,6 +366,11 @@ class Simulation:
             self.plane.plan_nothing()
             self._contents += 1
             self._forward([junk(self._contents)] * CAPACITY, [False] * CAPACITY, family=WHOLE)
+
+    @staticmethod
+    def _arrival(asked: Asked, cached: int, max_tokens: int) -> NewRequest:
+        prompt = asked.tokens[: asked.prompt]
+        return NewRequest(asked.id, asked.spec, cached, max_tokens, token_ids=prompt)
 
     def _ended(self) -> tuple[dict[str, Finish], list[tuple[str, int]]]:
         """Return the requests that ended before this step, and the ends that the worker reports."""
@@ -420,9 +429,13 @@ class Simulation:
                 count = 1 + drafts
                 right = 0 if life.surplus else 1 + accepted
                 tokens = [asked.content(start + place) for place in range(right)]
-                for _ in range(count - right):
+                for place in range(right, count):
                     self._contents += 1
-                    tokens.append(junk(self._contents))
+                    # a token that comes later may open a trigger too early
+                    later = self._decides == "tokens" and start + place + 1 < asked.total
+                    tokens.append(
+                        asked.content(start + place + 1) if later else junk(self._contents)
+                    )
                 life.computed = start + right
             room -= count
             windows.append((life, start, count, tokens))
@@ -569,13 +582,13 @@ def simulate(
     folder: Path,
     fault: Callable[[pytest.MonkeyPatch, Simulation], None] = lambda patch, simulation: None,
     *,
-    gates: bool = False,
+    decides: Decides = "nothing",
 ) -> Simulation:
-    """Run one seed; its findings are in the result. `fault` changes the code before. `gates`:
-    probes gate steering.
+    """Run one seed; its findings are in the result. `fault` changes the code before. `decides`:
+    what decides where steering is applied.
     """
     with pytest.MonkeyPatch.context() as patch:
-        simulation = Simulation(seed, folder, patch, gates=gates)
+        simulation = Simulation(seed, folder, patch, decides=decides)
         fault(patch, simulation)
         simulation.run()
     return simulation

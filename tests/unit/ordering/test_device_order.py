@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from boundaries import BOUNDARIES, inject
+from drawn_requests import Decides
 from simulated_rank import simulate
 
 from midstream.workers.runner.rows.planner import Planner
 
-#: Whether probes gate steering → seeds of each simulation; and those that `make test` runs too.
-SEEDS, FEW = {False: 200, True: 60}, 10
+#: What decides where steering is applied → seeds of each simulation; and those that `make test`
+#: runs too.
+SEEDS: dict[Decides, int] = {"nothing": 200, "probes": 60, "tokens": 60}
+FEW = {"nothing": 10, "probes": 10, "tokens": 6}
 #: The first seed; another one looks for rare orders on purpose.
 FIRST = int(os.environ.get("ORDERING_SEED", "0"))
 
@@ -23,21 +26,23 @@ FAULTY = (73, 153)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fails", [False, True], ids=["whole", "one failure"])
 @pytest.mark.parametrize(
-    ("gates", "seed"),
+    ("decides", "seed"),
     [
         pytest.param(
-            gates, FIRST + seed, marks=[] if seed < FEW or seed in FAULTY else [pytest.mark.long]
+            decides,
+            FIRST + seed,
+            marks=[] if seed < FEW[decides] or seed in FAULTY else [pytest.mark.long],
         )
-        for gates, seeds in SEEDS.items()
+        for decides, seeds in SEEDS.items()
         for seed in range(seeds)
     ],
 )
-def test_captures_and_gates_are_right_in_every_order_of_the_device(
-    gates: bool, seed: int, fails: bool, tmp_path: Path
+def test_captures_and_edits_are_right_in_every_order_of_the_device(
+    decides: Decides, seed: int, fails: bool, tmp_path: Path
 ) -> None:
     """One failure, at any boundary, fails only requests that ran."""
     faults = [inject(seed)] if fails else []
-    assert simulate(seed, tmp_path, *faults, gates=gates).findings == []
+    assert simulate(seed, tmp_path, *faults, decides=decides).findings == []
 
 
 @pytest.mark.parametrize("seed", [29, 78])

@@ -2,7 +2,13 @@
 
 from ....schemas.base import __version__
 from ....schemas.prompts.selectors import depends_on_prompt, lowest_position
-from ....schemas.requests.specs import RankSpec, StoredSteering, content_key, steering_digest
+from ....schemas.requests.specs import (
+    RankSpec,
+    StoredSteering,
+    content_key,
+    occurrences,
+    steering_digest,
+)
 from ..protocol import EngineRequest
 
 
@@ -35,6 +41,7 @@ def rank_spec(ask: EngineRequest) -> RankSpec | None:
         attempt=ask.attempt,
         prompt_tokens=prompt_tokens,
         steering=steering,
+        occurrences=occurrences(steering, ask.token_ids),
         captures=captures,
         digest=_digest(global_rows, own_steering, ask),
         by_prompt=any(depends_on_prompt(entry.positions) for entry in steering),

@@ -1,8 +1,8 @@
 """Allocation of pool entries to configuration rows: a run of consecutive entries per site and
 family; sites with the same content share a run.
 
-Runs differ in length, so free entries may be scattered; if no gap is left at the end, the entries
-in use are compacted. Entry 0 stays zero.
+A row's runs are written one after the other, or else into gaps that others left. Only if a run fits
+into no gap are the entries in use compacted, all at once. Entry 0 stays zero.
 """
 
 import zlib
@@ -14,6 +14,7 @@ import torch
 
 from ....schemas.requests.interventions import SCALARS
 from ..base.host_memory import locked_copy
+from ..base.ranges import FreeRanges, numbers_of
 from ..hooks.sites import Buffers
 
 #: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
@@ -97,7 +98,7 @@ class EntryPool:
         self._device = buffers.pool.device
         self._capacity = len(buffers.pool) - 1
         self._runs: dict[int, RunTable] = {}  # by row
-        self._end = 1  # entries from here on are free; there may be gaps before it
+        self._free = FreeRanges(1, 1 + self._capacity)
         self.used = 0  # entries
 
     def write(self, row: int, content: JoinedRow) -> None:
@@ -111,34 +112,34 @@ class EntryPool:
                 f"{needed} steering entries needed, {self._capacity - self.used} of "
                 f"{self._capacity} free"
             )
-        if self._end + needed > 1 + self._capacity:
-            self._close_gaps()
         self._runs[row] = content.runs[:0]
         if not needed:  # all of the row's layers are on other stages
             return
-        self._put(self._end, content.vectors, content.scalars)  # one copy for all sites
-        self._runs[row] = np.add(content.runs, (0, 0, self._end, 0))
-        self._end += needed
+        # the runs without those that sites share, in the order of their entries
+        _, first, of_runs = np.unique(content.runs[:, 2], return_index=True, return_inverse=True)
+        sizes = content.runs[first, 3]
+        starts = self._places(sizes.tolist())
+        self._put(numbers_of(starts, sizes), content.vectors, content.scalars)
+        self._runs[row] = content.runs.copy()
+        self._runs[row][:, 2] = starts[of_runs]
         self.used += needed
-        self._write_places(row)
+        self._write_places([row])
 
     def erase(self, row: int) -> None:
         """Free a row's entries and zero them."""
-        runs = self._runs.pop(row)
+        runs = np.unique(self._runs.pop(row)[:, 2:], axis=0)
         self._buffers.site_rows[:, :, row] = 0
-        if len(runs):  # a row's runs stay consecutive: they are written so, and compacted in order
-            first, last = int(runs[:, 2].min()), int(runs[:, 2:].sum(1).max())
-            self._buffers.pool[first:last] = 0
-            self._buffers.scalars[first:last] = 0
-            self.used -= last - first
-        if not self.used:
-            self._end = 1
+        if len(runs):
+            self._zero(self._index(numbers_of(*runs.T)))
+            self._give(runs.tolist())
+            self.used -= int(runs[:, 1].sum())
 
     def clear(self) -> None:
         """Zero everything, including entries that no row owns."""
         for buffer in (self._buffers.site_rows, self._buffers.pool, self._buffers.scalars):
             buffer.zero_()
-        self._runs, self._end, self.used = {}, 1, 0
+        self._runs, self.used = {}, 0
+        self._free = FreeRanges(1, 1 + self._capacity)
 
     def fingerprints(self) -> dict[int, int]:
         """Return row in use → CRC32 of what its sites read on the device, wherever its entries are.
@@ -161,37 +162,60 @@ class EntryPool:
             checksums[row] = _fingerprint(found, pool, scalars)
         return checksums
 
+    def _places(self, sizes: list[int]) -> np.ndarray:
+        """Take a place for a run of each of these sizes, of which there are enough entries; return
+        the first entry of each.
+        """
+        if (start := self._free.take(sum(sizes))) is not None:
+            return start + np.cumsum(sizes) - sizes
+        taken = list[tuple[int, int]]()
+        for size in sizes:
+            if (start := self._free.take(size)) is None:
+                self._give(taken)
+                self._close_gaps()
+                return self._places(sizes)
+            taken.append((start, size))
+        return np.array([start for start, _ in taken])
+
+    def _give(self, runs: Sequence[Sequence[int]]) -> None:
+        for start, size in runs:
+            self._free.give(start, start + size)
+
     def _close_gaps(self) -> None:
         """Compact all runs, keeping their order."""
-        every = np.concatenate([runs[:, 2:] for runs in self._runs.values()])
-        placed = np.unique(every, axis=0).tolist()
-        index = self._index(
-            [entry for first, entries in placed for entry in range(first, first + entries)]
-        )
-        pool, scalars = self._buffers.pool[index], self._buffers.scalars[index]  # copies
-        self._buffers.pool.zero_()
-        self._buffers.scalars.zero_()
-        self._put(1, pool, scalars)
-        self._end, moved = 1, {}
-        for first, entries in placed:
-            moved[first] = self._end
-            self._end += entries
-        for row, runs in self._runs.items():
-            runs[:, 2] = [moved[first] for first in runs[:, 2].tolist()]
-            if len(runs):
-                self._write_places(row)
+        held = [row for row, runs in self._runs.items() if len(runs)]
+        every = np.concatenate([self._runs[row] for row in held])
+        firsts, number, of_runs = np.unique(every[:, 2], return_index=True, return_inverse=True)
+        sizes = every[number, 3]
+        old = self._index(numbers_of(firsts, sizes))
+        pool, scalars = self._buffers.pool[old], self._buffers.scalars[old]  # copies
+        starts = 1 + np.cumsum(sizes) - sizes
+        self._zero(old)
+        self._put(numbers_of(starts, sizes), pool, scalars)
+        every[:, 2] = starts[of_runs]
+        ends = np.cumsum([len(self._runs[row]) for row in held])
+        self._runs.update(zip(held, np.split(every, ends[:-1]), strict=True))
+        self._free = FreeRanges(1 + int(sizes.sum()), 1 + self._capacity)
+        self._write_places(held)
 
-    def _put(self, first: int, pool: torch.Tensor, scalars: torch.Tensor) -> None:
-        self._buffers.pool[first : first + len(pool)] = self._on_device(pool)
-        self._buffers.scalars[first : first + len(scalars)] = self._on_device(scalars)
+    def _put(self, entries: np.ndarray, pool: torch.Tensor, scalars: torch.Tensor) -> None:
+        index = self._index(entries)
+        self._buffers.pool[index] = self._on_device(pool)
+        self._buffers.scalars[index] = self._on_device(scalars)
 
-    def _write_places(self, row: int) -> None:
-        """Write into `site_rows` where the row's entries of each site begin."""
-        sites, families, firsts, _ = self._index(self._runs[row]).t()
-        self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
+    def _zero(self, index: torch.Tensor) -> None:
+        self._buffers.pool[index] = 0
+        self._buffers.scalars[index] = 0
 
-    def _index(self, numbers: Sequence[int] | RunTable) -> torch.Tensor:
-        return self._on_device(torch.as_tensor(numbers, dtype=torch.int64))
+    def _write_places(self, rows: Sequence[int]) -> None:
+        """Write into `site_rows` where the rows' entries of each site begin."""
+        runs = [self._runs[row] for row in rows]
+        sites, families, firsts, _ = self._index(np.concatenate(runs)).t()
+        of_rows = self._index(np.repeat(rows, [len(each) for each in runs]))
+        self._buffers.site_rows[sites, families, of_rows] = firsts.to(torch.int32)
+
+    def _index(self, numbers: np.ndarray) -> torch.Tensor:
+        return self._on_device(torch.from_numpy(numbers))
 
     def _on_device(self, values: torch.Tensor) -> torch.Tensor:
         """Copy to the device, without waiting for the forward that runs there."""

@@ -156,7 +156,7 @@ def _high(tracked: Tracked, recording: Recording) -> list[bool]:
     if window is None or window.when is None:
         return []
     assert tracked.watch is not None, "the window's probe scores every token"
-    return list(tracked.watch.high(window.when.probe, window.when.at_least))
+    return tracked.watch.high(window.when.probe, window.when.at_least)
 
 
 def lacking(tracked: Tracked) -> str:

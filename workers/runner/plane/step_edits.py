@@ -3,13 +3,13 @@
 import logging
 
 from ....kernels.plan import ROWS_PER_TOKEN
-from ....schemas.requests.specs import columns_of, steering_rows
+from ....schemas.requests.specs import columns_of, steering_rows, triggers_of
 from ..base.actions import ActionLedger
 from ..base.engine_step import NewRequest, StepView
 from ..edits.installed_ops import check_here
 from ..edits.model_state import RankState
 from ..edits.source_runs import RunStore
-from ..edits.triggers import Search
+from ..edits.triggers import Search, SearchTable
 from ..rows.banks import Banks
 from ..rows.planner import Tracked
 from .probe_scores import Scorer
@@ -34,13 +34,19 @@ class EditsPart(StepPart):
         self._requests, self._banks, self._scorer = requests, banks, scorer
         self._state, self._runs, self._actions = state, runs, actions
         self._rows = banks.table
+        self._searches = SearchTable()
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
-        tracked.searches = {
-            entry.condition: Search(entry.trigger, request.token_ids)
-            for entry in tracked.spec.steering
-            if entry.trigger
-        }
+        steering = tracked.spec.steering
+        with self._requests.guard([tracked], "intervention_failed"):
+            found = dict(zip(triggers_of(steering), tracked.spec.occurrences, strict=True))
+            tracked.searches = {
+                entry.condition: Search(
+                    self._searches, entry.trigger, request.token_ids, found[entry.condition[1]]
+                )
+                for entry in steering
+                if entry.trigger
+            }
 
     def acquire(self, tracked: Tracked) -> None:
         """Acquire the table rows of a request's steering, or fail the request with the reason."""

@@ -2,7 +2,7 @@
 same prompt, and passes them on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..rows.arena import Arena
 from ..rows.banks import Bank, Banks, RowStore
 from ..rows.capture import Recording
 from ..rows.delivery import RowDelivery
-from ..rows.finite_check import Due, Miscount, NonFiniteRow, StepSizes, reason
+from ..rows.finite_check import Miscount, NonFiniteRow, StepSizes, reason
 from ..rows.overload import Overloads
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
@@ -26,9 +26,10 @@ from .step_parts import RanStep, StepBatch, StepPart
 
 
 class _Edited(NamedTuple):
-    """The requests that steps with this plan edit, until the tracked requests change."""
+    """The requests with sizes in steps that edit the same ones, until the tracked ones change."""
 
-    due: Due
+    edited: frozenset[str]
+    ids: Sequence[str]  # all requests of the step
     changes: int
     slots: np.ndarray  # of each one's sizes
     places: np.ndarray  # of each in the step
@@ -123,7 +124,7 @@ class RowsPart(StepPart):
         busy = self._banks.busy
         # rows of requests that no edit reaches are finite if the model's are
         checked = step.hidden is not None and self._grades and requests.kinds.edits
-        if busy or checked:
+        if busy or checked or (self._banks.again and requests.kinds.edits):
             try:
                 self._banks.take(requests.step, step.view, step.hidden if checked else None)
             except Exception as error:
@@ -200,7 +201,12 @@ class RowsPart(StepPart):
         """Keep the sizes of a step's edits with their requests."""
         changes = self._requests.changes
         known = self._edited.get(bank.name)
-        if known is None or known.changes != changes or known.due is not item.due:
+        if (
+            known is None
+            or known.changes != changes
+            or known.edited is not item.edited
+            or known.ids != item.view.ids
+        ):
             known = self._edited[bank.name] = self._edited_in(bank, item, changes)
         if bank.sizes.add(item, known.slots, known.places):
             for tracked in list(self._requests.tracked.values()):
@@ -210,14 +216,15 @@ class RowsPart(StepPart):
         found = [
             (tracked, place)
             for place, request in enumerate(item.view.ids)
-            if request in item.due.edited
             if (tracked := self._requests.tracked.get(request)) is not None and not tracked.reported
+            if request in item.edited or bank.name in tracked.sizes
         ]
         for tracked, _ in found:
             if bank.name not in tracked.sizes:
                 tracked.sizes[bank.name] = bank.sizes.begin()
         return _Edited(
-            item.due,
+            item.edited,
+            item.view.ids,
             changes,
             np.array([tracked.sizes[bank.name].slot for tracked, _ in found], dtype=np.int64),
             np.array([place for _, place in found], dtype=np.int64),

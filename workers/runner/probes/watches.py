@@ -11,10 +11,8 @@ edits prompt tokens.
 """
 
 import sys
-import threading
 import weakref
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ import numpy as np
 from ....schemas.artifacts.probes import Decision, ProbeScore, StoredProbe
 from ....schemas.base.limits import MAX_GATE_RUNS
 from ....schemas.requests.specs import RankSpec
+from ..base.position_table import PositionTable
 from ..files.recorded import contiguous
 from .kinds import ProbeGroup
 from .probe_news import News, Scored
@@ -33,73 +32,29 @@ class ProbeError(RuntimeError):
     """A token could not be scored."""
 
 
-#: Positions for which a watch has room at first; it grows by doubling. Slots are added in such
-#: numbers.
-_ROOM, _SLOTS = 256, 64
-
-
-class ScoreTable:
-    """Scores of the live watches of one kind: a slot for each watch, and a range of rows, one for
-    each position. Whoever writes to it holds the lock.
-    """
+class ScoreTable(PositionTable):
+    """Scores of the live watches of one kind."""
 
     def __init__(self, kind: ProbeGroup) -> None:
-        self.kind, self.lock = kind, threading.RLock()
+        self.kind = kind
         _TABLES[kind] = self
         columns, probes = (kind.width,), (len(kind.columns),)
-        #: NaN: not computed. `on`: whether each probe is on at this position.
-        self.rows = np.zeros(
-            0,
-            np.dtype(
-                [
-                    *(("aggregates", np.float64, columns), ("scores", np.float32, columns)),
-                    ("on", bool, probes),
-                ],
-                align=True,
-            ),
-        )
-        #: By slot: its rows; the first position that was never scored; positions below have their
-        #: aggregates and states; the tokens of the prompt. Of each probe's policy: the exponential
-        #: average, and the first position at which it may turn on.
-        self.of = np.zeros(
-            0,
+        # NaN: not computed. `on`: whether each probe is on at this position.
+        row = np.dtype(
             [
-                *((name, np.int64) for name in ("first", "room", "reached", "filled", "tokens")),
-                *(("averages", np.float64, probes), ("ready", np.int64, probes)),
+                *(("aggregates", np.float64, columns), ("scores", np.float32, columns)),
+                ("on", bool, probes),
             ],
+            align=True,
         )
-        #: Slots of watches that are gone, in whichever thread.
-        self.returned: deque[int] = deque()
-        self._end = 0  # of all ranges
-        self._nothing = np.array((np.nan, np.nan, False), self.rows.dtype)
-
-    def take(self, prompt_tokens: int) -> int:
-        """Return a slot for a watch. It has the range of the one before."""
-        with self.lock:
-            if not self.returned:
-                self.returned.extend(range(len(self.of), len(self.of) + _SLOTS))
-                self.of = np.append(self.of, np.zeros(_SLOTS, self.of.dtype))
-            slot = self.returned.pop()
-            first, room = (int(self.of[name][slot]) for name in ("first", "room"))
-            self.rows[first : first + room] = self._nothing
-            self.of[slot] = (first, room, 0, 0, prompt_tokens, np.nan, 0)
-            self.reserve(slot, _ROOM)
-            return slot
-
-    def reserve(self, slot: int, rows: int) -> None:
-        """Have room for this many rows of a watch. Its earlier range, at most half as long, is used
-        no more.
-        """
-        with self.lock:
-            first, had = (int(self.of[name][slot]) for name in ("first", "room"))
-            if rows > had:
-                to, room = self._end, max(_ROOM, 1 << (rows - 1).bit_length())
-                self._end += room
-                if self._end > len(self.rows):
-                    self.rows = np.append(self.rows, np.zeros(self._end, self.rows.dtype))
-                self.rows[to : to + room] = self._nothing
-                self.rows[to : to + had] = self.rows[first : first + had]
-                self.of["first"][slot], self.of["room"][slot] = to, room
+        # Positions below `filled` have their aggregates and states; the tokens of the prompt. Of
+        # each probe's policy: the exponential average, and the first position at which it may turn
+        # on.
+        fields = [
+            *((name, np.int64) for name in ("filled", "tokens")),
+            *(("averages", np.float64, probes), ("ready", np.int64, probes)),
+        ]
+        super().__init__(row, (np.nan, np.nan, False), fields)
 
     def put(
         self,
@@ -196,7 +151,7 @@ class Watch:
         self.prompt_tokens = prompt_tokens
         self.kind = kind or ProbeGroup(probes)
         self.table = _TABLES.get(self.kind) or ScoreTable(self.kind)
-        self.slot = self.table.take(prompt_tokens)
+        self.slot = self.table.take(0, prompt_tokens, np.nan, 0)
         weakref.finalize(self, self.table.returned.append, self.slot).atexit = False
         #: Whether each probe is on before the first token.
         self._begins = np.array([bool(item.policy and item.policy.inherited) for item in probes])
@@ -216,9 +171,8 @@ class Watch:
 
     @property
     def rows(self) -> np.ndarray:
-        """Return the rows of its positions, see `ScoreTable.rows`."""
-        first, room = (int(self.table.of[name][self.slot]) for name in ("first", "room"))
-        return self.table.rows[first : first + room]
+        """Return the rows of its positions, see `ScoreTable`."""
+        return self.table.rows_of(self.slot)
 
     def number(self, probe: str) -> int:
         """Return the number of a probe by its name."""
@@ -276,7 +230,7 @@ class Watch:
             return self._triggers(self.decide())[:, number].tolist()
         columns = self.kind.columns[number]
         scores = self.rows["scores"][: self.reached, columns.start : columns.stop]
-        return [bool((row >= at_least).any()) for row in scores]
+        return (scores >= at_least).any(axis=1).tolist()
 
     def _triggers(self, stop: int) -> np.ndarray:
         """Return whether each probe turns on at each position below `stop`."""

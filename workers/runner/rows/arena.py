@@ -13,7 +13,6 @@ import queue
 import tempfile
 import threading
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,40 +24,13 @@ import torch
 from ....schemas.base import DTYPES
 from ..base.host_memory import lock
 from ..base.landings import LANDED, Landing
+from ..base.ranges import FreeRanges
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
 from ..files.recorded import BlockPlace, RowBlock
 
 #: Addresses for spilled rows; the disk may have less room.
 SPILLED = 1 << 40
 _MADV_REMOVE, _MADV_DONTFORK = 9, 10
-
-
-class _Free:
-    """The free ranges of a part, by address, none of which touches the next."""
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self._starts, self._stops = [start], [stop]
-
-    def take(self, size: int, align: int) -> int | None:
-        """Take the first `size` bytes that are free, from a multiple of `align` on; return it."""
-        for at, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True)):
-            first = -(-start // align) * align
-            if first + size <= stop:
-                left = [(a, b) for a, b in ((start, first), (first + size, stop)) if a < b]
-                self._starts[at : at + 1] = [a for a, _ in left]
-                self._stops[at : at + 1] = [b for _, b in left]
-                return first
-        return None
-
-    def give(self, start: int, stop: int) -> None:
-        at = bisect_left(self._starts, start)
-        begin, end = at, at
-        if at and self._stops[at - 1] == start:
-            begin, start = at - 1, self._starts[at - 1]
-        if at < len(self._starts) and self._starts[at] == stop:
-            end, stop = at + 1, self._stops[at]
-        self._starts[begin:end], self._stops[begin:end] = [start], [stop]
 
 
 class Arena:
@@ -79,8 +51,8 @@ class Arena:
         self._spill_dir, self._lock = spill_dir, threading.Lock()
         end = -(-(max(locked, VOID) + room) // PAGE) * PAGE
         self.locked, self._keep = locked, max(keep, locked)
-        self._parts = [_Free(VOID, max(locked, VOID)), _Free(max(locked, VOID), end)]
-        self._disk = _Free(end, end + disk)
+        self._parts = [FreeRanges(VOID, max(locked, VOID)), FreeRanges(max(locked, VOID), end)]
+        self._disk = FreeRanges(end, end + disk)
         self.spilled = 0  # bytes spilled so far
         self.used = 0  # bytes of memory in use
         self.landing = LANDED  # of all rows so far
@@ -134,7 +106,7 @@ class Arena:
         weakref.finalize(lent, self._release, start, start + size).atexit = False
         return start, lent
 
-    def _take(self, size: int, align: int, parts: Sequence[_Free]) -> int:
+    def _take(self, size: int, align: int, parts: Sequence[FreeRanges]) -> int:
         while self._returned and self._returned[0][2].done():
             start, stop, _ = self._returned.popleft()
             part = next(part for part in (*self._parts, self._disk) if start < part.stop)
@@ -204,7 +176,7 @@ class RecordedBlock(RowBlock):
         self.kept = False  # rows of it are kept for other requests, so that none may change
         count = len(positions)
         size = len(ports) // np.dtype(np.int64).itemsize * count * memory.row_bytes
-        # in whole rows: else each block would leave a gap, and the search for memory looks at all
+        # in whole rows: else each block would leave a gap that no other one fills
         whole = size + -(-count // memory.row_bytes) * memory.row_bytes
         start, self._lent = memory.take(whole)
         self._lent[size:] = 0

@@ -160,6 +160,7 @@ class Banks:
         #: Whether the current forward edits or records anything; the next one may find a plan.
         self.busy = self.loaded = False
         self.begun = False  # rows may leave recordings once the step is over
+        self.again = False  # the current forward computes positions that an earlier one computed
 
     @property
     def first(self) -> Bank:
@@ -207,9 +208,10 @@ class Banks:
             for bank in self._banks:
                 bank.planner.clear_plan()
             raise
-        slots.reached[tokens.of_requests] = np.maximum(
-            slots.reached[tokens.of_requests], tokens.stops
-        )
+        reached = slots.reached[tokens.of_requests]
+        self.again = bool((tokens.firsts < reached).any())
+        slots.reached[tokens.of_requests] = np.maximum(reached, tokens.stops)
+        slots.reached[0] = 0
 
     def plan_capture(self, tokens: StepTokens) -> None:
         try:
@@ -263,7 +265,7 @@ class Banks:
         errors = list[Exception]()
         for bank in self._banks:
             try:
-                bank.finite.take(step, view, bank.planner.due, hidden)
+                bank.finite.take(step, view, bank.planner.due, hidden, again=self.again)
             except Exception as error:
                 errors.append(error)
             hidden = None

@@ -12,6 +12,7 @@ import torch
 
 from ..base.host_memory import locked_copy, on_device
 from ..base.landings import LANDED, Landing
+from ..base.ranges import numbers_of
 from ..hooks.sites import Buffers
 from .arena import BankRows
 from .step_places import Places
@@ -33,7 +34,8 @@ class Staging:
         self._changed = False  # `_token_rows` is not what the last `commit` uploaded
         self._end = 0  # all nonzero rows of `_token_rows` are before this one
         self._end_on_device = 0  # the same for the device's copy
-        self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, until `commit` uploads them
+        # the captured tokens of each pattern, until `commit` uploads their slots
+        self._slots: Sequence[np.ndarray] = ()
         #: Whether a step's rows have other places in the ring than the last step's.
         self.moves = copies is not None
         self._halves = None if copies is None else _Halves(buffers.ring, memory, copies)
@@ -52,10 +54,10 @@ class Staging:
 
     # --- Captures
 
-    def set_slots(self, pattern: int, tokens: np.ndarray) -> None:
-        """Give captured token `tokens[i]` slot i at the ports of this pattern."""
+    def set_slots(self, tokens: Sequence[np.ndarray]) -> None:
+        """Give captured token `tokens[p][i]` slot i at the ports of pattern p."""
         if not self._on_cpu:
-            self._slots[pattern] = tokens
+            self._slots = tokens
 
     def place(self, places: Places, at: int) -> np.ndarray:
         """Have the next forward record rows; return the ring row of each port's first one. `at`:
@@ -100,23 +102,22 @@ class Staging:
         if rows and self._changed:
             uploads.append((buffers.token_rows[:rows], self._token_rows[:rows]))
         if self._slots:
-            slots = np.full(
-                (max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32
-            )
-            for pattern, tokens in self._slots.items():
-                slots[pattern, tokens] = np.arange(len(tokens), dtype=np.int32)
+            slots = np.full((len(self._slots), buffers.capture_slots.shape[1]), -1, dtype=np.int32)
+            counts = np.array([len(tokens) for tokens in self._slots])
+            patterns = np.repeat(np.arange(len(counts)), counts)
+            slots[patterns, np.concatenate(self._slots)] = numbers_of(np.zeros_like(counts), counts)
             uploads.append((buffers.capture_slots[: len(slots)], slots))
         for buffer, values in uploads:
             # The caching allocator keeps pinned memory until the copies queued from it are over.
             buffer.copy_(locked_copy(torch.from_numpy(values)), non_blocking=True)
-        self._end_on_device, self._changed, self._slots = self._end, False, {}
+        self._end_on_device, self._changed, self._slots = self._end, False, ()
 
     def abandon(self) -> None:
         """Undo a failed `commit`, so that the next forward does nothing. Allocates no memory."""
         self._buffers.plan.zero_()
         # some token rows may have been uploaded, so the next commit overwrites all of them
         self._end_on_device, self._changed = len(self._token_rows), True
-        self._slots = {}
+        self._slots = ()
 
 
 class _Halves:

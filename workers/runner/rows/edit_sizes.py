@@ -1,13 +1,15 @@
 """Relative sizes of the edits of live requests at the sites of one bank: four bytes for each edit,
 in blocks of positions in the arena, until the request is over.
 
-A position that is computed again has its sizes written again, so rows of rejected drafts and of
-steps after a late end do not count. The process that writes files counts them.
+A position that is computed again has its sizes written again, even if nothing edits it this time,
+so rows of rejected drafts and of steps after a late end do not count. The process that writes files
+counts them.
 
 A step is recorded as a whole, for all requests at once: the model's thread does this between two
 steps, so its cost must not grow with the number of requests.
 """
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,8 +31,6 @@ class RequestSizes:
         self.too_large = ""  # the first edit that exceeded its limit, by position and site
         # number → the block's place in the arena, and its memory
         self.blocks: dict[int, tuple[int, np.ndarray]] = {}
-        # (position, site, size) of edits beyond their limits, which may be of rejected drafts
-        self.beyond: list[tuple[int, int, float]] = []
 
     @property
     def recorded(self) -> RecordedSizes:
@@ -44,19 +44,9 @@ class RequestSizes:
             self._table.close(self, stop)
             self.slot = -1
 
-    def accept(self, stop: int) -> bool:
-        """Know that positions below `stop` count, if they were computed; return whether edits there
-        exceeded their limits.
-        """
-        counted = sorted(found for found in self.beyond if found[0] < stop)
-        self.beyond = []
-        for position, number, size in counted[:1]:
-            site = self._table.sites[number]
-            self.too_large = self.too_large or (
-                f"the edit at {site.hook} of layer {site.layer}, position {position} is "
-                f"{size:.4g} times as long as its row: more than its limit"
-            )
-        return bool(counted)
+
+#: Of a slot in `SizeTable._of`: no edit of the last step exceeded its limit.
+_NONE = sys.maxsize
 
 
 # Each size is kept (a thousandth of the KV cache), so that the median is exact. A histogram took
@@ -71,65 +61,87 @@ class SizeTable:
         self._memory = BankRows(arena, max(1, len(sites)), torch.float32)
         self._all = self._memory.all.numpy()
         self._requests: list[RequestSizes | None] = []  # by slot
-        self._beyond: list[int] = []  # slots with edits beyond their limits
-        # [slot]: positions of the block that the request is in, and how far the numbers of its rows
-        # are from the positions
-        self._first, self._stop, self._ahead = np.zeros((3, 0), dtype=np.int64)
+        # by slot: positions of the block that the request is in, and how far the numbers of its
+        # rows are from the positions; the first position without sizes; of the first edit that
+        # exceeded its limit in the request's last step, the position, the site and the size
+        self._of = np.zeros(
+            0,
+            [
+                *((name, np.int64) for name in ("first", "stop", "ahead", "reached")),
+                *(("beyond", np.int64), ("site", np.int64), ("size", np.float32)),
+            ],
+        )
 
     def begin(self) -> RequestSizes:
         """Return the sizes of another request."""
         if None not in self._requests:
             more = max(16, len(self._requests))
             self._requests += [None] * more
-            self._first, self._stop, self._ahead = (
-                np.append(part, np.zeros(more, dtype=np.int64))
-                for part in (self._first, self._stop, self._ahead)
-            )
+            self._of = np.append(self._of, np.zeros(more, self._of.dtype))
         slot = self._requests.index(None)
+        self._of[slot] = (0, 0, 0, 0, _NONE, 0, 0)
         made = self._requests[slot] = RequestSizes(self, slot)
         return made
 
     def add(self, step: StepSizes, slots: np.ndarray, places: np.ndarray) -> bool:
-        """Record the sizes of a step. `slots`: of its edited requests; `places`: their numbers in
-        the step.
+        """Record the sizes of a step. `slots`: of its requests with sizes; `places`: their numbers
+        in the step.
 
         Returns whether edits of earlier steps exceeded their limits. Raises HostMemoryError.
         """
         view = step.view
         counts, firsts = view.counts[places], view.positions[places]
-        exceeded = False
-        for place in np.flatnonzero(np.isin(slots, self._beyond)).tolist() if self._beyond else ():
-            # the request goes on at the first position that was not accepted
-            exceeded |= self._accept(int(slots[place]), int(firsts[place]))
+        exceeded = self._accept(slots, firsts)
         member = np.repeat(np.arange(len(counts)), counts)  # of each row
         within = np.arange(len(member)) - (np.cumsum(counts) - counts)[member]
         columns = (np.cumsum(view.counts) - view.counts)[places][member] + within
-        of, positions = slots[member], firsts[member] + within
-        rows = self._ahead[of] + positions
-        if ((positions < self._first[of]) | (positions >= self._stop[of])).any():
-            rows = self._rows_of(of, positions)
-        values = np.full((len(rows), len(self.sites)), np.nan, dtype=np.float32)
+        slot, positions = slots[member], firsts[member] + within
+        values = np.full((len(slot), len(self.sites)), np.nan, dtype=np.float32)
         values[:, step.sites] = step.values[:, columns].T
+        # a row without edits matters where the request had one before
+        matters = (positions < self._of["reached"][slot]) | ~np.isnan(values).all(axis=1)
+        if not matters.all():
+            slot, positions, values = slot[matters], positions[matters], values[matters]
+        of = self._of[slot]
+        rows = of["ahead"] + positions
+        if ((positions < of["first"]) | (positions >= of["stop"])).any():
+            rows = self._rows_of(slot, positions)
         self._all[rows] = values
-        for row, site in np.argwhere(values < 0).tolist() if (values < 0).any() else ():
-            slot = int(of[row])
-            self._of(slot).beyond.append((int(positions[row]), site, -float(values[row, site])))
-            self._beyond.append(slot)
+        # positions ascend, so that the last one of each request is kept
+        self._of["reached"][slot] = np.maximum(of["reached"], positions + 1)
+        if len(beyond := np.flatnonzero((values < 0).any(axis=1))):
+            _, first = np.unique(slot[beyond], return_index=True)
+            row = beyond[first]
+            site = (values[row] < 0).argmax(axis=1)
+            self._of["beyond"][slot[row]] = positions[row]
+            self._of["site"][slot[row]] = site
+            self._of["size"][slot[row]] = -values[row, site]
         return exceeded
 
     def close(self, sizes: RequestSizes, stop: int) -> None:
         """Forget a request, of which positions below `stop` count."""
-        self._accept(sizes.slot, stop)
-        self._requests[sizes.slot], self._stop[sizes.slot] = None, 0
+        self._accept(np.array([sizes.slot]), np.array([stop]))
+        self._requests[sizes.slot] = None
 
-    def _of(self, slot: int) -> RequestSizes:
+    def _sizes_at(self, slot: int) -> RequestSizes:
         sizes = self._requests[slot]
         assert sizes is not None, "slots in use have a request"
         return sizes
 
-    def _accept(self, slot: int, stop: int) -> bool:
-        self._beyond = [other for other in self._beyond if other != slot]
-        return self._of(slot).accept(stop)
+    def _accept(self, slots: np.ndarray, stops: np.ndarray) -> bool:
+        """Know that of the requests' last steps the positions below `stops` count, and no others;
+        return whether edits there exceeded their limits.
+        """
+        exceeded = slots[self._of["beyond"][slots] < stops]
+        for slot in exceeded.tolist():  # their requests fail
+            _, _, _, _, position, number, size = self._of[slot].tolist()
+            sizes, site = self._sizes_at(slot), self.sites[number]
+            sizes.too_large = sizes.too_large or (
+                f"the edit at {site.hook} of layer {site.layer}, position {position} is "
+                f"{size:.4g} times as long as its row: more than its limit"
+            )
+        self._of["beyond"][slots] = _NONE
+        return bool(len(exceeded))
 
     def _rows_of(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the number of each position's row; make the blocks that are missing."""
@@ -140,12 +152,13 @@ class SizeTable:
 
     def _enter(self, slot: int, number: int) -> int:
         """Have a request be in this block; return how far rows are from positions there."""
-        blocks = self._of(slot).blocks
+        blocks = self._sizes_at(slot).blocks
         if number not in blocks:
             start, memory = self._memory.take(SPAN * self._memory.row_bytes)
             memory.view(np.float32)[:] = np.nan
             blocks[number] = start, memory
         first = number * SPAN
         ahead = blocks[number][0] // self._memory.row_bytes - first
-        self._first[slot], self._stop[slot], self._ahead[slot] = first, first + SPAN, ahead
+        place = self._of[slot]
+        place["first"], place["stop"], place["ahead"] = first, first + SPAN, ahead
         return ahead

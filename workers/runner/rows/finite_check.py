@@ -120,11 +120,15 @@ class Due:
         ]
 
 
+#: Of a step without edits: `Due.edited` and `Due.sites`.
+_NO_EDITS = frozenset[str](), np.zeros(0, dtype=np.int64)
+
+
 class StepSizes(NamedTuple):
     """The relative sizes of one step's edits in one bank."""
 
     view: StepView
-    due: Due  # the plan
+    edited: frozenset[str]  # the requests whose rows were edited
     sites: np.ndarray  # int64 [sites], their numbers
     # float32 [sites, rows of the step], as `kernels.plan.Planned.sizes`; NaN: not edited
     values: np.ndarray
@@ -184,7 +188,7 @@ class _Finding:
             for name, part in self._parts.items():
                 bits = self._record[at : at + part.numel()].numpy()
                 values[name], at = bits.view(_DTYPES[name]).reshape(part.shape), at + len(bits)
-            if self.due is not None and "sizes" in values:
+            if self.due is not None and self.due.edits:
                 edited = values["sizes"][self.due.sites - self.due.span[0]]
                 values["sizes"] = np.where(self.due.edited_rows, edited, np.nan)
                 sound = not bool((np.abs(values["sizes"]) > LARGEST_SIZE).any())
@@ -255,20 +259,25 @@ class FiniteCheck:
         view: StepView | None,
         due: Due | None,
         hidden: torch.Tensor | None,
+        *,
+        again: bool = False,
     ) -> None:
         """Observe the forward of `view`, which just ran. `due`: the work planned for its sites.
-        `hidden`: output of the last layer, `[rows or more, hidden_size]`.
+        `hidden`: output of the last layer, `[rows or more, hidden_size]`. `again`: positions were
+        computed again, whose sizes are no longer what they were.
         """
         self.last, parts = None, dict[str, torch.Tensor]()
         if due is not None:
             # first: an observation that fails must not have later steps blamed
             self._expected = self._expected + due.counts
             parts["counts"] = self._counts
-        if view is None or (due is None and hidden is None):
+        if view is None or (due is None and hidden is None and not again):
             return
         if due is not None and due.edits:
             first, last = due.span
             parts["sizes"] = self._sizes[first:last, : view.num_rows]
+        elif again:
+            parts["sizes"] = self._sizes[:0, : view.num_rows]
         if hidden is not None:
             hidden = hidden[: view.num_rows]
         if self._side is not None:
@@ -339,9 +348,10 @@ class FiniteCheck:
                 self._off = off
         if not item.sound:
             found += item.non_finite(self._sites)
-        if due is not None and seen.sizes is not None and self._whole:
+        if seen.sizes is not None and self._whole:
             sizes = seen.sizes if item.sound else seen.sizes.clip(-LARGEST_SIZE, LARGEST_SIZE)
-            found.append(StepSizes(item.view, due, due.sites, sizes))
+            edited, sites = (due.edited, due.sites) if due is not None else _NO_EDITS
+            found.append(StepSizes(item.view, edited, sites, sizes))
         return found
 
 

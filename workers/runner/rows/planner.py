@@ -94,6 +94,8 @@ class Tracked:
             return None
         if not row.condition[1]:
             return gates.index(row.gate)
+        if row.condition not in self.searches:  # they could not be made
+            return None
         return len(gates) + [*self.searches].index(row.condition)
 
     def conditions_at(self, number: int) -> list[TriggeredGate]:
@@ -345,14 +347,12 @@ class Planner:
         """Fill the plan's columns of all ports but for their ring rows; all ports of a pattern
         share one token list.
         """
+        counts = np.array([len(tokens) for tokens in layout.tokens])
+        starts = len(self._edited_tokens) + np.cumsum(counts) - counts
+        self._places_at = int(starts[-1] + counts[-1])
+        self._staging.set_slots(layout.tokens)
         # for each pattern: count, at, pattern
-        places = np.zeros((len(layout.tokens), 3), dtype=np.int64)
-        self._places_at = len(self._edited_tokens)
-        for number, token in enumerate(layout.tokens):
-            if len(token):
-                self._staging.set_slots(number, token)
-                places[number] = len(token), self._places_at, number
-                self._places_at += len(token)
+        places = np.stack([counts, starts, np.arange(len(counts))], axis=1)
         of_port = places[layout.pattern]
         for after, port_columns in enumerate((columns.BEFORE, columns.AFTER)):
             token = of_port[after::2]

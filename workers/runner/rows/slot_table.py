@@ -62,40 +62,42 @@ class SlotTable:
     """Values of one bank by slot and column: at most one of a column at a position."""
 
     def __init__(self) -> None:
-        self._first, self._stop, self._values, self._gates = np.zeros(
-            (4, _SLOTS, 1), dtype=np.int64
-        )
+        # first, stop, value and gate of each entry, `[4, slots, columns]`
+        self._parts = np.zeros((4, _SLOTS, 1), dtype=np.int64)
         self._chosen: dict[int, list[SlotValue]] = {}  # slot → entries that choose their positions
-        self._used: set[int] = set()
+        self._used: dict[int, int] = {}  # slot → the columns that its entries take
 
     def write(self, slot: int, entries: Iterable[SlotValue] = ()) -> None:
         """Replace the slot's entries."""
         entries = list(entries)
-        columns = max((entry.column for entry in entries), default=0) + 1
-        grow = max(slot + 1 - len(self._first), 0), max(columns - self._first.shape[1], 0)
-        if any(grow):
-            more = [(0, max(grow[0], len(self._first)) if grow[0] else 0), (0, grow[1])]
-            self._first, self._stop, self._values, self._gates = (
-                np.pad(part, more) for part in (self._first, self._stop, self._values, self._gates)
-            )
-        self._stop[slot] = self._gates[slot] = 0
+        self._used.pop(slot, None)
+        if entries:
+            self._used[slot] = 1 + max(entry.column for entry in entries)
+        # no column that nobody needs: a step looks at all of them for all its tokens
+        columns = max(self._used.values(), default=1)
+        slots = self._parts.shape[1]
+        if slot >= slots or columns != self._parts.shape[2]:
+            kept = self._parts[:, :, :columns]
+            more = slots if slot < slots else slot + 1 + slots
+            self._parts = np.zeros((4, more, columns), dtype=np.int64)
+            self._parts[:, :slots, : kept.shape[2]] = kept
+        self._parts[:, slot] = 0
         for entry in entries:
             if entry.chosen is None:
-                self._gates[slot, entry.column] = entry.gate
-                self._first[slot, entry.column], self._stop[slot, entry.column] = entry[2:4]
-                self._values[slot, entry.column] = entry.value
+                place = entry.first, entry.stop, entry.value, entry.gate
+                self._parts[:, slot, entry.column] = place
         self._chosen.pop(slot, None)
         if listed := [entry for entry in entries if entry.chosen is not None]:
             self._chosen[slot] = listed
-        (self._used.add if entries else self._used.discard)(slot)
 
     def at(self, tokens: "StepTokens") -> np.ndarray:
         """Return the values at the tokens, int64 `[tokens, columns]`, 0 where there is none."""
         if not self._used:
             return np.zeros((len(tokens.slots), 1), dtype=np.int64)
         slots, positions = tokens.slots, tokens.positions[:, None]
-        inside = (positions >= self._first[slots]) & (positions < self._stop[slots])
-        values: np.ndarray = np.where(inside, self._values[slots], 0)
+        firsts, stops, each, gates = self._parts
+        inside = (positions >= firsts[slots]) & (positions < stops[slots])
+        values: np.ndarray = np.where(inside, each[slots], 0)
         chosen = np.isin(tokens.of_requests, list(self._chosen)) if self._chosen else _NONE
         for number in np.flatnonzero(chosen).tolist():
             first, stop = tokens.window(number)
@@ -107,7 +109,7 @@ class SlotTable:
                         at = at[~tokens.closed[at, entry.gate]]
                     values[at, entry.column] = entry.value
         if tokens.closed is not None:
-            values[tokens.closed[np.arange(len(slots))[:, None], self._gates[slots]]] = 0
+            values[tokens.closed[np.arange(len(slots))[:, None], gates[slots]]] = 0
         return values
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from ..base.landings import Landing
+from ..base.ranges import numbers_of
 from ..probes.watches import Watch
 from .arena import BankRows, RecordedBlock
 from .capture import Readers, Recording, ScoredRows
@@ -69,21 +70,22 @@ class StepLayout:
     @cached_property
     def entries(self) -> "CapturedEntries":
         """The positions of all runs, and the rows of all positions."""
-        groups: dict[bytes, list[int]] = {}
-        for run, (wants, _, _) in enumerate(self.runs):
-            groups.setdefault(wants, []).append(run)
-        parts = list[tuple[np.ndarray, ...]]()
-        for wants, runs in groups.items():
-            ports = np.flatnonzero(np.frombuffer(wants, dtype=bool))
-            counts = np.array([self.runs[run][2] for run in runs])
-            first = self.base[ports] + self.slots[runs][:, self.pattern[ports]]  # [runs, ports]
-            within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            rows = np.repeat(first, counts, axis=0).T + within  # [ports, positions]
-            before = sum(len(part[0]) for part in parts)
-            position = np.tile(before + np.arange(len(within)), len(ports))
-            ordinal = np.repeat(np.arange(len(ports)), len(within))
-            parts.append((np.repeat(runs, counts), within, position, ordinal, rows.reshape(-1)))
-        return CapturedEntries(*map(np.concatenate, zip(*parts, strict=True)))
+        group, members = _groups_of(self.runs)
+        counts = np.array([count for _, _, count in self.runs])
+        of_group, ports = np.nonzero(members)
+        widths = members.sum(axis=1)
+        # a block for each port of each run, with a row for each of the run's positions
+        ports_of = widths[group]
+        run = np.repeat(np.arange(len(group)), ports_of)
+        first_of_group = np.searchsorted(of_group, group)
+        port = ports[numbers_of(first_of_group, ports_of)]
+        return CapturedEntries(
+            np.repeat(np.arange(len(counts)), counts),
+            numbers_of(np.zeros_like(counts), counts),
+            numbers_of((np.cumsum(counts) - counts)[run], counts[run]),
+            np.repeat(numbers_of(np.zeros_like(ports_of), ports_of), counts[run]),
+            numbers_of(self.base[port] + self.slots[run, self.pattern[port]], counts[run]),
+        )
 
 
 class CapturedEntries(NamedTuple):
@@ -98,48 +100,47 @@ class CapturedEntries(NamedTuple):
 
 def layout_of(runs: Sequence[tuple[bytes, int, int]]) -> StepLayout:
     """Return the layout of runs, each: ports as `Recording.wants`, first token, count."""
-    groups: dict[bytes, list[tuple[int, int]]] = {}  # runs of recordings with the same ports
-    for wants, token, count in runs:
-        groups.setdefault(wants, []).append((token, count))
-    members, pattern = _patterns_of(tuple(groups))
-    tokens = []
-    for of_pattern in members.T.tolist():  # two captures of one request may name the same row
-        items = [
-            item
-            for member, of_group in zip(of_pattern, groups.values(), strict=True)
-            if member
-            for item in of_group
-        ]
-        tokens.append(_numbers([token for token, _ in items], [count for _, count in items]))
-    per_port = np.array([len(token) for token in tokens])[pattern]
-    first_tokens = np.array([token for _, token, _ in runs])
-    slots = np.stack([np.searchsorted(token, first_tokens) for token in tokens], axis=1)
+    group, masks = _groups_of(runs)
+    members, pattern = _patterns_of(masks.tobytes(), masks.shape[1])
+    firsts, counts = np.array([run[1:] for run in runs], dtype=np.int64).T
+    # Where any run begins or ends, tokens are cut into pieces, each of which is whole in its runs:
+    # two captures of one request may name the same row.
+    edges, places = np.unique(np.append(firsts, firsts + counts), return_inverse=True)
+    begins, ends = np.split(places, 2)
+    of_runs = numbers_of(begins, ends - begins)
+    order = np.argsort(of_runs, kind="stable")
+    pieces, starts = np.unique(of_runs[order], return_index=True)
+    of_pieces = np.repeat(group, ends - begins)[order]
+    captured = np.logical_or.reduceat(members[of_pieces], starts, axis=0)  # [pieces, patterns]
+    sizes = np.diff(edges)[pieces]
+    stops = np.cumsum(captured * sizes[:, None], axis=0)  # slots after each piece
+    slots = (stops - captured * sizes[:, None])[np.searchsorted(pieces, begins)]
+    _, piece = np.nonzero(captured.T)
+    tokens = np.split(numbers_of(edges[pieces[piece]], sizes[piece]), np.cumsum(stops[-1])[:-1])
+    per_port = stops[-1][pattern]
     return StepLayout(runs, pattern, tokens, np.cumsum(per_port) - per_port, slots)
 
 
+def _groups_of(runs: Sequence[tuple[bytes, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Group runs by their ports: return the group of each run, and the ports of each group, bool
+    `[groups, ports]`.
+    """
+    groups: dict[bytes, int] = {}
+    group = np.array([groups.setdefault(wants, len(groups)) for wants, _, _ in runs])
+    return group, np.frombuffer(b"".join(groups), dtype=bool).reshape(len(groups), -1)
+
+
 @lru_cache(maxsize=64)
-def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Group ports by the recordings that capture them: return which masks are in each pattern, bool
-    `[masks, patterns]`, and the pattern of each port.
+def _patterns_of(masks: bytes, ports: int) -> tuple[np.ndarray, np.ndarray]:
+    """Group ports by the runs that capture them: return which groups of runs are in each pattern,
+    bool `[groups, patterns]`, and the pattern of each port.
 
     Cached, because the steps of a request need the same ports again and again.
     """
     members, pattern = np.unique(
-        np.stack([np.frombuffer(mask, dtype=bool) for mask in masks]), axis=1, return_inverse=True
+        np.frombuffer(masks, dtype=bool).reshape(-1, ports), axis=1, return_inverse=True
     )
     return members, pattern.reshape(-1)
-
-
-def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """Return the numbers of the ranges that begin at `firsts`: sorted and distinct."""
-    if len(firsts) == 1:
-        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
-    begins, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
-    ends = np.cumsum(lengths)
-    numbers: np.ndarray = np.repeat(begins - ends + lengths, lengths) + np.arange(
-        ends[-1] if len(ends) else 0
-    )
-    return numbers if bool((numbers[1:] > numbers[:-1]).all()) else np.unique(numbers)
 
 
 class Places:

@@ -13,11 +13,12 @@ import torch
 from capture_kit import source_run, values
 from hypothesis import given, settings, strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.schemas.requests.interventions import FAMILIES, PLACE, SCALARS, OpFamily
 from midstream.schemas.requests.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.requests.specs import ONES, StoredSteering, steering_digest, steering_rows
-from midstream.workers.runner.edits.vector_pool import EntryPool, crc32_of, joined
+from midstream.workers.runner.edits.vector_pool import EntryPool, JoinedRow, crc32_of, joined
 
 RNG = np.random.default_rng(7)
 V, W = RNG.normal(size=(2, HIDDEN)).astype(np.float32)
@@ -514,20 +515,58 @@ def check(pool: EntryPool, buffers: Any, held: dict[int, Any]) -> None:
     assert not buffers.site_rows[~named].any()
 
 
-def test_gaps_are_closed_only_when_a_row_would_not_fit_behind_the_last() -> None:
+def run_of(number: int, entries: int) -> JoinedRow:
+    """A row with one run of entries, each of which has this number."""
+    vectors, scalars = torch.full((entries, HIDDEN), float(number)), torch.zeros(entries, SCALARS)
+    content = {(0, PLACE["lowrank"]): (vectors, scalars)}
+    return joined(content, HIDDEN, torch.float32, pinned=False)
+
+
+def begins_at(buffers: Any, row: int) -> int:
+    return int(buffers.site_rows[0, PLACE["lowrank"], row])
+
+
+def test_a_gap_is_filled_and_closed_only_when_a_run_fits_nowhere() -> None:
     buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)
-    pool = EntryPool(buffers)
+    pool, third = EntryPool(buffers), CAPACITY // 3
     for row in (1, 2, 3):
-        eight = {
-            (0, PLACE["lowrank"]): (torch.full((8, HIDDEN), float(row)), torch.zeros(8, SCALARS))
-        }
-        pool.write(row, joined(eight, HIDDEN, torch.float32, pinned=False))
+        pool.write(row, run_of(row, third))
     pool.erase(2)
-    assert int(buffers.site_rows[0, PLACE["lowrank"], 3]) == 17
-    one = {(1, PLACE["add"]): (torch.full((1, HIDDEN), 4.0), torch.zeros(1, SCALARS))}
-    pool.write(4, joined(one, HIDDEN, torch.float32, pinned=False))
-    assert int(buffers.site_rows[0, PLACE["lowrank"], 3]) == 9
-    assert int(buffers.site_rows[1, PLACE["add"], 4]) == 17
+    pool.write(4, run_of(4, 1))
+    assert begins_at(buffers, 4) == 1 + third, "in the gap"
+    assert begins_at(buffers, 3) == 1 + 2 * third, "not moved"
+    pool.erase(1)
+    pool.write(5, run_of(5, third + 1))
+    assert [begins_at(buffers, row) for row in (4, 3, 5)] == [1, 2, 2 + third]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("entries", [3, 2], ids=["a gap fits", "no gap fits"])
+def test_a_row_is_written_to_a_full_pool_in_as_few_operations_as_to_an_empty_one(
+    entries: int,
+) -> None:
+    """On an accelerator each is a launch, for which all requests wait."""
+    counts = []
+    for rows in (4, 200):
+        buffers = make_buffers(SITES, capacity=1, configurations=rows + 2, entries=entries * rows)
+        pool = EntryPool(buffers)
+        for row in range(1, rows + 1):
+            pool.write(row, run_of(row, entries))
+        for row in range(1, rows, 2):
+            pool.erase(row)
+        with Operations() as operations:
+            pool.write(rows + 1, run_of(0, 3))
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 NUMBERS = torch.arange(24, dtype=torch.int32).view(2, 3, 4)

@@ -1,20 +1,29 @@
 """Triggers: whatever steps compute a request's tokens, an edit is where they let it be applied."""
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+from line_kit import python_lines
 from msgspec.structs import replace
 from plane_kit import VECTOR, Adapters, Rig, probed, steered
-from rank_kit import HIDDEN, Request, steering, stream_of
+from rank_kit import HIDDEN, Request, steering, stream_of, view_of
 from trigger_kit import open_of
 
 from midstream.schemas.base import content_hash
 from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import StoredSteering, steering_digest, steering_rows
-from midstream.workers.runner.edits.triggers import Search
+from midstream.workers.runner.edits.triggers import (
+    Search,
+    SearchTable,
+    SharedSearches,
+    TriggeredGate,
+)
 
 PROMPT, TOTAL = 6, 12
 
@@ -27,23 +36,93 @@ def any_trigger(rng: random.Random) -> Trigger:
     )
 
 
+def search_of(trigger: Trigger, prompt: list[int], table: SearchTable | None = None) -> Search:
+    ends = np.array([end for end, _ in trigger.ends(prompt)], dtype="<i4")
+    return Search(table or SearchTable(), trigger, prompt, ends.tobytes())
+
+
+def read(*steps: tuple[Search, int, list[int]]) -> list[list[bool]]:
+    """At which tokens each is open in a step that computes (search, first position, tokens)."""
+    windows = [(str(at), first, len(tokens)) for at, (_, first, tokens) in enumerate(steps)]
+    inputs = torch.tensor([token for *_, tokens in steps for token in tokens], dtype=torch.int32)
+    view = view_of(*windows, inputs=inputs)
+    gates = [TriggeredGate(at, search, 0, 1) for at, (search, _, _) in enumerate(steps)]
+    starts = np.cumsum(view.counts) - view.counts
+    closed = np.zeros((view.num_rows, 2), dtype=bool)
+    SharedSearches(gates, starts, view).decide(view, closed, lambda *_: pytest.fail("unknown"))
+    return [part.tolist() for part in np.split(~closed[:, 1], starts[1:])]
+
+
+@dataclass
+class Reader:
+    """A request whose tokens a trigger reads."""
+
+    rng: random.Random
+    table: SearchTable
+
+    def __post_init__(self) -> None:
+        self.trigger, self.counted = any_trigger(self.rng), 0
+        self.tokens = [self.rng.randrange(3) for _ in range(60)]
+        self.search = search_of(self.trigger, self.tokens[:30], self.table)
+        self.right = open_of(self.trigger, self.tokens)
+        self.first = self.reached = self.cached = self.rng.choice([0, 7])
+
+    def window(self) -> tuple[Search, int, list[int]]:
+        self.stop = min(self.first + self.rng.choice([1, 1, 1, 9]), len(self.tokens))
+        drafts = self.rng.choice([0, 0, 2]) if self.stop > 30 else 0  # of generated tokens
+        self.drafts = [self.rng.randrange(3) for _ in range(drafts)]
+        return self.search, self.first, self.tokens[self.first : self.stop] + self.drafts
+
+    def check(self, opened: list[bool]) -> bool:
+        """Whether the request goes on."""
+        first, stop = self.first, self.stop
+        assert opened[: stop - first] == self.right[first:stop]
+        self.counted += sum(opened[max(self.reached - first, 0) :])
+        self.reached = max(self.reached, stop + len(self.drafts))
+        preempted = self.rng.random() < 0.1
+        self.first = self.rng.randrange(stop + 1) if preempted else stop
+        return self.first < len(self.tokens)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_drafts_preemptions_and_cached_tokens_open_the_same_positions(seed: int) -> None:
-    rng = random.Random(seed)
-    trigger, tokens = any_trigger(rng), [rng.randrange(3) for _ in range(60)]
-    search, right = Search(trigger, tokens[:30]), open_of(trigger, tokens)
-    counted, cached = 0, rng.choice([0, 7])
-    first = reached = cached
-    while first < len(tokens):
-        stop = min(first + rng.choice([1, 1, 1, 9]), len(tokens))
-        drafts = [rng.randrange(3) for _ in range(rng.choice([0, 0, 2]))]
-        opened = search.read(first, tokens[first:stop] + drafts)
-        assert list(opened)[: stop - first] == right[first:stop]
-        counted += sum(opened[max(reached - first, 0) :])
-        reached = max(reached, stop + len(drafts))
-        first = rng.randrange(stop + 1) if rng.random() < 0.1 else stop  # a preemption
-    counted -= search.miscounted(range(reached), len(tokens))
-    assert counted == sum(right[cached:]), "what a rank applied"
+    rng, table = random.Random(seed), SearchTable()
+    waiting = [Reader(rng, table) for _ in range(6)]
+    live = []
+    while live or waiting:
+        while waiting and len(live) < 3:  # those that follow have the slots of those before
+            live.append(waiting.pop())
+        left = []
+        opened = read(*(each.window() for each in live))
+        for each, found in zip(live, opened, strict=True):
+            if each.check(found):
+                left.append(each)
+                continue
+            miscounted = each.search.miscounted(range(each.reached), len(each.tokens))
+            assert each.counted - miscounted == sum(each.right[each.cached :]), "what was applied"
+        live = left
+
+
+def test_a_slot_tells_the_next_request_nothing_of_the_one_before() -> None:
+    table, trigger = SearchTable(), Trigger(token_ids=[[1, 1]], after="end")
+    read((search_of(trigger, [1, 1], table), 0, [1, 1, 1, 1]))
+    assert read((search_of(trigger, [0, 1], table), 0, [0, 1, 0, 1])) == [[False] * 4]
+
+
+def test_a_step_of_many_triggers_takes_as_many_lines_of_python_as_one_of_few() -> None:
+    def lines(requests: int, sequences: list[list[int]]) -> int:
+        table, trigger = SearchTable(), Trigger(token_ids=sequences)
+        view = view_of(*((str(at), 300, 1) for at in range(requests)), inputs=torch.ones(requests))
+        gates = [
+            TriggeredGate(at, search_of(trigger, [1] * 300, table), 0, 1) for at in range(requests)
+        ]
+        searches = SharedSearches(gates, np.arange(requests), view)
+        closed = np.zeros((requests, 2), dtype=bool)
+        found = python_lines(lambda: searches.decide(view, closed, lambda *_: None))
+        assert not closed[:, 1].any()
+        return found
+
+    assert lines(64, [[1] * length for length in range(240, 256)]) == lines(1, [[1]])
 
 
 @pytest.fixture
@@ -124,6 +203,36 @@ def test_a_step_whose_tokens_are_unknown_fails_no_request_without_a_trigger(rig:
     assert receipts["j1"].kind == "intervention_failed"
     assert "before position 8 are unknown" in receipts["j1"].message
     assert receipts["j2"].status == "ok"
+
+
+def test_a_search_that_cannot_be_made_fails_its_request_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, other = Request(1, PROMPT, TOTAL, (), edits(AT_1, None)), steered(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(SearchTable, "take", Mock(side_effect=MemoryError("no room")))
+        rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
+    rig.step((request, 6, 1), (other, 6, 1))
+    rig.step(finished=[request, other])
+    told = rig.told()
+    assert (told["j1"].status, told["j1"].kind) == ("error", "intervention_failed")
+    assert told["j2"].status == "ok"
+
+
+@pytest.mark.parametrize("limit", [0.0, -1e-6], ids=["no limit", "a limit that fails"])
+def test_an_edit_that_only_a_rejected_draft_opened_leaves_nothing(rig: Rig, limit: float) -> None:
+    on_9 = replace(edits(Trigger(token_ids=[[9]]))[0], limit=limit)
+    request = Request(1, PROMPT, TOTAL, (), [on_9])
+    rig.tokens[1] = [0] * 7 + [9] + [0] * 4
+    rig.step((request, 0, 6), new=[request])
+    rig.step((request, 6, 2))  # the second one is a draft
+    rig.tokens[1] = [0] * TOTAL
+    for first in range(7, TOTAL - 1):
+        rig.step((request, first, 1))
+    receipt = rig.ended(request)
+    assert receipt.status == "ok"
+    assert receipt.applied == 0
+    assert receipt.sizes == []
 
 
 def test_a_trigger_is_part_of_a_digest_and_of_a_row() -> None:

@@ -8,13 +8,14 @@ import zlib
 from collections import Counter
 from math import fsum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from aggregate_kit import aggregate
+from line_kit import python_lines
 from refusal_kit import refuses
 
 import midstream
@@ -102,6 +103,39 @@ def test_what_is_computed_again_replaces_what_was_there() -> None:
     again = Watch("r", [probe(5.0, aggregation="max")])
     put(again, 0, 1, 2, 3, 4)
     assert again.results(4)[1] == checksum
+
+
+class Noting(np.ndarray):
+    """An array that notes how many rows each assignment writes."""
+
+    written: ClassVar[list[int]] = []
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.written.append(len(self[key]))
+        super().__setitem__(key, value)
+
+
+def test_a_request_clears_no_more_rows_than_the_one_before_it_used() -> None:
+    first = Watch("long", [probe(5.0, aggregation="max")])
+    table, kind = first.table, first.kind
+    first.put(0, slice(None), np.zeros((5_000, 1), dtype=np.float32))
+    del first
+    short = Watch("short", [probe(5.0, aggregation="max")], kind=kind)
+    short.put(0, slice(None), np.zeros((10, 1), dtype=np.float32))
+    del short
+    table.rows = table.rows.view(Noting)
+    Watch("next", [probe(5.0, aggregation="max")], kind=kind)
+    assert Noting.written == [10]
+
+
+def test_where_a_score_is_high_takes_as_many_lines_of_python_for_any_number_of_tokens() -> None:
+    def lines(tokens: int) -> int:
+        watch = Watch("r", [probe(5.0, aggregation="max")])
+        watch.put(0, slice(None), np.arange(tokens, dtype=np.float32)[:, None])
+        assert watch.high("p", 2.0) == [False, False] + [True] * (tokens - 2)
+        return python_lines(lambda: watch.high("p", 2.0))
+
+    assert lines(200) == lines(2)
 
 
 def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from line_kit import python_lines
 from rank_kit import HIDDEN, Rank, Request, assert_whole, capture, rows_of, stream_of, wanted_rows
 from wait_kit import wait_until
 
@@ -29,6 +30,7 @@ from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.workers.runner.base import row_index
 from midstream.workers.runner.base.backlog import Backlog
 from midstream.workers.runner.base.process import begin_helper, threads_elsewhere
+from midstream.workers.runner.base.ranges import FreeRanges
 from midstream.workers.runner.base.row_index import PIECES, RequestCaptures, RowIndex
 from midstream.workers.runner.base.shared_memory import VOID, HostMemoryError
 from midstream.workers.runner.files.recorded import Extent, Recorded, bytes_of
@@ -130,7 +132,7 @@ def test_memory_is_not_lent_again_while_a_view_of_it_is_left(take: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lent_ranges_never_overlap_and_are_the_first_that_fit(seed: int) -> None:
+def test_lent_ranges_never_overlap_and_fit_wherever_there_is_room(seed: int) -> None:
     rng, end = np.random.default_rng(seed), VOID + (1 << 16)
     arena, lent = Arena(end, room=end - VOID), dict[int, np.ndarray]()
     for turn in range(500):
@@ -139,21 +141,27 @@ def test_lent_ranges_never_overlap_and_are_the_first_that_fit(seed: int) -> None
             continue
         size, align = int(rng.integers(1, 9000)), int(rng.choice([1, 20, 768, 4096]))
         stops = [VOID, *(start + len(lent[start]) for start in sorted(lent))]
-        fitting = [
-            first
-            for stop, following in zip(stops, [*sorted(lent), end], strict=True)
-            if (first := -(-stop // align) * align) + size <= following
-        ]
-        if not fitting:
+        gaps = [b - a for a, b in zip(stops, [*sorted(lent), end], strict=True)]
+        if max(gaps) < size:
             with pytest.raises(HostMemoryError, match=f"no room for {size} bytes"):
                 arena.take(size, align)
+        if max(gaps) < size + align - 1:  # none is sure to hold it
             continue
-        first, lent[fitting[0]] = arena.take(size, align)
+        first, lent[first] = arena.take(size, align)
         lent[first][:] = 1 + turn % 255
-        assert (first, len(lent[first])) == (fitting[0], size)
+        assert first % align == 0
         assert arena.used == sum(map(len, lent.values()))
     lent.clear()
     assert arena.take(end - VOID, 1)[0] == VOID, "all of it is one range again"
+
+
+def test_a_place_among_many_gaps_takes_as_many_lines_of_python_as_in_one() -> None:
+    """All requests share the thread that this runs on."""
+    whole, gaps = FreeRanges(0, 100_000), FreeRanges(0, 100_000)
+    taken = [gaps.take(20) for _ in range(5_000)]
+    for first in taken[::2]:
+        gaps.give(first, first + 20)  # type: ignore[operator]
+    assert python_lines(lambda: gaps.take(64, 64)) <= python_lines(lambda: whole.take(64, 64))
 
 
 def test_banks_of_any_width_share_the_memory() -> None:
@@ -346,8 +354,8 @@ def test_a_request_holds_its_rows_and_at_most_a_block_more(total: int, end: int)
 
 def without(arena: Arena, left: int) -> np.ndarray:
     """Take all memory, except for so many bytes at its end."""
-    free = arena._parts[1]
-    return arena.take(free.stop - free._starts[-1] - left, 1)[1]
+    largest, _ = arena._parts[1]._sizes[-1]
+    return arena.take(largest - left, 1)[1]
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -374,7 +382,7 @@ def test_a_capture_without_a_place_fails_alone(
     free, spilled = rank.arena._disk, disk * taken(2, 6)
     assert (late.tracked.recordings[0].nbytes, rank.arena.spilled) == (0, spilled)
     assert not rank.arena.bytes[ROW_BYTES:VOID].any()
-    assert sum(free._stops) - sum(free._starts) == free.stop - free.start - spilled
+    assert sum(size for size, _ in free._sizes) == free.stop - free.start - spilled
 
 
 @pytest.mark.parametrize("failing", [0, 1])

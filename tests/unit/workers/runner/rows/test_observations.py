@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from line_kit import python_lines
 from plane_kit import Rig, capturing, run, steered
 from rank_kit import Request, steering, stream_of, view_of
 
@@ -23,7 +24,7 @@ from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.rows import finite_check
 from midstream.workers.runner.rows.arena import Arena
 from midstream.workers.runner.rows.edit_sizes import RequestSizes, SizeTable
-from midstream.workers.runner.rows.finite_check import Due, StepSizes, _Finding
+from midstream.workers.runner.rows.finite_check import StepSizes, _Finding
 
 
 def skip(
@@ -312,7 +313,7 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
 
 SITES = [RankSite("post_block", layer, "pair") for layer in range(4)]
 NONE = np.zeros((0, 4), dtype=bool)
-DUE = Due(np.zeros((4, 3), dtype=np.int32), [], [], NONE, NONE)
+EDITED = frozenset({"1"})
 NAN = math.nan
 
 
@@ -337,7 +338,7 @@ def counted(sizes: RequestSizes, stop: int) -> CountedSizes:
 def add(sizes: RequestSizes, position: int, site: int, values: np.ndarray) -> None:
     """A step of this request alone: `[sites, rows]` from these on."""
     sites = np.arange(site, site + len(values))
-    step = StepSizes(view_of(("1", position, values.shape[1])), DUE, sites, values)
+    step = StepSizes(view_of(("1", position, values.shape[1])), EDITED, sites, values)
     sizes._table.add(step, np.array([sizes.slot]), np.array([0]))
 
 
@@ -392,6 +393,34 @@ def test_the_first_edit_beyond_its_limit_is_found_by_position_once_it_counts() -
     assert "position 1 is 3 times" in last.too_large
 
 
+def test_an_unedited_row_replaces_the_size_that_a_draft_had_there() -> None:
+    sizes = one()
+    add(sizes, 0, 0, step([1, 2, -3]))  # two drafts
+    add(sizes, 1, 0, step([NAN, NAN]))
+    (found,) = counted(sizes, 3).report(0)
+    assert (found.rows, found.largest) == (1, 1.0)
+    assert not sizes.too_large
+
+
+def test_rows_that_nothing_ever_edited_take_no_memory() -> None:
+    sizes = one()
+    add(sizes, 0, 0, step([1, 2]))
+    add(sizes, 2, 0, step([NAN] * 3 * SPAN))
+    assert len(sizes.blocks) == 1
+
+
+def test_edits_beyond_a_limit_cost_as_many_lines_of_python_as_one() -> None:
+    """All requests share the thread that this runs on."""
+
+    def lines(rows: int) -> int:
+        sizes = one()
+        beyond = np.full((len(SITES), rows), -2.0, dtype=np.float32)
+        add(sizes, 0, 0, beyond[:, :1])
+        return python_lines(lambda: add(sizes, 1, 0, beyond))
+
+    assert lines(SPAN - 1) == lines(1)
+
+
 def test_equal_sizes_have_equal_checksums_however_they_are_computed() -> None:
     whole, parts, other = one(), one(), one()
     add(whole, 0, 0, step([1, 2, 3]))
@@ -428,7 +457,7 @@ def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
         values[draws.random(values.shape) < 0.3] = NAN
         slots = np.array([sizes.slot for sizes in members], dtype=np.int64)
         together_in.add(
-            StepSizes(view, DUE, np.arange(first, len(SITES)), values),
+            StepSizes(view, EDITED, np.arange(first, len(SITES)), values),
             slots,
             np.arange(len(members)),
         )

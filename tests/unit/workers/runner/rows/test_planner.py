@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from line_kit import python_lines
 from rank_kit import (
     HIDDEN,
     Rank,
@@ -25,10 +26,13 @@ from rank_kit import (
 from midstream.kernels.plan import AFTER, ALIKE, ALIKE_FROM, BEFORE
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, select
 from midstream.schemas.requests.specs import SteeringRow, columns_of
+from midstream.workers.runner.base.engine_step import StepView
 from midstream.workers.runner.hooks.sites import Buffers
 from midstream.workers.runner.rows import buffers
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.buffers import Staging
+from midstream.workers.runner.rows.slot_table import SlotTable, SlotValue, StepTokens
+from midstream.workers.runner.rows.step_places import layout_of
 
 
 def everything(layers: int = 2) -> dict[str, list[int]]:
@@ -253,6 +257,64 @@ def elsewhere_of(of_bank: Buffers) -> Staging:
     staging = Staging(of_bank, BankRows(Arena(0), HIDDEN, torch.float32))
     staging._on_cpu, staging._token_rows = False, np.zeros_like(staging._token_rows)
     return staging
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.sampled_from([b"\1\0\1\0", b"\1\1\0\0", b"\0\1\1\0"]),
+        st.integers(0, 20),
+        st.sampled_from([1, 1, 2, 7]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(RUNS)
+def test_each_port_has_the_tokens_of_all_runs_that_it_captures(
+    runs: list[tuple[bytes, int, int]],
+) -> None:
+    layout = layout_of(runs)
+    before = 0
+    for port, pattern in enumerate(layout.pattern.tolist()):
+        mine = [(token, count) for wants, token, count in runs if wants[port]]
+        tokens = sorted({token + place for token, count in mine for place in range(count)})
+        assert layout.tokens[pattern].tolist() == tokens
+        assert layout.base[port] == before
+        before += len(tokens)
+    entries = layout.entries
+    rows = {
+        (int(entries.run[position]), int(entries.within[position]), ordinal): row
+        for position, ordinal, row in np.stack(entries[2:], axis=1).tolist()
+    }
+    assert rows == {
+        (run, within, ordinal): int(layout.base[port])
+        + layout.tokens[layout.pattern[port]].tolist().index(token + within)
+        for run, (wants, token, count) in enumerate(runs)
+        for ordinal, port in enumerate(np.flatnonzero(np.frombuffer(wants, dtype=bool)).tolist())
+        for within in range(count)
+    }
+
+
+def test_sets_of_sites_are_laid_out_in_as_many_lines_of_python_as_one_set() -> None:
+    def lines(sets: int) -> int:
+        masks = [np.arange(128) % sets == number for number in range(sets)]
+        runs = [(masks[token % sets].tobytes(), token, 1) for token in range(64)]
+        layout_of(runs)  # the patterns of the same ports are remembered
+        return python_lines(lambda: layout_of(runs).entries)
+
+    assert lines(64) == lines(1)
+
+
+def test_a_step_reads_no_columns_that_only_an_ended_request_needed() -> None:
+    table = SlotTable()
+    for slot, columns in ((1, 2), (2, 64), (100, 1)):
+        table.write(slot, [SlotValue(number, 7, 0, 9) for number in range(columns)])
+    view = StepView(["a", "b", "c"], [1] * 3, [0] * 3, [1] * 3)
+    tokens = StepTokens(view, np.array([1, 2, 100]))
+    assert table.at(tokens).sum(axis=1).tolist() == [14, 7 * 64, 7]
+    table.write(2)
+    assert table.at(tokens).tolist() == [[7, 7], [0, 0], [7, 0]]
 
 
 def test_only_rows_of_tokens_with_current_or_former_edits_go_to_an_accelerator(
