@@ -20,11 +20,17 @@ from spelling import byte_level, covering
 from test_images import URL, picture
 from test_spans import merged_byte_level
 
-from midstream.api.resolve.admission.admission import check_cost, facts_of, tokenise
+from midstream.api.resolve.admission.admission import (
+    RENDER_COST,
+    check_cost,
+    facts_of,
+    tokenise,
+)
 from midstream.api.resolve.edits.steering import _check_global_positions
 from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.broker.prompts.turns import _same
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import TokenizerBundle
@@ -109,7 +115,8 @@ def found(codec: Codec, parsed: ParsedRequest, **facts: Any) -> tuple[str, list[
     """The rendered text, the positions that the request's capture has, and each token's bytes."""
     info = model(vocab_size=1 << 20, max_model_len=1 << 20, **facts)
     prompts = asyncio.run(tokenise(parsed.prompts, info, codec))
-    bounds = Bounds(info, facts_of(parsed, prompts, codec))
+    facts, _ = asyncio.run(facts_of(parsed, prompts, info, codec))
+    bounds = Bounds(info, facts)
     positions = resolve_captures(parsed.capture, bounds, [])[0][0].positions
     names = [codec._tokenizer.id_to_token(token) for token in prompts[0].token_ids]
     special = {"<s>", "</s>"}.union(*SPECIAL.values())
@@ -666,6 +673,36 @@ def test_the_tokens_of_a_turn_cover_its_content_exactly(template: str, data: st.
     start = text.index(content.strip()) - (len(content) - len(content.lstrip()))
     assert text.count(content.strip()) == 1
     assert positions == covering(spelled, text, [(start, start + len(content))])
+
+
+class Sliced(str):
+    """A text that counts the characters of its slices."""
+
+    characters = 0
+
+    def __getitem__(self, part: Any) -> str:
+        result = super().__getitem__(part)
+        Sliced.characters += len(result)
+        return result
+
+    def __iter__(self) -> Any:
+        raise AssertionError("compared by character")
+
+
+@given(st.text("ab", max_size=40), st.text("ab", max_size=40))
+def test_texts_are_compared_by_slices_that_add_up_to_their_length(first: str, second: str) -> None:
+    Sliced.characters = 0
+    same = _same(Sliced(first), Sliced(second))
+    alike = [one == other for one, other in zip(first, second, strict=False)]
+    assert same == [*alike, False].index(False)
+    assert Sliced.characters <= 2 * (len(alike) + 7)
+
+
+def test_many_conversations_cost_more_than_one_of_as_many_messages() -> None:
+    body = {"model": "m", "messages": [[HI]] * 100, "capture": {"positions": [{"role": "user"}]}}
+    many = parse_job(from_json(to_json(body), JobRequest))
+    one = asked([HI] * 100, {"role": "user"})
+    assert check_cost(many, 100, 1000) > check_cost(one, 1, 1000) + 99 * RENDER_COST
 
 
 def test_turns_of_long_conversations_are_bounded() -> None:
