@@ -604,6 +604,60 @@ def test_templates_that_repeat_rewrite_or_measure_are_refused(template: str, wor
         found(codec_of("", template), asked([HI], {"turn": 0}))
 
 
+#: Writes a system prompt of its own if none is sent; ends messages of the user as `end` says, and
+#: leaves out an empty answer at the end.
+OWN_PROMPT = """\
+{%- if messages[0].role != 'system' %}{{ '<10>System\n' }}OWN{{ '\n' }}{% endif %}
+{%- for m in messages %}{% if m.content or m.role != 'assistant' or not loop.last %}
+{{- ('<10>' if m.role == 'system' else '<11>') + (m.role | capitalize) + '\n' + m.content }}
+{{- '<12>\n' if m.role == 'assistant' else '\n' if m.role == 'system' else 'END' }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<11>Assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("own", ["", "Be kind."])
+@pytest.mark.parametrize("part", ["header", "all"])
+def test_a_system_message_begins_where_the_templates_own_would(own: str, part: str) -> None:
+    codec = codec_of("", OWN_PROMPT.replace("END", "\n").replace("OWN", own))
+    parsed = asked([SYSTEM, HI], {"role": "system", "part": part})
+    text, positions, spelled = found(codec, parsed)
+    stop = text.index("Be brief.") if part == "header" else text.index("<11>")
+    assert positions == covering(spelled, text, [(0, stop)])
+
+
+@pytest.mark.parametrize("part", ["header", "all"])
+def test_a_system_message_after_which_messages_end_with_nothing_is_refused(part: str) -> None:
+    codec = codec_of("", OWN_PROMPT.replace("END", "").replace("OWN", "Be kind."))
+    with refuses("may have written a part of it by itself"):
+        found(codec, asked([SYSTEM, HI], {"role": "system", "part": part}))
+
+
+def test_a_template_that_writes_a_message_before_the_system_message() -> None:
+    template = "{{ '<10>Model\nM\n' }}" + OWN_PROMPT.replace("END", "\n").replace("OWN", "Own")
+    with refuses("may have written a part of it by itself"):
+        found(codec_of("", template), asked([SYSTEM, HI], {"role": "system", "part": "all"}))
+
+
+def test_an_empty_answer_that_ends_no_conversation_has_an_unknown_end() -> None:
+    codec = codec_of("", OWN_PROMPT.replace("END", "\n"))
+    messages = [HI, {"role": "assistant", "content": ""}, HI | {"content": ""}]
+    for span in ({"role": "user", "part": "all"}, {"role": "assistant", "part": "all"}):
+        with refuses("where message 1 ends is unknown"):
+            found(codec, asked(messages, span))
+    # what follows shows where it ends
+    text, positions, spelled = found(codec, asked([*messages[:2], HI], {"turn": 1, "part": "all"}))
+    start, stop = text.index("<11>Assistant"), text.rindex("<11>User")
+    assert positions == covering(spelled, text, [(start, stop)])
+
+
+def test_a_header_of_no_characters_is_empty_within_a_token_too() -> None:
+    codec = codec_of("", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    messages = [HI | {"content": "towe"}, HELLO | {"content": "r"}]
+    fields = {"add_generation_prompt": False}
+    assert found(codec, asked(messages, {"turn": 1}, **fields))[2][-1] == b"er"
+    with refuses("header of message 1 is empty: it has no token"):
+        found(codec, asked(messages, {"turn": 1, "part": "header"}, **fields))
+
+
 def test_an_image_belongs_to_the_content_that_it_stands_in() -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
