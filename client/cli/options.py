@@ -2,6 +2,7 @@
 positions, hooks and steering. The server validates their values.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -103,7 +104,7 @@ def _fields_of(file: Path) -> Any:
         (msgspec.DecodeError, OSError),
         lambda error: invalid("--file", f"{file}: {getattr(error, 'strerror', error)}"),
     ):
-        raw = file.read_bytes()
+        raw = file.read_bytes().removeprefix(BOM_UTF8)
         if file.suffix == ".toml":
             return msgspec.toml.decode(raw)
         content = msgspec.json.decode(raw) if file.suffix == ".json" else json_or_text(raw.decode())
