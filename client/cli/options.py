@@ -112,8 +112,16 @@ def _fields_of(file: Path) -> Any:
 
 
 def texts(file: str | Path) -> list[Any]:
-    """Return the texts of a file. Raises as `rows`."""
-    return [row["text"] for row in rows(file, TEXT)]
+    """Return the texts of a file, or its lists of token ids. Raises as `rows`."""
+    found = [row["text"] for row in rows(file, TEXT)]
+    if any(isinstance(item, dict) for text in found if isinstance(text, list) for item in text):
+        raise invalid(
+            "FILE",
+            f"{file} has conversations",
+            allowed="texts, or lists of token ids",
+            hint="send conversations as messages: client.run(messages=…)",
+        )
+    return found
 
 
 def rows(file: str | Path, wanted: Sequence[str], required: bool = True) -> list[dict[str, Any]]:

@@ -392,7 +392,7 @@ class _Storages:
 
     def resolved(self, value: Any) -> Any:
         """Replace views by arrays: `value` itself, or its items, also nested ones. Raises
-        ValueError for too many: a pickle may name a list many times, in lists that it names as often.
+        ValueError for too many: a pickle may name lists many times, in lists that it names often.
         """
         self._items -= 1
         if self._items < 0:
