@@ -46,7 +46,8 @@ LAYERS, HIDDEN, LENGTH = 30, 576, 8192
 #: The template that small chat models come with.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ "
-    "message['content'] }}<|im_end|>\n{% endfor %}"
+    "message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
 MIB = 1 << 20
@@ -376,8 +377,10 @@ def mark(pid: int) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-async def publish(settings: Settings) -> None:
-    """A model of the demo model's shape with its tokenizer, beside the fake one."""
+async def publish(settings: Settings, length: int = LENGTH) -> None:
+    """A model of the demo model's shape with its tokenizer, beside the fake one; `length`: in
+    tokens.
+    """
     folder = Path(settings.cache_dir).expanduser() / "models" / "SmolLM2-135M-Instruct"
     bundle = TokenizerBundle(
         tokenizer_json=(folder / "tokenizer.json").read_text(),
@@ -394,7 +397,7 @@ async def publish(settings: Settings) -> None:
             "name": MODEL,
             "num_layers": LAYERS,
             "hidden_size": HIDDEN,
-            "max_model_len": LENGTH,
+            "max_model_len": length,
             "vocab_size": 49152,
             "tokenizer": name,
         }

@@ -6,6 +6,7 @@ in their order, `mood.csv:line,feeling`, or by name, `mood.csv:label=feeling,tex
 
 import csv
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,10 @@ def _named(columns: str, wanted: Sequence[str]) -> dict[str, str]:
 
 def _lines(path: Path, _: Sequence[str]) -> Numbered:
     """Yield the lines that are not blank; of JSON, the items of a list, or the object."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")  # ends every line with a newline
     content = msgspec.json.decode(text) if path.suffix == ".json" else json_or_text(text)
     json = content if isinstance(content, list) else [content] * isinstance(content, dict)
-    return enumerate(json or filter(str.strip, text.splitlines()), 1)
+    return enumerate(json or filter(str.strip, text.split("\n")), 1)
 
 
 def _csv(path: Path, _: Sequence[str]) -> Numbered:
@@ -110,7 +111,7 @@ def _json_lines(path: Path, _: Sequence[str]) -> Numbered:
             if len(line) > MAX_DOCUMENT_BYTES:
                 raise ValueError(f"line {number} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB")
             if line.strip():
-                yield number, msgspec.json.decode(line)
+                yield number, msgspec.json.decode(line.removeprefix(BOM_UTF8))
 
 
 def _parquet(path: Path, columns: Sequence[str]) -> Numbered:

@@ -17,7 +17,7 @@ from ...schemas.prompts.selectors import (
 from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from ...schemas.requests.specs import CaptureSpec
 from ..context import AppContext
-from ..resolve.admission.admission import check_cost, facts_of, tokenise
+from ..resolve.admission.admission import facts_of, tokenise
 from ..resolve.positions.captures import Bounds, positions_of_each
 from ..resolve.prompts.request_parsing import (
     ParsedPrompt,
@@ -94,17 +94,14 @@ async def _selected(
     """Resolve positions in a prompt. Raises a 400 naming `positions`."""
     spec = CaptureSpec(positions=positions)
     parsed = ParsedRequest("generate", info.name, [asked], Sampling(), capture=spec)
-
-    def work() -> PositionSelector:
-        check_cost(parsed, 1, len(prompt.text or "") or 4 * len(prompt.token_ids))
-        bounds = Bounds(info, facts_of(parsed, [prompt], codec), info.max_model_len)
-        return positions_of_each(spec, bounds)[0]
-
     with (
         Translated(SelectorError, lambda error: invalid(f"positions{error.at}", str(error))),
         Translated(MidstreamError, lambda error: error.at("positions")),
     ):
-        return await anyio.to_thread.run_sync(work)
+        facts, _ = await facts_of(parsed, [prompt], info, codec)
+        bounds = Bounds(info, facts, info.max_model_len)
+        (selector,) = await anyio.to_thread.run_sync(positions_of_each, spec, bounds)
+    return selector
 
 
 @post(

@@ -82,7 +82,9 @@ class Turns:
         without = NoTurn(f"{part} of message {chosen[0]} is empty: it has no token")
         with Translated(MidstreamError, lambda error: SelectorError(error.detail), hidden=True):
             pieces = [_FIND[part](self, number, part) for number in sent]
-        starts, stops = np.array(pieces, int).reshape(-1, 2).T
+        # a header may be empty, in the middle of a token
+        ranges = [piece for piece in pieces if piece[0] < piece[1]]
+        starts, stops = np.array(ranges, int).reshape(-1, 2).T
         return self._where.covering(starts, stops, without)
 
     def _sent(self, number: int, part: str) -> Any:
@@ -174,8 +176,16 @@ class Turns:
         )
         if (asks := headers["user"].strip()) and text[:first].rstrip().endswith(asks):
             raise self._refused(0, "header", "writes it within a message of the user")
-        if (own := before[: _same(before, text[:first])].rfind(closing)) >= 0:
-            return own + len(closing)
+        shared = before[: _same(before, text[:first])]
+        if shared == before and (before in ("", bos) or len(before) < first):
+            return len(before)
+        # in place of the message, it writes another one: are there messages before them both?
+        inside = headers["user"].count(closing)
+        ends = shared.count(closing)
+        if not closing or ends > inside > 0 or shared == before:
+            raise self._refused(0, "header", "may have written a part of it by itself")
+        if ends > inside:
+            return shared.rfind(closing) + len(closing)
         # some begin every message with BOS
         return len(bos) if text.startswith(bos) and not headers["user"].startswith(bos) else 0
 
@@ -209,10 +219,10 @@ class Turns:
         nowhere = len(self._where.text) + 1  # a content that the template drops if messages follow
         with suppress(MidstreamError):  # a template may refuse to end there
             for opened in (False, True):
-                *_, mark, tail = [
-                    "-1",
-                    *_MARK.split(self._rendered(messages[: number + 1], opened)),
-                ]
+                ended = self._rendered(messages[: number + 1], opened)
+                *_, mark, tail = ["-1", *_MARK.split(ended)]
+                if self._drops(number, int(mark), ended, opened):
+                    break
                 last = ({-1: [0]} | places).get(int(mark), [nowhere])[-1]
                 end = tail.removesuffix(self._opening) if opened else tail
                 if self._where.text.startswith(end, last):
@@ -226,6 +236,14 @@ class Turns:
             f"where message {number} ends is unknown: the chat template ends it differently if "
             "other messages follow"
         )
+
+    def _drops(self, number: int, mark: int, ended: str, opened: bool) -> bool:
+        """Return whether the template leaves out a message, without a content, that a conversation
+        ends with. `mark`: the last in this rendering.
+        """
+        if number == 0 or mark // 4 == number:
+            return False
+        return self._rendered(self._layout[0][:number], opened) == ended
 
     @cached_property
     def _opening(self) -> str:
@@ -319,8 +337,17 @@ _FIND: dict[Part, Callable[[Turns, int, str], CharRange]] = {
 
 
 def _same(text: str, other: str) -> int:
-    """Return the length of what both texts begin with."""
-    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))])
+    """Return the length of what both texts begin with. Compares slices, not characters: texts have
+    millions.
+    """
+    same, length = 0, min(len(text), len(other))
+    while same < length:
+        middle = (same + length + 1) // 2
+        if text[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            length = middle - 1
+    return same
 
 
 def _with_marks(number: int, message: PlainMessage, inside: bool) -> PlainMessage:

@@ -2,6 +2,7 @@
 positions, hooks and steering. The server validates their values.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -103,7 +104,7 @@ def _fields_of(file: Path) -> Any:
         (msgspec.DecodeError, OSError),
         lambda error: invalid("--file", f"{file}: {getattr(error, 'strerror', error)}"),
     ):
-        raw = file.read_bytes()
+        raw = file.read_bytes().removeprefix(BOM_UTF8)
         if file.suffix == ".toml":
             return msgspec.toml.decode(raw)
         content = msgspec.json.decode(raw) if file.suffix == ".json" else json_or_text(raw.decode())
@@ -111,8 +112,16 @@ def _fields_of(file: Path) -> Any:
 
 
 def texts(file: str | Path) -> list[Any]:
-    """Return the texts of a file. Raises as `rows`."""
-    return [row["text"] for row in rows(file, TEXT)]
+    """Return the texts of a file, or its lists of token ids. Raises as `rows`."""
+    found = [row["text"] for row in rows(file, TEXT)]
+    if any(isinstance(item, dict) for text in found if isinstance(text, list) for item in text):
+        raise invalid(
+            "FILE",
+            f"{file} has conversations",
+            allowed="texts, or lists of token ids",
+            hint="send conversations as messages: client.run(messages=…)",
+        )
+    return found
 
 
 def rows(file: str | Path, wanted: Sequence[str], required: bool = True) -> list[dict[str, Any]]:

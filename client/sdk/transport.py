@@ -133,6 +133,24 @@ class AwaitingTransport:
             await asyncio.gather(task, return_exceptions=True)
 
 
+class _Lines:
+    """Cuts a stream into lines at newlines alone: texts in it may have other separators of
+    lines.
+    """
+
+    def __init__(self) -> None:
+        self._begun: list[str] = []
+
+    def ended_in(self, text: str) -> list[str]:
+        """Return the lines that end in this piece of the stream."""
+        *ended, rest = text.split("\n")
+        if ended:
+            ended[0] = "".join([*self._begun, ended[0]])
+            self._begun.clear()
+        self._begun.append(rest)
+        return ended
+
+
 class _BlockingStream:
     def __init__(self, response: httpx2.Response):
         self.response = response
@@ -142,8 +160,10 @@ class _BlockingStream:
         return self.response
 
     async def lines(self) -> AsyncGenerator[str, None]:
-        for line in self.response.iter_lines():
-            yield line
+        lines = _Lines()
+        for text in self.response.iter_text():
+            for line in lines.ended_in(text):
+                yield line
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         for chunk in self.response.iter_bytes(CHUNK):
@@ -159,8 +179,10 @@ class _AwaitingStream:
         return self.response
 
     async def lines(self) -> AsyncGenerator[str, None]:
-        async for line in self.response.aiter_lines():
-            yield line
+        lines = _Lines()
+        async for text in self.response.aiter_text():
+            for line in lines.ended_in(text):
+                yield line
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         async for chunk in self.response.aiter_bytes(CHUNK):

@@ -30,6 +30,8 @@ from ...storage.formats.tensor_files import npy_header
 
 #: The most members of an archive that are not tensors.
 _MAX_OTHER_MEMBERS = 64
+#: The most items of a torch file's lists and dictionaries.
+MAX_ITEMS = 1 << 16
 NPY_MAGIC = b"\x93NUMPY"
 #: The name of torch's pickle in its archive.
 PICKLE = "data.pkl"
@@ -237,9 +239,10 @@ def read_torch(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
         raise ValueError(
             f"its {PICKLE} has {archive.sizes[pickles[0]]} bytes; valid: at most {MAX_FILE_HEADER}"
         )
-    return _Storages(archive, f"{folder}data/", most).resolved(
-        _interpret(member(archive, pickles[0]))
-    )
+    with Translated(RecursionError, lambda error: ValueError("it is nested too deeply")):
+        return _Storages(archive, f"{folder}data/", most).resolved(
+            _interpret(member(archive, pickles[0]))
+        )
 
 
 # --- torch's pickle
@@ -385,9 +388,15 @@ class _Storages:
         self._archive, self._folder = archive, folder
         self._read: dict[str, bytes] = {}
         self._left = self._most = most
+        self._items = MAX_ITEMS
 
     def resolved(self, value: Any) -> Any:
-        """Replace views by arrays: `value` itself, or its items, also nested ones."""
+        """Replace views by arrays: `value` itself, or its items, also nested ones. Raises
+        ValueError for too many: a pickle may name lists many times, in lists that it names often.
+        """
+        self._items -= 1
+        if self._items < 0:
+            raise ValueError(f"it holds more than {MAX_ITEMS} items")
         if isinstance(value, dict):
             return {key: self.resolved(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

@@ -214,8 +214,9 @@ MAX_SHARD_MIB = 1024  # `shards.mib` of a harvest
 # Bytes of a document of a file that is harvested (a line of JSONL, a value of a table)
 MAX_DOCUMENT_BYTES = 16 << 20
 MAX_HARVEST_SPANS = 8  # `positions.spans` of a harvest
-# Messages that are rendered to find `positions.spans` in a conversation: it is rendered several
-# times, and for the parts `header`, `all` and `tool_calls` of all turns twice for each message
+# Messages that are rendered to find `positions.spans` in a conversation, of which 4,096 characters
+# count as one more: it is rendered several times, and for the parts `header`, `all` and
+# `tool_calls` of all turns twice for each message
 MAX_RENDERED_MESSAGES = 1 << 16
 MAX_STREAM_CONSUMERS = 8  # `to.consumers` of a harvest's stream
 MAX_STREAM_WINDOW = 1024  # `to.window` of a harvest's stream, in units

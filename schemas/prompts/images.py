@@ -73,11 +73,16 @@ def check_image(data: bytes) -> ImageFormat:
         width, height = _jpeg_size(data)
     else:
         raise ImageError("is not a PNG or JPEG file")
+    check_size(width, height)
+    return name
+
+
+def check_size(width: int, height: int) -> None:
+    """Raises ImageError for an image without pixels, or with more than `MAX_IMAGE_PIXELS`."""
     if not 0 < width * height <= MAX_IMAGE_PIXELS:
         raise ImageError(
             f"has {width} × {height} pixels; an image has 1 to {MAX_IMAGE_PIXELS} pixels"
         )
-    return name
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:

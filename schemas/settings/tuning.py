@@ -133,7 +133,8 @@ class Tuning(Record):
     head_timeout_s: Positive = 15.0
     # Seconds for the body, plus one for each 16 KiB received; then 408
     body_timeout_s: Positive = 30.0
-    # Processes that tokenise long texts for the API; started when first needed
+    # Processes that tokenise long texts for the API, and render and search long or many
+    # conversations; started when first needed
     tokenizer_processes: PositiveInt = 2
     # Seconds for one long prompt or conversation; then 400, and the process is restarted
     tokenizer_timeout_s: Positive = 20.0

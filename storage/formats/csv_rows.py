@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -21,9 +22,13 @@ class CsvRows:
         first = self._file.readline(MAX_DOCUMENT_BYTES + 1)
         if first.lstrip().startswith("{"):
             raise ValueError("line 1 is JSON: files of JSON lines are named .jsonl")
-        delimiter = max("\t;,", key=first.count)
+        unquoted = "".join(first.split('"')[::2])
+        delimiter = max("\t;,", key=unquoted.count)
         self._table = csv.reader(self._lines(first), delimiter=delimiter, strict=True)
         self.names = [name.strip() for name in next(self._table, [])]
+        repeated = [name for name, count in Counter(self.names).items() if name and count > 1]
+        if repeated:
+            raise ValueError(f"line 1 names {repeated[0]!r} twice: a column has a name of its own")
 
     def _lines(self, line: str) -> Iterator[str]:
         while line:

@@ -118,6 +118,32 @@ async def test_tokens_per_minute_count_prompts_and_what_they_may_generate(
     assert error.retry_after == pytest.approx(550), "600 s of debt, less what fits into a minute"
 
 
+@pytest.mark.parametrize(
+    ("limit", "jobs", "wait"),
+    [({"requests_per_minute": 1}, 1, 60), ({"tokens_per_minute": 600}, 60, 550)],
+)
+async def test_a_clock_that_is_set_back_makes_nobody_wait_longer(
+    ledger: Ledger, clock: Clock, limit: dict[str, int], jobs: int, wait: float
+) -> None:
+    await limited(ledger, **limit)
+    await ledger.submit(of_tokens(jobs, 100), {})
+    clock.time -= 3600
+    error = await not_taken(ledger, of_tokens(1, 100))
+    assert error.retry_after == pytest.approx(wait)
+    clock.time += wait
+    await ledger.submit(of_tokens(1, 100), {})
+
+
+async def test_a_clock_that_is_behind_by_a_moment_forgives_nothing(
+    ledger: Ledger, clock: Clock
+) -> None:
+    await limited(ledger, requests_per_minute=1)
+    await ledger.submit(make_job(tenant="t"), {})
+    clock.time -= 1  # in the minute before
+    error = await not_taken(ledger, make_job(tenant="t"))
+    assert error.retry_after == pytest.approx(61)
+
+
 async def test_a_refused_or_repeated_submission_takes_nothing(ledger: Ledger, clock: Clock) -> None:
     await limited(ledger, requests_per_minute=2, tokens_per_minute=100, jobs_in_flight=2)
     job = of_tokens(1, 60)

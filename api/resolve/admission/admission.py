@@ -9,14 +9,14 @@ import asyncio
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio.to_thread
 import msgspec
 
-from ....broker.prompts.turns import Turns, renders
+from ....broker.prompts.turns import renders
 from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.base import (
@@ -40,7 +40,6 @@ from ....schemas.prompts.selectors import (
     RequestedPositions,
     Span,
     SpanFinder,
-    no_text,
     parts_of,
 )
 from ....schemas.prompts.sites import asked_names
@@ -52,7 +51,6 @@ from ..positions.captures import (
     Bounds,
     PromptFacts,
     Stored,
-    has_text,
     resolve_captures,
     stored_captures,
 )
@@ -65,7 +63,16 @@ from ..prompts.request_parsing import (
     last_said,
     plain_messages,
 )
-from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong, check_vocabulary
+from ..prompts.tokenizer import (
+    INLINE_CHARACTERS,
+    Chat,
+    Codec,
+    Found,
+    Searched,
+    TooLong,
+    check_vocabulary,
+    too_many_positions,
+)
 from ..readings.probes import check_step, check_tokens
 from ..readings.readings import (
     positions_asked,
@@ -78,8 +85,8 @@ from .names import NO_NAMES, Referents, artifacts_of, modules_of
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
 #: unit is the time for one listed position.
 ENTRY_COST, SPAN_COST, PART_COST = 8, 64, 8
-#: Cost of rendering a message.
-MESSAGE_COST = 64
+#: Cost of rendering a conversation, and each of its messages.
+RENDER_COST, MESSAGE_COST = 32, 64
 #: Characters of a prompt that are searched for a span's text, or rendered, in one unit.
 SEARCHED_CHARACTERS = 32
 #: Number of layers assumed for a patch that gives its layers as a text.
@@ -123,6 +130,15 @@ async def tokenise(
             if plain
             else []
         )
+    said, chats = [prompt for prompt in prompts if prompt.is_conversation], []
+    for prompt in said:
+        await asyncio.sleep(0)  # there may be thousands of short ones
+        check_number_of_images(prompt.images, prompt.field, model)
+        chats.append(chat_of(prompt))
+    with Translated(
+        TooLong, lambda error: too_long(error, said[error.index].field, model), hidden=True
+    ):
+        rendered = iter(await codec.encode_chats(chats))
     stored = []
     for prompt in prompts:
         if isinstance(prompt.value, str):
@@ -131,14 +147,8 @@ async def tokenise(
                 raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
             stored.append(StoredPrompt(token_ids=ids, text=text))
         elif prompt.is_conversation:
-            await asyncio.sleep(0)  # there may be thousands of short ones
-            check_number_of_images(prompt.images, prompt.field, model)
-            try:
-                ids, text = await codec.encode_chat(
-                    plain_messages(prompt.messages), prompt.rendering
-                )
-            except TooLong as error:
-                raise too_long(error, prompt.field, model) from None
+            await asyncio.sleep(0)
+            ids, text = next(rendered)
             stored.append(
                 StoredPrompt(
                     token_ids=ids, text=text, images=placed(ids, prompt.images, prompt.field, model)
@@ -341,8 +351,9 @@ async def resolve(
     steering = await with_trigger_tokens(parsed.steering, codec)
     parsed = replace(parsed, capture=capture, steering=steering)
 
+    facts, apart = await facts_of(parsed, prompts, model, codec, model_state)
+
     def resolved() -> Resolved:
-        facts = facts_of(parsed, prompts, codec, model_state)
         bounds = Bounds(model, facts, max_tokens, [probe.name for probe in probes], named.found)
         more = [(at, stored_captures(spec, bounds, at)) for at, spec in named.policies.captures]
         readings = resolve_readings(parsed, bounds)
@@ -352,18 +363,7 @@ async def resolve(
             parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
         )
 
-    # an estimate where only a prompt's tokens are known
-    characters = sum(
-        4 * len(each.token_ids) if each.text is None else len(each.text) for each in prompts
-    )
-    cost = check_cost(parsed, len(prompts), characters, model_state)
-    cost += sum(
-        len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures
-    )
-    mapped = characters if _needs_text(parsed, model_state) else 0
-    if cost <= RESOLVE_INLINE and mapped <= INLINE_CHARACTERS:
-        return resolved()
-    return await anyio.to_thread.run_sync(resolved)
+    return await anyio.to_thread.run_sync(resolved) if apart else resolved()
 
 
 def check_cost(
@@ -416,17 +416,14 @@ def check_cost(
     for index, patch in enumerate(parsed.patch):
         costs[f"patch[{index}].positions"] += _cost_of_patch(patch, prompts, characters)
     if sum(costs.values()) > RESOLVE_LIMIT:
-        raise invalid(
-            max(costs, key=lambda field: costs[field]),
-            "selects too many positions over all prompts",
-            hint="use fewer positions or spans, or fewer prompts in one job",
-        )
+        raise too_many_positions(max(costs, key=lambda field: costs[field]))
     return sum(costs.values())
 
 
 def _cost_of_turn(span: Span, messages: int, characters: int) -> int:
     """Return what a span of a conversation costs: the times it is rendered, at most."""
-    return renders(span, messages) * (messages * MESSAGE_COST + characters // SEARCHED_CHARACTERS)
+    once = RENDER_COST + messages * MESSAGE_COST + characters // SEARCHED_CHARACTERS
+    return renders(span, messages) * once
 
 
 def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
@@ -488,8 +485,14 @@ def _selectors(
         yield f"patch[{index}].mask", patch.mask
 
 
-def _needs_text(parsed: ParsedRequest, model_state: ModelState) -> bool:
-    return any(has_text(positions) for _, positions in _wanted(parsed, model_state))
+def _spans_of(parsed: ParsedRequest, model_state: ModelState) -> dict[Span, str]:
+    """Return the spans of texts and messages that the request has → the first field with each."""
+    found: dict[Span, str] = {}
+    for field, positions in _wanted(parsed, model_state):
+        for item in positions if isinstance(positions, list) else [positions]:
+            if isinstance(item, Span) and (item.text is not None or item.is_turn):
+                found.setdefault(item, field)
+    return found
 
 
 def _numbers(positions: RequestedPositions) -> int:
@@ -502,36 +505,64 @@ def _length(span: Span) -> int:
     return stop - start if stop is not None and (start < 0) == (stop < 0) else sys.maxsize
 
 
-def facts_of(
+async def facts_of(
     parsed: ParsedRequest,
     prompts: Sequence[StoredPrompt],
+    model: ModelInfo,
     codec: Codec,
     model_state: ModelState = NOTHING,
-) -> list[PromptFacts]:
-    """Return facts about each prompt, by which selectors are resolved; offsets of tokens in the
-    text are computed only if a span needs them.
+) -> tuple[list[PromptFacts], bool]:
+    """Return facts about each prompt, by which selectors are resolved, and whether that takes so
+    long that it should leave the event loop.
+
+    Raises a 400 naming the field that costs too much.
     """
-    if not _needs_text(parsed, model_state):
-        return [PromptFacts(len(prompt.token_ids), images=prompt.images) for prompt in prompts]
-    facts = []
-    for prompt, from_body in zip(prompts, parsed.prompts, strict=True):
-        if prompt.text is None:
-            result = codec.map_ids(prompt.token_ids)
-        else:
-            result = codec.map_text(
-                prompt.text, prompt.token_ids, special_tokens=not from_body.is_conversation
-            )
-        find: SpanFinder = result.find if result else no_text
-        if result and from_body.is_conversation:
-            find = Turns(
-                codec,
-                [message.role for message in from_body.messages],
-                plain_messages(from_body.messages),
-                from_body.rendering,
-                result,
-            ).find
-        facts.append(PromptFacts(len(prompt.token_ids), find, prompt.images))
-    return facts
+    # an estimate where only a prompt's tokens are known
+    characters = sum(
+        4 * len(each.token_ids) if each.text is None else len(each.text) for each in prompts
+    )
+    cost = check_cost(parsed, len(prompts), characters, model_state)
+    cost += sum(
+        len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures
+    )
+    spans = _spans_of(parsed, model_state)
+    apart = cost > RESOLVE_INLINE or (bool(spans) and characters > INLINE_CHARACTERS)
+    if not spans:
+        return [PromptFacts(len(each.token_ids), images=each.images) for each in prompts], apart
+    # the choices of a prompt share it
+    searched = {
+        id(prompt): Searched(
+            ids=array("i", prompt.token_ids).tobytes(),
+            text=prompt.text,
+            chat=chat_of(from_body) if from_body.is_conversation else None,
+        )
+        for prompt, from_body in zip(prompts, parsed.prompts, strict=True)
+    }
+    first = next(iter(spans.values()))
+    with Translated(
+        MidstreamError,
+        lambda error: error.at(first if error.kind == "invalid_request" else error.field),
+        hidden=True,
+    ):
+        found = await codec.locate([*searched.values()], [*spans], apart)
+    finders = {
+        prompt: _finder(dict(zip(spans, of_prompt, strict=True)))
+        for prompt, of_prompt in zip(searched, found, strict=True)
+    }
+    facts = [
+        PromptFacts(len(prompt.token_ids), finders[id(prompt)], prompt.images) for prompt in prompts
+    ]
+    return facts, apart
+
+
+def _finder(found: Mapping[Span, Found]) -> SpanFinder:
+    return lambda span: found[span].positions()
+
+
+def chat_of(prompt: ParsedPrompt) -> Chat:
+    """Return a conversation as it is rendered."""
+    roles: list[str] = [message.role for message in prompt.messages]
+    return Chat(plain_messages(prompt.messages), prompt.rendering, roles)
 
 
 # --- Admission ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import anyio.to_thread
 
@@ -11,7 +12,7 @@ from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.service.compatibility import misfit_of
 from ....schemas.settings.settings import Settings
 from ..prompts.tokenizer import Codec
-from ..prompts.tokenizer_pool import BundleHelpers, Helpers
+from ..prompts.tokenizer_pool import Helpers
 
 
 class Served:
@@ -80,7 +81,7 @@ class Served:
             known = self._codecs.get(key)
             if known is None:
                 raw = await fetch()
-                helpers = BundleHelpers(self._helpers, info.tokenizer, fetch)
+                helpers = partial(self._helpers.ask, info.tokenizer, fetch)
                 known = await anyio.to_thread.run_sync(
                     lambda: Codec(from_msgpack(raw, TokenizerBundle), info.max_model_len, helpers)
                 )

@@ -21,7 +21,6 @@ from ....schemas.prompts.selectors import (
     PositionWindow,
     RequestedPositions,
     SelectorError,
-    Span,
     SpanFinder,
     no_text,
     resolve_layers,
@@ -75,14 +74,6 @@ class Bounds:
     max_tokens: int = 1  # tokens generated, at most
     probes: Sequence[str] = ()  # the probes that score the request
     found: Lookup = NOTHING_FOUND  # the registered artifacts that the request names
-
-
-def has_text(positions: RequestedPositions) -> bool:
-    """Return whether the selector contains spans of the prompt's text, or of its messages."""
-    return any(
-        isinstance(item, Span) and (item.text is not None or item.is_turn)
-        for item in (positions if isinstance(positions, list) else [positions])
-    )
 
 
 class Positioned(Protocol):

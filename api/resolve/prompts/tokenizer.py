@@ -8,8 +8,9 @@ transformers gives them.
 
 import asyncio
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
 import numpy as np
@@ -17,9 +18,13 @@ from tokenizers import Encoding, Tokenizer
 
 from ....broker.prompts.chat_templates import ChatTemplate
 from ....broker.prompts.text_spans import TextMap, untrimmed
-from ....schemas.base import MidstreamError, Translated, invalid
+from ....broker.prompts.turns import Turns
+from ....schemas.base import MidstreamError, Translated, Wire, invalid
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
+from ....schemas.prompts.selectors import SelectorError, Span, SpanFinder, no_text
+
+T = TypeVar("T")
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
@@ -29,6 +34,11 @@ INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
 SHORT_CHARACTERS = 64 * 1024
 #: Used where the model has no limit.
 ANY_LENGTH = 2**31 - 1
+#: Characters, and texts or conversations, of one question; a single one may have more characters.
+GROUP_CHARACTERS, GROUP_ITEMS = 256 * 1024, 512
+#: Positions that the spans of a request may have over all prompts: as many as a body may have
+#: characters.
+MAX_FOUND = 1 << 23
 
 
 def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
@@ -67,18 +77,59 @@ class Encoded(NamedTuple):
     offsets: np.ndarray | None = None
 
 
-class LongTexts(Protocol):
-    """Tokenises a codec's long texts outside of the event loop (see
-    `tokenizer_pool.BundleHelpers`).
-    """
+class Chat(Wire):
+    """A conversation as its chat template gets it."""
 
-    async def encode(
-        self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool
-    ) -> list[Encoded]: ...
+    messages: list[PlainMessage]
+    rendering: Rendering = PLAIN
+    roles: list[str] = []  # of the messages as they were sent, which spans name
 
-    async def encode_chat(
-        self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int
-    ) -> tuple[np.ndarray, str]: ...
+    @property
+    def characters(self) -> int:
+        """The number of characters of all texts that are rendered."""
+        return characters_of(
+            [*self.messages, {"tools": self.rendering.tools}, self.rendering.options]
+        )
+
+
+class Searched(Wire):
+    """A prompt in which spans are to be found."""
+
+    ids: bytes  # int32
+    text: str | None  # that has these tokens; None: what they decode to
+    chat: Chat | None = None  # the conversation that was rendered as the text
+
+
+class Found(Wire):
+    """Where a span is in a prompt, or why it is not."""
+
+    ids: bytes = b""  # ascending positions, int32
+    refusal: tuple[str, str] | None = None  # text of a SelectorError, and its place in the span
+
+    def positions(self) -> list[int]:
+        """Return the positions; raises SelectorError."""
+        if self.refusal is not None:
+            raise SelectorError(*self.refusal)
+        return array("i", self.ids).tolist()
+
+
+class Question(Wire):
+    """What a codec is asked: to encode texts, or conversations, or to find spans in prompts."""
+
+    texts: list[str] = []
+    special_tokens: bool = False
+    limit: int = ANY_LENGTH  # tokens; a longer text or conversation is refused
+    offsets: bool = False  # whether the answer includes offsets
+    chats: list[Chat] = []
+    searched: list[Searched] = []
+    spans: list[Span] = []
+
+
+class Answer(Wire):
+    ids: list[bytes] = []  # int32, of each text or conversation
+    texts: list[str] = []  # of each conversation
+    offsets: list[bytes] = []  # int32 pairs, of each text
+    found: list[list[Found]] = []  # of each prompt that was searched, by span
 
 
 class Codec(ChatTemplate):
@@ -88,14 +139,17 @@ class Codec(ChatTemplate):
     """
 
     def __init__(
-        self, bundle: TokenizerBundle, limit: int = ANY_LENGTH, long_texts: LongTexts | None = None
+        self,
+        bundle: TokenizerBundle,
+        limit: int = ANY_LENGTH,
+        helpers: Callable[[Question], Awaitable[Answer]] | None = None,
     ):
-        """`limit`: tokens that the model takes; `long_texts`: tokenises long texts, by default a
-        thread does.
+        """`limit`: tokens that the model takes; `helpers`: answers long questions (see
+        `tokenizer_pool.Helpers`), by default a thread does.
         """
         super().__init__(bundle)
         self._limit = limit
-        self._long_texts = long_texts
+        self._helpers = helpers
         text, longest_token = untrimmed(bundle.tokenizer_json)
         self._most_characters = max(SHORT_CHARACTERS, limit * longest_token)
         self._tokenizer = Tokenizer.from_str(text)
@@ -111,8 +165,7 @@ class Codec(ChatTemplate):
         """Return token ids per text; `special_tokens` adds what the model's tokenizer adds around
         plain text, such as BOS.
 
-        Raises TooLong for a text that exceeds the model's length by its characters alone, or, if
-        helpers tokenise it, by its tokens. The caller checks all other texts.
+        Raises TooLong for a text that exceeds the model's length.
         """
         compact: dict[str, Sequence[int]] = {}
         made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
@@ -130,26 +183,78 @@ class Codec(ChatTemplate):
 
         Repeated texts are tokenised once.
         """
-        for index, text in enumerate(texts):
-            self._check_characters(index, len(text))
         distinct = [*dict.fromkeys(texts)]
         with Translated(
             TooLong,
             lambda error: TooLong(texts.index(distinct[error.index]), error.tokens, error.detail),
             hidden=True,
         ):
-            made = await self._encodings(distinct, special_tokens, offsets)
+            answers = await self._ask_each(
+                distinct,
+                [*map(len, distinct)],
+                len(distinct),
+                lambda some: Question(some, special_tokens, self._limit, offsets),
+            )
+        made = [
+            Encoded(
+                np.frombuffer(ids, np.int32),
+                np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None,
+            )
+            for answer in answers
+            for ids, places in zip_longest(answer.ids, answer.offsets, fillvalue=b"")
+        ]
         result = dict(zip(distinct, made, strict=True))
         return [result[text] for text in texts]
 
-    async def _encodings(
-        self, texts: list[str], special_tokens: bool, offsets: bool
-    ) -> list[Encoded]:
-        if sum(map(len, texts)) <= INLINE_CHARACTERS and len(texts) <= INLINE_MESSAGES:
-            return self.encode_here(texts, special_tokens, offsets)
-        if self._long_texts is None:
-            return await anyio.to_thread.run_sync(self.encode_here, texts, special_tokens, offsets)
-        return await self._long_texts.encode(texts, special_tokens, self._limit, offsets)
+    async def _ask_each(
+        self,
+        items: Sequence[T],
+        sizes: Sequence[int],
+        parts: int,
+        question: Callable[[list[T]], Question],
+    ) -> list[Answer]:
+        """Ask about the items in groups that helpers answer soon. `sizes`: characters of each;
+        `parts`: texts or messages of all. Raises TooLong.
+        """
+        for index, characters in enumerate(sizes):
+            self._check_characters(index, characters)
+        apart = sum(sizes) > INLINE_CHARACTERS or parts > INLINE_MESSAGES
+        answers: list[Answer] = []
+        first = 0
+        for group in _groups(items, sizes):
+            try:
+                answers.append(await self._ask(question(group), apart))
+            except TooLong as error:
+                raise TooLong(first + error.index, error.tokens) from None
+            first += len(group)
+        return answers
+
+    async def _ask(self, question: Question, apart: bool) -> Answer:
+        """Answer the question; `apart`: outside of the event loop."""
+        if not apart:
+            return self.answer(question)
+        if self._helpers is None:
+            return await anyio.to_thread.run_sync(self.answer, question)
+        return await self._helpers(question)
+
+    def answer(self, question: Question) -> Answer:
+        """Answer the question in this thread. Raises TooLong, and a 400 for a conversation that
+        the chat template rejects or for more than `MAX_FOUND` positions.
+        """
+        if question.searched:
+            return Answer(found=self._locate(question.searched, question.spans))
+        rendered = [self.render(chat.messages, chat.rendering) for chat in question.chats]
+        made = self.encode_here(
+            question.texts or rendered, question.special_tokens, question.offsets
+        )
+        for index, each in enumerate(made):
+            if len(each.ids) > question.limit:
+                raise TooLong(index, len(each.ids))
+        return Answer(
+            ids=[each.ids.tobytes() for each in made],
+            texts=rendered,
+            offsets=[each.offsets.tobytes() for each in made if each.offsets is not None],
+        )
 
     def encode_here(
         self, texts: Sequence[str], special_tokens: bool, offsets: bool = False
@@ -235,25 +340,85 @@ class Codec(ChatTemplate):
 
         return await anyio.to_thread.run_sync(work)
 
-    async def encode_chat(
-        self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN
-    ) -> tuple[Sequence[int], str]:
-        """Return token ids and text of a conversation, by default opened for the assistant's turn.
-
-        Raises a 400 naming `messages` when the model has no chat template or its template refuses
-        the conversation.
+    async def encode_chats(self, chats: Sequence[Chat]) -> list[tuple[Sequence[int], str]]:
+        """Return token ids and text of each conversation. Raises like `encode`, and a 400 naming
+        `messages` when the model has no chat template or its template refuses a conversation.
         """
-        characters = characters_of([*messages, {"tools": rendering.tools}, rendering.options])
-        self._check_characters(0, characters)
-        helpers = self._long_texts
-        if helpers is not None and (
-            characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES
-        ):
-            result, text = await helpers.encode_chat(messages, rendering, self._limit)
-            return _compact(result), text
-        text = self.render(messages, rendering)
-        (ids,) = await self.encode([text], special_tokens=False)  # the template has them
-        return ids, text
+        answers = await self._ask_each(
+            chats,
+            [chat.characters for chat in chats],
+            sum(len(chat.messages) for chat in chats),
+            lambda some: Question(chats=some, limit=self._limit),  # the template has BOS
+        )
+        return [
+            (array("i", ids), text)
+            for answer in answers
+            for ids, text in zip(answer.ids, answer.texts, strict=True)
+        ]
+
+    async def locate(
+        self, prompts: Sequence[Searched], spans: Sequence[Span], apart: bool
+    ) -> list[list[Found]]:
+        """Return where each span is in each prompt; `apart`: outside of the event loop.
+
+        Raises a 400 when they have more than `MAX_FOUND` positions.
+        """
+        return (await self._ask(Question(searched=[*prompts], spans=[*spans]), apart)).found
+
+    def _locate(self, prompts: Sequence[Searched], spans: Sequence[Span]) -> list[list[Found]]:
+        result: list[list[Found]] = []
+        room = MAX_FOUND
+        for prompt in prompts:
+            find, of_prompt = self._finder(prompt), []
+            for span in spans:
+                of_prompt.append(found := _found(find, span))
+                room -= len(found.ids) // 4
+                if room < 0:
+                    raise too_many_positions("positions")
+            result.append(of_prompt)
+        return result
+
+    def _finder(self, prompt: Searched) -> SpanFinder:
+        """Return what finds spans in a prompt."""
+        ids, chat = array("i", prompt.ids), prompt.chat
+        if prompt.text is None:
+            where = self.map_ids(ids)
+        else:
+            where = self.map_text(prompt.text, ids, special_tokens=chat is None)
+        if where is None:
+            return no_text
+        if chat is None:
+            return where.find
+        return Turns(self, chat.roles, chat.messages, chat.rendering, where).find
+
+
+def _groups(items: Sequence[T], sizes: Sequence[int]) -> Iterator[list[T]]:
+    group: list[T] = []
+    characters = 0
+    for item, size in zip(items, sizes, strict=True):
+        if group and (characters + size > GROUP_CHARACTERS or len(group) == GROUP_ITEMS):
+            yield group
+            group, characters = [], 0
+        group.append(item)
+        characters += size
+    if group:
+        yield group
+
+
+def too_many_positions(field: str) -> MidstreamError:
+    """Return the 400 for a selector of more positions than a request may have."""
+    return invalid(
+        field,
+        "selects too many positions over all prompts",
+        hint="use fewer positions or spans, or fewer prompts in one job",
+    )
+
+
+def _found(find: SpanFinder, span: Span) -> Found:
+    try:
+        return Found(array("i", find(span)).tobytes())
+    except SelectorError as error:
+        return Found(refusal=(str(error), error.at))
 
 
 def _compact(ids: np.ndarray) -> Sequence[int]:

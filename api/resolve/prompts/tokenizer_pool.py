@@ -1,8 +1,8 @@
-"""Helper processes that tokenise long texts and render long conversations, so that the event loop
-can serve other calls.
+"""Helper processes that tokenise long texts, render long or many conversations and find spans in
+them, so that the API can serve other calls.
 
-(`tokenizers` holds the GIL for a part of its work: a second for 8 MiB of text.) A helper is started
-when it is first needed, and again if it has died. `python -m
+(`tokenizers` holds the GIL for a part of its work: a second for 8 MiB of text. Templates hold it
+throughout.) A helper is started when it is first needed, and again if it has died. `python -m
 midstream.api.resolve.prompts.tokenizer_pool` runs a helper: it reads `PoolRequest`s from standard
 input and writes `PoolAnswer`s to standard output.
 """
@@ -15,15 +15,12 @@ import resource
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import zip_longest
 from typing import BinaryIO
 
 import anyio
 import msgspec
-import numpy as np
 
 from ....broker.processes.orphans import die_with_parent
 from ....schemas.base import (
@@ -36,14 +33,11 @@ from ....schemas.base import (
     to_msgpack,
 )
 from ....schemas.jobs.models import TokenizerBundle
-from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ....schemas.settings.settings import Settings
-from .tokenizer import Codec, Encoded, TooLong
+from .tokenizer import Answer, Codec, Question, TooLong
 
 log = logging.getLogger("midstream.api")
 
-#: Characters sent to a helper per message, unless a single text has more.
-BATCH_CHARACTERS = 256 * 1024
 #: Requests that may wait for a helper; more are refused.
 MAX_WAITING = 64
 #: Wall time that a helper may take, in multiples of its limit of processor time: processors are
@@ -55,28 +49,21 @@ START_S = 30.0
 MEMORY = 4 << 30
 #: Tokenizers that a helper keeps.
 KEPT = 4
-#: Characters of a request after which a helper returns free memory to the system.
-TRIM_CHARACTERS = 64 * 1024
+#: Size of a request after which a helper returns free memory to the system.
+TRIM_BYTES = 64 * 1024
 
 
 class PoolRequest(Wire):
     tokenizer: str  # content hash of the bundle
     bundle: bytes  # empty: the helper has it cached
-    texts: list[str]
-    messages: list[PlainMessage]  # one conversation in place of texts
-    special_tokens: bool
-    limit: int  # tokens; for a longer text the answer has only their number
-    offsets: bool = False  # whether the answer includes offsets
-    rendering: Rendering = PLAIN  # of the conversation
+    question: Question
 
 
 class PoolAnswer(Wire):
-    unknown: bool  # the bundle has to be sent along
-    ids: list[bytes]  # int32, of each text
-    text: str = ""  # of the conversation
+    unknown: bool = False  # the bundle has to be sent along
+    answer: Answer = Answer()
     too_long: tuple[int, int] | None = None  # index of a text, its number of tokens
     problem: Problem | None = None
-    offsets: list[bytes] = []  # int32 pairs, of each text; see `PoolRequest.offsets`
 
 
 class Helpers:
@@ -88,64 +75,24 @@ class Helpers:
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
 
-    async def encode(
-        self,
-        tokenizer: str,
-        fetch: Callable[[], Awaitable[bytes]],
-        texts: Sequence[str],
-        special_tokens: bool,
-        limit: int,
-        offsets: bool,
-    ) -> list[Encoded]:
-        """Return the tokens of each text. `fetch` reads the bundle for a helper that does not have
-        it.
-
-        Raises TooLong for a text of more than `limit` tokens; `invalid_request` when it takes too
-        much processor time, `overloaded` when too many wait, `unavailable` when helpers die.
-        """
-        result: list[Encoded] = []
-        for batch in _batches(texts):
-            try:
-                answer = await self._ask(
-                    PoolRequest(tokenizer, b"", batch, [], special_tokens, limit, offsets), fetch
-                )
-            except TooLong as error:
-                raise TooLong(len(result) + error.index, error.tokens) from None
-            result += [
-                Encoded(
-                    np.frombuffer(ids, np.int32),
-                    np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None,
-                )
-                for ids, places in zip_longest(answer.ids, answer.offsets, fillvalue=b"")
-            ]
-        return result
-
-    async def encode_chat(
-        self,
-        tokenizer: str,
-        fetch: Callable[[], Awaitable[bytes]],
-        messages: Sequence[PlainMessage],
-        rendering: Rendering,
-        limit: int,
-    ) -> tuple[np.ndarray, str]:
-        """Return token ids and text of a conversation; raises like `encode`, and a 400 if the chat
-        template rejects it.
-        """
-        answer = await self._ask(
-            PoolRequest(tokenizer, b"", [], list(messages), False, limit, rendering=rendering),
-            fetch,
-        )
-        return np.frombuffer(answer.ids[0], np.int32), answer.text
-
     async def close(self) -> None:
         for process in [*self._all]:
             await self._end(process)
 
-    async def _ask(self, ask: PoolRequest, fetch: Callable[[], Awaitable[bytes]]) -> PoolAnswer:
+    async def ask(
+        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], question: Question
+    ) -> Answer:
+        """Return what `Codec.answer` returns. `tokenizer`: content hash of the bundle; `fetch`
+        reads it for a helper that does not have it.
+
+        Raises what that raises; `invalid_request` when it takes too much processor time,
+        `overloaded` when too many wait, `unavailable` when helpers die.
+        """
         if self._free.statistics().tasks_waiting >= MAX_WAITING:
             raise MidstreamError(
                 "overloaded", "too many long prompts are waiting to be tokenised: try again later"
             )
+        ask = PoolRequest(tokenizer, b"", question)
         async with self._free:
             process = await self._start()
             try:
@@ -158,10 +105,9 @@ class Helpers:
             except (TimeoutError, EOFError, OSError) as error:
                 ended = await self._end(process)
                 if ended == -signal.SIGPROF:
-                    shown = "the conversation" if ask.messages else "the text"
                     detail = (
-                        f"{shown} took more than {self._seconds:g} s to tokenise (setting "
-                        "tokenizer_timeout_s)"
+                        f"the prompts took more than {self._seconds:g} s to tokenise or to find "
+                        "spans in (setting tokenizer_timeout_s)"
                     )
                     raise MidstreamError(
                         "invalid_request", detail, hint="send shorter texts or conversations"
@@ -178,7 +124,7 @@ class Helpers:
             raise TooLong(*answer.too_long)
         if answer.problem is not None:
             raise error_of(answer.problem)
-        return answer
+        return answer.answer
 
     async def _start(self) -> asyncio.subprocess.Process:
         while self._idle:
@@ -217,31 +163,6 @@ class Helpers:
         return process.returncode or 0
 
 
-@dataclass(frozen=True)
-class BundleHelpers:
-    """The helper processes, for one tokenizer."""
-
-    helpers: Helpers
-    tokenizer: str  # content hash of the bundle
-    fetch: Callable[[], Awaitable[bytes]]  # reads the bundle
-
-    async def encode(
-        self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool
-    ) -> list[Encoded]:
-        """Encode like `Helpers.encode`."""
-        return await self.helpers.encode(
-            self.tokenizer, self.fetch, texts, special_tokens, limit, offsets
-        )
-
-    async def encode_chat(
-        self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int
-    ) -> tuple[np.ndarray, str]:
-        """Encode like `Helpers.encode_chat`."""
-        return await self.helpers.encode_chat(
-            self.tokenizer, self.fetch, messages, rendering, limit
-        )
-
-
 async def _exchange(process: asyncio.subprocess.Process, ask: PoolRequest) -> PoolAnswer:
     assert process.stdin is not None
     assert process.stdout is not None
@@ -251,19 +172,6 @@ async def _exchange(process: asyncio.subprocess.Process, ask: PoolRequest) -> Po
     await process.stdin.drain()
     size = int.from_bytes(await process.stdout.readexactly(8), "big")
     return from_msgpack(await process.stdout.readexactly(size), PoolAnswer)
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if batch and size + len(text) > BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
 
 
 # --- The helper
@@ -276,22 +184,14 @@ def answer(ask: PoolRequest, codecs: "OrderedDict[str, Codec]") -> PoolAnswer:
             codecs.popitem(last=False)
     codec = codecs.get(ask.tokenizer)
     if codec is None:
-        return PoolAnswer(True, [])
+        return PoolAnswer(unknown=True)
     codecs.move_to_end(ask.tokenizer)
-    texts = ask.texts
-    if ask.messages:
-        try:
-            texts = [codec.render(ask.messages, ask.rendering)]
-        except MidstreamError as error:
-            return PoolAnswer(False, [], problem=error.problem())
-    ids, offsets = [], []
-    for index, result in enumerate(codec.encode_here(texts, ask.special_tokens, ask.offsets)):
-        if len(result.ids) > ask.limit:
-            return PoolAnswer(False, [], too_long=(index, len(result.ids)))
-        ids.append(result.ids.tobytes())
-        if result.offsets is not None:
-            offsets.append(result.offsets.tobytes())
-    return PoolAnswer(False, ids, texts[0] if ask.messages else "", offsets=offsets)
+    try:
+        return PoolAnswer(answer=codec.answer(ask.question))
+    except TooLong as error:
+        return PoolAnswer(too_long=(error.index, error.tokens or 0))
+    except MidstreamError as error:
+        return PoolAnswer(problem=error.problem())
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
@@ -301,13 +201,14 @@ def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
     """
     codecs: OrderedDict[str, Codec] = OrderedDict()
     while head := questions.read(8):
-        ask = from_msgpack(questions.read(int.from_bytes(head, "big")), PoolRequest)
+        size = int.from_bytes(head, "big")
+        ask = from_msgpack(questions.read(size), PoolRequest)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         raw = to_msgpack(answer(ask, codecs))
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(len(raw).to_bytes(8, "big") + raw)
         answers.flush()
-        if sum(map(len, ask.texts)) + characters_of(ask.messages) > TRIM_CHARACTERS:
+        if size > TRIM_BYTES:
             del ask, raw
             with suppress(AttributeError, OSError):  # only glibc has it
                 ctypes.CDLL(None).malloc_trim(0)

@@ -24,6 +24,11 @@ FILES = {
     "torn.csv": 'text\n"a\n',
     "lines.txt": "Hello, you\n\nno\n",
     "bad.parquet": "torn",
+    "quoted.csv": '"a;b;c;d",text,label\n1,"Hello, you",good\n,no,bad\n',
+    "twice.csv": "text,label,text\na,b,c\n",
+    "separated.txt": "\ufeffone\u2028still\u2029one\x85\x0b\x0c\x1c.\r\ntwo\rthree\n",
+    "null.jsonl": '"a"\nnull\n',
+    "number.jsonl": '"a"\n5\n',
 }
 
 
@@ -32,7 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current folder, with files in every format."""
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
-        Path(name).write_text(content)
+        Path(name).write_text(content, newline="")
+    for name in ("mood.json", "mood.jsonl"):
+        Path(f"marked-{name}").write_text(FILES[name], encoding="utf-8-sig")
     Path("latin.csv").write_bytes(b"text\n\xff\n")
     parquet.write_table(pa.Table.from_pylist(MOOD), "mood.parquet")
 
@@ -40,6 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "source",
     ["mood.csv", "excel.csv:Verse,Mood", "mood.tsv", "mood.jsonl", "mood.json", "mood.parquet",
+     "marked-mood.jsonl", "marked-mood.json", "quoted.csv",
      "swapped.csv:text=label,label=text", "mood.parquet:text,label"],
 )  # fmt: skip
 def test_every_format_gives_the_same_rows(source: str) -> None:
@@ -51,6 +59,11 @@ def test_other_files_have_a_text_on_each_line_and_no_columns() -> None:
     assert [*read_texts("lines.txt")] == ["Hello, you", "no"]
     with refuses("line 1 has no columns"):
         [*read_rows("lines.txt", ["text", "label"])]
+
+
+def test_lines_end_with_a_newline_a_carriage_return_or_both() -> None:
+    one = "one\u2028still\u2029one\x85\x0b\x0c\x1c."
+    assert [*read_texts("separated.txt")] == [one, "two", "three"]
 
 
 def test_a_file_is_read_no_further_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +84,9 @@ def test_a_file_is_read_no_further_than_asked(monkeypatch: pytest.MonkeyPatch) -
             "after line 0: JSON is malformed: invalid character (byte 4) (allowed: UTF-8; CSV",
         ),
         ("unquoted.csv", "line 2 has 3 cells, the first line 2: texts with separators are written"),
+        ("twice.csv", "line 1 names 'text' twice: a column has a name of its own"),
+        ("null.jsonl", "line 2 has no columns"),
+        ("number.jsonl", "line 2 has no columns"),
         ("torn.csv", "torn.csv cannot be read after line 0: unexpected end of data"),
         ("latin.csv", "latin.csv cannot be read after line 0: 'utf-8' codec"),
         ("bad.parquet", "bad.parquet cannot be read after line 0: "),

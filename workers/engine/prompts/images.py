@@ -17,11 +17,11 @@ from PIL import Image
 from vllm import TokensPrompt
 from vllm.config import CompilationMode, VllmConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.image import convert_image_mode
+from vllm.multimodal.image import convert_image_mode, normalize_image
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
 from ....schemas.base import MidstreamError, Translated
-from ....schemas.prompts.images import ImageRef, ImageSpan, of_image
+from ....schemas.prompts.images import ImageRef, ImageSpan, check_size, of_image
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ..protocol import EngineRequest
 
@@ -173,8 +173,10 @@ def _decoded(data: bytes, number: int) -> Image.Image:
         ),
     ):
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+        check_size(*image.size)  # a file may have several headers, of which the last counts
         image.load()  # raises for a truncated file
-        return convert_image_mode(image, "RGB")
+        # as vLLM's server: cameras write which side is up
+        return convert_image_mode(normalize_image(image), "RGB")
 
 
 class Images(NamedTuple):

@@ -173,7 +173,11 @@ RULES = (
     ),
     SettingRule("ec_transfer_config", (None,), _STATE),
     SettingRule("cache_config.kv_offloading_size", (None,), _STATE),
-    SettingRule("cache_config.mamba_cache_mode", ("none",), _STATE),
+    SettingRule(
+        "cache_config.mamba_cache_mode",
+        ("none",),
+        f"{_STATE} (recurrent models: set enable_prefix_caching=false)",
+    ),
     SettingRule("cache_config.use_replayssm", (False,), _STATE),
     SettingRule("cache_config.enable_mamba_shared_prefix_checkpoint", (False,), _STATE),
     SettingRule("attention_config.hisparse_config", (None,), _STATE),

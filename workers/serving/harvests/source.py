@@ -2,6 +2,7 @@
 time, which fails if its file was changed since.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -212,6 +213,7 @@ class SourceFiles:
             at = end + 1
 
     def _line(self, line: bytes, document: int) -> Any:
+        line = line.removeprefix(BOM_UTF8)
         if not line.strip():
             return None
         with Translated(

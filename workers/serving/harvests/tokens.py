@@ -28,6 +28,8 @@ SLICE = 1 << 18
 #: Characters in which two slices of a text overlap; a seam is not in the first and last `MARGIN` of
 #: them.
 OVERLAP, MARGIN = 1 << 12, 1 << 9
+#: Characters of a conversation that take as long to render as a message.
+MESSAGE_CHARACTERS = 1 << 12
 #: Tokens after a seam that must be equal in both slices.
 AGREED = 8
 
@@ -132,9 +134,11 @@ class HarvestTokenizer:
         and SelectorError.
         """
         plain = msgspec.convert(messages, list[PlainMessage])
-        rendered = len(plain) * sum(renders(span, len(plain)) for span in self._spans)
-        if rendered > MAX_RENDERED_MESSAGES:
-            raise SelectorError(f"finding spans in {len(plain)} messages takes too long")
+        size = len(plain) + len(text) // MESSAGE_CHARACTERS
+        if size * sum(renders(span, len(plain)) for span in self._spans) > MAX_RENDERED_MESSAGES:
+            raise SelectorError(
+                f"finding spans in {len(plain)} messages of {len(text)} characters takes too long"
+            )
         roles = [str(message.get("role")) for message in plain]
         where = TextMap(text, np.stack([tokens.starts, tokens.ends], axis=1))
         turns = Turns(self._template, roles, plain, self._rendering, where)

@@ -26,7 +26,8 @@ end
 
 -- The first limit that a submission exceeds; if none, charges its cost to the rates and returns nil. A rate is a leaky
 -- bucket (GCRA): `{name}_until` is when it is empty; a minute ahead it is full. A submission worth more than a minute
--- is accepted when the bucket is empty.
+-- is accepted when the bucket is empty. A bucket that was filled later than now is as full as it was then: the clock was
+-- set back.
 -- GCRA needs one number for each rate, keeps no history, and gives the exact time to wait. Refusing
 -- larger submissions for ever would turn the rate limit into a size limit.
 local function over_limit(limits)
@@ -51,6 +52,11 @@ local function over_limit(limits)
   local minute, requests, requests_until, tokens, tokens_until =
     unpack(redis.call('HMGET', rate, 'minute', 'requests', 'requests_until', 'tokens', 'tokens_until'))
   local taken, new = {'minute', this_minute}, tonumber(minute) ~= this_minute
+  local set_back = 60 * ((tonumber(minute) or 0) - this_minute) -- seconds
+  if set_back > 60 then -- less: processes whose clocks differ, at the end of a minute
+    requests_until, tokens_until = (tonumber(requests_until) or 0) - set_back, (tonumber(tokens_until) or 0) - set_back
+    redis.call('HSET', rate, 'minute', this_minute, 'requests', 0, 'tokens', 0, 'requests_until', requests_until, 'tokens_until', tokens_until)
+  end
   for _, rated in ipairs({{'requests', 1, requests, requests_until}, {'tokens', record.cost, tokens, tokens_until}}) do
     local name, more, counted, till = unpack(rated)
     local allowed = limits[name .. '_per_minute']

@@ -23,6 +23,7 @@ from midstream.api.resolve.admission.admission import (
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import MAX_ENTRIES
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
+from midstream.api.resolve.prompts.tokenizer import Found, Searched
 from midstream.schemas.base import from_numpy
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.prompts.chat import ToolUse
@@ -63,11 +64,14 @@ def test_slow_resolution_runs_off_the_event_loop(
         threads.append(threading.current_thread())
         return bounds(*arguments)
 
+    places: list[bool] = []
+
     class Letters:
         """A token per letter."""
 
-        def map_text(self, text: str, ids: list[int], *, special_tokens: bool) -> Any:
-            return type("Found", (), {"find": staticmethod(lambda span: [0])})
+        async def locate(self, searched: list[Searched], spans: list[Span], apart: bool) -> Any:
+            places.append(apart)
+            return [[Found(b"\0\0\0\0")] * len(spans)] * len(searched)
 
     monkeypatch.setattr(admission, "Bounds", noted)
     stored = [StoredPrompt(token_ids=[1] * 100, text="a" * 100)] * prompts
@@ -77,6 +81,7 @@ def test_slow_resolution_runs_off_the_event_loop(
     captures, steering, _ = asyncio.run(resolve(asked, stored, MODEL, Letters(), 4))  # type: ignore[arg-type]
     assert len(captures or steering) == prompts
     assert (threads[0] is not threading.main_thread()) == apart
+    assert set(places) <= {apart}
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ a prompt is expanded.
 import base64
 import io
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from model_kit import model
-from PIL import Image
+from PIL import ExifTags, Image
 from refusal_kit import refuses
+from vllm.multimodal.media.image import ImageMediaIO
 
 from midstream.api.resolve.edits.steering import _check_global_positions
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
@@ -227,6 +229,32 @@ def test_places_as_written_become_positions_as_the_model_sees_them(written: Any,
         ("b", 7, 9),
     ]
     assert found.token_ids == MADE["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_as_vllms_server_turns_them(mode: str, orientation: int) -> None:
+    picture = Image.new(mode, (64, 48))
+    picture.paste(Image.new(mode, (20, 10), "white"), (3, 2))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    written = io.BytesIO()
+    picture.save(written, "PNG", exif=exif)
+    (made,) = prompt_with_images([1], [written.getvalue()])["multi_modal_data"]["image"]
+    served = ImageMediaIO().load_bytes(written.getvalue()).media
+    assert made.size == served.size
+    assert made.tobytes() == served.tobytes()
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_the_last_of_several_headers_of_an_image_is_checked() -> None:
+    data = file_of("PNG", 1, 1)
+    end = 8 + 25  # of the first header
+    fields = b"IHDR" + struct.pack(">II", 13_000, 13_000) + data[24:29]
+    larger = struct.pack(">I", 13) + fields + struct.pack(">I", zlib.crc32(fields))
+    check_image(data[:end] + larger + data[end:])  # the API knows the first alone
+    with refuses("has 13000 × 13000 pixels", field="messages"):
+        prompt_with_images([1], [data[:end] + larger + data[end:]])
 
 
 @pytest.mark.parametrize("place", [1, 6, 10])

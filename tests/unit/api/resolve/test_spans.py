@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from model_kit import model
 from refusal_kit import refuses
 from spelling import byte_level, fallback, overlapping
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -287,7 +288,8 @@ def test_token_ids_have_spans_when_their_text_gives_the_same_ids() -> None:
     )
 
     def resolved(token_ids: list[int]) -> PositionSelector:
-        (facts,) = facts_of(wish, [StoredPrompt(token_ids=token_ids)], codec)
+        stored = [StoredPrompt(token_ids=token_ids)]
+        ((facts,), _) = asyncio.run(facts_of(wish, stored, model(), codec))
         return resolve_positions([Span(text="the")], facts.tokens, facts.find)
 
     assert resolved(ids) == [0, 1, 2]

@@ -12,7 +12,7 @@ from refusal_kit import refuses
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from midstream.api.resolve.admission.continuations import ReadPrompt, continue_prompts
-from midstream.api.resolve.prompts.tokenizer import Codec, TooLong
+from midstream.api.resolve.prompts.tokenizer import Answer, Codec, Question
 from midstream.api.resolve.sweeps import prompts as sweep_prompts
 from midstream.api.resolve.sweeps.limits import room_of_cell
 from midstream.api.resolve.sweeps.plan import PlannedSweep, plan_sweep
@@ -577,14 +577,12 @@ def test_a_sweep_of_too_much_text_is_refused(
 def test_text_longer_than_the_model_is_refused_by_its_field(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def strict(self: Codec, texts: list[str], special: bool, offsets: bool) -> Any:
-        found = self.encode_here(texts, special, offsets)
-        for index, one in enumerate(found):
-            if len(one.ids) > 8:  # as the helper processes answer for long texts
-                raise TooLong(index, len(one.ids))
-        return found
+    answer = Codec.answer
 
-    monkeypatch.setattr(Codec, "_encodings", strict)
+    def strict(self: Codec, question: Question) -> Answer:
+        return answer(self, msgspec.structs.replace(question, limit=8))
+
+    monkeypatch.setattr(Codec, "answer", strict)
     assert (
         refusal(pair(), pair(corrupt="The" + " old" * 8)).field,
         refusal(pair(), pair(foil=" Rome" * 8)).field,

@@ -8,6 +8,7 @@ import signal
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,16 +18,19 @@ from refusal_kit import refuses
 from tokenizers import processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from midstream.api.resolve.prompts import tokenizer_pool
+from midstream.api.resolve.prompts import tokenizer, tokenizer_pool
 from midstream.api.resolve.prompts.tokenizer import (
     INLINE_CHARACTERS,
     SHORT_CHARACTERS,
+    Chat,
     Codec,
+    Searched,
     TooLong,
 )
-from midstream.api.resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
+from midstream.api.resolve.prompts.tokenizer_pool import Helpers
 from midstream.schemas.base import MidstreamError, to_msgpack
 from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.prompts.selectors import SelectorError, Span
 from midstream.schemas.settings.settings import load_settings
 
 MESSAGES = [
@@ -100,7 +104,7 @@ async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_chat_only_the
 ):
     codec = make_codec("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     (plain,) = await codec.encode(["ab"], special_tokens=True)
-    chat, text = await codec.encode_chat([{"role": "user", "content": "ab"}])
+    ((chat, text),) = await codec.encode_chats([Chat([{"role": "user", "content": "ab"}])])
     assert text == "<s>ab"
     assert plain == chat, "one BOS each, not two"
 
@@ -185,7 +189,7 @@ async def served(
 
     helpers = Helpers(load_settings({}, **{"tuning.tokenizer_processes": 1, **settings}))
     try:
-        yield helpers, Codec(bundle, limit, BundleHelpers(helpers, "t", fetch))
+        yield helpers, Codec(bundle, limit, partial(helpers.ask, "t", fetch))
     finally:
         await helpers.close()
 
@@ -198,7 +202,7 @@ async def test_long_texts_and_conversations_get_the_ids_they_get_in_this_process
     async with served(500_000) as (helpers, codec):
         assert await codec.encode(texts, special_tokens=True) == here(texts, True)
         text = PLAIN.render(messages)
-        assert await codec.encode_chat(messages) == (here([text], False)[0], text)
+        assert await codec.encode_chats([Chat(messages)]) == [(here([text], False)[0], text)]
         assert len(helpers._all) == 1, (
             "the second question went to the process that knew the tokenizer"
         )
@@ -238,11 +242,75 @@ async def test_a_template_that_fails_or_never_ends_is_an_error_and_the_next_is_s
     bundle = msgspec.structs.replace(BUNDLE, chat_template=template)
     async with served(bundle=bundle, **{"tuning.tokenizer_timeout_s": 0.5}) as (helpers, codec):
         with refuses(kind="invalid_request", field="messages"):
-            await codec.encode_chat([{"role": "user", "content": "x" * 5000}])
+            await codec.encode_chats([Chat([{"role": "user", "content": "x" * 5000}])])
         with refuses("tokenizer_timeout_s"):
-            await codec.encode_chat([{"role": "user", "content": "a" * 5000}])
-        assert (await codec.encode_chat([{"role": "user", "content": "b" * 5000}]))[1] == ""
+            await codec.encode_chats([Chat([{"role": "user", "content": "a" * 5000}])])
+        ((_, text),) = await codec.encode_chats([Chat([{"role": "user", "content": "b" * 5000}])])
+        assert text == ""
         assert len(helpers._all) == 1
+
+
+def _forbidden(*arguments: Any, **options: Any) -> Any:
+    raise AssertionError("in the API's process")
+
+
+def said(content: str) -> Searched:
+    messages = [{"role": "user", "content": content}]
+    chat = Chat(messages, roles=["user"])
+    text = PLAIN.render(messages)
+    return Searched(PLAIN.encode_here([text], False)[0].ids.tobytes(), text, chat)
+
+
+async def test_long_prompts_are_rendered_and_searched_in_a_helper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts, spans = [said("hello " * number) for number in (2, 1000)], [Span(turn=0), Span(turn=7)]
+    wanted = await PLAIN.locate(prompts, spans, apart=False)
+    asked: list[int] = []
+    exchange = tokenizer_pool._exchange
+
+    async def counted(process: Any, ask: Any) -> Any:
+        asked.append(len(ask.question.chats))
+        return await exchange(process, ask)
+
+    async with served() as (_, codec):
+        monkeypatch.setattr(tokenizer_pool, "_exchange", counted)
+        monkeypatch.setattr(Codec, "render", _forbidden)
+        monkeypatch.setattr(Codec, "map_text", _forbidden)
+        assert await codec.locate(prompts, spans, apart=True) == wanted
+        asked.clear()
+        made = await codec.encode_chats([prompt.chat for prompt in prompts[:1] * 1200])
+        assert {text for _, text in made} == {prompts[0].text}
+    assert sum(asked) == 1200
+    assert max(asked) <= tokenizer.GROUP_ITEMS
+    assert wanted[0][0].positions()
+    with pytest.raises(SelectorError, match="no turn 7"):
+        wanted[0][1].positions()
+
+
+async def test_a_template_that_never_ends_for_a_span_is_an_error_of_the_request() -> None:
+    template = (
+        "{% if messages[0].content[0] != 'a' %}{% for a in range(99999) %}{% for b in "
+        "range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+    )
+    bundle = msgspec.structs.replace(BUNDLE, chat_template=template)
+    text = "a" * 5000
+    ids = PLAIN.encode_here([text], False)[0].ids.tobytes()
+    prompt = Searched(ids, text, Chat([{"role": "user", "content": text}], roles=["user"]))
+    async with served(bundle=bundle, **{"tuning.tokenizer_timeout_s": 0.5}) as (_, codec):
+        with refuses("tokenizer_timeout_s", kind="invalid_request"):
+            await codec.locate([prompt], [Span(turn=0)], apart=True)
+
+
+async def test_the_positions_of_all_spans_together_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts, spans = [said("hello " * 10)] * 4, [Span(turn=0), Span(role="user")]
+    ((first, _), *_) = await PLAIN.locate(prompts, spans, apart=False)
+    monkeypatch.setattr(tokenizer, "MAX_FOUND", 8 * len(first.positions()))
+    assert len(await PLAIN.locate(prompts, spans, apart=False)) == 4
+    with refuses("selects too many positions over all prompts"):
+        await PLAIN.locate([*prompts, prompts[0]], spans, apart=False)
 
 
 async def test_a_dead_tokeniser_process_is_replaced() -> None:

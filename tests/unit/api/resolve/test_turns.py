@@ -20,11 +20,17 @@ from spelling import byte_level, covering
 from test_images import URL, picture
 from test_spans import merged_byte_level
 
-from midstream.api.resolve.admission.admission import check_cost, facts_of, tokenise
+from midstream.api.resolve.admission.admission import (
+    RENDER_COST,
+    check_cost,
+    facts_of,
+    tokenise,
+)
 from midstream.api.resolve.edits.steering import _check_global_positions
 from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.broker.prompts.turns import _same
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import TokenizerBundle
@@ -109,7 +115,8 @@ def found(codec: Codec, parsed: ParsedRequest, **facts: Any) -> tuple[str, list[
     """The rendered text, the positions that the request's capture has, and each token's bytes."""
     info = model(vocab_size=1 << 20, max_model_len=1 << 20, **facts)
     prompts = asyncio.run(tokenise(parsed.prompts, info, codec))
-    bounds = Bounds(info, facts_of(parsed, prompts, codec))
+    facts, _ = asyncio.run(facts_of(parsed, prompts, info, codec))
+    bounds = Bounds(info, facts)
     positions = resolve_captures(parsed.capture, bounds, [])[0][0].positions
     names = [codec._tokenizer.id_to_token(token) for token in prompts[0].token_ids]
     special = {"<s>", "</s>"}.union(*SPECIAL.values())
@@ -597,6 +604,60 @@ def test_templates_that_repeat_rewrite_or_measure_are_refused(template: str, wor
         found(codec_of("", template), asked([HI], {"turn": 0}))
 
 
+#: Writes a system prompt of its own if none is sent; ends messages of the user as `end` says, and
+#: leaves out an empty answer at the end.
+OWN_PROMPT = """\
+{%- if messages[0].role != 'system' %}{{ '<10>System\n' }}OWN{{ '\n' }}{% endif %}
+{%- for m in messages %}{% if m.content or m.role != 'assistant' or not loop.last %}
+{{- ('<10>' if m.role == 'system' else '<11>') + (m.role | capitalize) + '\n' + m.content }}
+{{- '<12>\n' if m.role == 'assistant' else '\n' if m.role == 'system' else 'END' }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<11>Assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("own", ["", "Be kind."])
+@pytest.mark.parametrize("part", ["header", "all"])
+def test_a_system_message_begins_where_the_templates_own_would(own: str, part: str) -> None:
+    codec = codec_of("", OWN_PROMPT.replace("END", "\n").replace("OWN", own))
+    parsed = asked([SYSTEM, HI], {"role": "system", "part": part})
+    text, positions, spelled = found(codec, parsed)
+    stop = text.index("Be brief.") if part == "header" else text.index("<11>")
+    assert positions == covering(spelled, text, [(0, stop)])
+
+
+@pytest.mark.parametrize("part", ["header", "all"])
+def test_a_system_message_after_which_messages_end_with_nothing_is_refused(part: str) -> None:
+    codec = codec_of("", OWN_PROMPT.replace("END", "").replace("OWN", "Be kind."))
+    with refuses("may have written a part of it by itself"):
+        found(codec, asked([SYSTEM, HI], {"role": "system", "part": part}))
+
+
+def test_a_template_that_writes_a_message_before_the_system_message() -> None:
+    template = "{{ '<10>Model\nM\n' }}" + OWN_PROMPT.replace("END", "\n").replace("OWN", "Own")
+    with refuses("may have written a part of it by itself"):
+        found(codec_of("", template), asked([SYSTEM, HI], {"role": "system", "part": "all"}))
+
+
+def test_an_empty_answer_that_ends_no_conversation_has_an_unknown_end() -> None:
+    codec = codec_of("", OWN_PROMPT.replace("END", "\n"))
+    messages = [HI, {"role": "assistant", "content": ""}, HI | {"content": ""}]
+    for span in ({"role": "user", "part": "all"}, {"role": "assistant", "part": "all"}):
+        with refuses("where message 1 ends is unknown"):
+            found(codec, asked(messages, span))
+    # what follows shows where it ends
+    text, positions, spelled = found(codec, asked([*messages[:2], HI], {"turn": 1, "part": "all"}))
+    start, stop = text.index("<11>Assistant"), text.rindex("<11>User")
+    assert positions == covering(spelled, text, [(start, stop)])
+
+
+def test_a_header_of_no_characters_is_empty_within_a_token_too() -> None:
+    codec = codec_of("", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    messages = [HI | {"content": "towe"}, HELLO | {"content": "r"}]
+    fields = {"add_generation_prompt": False}
+    assert found(codec, asked(messages, {"turn": 1}, **fields))[2][-1] == b"er"
+    with refuses("header of message 1 is empty: it has no token"):
+        found(codec, asked(messages, {"turn": 1, "part": "header"}, **fields))
+
+
 def test_an_image_belongs_to_the_content_that_it_stands_in() -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
@@ -666,6 +727,36 @@ def test_the_tokens_of_a_turn_cover_its_content_exactly(template: str, data: st.
     start = text.index(content.strip()) - (len(content) - len(content.lstrip()))
     assert text.count(content.strip()) == 1
     assert positions == covering(spelled, text, [(start, start + len(content))])
+
+
+class Sliced(str):
+    """A text that counts the characters of its slices."""
+
+    characters = 0
+
+    def __getitem__(self, part: Any) -> str:
+        result = super().__getitem__(part)
+        Sliced.characters += len(result)
+        return result
+
+    def __iter__(self) -> Any:
+        raise AssertionError("compared by character")
+
+
+@given(st.text("ab", max_size=40), st.text("ab", max_size=40))
+def test_texts_are_compared_by_slices_that_add_up_to_their_length(first: str, second: str) -> None:
+    Sliced.characters = 0
+    same = _same(Sliced(first), Sliced(second))
+    alike = [one == other for one, other in zip(first, second, strict=False)]
+    assert same == [*alike, False].index(False)
+    assert Sliced.characters <= 2 * (len(alike) + 7)
+
+
+def test_many_conversations_cost_more_than_one_of_as_many_messages() -> None:
+    body = {"model": "m", "messages": [[HI]] * 100, "capture": {"positions": [{"role": "user"}]}}
+    many = parse_job(from_json(to_json(body), JobRequest))
+    one = asked([HI] * 100, {"role": "user"})
+    assert check_cost(many, 100, 1000) > check_cost(one, 1, 1000) + 99 * RENDER_COST
 
 
 def test_turns_of_long_conversations_are_bounded() -> None:

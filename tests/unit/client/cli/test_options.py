@@ -249,6 +249,12 @@ def test_a_file_without_fields_is_more_of_a_list(
     assert options.fields(Path(name), [], {"of": ["typed"]}, "of") == {"of": ["typed", *meant]}
 
 
+def test_a_file_of_conversations_is_refused_with_where_to_send_them(folder: Path) -> None:
+    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    with refuses("chats.jsonl:messages has conversations", "send conversations as messages"):
+        options.fields(Path("chats.jsonl:messages"), [], {}, "prompts")
+
+
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv", "other.csv:clean=right,answer=to"])
 def test_rows_of_several_columns_are_objects(folder: Path, name: str) -> None:
     Path("pairs.jsonl").write_text('{"clean": "a", "answer": " b"}\n\n{"clean": "c"}\n')

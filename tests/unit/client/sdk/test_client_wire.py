@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from http_kit import Reply, reply, server
+from hypothesis import given, strategies as st
 from job_kit import job_result, job_view
 from refusal_kit import refuses
 
@@ -29,6 +30,7 @@ from midstream import (
 from midstream.client import values
 from midstream.client.sdk import wire
 from midstream.client.sdk.answers import download
+from midstream.client.sdk.transport import _Lines
 from midstream.schemas.base import invalid
 from midstream.schemas.jobs.jobs import JobRequest, State
 from midstream.schemas.requests.source_runs import RunPage, RunView
@@ -270,6 +272,21 @@ def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(
         ("done", "3-0", 2),
     ]
     assert seen == ["GET /v1/jobs/job_x/events", "GET /v1/jobs/job_x/events 1-0"]
+
+
+def test_separators_of_lines_in_a_text_end_no_event() -> None:
+    text = "a\u2028b\u2029c\x85d"
+    told = b"id: 1-0\nevent: done\ndata: %b\n\n" % wire.to_json({"text": text})
+    with server((200, {"content-type": "text/event-stream"}, told)) as (url, _):
+        (event,) = Client(url).jobs.events("job_x")
+    assert event.data == {"text": text}
+
+
+@given(st.lists(st.text("ab\n\u2028", max_size=4)))
+def test_lines_are_whole_however_the_stream_is_cut(pieces: list[str]) -> None:
+    lines = _Lines()
+    ended = [line for piece in pieces for line in lines.ended_in(piece)]
+    assert ended == "".join(pieces).split("\n")[:-1]
 
 
 def test_following_a_finished_job_ends_immediately() -> None:

@@ -225,6 +225,23 @@ def test_torch_files_of_other_things_are_refused(
     assert capsys.readouterr().out == ""
 
 
+#: The value below in a pair with itself, which the pickle names by its number.
+TWICE = [b"h%c\x86q%c" % (level, level + 1) for level in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("pickle", "says"),
+    [
+        (b"]q\0" + b"".join(TWICE), f"it holds more than {array_files.MAX_ITEMS} items"),
+        (b"]q\0h\0a", "it is nested too deeply"),
+        (b"]" * 3000 + b"a" * 2999, "it is nested too deeply"),
+    ],
+)
+def test_nested_lists_of_torch_files_are_bounded(pickle: bytes, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        files.from_bytes(zipped({"a/data.pkl": b"\x80\x02" + pickle + b"."}), 1)
+
+
 @given(st.binary(max_size=200))
 def test_any_pickle_is_read_or_refused(pickle: bytes) -> None:
     raw = zipped({"a/data.pkl": b"\x80\x02" + pickle + b"."})

@@ -87,6 +87,13 @@ def test_every_line_of_every_file_is_read_once_in_order(tmp_path: Path) -> None:
     assert texts_of(made, plan) == list(enumerate(TEXTS[:300]))
 
 
+def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}) for text in TEXTS[:3]]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
+    made = reader(tmp_path, HarvestSource(path="a.jsonl"))
+    assert texts_of(made, made.plan()) == list(enumerate(TEXTS[:3]))
+
+
 def test_lines_of_the_request_are_documents(tmp_path: Path) -> None:
     made = reader(tmp_path, HarvestSource(lines=[*TEXTS[:50], [104, 105]]), root="")
     plan = made.plan()

@@ -248,6 +248,16 @@ def test_spans_are_joined_and_messages_that_are_not_there_have_no_rows() -> None
     assert (third.in_spans.any(), lone.in_spans.sum()) == (False, 2)
 
 
+def test_spans_of_long_conversations_are_bounded_by_their_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = [HI] * 100
+    assert chats("qwen2.5", messages, {"part": "header"})[1].in_spans.any()
+    monkeypatch.setattr(harvest_tokens, "MESSAGE_CHARACTERS", 8)
+    with refuses("finding spans in 100 messages of 3098 characters takes too long"):
+        chats("qwen2.5", messages, {"part": "header"})
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "span", "words"),
     [
@@ -255,7 +265,7 @@ def test_spans_are_joined_and_messages_that_are_not_there_have_no_rows() -> None
         ("mistral-v3", [SYSTEM, HI, HELLO, HI], {"turn": 0}, "puts it behind a later message"),
         ("llama3.1", [HI | {"content": 7}], {"turn": 0}, "the chat template drops it"),
         ("zephyr", ["Hi"], {"turn": 0}, "Expected `object`, got `str` - at `$[0]`"),
-        ("qwen2.5", [HI] * 200, {"part": "all"}, "finding spans in 200 messages takes too long"),
+        ("qwen2.5", [HI] * 200, {"part": "all"}, "finding spans in 200 messages of"),
         (
             "qwen2.5",
             [HI, CALLED[1] | {"tool_calls": [CALL | {"function": {"arguments": {}}}]}],

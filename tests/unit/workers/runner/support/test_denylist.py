@@ -220,6 +220,14 @@ def test_a_value_that_is_known_to_be_wrong_is_refused_by_name(
     assert rule.why in line
 
 
+def test_the_state_of_recurrent_layers_is_refused_with_the_option_that_keeps_it(
+    config: VllmConfig,
+) -> None:
+    put(config, "cache_config.mamba_cache_mode", "align")
+    with pytest.raises(UnsupportedConfigurationError, match="set enable_prefix_caching=false"):
+        check(config)
+
+
 UNPROVEN: list[tuple[str, Alter]] = [
     to("parallel_config.distributed_executor_backend", "external_launcher"),
     to("compilation_config.mode", CompilationMode.STOCK_TORCH_COMPILE),

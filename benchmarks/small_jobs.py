@@ -1,0 +1,197 @@
+"""How much slower are small requests of others while one client keeps the API at its limits?
+
+    python benchmarks/small_jobs.py [--samples 300] [--only NAME …]
+
+A service with a fake engine, beside which a model with the demo model's tokenizer and shape is
+published that no worker serves: work for it costs the API and the broker, and the engine nothing.
+One process asks for one token at a time, as a small job of another tenant would, first alone and
+then while another keeps four requests of a kind under way; a third requests /healthz. For each
+kind: the median and the 99th percentile of the small requests, the latter also as a multiple of the
+one alone just before; the longest wait of /healthz; the peak of the API's resident memory. Goal: a
+99th percentile of at most twice that alone, on a quiet machine.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import httpx2
+from api_attacks import FAKE, MODEL, Probe, edits, job, mark, memory, publish, words
+from services import report, service
+
+from midstream.client.stack.supervisor import read_state
+
+MIB = 1 << 20
+#: Requests of a kind that are under way at once.
+AT_ONCE = 4
+#: Tokens that the model takes.
+LENGTH = 1 << 16
+
+
+class Work(NamedTuple):
+    name: str
+    make: Callable[[], bytes]
+    path: str = "/v1/jobs"
+    at_once: int = AT_ONCE
+
+
+def read(content: str, positions: dict[str, Any]) -> bytes:
+    """A conversation with a call of a tool after so much text, and a part of it to be found."""
+    call = {"id": "a", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    return json.dumps({"model": MODEL, "messages": messages, "positions": positions}).encode()
+
+
+def conversations(count: int, **fields: Any) -> bytes:
+    said = [[{"role": "user", "content": f"a {number}"}] for number in range(count)]
+    return json.dumps({"model": MODEL, "messages": said, **fields}).encode()
+
+
+def named(entries: int) -> bytes:
+    """Steering by entries without a tensor of their own."""
+    zeros = {"op": "ablate", "layers": 0, "positions": "all", "vector": edits(1)[0]["vector"]}
+    return job(steering=[zeros | {"layers": number % 30} for number in range(entries)])
+
+
+OF_ROLE = {"positions": [{"role": "user"}], "layers": 0}
+KINDS = [
+    Work("nothing", lambda: b"", "", 0),
+    Work(
+        "text span, 3 MiB",
+        lambda: read("-" * 3 * MIB, {"text": "weather"}),
+        "/v1/tokenize",
+    ),
+    Work(
+        "tool_calls, 3 MiB",
+        lambda: read("-" * 3 * MIB, {"part": "tool_calls"}),
+        "/v1/tokenize",
+    ),
+    Work("4,096 conversations", lambda: conversations(4096)),
+    Work("4,096 conversations with role", lambda: conversations(4096, capture=OF_ROLE)),
+    Work("4,096 prompts", lambda: job(prompts=[f"hello {number}" for number in range(4096)])),
+    Work("2,500 edits with vectors", lambda: job(steering=edits(2500))),
+    Work("60,000 token ids", lambda: job(prompts=[[7] * 60] * 1000)),
+    Work("prompt of 30 kB", lambda: job(prompts=[words(30_000)])),
+]
+
+
+def small(url: str, samples: int, pipe: Connection) -> None:
+    """From each `begin`, ask for one token so many times, and send how long each took, in
+    seconds.
+    """
+    asked = {"model": FAKE, "prompt": "hello", "max_tokens": 1}
+    with httpx2.Client(base_url=url, timeout=300) as http:
+        pipe.send("ready")
+        while pipe.recv() == "begin":
+            taken = []
+            for _ in range(samples):
+                began = time.perf_counter()
+                http.post("/v1/completions", json=asked).raise_for_status()
+                taken.append(time.perf_counter() - began)
+            pipe.send(taken)
+
+
+class Busy:
+    """Keeps requests of a kind under way while it is open."""
+
+    def __init__(self, url: str, work: Work):
+        self._url, self._work, self._body = url, work, work.make()
+        self._over = threading.Event()
+        self.statuses: list[int] = []
+        self._threads = [threading.Thread(target=self._ask) for _ in range(work.at_once)]
+
+    def __enter__(self) -> "Busy":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self) -> None:
+        with httpx2.Client(base_url=self._url, timeout=300) as http:
+            while not self._over.is_set():
+                answer = http.post(
+                    self._work.path,
+                    content=self._body,
+                    headers={"Content-Type": "application/json"},
+                )
+                self.statuses.append(answer.status_code)
+
+
+def percentiles(taken: list[float]) -> tuple[float, float]:
+    """The median and the 99th percentile, in ms."""
+    cuts = statistics.quantiles(taken, n=100)
+    return cuts[49] * 1000, cuts[98] * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=300)
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    kinds = [
+        work
+        for work in KINDS
+        if not options.only or any(part in work.name for part in options.only)
+    ]
+    rows = []
+    with service(engine="fake", model=FAKE, log_level="WARNING") as stack:
+        asyncio.run(publish(stack.settings, LENGTH))
+        pid = read_state(stack.data)["processes"]["api"][0]
+        with httpx2.Client(base_url=stack.url, timeout=300) as http:
+            # reads the tokenizer, starts a helper
+            http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})
+        pipe, there = multiprocessing.Pipe()
+        asking = multiprocessing.get_context("spawn").Process(
+            target=small, args=(stack.url, options.samples, there)
+        )
+        asking.start()
+        pipe.recv()
+        prober = Probe(stack.url)
+
+        def measured() -> list[float]:
+            pipe.send("begin")
+            return pipe.recv()
+
+        measured()
+        for work in kinds:
+            alone = percentiles(measured())
+            before = mark(pid)
+            with Busy(stack.url, work) as busy, prober.probing():
+                beside = percentiles(measured())
+            worst = max(took for _, took in prober.samples) * 1000
+            rows.append(
+                {
+                    "work": work.name,
+                    "answers": "/".join(sorted({str(status) for status in busy.statuses})),
+                    "requests": len(busy.statuses),
+                    "alone p50/p99 ms": "{:.0f}/{:.0f}".format(*alone),
+                    "beside p50/p99 ms": "{:.0f}/{:.0f}".format(*beside),
+                    "p99 ×": round(beside[1] / alone[1], 1),
+                    "healthz ms": round(worst),
+                    "API MiB": round((memory(pid, "VmHWM") - before) / MIB),
+                }
+            )
+            print(rows[-1], flush=True)
+        pipe.send("end")
+        asking.join()
+        prober.close()
+    report("small_jobs", rows, cores=os.cpu_count(), load=os.getloadavg()[0])
+
+
+if __name__ == "__main__":
+    main()
