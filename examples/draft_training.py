@@ -16,8 +16,9 @@ from safetensors import safe_open
 
 import midstream
 
-#: A low, a middle and a high one of the demo model, as EAGLE-3 takes them.
-LAYERS = [2, 15, 27]
+#: A low, a middle and a high one of the demo model, as EAGLE-3 takes them: vLLM's ids 2, 15 and 27,
+#: since its id k is the output of layer k - 1.
+LAYERS = [1, 14, 26]
 QUESTIONS = ["What is the capital of {}?", "Name a river in {}.", "What do people eat in {}?"]
 LANDS = ["France", "Italy", "Norway", "Japan", "Peru", "Kenya", "India", "Canada"]
 

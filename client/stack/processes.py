@@ -15,6 +15,7 @@ from typing import IO
 
 from ...schemas.service.engine_errors import in_our_settings
 from ...schemas.settings.instance import SESSION, STARTTIME, stat_of
+from ..extras import advised
 
 #: A log file above this size is renamed to `<name>.log.1` when its process restarts.
 LOG_LIMIT_BYTES = 32 << 20
@@ -145,7 +146,7 @@ class Child:
         words = (complaints or lines or ["no output"])[-1]
         if _POINTS_ABOVE in words:
             words = _root_cause(lines) or words
-        return in_our_settings(words)[:500]
+        return advised(in_our_settings(words)[:500])
 
     def died(self) -> float:
         """Record a death, or a start that failed; return the pause in seconds before the next

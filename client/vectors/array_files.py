@@ -46,6 +46,7 @@ _STORAGES: dict[str, DType | None] = {
 _TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 _PARAMETER = ("torch._utils", "_rebuild_parameter")
 _ORDERED = ("collections", "OrderedDict")
+_BYTES = ("_codecs", "encode")  # how torch's pickles hold bytes
 _MARK = object()
 
 
@@ -371,6 +372,8 @@ def _reduced(called: Any, arguments: Any) -> Any:
                 ) if all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
                     return _View(storage, offset, shape, strides)
             raise ValueError("its pickle is damaged: a tensor has no shape")
+        if called.key == _BYTES:
+            raise ValueError("it holds bytes, as of a numpy array: save torch.from_numpy(array)")
         raise ValueError(
             f"it holds a {called.module}.{called.name}".replace("\n", " ")[:200]
             + ": save tensors, or dictionaries of tensors"

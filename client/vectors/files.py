@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ...schemas.base import Translated, to_numpy
+from ...schemas.base import Tensor, Translated, to_numpy
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, resolve_hook, resolve_layers
@@ -32,9 +32,21 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 _ZIP = b"PK\x03\x04"
 #: A key that names a layer.
-_LAYER = re.compile(r"(?:direction\.|layer[._]?)?(?P<layer>[0-9]{1,6})")
+_LAYER = re.compile(
+    r"(?:direction\.|layer[._]?|(?:model\.)?layers\.|transformer\.h\.|block_|L)?"
+    r"(?P<layer>[0-9]{1,6})"
+)
 #: Keys of pyreft's LoReFT files, which EasySteer also reads.
 _LOREFT = ("rotate_layer", "weight", "bias")
+
+
+#: Key of a vector → keys beside it that do not say how it is applied: of assistant-axis' axes and
+#: roles, and of notebooks.
+_BESIDE: dict[str, frozenset[str]] = {
+    "axis": frozenset({"default_mean", "metadata", "n_default", "n_roles", "role_mean"}),
+    "vector": frozenset({"role", "type"}),
+    "steering_vector": frozenset(),
+}
 
 
 def read(
@@ -143,7 +155,8 @@ class _Format(NamedTuple):
 
 def _parsed(raw: bytes) -> list[SteeringSpec]:
     """Return the file's entries; an entry's `layers` is None if the file names none."""
-    if raw.startswith(array_files.OLD_MAGIC):
+    # the first byte of a safetensors file may be the same: it is of its header's length
+    if raw.startswith(array_files.OLD_MAGIC) and not _is_safetensors(raw):
         raise ValueError(
             "it is a pickle, or a file of torch before 1.6: save tensors with a newer "
             "torch.save, or with safetensors"
@@ -158,6 +171,10 @@ def _of_zip(raw: bytes) -> list[SteeringSpec]:
     if f"/{array_files.PICKLE}".encode() in raw or raw[30:].startswith(array_files.PICKLE.encode()):
         return _of_value(array_files.read_torch(raw))
     return _of_names(array_files.read_npz(raw))
+
+
+def _is_safetensors(raw: bytes) -> bool:
+    return raw[8:9] == b"{"
 
 
 def _of_value(value: Any) -> list[SteeringSpec]:
@@ -180,7 +197,7 @@ def _of_value(value: Any) -> list[SteeringSpec]:
             "site to a tensor"
         )
     arrays: dict[str, PlainArray] = {}
-    for key, item in value.items():
+    for key, item in _chosen(value).items():
         if not isinstance(item, PlainArray):
             raise ValueError(f"its {key!r:.80} is not a tensor; valid: tensors by layer or site")
         if str(key) in arrays:
@@ -189,8 +206,28 @@ def _of_value(value: Any) -> list[SteeringSpec]:
     return [_loreft(arrays)] if "rotate_layer" in arrays else _of_names(arrays)
 
 
+def _chosen(members: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return the vector of a known layout under the name `vector`, and any other as it is."""
+    for name, beside in _BESIDE.items():
+        if name in members and members.keys() - beside == {name}:
+            return {"vector": members[name]}
+    return members
+
+
+def _of_tensors(tensors: Mapping[str, Tensor], shared: Mapping[str, Any]) -> list[SteeringSpec]:
+    """Convert a safetensors file's tensors as those of `.npz`, with the fields of its metadata."""
+    arrays = {
+        name: PlainArray(tensor.dtype, tuple(tensor.shape), tensor.data)
+        for name, tensor in tensors.items()
+    }
+    return [msgspec.structs.replace(spec, **shared) for spec in _of_names(arrays)]
+
+
 def _of_names(arrays: Mapping[str, PlainArray]) -> list[SteeringSpec]:
     """Convert arrays whose names are an entry's fields, layers, or sites."""
+    arrays = _chosen(arrays)
+    if arrays.keys() == {"bias"}:
+        raise ValueError("its only tensor is 'bias'; valid: a vector to add, named 'vector'")
     if arrays.keys() <= module_files.SHAPES.keys():
         return [_bare(arrays)]
     layers = {name: match for name in arrays if (match := _LAYER.fullmatch(name))}
@@ -208,7 +245,7 @@ def _bare(arrays: Mapping[str, PlainArray]) -> SteeringSpec:
         name: (_flat(array) if name == "vector" else array).tensor()
         for name, array in arrays.items()
     }
-    return SteeringSpec(**fields)
+    return SteeringSpec(op=module_files.implied_op(fields), **fields)
 
 
 def _flat(array: PlainArray) -> PlainArray:
@@ -270,7 +307,7 @@ _READERS: tuple[_Format, ...] = (
         lambda raw: raw.startswith(array_files.NPY_MAGIC),
         lambda raw: [_bare({"vector": array_files.read_npy(raw)})],
     ),
-    _Format("safetensors", lambda raw: raw[8:9] == b"{", module_files.specs_of),
+    _Format("safetensors", _is_safetensors, lambda raw: module_files.specs_of(raw, _of_tensors)),
     _Format(
         "JSON of vllm-lens' SteeringVector", lambda raw: raw.lstrip()[:1] in (b"{", b"["), _of_json
     ),
@@ -319,7 +356,10 @@ def _at_layers(spec: SteeringSpec, layers: LayerSelector | None) -> list[Steerin
         raise ValueError(f"it has {vector.shape[0]} rows: name as many layers, not all")
     where = _numbers(layers)
     if len(where) != vector.shape[0]:
-        raise ValueError(f"it has {vector.shape[0]} rows for {len(where)} layers: name as many")
+        raise ValueError(
+            f"it has {vector.shape[0]} rows for {len(where)} layers: name as many; a row more than "
+            "the model's layers may be the embedding's, in row 0: save the others"
+        )
     rows = PlainArray(vector.dtype, tuple(vector.shape), vector.data).rows()
     return [
         SteeringSpec(layers=layer, vector=row.tensor())

@@ -11,9 +11,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from ...schemas.base import ITEM_BYTES, DType, Tensor
+from ...schemas.base import ITEM_BYTES, DType, Tensor, Translated
 from ...schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES
 from ...schemas.requests.specs import SteeringSpec
 
@@ -41,8 +42,8 @@ _TEXT, _ARRAY, _UINT32 = 8, 9, 4
 _MAX_KEYS = 1024
 _DIRECTION = re.compile(r"direction\.([0-9]{1,6})")
 #: Keys under `controlvector.` that describe where the directions come from: those of llama.cpp and
-#: repeng, then EasySteer's, some of which have a part for each layer. Any other may change how a
-#: direction is applied, which here is always the addition of 1 × the direction.
+#: repeng, then EasySteer's, some of which have a part for each layer. Any other key may change how
+#: a direction is applied, which here is always the addition of 1 × the direction.
 _KEYS = frozenset(
     [
         "model_hint",
@@ -65,8 +66,18 @@ _KEYS = frozenset(
         "standardize",
         "C",
         "classification_scores",
+        "easysteer",
     ]
 )
+#: Keys under `general.` that describe a file.
+_GENERAL = frozenset({
+    "architecture", "alignment", "author", "base_model", "basename", "dataset", "description",
+    "doi", "file_type", "finetune", "languages", "license", "name", "organization",
+    "quantization_version", "quantized_by", "repo_url", "size_label", "source", "tags",
+    "type", "url", "uuid", "version",
+})  # fmt: skip
+#: What EasySteer's directions were taken of (null: not known) that is `post_block`.
+_COMPONENTS = (None, "hidden_states")
 
 
 # Not the package `gguf`: a file of 65 bytes that declares an array of 2^60 keeps it busy for ever.
@@ -127,14 +138,7 @@ def read(raw: bytes) -> list[SteeringSpec]:
             f"and {_MAX_KEYS}"
         )
     metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
-    if (result := metadata.get("general.architecture", _ARCHITECTURE)) != _ARCHITECTURE:
-        raise ValueError(f"its general.architecture is {result!r:.80}; valid: {_ARCHITECTURE!r}")
-    groups = {key: key.split(".") for key in metadata if key.startswith(f"{_ARCHITECTURE}.")}
-    if unknown := next((key for key, parts in groups.items() if parts[1] not in _KEYS), None):
-        raise ValueError(
-            f"its key {unknown!r:.80} may change how it is applied, and is not read; valid keys of "
-            f"{_ARCHITECTURE}: {', '.join(sorted(_KEYS))}"
-        )
+    _check_keys(metadata)
     places = [_place(reader) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:
@@ -156,6 +160,32 @@ def read(raw: bytes) -> list[SteeringSpec]:
     return [
         SteeringSpec(layers=layer, vector=tensor) for layer, tensor in sorted(directions.items())
     ]
+
+
+def _check_keys(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError for a file that is not a control vector, or that may be applied otherwise
+    than by adding its directions.
+    """
+    if (found := metadata.get("general.architecture")) != _ARCHITECTURE:
+        raise ValueError(f"its general.architecture is {found!r:.80}; valid: {_ARCHITECTURE!r}")
+    for key in metadata:
+        group, _, name = key.partition(".")
+        known = {_ARCHITECTURE: _KEYS, "general": _GENERAL}.get(group, frozenset())
+        if name.partition(".")[0] not in known:
+            raise ValueError(
+                f"its key {key!r:.80} may change how it is applied, and is not read; valid keys of "
+                f"{_ARCHITECTURE}: {', '.join(sorted(_KEYS))}"
+            )
+    with Translated(
+        (msgspec.DecodeError, AttributeError),
+        lambda error: ValueError(f"its controlvector.easysteer is not EasySteer's JSON: {error}"),
+    ):
+        native = msgspec.json.decode(metadata.get("controlvector.easysteer", "{}"))
+        component = native.get("component")
+    if component not in _COMPONENTS:
+        raise ValueError(
+            f"EasySteer took its directions of {component!r:.80}; valid: {_COMPONENTS[-1]!r}"
+        )
 
 
 def _place(reader: _Reader) -> tuple[str, DType, int, int]:

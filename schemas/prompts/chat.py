@@ -21,6 +21,7 @@ from ..base.limits import (
 
 class TextPart(Record, tag_field="type", tag="text"):
     text: Text
+    cache_control: dict[Label, Label] | None = None  # a hint to other servers' caches
 
 
 class ImageUrl(Record):
@@ -61,6 +62,7 @@ class ChatMessage(Record):
     tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Label | None = None  # of a message with role `tool`: the call that it answers
     reasoning: Text | None = None  # of an assistant's message, for templates that read it
+    reasoning_content: Text | None = None  # the same, under its older name
     # fields of a response's message that OpenAI's clients send back
     refusal: None = None
     audio: None = None
@@ -80,7 +82,7 @@ class Tool(Record):
     type: Literal["function"] = "function"
 
 
-ToolList = Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+ToolList = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(Record):

@@ -28,7 +28,8 @@ from .tensor_files import whole_file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
 
-#: Members of adapter_config.json that have no effect after training, or that the weights repeat.
+#: Members of adapter_config.json that have no effect after training, that the weights repeat, or
+#: that detail an initialisation.
 _HARMLESS = frozenset(
     {
         "peft_type",
@@ -41,7 +42,9 @@ _HARMLESS = frozenset(
         "lora_dropout",
         "fan_in_fan_out",
         "runtime_config",
+        "corda_config",
         "eva_config",
+        "loftq_config",
         "lora_ga_config",
     }
 )
@@ -143,9 +146,6 @@ def parse(config: bytes, weights: bytes) -> LoraContent:
 def _shapes(weights: bytes) -> dict[str, list[int]]:
     with Translated(DamagedBlob, lambda error: LoraError(f"{WEIGHTS}: {error}")):
         tensors = whole_file(lambda start, count: weights[start : start + count], len(weights))
-    for name, place in tensors.items():
-        if len(place.shape) != 2 or min(place.shape) < 1:
-            raise LoraError(f"{WEIGHTS}: {name} has the shape {place.shape}; valid: two dimensions")
     return {name: place.shape for name, place in tensors.items()}
 
 
@@ -211,11 +211,21 @@ def _check_config(config: Mapping[str, Any]) -> None:
     ):
         raise wrong("layers_pattern", _PATTERNS)
     for member, value in config.items():
-        if member not in _HARMLESS | _CHECKED.keys() and value:
+        known = member in _HARMLESS or member in _CHECKED
+        if value and not known and not _is_detail(config, member):
             raise LoraError(
                 f"{CONFIG}: {member} is {str(value)[:100]!r}, which is not served; valid: plain "
                 "LoRA, without this member"
             )
+
+
+def _is_detail(config: Mapping[str, Any], member: str) -> bool:
+    """Return whether a member details a feature that another member switches on or off: PEFT
+    writes `qalora_group_size` beside `use_qalora`, and `megatron_core` beside `megatron_config`.
+    """
+    feature = member.partition("_")[0]
+    switches = {f"use_{feature}", f"{feature}_config"}
+    return member not in switches and not switches.isdisjoint(config)
 
 
 def _check_targets(

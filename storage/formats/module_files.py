@@ -12,7 +12,7 @@ their tensors, and tensor `{index}.{field}` belongs to entry `index`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -49,14 +49,17 @@ SHARED = (
 _DTYPE_OF: dict[str, DType] = {DTYPES[name].file: name for name in get_args(DType)}
 _SITE = re.compile(r"(?P<hook>[a-z_]+)\.(?P<layer>-?[0-9]{1,6})(?:\.(?P<field>[a-z]+))?")
 _INDEXED = re.compile(r"(?P<index>0|[1-9][0-9]{0,5})\.(?P<field>[a-z]+)")
+#: Tensors by name, and the fields that their entries share → the entries.
+OfNames = Callable[[Mapping[str, Tensor], Mapping[str, Any]], list[SteeringSpec]]
 _FIELD_TYPES: dict[str, Any] = {
     field.name: field.type for field in msgspec.structs.fields(SteeringSpec)
 }
 
 
-def specs_of(raw: bytes) -> list[SteeringSpec]:
+def specs_of(raw: bytes, of_names: OfNames | None = None) -> list[SteeringSpec]:
     """Returns the entries in a file. Those of a general file keep their order; those of a simple
-    file are sorted by hook, in the order of a forward pass, and then by layer.
+    file are sorted by hook, in the order of a forward pass, and then by layer. `of_names` reads a
+    simple file in place of `of_sites`.
 
     Raises ValueError naming the wrong key and what is valid. The caller checks what depends on the
     model (its layers, its width), and which fields an op takes.
@@ -74,7 +77,7 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
     specs = (
         _general(tensors, metadata[ENTRIES_KEY])
         if ENTRIES_KEY in metadata
-        else of_sites(tensors, _shared(metadata))
+        else (of_names or of_sites)(tensors, _shared(metadata))
     )
     if len(specs) > MAX_ENTRIES:
         raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES} are allowed")
@@ -138,21 +141,16 @@ def of_sites(
     )
     specs = []
     for (hook_index, layer), fields in sorted(sites.items()):
-        implied = (
-            {}
-            if "vector" in fields
-            else {
-                "op": next(
-                    op for op, takes in STEERING_FIELDS.items() if fields.keys() & takes.tensors
-                )
-            }
-        )
-        specs.append(
-            SteeringSpec(
-                layers=layer, hook=EVERY[hook_index], **{**implied, **(shared or {}), **fields}
-            )
-        )
+        given = {"op": implied_op(fields), **(shared or {}), **fields}
+        specs.append(SteeringSpec(layers=layer, hook=EVERY[hook_index], **given))
     return specs
+
+
+def implied_op(tensors: Iterable[str]) -> str | None:
+    """Returns the op that takes these tensors; None: the default, which takes a vector."""
+    if "vector" in tensors:
+        return None
+    return next(op for op, takes in STEERING_FIELDS.items() if set(tensors) & set(takes.tensors))
 
 
 def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:

@@ -261,6 +261,8 @@ def _place(metadata: Mapping[str, Any]) -> tuple[Hook, int]:
     for member in ("hook_layer", "hook_point_layer"):
         if metadata.get(member) not in (None, layer):
             raise _wrong(member, metadata[member], f"{layer}, as hook_name says")
+    if (written := metadata.get("hook_name_out")) not in (None, named):
+        raise _wrong("hook_name_out", written, f"{named}, whose rows an SAE reconstructs")
     return _PLACES[match["hook"]], layer
 
 

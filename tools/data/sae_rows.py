@@ -3,8 +3,8 @@
 Small autoencoders of every form that is served, with its activations and reconstructions.
 
 sae-lens is not needed to test Midstream. Where it is installed, `python tools/data/sae_rows.py`
-writes `tests/data/saes` again: a folder for each, as sae-lens saves it (and one as Gemma Scope
-does, which its loader reads), and `rows.npz`.
+writes `tests/data/saes` again: a folder for each, saved by sae-lens itself (and one as Gemma Scope
+saves it, which its loader reads), and `rows.npz`.
 """
 
 import json
@@ -93,7 +93,9 @@ def make() -> None:
             tensors_of(form["architecture"], np.random.default_rng(seed)),
             folder / "sae_weights.safetensors",
         )
-        keep(name, SAE.load_from_disk(folder))
+        sae = SAE.load_from_disk(folder)
+        keep(name, sae)
+        sae.save_model(folder)
 
     # As before version 6: one flat object.
     folder = ROOT / "flat"

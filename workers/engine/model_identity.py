@@ -3,7 +3,7 @@ where its files are and how ranks divide it.
 
 It covers the names and bytes of the files in the checkpoint's folder (weights, config, tokenizer;
 code, also in subfolders; further chat templates; not texts such as README), the dtype, which of
-the two sets of longrope factors is used, and the engine options of `DEFINING`. See
+the two sets of longrope factors is used, and vLLM's engine options without those of `SERVING`. See
 docs/decisions/0038-model-identity.md. Before, the checkpoint's folder is checked: it must have a
 config, and as many layers as the config says.
 """
@@ -26,28 +26,18 @@ from ...schemas.base import MidstreamError, Translated, to_json
 from ...schemas.jobs.models import encode_bundle
 from ...schemas.settings.settings import Settings
 from ..runner.hooks.config_rules import as_served
+from .options.option_lists import SERVING
 from .prompts.tokenizer import bundle_of
 
 logger = logging.getLogger(__name__)
 
-#: Engine options that change what the same files compute. (`dtype` is a setting.)
-DEFINING = (
-    "code_revision",
-    "disable_sliding_window",
-    "hf_config_path",
-    "hf_overrides",
-    "kv_cache_dtype",
-    "kv_cache_dtype_skip_layers",
-    "load_format",
-    "mamba_cache_dtype",
-    "mamba_ssm_cache_dtype",
-    "quantization",
-    "quantization_config",
-    "tokenizer_mode",
-    "tokenizer_revision",
-)
-#: Their values that change nothing: the formats that load the checkpoint's own weights.
-SAME = [("load_format", value) for value in ("auto", "hf", "safetensors")]
+#: Options and values of them that change nothing: those with which the checkpoint's own files are
+#: read, and computed by vLLM's own classes.
+SAME = [
+    *(("load_format", value) for value in ("auto", "hf", "safetensors")),
+    *(("config_format", value) for value in ("auto", "hf")),
+    *(("model_impl", value) for value in ("auto", "vllm")),
+]
 #: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
 #: Bytes that a thread reads and hashes at a time, and the largest number of threads.
@@ -70,7 +60,7 @@ def identity_of(settings: Settings, config: Any) -> str:
     options = {
         name: value
         for name, value in settings.engine_options.items()
-        if name in DEFINING and (name, value) not in SAME
+        if name not in SERVING and (name, value) not in SAME
     }
     _check_remote_code(config, options)
     facts = {

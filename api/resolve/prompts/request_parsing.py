@@ -51,7 +51,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
     """
     choice = body.tool_choice
     if not body.tools:
-        if choice not in (None, "none"):
+        if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "needs tools")
         return None
     described = to_json(described_tools(body.tools))
@@ -117,6 +117,10 @@ def rendering_of(body: ChatRequest) -> Rendering:
                 "is a variable that the request sets elsewhere, or not at all",
                 allowed=f"names other than {', '.join(_OWN_VARIABLES)}",
             )
+    effort = body.reasoning_effort
+    if effort is not None:
+        thinks = effort != "none"
+        options = {"enable_thinking": thinks, **options, "reasoning_effort": effort}
     return Rendering(
         tools=described_tools(body.tools) if body.tools else None,
         options=options,
@@ -235,7 +239,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
         prompts=_completion_prompts(body.prompt),
         sampling=sampling,
         n=body.n or 1,
-        echo=bool(body.echo or body.return_token_ids or body.prompt_logprobs is not None),
+        echo=bool(body.echo or body.return_token_ids),
         stream=bool(body.stream),
     )
 
@@ -258,7 +262,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         ],
         n=body.n or 1,
         tools=tool_use(body),
-        echo=bool(body.return_token_ids or body.prompt_logprobs is not None),
+        echo=bool(body.return_token_ids),
         sampling=_sampling(
             body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None
         ),
@@ -277,14 +281,21 @@ def of_gradients(body: JobRequest | OpenAIRequest) -> bool:
 _SAME = ("model", "capture", "steering", "patch", "lora", "probes", "policies", "conversation")
 
 
-def _parsed(body: JobRequest | OpenAIRequest, **own: Any) -> ParsedRequest:
-    """Return the request with the members that all bodies share; `own`: the others."""
+def _parsed(
+    body: JobRequest | OpenAIRequest, *, sampling: Sampling, echo: bool = False, **own: Any
+) -> ParsedRequest:
+    """Return the request with the members that all bodies share; `own`: the others.
+
+    Log-probabilities of a prompt are returned with it.
+    """
     same = {name: getattr(body, name) for name in _SAME}
     readings = {name: spec for name in READINGS if (spec := getattr(body, name))}
     if of_gradients(body) and own["kind"] != "gradient":
         raise invalid("capture.of", "gradient rows are served by POST /v1/jobs only")
     return ParsedRequest(
         **same,
+        sampling=sampling,
+        echo=echo or sampling.prompt_logprobs is not None,
         readings=readings,
         metadata=body.metadata or {},
         handling=handling_of(body),
@@ -339,6 +350,7 @@ def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sam
     }
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
+    given["top_k"] = max(body.top_k, 0)
     given["structured_outputs"] = format_of(body)
     return Sampling(**{"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs})
 
@@ -387,7 +399,12 @@ def parse_conversation(at: str, messages: Sequence[ChatMessage]) -> ParsedPrompt
 
 
 #: Role → members of a message that belong to no other.
-_OF_ROLE = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
+_OF_ROLE = {
+    "tool_calls": "assistant",
+    "reasoning": "assistant",
+    "reasoning_content": "assistant",
+    "tool_call_id": "tool",
+}
 
 
 def _check_message(message: ChatMessage, at: str) -> None:
@@ -398,6 +415,8 @@ def _check_message(message: ChatMessage, at: str) -> None:
             raise invalid(
                 f"{at}.{name}", f"is not valid with role {message.role!r}", allowed=f"role {role!r}"
             )
+    if len({message.reasoning, message.reasoning_content} - {None}) > 1:
+        raise invalid(f"{at}.reasoning_content", "differs from reasoning: give one of them")
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[PlainMessage]:
@@ -423,9 +442,10 @@ def _message(message: ChatMessage) -> PlainMessage:
     }
     if message.tool_calls:
         plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    if message.reasoning is not None:
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None:
         # templates read either
-        plain |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
     same = {
         name: value
         for name in ("tool_call_id", "name")

@@ -36,13 +36,7 @@ def data_disk(service: Service) -> Iterator[CheckFinding]:
     if Path(settings.data_dir).is_dir():
         text = (
             "by the settings of this command (those of the server may differ), artifacts are "
-            "registered from "
-            + ", ".join(map(settings.artifacts_of, get_args(ArtifactFolder)))
-            + (
-                ""
-                if settings.vllm.max_loras
-                else "; no adapters are served (engine.max_loras is 0)"
-            )
+            "registered from " + ", ".join(map(settings.artifacts_of, get_args(ArtifactFolder)))
         )
         yield CheckFinding("ok", "folders", text)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())

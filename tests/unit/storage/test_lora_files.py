@@ -143,6 +143,65 @@ def test_what_does_not_fit_is_refused_by_name(
     assert says in str(refused.value)
 
 
+#: As PEFT itself wrote them: see tools/data/peft_rows.py.
+PEFT = Path(__file__).parents[2] / "data" / "peft"
+TINY = LoraSupport(
+    max_rank=8,
+    modules={
+        f"model.layers.*.{module}": [LoraModule(inputs=inputs, outputs=outputs, layers="0-3")]
+        for module, inputs, outputs in (
+            ("self_attn.q_proj", 64, 128),
+            ("self_attn.k_proj", 64, 64),
+            ("self_attn.v_proj", 64, 64),
+            ("self_attn.o_proj", 128, 64),
+            ("mlp.gate_proj", 64, 160),
+            ("mlp.up_proj", 64, 160),
+            ("mlp.down_proj", 160, 64),
+        )
+    },
+)
+#: Adapter of PEFT that is refused → the member of its config that says why.
+NOT_SERVED = {
+    "activated": "alora_invocation_tokens",
+    "bias": "lora_bias",
+    "dora": "use_dora",
+    "kasa": "kasa_config",
+    "pissa": "init_lora_weights",
+    "qalora": "use_qalora",
+    "repeated": "layer_replication",
+    "tokens": "trainable_token_indices",
+    "whole_norm": "modules_to_save",
+}
+PLAIN = sorted({folder.name for folder in PEFT.iterdir() if folder.is_dir()} - NOT_SERVED.keys())
+
+
+@pytest.mark.parametrize("adapter", PLAIN)
+def test_an_adapter_that_peft_wrote_is_accepted(adapter: str) -> None:
+    check(read(PEFT / adapter), TINY)
+
+
+@pytest.mark.parametrize(("adapter", "member"), NOT_SERVED.items())
+def test_the_member_that_refuses_an_adapter_of_peft_is_named(adapter: str, member: str) -> None:
+    with pytest.raises(LoraError, match=rf"adapter_config.json: {member} is "):
+        check(read(PEFT / adapter), TINY)
+
+
+@pytest.mark.parametrize("switch", ["use_new", "new_config"])
+def test_a_detail_of_what_is_switched_off_is_ignored(tmp_path: Path, switch: str) -> None:
+    check(read(write(tmp_path, new_size=4, **{switch: None})), SUPPORT)
+
+
+@pytest.mark.parametrize("switch", ["use_new", "new_config"])
+def test_what_is_switched_on_is_refused_by_its_switch(tmp_path: Path, switch: str) -> None:
+    with pytest.raises(LoraError, match=rf"{switch} is 'True', which is not served"):
+        check(read(write(tmp_path, new_size=4, **{switch: True})), SUPPORT)
+
+
+def test_a_detail_without_a_switch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoraError, match="new_size is '4', which is not served"):
+        check(read(write(tmp_path, new_size=4)), SUPPORT)
+
+
 UPS, DOWNS = ([f"model.layers.{n}.mlp.{part}_proj" for n in range(4)] for part in ("up", "down"))
 
 

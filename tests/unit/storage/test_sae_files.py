@@ -132,6 +132,10 @@ def test_gemma_scope_needs_hook_and_layer() -> None:
                 ({"metadata": {"hook_layer": 2}}, "hook_layer is 2; valid: 1, as hook_name says"),
                 ({"metadata": {"hook_head_index": 0}}, "an SAE of all heads"),
                 (
+                    {"metadata": {"hook_name_out": "blocks.1.hook_mlp_out"}},
+                    "hook_name_out is 'blocks.1.hook_mlp_out'; valid: blocks.1.hook_resid_post, wh",
+                ),
+                (
                     {
                         "metadata": {
                             "model_from_pretrained_kwargs": {"center_writing_weights": True}

@@ -57,6 +57,7 @@ BY_HAND = {
     ("peft", "peft_rows.py"),
     ("sae_lens", "sae_rows.py"),
     ("sae_lens", "train_sae.py"),
+    ("repeng", "vector_files.py"),
     ("torch", "train_sae.py"),
 }
 

@@ -85,6 +85,19 @@ def test_a_torchvision_for_another_torch_is_named_before_anything_starts(tmp_pat
     assert "pip uninstall torchvision" in line
 
 
+def test_an_import_that_takes_too_long_beside_another_build_is_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: torchvision\nVersion: 0.28.0+other\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extras, "IMPORT_S", 0.01)
+    trouble = extras.companions_trouble()
+    assert "torchvision 0.28.0+other: not built for torch" in trouble
+    assert trouble.endswith("vLLM's import takes more than 0.01 s")
+
+
 def test_an_import_error_without_an_extra_is_unchanged() -> None:
     error = ModuleNotFoundError("No module named 'nothing'", name="nothing")
     assert extras.explained(error) is error

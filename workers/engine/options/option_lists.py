@@ -1,4 +1,5 @@
-"""vLLM's engine options that are refused, with the reason, and those that are proven.
+"""vLLM's engine options that are refused, with the reason, those that are proven, and those
+that are no part of a model's identity.
 
 Data only; `option_check` reads it. An option on no list is passed to vLLM, and a caveat calls it
 unproven: the certificate and the comparison with transformers decide whether the engine starts.
@@ -221,3 +222,32 @@ PROVEN: dict[str, tuple[Any, ...]] = {
     "use_tqdm_on_load": (),
     "watermark": (),
 }
+
+#: Options that decide how a model is served and not what it computes, beyond the rounding that
+#: another division or kernel of the same computation brings. A model's identity has all others.
+SERVING = frozenset({
+    "async_scheduling", "attention_backend", "compilation_config",
+    "cpu_distributed_timeout_seconds", "cpu_offload_gb", "cpu_offload_params",
+    "cudagraph_capture_sizes", "device_ids", "disable_chunked_mm_input",
+    "disable_custom_all_reduce", "disable_hybrid_kv_cache_manager",
+    "distributed_timeout_seconds", "download_dir", "enable_chunked_prefill",
+    "enable_cumem_allocator", "enable_ep_weight_filter", "enable_expert_parallel",
+    "enable_flashinfer_autotune", "enable_layerwise_nvtx_tracing",
+    "enable_logging_iteration_details", "enable_shm_tensor_arena",
+    "expert_placement_strategy", "fail_on_environ_validation", "gpu_memory_utilization",
+    "ir_op_priority", "jit_monitor_mode", "jit_monitor_verbose",
+    "long_prefill_token_threshold", "long_prefill_token_threshold_adaptive",
+    "max_cudagraph_capture_size", "max_logprobs", "max_num_active_seqs",
+    "max_num_scheduled_tokens", "max_parallel_loading_workers", "mm_encoder_tp_mode",
+    "mm_hasher_algorithm", "mm_ipc_gpu_memory_gb", "mm_processor_cache_type",
+    "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc", "numa_bind", "numa_bind_cpus",
+    "numa_bind_nodes", "offload_backend", "offload_group_size", "offload_num_in_group",
+    "offload_params", "offload_prefetch_step", "optimization_level", "performance_mode",
+    "prefill_schedule_interval", "prefix_cache_retention_interval",
+    "prefix_caching_hash_algo", "profiler_config", "pt_load_map_location",
+    "renderer_num_workers", "revision", "safetensors_load_strategy",
+    "safetensors_prefetch_block_size", "safetensors_prefetch_num_threads",
+    "scheduler_reserve_full_isl", "scheduling_policy", "seed", "skip_mm_profiling",
+    "stream_interval", "swa_bounded_replay", "tokenizer", "trust_remote_code",
+    "use_tqdm_on_load", "watermark",
+})  # fmt: skip

@@ -105,6 +105,12 @@ class Adapter:
         """
         return tuple(hook for hook in HOOKS if hook in self.variant.taps or not self.variant.known)
 
+    @property
+    def multiplied(self) -> list[Hook]:
+        """Return the hook points whose rows some layer multiplies before it adds them."""
+        laws = [law for each in (self.variant, *self.kinds.values()) for law in each.laws.values()]
+        return [hook for hook in HOOKS if any(law.get(hook, 1.0) != 1.0 for law in laws)]
+
     def of(self, layer: int) -> Variant:
         """Return the variant of `layer`."""
         return self.kinds.get(layer, self.variant)

@@ -22,6 +22,7 @@ import pytest
 from refusal_kit import refuses
 
 from midstream.broker.processes.orphans import die_with_parent
+from midstream.client.extras import COMPANIONS, COMPANIONS_ADVICE
 from midstream.client.sdk.discovery import STATE_FILE
 from midstream.client.stack import processes, supervisor
 from midstream.client.stack.processes import Child, birth, end_leftover, members, wait_for
@@ -258,6 +259,13 @@ def test_the_first_cause_in_the_output_is_reported(case: str, tmp_path: Path) ->
     (tmp_path / "lines").write_text("\n".join(lines) + "\n")
     part = run(child(tmp_path, f"cat {tmp_path}/lines; exit 3"))
     assert (part.exit_code, part.last_words()) == (3, reason)
+
+
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_an_end_by_a_companion_of_torch_comes_with_the_remedy(name: str, tmp_path: Path) -> None:
+    words = f"RuntimeError: operator {name}::nms does not exist"
+    part = run(child(tmp_path, f"echo {words}; exit 1"))
+    assert part.last_words() == f"{words}: {COMPANIONS_ADVICE}"
 
 
 def test_a_killed_child_is_reported_as_killed(tmp_path: Path) -> None:

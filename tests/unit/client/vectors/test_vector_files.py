@@ -200,7 +200,7 @@ class Evil:
     [
         (Evil(), "it holds a __builtin__.print"),
         ({"a": Evil()}, "it holds a __builtin__.print"),
-        (JOY, "save tensors"),
+        (JOY, "a numpy array: save torch.from_numpy"),
         ("joy", "it holds no tensors by name"),
         ({}, "it holds no tensors by name"),
         ([torch.zeros(4)], "it holds no tensors by name"),

@@ -5,17 +5,22 @@ once.
 import json
 import os
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from refusal_kit import refuses
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from midstream.schemas.base import MidstreamError
 from midstream.schemas.settings.settings import load_settings
+from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine import model_identity
 from midstream.workers.engine.model_identity import FileDigests, identity_of
+from midstream.workers.engine.options.option_lists import OURS, SERVING, WRONG
 
 LONG_AGO = 1_000_000_000
 
@@ -95,6 +100,34 @@ def test_dtype_and_options_that_change_numbers_belong_to_the_identity(bench: Ben
     identities = [bench.identity(), bench.identity(dtype="float32")]
     identities += [bench.identity(engine_options=options) for options in changed]
     assert len(set(identities)) == 6
+
+
+#: Options that only vLLM reads, and that an engine starts with.
+STARTS = (
+    {field.name for field in fields(AsyncEngineArgs)}
+    - {field.name for field in msgspec.structs.fields(VllmOptions)}
+    - OURS.keys()
+    - WRONG.keys()
+)
+COMPUTING = sorted(STARTS - SERVING)
+
+
+@pytest.mark.parametrize("option", COMPUTING)
+def test_every_option_counts_that_may_change_numbers(bench: Bench, option: str) -> None:
+    changed = str(bench.checkpoint("other"))
+    assert bench.identity(engine_options={option: changed}) != bench.identity()
+
+
+@pytest.mark.parametrize(
+    "option", ["mm_processor_kwargs", "model_impl", "ignore_patterns", "mm_encoder_attn_dtype"]
+)
+def test_what_changes_an_images_rows_or_the_weights_counts(option: str) -> None:
+    assert option in COMPUTING
+
+
+@pytest.mark.parametrize("option", sorted(SERVING))
+def test_what_does_not_count_is_an_option_that_an_engine_starts_with(option: str) -> None:
+    assert option in STARTS
 
 
 @pytest.mark.parametrize(
