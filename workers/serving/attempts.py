@@ -12,14 +12,22 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, EventsLost, Ledger
+from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, Ledger
 from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER
 from ...schemas.base import MidstreamError, Problem, now
 from ...schemas.jobs.jobs import State
 from ...schemas.settings.faults import crash_point
-from ..engine.protocol import Engine, NotYet, check_lengths
-from ..engine.ranks.collective import Quarantined
-from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, ReceiptReader, Run, StoreUnavailable
+from ..engine.protocol import Engine, check_lengths
+from .attempt import (
+    Attempt,
+    AttemptOutcome,
+    Bench,
+    JobFailed,
+    ReceiptReader,
+    Run,
+    ending_for_retry,
+    leaves_of,
+)
 from .kinds import runs_of
 from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
@@ -261,7 +269,7 @@ class Attempts:
                     error,
                 )
                 return await self._abandon(attempt, attempt.ending)
-            if (ending := _ending_for_retry(error)) is not None:
+            if (ending := ending_for_retry(error)) is not None:
                 attempt.detail = str(error)
                 if not self._engine_died.is_set():
                     # the job's other prompts still run
@@ -322,36 +330,13 @@ class Attempts:
         return True
 
 
-def _ending_for_retry(error: BaseException) -> AttemptOutcome | None:
-    """Return how an attempt ends whose failure was not the job's fault, so that another attempt
-    follows; None if it was."""
-    leaves = list(_leaves(error))
-    if any(isinstance(leaf, Quarantined) for leaf in leaves):
-        return AttemptOutcome.OUT_OF_STEP
-    if any(isinstance(leaf, StoreUnavailable) for leaf in leaves):
-        return AttemptOutcome.STORE_UNAVAILABLE
-    if any(isinstance(leaf, NotYet) for leaf in leaves):
-        return AttemptOutcome.BUSY
-    if any(isinstance(leaf, EventsLost) for leaf in leaves):
-        return AttemptOutcome.RELEASED
-    return None
-
-
 def problem_of(error: BaseException) -> Problem:
     """Returns the typed problem behind an exception; for a group, that of its first MidstreamError,
     else of its first exception.
     """
-    leaves = list(_leaves(error))
+    leaves = list(leaves_of(error))
     for leaf in leaves:
         if isinstance(leaf, MidstreamError):
             return leaf.problem()
     logger.error("unexpected %s while running a job", type(leaves[0]).__name__, exc_info=leaves[0])
     return MidstreamError("internal", f"{type(leaves[0]).__name__}: {leaves[0]}").problem()
-
-
-def _leaves(error: BaseException) -> Iterable[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
