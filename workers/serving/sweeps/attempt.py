@@ -30,16 +30,15 @@ from ....schemas.requests.source_runs import RunFiles, parse_key
 from ....storage.store import open_store
 from ...engine.admission import CellSlots
 from ...engine.protocol import EngineRequest, GeneratingEngine
-from ...engine.ranks.collective import Quarantined
 from ...engine.requests import tensors_of
-from ..attempt import Attempt, Bench, SourceRunLeases, StoreUnavailable
+from ..attempt import Attempt, Bench, SourceRunLeases, StoreUnavailable, ending_for_retry
 from ..redis_retry import end_tasks
 from .features import FeatureRows
 from .neurons import order_by_difference
 from .requests import SweepRequests
 from .unit_records import UnitRecords
 from .values import PairValues
-from .verdict import refusal
+from .verdict import UnverifiedUnit, refusal
 
 #: Concurrent pairs: the prompts of the next pair run while the last cells of one are running.
 PAIRS_AT_ONCE = 2
@@ -107,8 +106,8 @@ class SweepAttempt:
     async def run(self) -> None:
         """Run the sweep to its last cell.
 
-        Raises MidstreamError ("useless_baseline" when all pairs are useless), and CancelledError
-        when the attempt is stopped.
+        Raises MidstreamError ("useless_baseline" when all pairs are useless, and what failed when
+        nothing was computed), and CancelledError when the attempt is stopped.
         """
         began = time.monotonic()
         if not self._engine.info.grades:
@@ -134,8 +133,24 @@ class SweepAttempt:
             await self._engine.release_vectors(names)
         if all(pair.useless for pair in self._pairs):
             raise MidstreamError("useless_baseline", self._pairs[0].useless, field="metric")
+        self._require_values()
         summary = sweep_summary(self._sweep, self._known, time.monotonic() - began)
         await self._attempt.report(self._ledger, "summary", summary)
+
+    def _require_values(self) -> None:
+        """Raise what failed if no cell has a value, and nothing was estimated."""
+        cells = {
+            unit.number
+            for pair in range(len(self._pairs))
+            for unit in exact_units(self._sweep, pair, self._known)
+        }
+        records = self._known.values()
+        found = any(record.estimated is not None for record in records) or any(
+            record.unit in cells and record.value is not None for record in records
+        )
+        failed = next((record for record in records if record.kind), None)
+        if failed is not None and not found:
+            raise MidstreamError(failed.kind, f"no cell has a value: {failed.reason}")
 
     async def _compute_units(self) -> None:
         # Tasks that talk to Redis are ended, not cancelled once: see `redis_retry`.
@@ -193,8 +208,9 @@ class SweepAttempt:
                 return
             runs = self._requests.runs(pair)
             if (sender := self._units.sender(pair)) is not None:
-                if reason := await self._send(sender, runs):
-                    raise MidstreamError("intervention_failed", f"the first pass failed: {reason}")
+                sent = await self._send(sender, runs)
+                if sent.reason:
+                    raise _first_pass_failed(sent)
                 runs = [*runs, self._requests.first_key(sender)]
             # A pair takes all its runs together and then waits for no others, so two pairs never
             # wait for each other's space.
@@ -204,10 +220,10 @@ class SweepAttempt:
                     # further rounds of the method `adaptive`; one that was given up is over
                     missing = self._missing(pair) if self._adaptive and kept else []
         except MidstreamError as error:  # from loading the runs; requests raise a group
-            reason = _reason_or_raise(error)
+            failure = _of_a_request(error)
             for unit in missing:
                 if unit.kind == "cell" and unit.number not in self._known:
-                    self._decide(unit, reason)
+                    self._decide(unit, failure)
 
     async def _of_features(self, features: FeatureRows, pair: int, missing: Sequence[Unit]) -> None:
         """Compute a pair's features: their rows are computed from its runs, and sent in batches."""
@@ -246,15 +262,15 @@ class SweepAttempt:
     def _holding(self, pair: int, runs: Sequence[str]) -> AbstractAsyncContextManager[None]:
         return self._sources.holding(self._attempt.job.id, runs, {}, self._locate(pair))
 
-    async def _send(self, sender: Unit, runs: Sequence[str]) -> str:
+    async def _send(self, sender: Unit, runs: Sequence[str]) -> UnitRecord:
         """Compute the first pass of a path whose sender is the same for all cells of the pair.
 
-        Returns why it failed; empty when it has succeeded, perhaps in an earlier attempt.
+        Returns its record, perhaps of an earlier attempt.
         """
         if sender.number not in self._known:
             async with self._holding(sender.pair, runs), asyncio.TaskGroup() as group:
                 await self._begin(group, sender, [self._requests.first(sender)])
-        return self._known[sender.number].reason
+        return self._known[sender.number]
 
     async def _in_two_passes(self, pair: int, missing: Sequence[Unit]) -> None:
         """Compute cells of a path with a sender of their own each, in two passes.
@@ -276,7 +292,7 @@ class SweepAttempt:
             succeeded = []
             for unit, requests, report, record in (first.result() for first in firsts):
                 if record.reason:
-                    self._decide(unit, f"the first pass failed: {record.reason}")
+                    self._decide(unit, _first_pass_failed(record))
                 else:
                     self._firsts[requests[0]] = unit, report[0]
                     succeeded.append((unit, requests[0]))
@@ -441,16 +457,17 @@ class SweepAttempt:
         settled.add_done_callback(lambda _: self._unread.release())
         return settled
 
-    async def _request(self, ask: EngineRequest) -> str:
-        """Run a request in the engine; return why the engine did not do it, or ""."""
-        finished, reason, totals = False, "", self._attempt.progress.totals
+    async def _request(self, ask: EngineRequest) -> MidstreamError | None:
+        """Run a request in the engine; return why the engine did not do it, if it did not."""
+        finished, totals = False, self._attempt.progress.totals
+        stopped: MidstreamError | None = None
         totals.prompt_tokens += len(ask.token_ids)
         try:
             async with aclosing(self._engine.generate(ask)) as stream:
                 async for progress in stream:
                     finished = progress.finished is not None
                     if progress.stopped_by:
-                        reason = f"the probe {progress.stopped_by!r} ended it"
+                        stopped = UnverifiedUnit(f"the probe {progress.stopped_by!r} ended it")
                     totals.generated_tokens += len(progress.token_ids)
             self._attempt.check()
             if not finished:
@@ -458,27 +475,33 @@ class SweepAttempt:
                     "engine_failed", f"the engine ended request {ask.request} without an output"
                 )
         except MidstreamError as error:
-            return reason or _reason_or_raise(error)
-        return reason
+            return stopped or _of_a_request(error)
+        return stopped
 
     async def _settle(
-        self, unit: Unit, requests: list[int], running: "list[asyncio.Task[str]]", first: bool
+        self,
+        unit: Unit,
+        requests: list[int],
+        running: "list[asyncio.Task[MidstreamError | None]]",
+        first: bool,
     ) -> _Settled:
         """Wait until the engine and every rank are done with a unit, and keep its record."""
-        reason = next(filter(None, await asyncio.gather(*running)), "")
+        failure = next(filter(None, await asyncio.gather(*running)), None)
         report: list[list[Receipt]] = []
-        if not reason:
+        if failure is None:
             arrived = await self._attempt.receipts_of(requests, self._patience_s)
             if arrived.keys() == set(requests):
                 report = [arrived[request] for request in requests]
                 _check_stored(report)
             else:
                 partly = await self._attempt.receipts.partly(requests)
-                reason = refusal(partly) or (
+                _check_stored([partly])
+                failure = refusal(partly) or MidstreamError(
+                    "receipts_timed_out",
                     f"{len(partly)} of {self._engine.world * len(requests)} receipts arrived "
-                    f"within {self._patience_s:g} s of the engine's output"
+                    f"within {self._patience_s:g} s of the engine's output",
                 )
-        record = await self._pairs[unit.pair].record(unit, report, reason, first)
+        record = await self._pairs[unit.pair].record(unit, report, failure, first)
         if not first:
             await self._records.add(record, unit)
         return _Settled(unit, requests, report if first else [], record)
@@ -507,16 +530,20 @@ class SweepAttempt:
 
         return locate
 
-    def _decide(self, unit: Unit, reason: str) -> None:
+    def _decide(self, unit: Unit, reason: str | MidstreamError) -> None:
         """Record the unit without a value, for `reason`; the engine need not compute it."""
         self._decisions.append(self._records.add(self._records.new(unit, reason), unit))
 
 
-def _reason_or_raise(error: MidstreamError) -> str:
-    """Return the text of an error that concerns one request; raise any other error."""
-    if error.kind == "engine_failed" or isinstance(error, Quarantined | StoreUnavailable):
+def _first_pass_failed(record: UnitRecord) -> MidstreamError:
+    return MidstreamError(record.kind, f"the first pass failed: {record.reason}")
+
+
+def _of_a_request(error: MidstreamError) -> MidstreamError:
+    """Return an error that concerns one request; raise any other."""
+    if error.kind == "engine_failed" or ending_for_retry(error) is not None:
         raise error
-    return error.detail
+    return error
 
 
 def _check_stored(report: Sequence[Sequence[Receipt]]) -> None:
