@@ -293,7 +293,6 @@ class UnitRecord(Record):
     logprob: float | None = None  # of the answer, nats
     foil_logprob: float | None = None
     reason: str = ""  # why there is no value
-    kind: str = ""  # of the error, if a request of the unit failed
     attempt: int = 0
     neurons: list[int] = []  # the first `SHOWN_NEURONS` of the dimensions that the worker chose
     # for `base`, `source` and `sender`: the ranks' receipts, which name the files of captured rows

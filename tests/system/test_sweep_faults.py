@@ -152,18 +152,24 @@ async def test_a_sweep_whose_source_runs_a_rank_cannot_load_fails(rig: Rig) -> N
 
 
 @having(**{"tuning.sweep_cells_in_flight": 2})
-async def test_a_sweep_fails_as_the_prompt_that_failed_in_an_earlier_attempt(rig: Rig) -> None:
+async def test_a_sweep_fails_whose_prompt_failed_in_an_earlier_attempt(rig: Rig) -> None:
     asked = sweep()
     job_id = await rig.interrupted(asked, 1)
     units = Units(asked)
-    failed = UnitRecord(unit=units.base(0).number, reason="no room", kind="capture_failed")
+    failed = UnitRecord(unit=units.base(0).number, reason="no room")
     await rig.ledger.redis.hset(f"ms:units:{job_id}", failed.unit, to_msgpack(failed))
     kept = await rig.records(job_id)
     await rig.ledger.redis.hdel(f"ms:units:{job_id}", *[n for n in kept if n != failed.unit])
     await rig.failed(job_id, "boot2")
     error = (await rig.ledger.view(job_id)).error
-    assert error.type == "urn:midstream:capture_failed"
     assert error.detail == "no cell has a value: no room"
+
+
+async def test_a_sweep_fails_with_the_kind_of_its_prompts_failure(rig: Rig) -> None:
+    asked = sweep()
+    base = Units(asked).base(0).number
+    job_id = await rig.failed(asked, fault=f"refuse:request={base},kind=capture_failed")
+    assert (await rig.ledger.view(job_id)).error.type == "urn:midstream:capture_failed"
 
 
 async def test_a_sweep_with_one_pair_that_failed_succeeds(rig: Rig) -> None:

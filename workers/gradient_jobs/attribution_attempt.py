@@ -48,7 +48,7 @@ class AttributionAttempt:
                 await self._keep(pair, records[number])
             estimates.append(records[number])
         if all(record.estimated is None for record in estimates):
-            raise MidstreamError(estimates[0].kind or "intervention_failed", estimates[0].reason)
+            raise MidstreamError("intervention_failed", estimates[0].reason)
         attributed = self._sweep.attributed
         # policies of all traffic read both prompts of each pair, on a vLLM worker
         if attributed is not None and (attributed.verify is not None or self._job.probes):
@@ -77,7 +77,7 @@ class AttributionAttempt:
         except MidstreamError as error:
             if error.kind != "intervention_failed":
                 raise
-            return replace(record, reason=error.detail, kind=error.kind)
+            return replace(record, reason=error.detail)
         finally:
             self._attempt.check()
         found = await self._attempt.receipts_of(
@@ -87,7 +87,7 @@ class AttributionAttempt:
         try:
             verified([receipts], self._engine.world)
         except UnverifiedUnit as error:
-            return replace(record, reason=error.detail, kind=error.kind)
+            return replace(record, reason=str(error))
         # Stored with the estimates, so that a later attempt on either worker goes on with the same
         # cells.
         chosen = chosen_cells(self._sweep, pair, estimate)

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ....broker.ledger.results.sweep_result import (
@@ -38,7 +39,7 @@ from .neurons import order_by_difference
 from .requests import SweepRequests
 from .unit_records import UnitRecords
 from .values import PairValues
-from .verdict import UnverifiedUnit, refusal
+from .verdict import refusal
 
 #: Concurrent pairs: the prompts of the next pair run while the last cells of one are running.
 PAIRS_AT_ONCE = 2
@@ -101,13 +102,14 @@ class SweepAttempt:
             for _ in self._sweep.pairs
         ]
         self._decisions: list[asyncio.Future[None]] = []  # about units that were not computed
+        self._failed = ""  # kind of the first error of a request
         self._ended = False  # nothing is submitted from here on
 
     async def run(self) -> None:
         """Run the sweep to its last cell.
 
         Raises MidstreamError ("useless_baseline" when all pairs are useless, and what failed when
-        nothing was computed), and CancelledError when the attempt is stopped.
+        no cell has a value), and CancelledError when the attempt is stopped.
         """
         began = time.monotonic()
         if not self._engine.info.grades:
@@ -138,19 +140,12 @@ class SweepAttempt:
         await self._attempt.report(self._ledger, "summary", summary)
 
     def _require_values(self) -> None:
-        """Raise what failed if no cell has a value, and nothing was estimated."""
-        cells = {
-            unit.number
-            for pair in range(len(self._pairs))
-            for unit in exact_units(self._sweep, pair, self._known)
-        }
-        records = self._known.values()
-        found = any(record.estimated is not None for record in records) or any(
-            record.unit in cells and record.value is not None for record in records
-        )
-        failed = next((record for record in records if record.kind), None)
-        if failed is not None and not found:
-            raise MidstreamError(failed.kind, f"no cell has a value: {failed.reason}")
+        """Raise what failed if no cell has a value and nothing was estimated."""
+        records, first = self._known.values(), self._units.first_cell
+        cells = [record for record in records if record.unit >= first]
+        if self._failed and all(cell.value is None and cell.estimated is None for cell in cells):
+            reason = next(record.reason for record in records if record.reason)
+            raise MidstreamError(self._failed, f"no cell has a value: {reason}")
 
     async def _compute_units(self) -> None:
         # Tasks that talk to Redis are ended, not cancelled once: see `redis_retry`.
@@ -208,9 +203,8 @@ class SweepAttempt:
                 return
             runs = self._requests.runs(pair)
             if (sender := self._units.sender(pair)) is not None:
-                sent = await self._send(sender, runs)
-                if sent.reason:
-                    raise _first_pass_failed(sent)
+                if reason := await self._send(sender, runs):
+                    raise MidstreamError("intervention_failed", f"the first pass failed: {reason}")
                 runs = [*runs, self._requests.first_key(sender)]
             # A pair takes all its runs together and then waits for no others, so two pairs never
             # wait for each other's space.
@@ -220,10 +214,10 @@ class SweepAttempt:
                     # further rounds of the method `adaptive`; one that was given up is over
                     missing = self._missing(pair) if self._adaptive and kept else []
         except MidstreamError as error:  # from loading the runs; requests raise a group
-            failure = _of_a_request(error)
+            reason = self._reason_or_raise(error)
             for unit in missing:
                 if unit.kind == "cell" and unit.number not in self._known:
-                    self._decide(unit, failure)
+                    self._decide(unit, reason)
 
     async def _of_features(self, features: FeatureRows, pair: int, missing: Sequence[Unit]) -> None:
         """Compute a pair's features: their rows are computed from its runs, and sent in batches."""
@@ -262,15 +256,15 @@ class SweepAttempt:
     def _holding(self, pair: int, runs: Sequence[str]) -> AbstractAsyncContextManager[None]:
         return self._sources.holding(self._attempt.job.id, runs, {}, self._locate(pair))
 
-    async def _send(self, sender: Unit, runs: Sequence[str]) -> UnitRecord:
+    async def _send(self, sender: Unit, runs: Sequence[str]) -> str:
         """Compute the first pass of a path whose sender is the same for all cells of the pair.
 
-        Returns its record, perhaps of an earlier attempt.
+        Returns why it failed; empty when it has succeeded, perhaps in an earlier attempt.
         """
         if sender.number not in self._known:
             async with self._holding(sender.pair, runs), asyncio.TaskGroup() as group:
                 await self._begin(group, sender, [self._requests.first(sender)])
-        return self._known[sender.number]
+        return self._known[sender.number].reason
 
     async def _in_two_passes(self, pair: int, missing: Sequence[Unit]) -> None:
         """Compute cells of a path with a sender of their own each, in two passes.
@@ -292,7 +286,7 @@ class SweepAttempt:
             succeeded = []
             for unit, requests, report, record in (first.result() for first in firsts):
                 if record.reason:
-                    self._decide(unit, _first_pass_failed(record))
+                    self._decide(unit, f"the first pass failed: {record.reason}")
                 else:
                     self._firsts[requests[0]] = unit, report[0]
                     succeeded.append((unit, requests[0]))
@@ -378,6 +372,7 @@ class SweepAttempt:
             for unit in units:
                 known = unit.number in self._known
                 if known and self._known[unit.number].value is None:
+                    self._failed = self._failed or "intervention_failed"
                     continue  # its recorded failure stands
                 if known and unit.kind == "base":
                     self._requests.take_over(pair, self._known[unit.number].receipts)
@@ -457,17 +452,16 @@ class SweepAttempt:
         settled.add_done_callback(lambda _: self._unread.release())
         return settled
 
-    async def _request(self, ask: EngineRequest) -> MidstreamError | None:
-        """Run a request in the engine; return why the engine did not do it, if it did not."""
-        finished, totals = False, self._attempt.progress.totals
-        stopped: MidstreamError | None = None
+    async def _request(self, ask: EngineRequest) -> str:
+        """Run a request in the engine; return why the engine did not do it, or ""."""
+        finished, reason, totals = False, "", self._attempt.progress.totals
         totals.prompt_tokens += len(ask.token_ids)
         try:
             async with aclosing(self._engine.generate(ask)) as stream:
                 async for progress in stream:
                     finished = progress.finished is not None
                     if progress.stopped_by:
-                        stopped = UnverifiedUnit(f"the probe {progress.stopped_by!r} ended it")
+                        reason = f"the probe {progress.stopped_by!r} ended it"
                     totals.generated_tokens += len(progress.token_ids)
             self._attempt.check()
             if not finished:
@@ -475,33 +469,29 @@ class SweepAttempt:
                     "engine_failed", f"the engine ended request {ask.request} without an output"
                 )
         except MidstreamError as error:
-            return stopped or _of_a_request(error)
-        return stopped
+            return reason or self._reason_or_raise(error)
+        return reason
 
     async def _settle(
-        self,
-        unit: Unit,
-        requests: list[int],
-        running: "list[asyncio.Task[MidstreamError | None]]",
-        first: bool,
+        self, unit: Unit, requests: list[int], running: "list[asyncio.Task[str]]", first: bool
     ) -> _Settled:
         """Wait until the engine and every rank are done with a unit, and keep its record."""
-        failure = next(filter(None, await asyncio.gather(*running)), None)
+        reason = next(filter(None, await asyncio.gather(*running)), "")
         report: list[list[Receipt]] = []
-        if failure is None:
+        if not reason:
             arrived = await self._attempt.receipts_of(requests, self._patience_s)
             if arrived.keys() == set(requests):
                 report = [arrived[request] for request in requests]
-                _check_stored(report)
+                self._note(chain.from_iterable(report))
             else:
                 partly = await self._attempt.receipts.partly(requests)
-                _check_stored([partly])
-                failure = refusal(partly) or MidstreamError(
-                    "receipts_timed_out",
+                self._note(partly)
+                self._failed = self._failed or "receipts_timed_out"
+                reason = refusal(partly) or (
                     f"{len(partly)} of {self._engine.world * len(requests)} receipts arrived "
-                    f"within {self._patience_s:g} s of the engine's output",
+                    f"within {self._patience_s:g} s of the engine's output"
                 )
-        record = await self._pairs[unit.pair].record(unit, report, failure, first)
+        record = await self._pairs[unit.pair].record(unit, report, reason, first)
         if not first:
             await self._records.add(record, unit)
         return _Settled(unit, requests, report if first else [], record)
@@ -530,29 +520,25 @@ class SweepAttempt:
 
         return locate
 
-    def _decide(self, unit: Unit, reason: str | MidstreamError) -> None:
+    def _reason_or_raise(self, error: MidstreamError) -> str:
+        """Return the text of an error that concerns one request, and note it; raise any other."""
+        if error.kind == "engine_failed" or ending_for_retry(error) is not None:
+            raise error
+        self._failed = self._failed or error.kind
+        return error.detail
+
+    def _note(self, receipts: Iterable[Receipt]) -> None:
+        """Note the first error in receipts. Raises StoreUnavailable if a rank could not keep the
+        rows because the artifact store is unavailable.
+        """
+        for receipt in receipts:
+            if receipt.status == "error" and receipt.kind == STORE_UNAVAILABLE:
+                raise StoreUnavailable(
+                    f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): "
+                    f"{receipt.message}"
+                )
+            self._failed = self._failed or receipt.kind
+
+    def _decide(self, unit: Unit, reason: str) -> None:
         """Record the unit without a value, for `reason`; the engine need not compute it."""
         self._decisions.append(self._records.add(self._records.new(unit, reason), unit))
-
-
-def _first_pass_failed(record: UnitRecord) -> MidstreamError:
-    return MidstreamError(record.kind, f"the first pass failed: {record.reason}")
-
-
-def _of_a_request(error: MidstreamError) -> MidstreamError:
-    """Return an error that concerns one request; raise any other."""
-    if error.kind == "engine_failed" or ending_for_retry(error) is not None:
-        raise error
-    return error
-
-
-def _check_stored(report: Sequence[Sequence[Receipt]]) -> None:
-    """Raises StoreUnavailable if a rank could not keep the rows because the artifact store is
-    unavailable.
-    """
-    for receipt in (receipt for receipts in report for receipt in receipts):
-        if receipt.status == "error" and receipt.kind == STORE_UNAVAILABLE:
-            raise StoreUnavailable(
-                f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): "
-                f"{receipt.message}"
-            )

@@ -4,12 +4,9 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from msgspec.structs import replace
-
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.jobs.sweeps import LedgerSweeps
 from ....broker.ledger.results.sweep_result import exact_units, sweep_cell
-from ....schemas.base import MidstreamError
 from ....schemas.jobs.sweeps import SweepCell, Unit, UnitRecord
 from ....schemas.jobs.works import SweepWork
 from ....schemas.settings.faults import crash_point
@@ -40,12 +37,9 @@ class UnitRecords:
         job = self._attempt.job.id
         return await patiently(lambda: self._sweeps.records(job), f"units of {job}")
 
-    def new(self, unit: Unit, reason: str | MidstreamError = "") -> UnitRecord:
-        """Return a record of this attempt, without a value, for a reason or because of an error."""
-        record = UnitRecord(unit=unit.number, attempt=self._attempt.number)
-        if isinstance(reason, MidstreamError):
-            return replace(record, reason=reason.detail, kind=reason.kind)
-        return replace(record, reason=reason)
+    def new(self, unit: Unit, reason: str = "") -> UnitRecord:
+        """Return a record of this attempt, without a value."""
+        return UnitRecord(unit=unit.number, reason=reason, attempt=self._attempt.number)
 
     def add(self, record: UnitRecord, unit: Unit) -> "asyncio.Future[None]":
         """Have a record kept; the future is done when it is."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ....broker.ledger.results.sweep_metrics import in_nats, recovered, useless_baseline
-from ....schemas.base import MidstreamError
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.jobs.sweeps import SHOWN_NEURONS, StoredSweep, Unit, UnitRecord
 from .requests import SweepRequests
@@ -63,25 +62,21 @@ class PairValues:
         self.useless = useless_baseline(self._base, self._source, self._noise)
 
     async def record(
-        self,
-        unit: Unit,
-        report: list[list[Receipt]],
-        failure: MidstreamError | None,
-        first: bool,
+        self, unit: Unit, report: list[list[Receipt]], reason: str, first: bool
     ) -> UnitRecord:
         """Return a unit's record, once the units that its value depends on have theirs.
 
-        `report`: for each request, the receipts of all ranks. `failure`: why it has no value.
+        `report`: for each request, the receipts of all ranks. `reason`: why it has no value.
         `first`: this was the first of two passes, which gives none.
         """
         if first or unit.kind == "sender":
             receipts = [] if first else [receipt for receipts in report for receipt in receipts]
             return replace(
-                self._records.new(unit, failure or self._unverified(report)), receipts=receipts
+                self._records.new(unit, reason or self._unverified(report)), receipts=receipts
             )
         if unit.kind == "cell" and self._recovers and not self.useless:
             await self._noise_known.wait()
-        record = self._records.new(unit, failure) if failure else self._value(unit, report)
+        record = self._records.new(unit, reason) if reason else self._value(unit, report)
         if unit.kind == "noise":
             self._noise_left -= 1
             if not self._noise_left:
@@ -90,12 +85,12 @@ class PairValues:
                 self._noise_known.set()
         return record
 
-    def _unverified(self, report: Sequence[Sequence[Receipt]]) -> str | MidstreamError:
+    def _unverified(self, report: Sequence[Sequence[Receipt]]) -> str:
         """Return why a rank does not confirm the unit; empty when all do."""
         try:
             verified(report, self._world)
         except UnverifiedUnit as error:
-            return error
+            return str(error)
         return ""
 
     def _value(self, unit: Unit, report: list[list[Receipt]]) -> UnitRecord:
@@ -104,10 +99,8 @@ class PairValues:
             grades = verdict(stored, nodes, report, self._world, self._requests.compares(unit))
             reference = self._sweep.metric == "kl" and unit == self._requests.reference(unit.pair)
             value = 0.0 if reference else in_nats(self._sweep.metric, grades)
-        except UnverifiedUnit as error:
-            return self._records.new(unit, error)
-        except ValueError as error:
-            return self._records.new(unit, UnverifiedUnit(str(error)))
+        except (UnverifiedUnit, ValueError) as error:
+            return self._records.new(unit, str(error))
         if unit.kind == "noise":
             self._noise.append(value)
         if unit.kind in ("cell", "noise") and self._recovers:

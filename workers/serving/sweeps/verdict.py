@@ -3,17 +3,14 @@
 from collections.abc import Sequence
 
 from ....broker.ledger.results.sweep_metrics import Grades, grades
-from ....schemas.base import MidstreamError, Translated, by_key
+from ....schemas.base import Translated, by_key
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.jobs.sweep_units import Node
 from ....schemas.jobs.sweeps import StoredPair
 
 
-class UnverifiedUnit(MidstreamError):
-    """The unit has no value; the detail gives the reason."""
-
-    def __init__(self, detail: str, kind: str = "intervention_failed") -> None:
-        super().__init__(kind, detail)
+class UnverifiedUnit(Exception):
+    """The unit has no value; the text gives the reason."""
 
 
 def verdict(
@@ -39,18 +36,16 @@ def verified(report: Sequence[Sequence[Receipt]], world: int) -> None:
         _check(receipts, world)
 
 
-def refusal(receipts: Sequence[Receipt]) -> UnverifiedUnit | None:
-    """Return why the first rank whose receipt is not `ok` did not do all that was requested; None
+def refusal(receipts: Sequence[Receipt]) -> str:
+    """Return why the first rank whose receipt is not `ok` did not do all that was requested; empty
     when all receipts are `ok`.
     """
-    for receipt in receipts:
-        if receipt.verdict != "ok":
-            why = receipt.message or _short(receipt)
-            return UnverifiedUnit(
-                f"rank {receipt.rank} (stage {receipt.pp}): {why}",
-                receipt.kind or "capture_failed",
-            )
-    return None
+    reasons = (
+        f"rank {receipt.rank} (stage {receipt.pp}): {receipt.message or _short(receipt)}"
+        for receipt in receipts
+        if receipt.verdict != "ok"
+    )
+    return next(reasons, "")
 
 
 def _short(receipt: Receipt) -> str:
@@ -65,8 +60,8 @@ def _short(receipt: Receipt) -> str:
 def _check(receipts: Sequence[Receipt], world: int) -> None:
     if sorted(receipt.rank for receipt in receipts) != list(range(world)):
         raise UnverifiedUnit(f"{len(receipts)} of {world} ranks reported")
-    if (failure := refusal(receipts)) is not None:
-        raise failure
+    if why := refusal(receipts):
+        raise UnverifiedUnit(why)
     stages = by_key((receipt.pp, receipt.account) for receipt in receipts)
     if differing := sorted(stage for stage, accounts in stages.items() if len(set(accounts)) > 1):
         raise UnverifiedUnit(f"the ranks of stage {differing[0]} do not report the same values")
