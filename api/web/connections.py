@@ -36,8 +36,8 @@ class Connections:
     def __init__(self, settings: Settings):
         self.head_s = settings.tuning.head_timeout_s
         self.body_s = settings.tuning.body_timeout_s
-        # bytes of a body that are read after its answer, so that the client reads the answer
-        self.rest = max(settings.tuning.max_body_mib, settings.tuning.max_file_mib) << 20
+        # bytes of a body that are read where it has its answer, so that the client reads that
+        self.most = 2 * max(settings.tuning.max_body_mib, settings.tuning.max_file_mib) << 20
         self.limit = _within_files(settings.tuning.max_connections)
         self.waiting: dict[HttpConnection, None] = {}  # without a request, longest wait first
 
@@ -74,7 +74,6 @@ class HttpConnection(HttpToolsProtocol):
         self._served = self.app
         self._head = 0  # bytes of a head that is not complete
         self._body = -1  # bytes of a body that is not complete; -1: none is awaited
-        self._rest = 0  # bytes of the body that are still read after the answer
         self._since = 0.0  # when the current wait began
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -106,7 +105,6 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._rest = self._common.rest
         if not self.transport.is_closing() and not self.pipeline:
             self._common.waiting[self] = None
 
@@ -117,8 +115,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         if self._body >= 0:
             self._body += len(data)
-            self._rest -= len(data)
-            if self._rest < 0 and self.cycle.response_complete:
+            if self._body > self._common.most and self.cycle.response_complete:
                 self.transport.close()
                 return
         else:
