@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from celery import Celery, bootsteps, signals
@@ -25,6 +26,7 @@ from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
 from ..broker.artifacts import fitness
+from ..broker.processes import leftovers
 from ..broker.queue.celery_app import make_app, queue_of
 from ..broker.queue.transport import transport_of
 from ..broker.queue.visibility import LeaseStep
@@ -148,6 +150,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)
         observability.start(settings, "worker", worker=settings.worker_id)
+        leftovers.remove_left(Path(settings.data_dir))
     except (SettingsError, MidstreamError) as error:
         _print_failure(str(error))
         return EXIT_BAD_SETTINGS
