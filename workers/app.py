@@ -87,6 +87,10 @@ class EngineStep(bootsteps.StartStopStep):
             _print_failure(str(error))
             raise SystemExit(EXIT_NO_ENGINE) from error
 
+    def close(self, parent: Any) -> None:
+        """Is called before the pool waits for its tasks."""
+        parent.app.engine_host.give_back()
+
     def stop(self, parent: Any) -> None:
         parent.app.engine_host.stop()
 
@@ -140,7 +144,9 @@ def _arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Runs a worker until it is stopped; returns the exit code."""
+    """Runs a worker until it is stopped, and ends the process; returns the exit code of one that
+    did not begin.
+    """
     try:
         settings = with_worker_id(load_settings(**_arguments(arguments)))
         _check(settings)
@@ -199,9 +205,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     if app.engine_host.death:
         _print_failure(app.engine_host.death)
         code = EXIT_ENGINE_DIED
-    if app.engine_host.death or not app.engine_host.ready:
-        _leave(code)
-    return code
+    _leave(code)
 
 
 def _print_failure(reason: str) -> None:
@@ -215,7 +219,7 @@ def _print_failure(reason: str) -> None:
 
 def _leave(code: int) -> NoReturn:
     """End the process without waiting for threads: one may still be building the engine, and
-    nothing can interrupt that.
+    nothing can interrupt that. The end of an interpreter with torch takes seconds, too.
     """
     for process in multiprocessing.active_children():
         process.kill()

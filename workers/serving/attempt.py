@@ -130,6 +130,7 @@ class AttemptOutcome(StrEnum):
     LOST = "lost"  # the lease went to another attempt
     # the engine died, Redis was away, or it lost the attempt's events; another attempt follows
     RELEASED = "released"
+    STOPPED = "stopped"  # the worker was told to stop; another attempt follows
     # the artifact store is unavailable; another attempt follows when it is back
     STORE_UNAVAILABLE = "store unavailable"
     # too many jobs wait for checks of their formats; another attempt follows

@@ -81,6 +81,7 @@ class Attempts:
         #: Attempts that have not ended, also those whose job a later one runs here.
         self._begun: set[Attempt] = set()
         self._claiming = 0  # number of claims under way
+        self._leaving = False  # no job begins any more
         #: Cancelled jobs that do not run here; the answer to their claim may still arrive.
         self._unwanted: deque[str] = deque(maxlen=UNWANTED)
         self.totals = Totals()
@@ -116,6 +117,13 @@ class Attempts:
         while self._running:
             await asyncio.wait([attempt.task for attempt in self._running.values()])
 
+    async def give_back(self, grace_s: float) -> None:
+        """Begin no job any more; give back those that have not ended after `grace_s` seconds."""
+        self._leaving = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.drain(), grace_s)
+        self.stop(list(self._running), AttemptOutcome.STOPPED)
+
     async def run(self, job_id: str, kind: str) -> AttemptOutcome:
         """Run a job of this kind like `run_job`; put it back while this worker has no room."""
         async with self._runs[kind].room(job_id) as room:
@@ -150,6 +158,8 @@ class Attempts:
         (monotonic seconds), or within `ELSEWHERE_S` while another worker serves.
         """
         while True:
+            if self._leaving:
+                return False
             remaining = patience - time.monotonic()
             serves = await self._watch.may_begin(min(remaining, ELSEWHERE_S))
             if (
@@ -187,6 +197,8 @@ class Attempts:
         self._running[job_id] = attempt
         if job_id in self._unwanted:
             attempt.stop(AttemptOutcome.CANCELLED)
+        if self._leaving:
+            attempt.stop(AttemptOutcome.STOPPED)
         crash_point("worker.claimed")
         try:
             outcome = await self._perform(attempt)
@@ -291,6 +303,7 @@ class Attempts:
         # An attempt with another ending is recorded by those who ended it.
         records: dict[AttemptOutcome, Callable[[], Awaitable[object]]] = {
             AttemptOutcome.RELEASED: lambda: ledger.release(job_id, number),
+            AttemptOutcome.STOPPED: lambda: ledger.release(job_id, number, stopped=True),
             AttemptOutcome.STORE_UNAVAILABLE: lambda: ledger.release(
                 job_id, number, unreachable=attempt.detail
             ),
