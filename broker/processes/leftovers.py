@@ -31,7 +31,7 @@ def remove_left(data: Path) -> None:
     left = [path for path in FOLDER.glob(f"*{_prefix(data)}*") if path.exists()]
     mapped = _mapped() if left else set()
     for path in left:
-        with suppress(FileNotFoundError):  # its own process removes it
+        with suppress(OSError):  # its own process removes it, or it is another account's
             if path.stat().st_ino not in mapped:
                 path.unlink()
 
