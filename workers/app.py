@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from celery import Celery, bootsteps, signals
@@ -25,6 +26,7 @@ from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
 from ..broker.artifacts import fitness
+from ..broker.processes import leftovers
 from ..broker.queue.celery_app import make_app, queue_of
 from ..broker.queue.transport import transport_of
 from ..broker.queue.visibility import LeaseStep
@@ -85,6 +87,10 @@ class EngineStep(bootsteps.StartStopStep):
             _print_failure(str(error))
             raise SystemExit(EXIT_NO_ENGINE) from error
 
+    def close(self, parent: Any) -> None:
+        """Is called before the pool waits for its tasks."""
+        parent.app.engine_host.give_back()
+
     def stop(self, parent: Any) -> None:
         parent.app.engine_host.stop()
 
@@ -138,7 +144,9 @@ def _arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Runs a worker until it is stopped; returns the exit code."""
+    """Runs a worker until it is stopped, and ends the process; returns the exit code of one that
+    did not begin.
+    """
     try:
         settings = with_worker_id(load_settings(**_arguments(arguments)))
         _check(settings)
@@ -148,6 +156,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)
         observability.start(settings, "worker", worker=settings.worker_id)
+        leftovers.remove_left(Path(settings.data_dir))
     except (SettingsError, MidstreamError) as error:
         _print_failure(str(error))
         return EXIT_BAD_SETTINGS
@@ -196,9 +205,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     if app.engine_host.death:
         _print_failure(app.engine_host.death)
         code = EXIT_ENGINE_DIED
-    if app.engine_host.death or not app.engine_host.ready:
-        _leave(code)
-    return code
+    _leave(code)
 
 
 def _print_failure(reason: str) -> None:
@@ -212,7 +219,7 @@ def _print_failure(reason: str) -> None:
 
 def _leave(code: int) -> NoReturn:
     """End the process without waiting for threads: one may still be building the engine, and
-    nothing can interrupt that.
+    nothing can interrupt that. The end of an interpreter with torch takes seconds, too.
     """
     for process in multiprocessing.active_children():
         process.kill()

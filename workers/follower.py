@@ -11,10 +11,12 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import redis
 
+from ..broker.processes import leftovers
 from ..broker.receipts.curve import client_keys
 from ..broker.telemetry import start as observability
 from ..schemas.base import MidstreamError
@@ -58,6 +60,7 @@ def run(settings: Settings) -> None:
     check_identity(plane, identity)
     config.additional_config = layout(plane)
     plane.export()
+    leftovers.remove_left(Path(plane.outbox_dir).parent)
     threading.Thread(
         target=_leave_with, args=(worker, plane.boot), name="follower", daemon=True
     ).start()

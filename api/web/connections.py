@@ -2,7 +2,8 @@
 client to send its request or to read its answer.
 
 A connection that waits for a request, sends its head or body too slowly, or does not read its
-answer, is closed. Beyond `max_connections`, a new connection closes the one that has waited longest
+answer, or goes on sending the body of a request that has its answer, is closed. Beyond
+`max_connections`, a new connection closes the one that has waited longest
 for a request; when none waits, only monitoring is answered.
 """
 
@@ -35,6 +36,8 @@ class Connections:
     def __init__(self, settings: Settings):
         self.head_s = settings.tuning.head_timeout_s
         self.body_s = settings.tuning.body_timeout_s
+        # bytes of a body that are read where it has its answer, so that the client reads that
+        self.most = 2 * max(settings.tuning.max_body_mib, settings.tuning.max_file_mib) << 20
         self.limit = _within_files(settings.tuning.max_connections)
         self.waiting: dict[HttpConnection, None] = {}  # without a request, longest wait first
 
@@ -112,6 +115,9 @@ class HttpConnection(HttpToolsProtocol):
             return
         if self._body >= 0:
             self._body += len(data)
+            if self._body > self._common.most and self.cycle.response_complete:
+                self.transport.close()
+                return
         else:
             if self._head == 0:
                 self._await(self._common.head_s)

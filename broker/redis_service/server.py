@@ -33,6 +33,7 @@ import redis
 
 from ...schemas.base import MidstreamError
 from ..processes.private_files import private_folder
+from .advisories import advisory
 
 #: Redis' log line about a file that it refuses.
 REFUSED = re.compile(rb"(Bad file format|Unexpected end of file) reading the append only file")
@@ -262,10 +263,11 @@ def start(
 
     `port` 0 takes a free one; `maxmemory_mib` 0 is no limit; `password` (printable ASCII without
     quotes) is required of clients and is in the URL; empty: none. `say` gets messages for the
-    operator: progress of loading, what was cut off a damaged file (`repair`). `waiting` is
-    called several times a second and may raise to give up. Raises MidstreamError("conflict") when a
-    server already runs on `directory`; MidstreamError("unavailable") with the tail of its log when
-    it dies, or makes no progress for `STALLED_S`; OSError when `directory` cannot be written.
+    operator: progress of loading, what was cut off a damaged file (`repair`), known faults of the
+    server. `waiting` is called several times a second and may raise to give up. Raises
+    MidstreamError("conflict") when a server already runs on `directory`;
+    MidstreamError("unavailable") with the tail of its log when it dies, or makes no progress for
+    `STALLED_S`; OSError when `directory` cannot be written.
     """
     directory = private_folder(Path(directory).resolve())
     binary = executable()
@@ -468,6 +470,8 @@ def _wait_until_loaded(server: RedisServer, say: SayLine, waiting: Callable[[], 
             "unavailable",
             f"Redis {version} is too old: {'.'.join(map(str, OLDEST))} or newer is required",
         )
+    if faults := advisory(info):
+        say(faults)
 
 
 def _log_size(directory: Path) -> int:

@@ -41,12 +41,6 @@ _NOISE = re.compile(
     re.IGNORECASE,
 )
 
-#: Text that vLLM's first process logs when another of its processes failed, and patterns of that
-#: process's logged error.
-_POINTS_ABOVE = "See root cause above"
-_LOGGED_ERROR = re.compile(r" ERROR \S+ \S+ \[[^]]*\] (.*)")
-_RAISED = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
-
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -144,8 +138,6 @@ class Child:
         ]
         complaints = [line for line in lines if _COMPLAINT.search(line)]
         words = (complaints or lines or ["no output"])[-1]
-        if _POINTS_ABOVE in words:
-            words = _root_cause(lines) or words
         return advised(in_our_settings(words)[:500])
 
     def died(self) -> float:
@@ -197,20 +189,6 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             # the process leads its session, so its pid is its group's id
             os.killpg(self.process.pid, signal.SIGKILL)
-
-
-def _root_cause(lines: Sequence[str]) -> str:
-    """Return the exception at the end of the first traceback that vLLM logged; if it has no
-    message, also the statement that raised it.
-    """
-    logged = [match[1] for line in lines if (match := _LOGGED_ERROR.search(line))]
-    for number, text in enumerate(logged):
-        if raised := _RAISED.match(text):
-            statement = next(
-                (before.strip() for before in reversed(logged[:number]) if before.strip(" ^~")), ""
-            )
-            return text if raised[1] else f"{text}: {statement}"
-    return ""
 
 
 def _die_with_parent() -> None:

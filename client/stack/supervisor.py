@@ -375,6 +375,9 @@ class Supervisor:
             os.umask(self._umask)
             self._umask = None
         if self._lock is not None:
+            from ...broker.processes.leftovers import remove_left
+
+            remove_left(self.data)
             with contextlib.suppress(OSError):  # a read-only disk
                 (self.data / STATE_FILE).unlink(missing_ok=True)
             self._lock.close()

@@ -94,6 +94,9 @@ class Tuning(Record):
     harvest_requests_in_flight: PositiveInt = 64
     # Maximum number of jobs that one worker runs concurrently
     worker_concurrency: PositiveInt = 128
+    # Seconds that a worker that is told to stop (SIGTERM) lets its jobs run. Those that have not
+    # ended are given back, and begin again on another worker or after the restart
+    stop_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     # A Celery message that is not renewed is redelivered after this time; live workers renew theirs
     # every 2 s
     visibility_timeout_s: PositiveInt = 30

@@ -11,6 +11,7 @@ import pytest
 from stack import Stack
 from wait_kit import wait_until
 
+from midstream.broker.processes import leftovers
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.specs import StoredCapture
@@ -32,6 +33,7 @@ def stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         "engine.max_model_len": 4096,
         "kv_cache_gib": 0.1,
         "lease_s": 60,
+        "tuning.stop_grace_s": 120,
     }
     with Stack(directory, start_timeout_s=400, **settings) as running:
         yield running
@@ -106,6 +108,50 @@ def test_when_a_process_of_the_engine_dies_the_worker_exits_and_the_job_is_run_a
     stack.restart("worker")
     view = stack.wait(job_id)
     assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
+
+
+def shared(stack: Stack) -> set[int]:
+    """Inodes of what the worker's processes have in /dev/shm."""
+    prefix = leftovers._prefix(Path(stack.settings.data_dir))
+    return {path.stat().st_ino for path in leftovers.FOLDER.glob(f"*{prefix}*")}
+
+
+def test_shared_memory_of_killed_processes_is_gone_after_the_next_start(stack: Stack) -> None:
+    # Python's tracker of resources among them, which would remove it
+    for process in engine_of(stack):
+        process.kill()
+    stack.kill("worker")
+    left = shared(stack)
+    assert left
+    stack.restart("worker")
+    assert not left & shared(stack)
+
+
+def test_a_worker_that_is_killed_while_its_engine_starts_leaves_no_process(stack: Stack) -> None:
+    stack.end("worker")
+    stack.spawn("worker")
+
+    def cores() -> list[psutil.Process]:
+        return [each for each in engine_of(stack) if each.name().startswith("VLLM::EngineCor")]
+
+    wait_until(lambda: bool(cores()), 120)
+    engine = engine_of(stack)
+    stack.kill("worker")
+    require_gone(engine)
+    stack.restart("worker")
+
+
+def test_sigterm_stops_an_engine_with_prompts_and_they_run_again(stack: Stack) -> None:
+    stack.replace("worker", **{"tuning.stop_grace_s": 0})
+    engine = engine_of(stack)
+    jobs = [start_long_job(stack), *(stack.submit(["a"], max_tokens=LONG) for _ in range(31))]
+    assert stack.end("worker") == 0
+    require_gone(engine)
+    views = [stack.view(job_id) for job_id in jobs]
+    assert {view.state for view in views} <= {State.QUEUED, State.SUCCEEDED}
+    assert views[0].state is State.QUEUED
+    stack.restart("worker")
+    assert stack.wait(jobs[0]).state is State.SUCCEEDED
 
 
 def test_sigterm_lets_the_engine_finish_what_runs(stack: Stack) -> None:

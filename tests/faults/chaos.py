@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from cluster import Cluster, Outage
 
-#: Fault → how often the full gate causes it: kills, stops (SIGTERM), pauses past the lease
-#: (SIGSTOP), refused writes of Redis; a machine that dies, and whose Redis loads its log slowly
-#: while the other processes on it start; a relay that is away for longer than receipts may take.
-#: `api`: for each replica.
+#: Fault → how often the full gate causes it: kills, stops (SIGTERM), kills of a process and of its
+#: next start, pauses past the lease (SIGSTOP), refused writes of Redis; a machine that dies, and
+#: whose Redis loads its log slowly while the other processes on it start; a relay that is away for
+#: longer than receipts may take. `api`: for each replica.
 FULL = {
     "worker": 30,
     "gradients": 10,
@@ -19,6 +19,8 @@ FULL = {
     "api": 2,
     "callbacks": 2,
     **{f"{kind} stop": 1 for kind in ("worker", "gradients", "relay", "api", "callbacks")},
+    "worker start": 4,
+    **{f"{kind} start": 1 for kind in ("gradients", "relay", "api", "callbacks")},
     "worker pause": 3,
     "gradients pause": 1,
     "redis full": 3,
@@ -30,7 +32,8 @@ FULL = {
 OTHER_WEIGHTS = {"worker": 6, "gradients": 2, "relay": 1, "redis": 1, "model": 4}
 #: And where harvests go into a bucket: it goes away, it answers 503 and cuts uploads.
 BUCKET = {"bucket away": 5, "bucket busy": 10}
-STOP, PAUSE, NO_ROOM, AWAY, BUSY, LONG = " stop", " pause", " full", " away", " busy", " long"
+STOP, START, PAUSE, NO_ROOM = " stop", " start", " pause", " full"
+AWAY, BUSY, LONG = " away", " busy", " long"
 #: A paused worker goes on so many seconds after its lease has run out.
 PAST_LEASE_S = 3.0
 #: A killed process is started again after so many seconds, at most.
@@ -143,6 +146,7 @@ class Chaos:
             self._busy.update(targets)
         strikes = {
             STOP: self._cluster.stop_in_order,
+            START: self._cluster.strike_start,
             NO_ROOM: self._cluster.fill,
             AWAY: self._cluster.part,
             BUSY: self._cluster.burden,

@@ -5,6 +5,7 @@ harness, as a supervisor would.
 """
 
 import contextlib
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -50,6 +51,8 @@ LOADED_COMMANDS, LOAD_S = 20_000, 12.0
 #: How long a process that ends with an error is started again for: while Redis restarts, or workers
 #: with other weights count as alive.
 STARTING_S = 60.0
+#: A start is killed within so many seconds; a process of the fake engine takes about as long.
+STRUCK_START_S = 4.0
 #: How long a worker's kill waits for the worker to hold a job, in seconds.
 WORK_S = 5.0
 #: A worker that gets SIGTERM finishes its jobs first.
@@ -130,6 +133,14 @@ class Cluster(Stack):
         outage = Outage(name, time.monotonic(), paused=how == signal.SIGSTOP)
         self.outages.append(outage)
         self.kill(name, how)
+        return outage
+
+    def strike_start(self, name: str, how: signal.Signals) -> Outage:
+        """`kill -9`, and again while it starts."""
+        outage = self.strike(name, how)
+        self.spawn(name)
+        time.sleep(random.uniform(0.0, STRUCK_START_S))
+        self.kill(name)
         return outage
 
     def fill(self, name: str, _: signal.Signals) -> Outage:

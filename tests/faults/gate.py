@@ -48,6 +48,7 @@ from clients import (
 from cluster import MODELS, Cluster
 from harvest_kit import check_equal
 from judge import Verdict, judge
+from leftovers import Census, own_temporary_folder
 from midstream_fake_engine.model import HIDDEN_SIZE, identity_of
 from monitor import Monitor
 from receiver import LADDER_S, STEP_S, Clock, Receiver
@@ -79,6 +80,7 @@ class Report:
     verdict: Verdict
     observed: list[Observed]
     faults: list[Fault]
+    left: dict[str, Any]
 
     @property
     def clean(self) -> bool:
@@ -103,6 +105,7 @@ class Report:
             "answers": dict(sorted(answers.items())),
             "seen": dict(self.verdict.seen),
             "broken": {rule: found[:10] for rule, found in self.verdict.found.items() if found},
+            "left": self.left,
             "recovery": recovery(self.faults, self.observed),
         }
 
@@ -224,7 +227,12 @@ def run(
         "callbacks_fault": clock.fault,
         "bucket": bucket,
     }
-    with Receiver() as receiver, Cluster(directory, **parts, **settings) as cluster:
+    with (
+        own_temporary_folder() as temporary,
+        Receiver() as receiver,
+        Cluster(directory, **parts, **settings) as cluster,
+    ):
+        census = Census(cluster, temporary)
         ways = WAYS | GRADIENT_WAYS
         if "model" not in kills:
             register(cluster, receiver.url, everyone)
@@ -241,7 +249,11 @@ def run(
         if cluster.model != MODELS[0]:
             cluster.swap([*cluster.workers, *cluster.gradients])
         undisturbed(cluster, observed, verdict)
-    return Report(seed, jobs, seconds, verdict, observed, faults)
+        verdict.say("left over", *census.left(), of="at the end of the load")
+        left = census.figures()
+        cluster.stop()
+        verdict.say("left over", *census.left(), of="after the stop")
+    return Report(seed, jobs, seconds, verdict, observed, faults, left)
 
 
 def register(cluster: Cluster, url: str, everyone: bool = False) -> None:

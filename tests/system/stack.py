@@ -120,6 +120,7 @@ class Stack(Processes):
         self.directory = directory
         self.start_timeout_s = start_timeout_s
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.sessions: set[int] = set()  # of all that were started: their pids
         self._redis: redis_server.RedisServer | None = None
         ours = ["worker", *[f"worker-{number}" for number in range(2, workers + 1)]][:workers]
         self.names = [
@@ -286,6 +287,7 @@ class Stack(Processes):
                 cwd=self.directory,
                 start_new_session=True,
             )
+        self.sessions.add(self.processes[name].pid)
 
     def wait_ready(self, name: str) -> None:
         """Until the process has printed its ready line."""

@@ -56,7 +56,7 @@ from midstream.schemas.requests.policies import (
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import dims_name
 from midstream.schemas.settings.settings import Settings, load_settings, values_of
-from midstream.workers.serving.attempt import AttemptOutcome
+from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.rank_watch import RankWatch
 
@@ -286,6 +286,14 @@ class Rig:
         job_id = asked if isinstance(asked, str) else await self.submit(asked)
         async with self.worker(boot, **settings) as runs:
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+        return job_id
+
+    async def failed(self, asked: StoredSweep | str, boot: str = "boot", **settings: Any) -> str:
+        """Have a worker run a sweep that fails; `asked`: as for `run`."""
+        job_id = asked if isinstance(asked, str) else await self.submit(asked)
+        async with self.worker(boot, **settings) as runs:
+            with pytest.raises(JobFailed):
+                await runs.run_job(job_id)
         return job_id
 
     async def watch(self, threshold: float, *actions: PolicyAction) -> None:

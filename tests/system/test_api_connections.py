@@ -2,8 +2,10 @@
 served meanwhile.
 """
 
+import contextlib
 import gzip
 import re
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ HOST = b"Host: localhost\r\n"
 POST = b"POST /v1/jobs HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
 #: Only ends what hangs: the limits under test are 1 s.
 PATIENCE_S = 60.0
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +193,21 @@ def test_a_body_over_the_limit_is_413_whether_or_not_its_length_is_announced(
     )
     assert (answer.status_code, answer.headers["content-type"]) == (413, "application/problem+json")
     assert str(1 << 20) in answer.json()["allowed"]
+
+
+def test_a_body_that_never_ends_is_cut(api: Api) -> None:
+    piece, sent, answer = b"100000\r\n" + b" " * MIB + b"\r\n", 0, b""
+    tuning = api.settings.tuning
+    most = (2 * tuning.max_file_mib + 32) * MIB  # and what sockets hold
+    with connect(api) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n[\r\n")
+        while sent < 2 * most:
+            connection.sendall(piece)
+            sent += len(piece)
+            if select.select([connection], [], [], 0)[0]:
+                answer += connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert sent < most
 
 
 @pytest.mark.long

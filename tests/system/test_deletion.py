@@ -46,6 +46,7 @@ from midstream.client import CaptureReader
 from midstream.schemas.base import MidstreamError, Tensor, now
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile
+from midstream.schemas.requests.attributions import COMPARISON_S, COMPARISONS
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import open_store
@@ -219,6 +220,17 @@ async def test_the_age_of_captures_counts_from_the_end_of_their_job(
             await captures.sweep(now() + 101),
             (await captures.list()).captures,
         ) == ([], [job.id], [])
+
+
+async def test_captures_of_a_killed_gradient_worker_are_deleted_without_a_ttl(
+    ledger: Ledger, redis_url: str, captures: LedgerCaptures, root: Path
+) -> None:
+    root.mkdir()
+    of_tenant = await ended(ledger, redis_url)
+    left = await ended(ledger, redis_url, 2, tenant=COMPARISONS)
+    assert await captures.sweep(left.created + COMPARISON_S - 1) == []
+    assert await captures.sweep(left.created + COMPARISON_S + 1) == [left.id]
+    assert [entry.job for entry in (await captures.list()).captures] == [of_tenant.id]
 
 
 async def test_only_captures_in_files_are_kept_for_expiry(redis_url: str, tmp_path: Path) -> None:

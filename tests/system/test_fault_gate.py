@@ -26,6 +26,7 @@ KILLS = {
     "worker stop": 1,
     "gradients stop": 1,
     "api stop": 1,
+    "worker start": 1,
     "worker pause": 1,
     "gradients pause": 1,
     "redis full": 1,

@@ -21,7 +21,7 @@ from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.jobs.sweeps import StoredSweep
+from midstream.schemas.jobs.sweeps import StoredSweep, UnitRecord
 from midstream.schemas.requests.policies import Steer, Webhook
 from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -143,20 +143,49 @@ async def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_val
 
 # field case 31
 @having(**{"engine.tensor_parallel_size": 2})
-async def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_values(
-    rig: Rig,
-) -> None:
+async def test_a_sweep_whose_source_runs_a_rank_cannot_load_fails(rig: Rig) -> None:
     asked = sweep(metric="recovered")
 
-    job_id = await rig.run(asked, fault="put_run:rank=1")
+    job_id = await rig.failed(asked, fault="put_run:rank=1")
+    assert (await rig.ledger.view(job_id)).error.type == "urn:midstream:intervention_failed"
     check_grid(asked, await rig.result(job_id), each_cell(asked, "rank 1: injected fault"))
 
 
+@having(**{"tuning.sweep_cells_in_flight": 2})
+async def test_a_sweep_fails_whose_prompt_failed_in_an_earlier_attempt(rig: Rig) -> None:
+    asked = sweep()
+    job_id = await rig.interrupted(asked, 1)
+    units = Units(asked)
+    failed = UnitRecord(unit=units.base(0).number, reason="no room")
+    await rig.ledger.redis.hset(f"ms:units:{job_id}", failed.unit, to_msgpack(failed))
+    kept = await rig.records(job_id)
+    await rig.ledger.redis.hdel(f"ms:units:{job_id}", *[n for n in kept if n != failed.unit])
+    await rig.failed(job_id, "boot2")
+    error = (await rig.ledger.view(job_id)).error
+    assert error.detail == "no cell has a value: no room"
+
+
+async def test_a_sweep_fails_with_the_kind_of_its_prompts_failure(rig: Rig) -> None:
+    asked = sweep()
+    base = Units(asked).base(0).number
+    job_id = await rig.failed(asked, fault=f"refuse:request={base},kind=capture_failed")
+    assert (await rig.ledger.view(job_id)).error.type == "urn:midstream:capture_failed"
+
+
+async def test_a_sweep_with_one_pair_that_failed_succeeds(rig: Rig) -> None:
+    asked = sweep(pair(), pair(CLEAN + ", and it stays there", CORRUPT))
+    units = Units(asked)
+
+    job_id = await rig.run(asked, fault=f"refuse:request={units.request(units.base(1), 0)}")
+    assert (await rig.ledger.view(job_id)).state is State.SUCCEEDED
+
+
 @having(**{"engine.tensor_parallel_size": 2}, capture_timeout_s=2.0)
-async def test_cells_of_which_a_rank_never_reports_have_no_value(rig: Rig) -> None:
+async def test_a_sweep_of_which_a_rank_never_reports_fails(rig: Rig) -> None:
     asked = sweep(layers=[1], hooks=["attn_out"])
 
-    job_id = await rig.run(asked, fault="silent:rank=1")
+    job_id = await rig.failed(asked, fault="silent:rank=1")
+    assert (await rig.ledger.view(job_id)).error.type == "urn:midstream:receipts_timed_out"
     why = (await rig.records(job_id))[Units(asked).base(0).number].reason
     assert why == "1 of 2 receipts arrived within 2 s of the engine's output"
     missing = each_cell(asked, "of 2 receipts arrived within 2 s")

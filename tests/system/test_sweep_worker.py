@@ -307,7 +307,7 @@ async def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(rig: Rig)
     path = StoredPath(frozen=["attn"], receivers=[StoredEnd(layer=LAYERS[-1], hook="mlp_out")])
     asked = path_sweep(path, LAYERS[:1])
 
-    result = await rig.result(await rig.run(asked, fault="lose_run:rank=0"))
+    result = await rig.result(await rig.failed(asked, fault="lose_run:rank=0"))
     assert result.summary.cells < asked.num_cells
     assert any(
         "first pass failed" in each.reason and "is not on this rank" in each.reason

@@ -33,6 +33,7 @@ from midstream.client.stack.processes import birth
 from midstream.schemas.base import MidstreamError
 from midstream.schemas.jobs.jobs import State
 
+ROOT = Path(__file__).parents[2]
 #: What `midstream up` runs.
 PARTS = {"redis", "relay", "worker", "api", "callbacks", "flower"}
 
@@ -88,6 +89,27 @@ def test_jobs_survive_a_stop_and_start_of_up(start: Callable[..., Up]) -> None:
     assert up.interrupt(signal.SIGTERM) == 0
     with Client(start().ready()) as client:
         assert client.result(done.id) == done
+
+
+@pytest.mark.long
+def test_the_documented_drain_ends_every_queued_job(start: Callable[..., Up]) -> None:
+    up = start(**{"tuning.worker_concurrency": 2}, engine_options={"token_s": 0.02})
+    with Client(up.ready()) as client:
+        jobs = [client.submit(model="fake", prompts=["a"], max_tokens=20).id for _ in range(40)]
+    page = (ROOT / "docs" / "operations.md").read_text().partition("\n### Draining\n")[2]
+    commands = re.findall(r"^\$ (.+)$", page.partition("```console\n")[2].partition("```")[0], re.M)
+    script = "\n".join(commands).replace("8399", str(free_port())).replace("sleep 5", "sleep 0.5")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", "-c", script],
+        env={**up.environment, "PATH": path},
+        cwd=up.data.parent,
+        check=True,
+        timeout=START_S,
+    )
+    with Client(start().ready()) as client:
+        views = [client.jobs.get(job) for job in jobs]
+    assert {view.state for view in views} == {State.SUCCEEDED}
 
 
 # field case 37

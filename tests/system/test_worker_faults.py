@@ -107,7 +107,11 @@ def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(
 def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(
     stack: Stack, start: Callable[..., None]
 ) -> None:
-    start(engine_options=SLOW, **{"tuning.worker_concurrency": 2}, lease_s=15)
+    start(
+        engine_options=SLOW,
+        lease_s=15,
+        **{"tuning.worker_concurrency": 2, "tuning.stop_grace_s": 60},
+    )
     jobs = [stack.submit(["a"], max_tokens=60, capture=CAPTURE) for _ in range(6)]
     for job_id in jobs[:2]:
         stack.wait(job_id, until=lambda view: view.state is not State.QUEUED)
@@ -121,6 +125,22 @@ def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(
     start()
     views = [stack.wait(job_id) for job_id in jobs]
     assert (unsuccessful(views), {view.attempt for view in views}) == ({}, {1})
+
+
+def test_sigterm_gives_back_what_does_not_end_and_counts_no_attempt(
+    stack: Stack, start: Callable[..., None], tmp_path: Path
+) -> None:
+    (tmp_path / "gate").write_text("0")  # tokens: no prompt ends
+    last = {"max_attempts": 1}
+    start(fault=f"turnstile:file={tmp_path / 'gate'}", **{"tuning.stop_grace_s": 0}, **last)
+    job_id = stack.submit(["first", "second"], max_tokens=3, capture=CAPTURE)
+    stack.wait_running(job_id)
+    assert stack.end("worker") == 0
+    assert stack.view(job_id).state is State.QUEUED
+    start(**last)
+    view = stack.wait(job_id)
+    assert view.state is State.SUCCEEDED
+    assert view.attempt == 2
 
 
 # field case 38

@@ -212,6 +212,17 @@ async def test_jobs_of_a_dead_engine_are_released_and_resent(at: Harness) -> Non
     assert await at.runs.run_job(job_id) is AttemptOutcome.NOT_OURS, "a dead engine claims nothing"
 
 
+async def test_an_attempt_that_finds_redis_away_is_followed_by_another(at: Harness) -> None:
+    async def asks_the_ledger(ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
+        raise MidstreamError("unavailable", "the job ledger is unavailable")
+        yield
+
+    at.engine.generate = asks_the_ledger  # type: ignore[method-assign]
+    job_id = await at.submit(prompts=2)
+    assert await at.runs.run_job(job_id) is AttemptOutcome.RELEASED
+    assert await at.sent_again() == [(job_id, 1)]
+
+
 # field case 38
 async def test_a_job_that_may_not_wait_for_its_format_comes_again_later(
     at: Harness, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from ...schemas.base import MidstreamError, now
 from ...schemas.jobs.jobs import TERMINAL, Job, Sampling, State, StoredPrompt
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.prompts.selectors import Hook
+from ...schemas.requests.attributions import COMPARISONS
 from ...schemas.requests.source_runs import run_key
 from ...schemas.requests.specs import StoredCapture
 from ...storage.store import ArtifactStore
@@ -36,8 +37,6 @@ from .points import Points
 
 logger = logging.getLogger(__name__)
 
-#: Tag of the capture job, and the tenant that owns it.
-TAG = "gradient-worker"
 #: Tokens of the prompt at most, and about how many of its positions are compared.
 TOKENS, COMPARED = 64, 8
 #: Seconds that a vLLM worker has to begin the capture job, and to end it.
@@ -123,7 +122,9 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
     """
     tokens, positions = prompt_of(info.vocab_size, info.num_layers, info.max_model_len)
     layers = list(range(info.num_layers))
-    capture = StoredCapture(sites={hook: layers for hook in hooks}, positions=positions, tag=TAG)
+    capture = StoredCapture(
+        sites={hook: layers for hook in hooks}, positions=positions, tag=COMPARISONS
+    )
     job = Job(
         id=new_job_id(),
         kind="generate",
@@ -132,7 +133,7 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
         sampling=Sampling(max_tokens=1),
         created=now(),
         captures=[capture.split(info.inside)],
-        tenant=TAG,
+        tenant=COMPARISONS,
         priority="high",
         expires=now() + PATIENCE_S,
         identity=info.identity,
@@ -143,7 +144,7 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
         await _ended(ledger, job.id)
         rows = await asyncio.to_thread(_read, captures.store, job.id, info, capture)
     finally:
-        with contextlib.suppress(MidstreamError):  # retention deletes what is left
+        with contextlib.suppress(MidstreamError):  # the reaper deletes what is left
             await captures.delete(job.id)
     return ComparedPrompt(tokens, positions, rows)
 
@@ -174,10 +175,10 @@ def _read(
         RankSite(hook, at, "single") for hook, layers in capture.sites.items() for at in layers
     ]
     runs = RunStore(store, sites, info.hidden_size)
-    blobs = on_disk(store, job_id, TAG).get(0, [])
+    blobs = on_disk(store, job_id, COMPARISONS).get(0, [])
     if why := shortfall(blobs):
         raise refused(f"the vLLM worker's rows are incomplete: {why}")
-    files = run_files(run_key(job_id, 0, TAG), blobs)
+    files = run_files(run_key(job_id, 0, COMPARISONS), blobs)
     runs.put(files)
     return {
         (site.hook, site.layer): runs.rows(

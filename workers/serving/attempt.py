@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.jobs.ledger import EventsLost, Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
 from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...broker.ledger.named.source_runs import LedgerRuns
@@ -25,7 +25,7 @@ from ...schemas.jobs.works import Work
 from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import TRANSIENT, open_store
 from ..engine.admission import CellSlots
-from ..engine.protocol import Engine, GeneratingEngine, Locate
+from ..engine.protocol import Engine, GeneratingEngine, Locate, NotYet
 from ..engine.ranks.collective import Quarantined
 from .progress import AttemptProgress
 from .redis_retry import UNAVAILABLE, patiently
@@ -128,7 +128,9 @@ class AttemptOutcome(StrEnum):
     NOT_OURS = "not ours"  # another worker has the job, or it has ended
     CANCELLED = "cancelled"
     LOST = "lost"  # the lease went to another attempt
-    RELEASED = "released"  # the engine died, or Redis lost its events; another attempt follows
+    # the engine died, Redis was away, or it lost the attempt's events; another attempt follows
+    RELEASED = "released"
+    STOPPED = "stopped"  # the worker was told to stop; another attempt follows
     # the artifact store is unavailable; another attempt follows when it is back
     STORE_UNAVAILABLE = "store unavailable"
     # too many jobs wait for checks of their formats; another attempt follows
@@ -150,6 +152,36 @@ class StoreUnavailable(MidstreamError):
 
     def __init__(self, detail: str) -> None:
         super().__init__("intervention_failed", detail)
+
+
+#: Failures that are not the job's fault, and how they end its attempt; the first that applies.
+_RETRIED = (
+    (Quarantined, AttemptOutcome.OUT_OF_STEP),
+    (StoreUnavailable, AttemptOutcome.STORE_UNAVAILABLE),
+    (NotYet, AttemptOutcome.BUSY),
+    (EventsLost, AttemptOutcome.RELEASED),
+)
+
+
+def ending_for_retry(error: BaseException) -> AttemptOutcome | None:
+    """Return how an attempt ends whose failure was not the job's fault, so that another attempt
+    follows; None if it was.
+    """
+    leaves = list(leaves_of(error))
+    for kind, ending in _RETRIED:
+        if any(isinstance(leaf, kind) for leaf in leaves):
+            return ending
+    away = any(isinstance(leaf, MidstreamError) and leaf.kind == UNAVAILABLE for leaf in leaves)
+    return AttemptOutcome.RELEASED if away else None
+
+
+def leaves_of(error: BaseException) -> Iterable[BaseException]:
+    """Yield the exceptions of a group, and of the groups in it; any other exception itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves_of(inner)
+    else:
+        yield error
 
 
 @dataclass(eq=False)

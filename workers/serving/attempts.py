@@ -12,14 +12,22 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, EventsLost, Ledger
+from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, Ledger
 from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER
 from ...schemas.base import MidstreamError, Problem, now
 from ...schemas.jobs.jobs import State
 from ...schemas.settings.faults import crash_point
-from ..engine.protocol import Engine, NotYet, check_lengths
-from ..engine.ranks.collective import Quarantined
-from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, ReceiptReader, Run, StoreUnavailable
+from ..engine.protocol import Engine, check_lengths
+from .attempt import (
+    Attempt,
+    AttemptOutcome,
+    Bench,
+    JobFailed,
+    ReceiptReader,
+    Run,
+    ending_for_retry,
+    leaves_of,
+)
 from .kinds import runs_of
 from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
@@ -73,6 +81,7 @@ class Attempts:
         #: Attempts that have not ended, also those whose job a later one runs here.
         self._begun: set[Attempt] = set()
         self._claiming = 0  # number of claims under way
+        self._leaving = False  # no job begins any more
         #: Cancelled jobs that do not run here; the answer to their claim may still arrive.
         self._unwanted: deque[str] = deque(maxlen=UNWANTED)
         self.totals = Totals()
@@ -108,6 +117,13 @@ class Attempts:
         while self._running:
             await asyncio.wait([attempt.task for attempt in self._running.values()])
 
+    async def give_back(self, grace_s: float) -> None:
+        """Begin no job any more; give back those that have not ended after `grace_s` seconds."""
+        self._leaving = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.drain(), grace_s)
+        self.stop(list(self._running), AttemptOutcome.STOPPED)
+
     async def run(self, job_id: str, kind: str) -> AttemptOutcome:
         """Run a job of this kind like `run_job`; put it back while this worker has no room."""
         async with self._runs[kind].room(job_id) as room:
@@ -142,6 +158,8 @@ class Attempts:
         (monotonic seconds), or within `ELSEWHERE_S` while another worker serves.
         """
         while True:
+            if self._leaving:
+                return False
             remaining = patience - time.monotonic()
             serves = await self._watch.may_begin(min(remaining, ELSEWHERE_S))
             if (
@@ -179,6 +197,8 @@ class Attempts:
         self._running[job_id] = attempt
         if job_id in self._unwanted:
             attempt.stop(AttemptOutcome.CANCELLED)
+        if self._leaving:
+            attempt.stop(AttemptOutcome.STOPPED)
         crash_point("worker.claimed")
         try:
             outcome = await self._perform(attempt)
@@ -261,7 +281,7 @@ class Attempts:
                     error,
                 )
                 return await self._abandon(attempt, attempt.ending)
-            if (ending := _ending_for_retry(error)) is not None:
+            if (ending := ending_for_retry(error)) is not None:
                 attempt.detail = str(error)
                 if not self._engine_died.is_set():
                     # the job's other prompts still run
@@ -283,6 +303,7 @@ class Attempts:
         # An attempt with another ending is recorded by those who ended it.
         records: dict[AttemptOutcome, Callable[[], Awaitable[object]]] = {
             AttemptOutcome.RELEASED: lambda: ledger.release(job_id, number),
+            AttemptOutcome.STOPPED: lambda: ledger.release(job_id, number, stopped=True),
             AttemptOutcome.STORE_UNAVAILABLE: lambda: ledger.release(
                 job_id, number, unreachable=attempt.detail
             ),
@@ -322,36 +343,13 @@ class Attempts:
         return True
 
 
-def _ending_for_retry(error: BaseException) -> AttemptOutcome | None:
-    """Return how an attempt ends whose failure was not the job's fault, so that another attempt
-    follows; None if it was."""
-    leaves = list(_leaves(error))
-    if any(isinstance(leaf, Quarantined) for leaf in leaves):
-        return AttemptOutcome.OUT_OF_STEP
-    if any(isinstance(leaf, StoreUnavailable) for leaf in leaves):
-        return AttemptOutcome.STORE_UNAVAILABLE
-    if any(isinstance(leaf, NotYet) for leaf in leaves):
-        return AttemptOutcome.BUSY
-    if any(isinstance(leaf, EventsLost) for leaf in leaves):
-        return AttemptOutcome.RELEASED
-    return None
-
-
 def problem_of(error: BaseException) -> Problem:
     """Returns the typed problem behind an exception; for a group, that of its first MidstreamError,
     else of its first exception.
     """
-    leaves = list(_leaves(error))
+    leaves = list(leaves_of(error))
     for leaf in leaves:
         if isinstance(leaf, MidstreamError):
             return leaf.problem()
     logger.error("unexpected %s while running a job", type(leaves[0]).__name__, exc_info=leaves[0])
     return MidstreamError("internal", f"{type(leaves[0]).__name__}: {leaves[0]}").problem()
-
-
-def _leaves(error: BaseException) -> Iterable[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

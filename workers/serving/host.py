@@ -221,6 +221,11 @@ class EngineHost:
         if self._attempts is not None:
             self._loop.call_soon_threadsafe(self._attempts.stop, [job_id], AttemptOutcome.CANCELLED)
 
+    def give_back(self) -> None:
+        """Give the jobs back that do not end within `tuning.stop_grace_s`; returns immediately."""
+        if self._attempts is not None:
+            self._schedule(self._attempts.give_back(self.settings.tuning.stop_grace_s))
+
     def describe(self) -> dict[str, Any]:
         """Return what `inspect midstream_engine` shows."""
         assert self._engine is not None, "start() first"

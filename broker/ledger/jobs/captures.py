@@ -15,6 +15,7 @@ from typing import Any, cast
 from ....schemas.access.keys import DEFAULT_TENANT
 from ....schemas.base import MidstreamError, Translated, from_json, now
 from ....schemas.jobs.captures import CaptureEntry, CapturePage
+from ....schemas.requests.attributions import COMPARISON_S, COMPARISONS
 from ....schemas.requests.specs import CaptureStatus
 from ....storage.store import open_store
 from ...artifacts import retention
@@ -148,14 +149,18 @@ class LedgerCaptures(LedgerPart):
             await self._remove({job_id: at}, at)
 
     async def sweep(self, at: float | None = None) -> Sequence[str]:
-        """Delete captures of jobs that ended more than `capture_ttl_s` ago, and resume earlier
-        deletions. Returns the ids of expired jobs.
+        """Delete captures of jobs that ended more than `capture_ttl_s` ago, and those that killed
+        gradient workers have left, and resume earlier deletions. Returns the ids of expired jobs.
 
         Safe to run concurrently. Raises MidstreamError("unavailable") if Redis is unreachable,
         OSError.
         """
         at = now() if at is None else at
-        expired = await self._expire(at) if self._settings.capture_ttl_s else []
+        ttl = self._settings.capture_ttl_s
+        expired = [
+            *await self._expire(views.listing("captures", COMPARISONS), at - COMPARISON_S),
+            *(await self._expire("ms:captured", at - ttl) if ttl else ()),
+        ]
         if at >= self._again:
             self._again = at + SWEEP_AGAIN_S
             await self._remove(await self._pending(at), at)
@@ -164,10 +169,9 @@ class LedgerCaptures(LedgerPart):
         return expired
 
     @reachable
-    async def _expire(self, at: float) -> Sequence[str]:
-        old = await self._redis.zrangebyscore(
-            "ms:captured", "-inf", at - self._settings.capture_ttl_s, start=0, num=SWEEP_LIMIT
-        )
+    async def _expire(self, listing: str, before: float) -> Sequence[str]:
+        """Delete captures of ended jobs in a list, those with a time before `before`."""
+        old = await self._redis.zrangebyscore(listing, "-inf", before, start=0, num=SWEEP_LIMIT)
         # Source runs that a running job holds are spared; the next sweep looks again.
         return [
             name.decode()

@@ -390,17 +390,23 @@ class Ledger(Fleet):
         )
 
     async def release(
-        self, job_id: str, attempt: int, unreachable: str = "", later: bool = False
+        self,
+        job_id: str,
+        attempt: int,
+        unreachable: str = "",
+        later: bool = False,
+        stopped: bool = False,
     ) -> State | None:
         """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
 
         `later`: the attempt was not begun: it does not count, and the job is sent again after
         `SHELVED_S`. `unreachable`: why the artifact store is unavailable: the job waits for it, for
-        at most `artifact_wait_s` without progress, and the attempt does not count. Returns the new
-        state; None if the attempt is stale.
+        at most `artifact_wait_s` without progress, and the attempt does not count. `stopped`: the
+        worker was told to stop, and the attempt does not count. Returns the new state; None if the
+        attempt is stale.
         """
         outcome = await self._report(
-            "release", job_id, attempt, unreachable=unreachable, later=later
+            "release", job_id, attempt, unreachable=unreachable, later=later, stopped=stopped
         )
         return None if outcome == "stale" else State(outcome)
 

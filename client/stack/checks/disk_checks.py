@@ -20,6 +20,8 @@ FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0
 #: Milliseconds to write a small object to a bucket.
 STORE_WARN_MS = 2000.0
 DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
+#: The largest queue between two processes of an engine: with less room for it vLLM does not start.
+SHARED_FAIL = 240 << 20
 FSYNCS = 20
 #: While nothing can be written, Redis rejects every call that deletes something.
 BY_HAND = (
@@ -68,6 +70,9 @@ def _disk(data: Path) -> Iterator[CheckFinding]:
     advice = "receipts and captures wait for the disk: use a local SSD for data_dir"
     yield graded("disk fsync", middle, f"{found} writes", advice, FSYNC_WARN_MS, FSYNC_FAIL_MS)
     yield from _memory(data, Path("/proc/mounts"))
+    free = shutil.disk_usage("/dev/shm").free
+    advice = "an engine needs 240 MiB: give the container more (docker run --shm-size=1g)"
+    yield graded("shared memory", free < SHARED_FAIL, f"{free >> 20} MiB free in /dev/shm", advice)
 
 
 def _memory(data: Path, mounts: Path) -> Iterator[CheckFinding]:

@@ -27,6 +27,7 @@ def redis_server(service: Service) -> Iterator[CheckFinding]:
         yield CheckFinding("warn", "redis", found, advice)
         return
     from ....broker.redis_service import opening as redis_open
+    from ....broker.redis_service.advisories import advisory
     from ....broker.redis_service.server import OLDEST
 
     client = redis_open.client(
@@ -39,6 +40,8 @@ def redis_server(service: Service) -> Iterator[CheckFinding]:
     found = f"version {version}{valkey}, clients: {info['connected_clients']}"
     least = f"{'.'.join(map(str, OLDEST))} or later is required"
     yield graded("redis", known < OLDEST, found, least)
+    if faults := advisory(info):
+        yield CheckFinding("warn", "redis version", faults)
     middle, text = timed(PINGS, client.ping)  # which raises while writes are refused
     service.redis_answers = True
     advice = "move Redis closer, and check for slow commands: `redis-cli slowlog get`"

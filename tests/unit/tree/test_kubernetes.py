@@ -214,6 +214,12 @@ def test_workers_scale_by_metrics_that_exist(overlays: dict[str, Documents]) -> 
     assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
+def settings_of(documents: Documents) -> Document:
+    """The ConfigMap with the settings, beside that with the script that starts Redis."""
+    maps = of(documents, "ConfigMap").items()
+    return next(found for name, found in maps if name.startswith("midstream"))
+
+
 def test_with_a_bucket_no_volume_is_shared_and_its_users_have_the_key(
     overlays: dict[str, Documents],
 ) -> None:
@@ -233,7 +239,7 @@ def test_with_a_bucket_no_volume_is_shared_and_its_users_have_the_key(
     rule = of(documents, "NetworkPolicy")["bucket"]["spec"]
     assert set(rule["podSelector"]["matchExpressions"][0]["values"]) == users
     assert [port["port"] for port in rule["egress"][0]["ports"]] == [443]
-    [found] = of(documents, "ConfigMap").values()
+    found = settings_of(documents)
     given = {
         name.removeprefix(PREFIX).lower(): value
         for name, value in found["data"].items()
@@ -247,7 +253,7 @@ def test_the_ingress_leads_to_the_api_by_a_host_that_it_allows(
 ) -> None:
     documents = overlays["all"]
     [rule] = of(documents, "Ingress")["api"]["spec"]["rules"]
-    [found] = of(documents, "ConfigMap").values()
+    found = settings_of(documents)
     assert rule["host"] in found["data"][f"{PREFIX}ALLOWED_HOSTS"].split(",")
     assert found["data"][f"{PREFIX}PUBLIC_URL"] == f"https://{rule['host']}"
     service = rule["http"]["paths"][0]["backend"]["service"]

@@ -118,8 +118,7 @@ class MidstreamWorker(PlatformWorker):
         # both refuse models before the weights are read
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)
         quantisation = quantisation_of(self.vllm_config)
-        with build_errors.kept_for_worker(config.spill_dir, config.boot):
-            super().load_model(*args, **kwargs)
+        super().load_model(*args, **kwargs)
         # Created before anything runs, because on CPUs it replaces vLLM's arithmetic.
         loras = (
             # vLLM has replaced the linear layers, so sites on them are behind the adapter's product

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ....broker.ledger.results.sweep_result import (
@@ -30,9 +31,8 @@ from ....schemas.requests.source_runs import RunFiles, parse_key
 from ....storage.store import open_store
 from ...engine.admission import CellSlots
 from ...engine.protocol import EngineRequest, GeneratingEngine
-from ...engine.ranks.collective import Quarantined
 from ...engine.requests import tensors_of
-from ..attempt import Attempt, Bench, SourceRunLeases, StoreUnavailable
+from ..attempt import Attempt, Bench, SourceRunLeases, StoreUnavailable, ending_for_retry
 from ..redis_retry import end_tasks
 from .features import FeatureRows
 from .neurons import order_by_difference
@@ -102,13 +102,14 @@ class SweepAttempt:
             for _ in self._sweep.pairs
         ]
         self._decisions: list[asyncio.Future[None]] = []  # about units that were not computed
+        self._failed = ""  # kind of the first error of a request
         self._ended = False  # nothing is submitted from here on
 
     async def run(self) -> None:
         """Run the sweep to its last cell.
 
-        Raises MidstreamError ("useless_baseline" when all pairs are useless), and CancelledError
-        when the attempt is stopped.
+        Raises MidstreamError ("useless_baseline" when all pairs are useless, and what failed when
+        no cell has a value), and CancelledError when the attempt is stopped.
         """
         began = time.monotonic()
         if not self._engine.info.grades:
@@ -134,8 +135,17 @@ class SweepAttempt:
             await self._engine.release_vectors(names)
         if all(pair.useless for pair in self._pairs):
             raise MidstreamError("useless_baseline", self._pairs[0].useless, field="metric")
+        self._require_values()
         summary = sweep_summary(self._sweep, self._known, time.monotonic() - began)
         await self._attempt.report(self._ledger, "summary", summary)
+
+    def _require_values(self) -> None:
+        """Raise what failed if no cell has a value and nothing was estimated."""
+        records, first = self._known.values(), self._units.first_cell
+        cells = [record for record in records if record.unit >= first]
+        if self._failed and all(cell.value is None and cell.estimated is None for cell in cells):
+            reason = next(record.reason for record in records if record.reason)
+            raise MidstreamError(self._failed, f"no cell has a value: {reason}")
 
     async def _compute_units(self) -> None:
         # Tasks that talk to Redis are ended, not cancelled once: see `redis_retry`.
@@ -204,7 +214,7 @@ class SweepAttempt:
                     # further rounds of the method `adaptive`; one that was given up is over
                     missing = self._missing(pair) if self._adaptive and kept else []
         except MidstreamError as error:  # from loading the runs; requests raise a group
-            reason = _reason_or_raise(error)
+            reason = self._reason_or_raise(error)
             for unit in missing:
                 if unit.kind == "cell" and unit.number not in self._known:
                     self._decide(unit, reason)
@@ -362,6 +372,7 @@ class SweepAttempt:
             for unit in units:
                 known = unit.number in self._known
                 if known and self._known[unit.number].value is None:
+                    self._failed = self._failed or "intervention_failed"
                     continue  # its recorded failure stands
                 if known and unit.kind == "base":
                     self._requests.take_over(pair, self._known[unit.number].receipts)
@@ -458,7 +469,7 @@ class SweepAttempt:
                     "engine_failed", f"the engine ended request {ask.request} without an output"
                 )
         except MidstreamError as error:
-            return reason or _reason_or_raise(error)
+            return reason or self._reason_or_raise(error)
         return reason
 
     async def _settle(
@@ -471,9 +482,11 @@ class SweepAttempt:
             arrived = await self._attempt.receipts_of(requests, self._patience_s)
             if arrived.keys() == set(requests):
                 report = [arrived[request] for request in requests]
-                _check_stored(report)
+                self._note(chain.from_iterable(report))
             else:
                 partly = await self._attempt.receipts.partly(requests)
+                self._note(partly)
+                self._failed = self._failed or "receipts_timed_out"
                 reason = refusal(partly) or (
                     f"{len(partly)} of {self._engine.world * len(requests)} receipts arrived "
                     f"within {self._patience_s:g} s of the engine's output"
@@ -507,25 +520,25 @@ class SweepAttempt:
 
         return locate
 
+    def _reason_or_raise(self, error: MidstreamError) -> str:
+        """Return the text of an error that concerns one request, and note it; raise any other."""
+        if error.kind == "engine_failed" or ending_for_retry(error) is not None:
+            raise error
+        self._failed = self._failed or error.kind
+        return error.detail
+
+    def _note(self, receipts: Iterable[Receipt]) -> None:
+        """Note the first error in receipts. Raises StoreUnavailable if a rank could not keep the
+        rows because the artifact store is unavailable.
+        """
+        for receipt in receipts:
+            if receipt.status == "error" and receipt.kind == STORE_UNAVAILABLE:
+                raise StoreUnavailable(
+                    f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): "
+                    f"{receipt.message}"
+                )
+            self._failed = self._failed or receipt.kind
+
     def _decide(self, unit: Unit, reason: str) -> None:
         """Record the unit without a value, for `reason`; the engine need not compute it."""
         self._decisions.append(self._records.add(self._records.new(unit, reason), unit))
-
-
-def _reason_or_raise(error: MidstreamError) -> str:
-    """Return the text of an error that concerns one request; raise any other error."""
-    if error.kind == "engine_failed" or isinstance(error, Quarantined | StoreUnavailable):
-        raise error
-    return error.detail
-
-
-def _check_stored(report: Sequence[Sequence[Receipt]]) -> None:
-    """Raises StoreUnavailable if a rank could not keep the rows because the artifact store is
-    unavailable.
-    """
-    for receipt in (receipt for receipts in report for receipt in receipts):
-        if receipt.status == "error" and receipt.kind == STORE_UNAVAILABLE:
-            raise StoreUnavailable(
-                f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): "
-                f"{receipt.message}"
-            )

@@ -1,0 +1,24 @@
+"""Is a server with published faults named, and no other?"""
+
+import pytest
+
+from midstream.broker.redis_service.advisories import advisory
+
+
+@pytest.mark.parametrize(
+    ("info", "named"),
+    [
+        ({"redis_version": "7.4.10"}, "CVE-2026-81934"),
+        ({"redis_version": "7.4.11"}, ""),
+        ({"redis_version": "7.0.15"}, ""),  # Debian's, with fixes of its own
+        ({"redis_version": "8.2.3"}, "8.2.9 does not have"),
+        ({"redis_version": "255.255.255"}, ""),
+        ({"redis_version": "7.2.4", "valkey_version": "8.1.8"}, "Valkey 8.1.8 has known faults"),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.2"}, ""),
+        ({"redis_version": "7.2.4", "valkey_version": "9.1.0-rc1"}, ""),
+    ],
+)
+def test_a_server_with_published_faults_is_named(info: dict[str, str], named: str) -> None:
+    found = advisory(info)
+    assert named in found
+    assert bool(found) is bool(named)

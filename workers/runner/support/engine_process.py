@@ -1,0 +1,22 @@
+"""What every process that vLLM starts for an engine does first: vLLM calls `begin` as a plug-in."""
+
+import logging
+import multiprocessing
+from pathlib import Path
+
+from ....broker.processes.leftovers import name_after
+from ....broker.processes.orphans import die_with_parent
+from ..base.config import plane_config
+from .build_errors import KeptForWorker
+
+
+def begin() -> None:
+    """End with the process that started this one, name shared memory after the data directory, and
+    keep the error of a start that fails. Does nothing in the worker itself.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+    die_with_parent()
+    config = plane_config()
+    name_after(Path(config.outbox_dir).parent)
+    logging.getLogger("vllm").addHandler(KeptForWorker(config.spill_dir, config.boot))
