@@ -2,6 +2,7 @@
 SAE's training batch.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -52,16 +53,22 @@ def matrix(
     position), or a token position. A negative position counts from the prompt's end, as in a
     request's `positions`: -1 is the last token of the prompt.
 
+    Warns if "first" is not the prompt's first token, or "last" lies before the prompt's last.
+
     Raises MidstreamError: `invalid_request` for invalid `rows` or for rows of different width,
     `not_found` if a request lacks the layer or the position, and what `CaptureReader.requests`
     raises if requests are missing.
     """
     parts = []
+    elsewhere = ""
     for reader, request in _each(readers):
+        elsewhere = elsewhere or _elsewhere(reader, request, rows)
         parts.append(_chosen(reader.array(layer, hook, request), reader, request, rows))
         site = reader.site(layer, hook, request)
     if not parts:
         raise MidstreamError("not_found", "there are no captured rows")
+    if elsewhere:
+        warnings.warn(elsewhere, stacklevel=2)
     widths = sorted({part.shape[1] for part in parts})
     if len(widths) > 1:
         raise invalid(
@@ -129,6 +136,23 @@ def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
             "not_found", detail, field="rows", allowed=as_ranges(positions, SHOWN_RANGES)
         )
     return [positions.index(position)]
+
+
+def _elsewhere(reader: CaptureReader, request: int, rows: RowChoice) -> str:
+    """Return a warning if the first or last captured row is not at that end of the prompt."""
+    positions = reader.positions(request)
+    if not positions:
+        return ""
+    if rows == "first" and positions[0] > 0:
+        taken = positions[0]
+    elif rows == "last" and positions[-1] < reader.manifest(request).prompt_tokens - 1:
+        taken = positions[-1]
+    else:
+        return ""
+    return (
+        f'rows="{rows}" is the {rows} captured row, at token {taken} in request {request} of '
+        f"{reader.job}: the {rows} token of the prompt was not captured"
+    )
 
 
 def _no_rows(request: int) -> MidstreamError:

@@ -2,6 +2,7 @@
 missing; `plot` draws every kind of result.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,31 @@ def test_rows_count_from_the_end_of_the_prompt_or_there_is_no_matrix(tmp_path: P
     assert matrix(reader, layer, rows="all").shape[0] == 2
     with refuses("no captured rows"):
         matrix([], layer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "positions", "warned"),
+    [
+        ("first", [6], ['rows="first" is the first captured row, at token 6']),
+        ("last", [0], ['rows="last" is the last captured row, at token 0']),
+        ("last", [2, 3], ['rows="last" is the last captured row, at token 3']),
+        ("first", [0, 6], []),
+        ("last", [0, 6], []),
+        ("last", [7, 8], []),
+        ("all", [3], []),
+        (3, [3], []),
+        (-4, [3], []),
+    ],
+)
+def test_a_row_that_is_not_at_its_end_of_the_prompt_has_a_warning(
+    tmp_path: Path, rows: Any, positions: list[int], warned: list[str]
+) -> None:
+    write(tmp_path, finished(job="job_a", positions=positions, prompt_tokens=7), owner="job_a")
+    reader = CaptureReader(tmp_path, "job_a")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        matrix(reader, reader.layers()[0], rows=rows)
+    assert [str(each.message).partition(" in request")[0] for each in found] == warned
 
 
 def test_a_mean_is_over_the_captured_positions_of_a_request(readers: list[CaptureReader]) -> None:
