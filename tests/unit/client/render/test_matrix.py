@@ -13,6 +13,7 @@ from capture_kit import finished, values, write
 from job_kit import job_result
 from msgspec.structs import replace
 from refusal_kit import refuses
+from rich.console import Console
 from sweep_kit import result
 
 from midstream import (
@@ -26,6 +27,7 @@ from midstream import (
     samples,
 )
 from midstream.client.captures.patterns import Attention
+from midstream.client.render import doses
 from midstream.client.render.figures import PLOTS
 from midstream.client.render.lines import LINES
 from midstream.client.sdk.answers.attribution import Attribution
@@ -208,6 +210,23 @@ def dose() -> DoseResult:
         target_tokens=[], max_loss=0.3, max_repetition=0.2,
     )  # fmt: skip
     return DoseResult(dose=asked, unsteered=none, cells=[far, near, bad], safe=[near])
+
+
+@pytest.mark.parametrize(
+    ("effect", "said"),
+    [
+        ({"words": ["joy"]}, "share of texts with the words"),
+        ({"target": " [b]sail"}, "log P(“[b]sail”), nats per token"),
+        ({"probe": "tone"}, "score of tone"),
+    ],
+)
+def test_a_dose_says_what_its_effect_is_in_which_unit(effect: Any, said: str) -> None:
+    found = dose()
+    measured = replace(found, dose=replace(found.dose, effect=DoseEffect(**effect)))
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(*doses.drawn(measured))
+    assert f"Dose: effect is the {said}" in shown.get()
 
 
 def attention() -> Attention:
