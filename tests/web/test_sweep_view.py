@@ -418,6 +418,9 @@ def test_a_finding_names_tokens_layers_and_the_effect(site: Site, visit: Visit) 
     where = "“Tower” (token 1) in layers 0–1 and “of” (token 2) in layers 2–3 matter most"
     residual = "the residual stream before the layer"
     assert found(both) == f"{where}: patching {residual} there recovers up to 100 % of the answer."
+    subject: list[list[float | None]] = [[0.9, 0.9, 0], [0.9, 0.9, 0], [0, 0, 1.0]]
+    every = "“The” (token 0) in layers 0–1, “Tower” (token 1) in layers 0–1 and “of” (token 2)"
+    assert found(subject).startswith(f"{every} in layer 2 matter most"), "the last token, too"
     assert found(both, direction="noise").endswith(
         "there moves up to 100 % of the way to the other prompt's answer."
     )
