@@ -26,7 +26,7 @@ def report(attribution: Attribution, most: int = 10) -> RenderableType:
     estimates: list[RenderableType] = (
         [scores_table(scores, most)]
         if scores
-        else [Heatmap(estimated(attribution.result), attribution.pair)]
+        else [Heatmap(estimated(attribution.result), attribution.pair, "estimated ")]
     )
     checked = [checked_table(attribution, most)] if attribution.cells else []
     lines = map(Text, agreement(attribution))
@@ -39,9 +39,9 @@ def scores_table(scores: list[Score], most: int) -> Table:
     return table(
         title,
         "what",
-        "score",
+        "estimate",
         rows=[(escape(item.name), f"{item.score:+.3f}") for item in scores[:most]],
-        right=("score",),
+        right=("estimate",),
     )
 
 

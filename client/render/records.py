@@ -120,8 +120,12 @@ def _since(record: Any) -> str:
 
 
 def _extent(view: JobView) -> str:
-    grid = kind_of(view.kind).grid
-    return f"{view.cells} of {view.cells_expected} cells" if grid else count(view.prompts, "prompt")
+    if not kind_of(view.kind).grid:
+        return count(view.prompts, "prompt")
+    # an attribution that verifies nothing computes no cell
+    return (
+        f"{view.cells} of {view.cells_expected} cells" if view.cells_expected else "estimates only"
+    )
 
 
 def _triggered(view: JobView) -> str:

@@ -34,19 +34,21 @@ _LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
 
 class Heatmap:
     """A rich renderable of one pair, or the mean over all pairs, as wide as the terminal: a row for
-    each token or span, a column for each layer.
+    each token or span, a column for each layer. `kind`: what its legend calls the values.
     """
 
-    def __init__(self, result: SweepResult, pair: int | None = None):
+    def __init__(self, result: SweepResult, pair: int | None = None, kind: str = ""):
         self.result, self.pair, self.grid = result, pair, grid_of(result, pair)
+        self.kind = kind
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         paint = _Paint(self.grid, colour=console.color_system is not None)
-        head, *rest = described(self.result, self.pair)
+        head, *rest, conditions = described(self.result, self.pair)
         yield Text(head, style="bold")
         yield from (Text(line) for line in rest)
+        yield Text(self.kind + conditions)
         yield Text("")
-        yield from _panels(self.grid, paint, options.max_width)
+        yield from _panels(self.grid, paint, options.max_width, self.kind)
 
 
 class _Paint:
@@ -73,7 +75,7 @@ class _Paint:
         return Text.assemble(f"{self.low:.3g} ", *parts, f" {self.high:.3g}")
 
 
-def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
+def _panels(grid: Grid, paint: _Paint, width: int, kind: str) -> Iterator[RenderableType]:
     """Yield the lines of all hooks' panels, the legend, and notes on what was left out to fit."""
     names = grid.names
     shown = _strongest_columns(grid)
@@ -101,6 +103,7 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
         " " * (label + 1),
         paint.legend(),
         "  ",
+        kind,
         MEANING[grid.metric] if width >= 80 else grid.metric,
     )
     if merged > 1:

@@ -150,6 +150,13 @@ def test_a_table_of_jobs_says_what_they_are_and_counts_no_hand_over(cli: Cli) ->
     assert found == dict.fromkeys(found, 1)
 
 
+def test_an_attribution_that_computes_no_cell_has_estimates_only(cli: Cli) -> None:
+    bare = job_view(kind="attribution", cells_expected=0, model="m")
+    ended, _ = cli.served("list", "jobs", by=[reply(JobPage(jobs=[bare]))])
+    assert "estimates only" in ended.out
+    assert "0 of 0" not in ended.out
+
+
 def test_an_exported_lens_has_the_texts_of_its_tokens(cli: Cli) -> None:
     reading = LensReading(
         request=0, hook="post_block", layers=[0], positions=[0], token_ids=[7],

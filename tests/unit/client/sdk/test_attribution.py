@@ -207,7 +207,16 @@ def _fields(record: object) -> dict[str, object]:
 def test_edges_and_features_are_bars_and_a_table(result: AttributionResult, name: str) -> None:
     drawn = Attribution("job_1", result).plot()
     assert name in [label.get_text() for label in drawn.axes[-1].get_yticklabels()]
-    assert name in printed(result)
+    shown = printed(result)
+    assert name in shown
+    assert "estimate" in shown
+
+
+def test_the_terminal_calls_estimates_estimated() -> None:
+    lines = [line for line in printed(attribution()).splitlines() if "share recovered" in line]
+    conditions, legend = lines
+    assert conditions.startswith("estimated share recovered")
+    assert legend.endswith("  estimated share recovered")
 
 
 def test_the_terminal_shows_values_how_both_agree_and_what_was_left_out() -> None:
