@@ -115,6 +115,12 @@ def _bytes(record: Any) -> str:
     return size(record.bytes)
 
 
+def _receiver(delivery: WebhookDelivery) -> str:
+    """Return the URL, no longer than the id: the other columns need their room."""
+    most = len(delivery.id) - 2
+    return delivery.url if len(delivery.url) <= most else f"{delivery.url[: most - 1]}…"
+
+
 def _since(record: Any) -> str:
     return minute(record.created)
 
@@ -462,9 +468,11 @@ SHOWN: dict[type, Shown] = {
                     if view.capture_status == "not_requested"
                     else f"\ncaptures {coloured(view.capture_status)}"
                 )
+            ),
+            "what": lambda view: (
+                f"{view.kind}\n{_extent(view)}"
                 + (f"\ntriggered {_triggered(view)}" if view.triggered else "")
             ),
-            "what": lambda view: f"{view.kind}\n{_extent(view)}",
             "took": lambda view: seconds(view.created, view.finished),
         },
         {
@@ -552,7 +560,7 @@ SHOWN: dict[type, Shown] = {
     WebhookDelivery: Shown(
         "Webhooks",
         {
-            "id": lambda delivery: f"{delivery.id}\n→ {escape(delivery.url)}",
+            "id": lambda delivery: f"{delivery.id}\n→ {escape(_receiver(delivery))}",
             "state": lambda delivery: coloured(delivery.state),
             "tries": lambda delivery: str(len(delivery.attempts)),
             "last": lambda delivery: outcome(next(reversed(delivery.attempts), None)),
