@@ -130,7 +130,8 @@ def draw_scatter(axis: Any, attribution: Attribution, cells: Sequence[CheckedCel
             textcoords="axes fraction",
             fontsize=6,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.5},
+            # from the name's edge: a line from its middle would cross it out
+            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.5, "relpos": (0, 0.5)},
         )
     known = (
         (attribution.spearman, "rank correlation {:.2f}"),
@@ -210,7 +211,8 @@ def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
         ylabel="rows",
         ylim=(0, max(*counts.negative, *counts.positive) * _HEADROOM),
     )
-    bars.legend(ncols=3, loc="upper center")
+    bars.yaxis.get_major_locator().set_params(integer=True)
+    bars.legend(loc="best")
     return figure
 
 

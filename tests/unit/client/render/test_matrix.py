@@ -306,6 +306,36 @@ def test_scores_are_drawn_with_tokens_and_threshold_and_the_first_sets_no_scale(
     assert axis.lines[0].get_ydata()[0] == 1.5
 
 
+def outlying(positions: list[int]) -> Features:
+    reading = replace(
+        FEATURES, positions=positions, token_ids=[7, 8, 9], active=[2, 1, 1], errors=[0.1] * 3,
+        features=[[5, 9], [2], [3]], activations=[[39.0, 31.0], [0.5], [0.3]],
+    )  # fmt: skip
+    return Features("job_x", reading)
+
+
+@pytest.mark.parametrize(
+    ("first", "rows", "limits"),
+    [(0, ["2", "3"], (0.0, 0.5)), (4, ["5", "9"], (0.0, 39.0))],
+)
+def test_the_first_token_chooses_no_feature_and_sets_no_scale(
+    first: int, rows: list[str], limits: tuple[float, float]
+) -> None:
+    axis, _ = outlying([first, first + 1, first + 2]).plot(count=2).get_axes()
+    assert [label.get_text() for label in axis.get_yticklabels()] == rows
+    assert axis.collections[0].get_clim() == pytest.approx(limits)
+    assert axis.get_ylabel() == "feature"
+
+
+def test_rows_are_drawn_on_the_scale_of_the_tokens_after_the_first(tmp_path: Path) -> None:
+    write(tmp_path, finished(job="job_x", positions=[0, 1, 2]), owner="job_x")
+    found = CaptureReader(tmp_path, "job_x")
+    axis, _ = found.plot().get_axes()
+    others = axis.collections[0].get_array()[:, 1:]
+    assert axis.collections[0].get_clim() == (others.min(), others.max())
+    assert axis.get_xlabel() == "token; the first sets no scale"
+
+
 def test_a_jobs_data_frame_has_what_its_policies_decided() -> None:
     decisions = [
         Decision(position=8, event="trigger", score=2.0),
