@@ -60,15 +60,12 @@ def matrix(
     raises if requests are missing.
     """
     parts = []
-    elsewhere = ""
     for reader, request in _each(readers):
-        elsewhere = elsewhere or _elsewhere(reader, request, rows)
         parts.append(_chosen(reader.array(layer, hook, request), reader, request, rows))
+        _check_end(reader, request, rows)
         site = reader.site(layer, hook, request)
     if not parts:
         raise MidstreamError("not_found", "there are no captured rows")
-    if elsewhere:
-        warnings.warn(elsewhere, stacklevel=2)
     widths = sorted({part.shape[1] for part in parts})
     if len(widths) > 1:
         raise invalid(
@@ -138,21 +135,19 @@ def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
     return [positions.index(position)]
 
 
-def _elsewhere(reader: CaptureReader, request: int, rows: RowChoice) -> str:
-    """Return a warning if the first or last captured row is not at that end of the prompt."""
+def _check_end(reader: CaptureReader, request: int, rows: RowChoice) -> None:
+    """Warn if the first or last captured row is not at that end of the prompt."""
     positions = reader.positions(request)
-    if not positions:
-        return ""
-    if rows == "first" and positions[0] > 0:
-        taken = positions[0]
-    elif rows == "last" and positions[-1] < reader.manifest(request).prompt_tokens - 1:
-        taken = positions[-1]
+    if rows == "first":
+        inside = positions[0] > 0
     else:
-        return ""
-    return (
-        f'rows="{rows}" is the {rows} captured row, at token {taken} in request {request} of '
-        f"{reader.job}: the {rows} token of the prompt was not captured"
-    )
+        inside = rows == "last" and positions[-1] < reader.manifest(request).prompt_tokens - 1
+    if inside:
+        warnings.warn(
+            f'rows="{rows}" is the {rows} captured row: the {rows} token of the prompt was not '
+            "captured",
+            stacklevel=3,
+        )
 
 
 def _no_rows(request: int) -> MidstreamError:

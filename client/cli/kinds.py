@@ -291,7 +291,7 @@ def find(name: str, verb: str) -> tuple[Kind, Act]:
             "KIND",
             f"unknown kind {name!r}",
             allowed=", ".join(names),
-            hint=suggestion(name, _BY_NAME),
+            hint=suggestion(name, [word for word, row in _BY_NAME.items() if verb in row.acts]),
         )
     if verb not in kind.acts:
         raise invalid(

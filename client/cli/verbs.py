@@ -19,7 +19,7 @@ from ..sdk.calls import keyword_check
 from ..sdk.client import Client
 from ..values import checked
 from ..vectors import jacobian
-from . import fits, options
+from . import fits, keys, options
 from .kinds import Kind, find, kinds_with
 from .terminal import (
     AsJson,
@@ -256,7 +256,14 @@ def create(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Of a key: a label; of CURVE keys: ROLE NAME."),
     ] = None,
-    set_: FieldsOption = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help=f"A field, repeatable; of a key {', '.join(keys.key.__kwdefaults__)}.",
+        ),
+    ] = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:

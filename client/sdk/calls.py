@@ -107,7 +107,9 @@ class Calls(Generic[M]):
     async def _send(self, call: HttpCall) -> httpx2.Response:
         """Return the response, regardless of its status. Raises ServerUnreachable."""
         with Translated(
-            httpx2.TransportError, lambda error: wire.unreachable(self._io.url, error), hidden=True
+            (httpx2.TransportError, RuntimeError),  # RuntimeError: of a closed client
+            lambda error: wire.unreachable(self._io.url, error),
+            hidden=True,
         ):
             return await self._io.send(call)
 
@@ -140,7 +142,8 @@ class Calls(Generic[M]):
         except MidstreamError as error:
             if request is not None or fields.get("model") is not None or error.field != "model":
                 raise
-            model = wire.only_model(await self._models())
+            with Translated(MidstreamError, wire.before_submission, hidden=True):
+                model = wire.only_model(await self._models())
             return build(None, {**fields, "model": model}, kind)
 
     async def _submit(self, path: str, body: Any, key: str | None) -> JobView:

@@ -239,6 +239,20 @@ def id_of(job: JobLike) -> str:
     return result
 
 
+def before_submission(error: MidstreamError) -> MidstreamError:
+    """Return the error of looking up the model of a submission. That of a missing scope names the
+    scope of the submission, too: it would be the next error.
+    """
+    if error.kind != "forbidden":
+        return error
+    return MidstreamError(
+        error.kind,
+        f"{error.detail}, to look up the model",
+        hint="the submission itself needs the scope 'submit'",
+        allowed="a key with scopes read and submit",
+    )
+
+
 def of_model(model: str | None) -> dict[str, str | int | float]:
     """Return the query parameters for a model; none if the only served model is meant."""
     return {} if model is None else {"model": model}
@@ -272,7 +286,11 @@ def submission(path: str, body: Any, key: str | None) -> HttpCall:
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
-    """Return the error of a request that got no answer: the server is slow, or there is none."""
+    """Return the error of a request that got no answer: the server is slow, or there is none, or
+    the client was closed.
+    """
+    if isinstance(error, RuntimeError):
+        return ServerUnreachable("this client is closed", "make a new one: Client(), AsyncClient()")
     if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
         return ServerTimeout(
             f"the server at {url} did not answer in time ({type(error).__name__})",
@@ -284,7 +302,7 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
         else f"the URL names no port; the default of a server is {Settings().api_port}"
         if urlsplit(url).port is None
         else "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
-        "(--url)"
+        "(--url; in Python, Client(URL))"
     )
     return ServerUnreachable(
         f"no Midstream server answers at {url} ({error or type(error).__name__})", hint

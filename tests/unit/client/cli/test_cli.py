@@ -208,6 +208,9 @@ def test_every_command_accepts_h_and_version(cli: Cli) -> None:
         ("change policy guard --mode active", 2, "a field is given as --set mode=VALUE"),
         ("change policy p mode=active", 2, "a field is given as --set mode=active"),
         ("fit probe p x.csv --top-layer 2", 2, "a field is given as --set top_layer=VALUE"),
+        ("up --prot 3", 2, "No such option: --prot (did you mean --port?)"),
+        ("submit x --max-token 3", 2, "(did you mean --max-tokens?); a field is given as"),
+        ("--url http://x list jobs", 2, "options stand behind the command"),
         ("status", 3, "no stack is running on"),
         ("down", 0, "no stack is running on"),
         ("logs", 1, "no logs in"),
@@ -247,6 +250,12 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
             for kind in ("modules", "probe", "saes", "lenses", "loras", "disabled")
         ),
         ("get server", "no Midstream server answers"),
+        ("submit --file wrong.json", "promts: unknown field; did you mean 'prompts'?"),
+        ("submit --file torn.json", "Expecting value: line 2 column 1"),
+        ("dose --prompts Hello", "--prompts: Hello: No such file or directory (allowed: FILE"),
+        ("dose --held-out Hello", "--held-out: Hello: No such file"),
+        ("list steerings", "KIND: unknown kind 'steerings' (allowed: job, "),
+        ("create key eve --set scopes=submit,red", "or --set scopes=… for each (allowed: submit, "),
         ("list modul", "KIND: unknown kind 'modul'; did you mean 'module'? (allowed: job, "),
         ("put ranks x", "KIND: 'put' is not for ranks (allowed: get ranks)"),
         ("get module", "NAME: get module: missing a required argument: 'name'"),
@@ -312,7 +321,8 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
 )
 def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: str) -> None:
     Path("lines.jsonl").write_text("[1]\n")
-    Path("torn.json").write_text('{"prompts": ')
+    Path("torn.json").write_text('{"prompts":\n')
+    Path("wrong.json").write_text('{"promts": ["x"]}')
     Path("torn.jsonl").write_text("text,label\n")
     Path("lines.csv").write_text("text,label\n")
     Path("labels.csv").write_text("text,id\na,1\n")
