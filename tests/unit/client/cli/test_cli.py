@@ -157,7 +157,20 @@ def test_an_attribution_that_computes_no_cell_has_estimates_only(cli: Cli) -> No
     assert "0 of 0" not in ended.out
 
 
-def test_an_exported_lens_has_the_texts_of_its_tokens(cli: Cli) -> None:
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        (" sky", " sky"),
+        ("=1+1", "'=1+1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("-2+3", "'-2+3"),
+        ("-2.5", "-2.5"),
+        ("-", "-"),
+    ],
+)
+def test_an_exported_lens_has_the_texts_of_its_tokens_and_no_formulas(
+    cli: Cli, word: str, written: str
+) -> None:
     reading = LensReading(
         request=0, hook="post_block", layers=[0], positions=[0], token_ids=[7],
         top_tokens=[[[8]]], top_logprobs=[[[-1.0]]], named_tokens=[], named_ranks=[[[]]],
@@ -165,11 +178,11 @@ def test_an_exported_lens_has_the_texts_of_its_tokens(cli: Cli) -> None:
     )  # fmt: skip
     answers = [
         job_result("a", lens=[reading]),
-        {"prompt": "The sky", "token_strs": ["The", " sky"]},
+        {"prompt": "The sky", "token_strs": ["The", word]},
     ]
     ended, _ = cli.served("export", "job", "job_1", "-o", "lens.csv", by=[*map(reply, answers)])
     assert ended.code == 0, ended.err
-    assert Path("lens.csv").read_text().splitlines()[1] == "0,0,0,8, sky,-1.0"
+    assert Path("lens.csv").read_text().splitlines()[1] == f"0,0,0,8,{written},-1.0"
 
 
 def test_a_dose_is_asked_for_like_a_job(cli: Cli) -> None:
