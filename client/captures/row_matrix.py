@@ -144,8 +144,7 @@ def _check_end(reader: CaptureReader, request: int, rows: RowChoice) -> None:
         inside = rows == "last" and positions[-1] < reader.manifest(request).prompt_tokens - 1
     if inside:
         warnings.warn(
-            f'rows="{rows}" is the {rows} captured row: the {rows} token of the prompt was not '
-            "captured",
+            f'rows="{rows}" is that of the captured rows: that of the prompt was not captured',
             stacklevel=3,
         )
 

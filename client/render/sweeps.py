@@ -32,23 +32,28 @@ _NONE = "·"
 _LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
 
 
+def shaded(share: float, stops: np.ndarray, width: int) -> Text:
+    """Return blanks with the colour at a share of the way along `stops` `[colours, 3]`."""
+    at = share * (len(stops) - 1)
+    rgb = [float(np.interp(at, range(len(stops)), stops[:, part])) for part in range(3)]
+    return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
+
+
 class Heatmap:
     """A rich renderable of one pair, or the mean over all pairs, as wide as the terminal: a row for
-    each token or span, a column for each layer. `kind`: what its legend calls the values.
+    each token or span, a column for each layer.
     """
 
-    def __init__(self, result: SweepResult, pair: int | None = None, kind: str = ""):
+    def __init__(self, result: SweepResult, pair: int | None = None):
         self.result, self.pair, self.grid = result, pair, grid_of(result, pair)
-        self.kind = kind
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         paint = _Paint(self.grid, colour=console.color_system is not None)
-        head, *rest, conditions = described(self.result, self.pair)
+        head, *rest = described(self.result, self.pair)
         yield Text(head, style="bold")
         yield from (Text(line) for line in rest)
-        yield Text(self.kind + conditions)
         yield Text("")
-        yield from _panels(self.grid, paint, options.max_width, self.kind)
+        yield from _panels(self.grid, paint, options.max_width)
 
 
 class _Paint:
@@ -66,16 +71,14 @@ class _Paint:
         if not self._colour:
             signs = _BELOW if share < -_LEAST else _ABOVE
             return Text(signs[min(int(abs(share) * len(signs)), len(signs) - 1)] * width)
-        at = (share + 1) / 2 * (len(_STOPS) - 1)
-        rgb = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
-        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
+        return shaded((share + 1) / 2, _STOPS, width)
 
     def legend(self) -> Text:
         parts = [self.cell(value, 1) for value in np.linspace(self.low, self.high, _LEGEND)]
         return Text.assemble(f"{self.low:.3g} ", *parts, f" {self.high:.3g}")
 
 
-def _panels(grid: Grid, paint: _Paint, width: int, kind: str) -> Iterator[RenderableType]:
+def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
     """Yield the lines of all hooks' panels, the legend, and notes on what was left out to fit."""
     names = grid.names
     shown = _strongest_columns(grid)
@@ -103,7 +106,6 @@ def _panels(grid: Grid, paint: _Paint, width: int, kind: str) -> Iterator[Render
         " " * (label + 1),
         paint.legend(),
         "  ",
-        kind,
         MEANING[grid.metric] if width >= 80 else grid.metric,
     )
     if merged > 1:

@@ -249,7 +249,6 @@ def before_submission(error: MidstreamError) -> MidstreamError:
         error.kind,
         f"{error.detail}, to look up the model",
         hint="the submission itself needs the scope 'submit'",
-        allowed="a key with scopes read and submit",
     )
 
 
