@@ -337,6 +337,7 @@ async def authorize(
             "forbidden",
             f"scope {scope!r} is required; the key has {has}",
             allowed=f"a key with scope {scope}",
+            hint=handler.opt.get("without_scope"),
         )
     connection.scope["auth"] = caller
     if connection.scope["path"] not in MONITORING:

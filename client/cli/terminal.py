@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ...schemas.base import MidstreamError, Translated, to_json
+from ...schemas.base import to_json
 from ...schemas.settings.settings import load_settings
 from ..render import records
 from ..sdk.client import Client
-from ..sdk.wire import before_submission, only_model
+from ..sdk.wire import only_model
 
 out = Console(soft_wrap=False, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -106,5 +106,4 @@ def detach(view: Any, wait: bool, as_json: bool) -> None:
 
 def first_model(client: Client) -> str:
     """Return the first served model. Raises what `only_model` raises without any."""
-    with Translated(MidstreamError, before_submission, hidden=True):
-        return only_model(client.models()[:1])
+    return only_model(client.models()[:1])

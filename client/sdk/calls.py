@@ -142,8 +142,7 @@ class Calls(Generic[M]):
         except MidstreamError as error:
             if request is not None or fields.get("model") is not None or error.field != "model":
                 raise
-            with Translated(MidstreamError, wire.before_submission, hidden=True):
-                model = wire.only_model(await self._models())
+            model = wire.only_model(await self._models())
             return build(None, {**fields, "model": model}, kind)
 
     async def _submit(self, path: str, body: Any, key: str | None) -> JobView:

@@ -239,19 +239,6 @@ def id_of(job: JobLike) -> str:
     return result
 
 
-def before_submission(error: MidstreamError) -> MidstreamError:
-    """Return the error of looking up the model of a submission. That of a missing scope names the
-    scope of the submission, too: it would be the next error.
-    """
-    if error.kind != "forbidden":
-        return error
-    return MidstreamError(
-        error.kind,
-        f"{error.detail}, to look up the model",
-        hint="the submission itself needs the scope 'submit'",
-    )
-
-
 def of_model(model: str | None) -> dict[str, str | int | float]:
     """Return the query parameters for a model; none if the only served model is meant."""
     return {} if model is None else {"model": model}

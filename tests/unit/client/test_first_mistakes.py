@@ -12,7 +12,6 @@ from job_kit import job_result
 from midstream import Answer, Client, MidstreamError, ServerTimeout
 from midstream.broker.ledger.jobs.ledger import not_found
 from midstream.client.cli.options import overrides
-from midstream.client.cli.terminal import first_model
 from midstream.client.sdk import wire
 from midstream.lens import HookedModel
 from midstream.schemas.base import invalid, unknown
@@ -73,14 +72,6 @@ def test_a_closed_client_says_so() -> None:
     with Client(CLOSED) as client:
         pass
     assert str(refusal(client.models)).startswith("this client is closed; make a new one")
-
-
-@pytest.mark.parametrize("ask", [lambda c: c.submit(prompt="x"), lambda c: first_model(c)])
-def test_a_key_that_may_not_read_models_is_told_of_both_scopes(ask: Any) -> None:
-    denied = MidstreamError("forbidden", "scope 'read' is required; the key has observe").problem()
-    with server(reply(denied, 403)) as (url, _), Client(url) as client:
-        error = refusal(lambda: ask(client))
-    assert "the submission itself needs the scope 'submit'" in str(error)
 
 
 def test_a_file_in_place_of_a_vector_is_to_be_read() -> None:
