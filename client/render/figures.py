@@ -233,27 +233,24 @@ def lens_figure(lens: Lens, places: Sequence[int] | None = None) -> "Figure":
     places = range(len(lens.positions)) if places is None else places
     values = np.exp(lens.logprobs[:, places, 0])
 
-    def write(axis: Any) -> None:
-        for (row, column), value in np.ndenumerate(values):
-            colour = "black" if value > _LIGHT else "white"
-            word = shown(lens.word(lens.top_ids[row, places[column], 0]))
-            axis.text(
-                column + 0.5, row + 0.5, word, ha="center", va="center", fontsize=5.5, color=colour
-            )
-
-    return _draw_heat(
+    drawn = _draw_heat(
         values,
         [str(layer) for layer in lens.layers],
         [lens.tokens[place] for place in places],
         f"most likely next token, read at {lens.hook}",
         "its probability",
         _LENS_COLUMN,
-        write,
         vmin=0,
         vmax=1,
         edgecolors="white",
         linewidth=0.3,
     )
+    for (row, column), value in np.ndenumerate(values):
+        colour = "black" if value > _LIGHT else "white"
+        word = shown(lens.word(lens.top_ids[row, places[column], 0]))
+        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5.5, "color": colour}
+        drawn.axes[0].text(column + 0.5, row + 0.5, word, **look)
+    return drawn
 
 
 # --- Features, captured rows, harvests
@@ -310,14 +307,12 @@ def _draw_heat(
     title: str,
     unit: str,
     wide: float = _LENS_COLUMN / 2,
-    write: Callable[[Any], None] = lambda axis: None,
     row: str = "layer",
     start: int = 0,
     **look: Any,
 ) -> "Figure":
-    """Draw `values` `[rows, columns]`, with tokens as columns. `wide`: inches of a column; `write`:
-    draws on the axes; `row`: what a row is; `start`: the first column that sets the scale; `look`:
-    of the cells.
+    """Draw `values` `[rows, columns]`, with tokens as columns. `wide`: inches of a column; `row`:
+    what a row is; `start`: the first column that sets the scale; `look`: of the cells.
     """
     tokens = "token"
     if start:
@@ -337,7 +332,6 @@ def _draw_heat(
     )
     axis.set_yticks(np.arange(len(rows)) + 0.5, rows, fontsize=6)
     axis.set(title=title, xlabel=tokens, ylabel=row)
-    write(axis)
     drawn.colorbar(mesh, ax=axis, pad=0.01, label=unit)
     return drawn
 

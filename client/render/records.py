@@ -32,6 +32,8 @@ from ...schemas.requests.trainings import Training
 from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size
 from .steering import DIGEST, entries, what
 
+#: The most characters of a URL in a list: about as many as the id of a webhook above it has.
+_URL = 48
 #: The most labels of a probe in a list.
 _LABELS = 4
 
@@ -116,9 +118,9 @@ def _bytes(record: Any) -> str:
 
 
 def _receiver(delivery: WebhookDelivery) -> str:
-    """Return the URL, no longer than the id: the other columns need their room."""
-    most = len(delivery.id) - 2
-    return delivery.url if len(delivery.url) <= most else f"{delivery.url[: most - 1]}…"
+    """Return the URL, cut: the other columns need their room."""
+    url = delivery.url
+    return url if len(url) <= _URL else f"{url[:_URL]}…"
 
 
 def _since(record: Any) -> str:
