@@ -62,7 +62,6 @@ def matrix(
     parts = []
     for reader, request in _each(readers):
         parts.append(_chosen(reader.array(layer, hook, request), reader, request, rows))
-        _check_end(reader, request, rows)
         site = reader.site(layer, hook, request)
     if not parts:
         raise MidstreamError("not_found", "there are no captured rows")
@@ -112,7 +111,9 @@ def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: RowCho
 
 
 def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
-    """Return the indices of the requested rows among the request's captured rows."""
+    """Return the indices of the requested rows among the request's captured rows. Warns if the
+    first or last of them is not the prompt's.
+    """
     positions = reader.positions(request)
     if isinstance(rows, str):
         if rows not in get_args(RowName):
@@ -125,7 +126,18 @@ def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
             return list(range(len(positions)))
         if not positions:
             raise _no_rows(request)
-        return [0] if rows == "first" else [len(positions) - 1]
+        if rows == "first":
+            index, inside = 0, positions[0] > 0
+        else:
+            index = len(positions) - 1
+            inside = positions[index] < reader.manifest(request).prompt_tokens - 1
+        if inside:
+            warnings.warn(
+                f'rows="{rows}" takes the {rows} captured row, which is not the prompt\'s '
+                f"{rows} token",
+                stacklevel=4,
+            )
+        return [index]
     position = rows if rows >= 0 else reader.manifest(request).prompt_tokens + rows
     if position not in positions:
         detail = f"position {rows} of request {request} was not captured"
@@ -133,20 +145,6 @@ def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
             "not_found", detail, field="rows", allowed=as_ranges(positions, SHOWN_RANGES)
         )
     return [positions.index(position)]
-
-
-def _check_end(reader: CaptureReader, request: int, rows: RowChoice) -> None:
-    """Warn if the first or last captured row is not at that end of the prompt."""
-    positions = reader.positions(request)
-    if rows == "first":
-        inside = positions[0] > 0
-    else:
-        inside = rows == "last" and positions[-1] < reader.manifest(request).prompt_tokens - 1
-    if inside:
-        warnings.warn(
-            f'rows="{rows}" is that of the captured rows: that of the prompt was not captured',
-            stacklevel=3,
-        )
 
 
 def _no_rows(request: int) -> MidstreamError:

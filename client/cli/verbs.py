@@ -254,16 +254,13 @@ def create(
     kind: Annotated[str, _kind("create")],
     name: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Of a key: a label; of CURVE keys: ROLE NAME."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help=f"A field, repeatable; of a key {', '.join(keys.key.__kwdefaults__)}.",
+        typer.Argument(
+            metavar="[NAME]...",
+            help=f"Of a key: a label, and --set {', '.join(keys.key.__kwdefaults__)}; of "
+            "CURVE keys: ROLE NAME.",
         ),
     ] = None,
+    set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:

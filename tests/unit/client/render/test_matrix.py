@@ -131,7 +131,7 @@ def test_a_row_that_is_not_at_its_end_of_the_prompt_has_a_warning(
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         matrix(reader, reader.layers()[0], rows=rows)
-    said = 'rows="{0}" is that of the captured rows: that of the prompt was not captured'
+    said = 'rows="{0}" takes the {0} captured row, which is not the prompt\'s {0} token'
     assert [str(each.message) for each in found] == [said.format(end) for end in warned]
 
 
