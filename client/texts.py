@@ -5,6 +5,7 @@ in their order, `mood.csv:line,feeling`, or by name, `mood.csv:label=feeling,tex
 """
 
 import csv
+import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
@@ -92,12 +93,24 @@ def _named(columns: str, wanted: Sequence[str]) -> dict[str, str]:
 # --- Formats
 
 
+def decoded(text: str | bytes) -> Any:
+    """Decode JSON. Raises ValueError with the line and column, which msgspec does not name."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        json.loads(text)
+        raise
+
+
 def _lines(path: Path, _: Sequence[str]) -> Numbered:
     """Yield the lines that are not blank; of JSON, the items of a list, or the object."""
     text = path.read_text(encoding="utf-8-sig")  # ends every line with a newline
-    content = msgspec.json.decode(text) if path.suffix == ".json" else json_or_text(text)
-    json = content if isinstance(content, list) else [content] * isinstance(content, dict)
-    return enumerate(json or filter(str.strip, text.split("\n")), 1)
+    content = decoded(text) if path.suffix == ".json" else json_or_text(text)
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list):
+        content = filter(str.strip, text.split("\n"))
+    return enumerate(content, 1)
 
 
 def _csv(path: Path, _: Sequence[str]) -> Numbered:

@@ -59,7 +59,18 @@ for _collector in (
     REGISTRY.register(_collector)
 
 
-@get("/v1/models", opt=needs("read"), summary="List the served models", responses={503: PROBLEM})
+#: Clients ask for the models before a submission that names none.
+_FOR_SUBMISSIONS = {
+    "without_scope": "a submission, which may ask for this, needs the scope 'submit'"
+}
+
+
+@get(
+    "/v1/models",
+    opt=needs("read") | _FOR_SUBMISSIONS,
+    summary="List the served models",
+    responses={503: PROBLEM},
+)
 async def list_models(context: AppContext) -> ModelList:
     ledger = context.ledger
     live = Tally(worker.model for worker in await ledger.workers())

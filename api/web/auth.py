@@ -294,9 +294,13 @@ async def well_called(
 async def known_query(
     connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
 ) -> None:
-    """Check the names of the query's parameters. Raises a 400 that names the nearest valid one."""
+    """Check the names of the query's parameters. Raises a 400 that names the nearest valid one.
+
+    Those of monitoring are ignored: load balancers and scrapers add their own.
+    """
     path, method = connection.scope["path_template"], connection.scope["method"]  # type: ignore[typeddict-item]
-    if not connection.query_params or method == "OPTIONS" or path == "/" or path.startswith(PAGES):
+    unread = path == "/" or path.startswith(PAGES) or path in MONITORING
+    if not connection.query_params or method == "OPTIONS" or unread:
         return
     known = {
         parameter.field_alias
@@ -333,6 +337,7 @@ async def authorize(
             "forbidden",
             f"scope {scope!r} is required; the key has {has}",
             allowed=f"a key with scope {scope}",
+            hint=handler.opt.get("without_scope"),
         )
     connection.scope["auth"] = caller
     if connection.scope["path"] not in MONITORING:

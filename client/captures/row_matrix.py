@@ -2,6 +2,7 @@
 SAE's training batch.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -51,6 +52,8 @@ def matrix(
     captured position), "first", "mean" (over its captured positions), "all" (every captured
     position), or a token position. A negative position counts from the prompt's end, as in a
     request's `positions`: -1 is the last token of the prompt.
+
+    Warns if "first" is not the prompt's first token, or "last" lies before the prompt's last.
 
     Raises MidstreamError: `invalid_request` for invalid `rows` or for rows of different width,
     `not_found` if a request lacks the layer or the position, and what `CaptureReader.requests`
@@ -108,7 +111,9 @@ def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: RowCho
 
 
 def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
-    """Return the indices of the requested rows among the request's captured rows."""
+    """Return the indices of the requested rows among the request's captured rows. Warns if the
+    first or last of them is not the prompt's.
+    """
     positions = reader.positions(request)
     if isinstance(rows, str):
         if rows not in get_args(RowName):
@@ -121,7 +126,18 @@ def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
             return list(range(len(positions)))
         if not positions:
             raise _no_rows(request)
-        return [0] if rows == "first" else [len(positions) - 1]
+        if rows == "first":
+            index, inside = 0, positions[0] > 0
+        else:
+            index = len(positions) - 1
+            inside = positions[index] < reader.manifest(request).prompt_tokens - 1
+        if inside:
+            warnings.warn(
+                f'rows="{rows}" takes the {rows} captured row, which is not the prompt\'s '
+                f"{rows} token",
+                stacklevel=4,
+            )
+        return [index]
     position = rows if rows >= 0 else reader.manifest(request).prompt_tokens + rows
     if position not in positions:
         detail = f"position {rows} of request {request} was not captured"

@@ -26,6 +26,8 @@ from . import captures, fits, keys, options
 from .jobs import print_result, words_of
 from .terminal import Connector, err, out, print_json, say
 
+#: The beginning of a text that a spreadsheet would run as a formula: what is no number.
+_FORMULA = r"\A[=+\-@\t\r](?![\d.]*\Z)"
 #: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields.
 Act = str | Callable[..., Any]
 
@@ -85,7 +87,8 @@ def _written(
         case ".json":
             Path(path).write_bytes(to_json(result))
         case ".csv":
-            result.to_pandas(**wire.given(words=words)).to_csv(path, index=False)
+            frame = result.to_pandas(**wire.given(words=words))
+            frame.replace(_FORMULA, r"'\g<0>", regex=True).to_csv(path, index=False)
         case _:
             figures.check(path, "--output")
             figures.plot(result, path, **wire.given(words=words, pair=pair))
@@ -291,7 +294,7 @@ def find(name: str, verb: str) -> tuple[Kind, Act]:
             "KIND",
             f"unknown kind {name!r}",
             allowed=", ".join(names),
-            hint=suggestion(name, _BY_NAME),
+            hint=suggestion(name, [word for word, row in _BY_NAME.items() if verb in row.acts]),
         )
     if verb not in kind.acts:
         raise invalid(

@@ -73,9 +73,20 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except _UsageError as error:
             found = _FIELD.search(error.message)
+            if near := getattr(error, "possibilities", None):
+                error.message += f" (did you mean {near[0]}?)"
+                error.possibilities = None
             if found and any("--set" in option.opts for option in error.ctx.command.params):
                 name = (found[1] or found[2]).replace("-", "_")
                 error.message += f"; a field is given as --set {name}={found[3] or 'VALUE'}"
+            raise
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read what stands before the command. An unknown option there may be the command's."""
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            error.message += "; options stand behind the command: midstream list jobs --url URL"
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -19,7 +19,7 @@ from ...schemas.settings.settings import SettingsError
 from .. import vectors
 from ..sdk import wire
 from ..sdk.fields import Steering
-from ..texts import READERS, read_rows, split
+from ..texts import READERS, decoded, read_rows, split
 
 #: The metavar of every option that takes hooks.
 HOOKS_FORM = "HOOK[:LAYERS];…"
@@ -101,22 +101,24 @@ def _fields_of(file: Path) -> Any:
     if columns or path.suffix.lower() in READERS:
         return None
     with Translated(
-        (msgspec.DecodeError, OSError),
+        (ValueError, OSError),
         lambda error: invalid("--file", f"{file}: {getattr(error, 'strerror', error)}"),
     ):
         raw = file.read_bytes().removeprefix(BOM_UTF8)
         if file.suffix == ".toml":
             return msgspec.toml.decode(raw)
-        content = msgspec.json.decode(raw) if file.suffix == ".json" else json_or_text(raw.decode())
+        content = decoded(raw) if file.suffix == ".json" else json_or_text(raw.decode())
     return content if isinstance(content, dict) else None
 
 
-def texts(file: str | Path) -> list[Any]:
-    """Return the texts of a file, or its lists of token ids. Raises as `rows`."""
-    found = [row["text"] for row in rows(file, TEXT)]
+def texts(file: str | Path | None, option: str = "FILE") -> list[Any]:
+    """Return the texts of a file, or its lists of token ids; none of None. Raises as `rows`."""
+    if file is None:
+        return []
+    found = [row["text"] for row in rows(file, TEXT, option=option)]
     if any(isinstance(item, dict) for text in found if isinstance(text, list) for item in text):
         raise invalid(
-            "FILE",
+            option,
             f"{file} has conversations",
             allowed="texts, or lists of token ids",
             hint="send conversations as messages: client.run(messages=…)",
@@ -124,11 +126,16 @@ def texts(file: str | Path) -> list[Any]:
     return found
 
 
-def rows(file: str | Path, wanted: Sequence[str], required: bool = True) -> list[dict[str, Any]]:
+def rows(
+    file: str | Path, wanted: Sequence[str], required: bool = True, option: str = "FILE"
+) -> list[dict[str, Any]]:
     """Return the rows of a file, of which there must be some, and no more of them than it takes to
-    see that they are too many. Raises as `read_rows`, MidstreamError in place of OSError.
+    see that they are too many. Raises as `read_rows`, MidstreamError that names `option` in place
+    of OSError.
     """
-    with Translated(OSError, lambda error: invalid("FILE", f"{file}: {error.strerror}")):
+    with Translated(
+        OSError, lambda error: invalid(option, f"{file}: {error.strerror}", allowed=ROWS_FORM)
+    ):
         found = [*islice(read_rows(file, wanted, required), MAX_PROMPTS + 1)]
     if not found:
         raise invalid("FILE", f"{file} has no rows", allowed=f"rows with {', '.join(wanted)}")

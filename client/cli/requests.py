@@ -146,6 +146,7 @@ def submit(
         **{f"capture.{name}": item for name, item in capture.items()},
     }
     fields = options.fields(file, set_, typed, "prompts")
+    values.known_keywords(fields, JobRequest)
     if not fields.keys() & {"prompts", "prompt", "messages"}:
         raise invalid("prompts", "give a prompt, or --file with prompts or a whole request")
     if image:
@@ -345,8 +346,8 @@ def dose(
     """
     figures.check(figure, "--figure")
     typed = {
-        "prompts": [*(prompt or []), *(options.texts(prompts) if prompts else [])],
-        "held_out": options.texts(held_out) if held_out else [],
+        "prompts": [*(prompt or []), *options.texts(prompts, "--prompts")],
+        "held_out": options.texts(held_out, "--held-out"),
         "steering": options.steering(steer),
         "layers": options.layers(layers),
         "model": model,
@@ -402,7 +403,10 @@ def lens(
 def attention(
     source: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB|FOLDER]", help="A capture of q and k at all positions."),
+        typer.Argument(
+            metavar="[JOB|FOLDER|PROMPT]",
+            help="A capture of q and k at all positions, or a prompt of several words.",
+        ),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="Run this prompt instead, and capture its queries and keys.")
@@ -431,10 +435,10 @@ def attention(
     """Show what tokens attend to: a map of tokens by tokens for each head, and the strongest heads
     of each behaviour, such as attention to the previous token.
     """
+    if prompt is None and source is not None and " " in source and not Path(source).exists():
+        source, prompt = None, source
     if (source is None) == (prompt is None):
         raise invalid("--prompt", "give either a prompt or a capture (job or folder)")
-    if source is not None and " " in source and not Path(source).exists():
-        raise invalid("--prompt", "a prompt without this option", hint="give it as --prompt TEXT")
     figures.check(figure, "--figure")
     if behaviour is not None and behaviour not in get_args(Behaviour):
         raise invalid(

@@ -19,7 +19,7 @@ from ..sdk.calls import keyword_check
 from ..sdk.client import Client
 from ..values import checked
 from ..vectors import jacobian
-from . import fits, options
+from . import fits, keys, options
 from .kinds import Kind, find, kinds_with
 from .terminal import (
     AsJson,
@@ -254,7 +254,11 @@ def create(
     kind: Annotated[str, _kind("create")],
     name: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Of a key: a label; of CURVE keys: ROLE NAME."),
+        typer.Argument(
+            metavar="[NAME]...",
+            help=f"Of a key: a label, and --set {', '.join(keys.key.__kwdefaults__)}; of "
+            "CURVE keys: ROLE NAME.",
+        ),
     ] = None,
     set_: FieldsOption = None,
     json_: AsJson = False,

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from rich.cells import set_cell_size
-from rich.color import Color
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from ..captures.patterns import Attention, Behaviour
 from .jobs import count, table
+from .sweeps import shaded
 
 #: Stops of the colour scale as red, green and blue, from white to dark with more attention (close
 #: to matplotlib's Blues).
@@ -105,9 +104,7 @@ class Maps:
         share = min(value / self._most, 1.0)
         if not colour:
             return Text(_SHADES[min(int(share * len(_SHADES)), len(_SHADES) - 1)] * width)
-        at = share * (len(_STOPS) - 1)
-        rgb = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
-        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
+        return shaded(share, _STOPS, width)
 
 
 def _title(panel: Panel, width: int) -> str:

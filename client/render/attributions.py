@@ -13,6 +13,9 @@ from ..sdk.answers.grid import titled
 from .jobs import count, table
 from .sweeps import Heatmap, remarks
 
+#: Above a map that has the words of a sweep.
+_ESTIMATES = Text("Estimates by gradients", style="bold")
+
 
 def _signed(value: float | None) -> str:
     return "–" if value is None else format(value, "+.3f")
@@ -26,7 +29,7 @@ def report(attribution: Attribution, most: int = 10) -> RenderableType:
     estimates: list[RenderableType] = (
         [scores_table(scores, most)]
         if scores
-        else [Heatmap(estimated(attribution.result), attribution.pair)]
+        else [_ESTIMATES, Heatmap(estimated(attribution.result), attribution.pair)]
     )
     checked = [checked_table(attribution, most)] if attribution.cells else []
     lines = map(Text, agreement(attribution))
@@ -39,9 +42,9 @@ def scores_table(scores: list[Score], most: int) -> Table:
     return table(
         title,
         "what",
-        "score",
+        "estimate",
         rows=[(escape(item.name), f"{item.score:+.3f}") for item in scores[:most]],
-        right=("score",),
+        right=("estimate",),
     )
 
 

@@ -9,10 +9,11 @@ import numpy as np
 from ...schemas.artifacts.probes import Probe, ProbeResult
 from ...schemas.base import by_key, invalid
 from ...schemas.jobs.attributions import CheckedCell
-from ...schemas.jobs.doses import DoseCell, DoseEffect, DoseResult
+from ...schemas.jobs.doses import DoseCell, DoseResult
 from ...storage.harvests import Harvest
 from ..probes import Fit
 from ..sdk.answers.attribution import Attribution, Score, place_name
+from .doses import measure
 from .drawing import BLUE, GREEN, RED, new_figure, side_by_side
 from .readings import shown
 
@@ -34,19 +35,10 @@ _LAYERS = 6
 _NAMED, _LINE = 8, 0.06
 
 
-def measure(effect: DoseEffect) -> str:
-    """Return what a dose measures, with its unit."""
-    if effect.words:
-        return "share of texts with the words"
-    return (
-        f"log P(“{effect.target.strip()}”), nats" if effect.target else f"score of {effect.probe}"
-    )
-
-
 def dose_figure(result: DoseResult) -> "Figure":
     """Draw effect, loss and repetition by scale, a column for each layer: the safe range is shaded,
     its ends are ringed, cells that are not safe are crossed, and bounds are dashed. Of more than
-    `_LAYERS` layers, those with the largest safe effects.
+    `_LAYERS` layers, those whose safe effects are farthest from the unsteered one, up or down.
     """
     dose, base = result.dose, result.unsteered
     cells, safe = (by_key((cell.layer, cell) for cell in of) for of in (result.cells, result.safe))
@@ -54,15 +46,15 @@ def dose_figure(result: DoseResult) -> "Figure":
         layer: max(abs(cell.effect - base.effect) for cell in safe.get(layer, [base]))
         for layer in cells
     }
-    strongest = sorted(cells, key=lambda layer: -reach[layer])[:_LAYERS]
+    farthest = sorted(cells, key=lambda layer: -reach[layer])[:_LAYERS]
     rows = (
         (measure(dose.effect), "effect", None),
         ("added loss, nats", "loss", dose.max_loss),
         ("repetition", "repetition", base.repetition + dose.max_repetition),
     )
-    figure = new_figure(1.2 + 1.7 * max(len(strongest), 3), 5.0)
-    axes = figure.subplots(3, len(strongest), sharex=True, sharey="row", squeeze=False)
-    for column, layer in zip(axes.T, [each for each in cells if each in strongest], strict=True):
+    figure = new_figure(1.2 + 1.7 * max(len(farthest), 3), 5.0)
+    axes = figure.subplots(3, len(farthest), sharex=True, sharey="row", squeeze=False)
+    for column, layer in zip(axes.T, [each for each in cells if each in farthest], strict=True):
         every = [msgspec.structs.replace(base, loss=0.0), *cells[layer]]
         for axis, (_, field, bound) in zip(column, rows, strict=True):
             _draw_dose(axis, every, safe.get(layer, []), field, bound)
@@ -70,7 +62,8 @@ def dose_figure(result: DoseResult) -> "Figure":
         column[-1].set(xlabel="scale")
     for axis, (label, *_) in zip(axes[:, 0], rows, strict=True):
         axis.set(ylabel=label)
-    of = f"{len(strongest)} of {len(cells)} layers · " if len(strongest) < len(cells) else ""
+    some = f"{len(farthest)} of {len(cells)} layers, with the largest changes, up or down · "
+    of = some if len(farthest) < len(cells) else ""
     marks = "shaded: safe · ring: largest safe scale · cross: not safe · dashed: bound"
     figure.suptitle(f"{of}{marks}")
     return figure
@@ -137,7 +130,8 @@ def draw_scatter(axis: Any, attribution: Attribution, cells: Sequence[CheckedCel
             textcoords="axes fraction",
             fontsize=6,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.5},
+            # from the name's edge: a line from its middle would cross it out
+            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.5, "relpos": (0, 0.5)},
         )
     known = (
         (attribution.spearman, "rank correlation {:.2f}"),
@@ -217,7 +211,8 @@ def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
         ylabel="rows",
         ylim=(0, max(*counts.negative, *counts.positive) * _HEADROOM),
     )
-    bars.legend(ncols=3, loc="upper center")
+    bars.yaxis.get_major_locator().set_params(integer=True)
+    bars.legend(loc="best")
     return figure
 
 

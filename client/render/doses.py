@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from ...schemas.jobs.doses import DoseCell, DoseResult
+from ...schemas.jobs.doses import DoseCell, DoseEffect, DoseResult
 from .jobs import Cell, lines
 
 #: Column of a dose → its cell.
@@ -25,12 +25,22 @@ _CELL: dict[str, Cell] = {
 _WHOLE: dict[str, Cell] = {"text": lambda cell: escape(" ".join(cell.text.split()))}
 
 
+def measure(effect: DoseEffect) -> str:
+    """Return what a dose measures, with its unit."""
+    if effect.words:
+        return "share of texts with the words"
+    if effect.target:
+        return f"log P(“{effect.target.strip()}”), nats per token"
+    return f"score of {effect.probe}"
+
+
 def drawn(result: DoseResult, whole: bool = False) -> Iterator[RenderableType]:
     """Yield a table of all cells, and the largest safe scale of each layer and sign. `whole`: with
     the whole text of each cell, one prompt at every scale.
     """
     every = [result.unsteered, *result.cells]
-    rows = lines("Dose", _CELL | _WHOLE if whole else _CELL, every)
+    title = escape(f"Dose: effect is the {measure(result.dose.effect)}")
+    rows = lines(title, _CELL | _WHOLE if whole else _CELL, every)
     for row, cell in zip(rows.rows, every, strict=True):
         row.style = None if cell.safe else "red"
     yield rows

@@ -51,6 +51,8 @@ _NAMED = 64
 _NAME = 14
 #: Sizes in a lens figure, in inches: width and height of a cell, and the margin around the cells.
 _LENS_COLUMN, _LENS_ROW, _LENS_AROUND = 0.62, 0.2, 1.4
+#: The least width of a figure in inches: room for a title with a job's id.
+_TITLED = 3.4
 #: Cells with a probability above this are light, and get black text.
 _LIGHT = 0.6
 
@@ -231,57 +233,71 @@ def lens_figure(lens: Lens, places: Sequence[int] | None = None) -> "Figure":
     places = range(len(lens.positions)) if places is None else places
     values = np.exp(lens.logprobs[:, places, 0])
 
-    def write(axis: Any) -> None:
-        for (row, column), value in np.ndenumerate(values):
-            colour = "black" if value > _LIGHT else "white"
-            word = shown(lens.word(lens.top_ids[row, places[column], 0]))
-            axis.text(
-                column + 0.5, row + 0.5, word, ha="center", va="center", fontsize=5.5, color=colour
-            )
-        axis.set(ylabel="layer")
-
-    return _draw_heat(
+    drawn = _draw_heat(
         values,
         [str(layer) for layer in lens.layers],
         [lens.tokens[place] for place in places],
         f"most likely next token, read at {lens.hook}",
         "its probability",
         _LENS_COLUMN,
-        write,
         vmin=0,
         vmax=1,
         edgecolors="white",
         linewidth=0.3,
     )
+    for (row, column), value in np.ndenumerate(values):
+        colour = "black" if value > _LIGHT else "white"
+        word = shown(lens.word(lens.top_ids[row, places[column], 0]))
+        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5.5, "color": colour}
+        drawn.axes[0].text(column + 0.5, row + 0.5, word, **look)
+    return drawn
 
 
 # --- Features, captured rows, harvests
 
 
 def features_figure(features: Features, count: int = 20) -> "Figure":
-    """Draw the activations of the `count` largest features at each token."""
-    top = [feature for feature, _ in features.top(count)]
-    values = np.array([features.activations(feature) for feature in top])
+    """Draw the activations of the `count` largest features at each token. The prompt's first token
+    chooses none, and sets no scale: its row is an outlier in most models.
+    """
     reading = features.reading
+    start = _after_outlier(reading.positions)
+    top = [feature for feature, _ in features.top(count, start) or features.top(count)]
+    values = np.array([features.activations(feature) for feature in top])
     return _draw_heat(
         values,
         list(map(str, top)),
         features.tokens,
         f"features of {reading.sae} at {reading.hook} {reading.layer}",
         "activation",
+        row="feature",
+        start=start,
     )
 
 
 def capture_figure(reader: CaptureReader, hook: str | None = None, request: int = 0) -> "Figure":
-    """Draw the norms of the rows of one hook, layers by tokens, on a logarithmic scale: the first
-    token's norms are often a hundred times larger.
+    """Draw the norms of the rows of one hook, layers by tokens, on a logarithmic scale, which the
+    prompt's first token does not set: its norms are often a hundred times larger.
     """
     layers = reader.layers(request, hook)
     norms = [np.linalg.norm(reader.array(layer, hook, request), axis=-1) for layer in layers]
     values = np.log10(np.maximum(np.stack(norms), np.finfo(np.float32).tiny))
     names = [str(layer) for layer in layers]
-    title = f"captured rows of {reader.job}"
-    return _draw_heat(values, names, reader.tokens_of(request), title, "log10 of the norm")
+    return _draw_heat(
+        values,
+        names,
+        reader.tokens_of(request),
+        f"captured rows\n{reader.job}",
+        "log10 of the norm",
+        start=_after_outlier(reader.positions(request)),
+    )
+
+
+def _after_outlier(positions: Sequence[int]) -> int:
+    """Return the index of the first position that may set a scale: not the prompt's first token,
+    unless it is alone.
+    """
+    return 1 if len(positions) > 1 and positions[0] == 0 else 0
 
 
 def _draw_heat(
@@ -291,13 +307,20 @@ def _draw_heat(
     title: str,
     unit: str,
     wide: float = _LENS_COLUMN / 2,
-    write: Callable[[Any], None] = lambda axis: None,
+    row: str = "layer",
+    start: int = 0,
     **look: Any,
 ) -> "Figure":
-    """Draw `values` `[rows, columns]`, with tokens as columns. `wide`: inches of a column; `write`:
-    draws on the axes; `look`: of the cells.
+    """Draw `values` `[rows, columns]`, with tokens as columns. `wide`: inches of a column; `row`:
+    what a row is; `start`: the first column that sets the scale; `look`: of the cells.
     """
-    drawn = new_figure(len(columns) * wide + _LENS_AROUND, len(rows) * _LENS_ROW + 1.0)
+    tokens = "token"
+    if start:
+        others = values[:, start:]
+        look |= {"vmin": others.min(), "vmax": others.max()}
+        tokens = "token; the first sets no scale"
+    width = max(len(columns) * wide + _LENS_AROUND, _TITLED)
+    drawn = new_figure(width, len(rows) * _LENS_ROW + 1.0)
     axis = drawn.subplots()
     mesh = axis.pcolormesh(values, cmap="viridis", **look)
     axis.set_xticks(
@@ -308,8 +331,7 @@ def _draw_heat(
         fontsize=6,
     )
     axis.set_yticks(np.arange(len(rows)) + 0.5, rows, fontsize=6)
-    axis.set(title=title)
-    write(axis)
+    axis.set(title=title, xlabel=tokens, ylabel=row)
     drawn.colorbar(mesh, ax=axis, pad=0.01, label=unit)
     return drawn
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from rich.align import Align
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -23,9 +24,9 @@ _CELL = 9
 _STEPS = (
     (0.8, "black on #fde725"),
     (0.5, "black on #5ec962"),
-    (0.2, "white on #21918c"),
-    (0.05, "white on #3b528b"),
-    (0.0, "white on #440154"),
+    (0.2, "#ffffff on #177873"),
+    (0.05, "#ffffff on #3b528b"),
+    (0.0, "#ffffff on #440154"),
 )
 
 
@@ -37,7 +38,7 @@ def shown(word: str) -> str:
 
 def lens_table(lens: Lens, last: int = 12) -> Table:
     """Return a table of top tokens: a row per layer, last layer first, and a column for each of the
-    `last` positions.
+    `last` positions. In a narrow terminal, tokens are cut; the layers are not.
     """
     places = range(max(0, len(lens.positions) - last), len(lens.positions))
     drawn = Table(
@@ -46,10 +47,14 @@ def lens_table(lens: Lens, last: int = 12) -> Table:
         padding=(0, 1, 0, 0),
         title=f"top next token at {lens.hook}",
         title_justify="left",
+        caption=Text.assemble(
+            "probability from", *((f" {least:.0%} ", style) for least, style in _STEPS)
+        ),
+        caption_justify="left",
     )
-    drawn.add_column("layer", justify="right", style="dim")
+    drawn.add_column("layer", justify="right", style="dim", no_wrap=True)
     for place in places:
-        drawn.add_column(Text(shown(lens.tokens[place])), no_wrap=True)
+        drawn.add_column(_word(lens.tokens[place]))
     for row in reversed(range(len(lens.layers))):
         drawn.add_row(str(lens.layers[row]), *[_cell(lens, row, place) for place in places])
     return drawn
@@ -78,10 +83,15 @@ def named_table(lens: Lens, place: int = -1) -> Table:
     return drawn
 
 
-def _cell(lens: Lens, row: int, place: int) -> Text:
+def _word(word: str) -> Text:
+    """Return a token that stays on its line: a column that is too narrow cuts it."""
+    return Text(shown(word), no_wrap=True, overflow="ellipsis")
+
+
+def _cell(lens: Lens, row: int, place: int) -> Align:
     probability = float(np.exp(lens.logprobs[row, place, 0]))
     style = next(style for least, style in _STEPS if probability >= least)
-    return Text(f"{shown(lens.word(lens.top_ids[row, place, 0])):<{_CELL}}", style=style)
+    return Align.left(_word(lens.word(lens.top_ids[row, place, 0])), style=style)
 
 
 def features_table(features: Features, most: int = 5) -> Table:

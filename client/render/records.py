@@ -32,6 +32,8 @@ from ...schemas.requests.trainings import Training
 from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size
 from .steering import DIGEST, entries, what
 
+#: The most characters of a URL in a list: about as many as the id of a webhook above it has.
+_URL = 48
 #: The most labels of a probe in a list.
 _LABELS = 4
 
@@ -115,13 +117,23 @@ def _bytes(record: Any) -> str:
     return size(record.bytes)
 
 
+def _receiver(delivery: WebhookDelivery) -> str:
+    """Return the URL, cut: the other columns need their room."""
+    url = delivery.url
+    return url if len(url) <= _URL else f"{url[:_URL]}…"
+
+
 def _since(record: Any) -> str:
     return minute(record.created)
 
 
 def _extent(view: JobView) -> str:
-    grid = kind_of(view.kind).grid
-    return f"{view.cells} of {view.cells_expected} cells" if grid else count(view.prompts, "prompt")
+    if not kind_of(view.kind).grid:
+        return count(view.prompts, "prompt")
+    # an attribution that verifies nothing computes no cell
+    return (
+        f"{view.cells} of {view.cells_expected} cells" if view.cells_expected else "estimates only"
+    )
 
 
 def _triggered(view: JobView) -> str:
@@ -458,9 +470,11 @@ SHOWN: dict[type, Shown] = {
                     if view.capture_status == "not_requested"
                     else f"\ncaptures {coloured(view.capture_status)}"
                 )
+            ),
+            "what": lambda view: (
+                f"{view.kind}\n{_extent(view)}"
                 + (f"\ntriggered {_triggered(view)}" if view.triggered else "")
             ),
-            "what": lambda view: f"{view.kind}\n{_extent(view)}",
             "took": lambda view: seconds(view.created, view.finished),
         },
         {
@@ -548,7 +562,7 @@ SHOWN: dict[type, Shown] = {
     WebhookDelivery: Shown(
         "Webhooks",
         {
-            "id": lambda delivery: f"{delivery.id}\n→ {escape(delivery.url)}",
+            "id": lambda delivery: f"{delivery.id}\n→ {escape(_receiver(delivery))}",
             "state": lambda delivery: coloured(delivery.state),
             "tries": lambda delivery: str(len(delivery.attempts)),
             "last": lambda delivery: outcome(next(reversed(delivery.attempts), None)),

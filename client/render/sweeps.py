@@ -32,6 +32,13 @@ _NONE = "·"
 _LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
 
 
+def shaded(share: float, stops: np.ndarray, width: int) -> Text:
+    """Return blanks with the colour at a share of the way along `stops` `[colours, 3]`."""
+    at = share * (len(stops) - 1)
+    rgb = [float(np.interp(at, range(len(stops)), stops[:, part])) for part in range(3)]
+    return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
+
+
 class Heatmap:
     """A rich renderable of one pair, or the mean over all pairs, as wide as the terminal: a row for
     each token or span, a column for each layer.
@@ -64,9 +71,7 @@ class _Paint:
         if not self._colour:
             signs = _BELOW if share < -_LEAST else _ABOVE
             return Text(signs[min(int(abs(share) * len(signs)), len(signs) - 1)] * width)
-        at = (share + 1) / 2 * (len(_STOPS) - 1)
-        rgb = [float(np.interp(at, range(len(_STOPS)), _STOPS[:, part])) for part in range(3)]
-        return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
+        return shaded((share + 1) / 2, _STOPS, width)
 
     def legend(self) -> Text:
         parts = [self.cell(value, 1) for value in np.linspace(self.low, self.high, _LEGEND)]

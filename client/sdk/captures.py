@@ -41,8 +41,8 @@ class Captures(Calls[M]):
         another tag. `partial`: read the existing files of a capture that is `pending`, `error` or
         `timed_out`; without it, they raise `conflict`, `capture_failed` or `receipts_timed_out`.
         The reader's `status` and `detail` are the server's; `gaps()` lists what is missing.
-        `tokens()` uses the server's tokenizer: with `Client`, each call queries the server;
-        `AsyncClient` queries it here, so that `tokens()` need not be awaited.
+        `tokens` uses the server's tokenizer: with `Client`, each call queries the server;
+        `AsyncClient` queries it here, so that `tokens` need not be awaited.
         """
         job_id = wire.id_of(job_id)
         reader = await self._open(job_id, folder, tag, partial)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from ...schemas.base import from_json
+from ...schemas.base import from_json, invalid
 from ...schemas.service.health import Health
 from ...schemas.settings.instance import instance_of
 from ...schemas.settings.settings import Settings, load_settings
@@ -93,9 +93,11 @@ def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
     """Return address and key for a client; without `url`, from the settings. Raises what `find_url`
     raises.
 
-    `url`: may omit `http://`.
+    `url`: may omit `http://`. Raises MidstreamError for what is no URL.
     """
     if url:
+        if " " in url:
+            raise invalid("url", f"{url!r} is no URL", allowed="such as http://127.0.0.1:8321")
         return (url if "://" in url else f"http://{url}").rstrip("/"), api_key
     settings = load_settings()
     return find_url(None, settings).rstrip(

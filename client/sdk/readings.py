@@ -157,10 +157,13 @@ class Features(Plotted):
     def _repr_html_(self) -> str:
         return str(notebook.rendered("features_html", self))
 
-    def top(self, count: int = 10) -> list[tuple[int, float]]:
-        """Return the features with the largest activation on any token, most active first."""
+    def top(self, count: int = 10, start: int = 0) -> list[tuple[int, float]]:
+        """Return the features with the largest activation on any token, most active first.
+
+        `start`: the first index of `reading.positions` that counts.
+        """
         largest: dict[int, float] = {}
-        for place in range(len(self.reading.positions)):
+        for place in range(start, len(self.reading.positions)):
             for feature, value in self.of(place).items():
                 largest[feature] = max(value, largest.get(feature, 0.0))
         return sorted(largest.items(), key=lambda item: -item[1])[:count]

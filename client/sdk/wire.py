@@ -272,7 +272,11 @@ def submission(path: str, body: Any, key: str | None) -> HttpCall:
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
-    """Return the error of a request that got no answer: the server is slow, or there is none."""
+    """Return the error of a request that got no answer: the server is slow, or there is none, or
+    the client was closed.
+    """
+    if isinstance(error, RuntimeError):
+        return ServerUnreachable("this client is closed", "make a new one: Client(), AsyncClient()")
     if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
         return ServerTimeout(
             f"the server at {url} did not answer in time ({type(error).__name__})",
@@ -284,7 +288,7 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
         else f"the URL names no port; the default of a server is {Settings().api_port}"
         if urlsplit(url).port is None
         else "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
-        "(--url)"
+        "(--url; in Python, Client(URL))"
     )
     return ServerUnreachable(
         f"no Midstream server answers at {url} ({error or type(error).__name__})", hint

@@ -41,6 +41,11 @@ _NOISE = re.compile(
     re.IGNORECASE,
 )
 
+#: What the model hub's client logs of a file for which all its tries failed, or are used up.
+DOWNLOAD = re.compile(
+    r"'(?P<why>.+)' thrown while requesting \w+ (?P<url>\S+)(?s:.*)\[Retry (\d+)/\3\]"
+)
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -38,6 +38,7 @@ from ...storage.disk import disk_trouble, probe
 from ..sdk.discovery import STATE_FILE, reachable
 from .processes import (
     BACKOFF_S,
+    DOWNLOAD,
     MARK,
     Child,
     birth,
@@ -523,6 +524,7 @@ class Supervisor:
             self._model = asyncio.run(_model_of(Fleet.connect(self.settings), worker.pid))
             return self._model is not None
 
+        told = False
         with httpx2.Client(timeout=5.0) as http:
             while not (answers(http, f"{self.url}/readyz") and serves()):
                 for child in self._children.values():
@@ -540,8 +542,19 @@ class Supervisor:
                         "unavailable",
                         f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}",
                     )
+                told = told or self._tell_of_download(worker)
                 self._while_starting()
                 self._stopping.wait(TICK_S)
+
+    def _tell_of_download(self, worker: Child) -> bool:
+        """Print why the model cannot be downloaded, once that is known; return whether it is."""
+        refused = DOWNLOAD.search(worker.output())
+        if refused:
+            self._say(
+                f"{refused['url']} cannot be downloaded: {refused['why']}; the worker goes on "
+                "trying. A model in a folder needs no network: --model FOLDER"
+            )
+        return refused is not None
 
     def _write_state(self) -> None:
         """Write the running processes to the state file, for a second `up`, the CLI, and a later

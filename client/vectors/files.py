@@ -348,7 +348,10 @@ def _numbers(layers: LayerSelector) -> list[int]:
 
 def _at_layers(spec: SteeringSpec, layers: LayerSelector | None) -> list[SteeringSpec]:
     if layers is None:
-        raise ValueError("it names no layer: write FILE:LAYERS, such as joy.pt:15")
+        raise ValueError(
+            "it names no layer: write FILE:LAYERS, such as joy.pt:15; in Python, "
+            "midstream.client.vectors.read(path, layers)"
+        )
     vector = spec.vector
     if vector is None or len(vector.shape) == 1:
         return [msgspec.structs.replace(spec, layers=layers)]

@@ -55,6 +55,13 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
     ),
     (r"(turn|image|last|start|stop)=(-?\d+)", "last_prompt", r'write {"\1": \2}'),
     (r"(role|part|text)=(.+)", "last_prompt", r'write {"\1": "\2"}'),
+    (r"last", "last_prompt", "did you mean 'last_prompt'?"),
+    (r"first", "last_prompt", "the first token of the prompt is position 0"),
+    (
+        r".*positions(?:\[\d+\])?: Expected .*, got `slice`",
+        "",
+        'a range is given as {"start": 1, "stop": 3}',
+    ),
     (r"(?:last|first):(\d+)", "last_prompt", r'a range is given as {"start": -\1} or {"stop": \1}'),
     (r"(?:hook_)?embed", "post_block", "not served; resid_pre of layer 0 is the embedding"),
     (r".*: Expected `(?:int|float)(?: \| null)?`, got `str`", "", "it is text: send a number"),
@@ -69,6 +76,11 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
         'a name stands alone, not in a list: use two entries, or "all" or {"start": N}',
     ),
     (
+        r"(?:.*\.)?steering\[\d+\]: Expected `object`, got `(?:float|int)`",
+        "",
+        'a vector is given with its layers: [{"layers": 12, "vector": …}]',
+    ),
+    (
         r"(?:.*\.)?trigger: Expected `object(?: \| null)?`, got `str`",
         "",
         'a text is given as {"text": "</think>", "after": "end"}',
@@ -76,7 +88,27 @@ _MEANT: tuple[tuple[str, str, str], ...] = (
     (
         r"(?:.*\.)?vector: Expected `object \| array(?: \| null)?`, got `str`",
         "",
-        'such as {"dtype": "float32", "shape": [2], "data": BASE64}, or a list of numbers',
+        'such as {"dtype": "float32", "shape": [2], "data": BASE64}, or a list of numbers; a file '
+        "is read first, such as by numpy.load",
+    ),
+    (r"(?:.*\.)?layers?: Expected .*, got `float`", "", "layers are whole numbers"),
+    (r"layer: is required", "", 'a site is a layer and a hook, such as "layer": 12'),
+    (
+        r".*: does not match the pattern \[A-Za-z0-9\]\[A-Za-z0-9\._-\]\{0,127\}",
+        "",
+        "letters, digits, '.', '_' and '-', such as my-name.1",
+    ),
+    (r"\w[\w-]*(?:,\s*[\w-]+)+", "submit", "give a list; or --set scopes=… for each"),
+    (
+        r"prompt\[\d+\]: Expected .*, got `object`",
+        "",
+        "messages go to /v1/chat/completions (client.chat)",
+    ),
+    (
+        r"messages\[\d+\]: Expected `object`, got `str`",
+        "",
+        'such as [{"role": "user", "content": …}]; a text goes to /v1/completions '
+        "(client.completion)",
     ),
     (r"(?:.*\.)?schedule: Expected `object`, got `str`", "", 'such as {"tokens": "all"}'),
     (

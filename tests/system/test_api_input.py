@@ -463,14 +463,16 @@ def test_a_bad_parameter_is_400_with_its_name(api: Api, hand: Hand) -> None:
 
 
 def test_an_unknown_query_parameter_is_400_on_every_route(api: Api) -> None:
-    """Except at pages: the search of the documentation has its words in the query."""
+    """Except at pages (the search of the documentation has its words in the query), and at what
+    load balancers and scrapers ask, with parameters of their own.
+    """
     served = {
         (method, route.path_format)
         for route in make_app(api.settings).routes
         if isinstance(route, HTTPRoute)
         for method in route.route_handler_map
     }
-    pages = re.compile("/(docs|docs/.*|page/.*|schema.*)?")
+    pages = re.compile("/(docs|docs/.*|page/.*|schema.*|healthz|readyz|metrics)?")
     assert len(served) > 140
     for method, path in served:
         path = path.replace("{kind}", "probes").replace("{action}", "pause")
@@ -481,7 +483,7 @@ def test_an_unknown_query_parameter_is_400_on_every_route(api: Api) -> None:
     for path, name, hint in (
         ("/v1/jobs?state=failed&modle=x", "modle", "did you mean 'model'?"),
         ("/v1/completions?modules=joy", "modules", "did you mean 'module'?"),
-        ("/healthz?v", "v", None),
+        ("/v1/status?v", "v", None),
     ):
         problem = api.http.request("POST" if "comp" in path else "GET", path).json()
         assert (problem["field"], problem.get("hint")) == (name, hint)

@@ -19,7 +19,7 @@ from sweep_rig import Rig, having
 from tenant_kit import ADMIN, Caller, asking, bearer
 
 from midstream.broker.ledger.core import tenants
-from midstream.broker.ledger.core.scripts import Scripts
+from midstream.broker.ledger.core.scripts import SHELVED_S, Scripts
 from midstream.broker.ledger.recovery.harvests import SURVEYS, LedgerHarvests
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
@@ -204,6 +204,23 @@ async def test_surveys_take_no_place_of_a_part_and_wait_in_the_ledger(
         again = [each.job_id for each in (await sent(ledger, "fake-model"))[len(before) :]]
         assert again == [surveys[2].id]
         assert await runs.run(surveys[2].id, "harvest") == AttemptOutcome.SUCCEEDED
+
+
+async def test_surveys_that_wait_are_sent_again_in_the_order_of_their_submission(rig: Rig) -> None:
+    ledger, identity = rig.ledger, identity_of(rig.settings)
+    harvest_id = await LedgerHarvests(ledger).submit(stored(rig, ["one"], SITES))
+    surveys = [survey_of(harvest_id, identity=identity, id=f"job_{age}") for age in range(4)]
+    for job in surveys:
+        await ledger.submit(job, {})
+    left = SHELVED_S - now() % SHELVED_S
+    if left < 1:  # none falls into the next round
+        await asyncio.sleep(left)
+    for age in (2, 0, 3, 1):
+        assert await ledger.claim(surveys[age].id, "w1", "boot", 1, identity, crowded=True) is None
+    before = await sent(ledger, "fake-model")
+    await Reaper(ledger, rig.settings).sweep(now() + 60)
+    again = [each.job_id for each in (await sent(ledger, "fake-model"))[len(before) :]]
+    assert again == [job.id for job in surveys]
 
 
 async def test_listings_do_not_read_the_lines_of_harvests(rig: Rig) -> None:

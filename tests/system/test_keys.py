@@ -271,6 +271,17 @@ def test_a_key_is_limited_to_its_scope(api: Api, hand: Hand, scope: Scope) -> No
             assert 'error="insufficient_scope"' in answer.headers["www-authenticate"]
 
 
+def test_a_key_that_may_not_list_models_is_told_what_a_submission_needs(
+    api: Api, hand: Hand
+) -> None:
+    """A submission that names no model asks for them first."""
+    answer = Caller(api, hand, "acme", "observe").http.get("/v1/models")
+    assert answer.status_code == 403
+    assert answer.json()["hint"] == (
+        "a submission, which may ask for this, needs the scope 'submit'"
+    )
+
+
 def test_metrics_need_scope_observe(api: Api, hand: Hand) -> None:
     assert Caller(api, hand, "acme").http.get("/metrics").status_code == 403
     assert Caller(api, hand, "ops", "observe").http.get("/metrics").status_code == 200

@@ -12,6 +12,7 @@ from web_kit import NARROW, PNG, Site, Visit, saved, visiting
 
 from midstream.client import Client
 from midstream.client.captures.attention import pattern
+from midstream.schemas.jobs.jobs import JobResult
 from midstream.schemas.model.attention import AttentionKind
 
 HIDDEN = 8
@@ -380,18 +381,44 @@ def test_the_views_fit_a_phone_and_are_accessible(
             visit.check_apart()
 
 
-def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Visit) -> None:
+def dosed(site: Site, **effect: Any) -> JobResult:
+    """The result of a dose of two layers and two scales."""
     with Client(site.url, api_key=site.alice.key) as client:
-        result = client.dose(
+        return client.dose(
             model="fake-model",
             prompts=["hello", "you"],
             steering=[{"vector": [1.0] * HIDDEN}],
             layers="1-2",
-            scales=[0.5, 1.0],
-            effect={"words": ["a"]},
+            scales=[-0.5, 0.5],
+            effect=effect,
             held_out=["hello there"],
             max_tokens=8,
         )
+
+
+def test_a_dose_says_what_raises_and_what_lowers_the_effect(site: Site, visit: Visit) -> None:
+    """It is not told which of them is wanted: the farthest cell is no better than another."""
+    job = dosed(site, target="a").id
+    result = site.alice.get(f"/v1/jobs/{job}/result")
+    dose = result["dose"]
+    dose["unsteered"]["effect"] = -9.94
+    for cell, effect in zip(dose["cells"], (-11.04, -9.6, -9.9, -9.41), strict=True):
+        cell |= {"effect": effect, "safe": True}
+    dose["safe"] = dose["cells"]
+    visit.page.route(f"**/v1/jobs/{job}/result", lambda route: route.fulfill(json=result))
+    page = visit.log_in(site.alice, f"dose/{job}")
+    expect(page.locator(".finding")).to_contain_text(
+        "The log-probability of “a” is -9.94 nats per token unsteered. At the largest safe scales, "
+        "it rises most at layer 2, scale 0.5, to -9.41 nats per token, and falls most at layer 1, "
+        "scale -0.5, to -11.04 nats per token. Safe up to"
+    )
+    expect(page.locator("li[aria-current=true]").get_by_role("button")).to_have_text("0.5")
+    page.get_by_role("group", name="Layer").get_by_role("button", name="1").click()
+    expect(page.locator("li[aria-current=true]").get_by_role("button")).to_have_text("0.5")
+
+
+def test_a_dose_shows_effect_and_damage_by_layer_and_scale(site: Site, visit: Visit) -> None:
+    result = dosed(site, words=["a"])
     visit.log_in(site.alice, f"jobs/{result.id}")
     details = visit.page.locator("section.details")
     expect(details.get_by_role("heading", name="Dose", exact=True)).to_be_visible()

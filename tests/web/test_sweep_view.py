@@ -418,6 +418,9 @@ def test_a_finding_names_tokens_layers_and_the_effect(site: Site, visit: Visit) 
     where = "“Tower” (token 1) in layers 0–1 and “of” (token 2) in layers 2–3 matter most"
     residual = "the residual stream before the layer"
     assert found(both) == f"{where}: patching {residual} there recovers up to 100 % of the answer."
+    subject: list[list[float | None]] = [[0.9, 0.9, 0], [0.9, 0.9, 0], [0, 0, 1.0]]
+    every = "“The” (token 0) in layers 0–1, “Tower” (token 1) in layers 0–1 and “of” (token 2)"
+    assert found(subject).startswith(f"{every} in layer 2 matter most"), "the last token, too"
     assert found(both, direction="noise").endswith(
         "there moves up to 100 % of the way to the other prompt's answer."
     )
@@ -786,6 +789,14 @@ def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
     for name in ("Estimates", "Exact values"):
         expect(visit.page.get_by_role("region", name=name).locator(".mark")).to_have_count(off)
     settled(visit.page, wrong=0, empty=0)
+    visit.page.route(f"**/v1/attributions/{job_id}", lambda route: route.fulfill(json=early))
+    early["job"] |= {"finished": view["job"]["finished"], "cells_expected": 0}
+    visit.page.reload()
+    expect(visit.page.locator(".finding")).to_have_text(
+        "All values are estimates: no cell is computed exactly."
+    )
+    expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
+    expect(visit.page.locator(".sweep-state")).not_to_contain_text("cells")
     visit.open("jobs")
     visit.page.get_by_role("row").filter(has_text="attribution").first.click()
     expect(visit.page.get_by_role("link", name="Open the heatmap")).to_have_attribute(

@@ -255,7 +255,8 @@ class EngineHost:
             return
         stopping = self._schedule(self._stop())
         try:
-            stopping.result(DEATH_GRACE_S if self.death else None)
+            # while the engine starts, its code may hold the loop
+            stopping.result(None if self.ready and not self.death else DEATH_GRACE_S)
         except TimeoutError:
             logger.error(
                 "the engine did not stop within %s s; it ends with the process", DEATH_GRACE_S
@@ -274,7 +275,8 @@ class EngineHost:
         await patiently(self._ledger.ping, "start")
         await patiently(self._release_former_boots, "start")
         await self._await_disks()
-        engine = make_engine(settings)
+        # a thread: reading the model's configuration may wait for a download
+        engine = await asyncio.to_thread(make_engine, settings)
         logger.info("engine starting: %s", settings.model)
         await engine.start()
         self._engine = engine

@@ -34,6 +34,12 @@ CellValues = list[list[float | None]]  # [layers][columns]
 
 KnownUnits = Mapping[int, UnitRecord]
 
+#: Note on a pair whose clean prompt does not favour its answer.
+_DOWN = (
+    "the clean prompt favours the answer less than the corrupt one: a share of 1 is as unlikely an "
+    "answer as after the clean prompt"
+)
+
 
 def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepResult:
     """Return the result so far. `records`: number of the unit → its record, for all finished units.
@@ -196,6 +202,12 @@ def _pair_result(
     sweep: StoredSweep, records: KnownUnits, pair: int, grids: dict[Hook, CellValues]
 ) -> PairResult:
     units, stored = Units(sweep), sweep.pairs[pair]
+    base = _baseline(records.get(units.base(pair).number))
+    source = _baseline(records.get(units.source(pair).number))
+    notes = stored.notes
+    clean, corrupt = (source, base) if sweep.direction == "denoise" else (base, source)
+    if sweep.metric == "recovered" and clean and corrupt and clean.value < corrupt.value:
+        notes = [*notes, _DOWN]
     return PairResult(
         labels=[column.label for column in stored.columns],
         positions=[[position for position, _ in column.places] for column in stored.columns],
@@ -207,14 +219,14 @@ def _pair_result(
         source_tokens=stored.source_tokens,
         answer=stored.answer_text,
         foil=stored.foil_text,
-        base=_baseline(records.get(units.base(pair).number)),
-        source=_baseline(records.get(units.source(pair).number)),
+        base=base,
+        source=source,
         noise_floor=noise_floor_of(sweep, records, pair),
         noise_probes=sum(
             _value(records.get(unit.number)) is not None for unit in units.noise(pair)
         ),
         grids=grids,
-        notes=stored.notes,
+        notes=notes,
         heads=[column.head for column in stored.columns] if sweep.axis in HEAD_AXES else [],
         neurons=_neurons(sweep, records, pair),
     )

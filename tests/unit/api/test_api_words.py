@@ -17,7 +17,7 @@ from midstream.schemas.base import MidstreamError, RowDType, from_json, to_json
 from midstream.schemas.base.states import ENDS
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.jobs import CallDelta, Event, JobRequest
-from midstream.schemas.jobs.openai import ChatRequest
+from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
 from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.prompts.selectors import ALIASES, EVERY
 from midstream.schemas.requests.interventions import STEERING_FIELDS
@@ -278,6 +278,18 @@ MODULE = 'a module is named as [{"module": NAME}]'
             {"messages": [{"role": "user", "content": "a"}]},
             "messages[0]",
             'send a list of conversations: [[{"role": ',
+        ),
+        (
+            ChatRequest,
+            {"messages": ["hello"]},
+            "messages[0]",
+            'such as [{"role": "user", "content"',
+        ),
+        (
+            CompletionRequest,
+            {"prompt": [{"role": "user", "content": "a"}]},
+            "prompt[0]",
+            "messages go to /v1/chat/completions (client.chat)",
         ),
         (JobRequest, {"model": 5}, "model", None),
         *(

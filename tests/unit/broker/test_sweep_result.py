@@ -70,6 +70,32 @@ def test_grids_hold_values_in_place_and_null_elsewhere() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("direction", "base", "source", "down"),
+    [
+        ("denoise", -5.97, -7.28, True),
+        ("denoise", -7.28, -5.97, False),
+        ("noise", -7.28, -5.97, True),
+        ("noise", -5.97, -7.28, False),
+    ],
+)
+def test_shares_of_a_way_down_have_a_note(
+    direction: str, base: float, source: float, down: bool
+) -> None:
+    asked = sweep(pairs=1, direction=direction)
+    units = Units(asked)
+    known = {
+        unit.number: UnitRecord(unit=unit.number, value=value)
+        for unit, value in ((units.base(0), base), (units.source(0), source))
+    }
+    note = (
+        "the clean prompt favours the answer less than the corrupt one: a share of 1 is as "
+        "unlikely an answer as after the clean prompt"
+    )
+    noted = sweep_result(asked, known, None).pairs[0].notes
+    assert noted == (["shifted by one", note] if down else ["shifted by one"])
+
+
 def test_mean_and_spread_are_over_the_pairs_that_have_a_value_there() -> None:
     asked = sweep(pairs=3)
     found = records(

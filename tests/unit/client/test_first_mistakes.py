@@ -68,6 +68,18 @@ def test_a_hooked_model_takes_an_address_or_a_client(given: Any) -> None:
     assert "no Midstream server answers at http://127.0.0.1:1 " in str(error)
 
 
+def test_a_closed_client_says_so() -> None:
+    with Client(CLOSED) as client:
+        pass
+    assert str(refusal(client.models)).startswith("this client is closed; make a new one")
+
+
+def test_a_file_in_place_of_a_vector_is_to_be_read() -> None:
+    steering = [{"layers": 3, "vector": "joy.npy"}]
+    error = refusal(lambda: Client(CLOSED).submit(prompt="x", model="m", steering=steering))
+    assert "; a file is read first, such as by numpy.load" in str(error)
+
+
 def test_a_slow_server_is_not_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = wire.HttpCall.arguments
     monkeypatch.setattr(wire.HttpCall, "arguments", lambda call: arguments(call) | {"timeout": 0.2})
@@ -150,6 +162,39 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
         (
             lambda c: c.chat(**CHAT, extra_body={}),
             "extra_body: unknown field; its fields are arguments of the call",
+        ),
+        (
+            lambda c: c.submit(prompt="x", model="m", capture={"positions": slice(1, 3)}),
+            "capture.positions: Expected `str | object | array`, got `slice`; a range is given as "
+            '{"start": 1, "stop": 3}',
+        ),
+        (
+            lambda c: c.submit(prompt="x", model="m", capture={"positions": "last"}),
+            "capture.positions: Invalid enum value 'last'; did you mean 'last_prompt'? (allowed: "
+            "last_prompt, all_prompt, all_generated, all, image)",
+        ),
+        (
+            lambda c: c.submit(prompt="x", model="m", capture={"layers": 3.5}),
+            "capture.layers: Expected `int | str | array | null`, got `float`; layers are whole "
+            "numbers",
+        ),
+        (
+            lambda c: c.modules.put("m", [1.0, 2.0]),
+            "steering[0]: Expected `object`, got `float`; a vector is given with its layers: "
+            '[{"layers": 12, "vector": …}]',
+        ),
+        (
+            lambda c: c.modules.put("my module", [{"layers": 3, "vector": [1.0]}]),
+            "name: does not match the pattern [A-Za-z0-9][A-Za-z0-9._-]{0,127}; letters, digits, "
+            "'.', '_' and '-', such as my-name.1",
+        ),
+        (
+            lambda c: c.probes.put("p", weight=[1.0]),
+            'layer: is required; a site is a layer and a hook, such as "layer": 12',
+        ),
+        (
+            lambda _: Client("not a url"),
+            "url: 'not a url' is no URL (allowed: such as http://127.0.0.1:8321)",
         ),
         (
             lambda c: c.chat(**CHAT, other=1),

@@ -5,7 +5,7 @@ import { hookName } from "./hooks.js";
 
 const STRONG = 0.5; // of the greatest change: such cells are named
 const FAINT = 0.05; // share recovered below which no cell matters
-const NAMED = 2; // columns
+const NAMED = 2; // columns, beside the last one that matters
 
 const VALUE = { logit_diff: "log P(answer) − log P(foil)", logprob: "log P(answer)", kl: "the next-token distribution" };
 const TO = { denoise: "of the answer", noise: "of the way to the other prompt's answer" };
@@ -45,9 +45,12 @@ export function finding(grid, pair) {
   const names = grid.names(pair);
   const places = new Map();
   for (const { hook, layer, column, effect } of cells) if (hook === best.hook && effect * Math.sign(best.effect) >= STRONG * best.size) places.set(column, [...(places.get(column) || []), layer]);
-  const strongest = [...places].sort((a, b) => b[1].length - a[1].length).slice(0, NAMED).sort((a, b) => a[0] - b[0]);
+  const last = result.axis === "position" ? Math.max(...places.keys()) : null; // there, the answer is predicted
+  const most = [...places].sort((a, b) => b[1].length - a[1].length);
+  const strongest = most.filter(([column], n) => n < NAMED || column === last).sort((a, b) => a[0] - b[0]);
   const called = (name) => (result.axis === "position" ? name.replace(/^(.*?)( \d+)?$/, (_, token, place) => `“${token}”${place ? ` (token${place})` : ""}`) : name);
-  const where = strongest.map(([column, layers]) => `${called(names[column])} in ${ranges(layers, grid.layers)}`).join(" and ");
+  const each = strongest.map(([column, layers]) => `${called(names[column])} in ${ranges(layers, grid.layers)}`);
+  const where = new Intl.ListFormat("en-GB").format(each);
   const hook = hookName(best.hook).replace(/^[A-Z](?![A-Z])/, (letter) => letter.toLowerCase());
   const doing = { zeros: `setting the ${hook} to zero there`, mean: `setting the ${hook} to its mean there` }[result.ablation] || `patching the ${hook} there`;
   const does = metric === "recovered" ? (result.direction === "noise" ? `moves up to ${far}` : `recovers up to ${far}`) : `changes ${VALUE[metric]} by up to ${far} nats`;

@@ -263,8 +263,11 @@ export function shareOf(grid, pair, hook, row, column) {
 /** A value with the digits that matter. */
 export const shown = (value) => (Math.abs(value) >= 1000 || (value !== 0 && Math.abs(value) < 0.001) ? value.toExponential(2) : value.toFixed(3)).replace("-", "−");
 
+const FORMULA = /^[=+\-@\t\r](?![\d.]*$)/; // what spreadsheets run, if it begins a text that is no number
+
 const quoted = (value) => {
-  const text = value === null || value === undefined ? "" : Array.isArray(value) ? value.join(" ") : String(value);
+  const plain = value === null || value === undefined ? "" : Array.isArray(value) ? value.join(" ") : String(value);
+  const text = typeof value === "string" && FORMULA.test(value) ? `'${plain}` : plain;
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 };
 

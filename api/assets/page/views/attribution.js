@@ -50,10 +50,10 @@ function Attribution({ id, session, jobs }) {
   </div>`;
 }
 
-/** How well estimates and exact values agree; empty: no cell was computed. */
+/** How well estimates and exact values agree; empty: no cell is computed yet. */
 function agreement(grid, pair) {
   const cells = grid.checked(pair).filter((cell) => cell.exact !== null);
-  if (!cells.length) return "";
+  if (!cells.length) return grid.total ? "" : "All values are estimates: no cell is computed exactly.";
   const { result } = grid;
   const of = pair === null ? null : result.estimated[pair];
   const parts = [`${cells.filter((cell) => cell.off).length} of ${count(cells.length, "exact cell")} off by more than the noise floor and ${result.verify.tolerance}`];
@@ -84,7 +84,7 @@ function Scatter({ id, grid, pair }) {
 
 function Scores({ scores }) {
   return html`<div class="grid-table card"><table><caption>The ${Math.min(MOST, scores.length)} strongest of ${scores.length}</caption>
-    <thead><tr><th scope="col">what</th><th scope="col">score</th></tr></thead>
+    <thead><tr><th scope="col">what</th><th scope="col">estimate</th></tr></thead>
     <tbody>${scores.slice(0, MOST).map(({ name, score }) => html`<tr><th scope="row">${name}</th><td>${shown(score)}</td></tr>`)}</tbody></table></div>`;
 }
 

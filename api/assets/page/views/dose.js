@@ -10,7 +10,13 @@ import { Side, diff } from "../plots/text_diff.js";
 
 const PARTS = { effect: (cell) => number(cell.effect, 2), "loss above unsteered": (cell) => number(cell.loss, 2), repetition: (cell) => percent(cell.repetition), "relative size": (cell) => number(cell.median, 2) };
 const layerOf = ({ layer }) => (layer === null ? "all" : layer);
-const what = ({ effect }) => (effect.words.length ? `share of texts with ${effect.words.join(" or ")}` : effect.target ? `log-probability of “${visible(effect.target)}”, nats per token` : `mean score of ${effect.probe}`);
+const named = ({ words, target, probe }) => {
+  if (words.length) return `share of texts with ${words.join(" or ")}`;
+  return target ? `log-probability of “${visible(target)}”` : `mean score of ${probe}`;
+};
+const unit = ({ target }) => (target ? "nats per token" : "");
+const what = ({ effect }) => [named(effect), unit(effect)].filter(Boolean).join(", ");
+const highest = (cells) => [...cells].sort((a, b) => b.effect - a.effect)[0];
 const beginning = (text) => (text.length > 120 ? `${text.slice(0, 120)}…` : text).trim();
 
 /** The figures of one measure: the chosen layer strong with its safe range, the others faint. `value(cell)`; of the unsteered model, `zero`. */
@@ -27,10 +33,22 @@ function Curve({ title, note, about, name, value, zero, text, rules, rows, chose
 const Strip = ({ cells, unsteered, chosen, pick }) => html`<div class="card"><h3>The first prompt, at each scale</h3><ol class="texts">${[...cells, unsteered].sort((a, b) => a.scale - b.scale).map((cell) => html`<li key=${cell.scale} class=${cell.safe ? "" : "unsafe"} aria-current=${cell.scale === chosen ? "true" : null}>
   <button type="button" class="button small quiet" aria-label=${`Scale ${cell.scale}`} onClick=${() => pick(cell.scale)}>${cell.scale || "unsteered"}</button> <span>${cell === unsteered ? cell.text : html`<${Side} parts=${diff(unsteered.text, cell.text)} side="second" />`}</span>${!cell.safe && html` <span class="pill bad">not safe</span>`}</li>`)}</ol></div>`;
 
+/** Which safe cell raises the effect most, and which lowers it most: a dose is not told what is wanted. */
+export function finding({ dose: { effect }, unsteered, safe }) {
+  const value = (cell) => `${number(cell.effect, 2)} ${unit(effect)}`.trim();
+  const most = (does, cells) => cells.length
+    ? `${does} most at layer ${layerOf(cells[0])}, scale ${cells[0].scale}, to ${value(cells[0])}`
+    : `${does} nowhere`;
+  const risen = safe.filter((cell) => cell.effect > unsteered.effect).sort((a, b) => b.effect - a.effect);
+  const fallen = safe.filter((cell) => cell.effect < unsteered.effect).sort((a, b) => a.effect - b.effect);
+  const moved = `At the largest safe scales, it ${most("rises", risen)}, and ${most("falls", fallen)}.`;
+  return `The ${named(effect)} is ${value(unsteered)} unsteered. ${safe.length ? moved : "No scale is safe."}`;
+}
+
 /** The outcome of a job of kind `dose`, as in its result. */
-export default function Dose({ id, dose: { dose, unsteered, cells, safe } }) {
-  const far = (cell) => Math.abs(cell.effect - unsteered.effect);
-  const best = [...safe].sort((a, b) => far(b) - far(a))[0] || cells[0];
+export default function Dose({ id, dose: outcome }) {
+  const { dose, unsteered, cells, safe } = outcome;
+  const best = highest(safe) || cells[0];
   const [chosen, choose] = useState({ layer: layerOf(best), scale: best.scale });
   const scales = [...new Set(cells.map(({ scale }) => scale))].sort((a, b) => a - b);
   const layers = new Map([...new Set(cells.map(layerOf))].map((layer) => [layer, cells.filter((cell) => layerOf(cell) === layer)]));
@@ -42,12 +60,12 @@ export default function Dose({ id, dose: { dose, unsteered, cells, safe } }) {
   const about = `${count(dose.prompts, "prompt")} in each cell; shaded: safe, at most +${dose.max_loss} nats and +${percent(dose.max_repetition)} repetition; red: not safe`;
   const shared = { about, rows, chosen, layers, safe, pick };
   const limit = (at, text) => [{ axis: "y", at, text }];
-  return html`<p class="finding">${safe.length ? `The strongest safe effect is at layer ${layerOf(best)}, scale ${best.scale}: ${number(best.effect, 2)}, ${number(unsteered.effect, 2)} unsteered. ` : "No scale is safe."}${safe.length ? `Safe up to scale: ${[...layers.keys()].map((layer) => [layer, of(layer)]).filter(([, found]) => found.length).map(([layer, found]) => `${found.map(({ scale }) => scale).join(" and ")} at layer ${layer}`).join(", ")}.` : ""}${stopped ? ` A policy ended continuations of ${stopped} of ${every.length} cells, which cannot be compared.` : ""}</p>
+  return html`<p class="finding">${finding(outcome)}${safe.length ? ` Safe up to scale: ${[...layers.keys()].map((layer) => [layer, of(layer)]).filter(([, found]) => found.length).map(([layer, found]) => `${found.map(({ scale }) => scale).join(" and ")} at layer ${layer}`).join(", ")}.` : ""}${stopped ? ` A policy ended continuations of ${stopped} of ${every.length} cells, which cannot be compared.` : ""}</p>
     <${Stats} items=${[
       { name: "Unsteered", value: number(unsteered.effect, 2), note: what(dose) },
       { name: "Safe", value: `+${dose.max_loss} nats`, note: `and +${percent(dose.max_repetition)} repetition, at most` },
     ]} />
-    <div class="inline" role="group" aria-label="Layer"><span class="soft">Layer</span>${[...layers.keys()].map((layer) => html`<${Button} key=${layer} kind="small" aria-pressed=${layer === chosen.layer ? "true" : "false"} onClick=${() => choose({ layer, scale: (of(layer).sort((a, b) => far(b) - far(a))[0] || { scale: chosen.scale }).scale })}>${layer}<//>`)}</div>
+    <div class="inline" role="group" aria-label="Layer"><span class="soft">Layer</span>${[...layers.keys()].map((layer) => html`<${Button} key=${layer} kind="small" aria-pressed=${layer === chosen.layer ? "true" : "false"} onClick=${() => choose({ layer, scale: (highest(of(layer)) || chosen).scale })}>${layer}<//>`)}</div>
     <div class="reading even">
       <${Curve} title="Effect" note=${what(dose)} name=${`${id}.effect`} value=${(cell) => cell.effect} zero=${unsteered.effect} text=${short} rules=${limit(unsteered.effect, "unsteered")} ...${shared} />
       <${Curve} title="Damage" note="loss on held-out texts above unsteered, nats per token" name=${`${id}.loss`} value=${(cell) => cell.loss} zero=${0} text=${short} rules=${limit(dose.max_loss, `at most ${dose.max_loss}`)} ...${shared} />

@@ -191,8 +191,9 @@ export function State({ job, grid, over, lost, jobs, onError }) {
     job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}: ${job.retry_reason}` : "", // attempts count hand-overs between queues too
   ].filter(Boolean).join(" · ");
   const label = `${number(grid.known)} of ${number(grid.total)} cells`;
+  const bar = grid.total ? html`<${Progress} value=${grid.known} total=${grid.total} label=${label} />` : "";
   return html`<div class="sweep-state" data-state=${job.state}>
-    <${Pill} state=${job.state} /> <${Progress} value=${grid.known} total=${grid.total} label=${label} /> <span class="soft">${told}</span>
+    <${Pill} state=${job.state} /> ${bar} <span class="soft">${told}</span>
     <span class="visually-hidden" role="status">The ${job.kind} is ${job.state}.</span>
     ${lost && !over && html`<span class="bad" role="status">Connection lost; reconnecting …</span>`}
     ${!over && html`<${Button} disabled=${job.state === "cancelling"} onClick=${() => post(`/v1/jobs/${encodeURIComponent(job.id)}/cancel`, {})} onError=${onError}>Cancel<//>`}

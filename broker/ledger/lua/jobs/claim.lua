@@ -61,6 +61,8 @@ end
 if args.crowded and redis.call('HEXISTS', hash, 'survey') == 1 then
   redis.call('SREM', turn('sent', job.model, job.line), id) -- the next message of the line takes its place
   shelve(job)
+  -- All are due at one moment, and the reaper then sends them by their ids, which is by age: who came first gets the free place.
+  look_at_queued(job, (math.floor(now / SHELVED_S) + 1) * SHELVED_S)
   fill(job.model, job.line)
   return {'refused', job.state}
 end

@@ -150,7 +150,27 @@ def test_a_table_of_jobs_says_what_they_are_and_counts_no_hand_over(cli: Cli) ->
     assert found == dict.fromkeys(found, 1)
 
 
-def test_an_exported_lens_has_the_texts_of_its_tokens(cli: Cli) -> None:
+def test_an_attribution_that_computes_no_cell_has_estimates_only(cli: Cli) -> None:
+    bare = job_view(kind="attribution", cells_expected=0, model="m")
+    ended, _ = cli.served("list", "jobs", by=[reply(JobPage(jobs=[bare]))])
+    assert "estimates only" in ended.out
+    assert "0 of 0" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        (" sky", " sky"),
+        ("=1+1", "'=1+1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("-2+3", "'-2+3"),
+        ("-2.5", "-2.5"),
+        ("-", "-"),
+    ],
+)
+def test_an_exported_lens_has_the_texts_of_its_tokens_and_no_formulas(
+    cli: Cli, word: str, written: str
+) -> None:
     reading = LensReading(
         request=0, hook="post_block", layers=[0], positions=[0], token_ids=[7],
         top_tokens=[[[8]]], top_logprobs=[[[-1.0]]], named_tokens=[], named_ranks=[[[]]],
@@ -158,11 +178,11 @@ def test_an_exported_lens_has_the_texts_of_its_tokens(cli: Cli) -> None:
     )  # fmt: skip
     answers = [
         job_result("a", lens=[reading]),
-        {"prompt": "The sky", "token_strs": ["The", " sky"]},
+        {"prompt": "The sky", "token_strs": ["The", word]},
     ]
     ended, _ = cli.served("export", "job", "job_1", "-o", "lens.csv", by=[*map(reply, answers)])
     assert ended.code == 0, ended.err
-    assert Path("lens.csv").read_text().splitlines()[1] == "0,0,0,8, sky,-1.0"
+    assert Path("lens.csv").read_text().splitlines()[1] == f"0,0,0,8,{written},-1.0"
 
 
 def test_a_dose_is_asked_for_like_a_job(cli: Cli) -> None:
@@ -201,6 +221,9 @@ def test_every_command_accepts_h_and_version(cli: Cli) -> None:
         ("change policy guard --mode active", 2, "a field is given as --set mode=VALUE"),
         ("change policy p mode=active", 2, "a field is given as --set mode=active"),
         ("fit probe p x.csv --top-layer 2", 2, "a field is given as --set top_layer=VALUE"),
+        ("up --prot 3", 2, "No such option: --prot (did you mean --port?)"),
+        ("submit x --max-token 3", 2, "(did you mean --max-tokens?); a field is given as"),
+        ("--url http://x list jobs", 2, "options stand behind the command"),
         ("status", 3, "no stack is running on"),
         ("down", 0, "no stack is running on"),
         ("logs", 1, "no logs in"),
@@ -240,6 +263,12 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
             for kind in ("modules", "probe", "saes", "lenses", "loras", "disabled")
         ),
         ("get server", "no Midstream server answers"),
+        ("submit --file wrong.json", "promts: unknown field; did you mean 'prompts'?"),
+        ("submit --file torn.json", "Expecting value: line 2 column 1"),
+        ("dose --prompts Hello", "--prompts: Hello: No such file or directory (allowed: FILE"),
+        ("dose --held-out Hello", "--held-out: Hello: No such file"),
+        ("list steerings", "KIND: unknown kind 'steerings' (allowed: job, "),
+        ("create key eve --set scopes=submit,red", "or --set scopes=… for each (allowed: submit, "),
         ("list modul", "KIND: unknown kind 'modul'; did you mean 'module'? (allowed: job, "),
         ("put ranks x", "KIND: 'put' is not for ranks (allowed: get ranks)"),
         ("get module", "NAME: get module: missing a required argument: 'name'"),
@@ -305,7 +334,8 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
 )
 def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: str) -> None:
     Path("lines.jsonl").write_text("[1]\n")
-    Path("torn.json").write_text('{"prompts": ')
+    Path("torn.json").write_text('{"prompts":\n')
+    Path("wrong.json").write_text('{"promts": ["x"]}')
     Path("torn.jsonl").write_text("text,label\n")
     Path("lines.csv").write_text("text,label\n")
     Path("labels.csv").write_text("text,id\na,1\n")

@@ -2,6 +2,7 @@
 missing; `plot` draws every kind of result.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from capture_kit import finished, values, write
 from job_kit import job_result
 from msgspec.structs import replace
 from refusal_kit import refuses
+from rich.console import Console
 from sweep_kit import result
 
 from midstream import (
@@ -25,6 +27,7 @@ from midstream import (
     samples,
 )
 from midstream.client.captures.patterns import Attention
+from midstream.client.render import doses
 from midstream.client.render.figures import PLOTS
 from midstream.client.render.lines import LINES
 from midstream.client.sdk.answers.attribution import Attribution
@@ -106,6 +109,32 @@ def test_rows_count_from_the_end_of_the_prompt_or_there_is_no_matrix(tmp_path: P
         matrix([], layer)
 
 
+@pytest.mark.parametrize(
+    ("rows", "positions", "warned"),
+    [
+        ("first", [6], ["first"]),
+        ("last", [0], ["last"]),
+        ("last", [2, 3], ["last"]),
+        ("first", [0, 6], []),
+        ("last", [0, 6], []),
+        ("last", [7, 8], []),
+        ("all", [3], []),
+        (3, [3], []),
+        (-4, [3], []),
+    ],
+)
+def test_a_row_that_is_not_at_its_end_of_the_prompt_has_a_warning(
+    tmp_path: Path, rows: Any, positions: list[int], warned: list[str]
+) -> None:
+    write(tmp_path, finished(job="job_a", positions=positions, prompt_tokens=7), owner="job_a")
+    reader = CaptureReader(tmp_path, "job_a")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        matrix(reader, reader.layers()[0], rows=rows)
+    said = 'rows="{0}" takes the {0} captured row, which is not the prompt\'s {0} token'
+    assert [str(each.message) for each in found] == [said.format(end) for end in warned]
+
+
 def test_a_mean_is_over_the_captured_positions_of_a_request(readers: list[CaptureReader]) -> None:
     layer = readers[0].layers()[0]
     found = matrix(readers[0], layer, rows="mean")
@@ -184,6 +213,23 @@ def dose() -> DoseResult:
     return DoseResult(dose=asked, unsteered=none, cells=[far, near, bad], safe=[near])
 
 
+@pytest.mark.parametrize(
+    ("effect", "said"),
+    [
+        ({"words": ["joy"]}, "share of texts with the words"),
+        ({"target": " [b]sail"}, "log P(“[b]sail”), nats per token"),
+        ({"probe": "tone"}, "score of tone"),
+    ],
+)
+def test_a_dose_says_what_its_effect_is_in_which_unit(effect: Any, said: str) -> None:
+    found = dose()
+    measured = replace(found, dose=replace(found.dose, effect=DoseEffect(**effect)))
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(*doses.drawn(measured))
+    assert f"Dose: effect is the {said}" in shown.get()
+
+
 def attention() -> Attention:
     pattern = np.tril(np.ones((2, 3, 3), np.float32))
     return Attention("job_x", [0, 1, 2], [5, 6, 7], ["a", "b", "c"], {4: pattern}, {4: [0, 1]})
@@ -259,6 +305,36 @@ def test_scores_are_drawn_with_tokens_and_threshold_and_the_first_sets_no_scale(
     assert axis.get_ylim() == (pytest.approx(-0.45), pytest.approx(3.45))
     (axis,) = guarded(tokens=[[0.0], [0.0]]).plot().get_axes()
     assert axis.lines[0].get_ydata()[0] == 1.5
+
+
+def outlying(positions: list[int]) -> Features:
+    reading = replace(
+        FEATURES, positions=positions, token_ids=[7, 8, 9], active=[2, 1, 1], errors=[0.1] * 3,
+        features=[[5, 9], [2], [3]], activations=[[39.0, 31.0], [0.5], [0.3]],
+    )  # fmt: skip
+    return Features("job_x", reading)
+
+
+@pytest.mark.parametrize(
+    ("first", "rows", "limits"),
+    [(0, ["2", "3"], (0.0, 0.5)), (4, ["5", "9"], (0.0, 39.0))],
+)
+def test_the_first_token_chooses_no_feature_and_sets_no_scale(
+    first: int, rows: list[str], limits: tuple[float, float]
+) -> None:
+    axis, _ = outlying([first, first + 1, first + 2]).plot(count=2).get_axes()
+    assert [label.get_text() for label in axis.get_yticklabels()] == rows
+    assert axis.collections[0].get_clim() == pytest.approx(limits)
+    assert axis.get_ylabel() == "feature"
+
+
+def test_rows_are_drawn_on_the_scale_of_the_tokens_after_the_first(tmp_path: Path) -> None:
+    write(tmp_path, finished(job="job_x", positions=[0, 1, 2]), owner="job_x")
+    found = CaptureReader(tmp_path, "job_x")
+    axis, _ = found.plot().get_axes()
+    others = axis.collections[0].get_array()[:, 1:]
+    assert axis.collections[0].get_clim() == (others.min(), others.max())
+    assert axis.get_xlabel() == "token; the first sets no scale"
 
 
 def test_a_jobs_data_frame_has_what_its_policies_decided() -> None:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from cli_kit import Cli
+from http_kit import reply
 from refusal_kit import refuses
 from rich.console import Console
 
@@ -30,7 +31,7 @@ from midstream.client.sdk.attention import (
 from midstream.client.sdk.captures import Captures
 from midstream.client.sdk.client import AsyncClient, Client
 from midstream.client.sdk.jobs import Jobs
-from midstream.schemas.base import to_numpy
+from midstream.schemas.base import MidstreamError, to_numpy
 from midstream.schemas.jobs.captures import FORMAT, Manifest
 from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.prompts.images import ImageSpan
@@ -312,7 +313,6 @@ def test_the_command_draws_a_capture_and_gives_its_scores(cli: Cli, tmp_path: Pa
     ("options", "words"),
     [
         ([], "give either a prompt or a capture"),
-        (["two words"], "give it as --prompt TEXT"),
         (["job_x", "--prompt", "a"], "give either a prompt or a capture"),
         (["job_x", "--behaviour", "sideways"], "'sideways' is not known"),
         (["job_x", "--figure", "out.xyz"], "not a figure format"),
@@ -321,6 +321,15 @@ def test_the_command_draws_a_capture_and_gives_its_scores(cli: Cli, tmp_path: Pa
 def test_the_command_refuses_options_by_name(cli: Cli, options: list[str], words: str) -> None:
     ended = cli("attention", *options)
     assert (ended.code, words in ended.err) == (1, True)
+
+
+@pytest.mark.parametrize("words", [("two words",), ("--prompt", "two words")])
+def test_the_command_takes_a_prompt_with_and_without_its_option(
+    cli: Cli, words: tuple[str, ...]
+) -> None:
+    refusal = MidstreamError("invalid_request", "refused here").problem()
+    _, seen = cli.served("attention", *words, "--set", "model=m", by=[reply(refusal, 400)])
+    assert json.loads(seen.bodies[0])["prompts"] == ["two words"]
 
 
 def test_the_call_captures_queries_and_keys_as_attention_uses_them() -> None:

@@ -207,7 +207,13 @@ def _fields(record: object) -> dict[str, object]:
 def test_edges_and_features_are_bars_and_a_table(result: AttributionResult, name: str) -> None:
     drawn = Attribution("job_1", result).plot()
     assert name in [label.get_text() for label in drawn.axes[-1].get_yticklabels()]
-    assert name in printed(result)
+    shown = printed(result)
+    assert name in shown
+    assert "estimate" in shown
+
+
+def test_the_terminal_calls_estimates_estimates() -> None:
+    assert printed(attribution()).startswith("Estimates by gradients\n“")
 
 
 def test_the_terminal_shows_values_how_both_agree_and_what_was_left_out() -> None:

@@ -338,6 +338,46 @@ def test_a_start_that_fails_ends_no_supervisor(tmp_path: Path) -> None:
     assert not part.due
 
 
+def test_a_download_that_fails_is_told_of_once_while_the_worker_goes_on_trying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "answers", lambda http, url: False)
+    monkeypatch.setattr(supervisor, "TICK_S", 0.01)
+    said: list[str] = []
+    stack = Supervisor(Settings(data_dir=str(tmp_path)), say=said.append)
+    round_ = "\n".join(
+        f"'[Errno -2] unknown' thrown while requesting HEAD https://hub/m/config.json\n"
+        f"Retrying in 1s [Retry {number}/5]."
+        for number in range(1, 6)
+    )
+    worker = child(tmp_path, f'echo "{round_}"; echo "{round_}"; exec sleep 600')
+    stack._children = {"worker": worker}
+    worker.start()
+    looks = iter(range(100))
+
+    def look() -> None:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stack, "_while_starting", look)
+    try:
+        assert wait_for(lambda: worker.output().count("5/5") == 2, 60)
+        with pytest.raises(KeyboardInterrupt):
+            stack._await_ready(60.0)
+    finally:
+        worker.stop()
+    assert said == [
+        "https://hub/m/config.json cannot be downloaded: [Errno -2] unknown; the worker goes on "
+        "trying. A model in a folder needs no network: --model FOLDER"
+    ]
+
+
+def test_a_download_that_is_tried_again_is_not_told_of_yet(tmp_path: Path) -> None:
+    once = "'x' thrown while requesting HEAD https://hub/m\nRetrying in 1s [Retry 1/5]."
+    part = run(child(tmp_path, f'echo "{once}"'))
+    assert not Supervisor(Settings(data_dir=str(tmp_path)))._tell_of_download(part)
+
+
 def test_a_data_directory_that_cannot_be_written_ends_no_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
