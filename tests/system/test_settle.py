@@ -431,6 +431,17 @@ async def test_a_failed_prompt_is_counted_once_whatever_its_ranks_report(
     assert from_json(counted, list[int])[1:] == [1, 1, 1]
 
 
+async def test_a_failed_prompts_scores_are_shown_once(ledger: Ledger, settle: Settler) -> None:
+    """Whether its failure is that of one rank or of all."""
+    job = policed(capture=True)
+    await claimed(ledger, job)
+    for rank, verdict in enumerate(("ok", "error")):
+        told = msgspec.structs.replace(decided(job), rank=rank, tp=rank, status=verdict)
+        settle.settle(WORKER, rank, EPOCH, [(1, told)])
+    assert await state_of(ledger, job) is State.FAILED
+    assert len((await ledger.result(job.id)).probes) == 1
+
+
 async def test_a_policys_webhooks_are_bounded_and_charged_to_nobody(redis_url: str) -> None:
     """Beyond the bound, one of them says how many more there were. Its owner gets no ids of other
     tenants' jobs, and may submit as before.
