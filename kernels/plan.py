@@ -22,9 +22,9 @@ from ..schemas.requests.interventions import (
     SCALARS,
 )
 
-#: Columns of `token_rows`: the most configuration rows that may edit one token, rows of its request
-#: and of global steering together.
-ROWS_PER_TOKEN = 8
+#: Columns of `token_rows`: the most configuration rows that may edit one token, for its request,
+#: global steering, policies of all traffic and policies that the request names, together.
+ROWS_PER_TOKEN = 16
 
 #: Columns of a site's plan, int32. Columns that are not named are reserved.
 COLUMNS = 16

@@ -1,7 +1,8 @@
 """Routes of what is registered, with the row of each kind, and of source runs."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Union
 
 import anyio.to_thread
@@ -49,6 +50,7 @@ from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.lens import resolve_tuned
 from ..resolve.readings.probes import (
     changed,
+    check_beside,
     check_fit,
     digest_of,
     replaceable,
@@ -76,6 +78,7 @@ async def make_policy(
     named = [action.module for action in data.actions if isinstance(action, Steer)]
     made = resolve_policy(
         data,
+        name,
         info,
         found.known(PROBES, data.probe, "probe"),
         await context.names.state(info, named, caller),
@@ -98,14 +101,10 @@ async def change_policy(
         # the present version may stop applying to all traffic also where it fits no longer
         if data.version is not None or made.content.all_traffic:
             check_fit(made, info)
-        result = _with(now, made, info.name, name)
-        return (
-            now
-            if (result.digest, made.registered) == (now.digest, now.current.registered)
-            else result
-        )
+        return _with(now, made, info.name, name)
 
-    policy, _ = await policies.put(info.name, name, make, {})
+    check = partial(check_beside, model=info)
+    policy, _ = await policies.put(info.name, name, make, {}, check)
     return policy.shown_to(caller)
 
 
@@ -139,6 +138,8 @@ class RegisteredKind:
     description: str
     scope: Scope = "steer-global"  # that changes require
     file: Callable[[bytes], Any] | None = None  # decodes a body that is a file
+    # raises an error for one that has no place beside the others of its kind
+    check: Callable[[Any, Sequence[Any], ModelInfo], None] | None = None
     # returns the records with what their answers have beside what is registered
     complete: Callable[[Ledger, list[Any]], Awaitable[list[Any]]] | None = None
 
@@ -213,6 +214,7 @@ ROWS = (
         make_policy,
         "a new version, if the name exists. Its probe and its modules stay those of its "
         "registration.",
+        check=check_beside,
         complete=with_days,
     ),
 )
@@ -298,7 +300,10 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         data = msgspec.structs.replace(data, description=description or data.description)
         stored = row.kind.key_of(caller.tenant, name)
         make, blobs = await row.make(data, stored, info, context, caller)
-        made, former = await Registry(context.ledger, row.kind).put(info.name, stored, make, blobs)
+        check = None if row.check is None else partial(row.check, model=info)
+        made, former = await Registry(context.ledger, row.kind).put(
+            info.name, stored, make, blobs, check
+        )
         shown = made.shown_to(caller)
         if former is not None:
             return Response(shown.replacing(former), status_code=200)

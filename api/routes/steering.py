@@ -73,7 +73,7 @@ async def make_module(
         hidden_size=info.hidden_size,
         reach=content.reach,
     )
-    return module.after, content.blobs
+    return lambda _: module, content.blobs
 
 
 async def module_file(

@@ -83,7 +83,6 @@ async def _planned(
     sae_name = body.sae if isinstance(body, AttributionRequest) else None
     found = await context.names.look_up(info, (LORAS, body.lora), (SAES, sae_name))
     lora = named_lora(body.lora, info, found)
-    global_steering = await context.steering.current(info.name)
     sae = None
     if isinstance(body, AttributionRequest):
         check_method(body)
@@ -92,9 +91,10 @@ async def _planned(
             body = on_its_site(body, sae)
         hooks = {f"hooks[{index}]": hook for index, hook in enumerate(body.hooks)}
         gradients = await context.ledger.gradients(info)
-        check_gradients(hooks, info, gradients, bool(global_steering.entries))
+        steering = await context.steering.current(info.name)
+        check_gradients(hooks, info, gradients, bool(steering.entries))
     codec = await context.served.codec(info)
-    planned = await plan_sweep(body, info, codec, context.settings, global_steering)
+    planned = await plan_sweep(body, info, codec, context.settings)
     if isinstance(body, AttributionRequest):
         planned = planned._replace(sweep=attributed(planned.sweep, body, sae))
         check_exact(planned.sweep, context.settings.sweep_cells)

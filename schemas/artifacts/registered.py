@@ -44,6 +44,14 @@ class Registered(Record):
         """Return the artifact as the caller sees it."""
         return self
 
+    def after(self, former: Self | None) -> Self:
+        """Return the artifact as it is stored in place of `former`: of the same content, that one's
+        `created` stays.
+        """
+        if former is None or former.digest != self.digest:
+            return self
+        return msgspec.structs.replace(self, created=former.created)
+
     def replacing(self, previous: "Registered") -> Self:
         """Return the artifact with `replaced` set, if the previous digest differs."""
         if previous.digest == self.digest:

@@ -86,7 +86,13 @@ MAX_MARGIN = 1 << 16  # Positions of a window: `last`, `head`, `tail`, `before`,
 # `token_ids`
 MAX_AROUND = 256
 MAX_SEQUENCES = 16  # Sequences of `token_ids` of a window or a trigger
-MAX_TRIGGERS = 4  # Distinct triggers of a request's steering, and of global steering
+# Rows of the ranks' steering table that edit one token for its request: one for each set of
+# positions that may contain it. As many, in addition, for global steering, for the policies of all
+# traffic, and for those that the request names
+MAX_STEERING_ROWS = 4
+# Distinct triggers of a request's steering, of global steering, of the policies of all traffic, and
+# of those that a request names
+MAX_TRIGGERS = 4
 # Tokens of all prompts, each with `max_tokens`, times the sequences of a window (a text: 2)
 MAX_SEARCHED = 1 << 26
 
@@ -167,6 +173,8 @@ MAX_POLICIES = 64  # Registered policies of a model
 MAX_REQUEST_POLICIES = 16
 MAX_POLICY_ACTIONS = 8  # Actions of a policy
 MAX_POLICY_VERSIONS = 8  # Versions of a policy that are kept
+# Vectors of the modules of all policies of all traffic that act, and of those that a request names
+MAX_POLICY_VECTORS = 1024
 MAX_POLICY_WINDOW = 256  # Tokens of a policy's window
 POLICY_DAYS = 30  # Days, the present one included, of which a policy's prompts are counted
 MAX_DECISIONS = 256  # Decisions of a policy in a result, for each prompt

@@ -4,16 +4,26 @@ queue of rows that wait for the writers; and the number of these.
 
 from typing import NamedTuple
 
+from .limits import MAX_REQUEST_POLICIES
+
 #: The largest automatic size of the ring in bytes, both halves together; it is also at most 1 /
 #: `SHARE` of the accelerator's memory.
 MOST_BYTES, SHARE = 2 << 30, 32
 #: Halves of the ring: one is filled while the other is copied to the host.
 HALVES = 2
+#: Rows of a token that the probes of policies read: of those of all traffic, and of those that its
+#: request names. They have room of their own, so that no policy takes that of a request's captures.
+POLICY_ROWS = 2 * MAX_REQUEST_POLICIES
 
 
 class Ring(NamedTuple):
-    rows: int  # the most rows `[hidden_size]` that one step may capture
-    size: int  # bytes of both halves, on every rank
+    rows: int  # the most rows `[hidden_size]` of one step, without those of `POLICY_ROWS`
+    size: int  # bytes of these, in both halves, on every rank
+
+    @property
+    def step_rows(self) -> int:
+        """The most rows that one step may capture."""
+        return self.rows + POLICY_ROWS
 
 
 def plan_ring(

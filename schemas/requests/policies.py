@@ -82,7 +82,7 @@ class PolicyRequest(Registration, kw_only=True):
                 "actions has one twice, which only steer may be": len({*once}) < len(once),
                 "share is for mode canary, which needs one above 0, such as 0.1; others take "
                 "none": (self.mode == "canary") != (self.share > 0),
-                "actions has capture, which is not valid for all traffic": self.all_traffic
+                "all_traffic is not valid with the action capture": self.all_traffic
                 and "capture" in once,
             }
         )
@@ -135,6 +135,11 @@ class PolicyVersion(Record):
     registered: float = 0.0  # when its content was; a changed mode, share or reach keeps it
 
     @property
+    def acts_on_all(self) -> bool:
+        """Return whether it may act on every request to the model."""
+        return self.content.all_traffic and self.content.mode in ("canary", "active")
+
+    @property
     def named(self) -> set[tuple[str, str]]:
         """The kinds, in the plural, and stored names of its probe and its modules."""
         return {
@@ -164,6 +169,18 @@ class Policy(Registered, kw_only=True):
     @property
     def current(self) -> PolicyVersion:
         return self.versions[-1]
+
+    def after(self, former: Self | None) -> Self:
+        """Return the policy as it is stored in place of `former`. Of the same content, its version
+        stays the current one, as a registration of its own.
+        """
+        if former is None or former.digest != self.digest:
+            return self
+        number, created = former.current.version, former.current.created
+        current = msgspec.structs.replace(self.current, version=number, created=created)
+        return msgspec.structs.replace(
+            self, created=former.created, versions=[*former.versions[:-1], current]
+        )
 
     @property
     def mode(self) -> Mode:

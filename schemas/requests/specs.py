@@ -564,11 +564,6 @@ def touched_hooks(spec: RankSpec) -> set[Hook]:
     return hooks.union(*(capture.sites for capture in spec.captures))
 
 
-#: The most rows of the ranks' steering table that may edit *one token* for its own request; global
-#: steering may use as many in addition. Rows at other positions do not count, see `columns_of`.
-MAX_STEERING_ROWS = 4
-
-
 class SteeringRow(Record):
     """Entries of one request with the same positions: one row of the rank's steering table.
 

@@ -152,14 +152,6 @@ class Module(ModuleFacts, kw_only=True):
         """The unique content hashes of its tensors."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
-    def after(self, former: "Module | None") -> "Module":
-        """Return the module as it is stored in place of `former`: of the same content, that one's
-        `created` stays.
-        """
-        if former is None or former.digest != self.digest:
-            return self
-        return msgspec.structs.replace(self, created=former.created)
-
     def shown_to(self, caller: Caller) -> ModuleView:
         shared = {name: getattr(self, name) for name in ModuleFacts.__struct_fields__}
         name, entries = shown(self.name), views_of(self.entries)
@@ -220,6 +212,14 @@ class GlobalSteering(Record):
             for entry, request in cut
             if request != []
         ]
+
+    def most_rows(self) -> list[SteeringRow]:
+        """Return the rows of a prompt that has all positions: entries that request the same
+        positions share a row in every prompt.
+        """
+        return steering_rows(
+            [entry.stored(entry.positions, "operator") for entry in self.entries]  # type: ignore[arg-type]
+        )
 
     def common_rows(self) -> list[SteeringRow]:
         """Return the rows that every request needs: those of entries whose positions are a name or

@@ -5,10 +5,16 @@ from typing import Annotated
 import msgspec
 
 from ..base import Record
+from ..base.limits import MAX_POLICY_VECTORS, MAX_STEERING_ROWS
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+def global_share(size: int) -> int:
+    """Return how much global steering may use where requests have `size`, which stays theirs."""
+    return (size + 1) // 2
 
 
 class Tuning(Record):
@@ -37,13 +43,15 @@ class Tuning(Record):
     # sites; steps cost more, rows and outputs stay the same. Only for finding out whether a fault
     # comes from the choice of a graph
     graph_families: bool = True
-    # Maximum number of distinct steering configurations in the engine. Further requests wait; a
-    # request that needs more on its own is rejected. It should exceed `max_num_seqs`, so that the
+    # Maximum number of distinct steering configurations of requests in the engine. Further requests
+    # wait; a request that needs more on its own is rejected. Global steering may use half as many
+    # beside them, and policies 8. It should exceed `max_num_seqs`, so that the
     # next requests are already in the engine when the first ones end
     steering_rows: PositiveInt = 256
     # Maximum number of vectors of all those configurations: one for each entry, 2 r for a `lowrank`
     # of rank r, and one more for each distinct combination of entries that apply to one token at
-    # one site. Beyond it, requests wait as for `tuning.steering_rows`
+    # one site. Beyond it, requests wait as for `tuning.steering_rows`. Global steering may use half
+    # as many beside them, and policies 2,048
     steering_entries: PositiveInt = 8192
     # Steering vectors kept on the ranks after the end of their job. Vectors needed by a running job
     # are kept in any case
@@ -142,3 +150,13 @@ class Tuning(Record):
     # Seconds for one long prompt or conversation; then 400, and the process is restarted
     tokenizer_timeout_s: Positive = 20.0
     event_limit: PositiveInt = 10_000  # Events kept per job (approximate: Redis trims in blocks)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the ranks' steering tables: what the operator uses is no request's."""
+        return self.steering_rows + global_share(self.steering_rows) + 2 * MAX_STEERING_ROWS
+
+    @property
+    def table_entries(self) -> int:
+        """Vectors of these rows."""
+        return self.steering_entries + global_share(self.steering_entries) + 2 * MAX_POLICY_VECTORS

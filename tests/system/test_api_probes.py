@@ -5,6 +5,7 @@ The engine is a fake: a score is its position.
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -456,8 +457,35 @@ def test_requests_and_changes_that_are_refused(client: Client, calm: str) -> Non
             run(client, *policies)
     with refuses(field="version", allowed="1"):
         client.policies.change("real", version=9)
-    with refuses(field="mode"):
+    with refuses(field="share"):
         client.policies.change("real", share=0.5)
+
+
+def changed_to(client: Client, name: str, fields: dict[str, Any]) -> str:
+    """Change a policy; return the field for which that is refused, if it is."""
+    try:
+        client.policies.change(name, **fields)
+    except MidstreamError as error:
+        return str(error.field)
+    return "made"
+
+
+@pytest.mark.parametrize("acting", [{"mode": "active"}, {"mode": "canary", "share": 0.3}])
+def test_of_changes_at_once_those_that_fit_together_are_made(
+    client: Client, calm: str, acting: dict[str, Any]
+) -> None:
+    """Four of eight policies of all traffic, each with a row; no request is refused for them."""
+    client.modules.put("joy", steering=[{"layers": 2, "op": "ablate", "vector": [1.0] * HIDDEN}])
+    steer = {"action": "steer", "module": "joy"}
+    names = [f"at-once-{number}" for number in range(8)]
+    for name in names:
+        client.policies.put(name, **of_all(calm, steer, mode="shadow"))
+    with ThreadPoolExecutor(8) as threads:
+        made = threads.map(lambda name: changed_to(client, name, acting), names)
+    assert sorted(made) == ["all_traffic"] * 4 + ["made"] * 4
+    assert run(client, steering=[{"layers": 1, "vector": [1.0] * HIDDEN}] * 4).outputs
+    for name in names:
+        client.policies.delete(name)
 
 
 def test_a_policy_captures_the_window_around_its_trigger(client: Client, calm: str) -> None:

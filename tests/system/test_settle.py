@@ -43,6 +43,7 @@ from midstream.schemas.artifacts.probes import (
 )
 from midstream.schemas.base import MidstreamError, from_json, now, to_json
 from midstream.schemas.jobs.jobs import CaptureResults, Job, State
+from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange, Receipt
 from midstream.schemas.requests.policies import POLICIES, Policy, PolicyRequest, PolicyVersion
 
@@ -411,6 +412,34 @@ async def test_a_policys_prompts_are_counted_by_day_while_it_is_registered(
     assert await counted("old") == [[1, 1, 1]]
     await policies.delete(MODEL, "guard")
     assert await counted() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("verdicts", [("error", "error"), ("ok", "error")])
+async def test_a_failed_prompt_is_counted_once_whatever_its_ranks_report(
+    ledger: Ledger, settle: Settler, kind: str, verdicts: tuple[str, str]
+) -> None:
+    """Each rank of a stage has the decisions up to the failure."""
+    job = policed(kind=kind)
+    await claimed(ledger, job)
+    key = f"ms:policies:{MODEL}"
+    await ledger.redis.hset(key, "guard", b"")
+    for rank, verdict in enumerate(verdicts):
+        told = msgspec.structs.replace(decided(job), rank=rank, tp=rank, status=verdict)
+        settle.settle(WORKER, rank, EPOCH, [(1, told)])
+    (counted,) = await ledger.redis.hvals(f"ms:policy-days:{MODEL}:guard")
+    assert from_json(counted, list[int])[1:] == [1, 1, 1]
+
+
+async def test_a_failed_prompts_scores_are_shown_once(ledger: Ledger, settle: Settler) -> None:
+    """Whether its failure is that of one rank or of all."""
+    job = policed(capture=True)
+    await claimed(ledger, job)
+    for rank, verdict in enumerate(("ok", "error")):
+        told = msgspec.structs.replace(decided(job), rank=rank, tp=rank, status=verdict)
+        settle.settle(WORKER, rank, EPOCH, [(1, told)])
+    assert await state_of(ledger, job) is State.FAILED
+    assert len((await ledger.result(job.id)).probes) == 1
 
 
 async def test_a_policys_webhooks_are_bounded_and_charged_to_nobody(redis_url: str) -> None:

@@ -108,7 +108,8 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
             if needed > present:
                 detail = (
                     f"the request needs {needed} {setting.replace('_', ' ')}, but the engine has "
-                    f"{present} (setting tuning.{setting}); those of global steering count"
+                    f"{present} (setting tuning.{setting}, and the operator's); those of global "
+                    "steering and policies count"
                 )
                 raise MidstreamError("intervention_failed", detail)
 

@@ -20,7 +20,7 @@ from ..runner.hooks.site_costs import CASES, RankShape, StepCost, step_cost
 from .plan_inside import Inside, inside_of
 
 #: Copies of constants in `kernels.plan`, which imports torch; a test compares them.
-PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 16, 3, 8
+PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 16, 3, 16
 #: Copy of the constant in `runner.edits.prepared_rows`, which a test compares as well.
 KEPT_BYTES = 64 << 20
 #: Field names in config.json → names that transformers' config classes give them.
@@ -339,12 +339,12 @@ def buffers(
 
     `width`: bytes of a row.
     """
-    capacity, rows = settings.vllm.max_num_batched_tokens, settings.tuning.steering_rows
-    entries = 1 + settings.tuning.steering_entries
+    capacity, rows = settings.vllm.max_num_batched_tokens, settings.tuning.table_rows
+    entries = 1 + settings.tuning.table_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
     sizes = {
         "ring": (
-            ring.rows * HALVES * width if ring else 0,
+            ring.step_rows * HALVES * width if ring else 0,
             "rows captured in one step, in two halves",
             "capture_buffer_mib",
         ),

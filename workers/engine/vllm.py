@@ -130,8 +130,8 @@ class VllmEngine(RankControl):
             capture_root=settings.artifacts,
             hooks=residual,
             inside=inside,
-            steering_rows=settings.tuning.steering_rows,
-            steering_entries=settings.tuning.steering_entries,
+            steering_rows=settings.tuning.table_rows,
+            steering_entries=settings.tuning.table_entries,
             step_tokens=settings.vllm.max_num_batched_tokens,
             step_rows=0,  # set below: it depends on the model's shape
             capture_queue_mib=0,  # set below
@@ -188,7 +188,7 @@ class VllmEngine(RankControl):
             ring = _ring(settings, config, len(hooks), max(map(len, self._stages)), inside)
             plane = msgspec.structs.replace(
                 plane,
-                step_rows=ring.rows if ring else 0,
+                step_rows=ring.step_rows if ring else 0,
                 capture_queue_mib=_queue_mib(settings, ring),
                 caveats=[*dict.fromkeys((*adapter.caveats, *quantisation.caveats, *caveats))],
                 identity=identity,
@@ -251,6 +251,7 @@ class VllmEngine(RankControl):
         self._item_bytes: int = config.dtype.itemsize
         self._row_bytes: int = config.get_hidden_size() * self._item_bytes
         self._step_rows = StepRows(plane.step_rows)
+        row_limit = ring.rows if ring else 0
         self.info = ModelInfo(
             **facts_of(settings, config),
             dtype_reason=self._dtype_reason,
@@ -263,7 +264,7 @@ class VllmEngine(RankControl):
             consumers=available(),
             memory_limit_kib=settings.tuning.memory_limit_kib,
             step_tokens=settings.vllm.max_num_batched_tokens,
-            capture_row_limit=plane.step_rows,
+            capture_row_limit=row_limit,
             speculative_tokens=settings.speculative_tokens,
             steering_rows=settings.tuning.steering_rows,
             steering_entries=settings.tuning.steering_entries,
@@ -271,7 +272,7 @@ class VllmEngine(RankControl):
                 settings,
                 config.get_total_num_hidden_layers(),
                 hooks,
-                plane.step_rows * len(self._stages),
+                row_limit * len(self._stages),
             ),
             grades=True,
             readings=readings,

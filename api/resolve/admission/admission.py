@@ -16,9 +16,11 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
+from ....broker.ledger.named.registry import Lookup
 from ....broker.prompts.turns import renders
 from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
+from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base import (
     EditLimit,
     Excluded,
@@ -43,7 +45,7 @@ from ....schemas.prompts.selectors import (
     parts_of,
 )
 from ....schemas.prompts.sites import asked_names
-from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
+from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering, probe_captures
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
 from ..edits.steering import check_number, limited, resolve_edits
@@ -73,7 +75,7 @@ from ..prompts.tokenizer import (
     check_vocabulary,
     too_many_positions,
 )
-from ..readings.probes import check_step, check_tokens
+from ..readings.probes import check_tokens
 from ..readings.readings import (
     positions_asked,
     readings_of,
@@ -345,7 +347,7 @@ async def resolve(
 
     Raises a 400 naming the field.
     """
-    model_state, probes = named.state, named.probes
+    model_state, probes, policies = named.state, named.probes, named.policies
     parsed = await with_token_ids_of(parsed, codec)
     capture = await with_window_tokens(parsed.capture, codec)
     steering = await with_trigger_tokens(parsed.steering, codec)
@@ -355,10 +357,15 @@ async def resolve(
 
     def resolved() -> Resolved:
         bounds = Bounds(model, facts, max_tokens, [probe.name for probe in probes], named.found)
-        more = [(at, stored_captures(spec, bounds, at)) for at, spec in named.policies.captures]
+        of_policies = replace(bounds, probes=[probe.name for probe in policies.probes])
+        more = [(at, stored_captures(spec, of_policies, at)) for at, spec in policies.captures]
+        idle = [(at, stored_captures(spec, of_policies, at)[0]) for at, spec in policies.idle]
+        scored = [("probes", capture) for capture in probe_captures(probes)]
         readings = resolve_readings(parsed, bounds)
-        captures = resolve_captures(parsed.capture, bounds, [*readings, *more], stored)
-        gated = [*gated_by(parsed.probes), *named.policies.gated]
+        captures = resolve_captures(
+            parsed.capture, bounds, [*readings, *more], stored, [*idle, *scored]
+        )
+        gated = [*gated_by(parsed.probes), *policies.gated]
         return captures, *resolve_edits(
             parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
         )
@@ -582,8 +589,7 @@ async def admit(
 
     Raises a 400 with the path of the field at fault.
     """
-    probes = [*named.probes, *named.policies.probes]
-    named, model_state = replace(named, probes=probes), named.state
+    probes, model_state = [*named.probes, *named.policies.probes], named.state
     check_sampling(
         parsed.sampling,
         parsed.sampling_at,
@@ -598,7 +604,6 @@ async def admit(
     captures, steering, blobs = await resolve(
         parsed, prompts, model, codec, max_tokens, named, stored
     )
-    check_step(probes, captures, model)
     job = Job(
         id=job_id,
         kind=parsed.kind,
@@ -626,7 +631,7 @@ async def admit(
         hooks=named.policies.hooks,
         identity=model.identity,
         queue=KINDS[parsed.kind].queue,
-        contents=_contents(parsed, model, named),
+        contents=_contents(parsed, model, named.found, probes),
         hook_names=asked_names(
             parsed.capture,
             *(spec for _, _, spec in readings_of(parsed)),
@@ -636,6 +641,9 @@ async def admit(
         **handled(parsed.handling, caller),
     )
     pinned = {name for module in model_state.modules.values() for name in module.tensors}
+    pinned |= {
+        name for gated in named.policies.gated if gated.module for name in gated.module.tensors
+    }
     pinned |= {name for probe in probes for name in probe.content.tensors}
     pinned |= {name for of_prompt in captures for capture in of_prompt for name in capture.tensors}
     blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
@@ -651,13 +659,15 @@ def _title(prompt: ParsedPrompt, stored: StoredPrompt, codec: Codec) -> str:
     return codec.text_of(stored.token_ids[:TITLE_TOKENS]) if stored.text is None else ""
 
 
-def _contents(parsed: ParsedRequest, model: ModelInfo, named: Referents) -> dict[str, str]:
+def _contents(
+    parsed: ParsedRequest, model: ModelInfo, found: Lookup, probes: Sequence[StoredProbe]
+) -> dict[str, str]:
     """Return the value of `Job.contents`."""
     contents = {
-        f"{kind.short}/{name}": named.found.known(kind, name, kind.short).digest
+        f"{kind.short}/{name}": found.known(kind, name, kind.short).digest
         for kind, name in artifacts_of(parsed)
     }
-    for probe in named.probes:
+    for probe in probes:
         kind, used = ("probe", probe) if probe.policy is None else ("policy", probe.policy)
         contents[f"{kind}/{used.name}"] = used.digest
     return contents | {

@@ -95,11 +95,10 @@ class Names:
         of_all_traffic = found.present(POLICIES, watching)
         policies = policies_of(parsed, info, found, of_all_traffic, job_id)
         state = NOTHING
-        if modules or steering or patch or policies.gated:
+        if modules or steering or patch:
             state = await self._state(info, caller, found, patch, of_all_traffic)
         features = await self.features(info, steering, found)
-        state = replace(state, modules={**state.modules, **policies.modules}, features=features)
-        return Referents(state, lora, probes, policies, found)
+        return Referents(replace(state, features=features), lora, probes, policies, found)
 
     async def for_gradients(self, parsed: ParsedRequest, info: ModelInfo) -> Referents:
         """Return what a request of gradient rows names: it runs the model as it is."""

@@ -10,9 +10,16 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
+from ....schemas.artifacts.probes import POLICY
 from ....schemas.base import MidstreamError, Tensor, Translated, from_msgpack, invalid
 from ....schemas.base.edit_sizes import EditLimit, strictest
-from ....schemas.base.limits import MAX_ENTRIES, MAX_JOB_EDITS, MAX_TRIGGERS
+from ....schemas.base.limits import (
+    MAX_ENTRIES,
+    MAX_JOB_EDITS,
+    MAX_POLICY_VECTORS,
+    MAX_STEERING_ROWS,
+    MAX_TRIGGERS,
+)
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import (
@@ -25,7 +32,6 @@ from ....schemas.prompts.selectors import (
 )
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import (
-    MAX_STEERING_ROWS,
     PatchSpec,
     SteeringRow,
     SteeringSpec,
@@ -34,8 +40,9 @@ from ....schemas.requests.specs import (
     shared_by,
     steering_rows,
 )
-from ....schemas.requests.steering import GlobalSteering, Module, SteeringTemplate
-from ..positions.captures import Bounds, apply_rules, positions_of_each
+from ....schemas.requests.steering import Module, SteeringTemplate
+from ....schemas.settings.tuning import global_share
+from ..positions.captures import Bounds, PromptFacts, apply_rules, positions_of_each
 from ..positions.gates import Gated, gated_entries
 from ..positions.windows import check_trigger
 from .features import NONE, NamedFeatures, plain_spec, resolve_feature
@@ -52,9 +59,6 @@ from .interventions import (
 from .model_state import NOTHING, ModelState, unknown_module
 from .patches import resolve_patches
 
-#: Global steering may use 1 / this of the worker's tables, which leaves room for the steering of
-#: requests.
-GLOBAL_SHARE = 2
 #: Limit on listed positions of global steering: workers scan them for every prompt.
 MAX_GLOBAL_POSITIONS = 1 << 15
 
@@ -66,13 +70,10 @@ NO_POSITION = "no position given: give at least one"
 
 
 class Room(NamedTuple):
-    """Space that entries take in the worker's tables."""
+    """Space that entries take, or may take, in the worker's tables."""
 
     rows: int
     entries: int
-
-
-NO_ROOM = Room(0, 0)
 
 
 #: An entry of the request, or one of a named module's entries, with its positions in each prompt.
@@ -257,6 +258,7 @@ def resolve_edits(
     """
     blobs: dict[str, bytes] = {}
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs or gated else []
+    own = [module for module in gated if module.module is None]
     for index, spec in enumerate(specs):
         placed = _placed(spec, bounds, f"steering[{index}]", model_state, blobs)
         _check_scales(spec, placed, scales, bounds, f"steering[{index}]", model_state)
@@ -266,24 +268,39 @@ def resolve_edits(
             for entries, chosen in zip(per_prompt, positions, strict=True):
                 same = named.get(chosen) if isinstance(chosen, str) else None
                 entries.append(same or entry.stored(chosen))
+    for module in own:
+        _extend(per_prompt, _applied(module, bounds, model_state))
+    _check_each(per_prompt, "steering" if specs or not own else "probes", bounds.model)
+    if patch:
+        patched = resolve_patches(patch, bounds, model_state, blobs)
+        _extend(patched, per_prompt)
+        per_prompt = patched
+        _check_each(per_prompt, "patch", bounds.model)
     for module in gated:
-        applied = [
-            (entry.stored("all"), positions)
-            for entry, positions in _placed(module.spec, bounds, module.at, model_state, blobs)
-        ]
-        for entries, more in zip(per_prompt, gated_entries(module, applied, bounds), strict=True):
-            entries += more
-    reserved = (
-        _room_of_global(model_state.global_steering, bounds) if specs or patch or gated else NO_ROOM
-    )
-    _check_each(per_prompt, "steering" if specs or not gated else "probes", bounds.model, reserved)
-    if not patch:
-        return per_prompt, blobs
-    patched = resolve_patches(patch, bounds, model_state, blobs)
-    for index, entries in enumerate(per_prompt):
-        patched[index] += entries
-    _check_each(patched, "patch", bounds.model, reserved)
-    return patched, blobs
+        if module.module is not None:
+            _extend(per_prompt, _applied(module, bounds, _state_of(module.module)))
+    return per_prompt, blobs
+
+
+def _extend(
+    per_prompt: Sequence[list[StoredSteering]], more: Sequence[list[StoredSteering]]
+) -> None:
+    for entries, added in zip(per_prompt, more, strict=False):
+        entries += added
+
+
+def _state_of(module: Module) -> ModelState:
+    """Return what a policy's action refers to: its module alone."""
+    return ModelState({module.name: module})
+
+
+def _applied(gated: Gated, bounds: Bounds, model_state: ModelState) -> list[list[StoredSteering]]:
+    """Return for each prompt the entries that a probe or a policy applies."""
+    applied = [
+        (entry.stored("all"), positions)
+        for entry, positions in _placed(gated.spec, bounds, gated.at, model_state, {})
+    ]
+    return gated_entries(gated, applied, bounds)
 
 
 def _check_scales(
@@ -315,9 +332,7 @@ def _reaches(spec: SteeringSpec, at: str, features: NamedFeatures) -> list[float
     ]
 
 
-def _check_each(
-    per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo, reserved: Room
-) -> None:
+def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo) -> None:
     """Raises a 400 naming `field` for the first prompt that needs more room than there is."""
     rows: dict[tuple[int, ...], int] = {}
     for index, entries in enumerate(per_prompt):
@@ -331,9 +346,7 @@ def _check_each(
         sharing = _sharing(entries)
         if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:
             # above the limit, it depends on the prompt which rows meet at one token
-            rows[sharing] = _check_room(
-                entries, f"for prompt {index}", model, reserved, field=field
-            )
+            rows[sharing] = _check_room(entries, room_of(model), f"for prompt {index}", field=field)
 
 
 def _placed(
@@ -345,7 +358,7 @@ def _placed(
         if spec.module is None
         else _placed_of_module(plain, bounds, at, model_state)
     )
-    for entry, _ in () if at.startswith("policies") else placed:  # the operator's own
+    for entry, _ in placed:
         model_state.check_seen(at, entry.hook, entry.layers)
     return [(_qualified(entry, spec, at), positions) for entry, positions in placed]
 
@@ -451,7 +464,7 @@ def resolve_module(
         found = _entries_of(plain, Bounds(model, []), at, blobs, features)
         entries += [limited(_qualified(entry, spec, at), limit, at) for entry, _ in found]
         reach += _reaches(plain, at, features)
-    _check_room([_unresolved(entry) for entry in entries], "", model)
+    _check_room([_unresolved(entry) for entry in entries], room_of(model))
     return SteeringContent(entries, reach, blobs)
 
 
@@ -484,7 +497,12 @@ def resolve_global(
                 "does not count"
             )
             raise invalid(place, f"the lists have {listed} positions in total", allowed=allowed)
-    _check_room([_unresolved(entry) for entry in entries], "", model, share=GLOBAL_SHARE)
+    rows, vectors = room_of(model)
+    _check_room(
+        [_unresolved(entry) for entry in entries],
+        Room(global_share(rows), global_share(vectors)),
+        "as global steering",
+    )
     return SteeringContent(entries, [], blobs)
 
 
@@ -552,10 +570,33 @@ def _room(rows: Sequence[SteeringRow]) -> Room:
     return Room(len(rows), sum(row.num_vectors for row in rows))
 
 
-def _room_of_global(global_steering: GlobalSteering, bounds: Bounds) -> Room:
-    if not global_steering.entries:
-        return NO_ROOM
-    return _room(steering_rows(global_steering.at(max(prompt.tokens for prompt in bounds.prompts))))
+def room_of(model: ModelInfo) -> Room:
+    """Return the room of a request, and of a module; 0: not reported."""
+    return Room(model.steering_rows, model.steering_entries)
+
+
+def check_policies(gated: Sequence[Gated], model: ModelInfo, field: str) -> None:
+    """Raises a 400 for modules of policies that do not fit the model, or, naming `field`, that need
+    more room together than those of all traffic have, or those that a request names.
+    """
+    per_prompt, _ = resolve_edits([], [], Bounds(model, [PromptFacts(1)]), gated=gated)
+    rows = [row for entries in per_prompt for row in steering_rows(entries)]
+    needed = _room(rows)
+    named = ", ".join(dict.fromkeys(module.probe.removeprefix(POLICY) for module in gated))
+    for what, requested, most in (
+        ("rows of the steering table", needed.rows, MAX_STEERING_ROWS),
+        ("vectors", needed.entries, MAX_POLICY_VECTORS),
+        ("triggers", len({row.condition[1] for row in rows} - {b""}), MAX_TRIGGERS),
+    ):
+        if requested > most:
+            raise invalid(
+                field,
+                f"the modules of {named} need {requested} {what}",
+                allowed=f"at most {most} for the policies of all traffic that act, and for those "
+                "that a request names",
+                hint="give entries of a module the same limit and trigger, or merge directions "
+                "into one lowrank",
+            )
 
 
 def _places(rows: Sequence[SteeringRow]) -> int:
@@ -583,15 +624,9 @@ def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
 
 
 def _check_room(
-    entries: list[StoredSteering],
-    whom: str,
-    model: ModelInfo,
-    reserved: Room = NO_ROOM,
-    share: int = 1,
-    field: str = "steering",
+    entries: list[StoredSteering], room: Room, whom: str = "", field: str = "steering"
 ) -> int:
-    """Check that the entries and `reserved` fit into 1 / `share` of the worker's tables; return the
-    number of the entries' rows.
+    """Check that the entries fit into the room of their owner; return the number of their rows.
 
     Raises a 400 naming `field`. Requests that fit alone but not together wait for each other.
     """
@@ -613,22 +648,12 @@ def _check_room(
             "replace rows at the same positions next to each other, or merge directions into one "
             "lowrank",
         )
-    for requested, taken, present, setting in (
-        (needed.rows, reserved.rows, model.steering_rows, "steering_rows"),
-        (needed.entries, reserved.entries, model.steering_entries, "steering_entries"),
-    ):
-        if present and requested + taken > max(1, present // share):
-            words = (
-                f"needs {requested} {setting.replace('_', ' ')}{whom}; the worker has {present} "
-                f"(setting tuning.{setting})"
-            )
-            if taken:
-                words += f", of which global steering takes {taken}"
-            if share > 1:
-                words += f", of which global steering may take {max(1, present // share)}"
+    for name, requested, present in zip(Room._fields, needed, room, strict=True):
+        if present and requested > present:
             raise invalid(
                 field,
-                words,
+                f"needs {requested} steering {name}{whom}",
+                allowed=f"at most {present} (setting tuning.steering_{name})",
                 hint="use fewer layers or entries, or a lower rank"
                 if field == "steering"
                 else "use fewer layers or positions",

@@ -238,12 +238,13 @@ def resolve_captures(
     bounds: Bounds,
     readings: Sequence[tuple[str, list[StoredCapture]]] = (),
     stored: Stored | None = None,
+    held: Sequence[tuple[str, StoredCapture]] = (),
 ) -> list[list[StoredCapture]]:
     """Return the captures of each prompt: the user's, those for readings, then global capture;
     empty if there are none.
 
     `readings`: (field of the request, one capture per prompt). `stored` resolves `spec`, by default
-    `stored_captures`.
+    `stored_captures`. `held`: what else of the request takes room in a step, of each prompt.
 
     Raises a 400 naming the field of what the user requests; never because of global capture.
     """
@@ -268,8 +269,11 @@ def resolve_captures(
         ],
         bounds,
     )
+    beside = [capture for _, capture in held]
+    for index, captures in enumerate(per_prompt if held else ()):
+        _check_step(held[-1][0], [*captures, *beside], index, bounds)
     for global_spec in bounds.model.global_captures:
-        _add(global_spec, per_prompt, bounds)
+        _add(global_spec, per_prompt, beside, bounds)
     return [split(captures, bounds.model) for captures in per_prompt] if any(per_prompt) else []
 
 
@@ -303,16 +307,21 @@ def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCa
     ]
 
 
-def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: Bounds) -> None:
-    """Add global capture to the prompts whose steps have room for it; never reject a request for
-    it.
+def _add(
+    spec: CaptureSpec,
+    per_prompt: Sequence[list[StoredCapture]],
+    beside: Sequence[StoredCapture],
+    bounds: Bounds,
+) -> None:
+    """Add global capture to the prompts whose steps have room for it, with what is recorded
+    `beside` their captures; never reject a request for it.
     """
     crowded = 0
     result = captures_of(spec, bounds.model, [prompt.tokens for prompt in bounds.prompts])
     for index, (captures, more) in enumerate(zip(per_prompt, result, strict=True)):
         if more is None:
             continue
-        if _fits_step([*captures, more], index, bounds):
+        if _fits_step([*captures, more, *beside], index, bounds):
             captures.append(more)
         else:
             crowded += 1

@@ -15,7 +15,8 @@ from ....schemas.artifacts.probes import Probe, ProbeUse
 from ....schemas.base import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
-from ....schemas.requests.specs import Owner, SteeringSpec, StoredSteering
+from ....schemas.requests.specs import SteeringSpec, StoredSteering
+from ....schemas.requests.steering import Module
 from .captures import Bounds
 
 
@@ -25,7 +26,9 @@ class Gated(NamedTuple):
     at: str  # field of the request
     spec: SteeringSpec  # names the module
     probe: str  # `StoredProbe.name`
-    owner: Owner = "request"  # of a policy: the operator
+    # a policy's own copy, which no name in a request refers to; null: a module that the request
+    # names
+    module: Module | None = None
 
 
 def gated_by(request: Sequence[str | ProbeUse]) -> list[Gated]:
@@ -104,7 +107,10 @@ def gated_entries(
                 )
             per_prompt[index].append(
                 msgspec.structs.replace(
-                    entry, positions=result, gate=gated.probe, owner=gated.owner
+                    entry,
+                    positions=result,
+                    gate=gated.probe,
+                    owner="request" if gated.module is None else "operator",
                 )
             )
     return per_prompt

@@ -14,6 +14,7 @@ from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
 from ....schemas.artifacts.probes import (
+    POLICY,
     PROBES,
     Condition,
     Mode,
@@ -54,12 +55,18 @@ from ....schemas.requests.policies import (
     Steer,
     Webhook,
 )
-from ....schemas.requests.specs import CaptureSpec, SteeringSpec, StoredCapture, probe_captures
+from ....schemas.requests.specs import CaptureSpec, SteeringSpec
 from ....schemas.requests.steering import Module
 from ....schemas.settings.settings import Settings
 from ..edits.model_state import ModelState, unknown_module
-from ..edits.steering import check_limited
-from ..positions.captures import Bounds, one_hook
+from ..edits.steering import check_policies
+from ..positions.captures import (
+    Bounds,
+    PromptFacts,
+    one_hook,
+    resolve_captures,
+    stored_captures,
+)
 from ..positions.gates import Gated, check_use
 from ..prompts.request_parsing import ParsedRequest
 
@@ -208,34 +215,13 @@ def check_tokens(probes: Sequence[StoredProbe], lengths: Sequence[int]) -> None:
         )
 
 
-def check_step(
-    probes: Sequence[StoredProbe], captures: Sequence[Sequence[StoredCapture]], model: ModelInfo
-) -> None:
-    """Raises a 400 where one token's rows, those of `captures` (of each prompt) and those of the
-    probes, exceed the worker's buffer.
-    """
-    scored = probe_captures(probes)
-    tokens = 1 + model.speculative_tokens
-    most = max((sum(capture.num_sites for capture in item) for item in captures), default=0)
-    rows = tokens * (most + sum(capture.num_sites for capture in scored))
-    if scored and not model.step_holds(rows):
-        raise invalid(
-            "probes",
-            (
-                f"with the captures they take {rows} rows in one engine step: more than the "
-                "worker's buffer holds (setting tuning.capture_buffer_mib)"
-            ),
-            allowed=f"at most {model.capture_row_limit} rows per step",
-            hint="use probes of fewer layers, or capture fewer layers",
-        )
-
-
 # --- Policies
 # --------------------------------------------------------------------------------------------------
 
 
 def resolve_policy(
     content: PolicyRequest,
+    name: str,
     model: ModelInfo,
     probe: Probe,
     model_state: ModelState,
@@ -253,10 +239,7 @@ def resolve_policy(
         ):
             raise invalid(f"actions[{index}].url", fault, allowed="http or https, public")
         if isinstance(action, Steer):
-            at = f"actions[{index}]"
-            modules.append(_module(action.module, f"{at}.module", model, model_state))
-            if action.limit is not None:
-                check_limited(modules[-1].entries, f"{at}.limit")
+            modules.append(_module(action.module, f"actions[{index}].module", model, model_state))
     registered = now()
     version = PolicyVersion(
         version=0,
@@ -272,7 +255,28 @@ def resolve_policy(
     )
     if (why := unfit(version, model)) is not None:
         raise invalid("actions", why)
+    gated, captures = _actions_of(name, version)
+    check_policies(gated, model, "actions")
+    bounds = Bounds(model, [PromptFacts(1)], probes=[POLICY + name])
+    rows = [(at, stored_captures(spec, bounds, at)) for at, spec in captures]
+    resolve_captures(None, bounds, rows)
     return version
+
+
+def check_beside(policy: Policy, others: Sequence[Policy], model: ModelInfo) -> None:
+    """Raises a 400 for a policy of all traffic that acts, if the modules of all such policies need
+    more room than they have: each request has all of them.
+    """
+    together = [policy, *(each for each in others if each.name != policy.name)]
+    acting = [each for each in together if each.current.acts_on_all]
+    if policy in acting:
+        check_policies(_modules_of(acting, "all_traffic"), model, "all_traffic")
+
+
+def _modules_of(policies: Sequence[Policy], at: str) -> list[Gated]:
+    return [
+        module for policy in policies for module in _actions_of(policy.name, policy.current, at)[0]
+    ]
 
 
 def check_label(label: str | None, probe: str, labels: Sequence[str]) -> None:
@@ -335,7 +339,7 @@ def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
     with Translated(msgspec.ValidationError, lambda error: invalid("condition", str(error))):
         condition = msgspec.convert(present | new, Condition)
     check_label(condition.label, former.probe.name, former.probe.content.labels)
-    with Translated(ValueError, lambda error: invalid("mode", str(error))):
+    with Translated(ValueError, _fault_of):
         content = msgspec.structs.replace(former.content, condition=condition, **given)
     return msgspec.structs.replace(
         former,
@@ -343,6 +347,12 @@ def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
         created=at,
         registered=former.registered if condition == former.content.condition else at,
     )
+
+
+def _fault_of(error: ValueError) -> MidstreamError:
+    """Return the 400 for fields that are not valid together: `PolicyRequest` names one first."""
+    field, _, why = str(error).partition(" ")
+    return invalid(field, why)
 
 
 def digest_of(version: PolicyVersion) -> str:
@@ -359,8 +369,9 @@ class Applied:
 
     probes: list[StoredProbe] = field(default_factory=list)
     gated: list[Gated] = field(default_factory=list)
-    modules: dict[str, Module] = field(default_factory=dict)  # by the names that `gated` uses
     captures: list[tuple[str, CaptureSpec]] = field(default_factory=list)  # field → capture
+    # captures of policies that do not act on this request, but may act on its like
+    idle: list[tuple[str, CaptureSpec]] = field(default_factory=list)
     hooks: dict[str, Callback] = field(default_factory=dict)  # policy → its webhook
 
 
@@ -388,11 +399,18 @@ def policies_of(
         if (why := unfit(policy.current, model)) is not None:
             raise invalid(at, f"{name!r} {why}")
         _apply(policy, at, scores_of(policy, request), result)
-    for policy in all_fitting(watching, model):
-        if policy.name not in named:
+    of_all = {policy.name: policy for policy in all_fitting(watching, model)}
+    for name, policy in of_all.items():
+        if name not in named:
             _apply(policy, "policies", scores_of(policy, request), result)
+    # As if all acted, so that neither a canary's lot nor a change of the mode decides.
+    alone = [found.known(POLICIES, name, "policies") for name in named if name not in of_all]
+    check_policies(_modules_of(alone, "policies"), model, "policies")
+    acting = [policy for policy in of_all.values() if policy.current.acts_on_all]
+    with Translated(MidstreamError, lambda error: MidstreamError("unavailable", error.detail)):
+        check_policies(_modules_of(acting, "policies"), model, "policies")
     others = [*model.global_captures, *([parsed.capture] if parsed.capture is not None else [])]
-    for at, capture in result.captures:
+    for at, capture in [*result.captures, *result.idle]:
         if capture.tag in (other.tag for other in others):
             raise invalid(
                 at,
@@ -417,31 +435,35 @@ def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> Non
     """Add a policy, with what its actions need, to `result`."""
     result.probes.append(scores)
     result.hooks.update(hooks_of([policy], [scores]))
-    modules = iter(policy.current.modules)
-    if scores.policy is None or not scores.policy.acts:
-        return
-    for number, action in enumerate(policy.current.content.actions):
+    gated, captures = _actions_of(policy.name, policy.current, at)
+    if scores.policy is not None and scores.policy.acts:
+        result.gated.extend(gated)
+        result.captures.extend(captures)
+    else:
+        result.idle.extend(captures)
+
+
+def _actions_of(
+    policy: str, version: PolicyVersion, at: str = ""
+) -> tuple[list[Gated], list[tuple[str, CaptureSpec]]]:
+    """Return the modules that a version applies, and its captures with their fields. `at`: field of
+    a request; by default those of its registration.
+    """
+    gated, captures, modules = [], [], iter(version.modules)
+    scores = POLICY + policy
+    for number, action in enumerate(version.content.actions):
+        field = at or f"actions[{number}]"
         if isinstance(action, Steer):
-            key = f"{scores.name}:{number}"
-            result.modules[key] = msgspec.structs.replace(next(modules), name=key)
-            result.gated.append(
-                Gated(
-                    at,
-                    SteeringSpec(module=key, scale=action.scale, limit=action.limit),
-                    scores.name,
-                    "operator",
-                )
-            )
+            module = msgspec.structs.replace(next(modules), name=f"{scores}:{number}")
+            spec = SteeringSpec(module=module.name, scale=action.scale, limit=action.limit)
+            gated.append(Gated(field, spec, scores, module))
         elif isinstance(action, CaptureWindow):
-            when = When(probe=scores.name, at_least=0, before=action.before, after=action.after)
-            result.captures.append(
-                (
-                    at,
-                    CaptureSpec(
-                        hook=action.hook,
-                        layers=action.layers,
-                        positions=Span(when=when),
-                        tag=_tag_of(policy.name),
-                    ),
-                )
+            when = When(probe=scores, at_least=0, before=action.before, after=action.after)
+            spec = CaptureSpec(
+                hook=action.hook,
+                layers=action.layers,
+                positions=Span(when=when),
+                tag=_tag_of(policy),
             )
+            captures.append((field, spec))
+    return gated, captures

@@ -7,26 +7,22 @@ from itertools import accumulate
 from ....schemas.base import MidstreamError, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import PatchWindow, StoredSweep
-from ....schemas.requests.specs import steering_rows
-from ....schemas.requests.steering import GlobalSteering
 from ....schemas.requests.sweep_paths import BRANCH_HOOK
 from ....schemas.settings.settings import Settings
-from ..edits.steering import Room
+from ..edits.steering import Room, room_of
 from .alignment import CLEAN, CORRUPT
 
 #: Pairs that an error lists.
 SHOWN_PAIRS = 8
 
 
-def check_limits(
-    sweep: StoredSweep, model: ModelInfo, settings: Settings, global_steering: GlobalSteering
-) -> None:
+def check_limits(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> None:
     """Check all limits. Raises a 400 with what exceeds a limit and how to reduce it."""
     _check_columns(sweep)
     _check_window(sweep)
     _check_cells(sweep, settings)
     _check_lengths(sweep, model)
-    _check_room(sweep, model, global_steering)
+    _check_room(sweep, model)
     _check_capture(sweep, model, settings)
 
 
@@ -134,22 +130,14 @@ def _room_of_pass(sweep: StoredSweep, num_layers: int) -> Room:
     return Room(rows, rows * max(2 + frozen, 2 * len(path.receivers)))
 
 
-def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSteering) -> None:
+def _check_room(sweep: StoredSweep, model: ModelInfo) -> None:
     needed = room_of_cell(sweep, model.num_layers)
-    rows = steering_rows(global_steering.at(max(len(pair.base) for pair in sweep.pairs)))
-    taken = Room(len(rows), sum(row.num_vectors for row in rows))
-    for name, requested, held, present in zip(
-        Room._fields, needed, taken, (model.steering_rows, model.steering_entries), strict=True
-    ):
-        if present and requested + held > present:
-            words = (
-                f"the largest cell needs {requested} {name} of the steering table, but the worker "
-                f"has {present} (setting steering_{name})"
-            )
-            words += f", of which global steering takes {held}" if held else ""
+    for name, requested, present in zip(Room._fields, needed, room_of(model), strict=True):
+        if present and requested > present:
             raise invalid(
                 "pairs" if sweep.window == PatchWindow() else "window",
-                words,
+                f"the largest cell needs {requested} {name} of the steering table, but the worker "
+                f"has {present} (setting tuning.steering_{name})",
                 hint="use a smaller window, or spans of fewer tokens",
             )
 

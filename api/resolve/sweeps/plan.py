@@ -36,7 +36,6 @@ from ....schemas.prompts.selectors import (
     resolve_positions,
     select,
 )
-from ....schemas.requests.steering import GlobalSteering
 from ....schemas.settings.settings import Settings
 from ..admission.admission import ENTRY_COST, RESOLVE_LIMIT, SEARCHED_CHARACTERS, SPAN_COST
 from ..admission.continuations import Continuation, ReadPrompt, continue_prompts
@@ -63,7 +62,6 @@ from .prompts import read_prompts
 SHOWN_ALONE = 8
 #: Source position of each place in an ablation, which has no source prompt.
 NO_SOURCE = -1
-NO_STEERING = GlobalSteering()
 
 
 class PlannedSweep(NamedTuple):
@@ -97,7 +95,6 @@ async def plan_sweep(
     model: ModelInfo,
     codec: Codec,
     settings: Settings,
-    global_steering: GlobalSteering = NO_STEERING,
 ) -> PlannedSweep:
     """Resolve a sweep. Raises a 400 with the path of the first invalid field."""
     _check_model(model)
@@ -128,7 +125,7 @@ async def plan_sweep(
         axis=request.axis,
         path=path,
     )
-    check_limits(sweep, model, settings, global_steering)
+    check_limits(sweep, model, settings)
     return PlannedSweep(sweep, blobs)
 
 

@@ -447,8 +447,11 @@ def put_pinned(
     record: Registered,
     former: bytes | None,
     blobs: Mapping[str, bytes],
+    changes: bytes | None,
 ) -> list[bytes]:
-    """Return ARGV of `put_pinned`. `former`: the record being replaced, as stored."""
+    """Return ARGV of `put_pinned`. `former`: the record being replaced, as stored. `changes`: how
+    often those that apply to all traffic have changed, as stored.
+    """
     return pack(
         settings,
         kind=kind.plural,
@@ -456,6 +459,7 @@ def put_pinned(
         name=record.name,
         record=to_msgpack(record),
         former=former,
+        changes=changes,
         limit=kind.limit,
         tenant=unscoped(record.name)[0] if kind.of_tenants else None,
         size=size_of(record),

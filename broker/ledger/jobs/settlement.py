@@ -171,7 +171,9 @@ class Settler:
                 files=len(report.files),
                 bytes=sum(file.bytes for file in report.files),
             )
-        for score in (score for _, report in batch for score in report.scores):
+        # every rank of a stage reports on a request that fails
+        counted = [report for _, report in batch if report.tp == 0]
+        for score in (score for report in counted for score in report.scores):
             metrics.PROBED.labels(score.model, score.name).inc()
             for label, value, crossed in zip(score.labels, score.score, score.crossed, strict=True):
                 metrics.PROBE_SCORE.labels(score.model, score.name, label).observe(value)

@@ -153,11 +153,13 @@ class Registry(Generic[T]):
         name: str,
         make: Callable[[T | None], T],
         blobs: Mapping[str, bytes | Tensor],
+        check: Callable[[T, Sequence[T]], None] | None = None,
     ) -> tuple[T, T | None]:
         """Point the name at what `make` makes of its present content (None: the name is new);
         return both.
 
-        Accepted jobs keep the content that they have.
+        Accepted jobs keep the content that they have. `check` raises an error for what has no place
+        beside the model's other artifacts of the kind.
 
         `blobs`: content hash → tensor, of all that might not be stored yet. Raises a 400 if the
         model has as many names as the kind's limit, or `MAX_REQUEST_POLICIES` others that apply to
@@ -168,10 +170,17 @@ class Registry(Generic[T]):
         raw = packed_blobs(blobs)
         await self._ledger.check_room(size_of(raw))
         for _ in range(PUT_TRIES):
-            packed = await self._redis.hget(self._key(model), name)
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.hget(self._key(model), name)
+                pipe.get(f"ms:{self._kind.plural}-changes:{model}")
+                packed, changes = await pipe.execute()
             former = None if packed is None else await self.read(model, name, packed)
-            record = make(former)
-            arguments = scripts.put_pinned(self._ledger.settings, self._kind, record, packed, raw)
+            record = make(former).after(former)
+            if check is not None:
+                check(record, await self.of_model(model))
+            arguments = scripts.put_pinned(
+                self._ledger.settings, self._kind, record, packed, raw, changes
+            )
             outcome, *count = scripts.text(
                 await scripts.Scripts(self._redis).put_pinned(args=arguments)
             )

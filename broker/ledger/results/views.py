@@ -77,7 +77,7 @@ def result(
             else None
         )
         fields[view.kind] = GRIDS[view.kind](*swept, seconds)
-    scores = [probe_result(item.request, score) for item in ticket for score in item.scores]
+    scores = [probe_result(request, score) for (request, _), score in scores_of(ticket).items()]
     reported = record.captures or view.steered or swept is not None or bool(scores)
     return JobResult(
         id=view.id,
@@ -92,6 +92,15 @@ def result(
         edits=[size for item in ticket for size in item.sizes],
         identity=view.identity,
     )
+
+
+def scores_of(ticket: Iterable[Receipt]) -> dict[tuple[int, str], ProbeScore]:
+    """Return request and probe → the first report; every rank reports on a request that fails."""
+    found: dict[tuple[int, str], ProbeScore] = {}
+    for receipt in ticket:
+        for score in receipt.scores:
+            found.setdefault((receipt.request, score.name), score)
+    return found
 
 
 def probe_result(request: int, score: ProbeScore) -> ProbeResult:

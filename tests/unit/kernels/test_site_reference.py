@@ -34,7 +34,7 @@ from midstream.kernels.plan import (
     lowrank,
     unit,
 )
-from midstream.schemas.requests import specs
+from midstream.schemas.base.limits import MAX_STEERING_ROWS
 from midstream.schemas.requests.interventions import FAMILIES, MAX_RANK, PLACE, SCALARS
 
 WIDTH = 24
@@ -111,8 +111,8 @@ def test_directions_are_given_length_one(name: str) -> None:
             "edit the same tokens with the same rows",
         ),
         (
-            lambda: SitePlan(WIDTH, [{}], {2: [1] * 9}).build(4, torch.float32),
-            "token 2 has 9 configuration rows; at most 8 fit",
+            lambda: SitePlan(WIDTH, [{}], {2: [1] * 17}).build(4, torch.float32),
+            "token 2 has 17 configuration rows; at most 16 fit",
         ),
         *(
             (lambda values=values: unit(torch.tensor([values])), "must have a finite norm")
@@ -158,8 +158,8 @@ def test_what_cannot_be_laid_out_is_refused(make: Callable[[], object], message:
 
 
 def test_request_families_equal_kernel_families() -> None:
-    assert ROWS_PER_TOKEN == 2 * specs.MAX_STEERING_ROWS, (
-        "as many for everyone's sake as for its request's"
+    assert ROWS_PER_TOKEN == 4 * MAX_STEERING_ROWS, (
+        "for its request, everyone, policies of all traffic and those that it names"
     )
 
 

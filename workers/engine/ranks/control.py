@@ -14,6 +14,7 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.specs import RankSpec, SteeringRow, StoredSteering, steering_rows
 from ....schemas.requests.steering import GlobalSteering, RankSteering
 from ....schemas.settings.settings import Settings
+from ....schemas.settings.tuning import global_share
 from ..admission import RowAdmission, RowDemand
 from ..protocol import Fetch, Locate, StoredArtifact
 from .collective import RankCache, Ranks
@@ -51,7 +52,11 @@ class RankControl(ABC):
                 self._ranks, settings.artifacts_of("saes"), settings.tuning.sae_cache_mib << 20
             ),
         }
-        self._rows = RowAdmission(settings.tuning.steering_rows, settings.tuning.steering_entries)
+        tuning = settings.tuning
+        self._rows = RowAdmission(tuning.table_rows, tuning.table_entries)
+        self._global_rows = RowAdmission(
+            global_share(tuning.steering_rows), global_share(tuning.steering_entries)
+        )
 
     @abstractmethod
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -97,7 +102,7 @@ class RankControl(ABC):
         self._artifacts[type(artifacts[0])].release(artifact.digest for artifact in artifacts)
 
     async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> None:
-        self._rows.check(_demand(steering.common_rows()))
+        self._global_rows.check(_demand(steering.most_rows()))
         await self.hold_vectors(steering.tensors, fetch)
         try:
             await self._ranks.check(

@@ -7,7 +7,8 @@ changes no request.
 from collections.abc import Sequence
 
 from ....schemas.base import Tensor
-from ....schemas.requests.specs import MAX_STEERING_ROWS, steering_rows
+from ....schemas.base.limits import MAX_STEERING_ROWS
+from ....schemas.requests.specs import steering_rows
 from ....schemas.requests.steering import GlobalSteering
 from ..hooks.sites import RankSite
 from .steering_tables import Tables

@@ -26,7 +26,7 @@ if args.unit then
       redis.call('HDEL', key('ticket', id), request .. '/' .. rank)
     end
     for stage = 0, args.stages - 1 do
-      redis.call('HDEL', key('agree', id), request .. '/' .. stage)
+      redis.call('HDEL', key('agree', id), request .. '/' .. stage, request .. '/' .. stage .. '/read')
     end
   end
 elseif args.survey then

@@ -27,6 +27,7 @@ for _, kept in ipairs(args.units) do
     end
     for stage = 0, args.stages - 1 do
       agreed[#agreed + 1] = request .. '/' .. stage
+      agreed[#agreed + 1] = request .. '/' .. stage .. '/read'
     end
     redis.call('HDEL', key('ticket', id), unpack(tickets))
     redis.call('HDEL', key('agree', id), unpack(agreed))

@@ -85,8 +85,12 @@ local function act(job, request, decided)
 end
 
 -- Count a prompt in the present day of the policies that read it, 1 for true and 0 for false: a ring of `POLICY_DAYS` days for each policy
--- that is still registered. Name on the job those that were on, and whether they acted.
-local function tally(job, readers)
+-- that is still registered. Name on the job those that were on, and whether they acted. Of a stage's ranks the first counts: each reports
+-- the decisions about a request that fails.
+local function tally(job, request, pp, readers)
+  if #readers == 0 or redis.call('HSETNX', key('agree', job.id), request .. '/' .. pp .. '/read', 1) == 0 then
+    return
+  end
   local day, marks = math.floor(now / 86400), nil
   for place = 1, #readers, 3 do
     local policy, slot = readers[place], day % POLICY_DAYS
@@ -158,7 +162,7 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     if #decided > 0 then
       act(job, request, decided)
     end
-    tally(job, readers)
+    tally(job, request, pp, readers)
     -- Clients of a sweep wait for cells and not for receipts, and an error affects only its own
     -- cell.
     local sweep = READS_RECEIPTS[job.kind] -- its worker reads the ticket, unit by unit

@@ -1,5 +1,6 @@
 -- Point the name of an artifact at new content.
--- args: kind (in keys: `plural`), model, name, record (packed), former (as stored; nil: none), limit (names of a model),
+-- args: kind (in keys: `plural`), model, name, record (packed), former (as stored; nil: none), changes (how often what applies to all
+--       traffic had changed when the record was checked beside it; nil: never), limit (names of a model),
 --       tenant (whose name it is; nil: not of a tenant), size (bytes counted towards its limits), limits (defaults where the
 --       tenant has none of its own), watching (whether it applies to all traffic), watch_limit,
 --       tensors: {sha256, bytes or false} of each
@@ -18,10 +19,10 @@ local function refused_by_limits()
     or over(limits, 'module_mib', taken, args.size - (was or 0), MIB)
 end
 
-local names, watching = key(args.kind, model), key(args.kind .. '-watching', model)
+local names, watching, changes = key(args.kind, model), key(args.kind .. '-watching', model), key(args.kind .. '-changes', model)
 local stored = redis.call('HGET', names, name) or nil
 if stored ~= args.record then -- else a repeat: the reply was lost
-  if stored ~= args.former then
+  if stored ~= args.former or (args.watching and redis.call('GET', changes) ~= (args.changes or false)) then
     return {'raced'}
   end
   local number = redis.call('HLEN', names)
@@ -41,6 +42,9 @@ if stored ~= args.record then -- else a repeat: the reply was lost
     return {'missing', missing}
   end
   redis.call('HSET', names, name, args.record)
+  if args.watching then
+    redis.call('INCR', changes)
+  end
   redis.call('HSET', key('steering', model), args.kind .. '_by:' .. name, VERSION)
   if args.tenant then
     redis.call('HSET', key('module-bytes', args.tenant), model .. '/' .. name, args.size)

@@ -114,8 +114,22 @@ def test_changes_make_versions() -> None:
     active = changed(msgspec.structs.replace(first, versions=[canary]), PolicyChange(mode="active"))
     assert active.content.share == 0.0
     assert len({digest_of(each) for each in (first.current, canary, active)}) == 3
-    with refuses("capture, which is not valid for all traffic"):
-        changed(policy(CaptureWindow(layers=0)), PolicyChange(all_traffic=True))
+
+
+@pytest.mark.parametrize(
+    ("action", "change", "field", "words"),
+    [
+        (CaptureWindow(layers=0), {"all_traffic": True}, "all_traffic", "the action capture"),
+        ("flag", {"share": 0.5}, "share", "is for mode canary"),
+        ("flag", {"mode": "canary"}, "share", "is for mode canary"),
+        ("flag", {"mode": "shadow", "share": 0.5}, "share", "is for mode canary"),
+    ],
+)
+def test_a_change_is_refused_by_the_field_that_is_wrong(
+    action: Any, change: dict[str, Any], field: str, words: str
+) -> None:
+    with refuses(words, field=field, status=400):
+        changed(policy(action), PolicyChange(**change))
 
 
 def test_a_share_without_a_canary_is_refused_by_its_name() -> None:
@@ -140,6 +154,18 @@ def test_switches_of_the_mode_push_no_content_out() -> None:
         made = msgspec.structs.replace(policy("flag").current, registered=registered)
         kept = _with(kept, made, "m", "guard")
     assert [each.version for each in kept.versions] == [1, 4, 5, 6, 7, 8, 9, 10]
+
+
+def test_identical_content_makes_no_version_but_another_registration() -> None:
+    """The history stays, and former latches do not apply."""
+    kept: Any = None
+    for number, at_least in enumerate([1.0] + [2.0] * 10):
+        condition = Condition(at_least=at_least, label="y")
+        content = msgspec.structs.replace(policy("flag").current.content, condition=condition)
+        made = msgspec.structs.replace(policy().current, content=content, registered=float(number))
+        kept = _with(kept, made, "m", "guard").after(kept)
+    assert [each.version for each in kept.versions] == [1, 2]
+    assert [each.registered for each in kept.versions] == [0.0, 10.0]
 
 
 @pytest.mark.parametrize("of", [{"mode": "active"}, {"mode": "canary", "share": 0.5}])

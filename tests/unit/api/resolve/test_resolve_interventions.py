@@ -282,13 +282,13 @@ def placed(*positions: Any, op: str = "add", lengths: tuple[int, ...] = (6, 5)) 
         (
             lambda: resolved(LOW_RANK | {"layers": "all"}, steering_entries=5),
             [
-                "needs 6 steering entries for prompt 0; the worker has 5 "
-                "(setting tuning.steering_entries)"
+                "needs 6 steering entries for prompt 0",
+                "at most 5 (setting tuning.steering_entries)",
             ],
         ),
         (
             lambda: resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1),
-            ["needs 2 steering rows for prompt 0; the worker has 1 (setting tuning.steering_rows)"],
+            ["needs 2 steering rows for prompt 0", "at most 1 (setting tuning.steering_rows)"],
         ),
     ],
 )

@@ -259,10 +259,9 @@ AT_EACH = [spec(layers=layer) for layer in range(LAYERS)]
             "needs 5 rows",
         ),
         (
-            lambda: resolved(THREE, steering_rows=4, global_steering=GLOBALLY),
+            lambda: resolved(THREE, steering_rows=2),
             "steering",
-            "needs 3 steering rows for prompt 0; the worker has 4 (setting tuning.steering_rows), "
-            "of which global steering takes 2",
+            "needs 3 steering rows for prompt 0",
         ),
         (
             lambda: resolved(
@@ -292,11 +291,11 @@ AT_EACH = [spec(layers=layer) for layer in range(LAYERS)]
         # 64 positions each: as long as the model's requests
         (lambda: everywhere(*[spec(positions=ONCE * 257)] * 2), "steering[1].positions", ""),
         (
-            lambda: everywhere(*THREE[:2], steering_rows=3),
+            lambda: everywhere(*THREE[:2], steering_rows=2),
             "steering",
-            "global steering may take 1",
+            "needs 2 steering rows as global steering",
         ),
-        (lambda: everywhere(*AT_EACH, steering_entries=7), "steering", ""),
+        (lambda: everywhere(*AT_EACH, steering_entries=6), "steering", ""),
     ],
 )
 def test_what_is_not_valid_or_does_not_fit_is_refused(resolve: Any, field: str, words: str) -> None:
@@ -308,13 +307,12 @@ def test_what_is_not_valid_or_does_not_fit_is_refused(resolve: Any, field: str, 
     "resolve",
     [
         lambda: resolved(uses(*(f"m{n}" for n in range(4))), *modules(*FULL)),
-        lambda: resolved(THREE, steering_rows=5, global_steering=GLOBALLY),
-        lambda: resolved(THREE, steering_rows=4),  # alone it fits
+        lambda: resolved(THREE, steering_rows=3, global_steering=GLOBALLY),
         # no token is in all of them
         lambda: resolve_module([spec(positions=each) for each in [*FULL, [5]]], model()),
         lambda: everywhere(*LISTS),
         lambda: everywhere(*[spec(positions=Span(start=0))] * 1000),  # alone they are no list
-        lambda: everywhere(*THREE[:2], steering_rows=4),
+        lambda: everywhere(*THREE[:2], steering_rows=3),
         lambda: everywhere(spec(layers="all"), steering_entries=2),  # one vector, at four sites
     ],
 )

@@ -22,7 +22,6 @@ from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import dims_name, dims_named
-from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.settings.settings import load_settings
 
 #: A token for each word with the space before it; " of" and "Paris" written as one word are one
@@ -92,7 +91,6 @@ def ablated(**fields: Any) -> dict[str, Any]:
 def plan(
     *pairs: dict[str, Any],
     info: ModelInfo | None = None,
-    global_steering: GlobalSteering | None = None,
     limits: Any = None,
     **fields: Any,
 ) -> PlannedSweep:
@@ -100,9 +98,7 @@ def plan(
         {"model": "m", "pairs": list(pairs) or [pair()], **fields}, SweepRequest
     )
     settings = load_settings({}, **(limits or {}))
-    return asyncio.run(
-        plan_sweep(request, info or model(), CODEC, settings, global_steering or GlobalSteering())
-    )
+    return asyncio.run(plan_sweep(request, info or model(), CODEC, settings))
 
 
 def refusal(*pairs: dict[str, Any], **fields: Any) -> MidstreamError:
@@ -640,19 +636,6 @@ def test_rows_that_the_prompts_give_fit_the_capture_buffer(
     assert (
         f" {rows} rows"
         in refusal(asked, info=model(capture_row_limit=rows - 1), limits=limits, **fields).detail
-    )
-
-
-def test_global_steering_counts_in_a_sweeps_room() -> None:
-    info = model(steering_rows=4)
-    assert plan(info=info, window={"positions": 5})
-    template = SteeringTemplate(
-        layers=[0], hook="post_block", positions="all", family="add", tensors=["t"]
-    )
-    steered = GlobalSteering(version=1, entries=[template])
-    assert (
-        "of which global steering takes 1"
-        in refusal(info=info, window={"positions": 5}, global_steering=steered).detail
     )
 
 

@@ -69,12 +69,12 @@ def sizes_on_a_gpu(found: module.EnginePlan, settings: Settings) -> tuple[int, S
     """Sites, and what `worker_class._sizes` gives its rank."""
     sites = len(found.hooks) * found.layers
     return sites, Sizes(
-        ring_rows=2 * found.ring.rows,
+        ring_rows=2 * found.ring.step_rows,
         capacity=settings.vllm.max_num_batched_tokens,
         lists=1,
         patterns=2 * sites,
-        configurations=settings.tuning.steering_rows,
-        entries=settings.tuning.steering_entries,
+        configurations=settings.tuning.table_rows,
+        entries=settings.tuning.table_entries,
     )
 
 

@@ -125,6 +125,23 @@ async def test_global_steering_too_large_for_the_table_is_refused(tmp_path: Path
     assert not rig.engine._vectors.names
 
 
+async def test_a_worker_with_less_room_refuses_global_steering_that_it_did_not_check(
+    tmp_path: Path,
+) -> None:
+    """Of its share, with the listed positions, so that no request finds less than its own."""
+    listed = [
+        msgspec.structs.replace(entry, positions=[n])
+        for n, entry in enumerate(steering(1, FIRST, SECOND, THIRD).entries)
+    ]
+    everyone = GlobalSteering(version=1, entries=listed)
+    await Rig(tmp_path / "whole", **{"tuning.steering_rows": 5}).engine.check_global(
+        everyone, fetch
+    )
+    less = Rig(tmp_path / "less", **{"tuning.steering_rows": 4})
+    with refuses("needs 3 steering rows", kind="intervention_failed"):
+        await less.engine.check_global(everyone, fetch)
+
+
 async def test_an_irreversible_failure_quarantines_the_worker(
     tmp_path: Path,
 ) -> None:  # field case 29

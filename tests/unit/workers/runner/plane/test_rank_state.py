@@ -393,7 +393,8 @@ def test_a_ranks_status_has_every_field_of_its_report(rig: Rig) -> None:
 
 
 def test_more_rows_than_a_token_has_columns_fail_the_request(rig: Rig) -> None:
-    edits = [steering(NAME, [0], "pre_attn", [position, 5]) for position in range(5)]
+    edit = steering(NAME, [0], "pre_attn", [5])
+    edits = [msgspec.structs.replace(edit, limit=1.0 + number) for number in range(13)]
     everyone = GlobalSteering(
         version=1, entries=[template(positions=[position, 5]) for position in range(4)]
     )
@@ -402,5 +403,5 @@ def test_more_rows_than_a_token_has_columns_fail_the_request(rig: Rig) -> None:
     (receipt,) = rig.receipts()
     assert (receipt.status, receipt.message) == (
         "error",
-        "its steering takes 9 rows of the table at one token; at most 8 are allowed",
+        "its steering takes 17 rows of the table at one token; at most 16 are allowed",
     )
