@@ -212,8 +212,8 @@ ROWS = (
     RegisteredKind(
         POLICIES,
         make_policy,
-        "a new version, if the name exists. Its probe and its modules stay those of its "
-        "registration.",
+        "a new version, if the name exists with other content. Its probe and its modules stay "
+        "those of its registration.",
         check=check_beside,
         complete=with_days,
     ),
