@@ -103,7 +103,7 @@ async def change_policy(
             check_fit(made, info)
         return _with(now, made, info.name, name)
 
-    check = partial(check_beside, model=info)
+    check = partial(check_beside, info)
     policy, _ = await policies.put(info.name, name, make, {}, check)
     return policy.shown_to(caller)
 
@@ -139,7 +139,7 @@ class RegisteredKind:
     scope: Scope = "steer-global"  # that changes require
     file: Callable[[bytes], Any] | None = None  # decodes a body that is a file
     # raises an error for one that has no place beside the others of its kind
-    check: Callable[[Any, Sequence[Any], ModelInfo], None] | None = None
+    check: Callable[[ModelInfo, Any, Sequence[Any]], None] | None = None
     # returns the records with what their answers have beside what is registered
     complete: Callable[[Ledger, list[Any]], Awaitable[list[Any]]] | None = None
 
@@ -212,8 +212,8 @@ ROWS = (
     RegisteredKind(
         POLICIES,
         make_policy,
-        "a new version, if the name exists. Its probe and its modules stay those of its "
-        "registration.",
+        "a new version, if the name exists with other content. Its probe and its modules stay "
+        "those of its registration.",
         check=check_beside,
         complete=with_days,
     ),
@@ -300,7 +300,7 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         data = msgspec.structs.replace(data, description=description or data.description)
         stored = row.kind.key_of(caller.tenant, name)
         make, blobs = await row.make(data, stored, info, context, caller)
-        check = None if row.check is None else partial(row.check, model=info)
+        check = None if row.check is None else partial(row.check, info)
         made, former = await Registry(context.ledger, row.kind).put(
             info.name, stored, make, blobs, check
         )

@@ -342,7 +342,8 @@ class Policies(NamedCalls[M, Policy]):
     async def put(self, /, name: str, **fields: Any) -> Policy:
         """Store a policy under a name; requests use it as `policies=[name]`.
 
-        An existing policy of that name gets a new version, which applies from then on. `fields`:
+        Other content than that of a policy of the name makes a new version, which applies from
+        then on. `fields`:
         those of `PolicyRequest`.
         """
         return await self._put(name, **wire.given(**fields))

@@ -173,7 +173,8 @@ MAX_POLICIES = 64  # Registered policies of a model
 MAX_REQUEST_POLICIES = 16
 MAX_POLICY_ACTIONS = 8  # Actions of a policy
 MAX_POLICY_VERSIONS = 8  # Versions of a policy that are kept
-# Vectors of the modules of all policies of all traffic that act, and of those that a request names
+# Vectors, and entries, of the modules of the policies of all traffic that act, and of those that a
+# request names
 MAX_POLICY_VECTORS = 1024
 MAX_POLICY_WINDOW = 256  # Tokens of a policy's window
 POLICY_DAYS = 30  # Days, the present one included, of which a policy's prompts are counted

@@ -384,10 +384,18 @@ WISHES: dict[str, dict[str, Any]] = {
     "limit": {"steering": [{"module": "undo", "limit": {"relative": 1e-6}}]},
     "tenant's limit": {"steering": [{"module": "undo"}]},
     "edit": {"steering": [{"module": "late"}]},
+    "three rows": {"steering": [{**LATE, "limit": {"relative": 1.0 + n}} for n in range(3)]},
     "patch": {"patch": [{"layers": 2, "positions": "last_prompt", "source": {"zeros": True}}]},
     "adapter": {"lora": "owners"},
     "memory": {"capture": {**ROWS, "consumers": ["memory"]}},
 }
+
+
+#: The rows of all policies of all traffic.
+CALMING = [
+    {"action": "steer", "module": "calm", "limit": {"relative": 1.0 + number}}
+    for number in range(4)
+]
 
 
 class Operated:
@@ -411,7 +419,7 @@ class Operated:
             "guard",
             probe="watch",
             condition={"at_least": 0.0, "schedule": {"tokens": "all"}},
-            actions=["flag", {"action": "steer", "module": "calm"}],
+            actions=["flag", *CALMING],
             mode="active",
             all_traffic=True,
         )
@@ -526,6 +534,19 @@ def operated(tiny_stack: Stack) -> Iterator[Operated]:
     made = Operated(tiny_stack)
     yield made
     made.close()
+
+
+@pytest.mark.long
+@pytest.mark.slow("the service with a real engine starts")
+@pytest.mark.parametrize("number", range(3))
+def test_a_request_cannot_name_the_module_of_a_policy(operated: Operated, number: int) -> None:
+    name = f"policy:guard:{number}"
+    entry = {"module": name, "scale": -1.0}
+    answer = operated.http.post(
+        "/v1/jobs", json={"model": "tiny", "prompts": [PROMPT], "steering": [entry]}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["field"] == "steering[0].module"
 
 
 @pytest.mark.long

@@ -60,8 +60,10 @@ def test_entries_for_one_layer_add_up_for_every_prompt_of_a_job(
 
 def test_configurations_beyond_the_table_wait_and_are_right(v1: Host, reference: Reference) -> None:
     # field case 24
-    """The engine of this fixture has 4 rows; 12 distinct configurations are under way at once."""
-    vectors = [direction(100 + n) for n in range(12)]
+    """The engine of this fixture has 4 rows, and 10 of the operator's; 18 distinct configurations
+    are under way at once.
+    """
+    vectors = [direction(100 + n) for n in range(18)]
     jobs = [
         v1.job(
             prompt_of(15, seed=n),

@@ -479,11 +479,12 @@ def test_of_changes_at_once_those_that_fit_together_are_made(
     steer = {"action": "steer", "module": "joy"}
     names = [f"at-once-{number}" for number in range(8)]
     for name in names:
-        client.policies.put(name, **of_all(calm, steer, mode="shadow"))
+        client.policies.put(name, **of_all(calm, steer, mode="shadow", edits="allow"))
     with ThreadPoolExecutor(8) as threads:
         made = threads.map(lambda name: changed_to(client, name, acting), names)
     assert sorted(made) == ["all_traffic"] * 4 + ["made"] * 4
-    assert run(client, steering=[{"layers": 1, "vector": [1.0] * HIDDEN}] * 4).outputs
+    own = {"layers": 1, "op": "ablate", "vector": [1.0] * HIDDEN}
+    assert run(client, steering=[own] * 4).outputs
     for name in names:
         client.policies.delete(name)
 

@@ -25,9 +25,8 @@ pytestmark = pytest.mark.xdist_group("shared_stack")
 #: What a policy adds to a request: its scores, and the modules of its actions by their number.
 INTERNAL = ("policy:guard", "policy:guard:0", "policy:guard:1")
 ONES = [1.0] * HIDDEN_SIZE
-JOB = {"model": "fake-model", "prompts": ["hello there"], "max_tokens": 2}
+JOB: dict[str, Any] = {"model": "fake-model", "prompts": ["hello there"]}
 DOSE = JOB | {"scales": [1.0], "effect": {"words": ["x"]}, "held_out": ["you"]}
-DOSE["max_tokens"] = 4
 PAIRS = [{"clean": "hello there", "corrupt": "hello you", "answer": " a", "foil": " b"}]
 WHEN = {"at_least": 0.0}
 POLICY = {"condition": {"at_least": 1.0}, "actions": [], "probe": "calm"}
@@ -117,7 +116,7 @@ CASES: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
         (
             "/v1/doses",
             DOSE | {"steering": [{"layers": 1, "vector": ONES}], "effect": {"probe": "{}"}},
-            "effect.probe",
+            "probes[0]",
         )
     ],
     ("AttributionRequest", "sae"): [

@@ -31,6 +31,7 @@ from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.named.probes import with_days
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
+from midstream.broker.telemetry import metrics
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import DeliveryAttempt
@@ -431,15 +432,18 @@ async def test_a_failed_prompt_is_counted_once_whatever_its_ranks_report(
     assert from_json(counted, list[int])[1:] == [1, 1, 1]
 
 
-async def test_a_failed_prompts_scores_are_shown_once(ledger: Ledger, settle: Settler) -> None:
-    """Whether its failure is that of one rank or of all."""
-    job = policed(capture=True)
+async def test_a_failed_prompts_scores_are_shown_and_measured_once(
+    ledger: Ledger, settle: Settler
+) -> None:
+    job, measured = policed(capture=True), metrics.PROBED.labels("", "")
+    before = measured._value.get()
     await claimed(ledger, job)
     for rank, verdict in enumerate(("ok", "error")):
         told = msgspec.structs.replace(decided(job), rank=rank, tp=rank, status=verdict)
         settle.settle(WORKER, rank, EPOCH, [(1, told)])
     assert await state_of(ledger, job) is State.FAILED
     assert len((await ledger.result(job.id)).probes) == 1
+    assert measured._value.get() == before + 1
 
 
 async def test_a_policys_webhooks_are_bounded_and_charged_to_nobody(redis_url: str) -> None:

@@ -149,9 +149,8 @@ def _with_global(
         (more,) = captures_of(spec, model, [tokens])
         if more is None:
             continue
-        if model.step_holds(
-            step_rows([*joined, more, *probe_captures(job.probes)], model, tokens, max_tokens)
-        ):
+        # the probes are those of policies, which have room of their own
+        if model.step_holds(step_rows([*joined, more], model, tokens, max_tokens)):
             joined += more.split(model.inside)
         else:
             count_skipped(

@@ -586,6 +586,7 @@ def check_policies(gated: Sequence[Gated], model: ModelInfo, field: str) -> None
     for what, requested, most in (
         ("rows of the steering table", needed.rows, MAX_STEERING_ROWS),
         ("vectors", needed.entries, MAX_POLICY_VECTORS),
+        ("entries", sum(len(row.entries) for row in rows), MAX_POLICY_VECTORS),
         ("triggers", len({row.condition[1] for row in rows} - {b""}), MAX_TRIGGERS),
     ):
         if requested > most:

@@ -263,7 +263,7 @@ def resolve_policy(
     return version
 
 
-def check_beside(policy: Policy, others: Sequence[Policy], model: ModelInfo) -> None:
+def check_beside(model: ModelInfo, policy: Policy, others: Sequence[Policy]) -> None:
     """Raises a 400 for a policy of all traffic that acts, if the modules of all such policies need
     more room than they have: each request has all of them.
     """
@@ -449,8 +449,8 @@ def _actions_of(
     """Return the modules that a version applies, and its captures with their fields. `at`: field of
     a request; by default those of its registration.
     """
-    gated, captures, modules = [], [], iter(version.modules)
-    scores = POLICY + policy
+    gated, captures = list[Gated](), list[tuple[str, CaptureSpec]]()
+    modules, scores = iter(version.modules), POLICY + policy
     for number, action in enumerate(version.content.actions):
         field = at or f"actions[{number}]"
         if isinstance(action, Steer):

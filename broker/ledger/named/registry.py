@@ -172,7 +172,7 @@ class Registry(Generic[T]):
         for _ in range(PUT_TRIES):
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.hget(self._key(model), name)
-                pipe.get(f"ms:{self._kind.plural}-changes:{model}")
+                pipe.get(f"ms:policies-changes:{model}")
                 packed, changes = await pipe.execute()
             former = None if packed is None else await self.read(model, name, packed)
             record = make(former).after(former)

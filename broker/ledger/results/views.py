@@ -77,7 +77,7 @@ def result(
             else None
         )
         fields[view.kind] = GRIDS[view.kind](*swept, seconds)
-    scores = [probe_result(request, score) for (request, _), score in scores_of(ticket).items()]
+    scores = [probe_result(request, score) for (request, _), score in first_scores(ticket).items()]
     reported = record.captures or view.steered or swept is not None or bool(scores)
     return JobResult(
         id=view.id,
@@ -94,7 +94,7 @@ def result(
     )
 
 
-def scores_of(ticket: Iterable[Receipt]) -> dict[tuple[int, str], ProbeScore]:
+def first_scores(ticket: Iterable[Receipt]) -> dict[tuple[int, str], ProbeScore]:
     """Return request and probe → the first report; every rank reports on a request that fails."""
     found: dict[tuple[int, str], ProbeScore] = {}
     for receipt in ticket:

@@ -19,7 +19,7 @@ local function refused_by_limits()
     or over(limits, 'module_mib', taken, args.size - (was or 0), MIB)
 end
 
-local names, watching, changes = key(args.kind, model), key(args.kind .. '-watching', model), key(args.kind .. '-changes', model)
+local names, watching, changes = key(args.kind, model), key(args.kind .. '-watching', model), key('policies-changes', model)
 local stored = redis.call('HGET', names, name) or nil
 if stored ~= args.record then -- else a repeat: the reply was lost
   if stored ~= args.former or (args.watching and redis.call('GET', changes) ~= (args.changes or false)) then

@@ -150,26 +150,26 @@ def test_the_fifth_row_of_all_traffic_is_refused_where_a_policy_begins_to_act(
 ) -> None:
     """When it is registered, and when its mode or its reach changes."""
     others = guards(MAX_STEERING_ROWS)
-    check_beside(others[-1], others, model())
+    check_beside(model(), others[-1], others)
     with refuses("guard0, guard1, guard2, guard3 need 5 rows", field="all_traffic", status=400):
-        check_beside(policy(ABLATION, all_traffic=True, **fields), others, model())
+        check_beside(model(), policy(ABLATION, all_traffic=True, **fields), others)
     for given, change in (
         ({"mode": "shadow", "all_traffic": True}, PolicyChange(**fields)),
         (fields, PolicyChange(all_traffic=True)),
     ):
         silent = policy(ABLATION, **given)
-        check_beside(silent, others, model())
+        check_beside(model(), silent, others)
         acting = msgspec.structs.replace(silent, versions=[changed(silent, change)])
         with refuses("need 5 rows", field="all_traffic"):
-            check_beside(acting, others, model())
+            check_beside(model(), acting, others)
 
 
 def test_the_fifth_trigger_of_all_traffic_is_refused() -> None:
     others = [*guards(1, *(triggered(number) for number in range(4)))]
     more = policy(triggered(5), mode="active", all_traffic=True)
-    check_beside(policy(triggered(3), mode="active", all_traffic=True), [], model())
+    check_beside(model(), policy(triggered(3), mode="active", all_traffic=True), [])
     with refuses("need 5 ", field="all_traffic"):
-        check_beside(more, others, model())
+        check_beside(model(), more, others)
 
 
 def test_what_does_not_fit_the_served_model_stops_all_traffic_and_not_one_request() -> None:

@@ -120,7 +120,7 @@ def test_global_capture_that_exceeds_a_steps_room_is_left_out_of_a_harvest(
     monkeypatch.setattr(
         requests, "count_skipped", lambda reason, prompts, detail: left.append(reason)
     )
-    ask = sequence(model_of(capture_row_limit=2))
+    ask = sequence(model_of(capture_row_limit=1))
     assert [capture.tag for capture in ask.captures if not capture.scored] == ["harvest"]
     assert left == ["buffer"]
 
