@@ -6,10 +6,9 @@ model (from the operator, never from a client) and run in jinja2's sandbox with 
 transformers gives them.
 """
 
-import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
@@ -167,22 +166,28 @@ class Codec(ChatTemplate):
 
         Raises TooLong for a text that exceeds the model's length.
         """
-        compact: dict[str, Sequence[int]] = {}
-        made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
-        for text in texts:
-            result = made.pop()  # each encoding is freed once it is converted
-            if text not in compact:
-                compact[text] = _compact(result.ids)
-                await asyncio.sleep(0)
+        found = await self._encoded(texts, special_tokens, offsets=False)
+        compact = {text: array("i", ids) for text, (ids, _) in found.items()}
         return [compact[text] for text in texts]
 
     async def encodings(
         self, texts: Sequence[str], *, special_tokens: bool, offsets: bool = False
     ) -> list[Encoded]:
-        """Encode like `encode`, into arrays, with `offsets` if requested.
+        """Encode like `encode`, into arrays, with `offsets` if requested."""
+        found = await self._encoded(texts, special_tokens, offsets)
+        made = {
+            text: Encoded(
+                np.frombuffer(ids, np.int32),
+                np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None,
+            )
+            for text, (ids, places) in found.items()
+        }
+        return [made[text] for text in texts]
 
-        Repeated texts are tokenised once.
-        """
+    async def _encoded(
+        self, texts: Sequence[str], special_tokens: bool, offsets: bool
+    ) -> dict[str, tuple[bytes, bytes]]:
+        """Return text → token ids and offsets; repeated texts are tokenised once."""
         distinct = [*dict.fromkeys(texts)]
         with Translated(
             TooLong,
@@ -195,16 +200,10 @@ class Codec(ChatTemplate):
                 len(distinct),
                 lambda some: Question(some, special_tokens, self._limit, offsets),
             )
-        made = [
-            Encoded(
-                np.frombuffer(ids, np.int32),
-                np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None,
-            )
-            for answer in answers
-            for ids, places in zip_longest(answer.ids, answer.offsets, fillvalue=b"")
-        ]
-        result = dict(zip(distinct, made, strict=True))
-        return [result[text] for text in texts]
+        found = chain.from_iterable(
+            zip_longest(answer.ids, answer.offsets, fillvalue=b"") for answer in answers
+        )
+        return dict(zip(distinct, found, strict=True))
 
     async def _ask_each(
         self,
@@ -419,13 +418,6 @@ def _found(find: SpanFinder, span: Span) -> Found:
         return Found(array("i", find(span)).tobytes())
     except SelectorError as error:
         return Found(refusal=(str(error), error.at))
-
-
-def _compact(ids: np.ndarray) -> Sequence[int]:
-    """Return the ids in 4 bytes each; a list takes 8, and 28 more for each int that is not
-    shared.
-    """
-    return array("i", ids.astype(np.int32, copy=False).tobytes())
 
 
 def found_map(text: str, encoded: Encoded, ids: Sequence[int]) -> TextMap | None:
