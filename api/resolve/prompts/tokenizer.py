@@ -8,7 +8,7 @@ transformers gives them.
 
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, count, groupby, zip_longest
 from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
@@ -392,16 +392,11 @@ class Codec(ChatTemplate):
 
 
 def _groups(items: Sequence[T], sizes: Sequence[int]) -> Iterator[list[T]]:
-    group: list[T] = []
-    characters = 0
-    for item, size in zip(items, sizes, strict=True):
-        if group and (characters + size > GROUP_CHARACTERS or len(group) == GROUP_ITEMS):
-            yield group
-            group, characters = [], 0
-        group.append(item)
-        characters += size
-    if group:
-        yield group
+    """Yield the items in groups of `GROUP_ITEMS` and about `GROUP_CHARACTERS` at most."""
+    numbered = zip(items, accumulate(sizes), count())
+    by_place = groupby(numbered, lambda each: (each[1] // GROUP_CHARACTERS, each[2] // GROUP_ITEMS))
+    for _, group in by_place:
+        yield [item for item, *_ in group]
 
 
 def too_many_positions(field: str) -> MidstreamError:
