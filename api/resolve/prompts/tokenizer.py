@@ -19,6 +19,7 @@ from ....broker.prompts.chat_templates import ChatTemplate
 from ....broker.prompts.text_spans import TextMap, untrimmed
 from ....broker.prompts.turns import Turns
 from ....schemas.base import MidstreamError, Translated, Wire, invalid
+from ....schemas.base.limits import MAX_FOUND_POSITIONS
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ....schemas.prompts.selectors import SelectorError, Span, SpanFinder, no_text
@@ -35,9 +36,6 @@ SHORT_CHARACTERS = 64 * 1024
 ANY_LENGTH = 2**31 - 1
 #: Characters, and texts or conversations, of one question; a single one may have more characters.
 GROUP_CHARACTERS, GROUP_ITEMS = 256 * 1024, 512
-#: Positions that the spans of a request may have over all prompts: as many as a body may have
-#: characters.
-MAX_FOUND = 1 << 23
 
 
 def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
@@ -238,7 +236,7 @@ class Codec(ChatTemplate):
 
     def answer(self, question: Question) -> Answer:
         """Answer the question in this thread. Raises TooLong, and a 400 for a conversation that
-        the chat template rejects or for more than `MAX_FOUND` positions.
+        the chat template rejects or for more than `MAX_FOUND_POSITIONS` positions.
         """
         if question.searched:
             return Answer(found=self._locate(question.searched, question.spans))
@@ -283,10 +281,8 @@ class Codec(ChatTemplate):
 
         Slow: ~ 1 µs per character.
         """
-        (encoding,) = self._tokenizer.encode_batch(
-            [text], add_special_tokens=special_tokens
-        )  # `encode` would keep the GIL
-        return TextMap(text, _offsets(encoding)) if encoding.ids == list(ids) else None
+        (encoded,) = self.encode_here([text], special_tokens, offsets=True)
+        return found_map(text, encoded, ids)
 
     def map_ids(self, ids: Sequence[int]) -> TextMap | None:
         """Return the text of `ids`, and the range of each in it; None if that text has other
@@ -360,13 +356,13 @@ class Codec(ChatTemplate):
     ) -> list[list[Found]]:
         """Return where each span is in each prompt; `apart`: outside of the event loop.
 
-        Raises a 400 when they have more than `MAX_FOUND` positions.
+        Raises a 400 when they have more than `MAX_FOUND_POSITIONS` positions.
         """
         return (await self._ask(Question(searched=[*prompts], spans=[*spans]), apart)).found
 
     def _locate(self, prompts: Sequence[Searched], spans: Sequence[Span]) -> list[list[Found]]:
         result: list[list[Found]] = []
-        room = MAX_FOUND
+        room = MAX_FOUND_POSITIONS
         for prompt in prompts:
             find, of_prompt = self._finder(prompt), []
             for span in spans:
