@@ -44,6 +44,9 @@ ASK_AGAIN_S = 1.0
 #: with Python's default (700) every such body triggers a collection of the whole process, which
 #: takes longer than decoding it.
 GC_OBJECTS = 10_000
+#: Seconds for which a thread that resolves a request may keep the event loop waiting (Python's
+#: default is ten times as much). A small request needs the interpreter again some ten times.
+SWITCH_S = 0.0005
 
 NO_KEYS = (
     "MIDSTREAM_API_HOST={host}: API keys are required beyond loopback, but none "
@@ -76,6 +79,7 @@ class ApiServer(uvicorn.Server):
             gc.collect()
             gc.freeze()  # excludes all objects loaded so far from collections
             gc.set_threshold(GC_OBJECTS)
+            sys.setswitchinterval(SWITCH_S)
             if self._undecided is not None:
                 self._deciding = self._loop.create_task(self._decide(self._undecided))
             logs.announce(f"api ready {self._url}")

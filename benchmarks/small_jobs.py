@@ -24,7 +24,19 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import httpx2
-from api_attacks import FAKE, MODEL, Probe, edits, job, mark, memory, publish, words
+from api_attacks import (
+    FAKE,
+    MODEL,
+    MODULE,
+    Probe,
+    edits,
+    job,
+    mark,
+    memory,
+    module,
+    publish,
+    words,
+)
 from services import report, service
 
 from midstream.client.stack.supervisor import read_state
@@ -58,10 +70,16 @@ def conversations(count: int, **fields: Any) -> bytes:
     return json.dumps({"model": MODEL, "messages": said, **fields}).encode()
 
 
-def named(entries: int) -> bytes:
-    """Steering by entries without a tensor of their own."""
-    zeros = {"op": "ablate", "layers": 0, "positions": "all", "vector": edits(1)[0]["vector"]}
-    return job(steering=[zeros | {"layers": number % 30} for number in range(entries)])
+def of_module(entries: int) -> bytes:
+    """Steering by a module, once at each position."""
+    steering = [{"module": "m", "positions": [number]} for number in range(entries)]
+    return job(prompts=[[7] * (entries + 1)], steering=steering)
+
+
+def chosen(count: int) -> bytes:
+    """Patterns of outputs, each of many alternatives."""
+    pattern = "(" + "|".join(f"w{number}" for number in range(count)) + ")"
+    return job(sampling={"structured_outputs": {"regex": pattern}})
 
 
 OF_ROLE = {"positions": [{"role": "user"}], "layers": 0}
@@ -81,6 +99,8 @@ KINDS = [
     Work("4,096 conversations with role", lambda: conversations(4096, capture=OF_ROLE)),
     Work("4,096 prompts", lambda: job(prompts=[f"hello {number}" for number in range(4096)])),
     Work("2,500 edits with vectors", lambda: job(steering=edits(2500))),
+    Work("4,096 entries of a module", lambda: of_module(4096)),
+    Work("regular expression of 8 kB", lambda: chosen(1500)),
     Work("60,000 token ids", lambda: job(prompts=[[7] * 60] * 1000)),
     Work("prompt of 30 kB", lambda: job(prompts=[words(30_000)])),
 ]
@@ -155,6 +175,9 @@ def main() -> None:
         with httpx2.Client(base_url=stack.url, timeout=300) as http:
             # reads the tokenizer, starts a helper
             http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})
+            http.put(
+                MODULE, content=module(1), headers={"Content-Type": "application/json"}
+            ).raise_for_status()
         pipe, there = multiprocessing.Pipe()
         asking = multiprocessing.get_context("spawn").Process(
             target=small, args=(stack.url, options.samples, there)

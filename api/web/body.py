@@ -33,6 +33,10 @@ from .request_context import CURRENT
 DRAIN_FACTOR = 4
 DRAIN_S = 5.0
 
+#: Bytes of JSON that are decoded in the event loop. Longer bodies are decoded in a thread, one at a
+#: time: each thread that computes keeps the event loop waiting for the interpreter.
+INLINE_BYTES = 1 << 16
+DECODING = anyio.CapacityLimiter(1)
 #: Bytes per write of a file to disk.
 PIECE = 1 << 20
 
@@ -147,7 +151,10 @@ class JsonRequest(Request[Any, Any, Any]):
         # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
         with Translated(problems.UNREADABLE, lambda error: problems.malformed(error, kind)):
-            return from_json(body, kind)
+            if len(body) <= INLINE_BYTES:
+                return from_json(body, kind)
+            # records check themselves, each by some calls
+            return await anyio.to_thread.run_sync(from_json, body, kind, limiter=DECODING)
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
         """Return what `read` returns for the body.

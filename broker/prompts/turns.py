@@ -42,10 +42,12 @@ _SAMPLE: list[PlainMessage] = [
 ]
 
 
-def renders(span: Span, messages: int) -> int:
-    """Return how often a conversation is rendered to find a span, at most."""
-    each = span.turn is None and span.part in ("tool_calls", "header", "all")
-    return RENDERS + 2 * messages * each
+def renders(span: Span) -> tuple[int, int]:
+    """Return how often a conversation is rendered to find a span, at most, and how often more for
+    each of its messages.
+    """
+    of_each = span.turn is None and span.part in ("tool_calls", "header", "all")
+    return RENDERS, 2 if of_each else 0
 
 
 class NoTurn(SelectorError):

@@ -199,11 +199,10 @@ class Jobs(Calls[M]):
                         wire.raise_problem(await streamed.read())
                     if streamed.response.status_code == 204:  # the job has ended: no more events
                         return
-                    async with aclosing(streamed.lines()) as lines:
-                        async for line in lines:
+                    async with aclosing(streamed.pieces()) as pieces:
+                        async for piece in pieces:
                             patience.ok()
-                            event = parser.feed(line)
-                            if event is not None:
+                            for event in parser.events(piece):
                                 yield event
                                 if event.event == "done":
                                     return

@@ -133,24 +133,6 @@ class AwaitingTransport:
             await asyncio.gather(task, return_exceptions=True)
 
 
-class _Lines:
-    """Cuts a stream into lines at newlines alone: texts in it may have other separators of
-    lines.
-    """
-
-    def __init__(self) -> None:
-        self._begun: list[str] = []
-
-    def ended_in(self, text: str) -> list[str]:
-        """Return the lines that end in this piece of the stream."""
-        *ended, rest = text.split("\n")
-        if ended:
-            ended[0] = "".join([*self._begun, ended[0]])
-            self._begun.clear()
-        self._begun.append(rest)
-        return ended
-
-
 class _BlockingStream:
     def __init__(self, response: httpx2.Response):
         self.response = response
@@ -159,11 +141,9 @@ class _BlockingStream:
         self.response.read()
         return self.response
 
-    async def lines(self) -> AsyncGenerator[str, None]:
-        lines = _Lines()
-        for text in self.response.iter_text():
-            for line in lines.ended_in(text):
-                yield line
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        for piece in self.response.iter_bytes():
+            yield piece
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         for chunk in self.response.iter_bytes(CHUNK):
@@ -178,11 +158,9 @@ class _AwaitingStream:
         await self.response.aread()
         return self.response
 
-    async def lines(self) -> AsyncGenerator[str, None]:
-        lines = _Lines()
-        async for text in self.response.aiter_text():
-            for line in lines.ended_in(text):
-                yield line
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        async for piece in self.response.aiter_bytes():
+            yield piece
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         async for chunk in self.response.aiter_bytes(CHUNK):

@@ -4,7 +4,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -432,11 +432,23 @@ def is_over(view: JobView) -> bool:
 
 
 class EventParser:
-    """Parses server-sent events line by line into `Event`s; keeps the last id for resuming."""
+    """Parses a stream of server-sent events into `Event`s; keeps the last id for resuming."""
 
     def __init__(self, after: str = ""):
         self.last_id = after
         self._fields: dict[str, list[str]] = {}
+        self._begun = b""  # of a line
+
+    def events(self, piece: bytes) -> Iterator[Event]:
+        """Yield the events that a piece of the stream completes. Lines end with a newline alone:
+        texts may have other separators of lines.
+
+        Raises as `feed`.
+        """
+        *lines, self._begun = (self._begun + piece).split(b"\n")
+        for line in lines:
+            if (event := self.feed(line.decode())) is not None:
+                yield event
 
     def feed(self, line: str) -> Event | None:
         """Return the event that `line` (without its newline) completes, or None. Comments are

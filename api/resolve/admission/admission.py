@@ -11,8 +11,10 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any
 
+import anyio
 import anyio.to_thread
 import msgspec
 
@@ -96,6 +98,9 @@ ASSUMED_LAYERS = 32
 #: The most that a job may cost (about a second). A job that costs more than `RESOLVE_INLINE` is
 #: resolved off the event loop.
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
+#: One job at a time is resolved in a thread: each thread that computes keeps the event loop waiting
+#: for the interpreter.
+RESOLVING = anyio.CapacityLimiter(1)
 #: The most tokens that are decoded for the title of a job whose prompt has no text.
 TITLE_TOKENS = 64
 EMPTY_ONCE_TOKENISED = "has no tokens: a prompt needs at least one"
@@ -370,7 +375,7 @@ async def resolve(
             parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
         )
 
-    return await anyio.to_thread.run_sync(resolved) if apart else resolved()
+    return await anyio.to_thread.run_sync(resolved, limiter=RESOLVING) if apart else resolved()
 
 
 def check_cost(
@@ -383,41 +388,29 @@ def check_cost(
     check_number(
         [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], model_state, prompts
     )
-    needed = _wanted(parsed, model_state)
+    # sums over the prompts, so that a selector costs the same to look at for one and for thousands
+    messages = [len(prompt.value) for prompt in parsed.prompts if prompt.is_conversation]
+    once = RENDER_COST + characters // prompts // SEARCHED_CHARACTERS
+    rendered = [once + number * MESSAGE_COST for number in messages]
+    conversations, by_message = sum(rendered), sum(map(mul, messages, rendered))
+    images = sum(len(prompt.images) for prompt in parsed.prompts)
     costs: Counter[str] = Counter()
-    for field, positions in needed:
-        numbers, items = (
-            _numbers(positions),
-            positions if isinstance(positions, list) else [positions],
+    for field, positions in _wanted(parsed, model_state):
+        spans = _spans(positions)
+        ranges = [span for span in spans if span.is_range]
+        texts = [span.text for span in spans if span.text is not None]
+        cost = prompts * (ENTRY_COST + _numbers(positions) + len(ranges) + SPAN_COST * len(texts))
+        cost += len(set(texts)) * characters // SEARCHED_CHARACTERS  # a text is searched for once
+        cost += images * sum(
+            1 + (span.stop or 0) - (span.start or 0) for span in spans if span.image is not None
         )
-        ranges = [item for item in items if isinstance(item, Span) and item.is_range]
-        texts = [item.text for item in items if isinstance(item, Span) and item.text is not None]
-        tokens = sum(
-            1 + (item.stop or 0) - (item.start or 0)
-            for item in items
-            if isinstance(item, Span) and item.image is not None
-        )
-        searched = (
-            len(set(texts)) * characters // SEARCHED_CHARACTERS
-        )  # a text is searched for once
-        written_out = (
-            min(prompts * sum(map(_length, ranges)), characters)
-            if isinstance(positions, list)
-            else 0
-        )
-        costs[field] += sum(
-            _cost_of_turn(item, len(prompt.value), characters // prompts)
-            for item in items
-            if isinstance(item, Span) and item.is_turn
-            for prompt in parsed.prompts
-            if prompt.is_conversation
-        )
-        costs[field] += tokens * sum(len(prompt.images) for prompt in parsed.prompts)
-        costs[field] += (
-            prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * len(texts))
-            + searched
-            + written_out
-        )
+        if isinstance(positions, list):  # ranges are written out
+            cost += min(prompts * sum(map(_length, ranges)), characters)
+        for times, each in (renders(span) for span in spans if span.is_turn):
+            cost += times * conversations + each * by_message
+            if cost > RESOLVE_LIMIT:
+                break
+        costs[field] += cost
     for field, selector in _selectors(parsed):
         costs[field] += PART_COST * (parts_of(selector) - 1)  # the first is in the entry's cost
     for index, patch in enumerate(parsed.patch):
@@ -425,12 +418,6 @@ def check_cost(
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise too_many_positions(max(costs, key=lambda field: costs[field]))
     return sum(costs.values())
-
-
-def _cost_of_turn(span: Span, messages: int, characters: int) -> int:
-    """Return what a span of a conversation costs: the times it is rendered, at most."""
-    once = RENDER_COST + messages * MESSAGE_COST + characters // SEARCHED_CHARACTERS
-    return renders(span, messages) * once
 
 
 def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
@@ -496,14 +483,21 @@ def _spans_of(parsed: ParsedRequest, model_state: ModelState) -> dict[Span, str]
     """Return the spans of texts and messages that the request has → the first field with each."""
     found: dict[Span, str] = {}
     for field, positions in _wanted(parsed, model_state):
-        for item in positions if isinstance(positions, list) else [positions]:
-            if isinstance(item, Span) and (item.text is not None or item.is_turn):
-                found.setdefault(item, field)
+        for span in _spans(positions):
+            if span.text is not None or span.is_turn:
+                found.setdefault(span, field)
     return found
 
 
+def _spans(positions: RequestedPositions) -> list[Span]:
+    items = positions if isinstance(positions, list) else [positions]
+    if Span not in set(map(type, items)):  # there may be millions of numbers
+        return []
+    return [item for item in items if isinstance(item, Span)]
+
+
 def _numbers(positions: RequestedPositions) -> int:
-    return sum(isinstance(item, int) for item in positions) if isinstance(positions, list) else 0
+    return len(positions) - len(_spans(positions)) if isinstance(positions, list) else 0
 
 
 def _length(span: Span) -> int:
@@ -536,28 +530,26 @@ async def facts_of(
     apart = cost > RESOLVE_INLINE or (bool(spans) and characters > INLINE_CHARACTERS)
     if not spans:
         return [PromptFacts(len(each.token_ids), images=each.images) for each in prompts], apart
-    # the choices of a prompt share it
-    searched = {
-        id(prompt): Searched(
+    searched = [
+        Searched(
             ids=array("i", prompt.token_ids).tobytes(),
             text=prompt.text,
             chat=chat_of(from_body) if from_body.is_conversation else None,
         )
         for prompt, from_body in zip(prompts, parsed.prompts, strict=True)
-    }
+    ]
     first = next(iter(spans.values()))
     with Translated(
         MidstreamError,
         lambda error: error.at(first if error.kind == "invalid_request" else error.field),
         hidden=True,
     ):
-        found = await codec.locate([*searched.values()], [*spans], apart)
-    finders = {
-        prompt: _finder(dict(zip(spans, of_prompt, strict=True)))
-        for prompt, of_prompt in zip(searched, found, strict=True)
-    }
+        found = await codec.locate(searched, [*spans], apart)
     facts = [
-        PromptFacts(len(prompt.token_ids), finders[id(prompt)], prompt.images) for prompt in prompts
+        PromptFacts(
+            len(prompt.token_ids), _finder(dict(zip(spans, of_prompt, strict=True))), prompt.images
+        )
+        for prompt, of_prompt in zip(prompts, found, strict=True)
     ]
     return facts, apart
 

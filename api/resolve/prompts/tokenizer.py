@@ -6,10 +6,9 @@ model (from the operator, never from a client) and run in jinja2's sandbox with 
 transformers gives them.
 """
 
-import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import accumulate, chain, count, groupby, zip_longest
 from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
@@ -20,6 +19,7 @@ from ....broker.prompts.chat_templates import ChatTemplate
 from ....broker.prompts.text_spans import TextMap, untrimmed
 from ....broker.prompts.turns import Turns
 from ....schemas.base import MidstreamError, Translated, Wire, invalid
+from ....schemas.base.limits import MAX_FOUND_POSITIONS
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ....schemas.prompts.selectors import SelectorError, Span, SpanFinder, no_text
@@ -36,9 +36,6 @@ SHORT_CHARACTERS = 64 * 1024
 ANY_LENGTH = 2**31 - 1
 #: Characters, and texts or conversations, of one question; a single one may have more characters.
 GROUP_CHARACTERS, GROUP_ITEMS = 256 * 1024, 512
-#: Positions that the spans of a request may have over all prompts: as many as a body may have
-#: characters.
-MAX_FOUND = 1 << 23
 
 
 def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
@@ -167,22 +164,28 @@ class Codec(ChatTemplate):
 
         Raises TooLong for a text that exceeds the model's length.
         """
-        compact: dict[str, Sequence[int]] = {}
-        made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
-        for text in texts:
-            result = made.pop()  # each encoding is freed once it is converted
-            if text not in compact:
-                compact[text] = _compact(result.ids)
-                await asyncio.sleep(0)
+        found = await self._encoded(texts, special_tokens, offsets=False)
+        compact = {text: array("i", ids) for text, (ids, _) in found.items()}
         return [compact[text] for text in texts]
 
     async def encodings(
         self, texts: Sequence[str], *, special_tokens: bool, offsets: bool = False
     ) -> list[Encoded]:
-        """Encode like `encode`, into arrays, with `offsets` if requested.
+        """Encode like `encode`, into arrays, with `offsets` if requested."""
+        found = await self._encoded(texts, special_tokens, offsets)
+        made = {
+            text: Encoded(
+                np.frombuffer(ids, np.int32),
+                np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None,
+            )
+            for text, (ids, places) in found.items()
+        }
+        return [made[text] for text in texts]
 
-        Repeated texts are tokenised once.
-        """
+    async def _encoded(
+        self, texts: Sequence[str], special_tokens: bool, offsets: bool
+    ) -> dict[str, tuple[bytes, bytes]]:
+        """Return text → token ids and offsets; repeated texts are tokenised once."""
         distinct = [*dict.fromkeys(texts)]
         with Translated(
             TooLong,
@@ -195,16 +198,10 @@ class Codec(ChatTemplate):
                 len(distinct),
                 lambda some: Question(some, special_tokens, self._limit, offsets),
             )
-        made = [
-            Encoded(
-                np.frombuffer(ids, np.int32),
-                np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None,
-            )
-            for answer in answers
-            for ids, places in zip_longest(answer.ids, answer.offsets, fillvalue=b"")
-        ]
-        result = dict(zip(distinct, made, strict=True))
-        return [result[text] for text in texts]
+        found = chain.from_iterable(
+            zip_longest(answer.ids, answer.offsets, fillvalue=b"") for answer in answers
+        )
+        return dict(zip(distinct, found, strict=True))
 
     async def _ask_each(
         self,
@@ -239,7 +236,7 @@ class Codec(ChatTemplate):
 
     def answer(self, question: Question) -> Answer:
         """Answer the question in this thread. Raises TooLong, and a 400 for a conversation that
-        the chat template rejects or for more than `MAX_FOUND` positions.
+        the chat template rejects or for more than `MAX_FOUND_POSITIONS` positions.
         """
         if question.searched:
             return Answer(found=self._locate(question.searched, question.spans))
@@ -284,10 +281,8 @@ class Codec(ChatTemplate):
 
         Slow: ~ 1 µs per character.
         """
-        (encoding,) = self._tokenizer.encode_batch(
-            [text], add_special_tokens=special_tokens
-        )  # `encode` would keep the GIL
-        return TextMap(text, _offsets(encoding)) if encoding.ids == list(ids) else None
+        (encoded,) = self.encode_here([text], special_tokens, offsets=True)
+        return found_map(text, encoded, ids)
 
     def map_ids(self, ids: Sequence[int]) -> TextMap | None:
         """Return the text of `ids`, and the range of each in it; None if that text has other
@@ -361,13 +356,13 @@ class Codec(ChatTemplate):
     ) -> list[list[Found]]:
         """Return where each span is in each prompt; `apart`: outside of the event loop.
 
-        Raises a 400 when they have more than `MAX_FOUND` positions.
+        Raises a 400 when they have more than `MAX_FOUND_POSITIONS` positions.
         """
         return (await self._ask(Question(searched=[*prompts], spans=[*spans]), apart)).found
 
     def _locate(self, prompts: Sequence[Searched], spans: Sequence[Span]) -> list[list[Found]]:
         result: list[list[Found]] = []
-        room = MAX_FOUND
+        room = MAX_FOUND_POSITIONS
         for prompt in prompts:
             find, of_prompt = self._finder(prompt), []
             for span in spans:
@@ -393,16 +388,11 @@ class Codec(ChatTemplate):
 
 
 def _groups(items: Sequence[T], sizes: Sequence[int]) -> Iterator[list[T]]:
-    group: list[T] = []
-    characters = 0
-    for item, size in zip(items, sizes, strict=True):
-        if group and (characters + size > GROUP_CHARACTERS or len(group) == GROUP_ITEMS):
-            yield group
-            group, characters = [], 0
-        group.append(item)
-        characters += size
-    if group:
-        yield group
+    """Yield the items in groups of `GROUP_ITEMS` and about `GROUP_CHARACTERS` at most."""
+    numbered = zip(items, accumulate(sizes), count())
+    by_place = groupby(numbered, lambda each: (each[1] // GROUP_CHARACTERS, each[2] // GROUP_ITEMS))
+    for _, group in by_place:
+        yield [item for item, *_ in group]
 
 
 def too_many_positions(field: str) -> MidstreamError:
@@ -419,13 +409,6 @@ def _found(find: SpanFinder, span: Span) -> Found:
         return Found(array("i", find(span)).tobytes())
     except SelectorError as error:
         return Found(refusal=(str(error), error.at))
-
-
-def _compact(ids: np.ndarray) -> Sequence[int]:
-    """Return the ids in 4 bytes each; a list takes 8, and 28 more for each int that is not
-    shared.
-    """
-    return array("i", ids.astype(np.int32, copy=False).tobytes())
 
 
 def found_map(text: str, encoded: Encoded, ids: Sequence[int]) -> TextMap | None:

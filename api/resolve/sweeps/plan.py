@@ -37,7 +37,13 @@ from ....schemas.prompts.selectors import (
     select,
 )
 from ....schemas.settings.settings import Settings
-from ..admission.admission import ENTRY_COST, RESOLVE_LIMIT, SEARCHED_CHARACTERS, SPAN_COST
+from ..admission.admission import (
+    ENTRY_COST,
+    RESOLVE_LIMIT,
+    RESOLVING,
+    SEARCHED_CHARACTERS,
+    SPAN_COST,
+)
 from ..admission.continuations import Continuation, ReadPrompt, continue_prompts
 from ..edits.patches import mask_tensor
 from ..edits.steering import NO_POSITION
@@ -109,7 +115,7 @@ async def plan_sweep(
     pairs = await _read_pairs(request, model, codec)
     answers = await _continue_pairs(request, pairs, model, codec)
     stored = await anyio.to_thread.run_sync(
-        _store_pairs, request, pairs, answers, parts, settings.sweep_cells
+        _store_pairs, request, pairs, answers, parts, settings.sweep_cells, limiter=RESOLVING
     )
     sweep = StoredSweep(
         pairs=stored,

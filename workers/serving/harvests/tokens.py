@@ -135,7 +135,8 @@ class HarvestTokenizer:
         """
         plain = msgspec.convert(messages, list[PlainMessage])
         size = len(plain) + len(text) // MESSAGE_CHARACTERS
-        if size * sum(renders(span, len(plain)) for span in self._spans) > MAX_RENDERED_MESSAGES:
+        times = sum(once + each * len(plain) for once, each in map(renders, self._spans))
+        if size * times > MAX_RENDERED_MESSAGES:
             raise SelectorError(
                 f"finding spans in {len(plain)} messages of {len(text)} characters takes too long"
             )

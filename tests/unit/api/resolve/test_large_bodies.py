@@ -78,7 +78,11 @@ async def longest_hold(found: list[float]) -> None:
 
 async def accepted(body: bytes, codec: Codec) -> int:
     """Everything between the body and the connection to Redis; returns the bytes that are sent."""
-    parsed = parse_job(from_json(body, JobRequest))
+    return await sent_for(from_json(body, JobRequest), codec)
+
+
+async def sent_for(body: JobRequest, codec: Codec) -> int:
+    parsed = parse_job(body)
     await asyncio.sleep(0)
     job = (await admit(parsed, MODEL, codec, "job_x")).job
     arguments = scripts.submit(SETTINGS, job, await scripts.record(job), {}, (), None)

@@ -307,7 +307,7 @@ async def test_the_positions_of_all_spans_together_are_bounded(
 ) -> None:
     prompts, spans = [said("hello " * 10)] * 4, [Span(turn=0), Span(role="user")]
     ((first, _), *_) = await PLAIN.locate(prompts, spans, apart=False)
-    monkeypatch.setattr(tokenizer, "MAX_FOUND", 8 * len(first.positions()))
+    monkeypatch.setattr(tokenizer, "MAX_FOUND_POSITIONS", 8 * len(first.positions()))
     assert len(await PLAIN.locate(prompts, spans, apart=False)) == 4
     with refuses("selects too many positions over all prompts"):
         await PLAIN.locate([*prompts, prompts[0]], spans, apart=False)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from midstream import (
 from midstream.client import values
 from midstream.client.sdk import wire
 from midstream.client.sdk.answers import download
-from midstream.client.sdk.transport import _Lines
 from midstream.schemas.base import invalid
 from midstream.schemas.jobs.jobs import JobRequest, State
 from midstream.schemas.requests.source_runs import RunPage, RunView
@@ -282,11 +282,13 @@ def test_separators_of_lines_in_a_text_end_no_event() -> None:
     assert event.data == {"text": text}
 
 
-@given(st.lists(st.text("ab\n\u2028", max_size=4)))
-def test_lines_are_whole_however_the_stream_is_cut(pieces: list[str]) -> None:
-    lines = _Lines()
-    ended = [line for piece in pieces for line in lines.ended_in(piece)]
-    assert ended == "".join(pieces).split("\n")[:-1]
+@given(st.lists(st.integers(0, 60), max_size=6).map(sorted))
+def test_events_are_whole_however_the_stream_is_cut(cuts: list[int]) -> None:
+    told = "id: 1-0\nevent: state\ndata: {}\n\n: é\n\nid: 2-0\nevent: done\ndata: {}\n\n".encode()
+    parser, ends = wire.EventParser(), [0, *cuts, len(told)]
+    pieces = [told[start:stop] for start, stop in pairwise(ends)]
+    events = [event for piece in pieces for event in parser.events(piece)]
+    assert [(event.event, event.id) for event in events] == [("state", "1-0"), ("done", "2-0")]
 
 
 def test_following_a_finished_job_ends_immediately() -> None:

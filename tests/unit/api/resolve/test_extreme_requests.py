@@ -1,0 +1,122 @@
+"""Does a request at any of its limits leave the event loop to others?
+
+Each job is at one limit, or is refused by it. Counted are calls of functions, of Python's and of
+C's, between two turns of the event loop: from the decoded body to what is sent to Redis.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from test_large_bodies import MODEL, WORDS, accepted, codec, sent_for
+
+from midstream.api.resolve.admission import admission
+from midstream.schemas.base import MidstreamError, from_json, to_json
+from midstream.schemas.base.limits import (
+    MAX_ENTRIES,
+    MAX_FORMAT_CHOICES,
+    MAX_POSITIONS,
+    MAX_PROMPTS,
+    MAX_REGEX,
+    MAX_SEQUENCES,
+)
+from midstream.schemas.jobs.jobs import JobRequest
+
+#: Calls in one turn of the event loop: about 25 ms.
+MOST_CALLS = 250_000
+VECTOR = {"dtype": "float32", "shape": [8], "data": "AAAAPwAAAD8AAAA/AAAAPwAAAD8AAAA/AAAAPwAAAD8="}
+LONG = {"prompts": [[1] * 4000]}
+SHORT = {"prompts": [[1] * 4] * MAX_PROMPTS}
+CHATS = {"messages": [[{"role": "user", "content": word}] for word in WORDS[:MAX_PROMPTS]]}
+ZEROS = {"layers": 0, "positions": [0], "source": {"zeros": True}}
+EDIT = {"layers": 0, "vector": VECTOR}
+#: What is at its limit → the fields.
+EXTREMES: dict[str, dict[str, Any]] = {
+    "prompts": {"prompts": WORDS[:MAX_PROMPTS]},
+    "equal prompts": {"prompts": WORDS[:1] * MAX_PROMPTS},
+    "token ids": {"prompts": [[1] * 400] * MAX_PROMPTS},
+    "conversations": CHATS,
+    "messages": {"messages": [[{"role": "user", "content": "a"}] * 4000]},
+    "turns of conversations": CHATS | {"capture": {"positions": [{"role": "user"}]}},
+    "turns": CHATS | {"capture": {"positions": [{"turn": at} for at in range(MAX_POSITIONS)]}},
+    "all turns": CHATS | {"capture": {"positions": [{"part": "all"}] * 1000}},
+    "spans": {
+        "prompts": [" ".join(WORDS[:1000])],
+        "capture": {"positions": [{"text": word} for word in WORDS[:1000]]},
+    },
+    "spans of prompts": {
+        "prompts": ["word1"] * MAX_PROMPTS,
+        "capture": {"positions": {"text": "word1"}},
+    },
+    "positions": LONG | {"capture": {"positions": [*range(4000)] * 16}},
+    "positions of prompts": SHORT | {"capture": {"positions": [0, 1] * 512}},
+    "entries": LONG | {"steering": [EDIT | {"positions": [at]} for at in range(3999)]},
+    "entries of prompts": SHORT | {"steering": [EDIT] * 15},
+    "entries and prompts": SHORT | {"steering": [EDIT] * MAX_ENTRIES},
+    "positions of entries": LONG | {"steering": [EDIT | {"positions": [*range(1000)]}] * 1000},
+    "patches": LONG | {"patch": [ZEROS | {"positions": [at]} for at in range(3999)]},
+    "patches of prompts": SHORT | {"patch": [ZEROS] * MAX_ENTRIES},
+    "masks": LONG | {"patch": [ZEROS | {"mask": [at % 8]} for at in range(MAX_ENTRIES)]},
+    "triggers": LONG
+    | {"steering": [EDIT | {"trigger": {"token_ids": [[1] * 256] * MAX_SEQUENCES}}] * 4},
+    "token ids that are allowed": LONG
+    | {"sampling": {"allowed_token_ids": [*range(1, len(WORDS))]}},
+    "regular expression": LONG
+    | {"sampling": {"structured_outputs": {"regex": "(a|" * 1000 + "b" + ")" * 1000}}},
+    "choices of an output": LONG
+    | {
+        "sampling": {
+            "structured_outputs": {"choice": ["a" * (MAX_REGEX // 4)] * MAX_FORMAT_CHOICES}
+        }
+    },
+}
+
+
+@contextmanager
+def calls_by_turn() -> Iterator[list[int]]:
+    """Count the calls in each turn of the event loops of this thread."""
+    counts: list[int] = []
+    run = asyncio.Handle._run
+
+    def note(_: object, event: str, __: object) -> None:
+        counts[-1] += event in ("call", "c_call")
+
+    def counted(handle: asyncio.Handle) -> None:
+        counts.append(0)
+        sys.setprofile(note)
+        try:
+            run(handle)
+        finally:
+            sys.setprofile(None)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asyncio.Handle, "_run", counted)
+        yield counts
+
+
+@pytest.mark.parametrize("limit", EXTREMES)
+def test_a_request_at_a_limit_keeps_the_event_loop_for_few_calls(limit: str) -> None:
+    body = to_json({"model": MODEL.name, **EXTREMES[limit]})
+    decoded, tokenizer = from_json(body, JobRequest), codec()
+    with calls_by_turn() as counts, suppress(MidstreamError):
+        asyncio.run(sent_for(decoded, tokenizer))
+    assert max(counts) < MOST_CALLS
+
+
+async def test_one_job_at_a_time_is_resolved_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolving: list[int] = []
+    resolve = admission.resolve_captures
+
+    def noted(*arguments: Any) -> Any:
+        resolving.append(admission.RESOLVING.borrowed_tokens)
+        return resolve(*arguments)
+
+    monkeypatch.setattr(admission, "resolve_captures", noted)
+    body, tokenizer = to_json({"model": MODEL.name, **EXTREMES["positions"]}), codec()
+    await asyncio.gather(*(accepted(body, tokenizer) for _ in range(4)))
+    assert resolving == [1] * 4
