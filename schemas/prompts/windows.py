@@ -45,18 +45,13 @@ class Occurrences(Record):
         if (self.text is None) == (self.token_ids is None):
             raise ValueError("give either text or token_ids")
 
-    @property
-    def automaton(self) -> tuple[list[dict[int, int]], dict[int, int]]:
-        """The automaton that finds its token ids, see `_automaton`."""
-        return _automaton(tuple(map(tuple, self.token_ids or ())))
-
-    def ends(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the last position of each occurrence of its token ids, and the length of the
-        longest one that ends there, which covers the others.
+    def hits(self, token_ids: Sequence[int]) -> list[range]:
+        """Return the positions of each occurrence of its token ids; of those that end at one
+        token, of the longest, which covers the others.
         """
-        steps, lengths = self.automaton
+        steps, lengths = _automaton(tuple(map(tuple, self.token_ids or ())))
         nodes = accumulate(token_ids, lambda node, token: steps[node].get(token, 0), initial=0)
-        return [(stop - 1, lengths[node]) for stop, node in enumerate(nodes) if lengths[node]]
+        return [range(end - lengths[node], end) for end, node in enumerate(nodes) if lengths[node]]
 
 
 class Around(Occurrences):
@@ -64,10 +59,6 @@ class Around(Occurrences):
 
     before: Margin = 0
     after: Margin = 0
-
-    def hits(self, token_ids: Sequence[int]) -> list[range]:
-        """Return the positions of each occurrence of its token ids, as `ends` finds them."""
-        return [range(end + 1 - length, end + 1) for end, length in self.ends(token_ids)]
 
 
 @lru_cache(maxsize=8)

@@ -304,15 +304,13 @@ class StoredSteering(CheckedSteering, kw_only=True):
         return FAMILY[self.family].entries(self.rank or 1)
 
 
-def triggers_of(steering: Iterable[StoredSteering]) -> dict[bytes, Trigger]:
-    """Return the distinct triggers of entries, by what `StoredSteering.condition` has of them."""
-    return {entry.condition[1]: entry.trigger for entry in steering if entry.trigger}
-
-
-def occurrences(steering: Iterable[StoredSteering], prompt: Sequence[int]) -> list[bytes]:
+def occurrences(steering: Iterable[StoredSteering], prompt: Sequence[int]) -> dict[bytes, bytes]:
     """Return `RankSpec.occurrences` for the tokens of a prompt."""
-    found = [trigger.ends(prompt) for trigger in triggers_of(steering).values()]
-    return [array("i", [end for end, _ in ends]).tobytes() for ends in found]
+    triggers = {entry.condition[1]: entry.trigger for entry in steering if entry.trigger}
+    return {
+        key: array("i", [hit[-1] for hit in trigger.hits(prompt)]).tobytes()
+        for key, trigger in triggers.items()
+    }
 
 
 class StoredCapture(Record, omit_defaults=True):
@@ -491,9 +489,9 @@ class RankSpec(Record):
     attempt: int  # fencing token
     prompt_tokens: int
     steering: list[StoredSteering] = []  # entries of global steering first, then the request's own
-    # for each of `triggers_of` its steering, the positions of the prompt at which occurrences end,
-    # ascending, int32: a rank searches only what is generated
-    occurrences: list[bytes] = []
+    # trigger, as in `StoredSteering.condition` → the positions of the prompt at which occurrences
+    # end, ascending, int32: a rank searches only what is generated
+    occurrences: dict[bytes, bytes] = {}
     captures: list[StoredCapture] = []  # the user's captures and global capture
     digest: str = ""  # content hash of the interventions; empty if there are none
     first_affected: int = -1  # lowest absolute position that an intervention edits; -1: none

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,10 +22,12 @@ from rank_kit import plane_config, view_of
 from midstream import __version__
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base import content_hash, from_numpy
+from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import (
     RankSpec,
     StoredCapture,
     StoredSteering,
+    occurrences,
     probe_captures,
     steering_digest,
 )
@@ -42,11 +45,18 @@ CALLS = {
     **{"idle": 13, "one": 47, "steer": 38, "both": 49, "lora": 45},
     # probes gate the steering of one request, of all requests, and may stop all requests
     **{"gated": 57, "gated all": 57, "stopped all": 57},
+    # tokens decide the steering of all requests; a graph is chosen for each step
+    **{"triggered all": 50, "families": 42},
 }
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
-QUEUED = {**dict.fromkeys(CALLS, 2), "idle": 0, "steer": 0, "lora": 0}
+QUEUED = {
+    **dict.fromkeys(CALLS, 2),
+    **dict.fromkeys(["idle", "steer", "lora", "triggered all", "families"], 0),
+}
 #: Of a probe, whose score is its bias.
 WEIGHTS = [from_numpy(np.zeros((1, HIDDEN), dtype=np.float32)), from_numpy(np.ones(1, np.float32))]
+#: Tokens of a prompt, all of which are 1 as all that follow, and a trigger that each one opens.
+PROMPT_IDS, TRIGGER = [1] * PROMPT, Trigger(token_ids=[[1, 1], [2]])
 #: Folders of the product whose functions are counted.
 OURS = tuple(f"/{folder}/" for folder in ("workers", "kernels", "schemas", "broker", "storage"))
 
@@ -91,6 +101,7 @@ class Load:
         )
         self._buffers = buffers_of(LAYERS, sizes, HIDDEN, DTYPE, KIND)
         self._hidden = self.device.full((rows, HIDDEN), 0.0, DTYPE)
+        self._inputs = torch.ones(rows, dtype=torch.int32)
         config = plane_config(
             folder,
             steering_rows=sizes.configurations,
@@ -98,6 +109,7 @@ class Load:
             step_tokens=rows,
             capture_queue_mib=64,
             row_store_mib=0,
+            graph_families=self._kind == "families",
         )
         self.plane = DataPlane(
             config,
@@ -113,7 +125,7 @@ class Load:
         """A request with a configuration of its own."""
         layers, captures, steering = list(range(LAYERS)), [], []
         probes = []
-        if self._kind.endswith(" all") or (self._kind == "gated" and not number):
+        if self._kind in ("gated all", "stopped all") or (self._kind == "gated" and not number):
             probes = [probe("stop", 2.0) if self._kind == "stopped all" else probe("steer", 0.5)]
         if self._kind in ("one", "both"):
             at = [LAYERS // 2] if self._kind == "one" else layers
@@ -129,6 +141,7 @@ class Load:
                     family="add",
                     tensors=[content_hash(vector)],
                     gate="".join(one.name for one in probes if "steer" in one.actions),
+                    trigger=TRIGGER if self._kind == "triggered all" else msgspec.UNSET,
                 )
             ]
         spec = RankSpec(
@@ -139,11 +152,12 @@ class Load:
             prompt_tokens=PROMPT,
             captures=[*captures, *probe_captures(probes)],
             steering=steering,
+            occurrences=occurrences(steering, PROMPT_IDS),
             digest=steering_digest(steering) if steering else "",
             probes=probes,
             lora=ADAPTER if self._kind == "lora" else None,
         )
-        return NewRequest(f"r{number}", spec, 0, PROMPT + STEPS + 8)
+        return NewRequest(f"r{number}", spec, 0, PROMPT + STEPS + 8, token_ids=PROMPT_IDS)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -166,7 +180,7 @@ class Load:
         with self._counting():
             plane.begin(new, {}, 0)
             plane.choose(windows)
-            plane.plan(view_of(*windows))
+            plane.plan(view_of(*windows, inputs=self._inputs))
         self.queued += first.issued - before
         due, buffers = plane._banks.first.planner.due, self._buffers
         if due is not None:

@@ -23,9 +23,8 @@ class PositionTable:
         self.lock = threading.RLock()
         self.rows = np.zeros(0, row)
         #: By slot: its rows; the first position that was never written; `fields`.
-        self.of = np.zeros(
-            0, [*((name, np.int64) for name in ("first", "room", "reached")), *fields]
-        )
+        places = [("first", np.int64), ("room", np.int64), ("reached", np.int64)]
+        self.of = np.zeros(0, places + fields)
         #: Slots of owners that are gone, in whichever thread.
         self.returned: deque[int] = deque()
         self._end = 0  # of all ranges
@@ -38,9 +37,7 @@ class PositionTable:
                 self.returned.extend(range(len(self.of), len(self.of) + _SLOTS))
                 self.of = np.append(self.of, np.zeros(_SLOTS, self.of.dtype))
             slot = self.returned.pop()
-            first, room, reached = (
-                int(self.of[name][slot]) for name in ("first", "room", "reached")
-            )
+            first, room, reached, *_ = self.of[slot].item()
             self.rows[first : first + reached] = self._nothing  # later ones were never written
             self.of[slot] = (first, room, 0, *values)
             self.reserve(slot, _ROOM)
@@ -51,7 +48,7 @@ class PositionTable:
         no more.
         """
         with self.lock:
-            first, had = (int(self.of[name][slot]) for name in ("first", "room"))
+            first, had, *_ = self.of[slot].item()
             if rows > had:
                 to, room = self._end, max(_ROOM, 1 << (rows - 1).bit_length())
                 self._end += room
@@ -63,5 +60,5 @@ class PositionTable:
 
     def rows_of(self, slot: int) -> np.ndarray:
         """Return the rows of a slot's positions."""
-        first, room = (int(self.of[name][slot]) for name in ("first", "room"))
+        first, room, *_ = self.of[slot].item()
         return self.rows[first : first + room]

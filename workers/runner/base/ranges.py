@@ -41,15 +41,10 @@ class FreeRanges:
 
     def give(self, start: int, stop: int) -> None:
         """Return what was taken."""
-        if start in self._starts:
-            before = self._starts[start]
-            self._remove(before, start)
-            start = before
-        if stop in self._stops:
-            after = self._stops[stop]
-            self._remove(stop, after)
-            stop = after
-        self._add(start, stop)
+        first, last = self._starts.get(start, start), self._stops.get(stop, stop)
+        self._remove(first, start)
+        self._remove(stop, last)
+        self._add(first, last)
 
     def _add(self, start: int, stop: int) -> None:
         if start < stop:
@@ -57,5 +52,6 @@ class FreeRanges:
             insort(self._sizes, (stop - start, start))
 
     def _remove(self, start: int, stop: int) -> None:
-        del self._stops[start], self._starts[stop]
-        del self._sizes[bisect_left(self._sizes, (stop - start, start))]
+        if start < stop:
+            del self._stops[start], self._starts[stop]
+            del self._sizes[bisect_left(self._sizes, (stop - start, start))]

@@ -1,8 +1,8 @@
 """Allocation of pool entries to configuration rows: a run of consecutive entries per site and
 family; sites with the same content share a run.
 
-A row's runs are written one after the other, or else into gaps that others left. Only if a run fits
-into no gap are the entries in use compacted, all at once. Entry 0 stays zero.
+A row's runs are one after the other, in the smallest gap with room for all of them. Only if there
+is none, the entries of all rows are compacted, at once. Entry 0 stays zero.
 """
 
 import zlib
@@ -90,14 +90,16 @@ def joined(content: RowContent, hidden_size: int, dtype: torch.dtype, *, pinned:
 class EntryPool:
     """Owns `Buffers.pool`, `scalars` and `site_rows` of one rank.
 
-    All writes are queued on the device after the work that is queued there already.
+    All writes are queued on the device after the work that is queued there already. Their number
+    does not depend on the rows that are held.
     """
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
         self._device = buffers.pool.device
         self._capacity = len(buffers.pool) - 1
-        self._runs: dict[int, RunTable] = {}  # by row
+        # by row: its runs, their first entry, and how many entries they have
+        self._rows: dict[int, tuple[RunTable, int, int]] = {}
         self._free = FreeRanges(1, 1 + self._capacity)
         self.used = 0  # entries
 
@@ -112,33 +114,29 @@ class EntryPool:
                 f"{needed} steering entries needed, {self._capacity - self.used} of "
                 f"{self._capacity} free"
             )
-        self._runs[row] = content.runs[:0]
-        if not needed:  # all of the row's layers are on other stages
-            return
-        # the runs without those that sites share, in the order of their entries
-        _, first, of_runs = np.unique(content.runs[:, 2], return_index=True, return_inverse=True)
-        sizes = content.runs[first, 3]
-        starts = self._places(sizes.tolist())
-        self._put(numbers_of(starts, sizes), content.vectors, content.scalars)
-        self._runs[row] = content.runs.copy()
-        self._runs[row][:, 2] = starts[of_runs]
+        if (start := self._free.take(needed)) is None:
+            self._close_gaps()
+            start = self._free.take(needed) or 0
+        self._buffers.pool[start : start + needed] = self._on_device(content.vectors)
+        self._buffers.scalars[start : start + needed] = self._on_device(content.scalars)
+        self._rows[row] = content.runs, start, needed
         self.used += needed
         self._write_places([row])
 
     def erase(self, row: int) -> None:
         """Free a row's entries and zero them."""
-        runs = np.unique(self._runs.pop(row)[:, 2:], axis=0)
+        _, start, entries = self._rows.pop(row)
         self._buffers.site_rows[:, :, row] = 0
-        if len(runs):
-            self._zero(self._index(numbers_of(*runs.T)))
-            self._give(runs.tolist())
-            self.used -= int(runs[:, 1].sum())
+        self._buffers.pool[start : start + entries] = 0
+        self._buffers.scalars[start : start + entries] = 0
+        self._free.give(start, start + entries)
+        self.used -= entries
 
     def clear(self) -> None:
         """Zero everything, including entries that no row owns."""
         for buffer in (self._buffers.site_rows, self._buffers.pool, self._buffers.scalars):
             buffer.zero_()
-        self._runs, self.used = {}, 0
+        self._rows, self.used = {}, 0
         self._free = FreeRanges(1, 1 + self._capacity)
 
     def fingerprints(self) -> dict[int, int]:
@@ -154,7 +152,7 @@ class EntryPool:
             buffers.scalars.cpu(),
         )
         checksums = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
-        for row, runs in self._runs.items():
+        for row, (runs, _, _) in self._rows.items():
             found = [
                 [site, family, int(site_rows[site, family, row]), entries]
                 for site, family, _, entries in runs.tolist()
@@ -162,56 +160,28 @@ class EntryPool:
             checksums[row] = _fingerprint(found, pool, scalars)
         return checksums
 
-    def _places(self, sizes: list[int]) -> np.ndarray:
-        """Take a place for a run of each of these sizes, of which there are enough entries; return
-        the first entry of each.
-        """
-        if (start := self._free.take(sum(sizes))) is not None:
-            return start + np.cumsum(sizes) - sizes
-        taken = list[tuple[int, int]]()
-        for size in sizes:
-            if (start := self._free.take(size)) is None:
-                self._give(taken)
-                self._close_gaps()
-                return self._places(sizes)
-            taken.append((start, size))
-        return np.array([start for start, _ in taken])
-
-    def _give(self, runs: Sequence[Sequence[int]]) -> None:
-        for start, size in runs:
-            self._free.give(start, start + size)
-
     def _close_gaps(self) -> None:
-        """Compact all runs, keeping their order."""
-        held = [row for row, runs in self._runs.items() if len(runs)]
-        every = np.concatenate([self._runs[row] for row in held])
-        firsts, number, of_runs = np.unique(every[:, 2], return_index=True, return_inverse=True)
-        sizes = every[number, 3]
-        old = self._index(numbers_of(firsts, sizes))
+        """Compact the entries of all rows."""
+        starts, sizes = np.array([place for _, *place in self._rows.values()]).T
+        old = self._index(numbers_of(starts, sizes))
         pool, scalars = self._buffers.pool[old], self._buffers.scalars[old]  # copies
-        starts = 1 + np.cumsum(sizes) - sizes
-        self._zero(old)
-        self._put(numbers_of(starts, sizes), pool, scalars)
-        every[:, 2] = starts[of_runs]
-        ends = np.cumsum([len(self._runs[row]) for row in held])
-        self._runs.update(zip(held, np.split(every, ends[:-1]), strict=True))
-        self._free = FreeRanges(1 + int(sizes.sum()), 1 + self._capacity)
-        self._write_places(held)
-
-    def _put(self, entries: np.ndarray, pool: torch.Tensor, scalars: torch.Tensor) -> None:
-        index = self._index(entries)
-        self._buffers.pool[index] = self._on_device(pool)
-        self._buffers.scalars[index] = self._on_device(scalars)
-
-    def _zero(self, index: torch.Tensor) -> None:
-        self._buffers.pool[index] = 0
-        self._buffers.scalars[index] = 0
+        for buffer, entries in ((self._buffers.pool, pool), (self._buffers.scalars, scalars)):
+            buffer.zero_()
+            buffer[1 : 1 + len(entries)] = entries
+        moved = (1 + np.cumsum(sizes) - sizes).tolist()
+        for (row, (runs, _, size)), start in zip(self._rows.items(), moved, strict=True):
+            self._rows[row] = runs, start, size
+        self._free = FreeRanges(1 + self.used, 1 + self._capacity)
+        self._write_places([*self._rows])
 
     def _write_places(self, rows: Sequence[int]) -> None:
         """Write into `site_rows` where the rows' entries of each site begin."""
-        runs = [self._runs[row] for row in rows]
-        sites, families, firsts, _ = self._index(np.concatenate(runs)).t()
-        of_rows = self._index(np.repeat(rows, [len(each) for each in runs]))
+        held = [self._rows[row] for row in rows]
+        counts = [len(runs) for runs, _, _ in held]
+        starts = np.repeat([start for _, start, _ in held], counts)
+        runs = np.concatenate([runs for runs, _, _ in held])
+        index = np.stack([runs[:, 0], runs[:, 1], np.repeat(rows, counts), runs[:, 2] + starts])
+        sites, families, of_rows, firsts = self._index(index)
         self._buffers.site_rows[sites, families, of_rows] = firsts.to(torch.int32)
 
     def _index(self, numbers: np.ndarray) -> torch.Tensor:

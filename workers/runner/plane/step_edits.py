@@ -3,7 +3,7 @@
 import logging
 
 from ....kernels.plan import ROWS_PER_TOKEN
-from ....schemas.requests.specs import columns_of, steering_rows, triggers_of
+from ....schemas.requests.specs import columns_of, steering_rows
 from ..base.actions import ActionLedger
 from ..base.engine_step import NewRequest, StepView
 from ..edits.installed_ops import check_here
@@ -37,16 +37,13 @@ class EditsPart(StepPart):
         self._searches = SearchTable()
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
-        steering = tracked.spec.steering
         with self._requests.guard([tracked], "intervention_failed"):
-            found = dict(zip(triggers_of(steering), tracked.spec.occurrences, strict=True))
-            tracked.searches = {
-                entry.condition: Search(
-                    self._searches, entry.trigger, request.token_ids, found[entry.condition[1]]
-                )
-                for entry in steering
-                if entry.trigger
-            }
+            for entry in tracked.spec.steering:
+                if entry.trigger and entry.condition not in tracked.searches:
+                    found = tracked.spec.occurrences[entry.condition[1]]
+                    tracked.searches[entry.condition] = Search(
+                        self._searches, entry.trigger, request.token_ids, found
+                    )
 
     def acquire(self, tracked: Tracked) -> None:
         """Acquire the table rows of a request's steering, or fail the request with the reason."""

@@ -2,7 +2,7 @@
 same prompt, and passes them on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +28,7 @@ from .step_parts import RanStep, StepBatch, StepPart
 class _Edited(NamedTuple):
     """The requests with sizes in steps that edit the same ones, until the tracked ones change."""
 
-    edited: frozenset[str]
-    ids: Sequence[str]  # all requests of the step
-    changes: int
+    key: tuple[object, ...]  # the changes so far, the edited requests, and all of the step
     slots: np.ndarray  # of each one's sizes
     places: np.ndarray  # of each in the step
 
@@ -199,20 +197,15 @@ class RowsPart(StepPart):
 
     def _sized(self, bank: Bank, item: StepSizes) -> None:
         """Keep the sizes of a step's edits with their requests."""
-        changes = self._requests.changes
+        key = self._requests.changes, item.edited, item.view.ids
         known = self._edited.get(bank.name)
-        if (
-            known is None
-            or known.changes != changes
-            or known.edited is not item.edited
-            or known.ids != item.view.ids
-        ):
-            known = self._edited[bank.name] = self._edited_in(bank, item, changes)
+        if known is None or known.key != key:
+            known = self._edited[bank.name] = self._edited_in(bank, item, key)
         if bank.sizes.add(item, known.slots, known.places):
             for tracked in list(self._requests.tracked.values()):
                 self._requests.check_sizes(tracked)
 
-    def _edited_in(self, bank: Bank, item: StepSizes, changes: int) -> _Edited:
+    def _edited_in(self, bank: Bank, item: StepSizes, key: tuple[object, ...]) -> _Edited:
         found = [
             (tracked, place)
             for place, request in enumerate(item.view.ids)
@@ -223,9 +216,7 @@ class RowsPart(StepPart):
             if bank.name not in tracked.sizes:
                 tracked.sizes[bank.name] = bank.sizes.begin()
         return _Edited(
-            item.edited,
-            item.view.ids,
-            changes,
+            key,
             np.array([tracked.sizes[bank.name].slot for tracked, _ in found], dtype=np.int64),
             np.array([place for _, place in found], dtype=np.int64),
         )

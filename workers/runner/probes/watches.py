@@ -51,8 +51,10 @@ class ScoreTable(PositionTable):
         # each probe's policy: the exponential average, and the first position at which it may turn
         # on.
         fields = [
-            *((name, np.int64) for name in ("filled", "tokens")),
-            *(("averages", np.float64, probes), ("ready", np.int64, probes)),
+            ("filled", np.int64),
+            ("tokens", np.int64),
+            ("averages", np.float64, probes),
+            ("ready", np.int64, probes),
         ]
         super().__init__(row, (np.nan, np.nan, False), fields)
 

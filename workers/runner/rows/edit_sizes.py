@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ....schemas.base import to_msgpack
+from ..base.ranges import numbers_of
 from ..files.edit_sizes import SPAN, RecordedSizes
 from ..hooks.sites import RankSite
 from .arena import Arena, BankRows
@@ -45,6 +46,7 @@ class RequestSizes:
             self.slot = -1
 
 
+_OF = ("first", "stop", "ahead", "reached", "beyond", "site")
 #: Of a slot in `SizeTable._of`: no edit of the last step exceeded its limit.
 _NONE = sys.maxsize
 
@@ -64,13 +66,7 @@ class SizeTable:
         # by slot: positions of the block that the request is in, and how far the numbers of its
         # rows are from the positions; the first position without sizes; of the first edit that
         # exceeded its limit in the request's last step, the position, the site and the size
-        self._of = np.zeros(
-            0,
-            [
-                *((name, np.int64) for name in ("first", "stop", "ahead", "reached")),
-                *(("beyond", np.int64), ("site", np.int64), ("size", np.float32)),
-            ],
-        )
+        self._of = np.zeros(0, [(name, np.int64) for name in _OF] + [("size", np.float32)])
 
     def begin(self) -> RequestSizes:
         """Return the sizes of another request."""
@@ -92,16 +88,13 @@ class SizeTable:
         view = step.view
         counts, firsts = view.counts[places], view.positions[places]
         exceeded = self._accept(slots, firsts)
-        member = np.repeat(np.arange(len(counts)), counts)  # of each row
-        within = np.arange(len(member)) - (np.cumsum(counts) - counts)[member]
-        columns = (np.cumsum(view.counts) - view.counts)[places][member] + within
-        slot, positions = slots[member], firsts[member] + within
+        columns = numbers_of((np.cumsum(view.counts) - view.counts)[places], counts)
+        slot, positions = np.repeat(slots, counts), numbers_of(firsts, counts)
         values = np.full((len(slot), len(self.sites)), np.nan, dtype=np.float32)
         values[:, step.sites] = step.values[:, columns].T
         # a row without edits matters where the request had one before
         matters = (positions < self._of["reached"][slot]) | ~np.isnan(values).all(axis=1)
-        if not matters.all():
-            slot, positions, values = slot[matters], positions[matters], values[matters]
+        slot, positions, values = slot[matters], positions[matters], values[matters]
         of = self._of[slot]
         rows = of["ahead"] + positions
         if ((positions < of["first"]) | (positions >= of["stop"])).any():
@@ -109,13 +102,12 @@ class SizeTable:
         self._all[rows] = values
         # positions ascend, so that the last one of each request is kept
         self._of["reached"][slot] = np.maximum(of["reached"], positions + 1)
-        if len(beyond := np.flatnonzero((values < 0).any(axis=1))):
-            _, first = np.unique(slot[beyond], return_index=True)
-            row = beyond[first]
-            site = (values[row] < 0).argmax(axis=1)
-            self._of["beyond"][slot[row]] = positions[row]
-            self._of["site"][slot[row]] = site
-            self._of["size"][slot[row]] = -values[row, site]
+        beyond = np.flatnonzero((values < 0).any(axis=1))
+        found, first = np.unique(slot[beyond], return_index=True)  # the first one of each request
+        row = beyond[first]
+        site = (values[row] < 0).argmax(axis=1)
+        self._of["beyond"][found], self._of["site"][found] = positions[row], site
+        self._of["size"][found] = -values[row, site]
         return exceeded
 
     def close(self, sizes: RequestSizes, stop: int) -> None:
@@ -134,7 +126,7 @@ class SizeTable:
         """
         exceeded = slots[self._of["beyond"][slots] < stops]
         for slot in exceeded.tolist():  # their requests fail
-            _, _, _, _, position, number, size = self._of[slot].tolist()
+            *_, position, number, size = self._of[slot].item()
             sizes, site = self._sizes_at(slot), self.sites[number]
             sizes.too_large = sizes.too_large or (
                 f"the edit at {site.hook} of layer {site.layer}, position {position} is "

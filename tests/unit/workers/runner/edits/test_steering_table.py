@@ -526,7 +526,7 @@ def begins_at(buffers: Any, row: int) -> int:
     return int(buffers.site_rows[0, PLACE["lowrank"], row])
 
 
-def test_a_gap_is_filled_and_closed_only_when_a_run_fits_nowhere() -> None:
+def test_a_gap_is_filled_and_closed_only_when_a_row_fits_nowhere() -> None:
     buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)
     pool, third = EntryPool(buffers), CAPACITY // 3
     for row in (1, 2, 3):
@@ -537,7 +537,7 @@ def test_a_gap_is_filled_and_closed_only_when_a_run_fits_nowhere() -> None:
     assert begins_at(buffers, 3) == 1 + 2 * third, "not moved"
     pool.erase(1)
     pool.write(5, run_of(5, third + 1))
-    assert [begins_at(buffers, row) for row in (4, 3, 5)] == [1, 2, 2 + third]
+    assert [begins_at(buffers, row) for row in (3, 4, 5)] == [1, 1 + third, 2 + third]
 
 
 class Operations(TorchDispatchMode):

@@ -17,7 +17,12 @@ from trigger_kit import open_of
 
 from midstream.schemas.base import content_hash
 from midstream.schemas.prompts.windows import Trigger
-from midstream.schemas.requests.specs import StoredSteering, steering_digest, steering_rows
+from midstream.schemas.requests.specs import (
+    StoredSteering,
+    occurrences,
+    steering_digest,
+    steering_rows,
+)
 from midstream.workers.runner.edits.triggers import (
     Search,
     SearchTable,
@@ -37,8 +42,9 @@ def any_trigger(rng: random.Random) -> Trigger:
 
 
 def search_of(trigger: Trigger, prompt: list[int], table: SearchTable | None = None) -> Search:
-    ends = np.array([end for end, _ in trigger.ends(prompt)], dtype="<i4")
-    return Search(table or SearchTable(), trigger, prompt, ends.tobytes())
+    entry = edits(trigger)[0]
+    (ends,) = occurrences([entry], prompt).values()
+    return Search(table or SearchTable(), trigger, prompt, ends)
 
 
 def read(*steps: tuple[Search, int, list[int]]) -> list[list[bool]]:

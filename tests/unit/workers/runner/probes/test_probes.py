@@ -128,7 +128,7 @@ def test_a_request_clears_no_more_rows_than_the_one_before_it_used() -> None:
     assert Noting.written == [10]
 
 
-def test_where_a_score_is_high_takes_as_many_lines_of_python_for_any_number_of_tokens() -> None:
+def test_where_a_score_is_high_takes_as_many_lines_for_all_tokens_as_for_few() -> None:
     def lines(tokens: int) -> int:
         watch = Watch("r", [probe(5.0, aggregation="max")])
         watch.put(0, slice(None), np.arange(tokens, dtype=np.float32)[:, None])
