@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,7 @@ def main() -> None:
     with open(commands, "rb", buffering=0) as source:
         received = _commands(source, memory, waiting.put)
         desk = _begun(cast(Setup, next(received)[0]), memory, answer)
-        threading.Thread(target=answer, args=[iter(waiting.get, None)], daemon=True).start()
+        threading.Thread(target=_answer_all, args=(waiting, answer), daemon=True).start()
         _serve(received, desk, memory, parent, waiting.put)
     os._exit(0)  # the rank has closed the desk, or is dead
 
@@ -111,9 +111,7 @@ def _serve(
         del message, lease
 
 
-def _begun(
-    setup: Setup, memory: SharedMemory, answer: Callable[[Iterable[DeskAnswer]], None]
-) -> Desk:
+def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[DeskAnswer], None]) -> Desk:
     config, rank = setup.config, setup.rank
     logs.configure(config.log_format, config.log_level, "rowd", worker=config.worker, rank=rank)
     arm(config.fault, Path(config.outbox_dir).parent)
@@ -130,18 +128,24 @@ def _begun(
             curve=client_keys(config.curve_secret_file, config.curve_server_key),
         )
     except Exception as error:
-        answer([Begun(f"{type(error).__name__}: {error}")])
+        answer(Begun(f"{type(error).__name__}: {error}"))
         raise SystemExit(EXIT_NO_RECEIPTS) from error
     desk = Desk(memory, config, outbox, Backlog.of(config, rank, frees=True))
-    answer([Begun()])
+    answer(Begun())
     return desk
 
 
-def _answer(descriptor: int, answers: Iterable[DeskAnswer]) -> None:
-    """Tell the rank these, in one thread at a time."""
-    for answer in answers:
-        raw = to_msgpack(answer)
-        os.write(descriptor, LENGTH.pack(len(raw)) + raw)
+def _answer_all(
+    waiting: queue.SimpleQueue[DeskAnswer], answer: Callable[[DeskAnswer], None]
+) -> None:
+    while True:
+        answer(waiting.get())
+
+
+def _answer(descriptor: int, answer: DeskAnswer) -> None:
+    """Tell the rank something, in one thread at a time."""
+    raw = to_msgpack(answer)
+    os.write(descriptor, LENGTH.pack(len(raw)) + raw)
 
 
 def _give_up(error: Exception) -> None:
