@@ -44,7 +44,7 @@ def _mapped() -> set[int]:
     """Return the inodes in /dev/shm that processes of this account have mapped. (A semaphore's
     creator has mapped it under another name.)
     """
-    found = set()
+    found = set[int]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it ended, or belongs to another account, which cannot map them
             lines = maps.read_text(errors="replace").splitlines()
