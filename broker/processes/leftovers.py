@@ -28,7 +28,7 @@ def remove_left(data: Path) -> None:
     """Remove what processes of the data directory have left, unless a living process has it
     mapped.
     """
-    left = [path for path in FOLDER.glob(f"*{_prefix(data)}*") if path.exists()]
+    left = [*FOLDER.glob(f"*{_prefix(data)}*")]
     mapped = _mapped() if left else set()
     for path in left:
         with suppress(OSError):  # its own process removes it, or it is another account's
