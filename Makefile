@@ -173,7 +173,7 @@ test-packages: $(READY) ## the wheel alone, complete and with each extra, on Pyt
 	@echo "== packages"
 	@$(PYTEST) -m packages tests; $(DONE)
 
-test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and with a random one, a real engine killed ten times, and a rank killed at each boundary
+test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and with a random one, a real engine killed twelve times, and a rank killed at each boundary
 	@echo "== fault gate"
 	@$(PYTEST) -s tests/faults; $(DONE)
 

@@ -28,7 +28,7 @@ def remove_left(data: Path) -> None:
     """Remove what processes of the data directory have left, unless a living process has it
     mapped.
     """
-    left = [path for path in FOLDER.glob(f"*{_prefix(data)}*") if path.exists()]
+    left = [*FOLDER.glob(f"*{_prefix(data)}*")]
     mapped = _mapped() if left else set()
     for path in left:
         with suppress(OSError):  # its own process removes it, or it is another account's
@@ -44,7 +44,7 @@ def _mapped() -> set[int]:
     """Return the inodes in /dev/shm that processes of this account have mapped. (A semaphore's
     creator has mapped it under another name.)
     """
-    found = set()
+    found = set[int]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it ended, or belongs to another account, which cannot map them
             lines = maps.read_text(errors="replace").splitlines()

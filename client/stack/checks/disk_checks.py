@@ -41,6 +41,10 @@ def data_disk(service: Service) -> Iterator[CheckFinding]:
             "registered from " + ", ".join(map(settings.artifacts_of, get_args(ArtifactFolder)))
         )
         yield CheckFinding("ok", "folders", text)
+        free = shutil.disk_usage("/dev/shm").free
+        found = f"{free >> 20} MiB free in /dev/shm"
+        advice = "an engine needs 240 MiB: give the container more (docker run --shm-size=1g)"
+        yield graded("shared memory", free < SHARED_FAIL, found, advice)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
 
 
@@ -70,9 +74,6 @@ def _disk(data: Path) -> Iterator[CheckFinding]:
     advice = "receipts and captures wait for the disk: use a local SSD for data_dir"
     yield graded("disk fsync", middle, f"{found} writes", advice, FSYNC_WARN_MS, FSYNC_FAIL_MS)
     yield from _memory(data, Path("/proc/mounts"))
-    free = shutil.disk_usage("/dev/shm").free
-    advice = "an engine needs 240 MiB: give the container more (docker run --shm-size=1g)"
-    yield graded("shared memory", free < SHARED_FAIL, f"{free >> 20} MiB free in /dev/shm", advice)
 
 
 def _memory(data: Path, mounts: Path) -> Iterator[CheckFinding]:

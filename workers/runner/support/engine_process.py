@@ -2,19 +2,21 @@
 
 import logging
 import multiprocessing
+import os
 from pathlib import Path
 
 from ....broker.processes.leftovers import name_after
 from ....broker.processes.orphans import die_with_parent
-from ..base.config import plane_config
+from ..base.config import VARIABLE, plane_config
 from .build_errors import KeptForWorker
 
 
 def begin() -> None:
     """End with the process that started this one, name shared memory after the data directory, and
-    keep the error of a start that fails. Does nothing in the worker itself.
+    keep the error of a start that fails. Does nothing in the worker itself, and in processes of
+    others.
     """
-    if multiprocessing.parent_process() is None:
+    if multiprocessing.parent_process() is None or VARIABLE not in os.environ:
         return
     die_with_parent()
     config = plane_config()

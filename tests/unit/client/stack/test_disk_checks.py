@@ -1,12 +1,15 @@
 """The doctor's checks of folders."""
 
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
 
 from midstream.client.stack.checks import disk_checks
 from midstream.client.stack.checks.disk_checks import _memory
+from midstream.client.stack.checks.finding import Service
+from midstream.schemas.settings.settings import Settings
 
 MOUNTS = """\
 /dev/vda / ext4 rw,relatime 0 0
@@ -28,6 +31,17 @@ def test_the_doctor_sends_to_the_files_while_nothing_can_be_written(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (space.level, advice in space.advice) == ("fail", True)
+
+
+@pytest.mark.parametrize(("mib", "level"), [(239, "fail"), (240, "ok")])
+def test_the_doctor_warns_of_shared_memory_that_no_engine_fits_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, level: str
+) -> None:
+    free = shutil.disk_usage("/")._replace(free=mib << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    service = Service(Settings(data_dir=str(tmp_path)), "", "")
+    found = {each.about: each for each in disk_checks.data_disk(service)}
+    assert found["shared memory"].level == level
 
 
 @pytest.mark.parametrize(
