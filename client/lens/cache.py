@@ -217,12 +217,18 @@ class ActivationCache(Mapping[str, np.ndarray]):
         residual stream. Their sum is the stream that enters `layer`.
 
         `mode`: `all`, `attn` or `mlp`. Labels: `embed` (the stream that enters layer 0, so with
-        position embeddings if the model has them), `0_attn_out`, `0_mlp_out`, …. The sum does not
-        hold for models that scale these outputs, see `docs/architectures.md`. Raises MidstreamError
-        for `apply_ln`, and for an unknown mode.
+        position embeddings if the model has them), `0_attn_out`, `0_mlp_out`, …. Raises
+        MidstreamError for `apply_ln`, for an unknown mode, and for a model that multiplies these
+        outputs before it adds them, such as Granite: they do not sum to its stream.
         """
         if apply_ln:
             raise invalid("apply_ln", _LN, allowed="False")
+        if self.card.multiplied:
+            raise invalid(
+                "decompose_resid",
+                f"the model multiplies {', '.join(self.card.multiplied)} before it adds them",
+                allowed="accumulated_resid, and differences of its rows",
+            )
         if mode not in ("all", "attn", "mlp"):
             raise invalid("mode", f"{mode!r} is not known", allowed="all, attn, mlp")
         count = self._layers(layer, self.card.num_layers)

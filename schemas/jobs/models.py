@@ -30,6 +30,8 @@ class ModelFacts(Started, kw_only=True):
     hooks: list[str]  # served hook points
     # hook point whose rows do not have the hidden size → their shape
     inside: dict[str, RowShape] = {}
+    # hook points whose rows some layer multiplies before it adds them to the residual stream
+    multiplied: list[str] = []
     consumers: list[str] = []  # of captured rows, loaded on every rank
     memory_limit_kib: int = 0  # the largest capture that a response returns
     global_captures: list[CaptureSpec] = []  # captures of every request

@@ -245,6 +245,7 @@ class VllmEngine(RankControl):
             dtype_reason=self._dtype_reason,
             hooks=[*hooks, *shapes],
             inside=shapes,
+            multiplied=sorted({hook for item in of_ranks for hook in item.multiplied}),
             tp=settings.vllm.tensor_parallel_size,
             pp=settings.vllm.pipeline_parallel_size,
             runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",

@@ -40,6 +40,7 @@ class Found(Record):
     hooks: list[str] = []  # hooks of the residual stream that every layer has
     inside: dict[str, RowShape] = {}  # requested hooks inside the layers that every layer has
     absent: dict[str, str] = {}  # hook → why the model does not have it
+    multiplied: list[str] = []  # hooks whose rows some layer multiplies before it adds them
     refused: str = ""  # why the model cannot be served
     readings: dict[str, str] = {}  # kind of reading → why it is not served; empty: it is served
     extensions: list[Extension] = []  # loaded extensions

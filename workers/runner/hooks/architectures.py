@@ -105,6 +105,12 @@ class Adapter:
         """
         return tuple(hook for hook in HOOKS if hook in self.variant.taps or not self.variant.known)
 
+    @property
+    def multiplied(self) -> list[Hook]:
+        """Return the hook points whose rows some layer multiplies before it adds them."""
+        laws = [law for each in (self.variant, *self.kinds.values()) for law in each.laws.values()]
+        return sorted({hook for law in laws for hook in law if law[hook] != 1})
+
     def of(self, layer: int) -> Variant:
         """Return the variant of `layer`."""
         return self.kinds.get(layer, self.variant)

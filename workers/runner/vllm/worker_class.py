@@ -146,6 +146,7 @@ class MidstreamWorker(PlatformWorker):
             self._found = Found(
                 hooks=list(adapter.hooks),
                 absent={str(hook): why for hook, why in adapter.variant.absent.items()},
+                multiplied=list(adapter.multiplied),
             )
         except (UnsupportedArchitectureError, UnsupportedQuantisationError) as error:
             # The worker reads this and ends the engine with the reason; an exception here would

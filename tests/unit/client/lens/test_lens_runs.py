@@ -4,6 +4,7 @@ sends, and what its cache gives: stacks of activations, their labels and bounds.
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from job_kit import job_result
@@ -366,6 +367,15 @@ def test_the_stream_is_decomposed_into_what_each_part_adds(
         for label in labels
     ]
     assert stack[:, 0, 0, 0].tolist() == wanted
+
+
+def test_parts_that_do_not_sum_to_the_stream_are_no_decomposition() -> None:
+    granite = cache()
+    granite.card = msgspec.structs.replace(WIDE_CARD, multiplied=["attn_out", "mlp_out"])
+    with refuses(
+        "the model multiplies attn_out, mlp_out before it adds them", field="decompose_resid"
+    ):
+        granite.decompose_resid()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from midstream.schemas.prompts.selectors import HOOKS
-from midstream.workers.runner.hooks.architectures import Tap, Variant
+from midstream.workers.runner.hooks.architectures import Adapter, Tap, Variant
 from midstream.workers.runner.hooks.layer_discovery import LayerShape, NoStreamError, probe
 
 HIDDEN = 64
@@ -187,6 +187,20 @@ def test_multipliers_are_part_of_what_is_found(dtype) -> None:
     }
     stated = float(torch.tensor(0.37, dtype=dtype))
     assert shape(Times(), dtype).laws["post_block"] == {"post_attn": stated, "mlp_out": stated}
+
+
+@pytest.mark.parametrize(
+    ("layer", "hooks"),
+    [(Scaled, ["attn_out", "mlp_out"]), (Times, ["mlp_out", "post_attn"]), (Parallel, [])],
+)
+def test_an_adapter_names_the_hooks_that_are_multiplied(layer, hooks) -> None:
+    found = shape(layer())
+    plain, measured = (
+        Variant("layers", found.taps),
+        Variant("layers", found.taps, measured=found.laws),
+    )
+    made = Adapter("Tiny", plain, HIDDEN, 2, kinds={1: measured})
+    assert made.multiplied == hooks
 
 
 def test_a_parallel_block_has_no_post_attn() -> None:
