@@ -26,7 +26,7 @@ from midstream.client import CaptureReader, Client, returned_rows
 from midstream.schemas.access.keys import Limits
 from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base import EditLimit
-from midstream.schemas.jobs.jobs import CaptureResults, State
+from midstream.schemas.jobs.jobs import CaptureResults, SamplingRequest, State
 from midstream.schemas.prompts.selectors import HOOKS as RESIDUAL
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
@@ -129,6 +129,55 @@ def test_a_streamed_capture_ends_with_its_results(service: Stack) -> None:
     )
     assert results["status"] == "ok"
     assert all((Path(results["root"]) / file["path"]).is_file() for file in results["files"])
+
+
+END = 2  # the demo model's end of a message
+DRAWN = {"temperature": 1.5, "seed": 1, "max_tokens": 12}
+FEW = DRAWN | {"allowed_token_ids": [*range(300, 308)], "max_tokens": 24}
+ENDING = {"logit_bias": {END: 100}}
+#: Field of a job's `sampling` → the sampling beside it, and a value that changes the result.
+EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "max_tokens": ({}, 3),
+    "temperature": ({"seed": 1}, 2.0),
+    "top_p": (DRAWN, 0.01),
+    "top_k": (DRAWN, 1),
+    "seed": (DRAWN, 2),
+    "stop": ({}, [" "]),
+    "stop_token_ids": ({"logit_bias": {5: 100}}, [5]),
+    "ignore_eos": (ENDING, True),
+    "logprobs": ({}, 1),
+    "prompt_logprobs": ({}, 1),
+    "min_tokens": (ENDING, 3),
+    "min_p": (DRAWN, 1.0),
+    "presence_penalty": (FEW, 2.0),
+    "frequency_penalty": (FEW, 2.0),
+    "repetition_penalty": ({}, 100.0),
+    "logit_bias": ({}, {5: 100}),
+    "allowed_token_ids": ({}, [5]),
+    "bad_words": ({"allowed_token_ids": [260, 253], "logit_bias": {260: 100}}, [" the"]),
+    "skip_special_tokens": (ENDING | {"ignore_eos": True}, False),
+    "spaces_between_special_tokens": (
+        ENDING | {"ignore_eos": True, "skip_special_tokens": False},
+        False,
+    ),
+    "include_stop_str_in_output": ({"stop": [" "]}, True),
+    "structured_outputs": ({}, {"choice": ["blue"]}),
+}
+
+
+def test_every_field_of_sampling_has_an_effect_listed() -> None:
+    assert EFFECTS.keys() == set(SamplingRequest.__struct_fields__)
+
+
+@pytest.mark.parametrize("field", EFFECTS)
+def test_a_field_of_sampling_changes_the_result(service: Stack, field: str) -> None:
+    beside, value = EFFECTS[field]
+    with Client(service.url) as client:
+        plain, changed = [
+            client.run(prompts=["The sky is"], sampling=sampling).outputs[0]
+            for sampling in (beside, {**beside, field: value})
+        ]
+    assert msgspec.structs.replace(changed, cached_tokens=plain.cached_tokens) != plain
 
 
 @pytest.mark.long

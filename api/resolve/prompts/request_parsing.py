@@ -235,7 +235,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
         prompts=_completion_prompts(body.prompt),
         sampling=sampling,
         n=body.n or 1,
-        echo=bool(body.echo or body.return_token_ids or body.prompt_logprobs is not None),
+        echo=bool(body.echo or body.return_token_ids),
         stream=bool(body.stream),
     )
 
@@ -258,7 +258,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         ],
         n=body.n or 1,
         tools=tool_use(body),
-        echo=bool(body.return_token_ids or body.prompt_logprobs is not None),
+        echo=bool(body.return_token_ids),
         sampling=_sampling(
             body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None
         ),
@@ -277,14 +277,21 @@ def of_gradients(body: JobRequest | OpenAIRequest) -> bool:
 _SAME = ("model", "capture", "steering", "patch", "lora", "probes", "policies", "conversation")
 
 
-def _parsed(body: JobRequest | OpenAIRequest, **own: Any) -> ParsedRequest:
-    """Return the request with the members that all bodies share; `own`: the others."""
+def _parsed(
+    body: JobRequest | OpenAIRequest, *, sampling: Sampling, echo: bool = False, **own: Any
+) -> ParsedRequest:
+    """Return the request with the members that all bodies share; `own`: the others.
+
+    Log-probabilities of a prompt are returned with it.
+    """
     same = {name: getattr(body, name) for name in _SAME}
     readings = {name: spec for name in READINGS if (spec := getattr(body, name))}
     if of_gradients(body) and own["kind"] != "gradient":
         raise invalid("capture.of", "gradient rows are served by POST /v1/jobs only")
     return ParsedRequest(
         **same,
+        sampling=sampling,
+        echo=echo or sampling.prompt_logprobs is not None,
         readings=readings,
         metadata=body.metadata or {},
         handling=handling_of(body),
