@@ -41,7 +41,8 @@ class Callback(Record):
 
 def handling_of(body: Handling) -> Handling:
     """Return the handling fields of a body."""
-    return Handling(**{name: getattr(body, name) for name in Handling.__struct_fields__})
+    fields = {name: getattr(body, name) for name in Handling.__struct_fields__}
+    return Handling(**fields | {"priority": body.priority or "normal"})
 
 
 def callback_of(handling: Handling) -> Callback | None:

@@ -24,6 +24,7 @@ from ..base import (
 from ..base.limits import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
+    MAX_COUNT,
     MAX_FORMAT_CHOICES,
     MAX_INT64,
     MAX_LOGIT_BIAS,
@@ -72,6 +73,8 @@ Seed = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]  # torch ta
 StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)]
 StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)]
 SchemaText = Annotated[str, msgspec.Meta(max_length=MAX_SCHEMA)]
+#: How many tokens may be sampled; 0 and vLLM's -1: all.
+TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)]
 StopTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
 LogitBias = Annotated[
     dict[Index, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
@@ -136,7 +139,7 @@ class SamplingRequest(Sampling):
     """
 
     max_tokens: Count = 16
-    top_k: Index = 0
+    top_k: TopK = 0
     seed: Seed | None = None
     stop: StopTexts = []
     stop_token_ids: StopTokens = []
@@ -144,6 +147,9 @@ class SamplingRequest(Sampling):
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords = []
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "top_k", max(self.top_k, 0))
 
 
 class ModelRequest(ReadingRequest, kw_only=True):

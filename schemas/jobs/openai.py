@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ..access.handling import Priority
 from ..artifacts.probes import ProbeResult, TokenScores
 from ..base import Problem, Record
 from ..base.limits import (
@@ -38,6 +39,7 @@ from .jobs import (
     StopTexts,
     StopTokens,
     StructuredRequest,
+    TopK,
 )
 from .models import GradientInfo, ModelFacts
 
@@ -48,11 +50,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False, None),
     "truncate_prompt_tokens": (None,),
     "logprob_token_ids": (None, []),
+    "kv_transfer_params": (None,),
     "functions": (None, []),
     "function_call": (None, "none"),
     "chat_template": (None,),
     "documents": (None, []),
-    "reasoning_effort": (None,),
+    "add_special_tokens": (False, None),
     "include_reasoning": (True, None),
     "verbosity": (None,),
     "modalities": (None, ["text"]),
@@ -108,6 +111,7 @@ class JsonSchemaFormat(Record, tag_field="type", tag="json_schema"):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 #: How many alternatives come with the log-probability of a token.
 Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Record):
@@ -134,7 +138,9 @@ class OpenAIRequest(ModelRequest, kw_only=True):
     #: is always held for the ranks' reports, so that an intervention which was not applied is never
     #: answered as if it were.
     capture_wait: bool = False
-    top_k: Index = 0  # 0: all
+    top_k: TopK = 0
+    #: As a job's; vLLM's clients send 0, its `normal`.
+    priority: Priority | Literal[0] = "normal"  # type: ignore[assignment]
     ignore_eos: bool = False
     stop_token_ids: StopTokens = []
 
@@ -165,6 +171,7 @@ class OpenAIRequest(ModelRequest, kw_only=True):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
     service_tier: Label | None = None
     store: bool | None = None
 
@@ -172,6 +179,7 @@ class OpenAIRequest(ModelRequest, kw_only=True):
     use_beam_search: Unserved = UNSET
     truncate_prompt_tokens: Unserved = UNSET
     logprob_token_ids: Unserved = UNSET
+    kv_transfer_params: Unserved = UNSET
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -197,12 +205,15 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: Top | None = None
     tools: ToolList | None = None
-    # default: `auto` with tools
+    # default: `auto` with tools; without them, `auto` asks for nothing
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True  # false: at most one call
     add_generation_prompt: bool = True
     # the answer continues the last message; needs `add_generation_prompt: false`
     continue_final_message: bool = False
+    # variables of the chat template, as vLLM sets them: this text, and whether it is not `none` as
+    # `enable_thinking`
+    reasoning_effort: Effort | None = None
     # further variables of the model's chat template
     chat_template_kwargs: msgspec.Raw | UnsetType = UNSET
 
@@ -210,7 +221,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     function_call: Unserved = UNSET
     chat_template: Unserved = UNSET
     documents: Unserved = UNSET
-    reasoning_effort: Unserved = UNSET
+    add_special_tokens: Unserved = UNSET
     include_reasoning: Unserved = UNSET
     verbosity: Unserved = UNSET
     modalities: Unserved = UNSET

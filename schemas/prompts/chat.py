@@ -21,6 +21,7 @@ from ..base.limits import (
 
 class TextPart(Record, tag_field="type", tag="text"):
     text: Text
+    cache_control: dict[Label, Label] | None = None  # a hint to other servers' caches
 
 
 class ImageUrl(Record):
@@ -80,7 +81,7 @@ class Tool(Record):
     type: Literal["function"] = "function"
 
 
-ToolList = Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+ToolList = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(Record):

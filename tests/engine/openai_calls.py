@@ -16,7 +16,9 @@ REFUSED = (
     "a field that Midstream does not serve is a 400 that names it; stock serves it, or ignores it"
 )
 STRICT = "an unknown field is a 400 that names it; stock ignores it"
-LENIENT = "an empty `suffix` asks for nothing; stock refuses any"
+LENIENT = (
+    "an empty `suffix`, and `auto` or an empty list of tools, ask for nothing; stock refuses them"
+)
 
 
 @dataclass(frozen=True)
@@ -313,8 +315,7 @@ BAD_CHAT: dict[str, dict[str, Any]] = {
     "role": {"messages": [{"role": 7, "content": "a"}]},
     "top_logprobs": {"top_logprobs": 2},
     "top_logprobs 21": {"logprobs": True, "top_logprobs": 21},
-    "tools none": {"tools": []},
-    "no tools": {"tool_choice": "auto"},
+    "no tools": {"tool_choice": "required"},
     "other tool": {"tools": [CLOCK], "tool_choice": NAMED},
     "tool": {"tools": [{"type": "function"}]},
     "continued": {"continue_final_message": True, "add_generation_prompt": True},
@@ -367,6 +368,7 @@ def _chats() -> Iterator[Call]:
     for number, talk in enumerate(TALKS):
         yield from call(f"conversation {number}", messages=talk)
     yield from call("prompt_logprobs", prompt_logprobs=1)
+    yield from call("reasoning_effort", reasoning_effort="low")
     for name, body in {**SAMPLING, **CHAT_ALTERNATIVES}.items():
         yield from call(
             name,
@@ -392,9 +394,5 @@ def _refused() -> Iterator[Call]:
             yield Call(f"{path}, refused: {name}", path, {**plain[path], **body})
         for name, (body, why) in BY_DESIGN.items():
             yield Call(f"{path}, by design: {name}", path, {**plain[path], **body}, why)
-    yield Call(
-        "chat/completions, by design: reasoning_effort",
-        CHAT,
-        {**plain[CHAT], "reasoning_effort": "low"},
-        REFUSED,
-    )
+    for name, body in {"no tools": {"tools": []}, "auto": {"tool_choice": "auto"}}.items():
+        yield Call(f"{CHAT}, by design: {name}", CHAT, {**plain[CHAT], **body}, LENIENT)

@@ -234,7 +234,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "assistant", "content": "a", "tool_call_id": "x"}]},
         "messages[0].tool_call_id",
     ),
-    ({"tools": []}, "tools"),
     ({"tools": [TOOL]}, "tools"),
     ({"tools": [{**TOOL, "function": {"name": ""}}]}, "tools[0].function.name"),
     (
@@ -249,7 +248,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         {"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}},
         "tool_choice.function.name",
     ),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": 7}, "chat_template_kwargs"),

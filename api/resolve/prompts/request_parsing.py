@@ -51,7 +51,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
     """
     choice = body.tool_choice
     if not body.tools:
-        if choice not in (None, "none"):
+        if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "needs tools")
         return None
     described = to_json(described_tools(body.tools))
@@ -117,6 +117,10 @@ def rendering_of(body: ChatRequest) -> Rendering:
                 "is a variable that the request sets elsewhere, or not at all",
                 allowed=f"names other than {', '.join(_OWN_VARIABLES)}",
             )
+    effort = body.reasoning_effort
+    if effort is not None:
+        thinks = effort != "none"
+        options = {"enable_thinking": thinks, **options, "reasoning_effort": effort}
     return Rendering(
         tools=described_tools(body.tools) if body.tools else None,
         options=options,
@@ -346,6 +350,7 @@ def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sam
     }
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
+    given["top_k"] = max(body.top_k, 0)
     given["structured_outputs"] = format_of(body)
     return Sampling(**{"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs})
 
