@@ -226,7 +226,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         if self.card.multiplied:
             raise invalid(
                 "decompose_resid",
-                f"{self.card.id} multiplies {', '.join(self.card.multiplied)} before it adds them",
+                f"the model multiplies {', '.join(self.card.multiplied)} before it adds them",
                 allowed="accumulated_resid, and differences of its rows",
             )
         if mode not in ("all", "attn", "mlp"):

@@ -309,6 +309,7 @@ class OpenAIFields(ObservedFields, Sampled, Handled, total=False):
     user: str | None
     safety_identifier: str | None
     prompt_cache_key: str | None
+    prompt_cache_retention: str | None
     service_tier: str | None
     store: bool | None
 
@@ -331,6 +332,7 @@ class ChatFields(OpenAIFields, total=False):
     parallel_tool_calls: bool | None
     add_generation_prompt: bool
     continue_final_message: bool
+    reasoning_effort: str | None
     chat_template_kwargs: Fields | None
 
 

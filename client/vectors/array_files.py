@@ -72,13 +72,18 @@ class PlainArray(NamedTuple):
         )
 
     def tensor(self) -> Tensor:
-        """Convert to a `Tensor`. Raises ValueError for a size or shape that requests reject."""
-        if len(self.data) > MAX_TENSOR_BYTES or not 1 <= len(self.shape) <= 2:
+        """Convert to a `Tensor`, without leading dimensions of size 1 before the last two. Raises
+        ValueError for a size or shape that requests reject.
+        """
+        shape = list(self.shape)
+        while len(shape) > 2 and shape[0] == 1:
+            del shape[0]
+        if len(self.data) > MAX_TENSOR_BYTES or not 1 <= len(shape) <= 2:
             raise ValueError(
                 f"it has a tensor of shape {list(self.shape)}; valid: one or two dimensions, at "
                 f"most {MAX_TENSOR_BYTES} bytes"
             )
-        return Tensor(dtype=self.dtype, shape=list(self.shape), data=self.data)
+        return Tensor(dtype=self.dtype, shape=shape, data=self.data)
 
 
 def array_of(values: np.ndarray) -> PlainArray:

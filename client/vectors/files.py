@@ -170,7 +170,7 @@ def _parsed(raw: bytes) -> list[SteeringSpec]:
 def _of_zip(raw: bytes) -> list[SteeringSpec]:
     if f"/{array_files.PICKLE}".encode() in raw or raw[30:].startswith(array_files.PICKLE.encode()):
         return _of_value(array_files.read_torch(raw))
-    return _of_names(array_files.read_npz(raw))
+    return _of_names({name: each.tensor() for name, each in array_files.read_npz(raw).items()})
 
 
 def _is_safetensors(raw: bytes) -> bool:
@@ -180,7 +180,7 @@ def _is_safetensors(raw: bytes) -> bool:
 def _of_value(value: Any) -> list[SteeringSpec]:
     """Return the vectors in the value of a torch file."""
     if isinstance(value, PlainArray):
-        return [_bare({"vector": value})]
+        return _of_names({"vector": value.tensor()})
     if (
         isinstance(value, dict)
         and {"activations", "layer_indices"} <= value.keys()
@@ -196,14 +196,14 @@ def _of_value(value: Any) -> list[SteeringSpec]:
             "it holds no tensors by name: save a tensor, or a dictionary from a layer or "
             "site to a tensor"
         )
-    arrays: dict[str, PlainArray] = {}
+    tensors: dict[str, Tensor] = {}
     for key, item in _chosen(value).items():
         if not isinstance(item, PlainArray):
             raise ValueError(f"its {key!r:.80} is not a tensor; valid: tensors by layer or site")
-        if str(key) in arrays:
+        if str(key) in tensors:
             raise ValueError(f"it names {key} twice: as a text and as a number")
-        arrays[str(key)] = item
-    return [_loreft(arrays)] if "rotate_layer" in arrays else _of_names(arrays)
+        tensors[str(key)] = item.tensor()
+    return _of_names(_loreft(tensors) if "rotate_layer" in tensors else tensors)
 
 
 def _chosen(members: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -214,66 +214,55 @@ def _chosen(members: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return members
 
 
-def _of_tensors(tensors: Mapping[str, Tensor], shared: Mapping[str, Any]) -> list[SteeringSpec]:
-    """Convert a safetensors file's tensors as those of `.npz`, with the fields of its metadata."""
-    arrays = {
-        name: PlainArray(tensor.dtype, tuple(tensor.shape), tensor.data)
-        for name, tensor in tensors.items()
-    }
-    return [msgspec.structs.replace(spec, **shared) for spec in _of_names(arrays)]
-
-
-def _of_names(arrays: Mapping[str, PlainArray]) -> list[SteeringSpec]:
-    """Convert arrays whose names are an entry's fields, layers, or sites."""
-    arrays = _chosen(arrays)
-    if arrays.keys() == {"bias"}:
+def _of_names(
+    tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = None
+) -> list[SteeringSpec]:
+    """Convert tensors whose names are an entry's fields, layers, or sites. `shared`: further fields
+    of every entry.
+    """
+    tensors, given = _chosen(tensors), shared or {}
+    if tensors.keys() == {"bias"}:
         raise ValueError("its only tensor is 'bias'; valid: a vector to add, named 'vector'")
-    if arrays.keys() <= module_files.SHAPES.keys():
-        return [_bare(arrays)]
-    layers = {name: match for name in arrays if (match := _LAYER.fullmatch(name))}
-    if not arrays or len(layers) < len(arrays):
-        return module_files.of_sites({name: array.tensor() for name, array in arrays.items()})
-    result = sorted((int(match["layer"]), arrays[name]) for name, match in layers.items())
+    if tensors.keys() <= module_files.SHAPES.keys():
+        fields = {name: _flat(name, tensor) for name, tensor in tensors.items()}
+        return [SteeringSpec(**{"op": module_files.implied_op(fields), **given, **fields})]
+    layers = {name: match for name in tensors if (match := _LAYER.fullmatch(name))}
+    if len(layers) < len(tensors):
+        return module_files.of_sites(tensors, given)
+    result = sorted((int(match["layer"]), name) for name, match in layers.items())
     if len({layer for layer, _ in result}) < len(result):
         raise ValueError("it names a layer twice")
-    return [SteeringSpec(layers=layer, vector=_flat(array).tensor()) for layer, array in result]
+    return [
+        SteeringSpec(layers=layer, vector=_flat("vector", tensors[name]), **given)
+        for layer, name in result
+    ]
 
 
-def _bare(arrays: Mapping[str, PlainArray]) -> SteeringSpec:
-    """Return an entry without layers."""
-    fields: dict[str, Any] = {
-        name: (_flat(array) if name == "vector" else array).tensor()
-        for name, array in arrays.items()
-    }
-    return SteeringSpec(op=module_files.implied_op(fields), **fields)
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    """Remove a vector's leading dimension of size 1."""
+    if name != "vector" or tensor.shape[:-1] != [1]:
+        return tensor
+    return msgspec.structs.replace(tensor, shape=tensor.shape[1:])
 
 
-def _flat(array: PlainArray) -> PlainArray:
-    """Remove leading dimensions of size 1."""
-    shape = array.shape
-    while len(shape) > 1 and shape[0] == 1:
-        shape = shape[1:]
-    return array._replace(shape=shape)
-
-
-def _loreft(arrays: Mapping[str, PlainArray]) -> SteeringSpec:
+def _loreft(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Convert a LoReFT: pyreft stores R as `[hidden_size, rank]`, and W and b as a linear layer."""
-    if arrays.keys() != set(_LOREFT):
-        raise ValueError(f"its LoReFT has {', '.join(sorted(arrays))}; valid: {', '.join(_LOREFT)}")
-    rotation = arrays["rotate_layer"]
-    if len(rotation.shape) != 2:
+    if tensors.keys() != set(_LOREFT):
         raise ValueError(
-            f"its rotate_layer has shape {list(rotation.shape)}; valid: [hidden_size, rank]"
+            f"its LoReFT has {', '.join(sorted(tensors))}; valid: {', '.join(_LOREFT)}"
         )
+    rotation = tensors["rotate_layer"]
+    if len(rotation.shape) != 2:
+        raise ValueError(f"its rotate_layer has shape {rotation.shape}; valid: [hidden_size, rank]")
     size = len(rotation.data) // math.prod(rotation.shape)
     transposed = np.frombuffer(rotation.data, f"<u{size}").reshape(rotation.shape).T
-    return _bare(
-        {
-            "rotation": PlainArray(rotation.dtype, transposed.shape, transposed.tobytes()),
-            "weight": arrays["weight"],
-            "bias": arrays["bias"],
-        }
-    )
+    return {
+        "rotation": Tensor(
+            dtype=rotation.dtype, shape=list(transposed.shape), data=transposed.tobytes()
+        ),
+        "weight": tensors["weight"],
+        "bias": tensors["bias"],
+    }
 
 
 def _of_json(raw: bytes) -> list[SteeringSpec]:
@@ -305,9 +294,9 @@ _READERS: tuple[_Format, ...] = (
     _Format(
         ".npy",
         lambda raw: raw.startswith(array_files.NPY_MAGIC),
-        lambda raw: [_bare({"vector": array_files.read_npy(raw)})],
+        lambda raw: _of_names({"vector": array_files.read_npy(raw).tensor()}),
     ),
-    _Format("safetensors", _is_safetensors, lambda raw: module_files.specs_of(raw, _of_tensors)),
+    _Format("safetensors", _is_safetensors, lambda raw: module_files.specs_of(raw, _of_names)),
     _Format(
         "JSON of vllm-lens' SteeringVector", lambda raw: raw.lstrip()[:1] in (b"{", b"["), _of_json
     ),

@@ -9,7 +9,7 @@ same way, and may write one.
 import re
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -76,8 +76,12 @@ _GENERAL = frozenset({
     "quantization_version", "quantized_by", "repo_url", "size_label", "source", "tags",
     "type", "url", "uuid", "version",
 })  # fmt: skip
-#: What EasySteer's directions were taken of (null: not known) that is `post_block`.
-_COMPONENTS = (None, "hidden_states")
+
+
+class _EasySteer(msgspec.Struct):
+    """What EasySteer writes of its directions; null: not known what they were taken of."""
+
+    component: Literal["hidden_states"] | None = None
 
 
 # Not the package `gguf`: a file of 65 bytes that declares an array of 2^60 keeps it busy for ever.
@@ -177,15 +181,12 @@ def _check_keys(metadata: Mapping[str, Any]) -> None:
                 f"{_ARCHITECTURE}: {', '.join(sorted(_KEYS))}"
             )
     with Translated(
-        (msgspec.DecodeError, AttributeError),
-        lambda error: ValueError(f"its controlvector.easysteer is not EasySteer's JSON: {error}"),
+        msgspec.DecodeError,
+        lambda error: ValueError(
+            f"its directions are not those of layers' outputs: controlvector.easysteer: {error}"
+        ),
     ):
-        native = msgspec.json.decode(metadata.get("controlvector.easysteer", "{}"))
-        component = native.get("component")
-    if component not in _COMPONENTS:
-        raise ValueError(
-            f"EasySteer took its directions of {component!r:.80}; valid: {_COMPONENTS[-1]!r}"
-        )
+        msgspec.json.decode(metadata.get("controlvector.easysteer", "{}"), type=_EasySteer)
 
 
 def _place(reader: _Reader) -> tuple[str, DType, int, int]:

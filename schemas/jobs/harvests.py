@@ -173,10 +173,8 @@ class HarvestRequest(SitesSpec, kw_only=True):
         rule, fit, generates = self.positions, self.cut.fit, self.generate is not None
         refuse(
             {
-                "`generate` takes no `logprobs`: a harvest keeps none": self.generate
-                and self.generate.logprobs is not None,
-                "`generate` takes no `prompt_logprobs`: a harvest keeps none": self.generate
-                and self.generate.prompt_logprobs is not None,
+                "`generate` takes no log-probabilities: a harvest keeps none": self.generate
+                and (self.generate.logprobs, self.generate.prompt_logprobs) != (None, None),
                 "`generate` takes fit `truncate` and no `sample`": generates
                 and (fit != "truncate" or rule.sample is not None),
                 "`window` takes fit `truncate`: a sequence is one document then": rule.window

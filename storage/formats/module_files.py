@@ -150,7 +150,8 @@ def implied_op(tensors: Iterable[str]) -> str | None:
     """Returns the op that takes these tensors; None: the default, which takes a vector."""
     if "vector" in tensors:
         return None
-    return next(op for op, takes in STEERING_FIELDS.items() if set(tensors) & set(takes.tensors))
+    ops = [op for op, takes in STEERING_FIELDS.items() if set(tensors) & set(takes.tensors)]
+    return ops[0] if ops else None
 
 
 def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:

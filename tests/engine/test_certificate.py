@@ -167,6 +167,14 @@ def test_a_wrong_hook_is_absent_with_its_reason(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("name", "hooks"), [("granite", ["attn_out", "mlp_out"]), ("llama", [])])
+def test_outputs_that_a_model_multiplies_are_named(
+    start: Callable[..., Host], name: str, hooks: list[str]
+) -> None:
+    assert start(name, certify=False).info["multiplied"] == hooks
+
+
+@pytest.mark.long
 def test_a_wrong_stream_keeps_the_engine_from_starting(start: Callable[..., Host]) -> None:
     with pytest.raises(AssertionError, match="could not be proven"):
         start("llama", "half_post_block")

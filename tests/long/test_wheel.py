@@ -4,6 +4,7 @@ installed.
 
 import re
 import shutil
+import sysconfig
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -14,6 +15,7 @@ import wheel_kit
 from tree import PACKAGES, ROOT, tracked
 
 import midstream
+from midstream.client.extras import COMPANIONS, COMPANIONS_ADVICE
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +207,17 @@ def test_each_extra_installs_alone_and_does_what_it_promises(
     assert wheel_kit.unmet(python, extra) == []
     wheel_kit.run(python, "-c", promised.program, cwd=tmp_path, HF_HUB_OFFLINE="1")
     shutil.rmtree(tmp_path / "env")  # gigabytes, which pytest would keep
+
+
+def test_pypis_builds_of_torchs_companions_are_named_before_a_start(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """An environment with the packages of this one, and what pip's default index has beside the
+    CPU build of torch.
+    """
+    python = wheel_kit.environment(tmp_path / "cpu")
+    here = sysconfig.get_path("purelib")
+    (tmp_path / "cpu" / wheel_kit.SITE / "here.pth").write_text(here)
+    wheel_kit.install(python, "--no-deps", wheel, *COMPANIONS)
+    up = (python.parent / "midstream", "up", "--model", "org/model")
+    assert COMPANIONS_ADVICE in wheel_kit.run(*up, cwd=tmp_path, code=1)

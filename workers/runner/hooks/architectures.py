@@ -109,7 +109,7 @@ class Adapter:
     def multiplied(self) -> list[Hook]:
         """Return the hook points whose rows some layer multiplies before it adds them."""
         laws = [law for each in (self.variant, *self.kinds.values()) for law in each.laws.values()]
-        return [hook for hook in HOOKS if any(law.get(hook, 1.0) != 1.0 for law in laws)]
+        return sorted({hook for law in laws for hook in law if law[hook] != 1})
 
     def of(self, layer: int) -> Variant:
         """Return the variant of `layer`."""

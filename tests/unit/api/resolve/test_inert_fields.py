@@ -4,7 +4,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from refusal_kit import refuses
 
 from midstream.api.resolve.prompts.request_parsing import (
     parse_chat,
@@ -98,19 +97,6 @@ def test_a_cache_hint_of_a_part_is_not_rendered() -> None:
     hinted = {"role": "user", "content": [part | {"cache_control": {"type": "ephemeral"}}]}
     messages = from_json(to_json([hinted, HELLO]), list[ChatMessage])
     assert plain_messages(messages[:1]) == plain_messages(messages[1:])
-
-
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_that_is_sent_back_is_read_under_either_name(name: str) -> None:
-    answer = {"role": "assistant", "content": "5", name: "2 + 3"}
-    (message,) = plain_messages(from_json(to_json([answer]), list[ChatMessage]))
-    assert message["reasoning_content"] == "2 + 3"
-
-
-def test_two_different_texts_of_reasoning_are_refused() -> None:
-    answer = {"role": "assistant", "content": "5", "reasoning": "a", "reasoning_content": "b"}
-    with refuses(field="messages[1].reasoning_content"):
-        chat(messages=[HELLO, answer])
 
 
 @pytest.mark.parametrize("value", [0, 2])

@@ -372,7 +372,9 @@ def test_the_stream_is_decomposed_into_what_each_part_adds(
 def test_parts_that_do_not_sum_to_the_stream_are_no_decomposition() -> None:
     granite = cache()
     granite.card = msgspec.structs.replace(WIDE_CARD, multiplied=["attn_out", "mlp_out"])
-    with refuses("tiny multiplies attn_out, mlp_out before it adds them", field="decompose_resid"):
+    with refuses(
+        "the model multiplies attn_out, mlp_out before it adds them", field="decompose_resid"
+    ):
         granite.decompose_resid()
 
 

@@ -43,7 +43,7 @@ REFUSED = {
     "assistant-axis-capping.pt": (None, "it holds no tensors by name: save a tensor"),
     "easysteer-array.pt": (2, r"as of a numpy array: save torch.from_numpy\(array\)"),
     "easysteer-bias.bin": (2, "only tensor is 'bias'; valid: a vector to add, named 'vector'"),
-    "easysteer-heads.gguf": (None, "directions of 'attention_heads'; valid: 'hidden_states'"),
+    "easysteer-heads.gguf": (None, "not those of layers' outputs: .* 'attention_heads'"),
     "persona_response_avg_diff.pt": ("0-3", "5 rows for 4 layers.* may be the embedding's, in row"),
     "refusal-mean_diffs.pt": (2, r"shape \[5, 4, 8\]; valid: one or two dimensions"),
 }

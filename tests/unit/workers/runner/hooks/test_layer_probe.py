@@ -191,7 +191,7 @@ def test_multipliers_are_part_of_what_is_found(dtype) -> None:
 
 @pytest.mark.parametrize(
     ("layer", "hooks"),
-    [(Scaled, ["attn_out", "mlp_out"]), (Times, ["post_attn", "mlp_out"]), (Parallel, [])],
+    [(Scaled, ["attn_out", "mlp_out"]), (Times, ["mlp_out", "post_attn"]), (Parallel, [])],
 )
 def test_an_adapter_names_the_hooks_that_are_multiplied(layer, hooks) -> None:
     found = shape(layer())
