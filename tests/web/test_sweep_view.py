@@ -387,6 +387,18 @@ def test_a_retry_says_which_attempt_and_why(site: Site, visit: Visit) -> None:
         expect(state).to_contain_text("attempt 2: worker w1 did not renew its lease")
 
 
+def test_a_saved_table_has_no_text_that_a_spreadsheet_runs(site: Site, visit: Visit) -> None:
+    visit.open()
+    lines = visit.page.evaluate(
+        """async () => (await import("/page/lib/grid.js")).csv(
+          ["=1+1", "+cmd", "@SUM(A1)", "-2+3", "-2.5", "-", -1.5, " ="].map((cell) => ({ cell })),
+        )"""
+    )
+    assert lines.split() == [
+        *("cell", "'=1+1", "'+cmd", "'@SUM(A1)", "'-2+3", "-2.5", "-", "-1.5", "="),
+    ]
+
+
 def test_a_finding_names_tokens_layers_and_the_effect(site: Site, visit: Visit) -> None:
     """Of grids as a sweep has them: `cells` is [layer][column] at one hook."""
     visit.log_in(site.alice, "jobs")

@@ -46,9 +46,32 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
     expect(details).to_contain_text("All ranks agree")
     expect(details).to_contain_text(result["determinism"]["stages"][0]["ranks"][0]["checksum"])
     expect(details).to_contain_text(result["capture_results"]["files"][0]["path"])
+    created = details.get_by_role("row", name="created")
+    expect(created).to_contain_text(re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d$"))
     visit.page.keyboard.press("Escape")
     expect(details).to_have_count(0)
     expect(row(visit, job)).to_be_focused()
+
+
+def test_an_unknown_job_has_nothing_but_its_error(site: Site, visit: Visit) -> None:
+    visit.allow("404")
+    visit.log_in(site.alice, f"jobs/{new_job_id()}")
+    details = visit.page.locator("section.details")
+    expect(details.get_by_role("alert")).to_contain_text("unknown job")
+    expect(details.get_by_role("alert").locator("code")).to_contain_text(["client.jobs.list()"])
+    expect(details.get_by_role("heading")).to_have_text(["Job"])
+
+
+def test_a_phone_shows_two_lines_of_a_prompt(site: Site, browser: Browser) -> None:
+    job = site.alice.ended(("The opposite of hot is not warm",))
+    with visiting(browser, site.url, NARROW) as visit:
+        visit.log_in(site.alice)
+        prompt = row(visit, job).locator("strong")
+        expect(prompt).to_be_visible()
+        cut = prompt.evaluate("(text) => text.scrollHeight - text.clientHeight")
+        assert cut <= 1
+        assert row(visit, job).evaluate("(row) => row.offsetHeight") < 60
+        visit.check_fits()
 
 
 def test_two_jobs_are_compared_and_each_has_a_time_line(site: Site, visit: Visit) -> None:

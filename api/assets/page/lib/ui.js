@@ -5,10 +5,13 @@ import { html, useState, useEffect, useErrorBoundary, useRef } from "../vendor/p
 export { html, render, useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback } from "../vendor/preact.js";
 
 /** An error, said to screen readers too; nothing without one. */
+/** A text whose words in backticks are code. */
+export const Coded = ({ text }) => text.split("`").map((part, n) => (n % 2 ? html`<code>${part}</code>` : part));
+
 export function Problem({ error, title = "" }) {
   if (!error) return null;
   const text = error.message || String(error);
-  return html`<div class="problem" role="alert">${title && html`<strong>${title}: </strong>`}${text}${error.retryAfter ? `${/[.!?]$/.test(text) ? "" : "."} Try again in ${error.retryAfter} s.` : ""}</div>`;
+  return html`<div class="problem" role="alert">${title && html`<strong>${title}: </strong>`}<${Coded} text=${text} />${error.retryAfter ? `${/[.!?]$/.test(text) ? "" : "."} Try again in ${error.retryAfter} s.` : ""}</div>`;
 }
 
 export const Loading = () => html`<p class="loading" role="status">Loading …</p>`;

@@ -67,6 +67,9 @@ function Patterns({ layer, rows, kind, words, ids }) {
     move({ row: place(event.clientY - box.top, box.height), column: place(event.clientX - box.left, box.width) });
   };
   const [names, title] = [words.map((word, n) => `${visible(word)} ${n}`), `Attention of head ${head} of layer ${layer}`];
+  const item = (here) => (word, n) => html`<li key=${n} class=${n === here ? "here" : ""}>${visible(word)}</li>`;
+  const named = (kind, here) => tokens <= NAMED && html`<ol class=${`pattern-names ${kind}`} aria-hidden="true">
+    ${words.map(item(here))}</ol>`;
   const records = () => Array.from(found, (value, n) => ({ layer, head, query: Math.floor(n / tokens), query_token: words[Math.floor(n / tokens)], key: n % tokens, key_token: words[n % tokens], share: value })).filter(({ query, key }) => key <= query);
   const source = { rows: names, columns: words.map((_, n) => n), titles: ["query", "key"], at: (query, key) => (key > query ? 0 : Math.sqrt(found[query * tokens + key])) };
   return html`<div class="heads" role="group" aria-label="Heads">${heads.map(
@@ -75,9 +78,10 @@ function Patterns({ layer, rows, kind, words, ids }) {
     <p class="finding">Head ${head} gives ${percent(share)} of its attention to ${what}.</p>
     <div class="reading">
       <div tabindex="0" role="group" aria-label=${`Pattern of head ${head}`} aria-describedby="attention-keys" class="pattern-big" onKeyDown=${moving(at, move, tokens, tokens)}>
-        <div class="pattern-frame">${tokens <= NAMED && html`<ol class="pattern-names" aria-hidden="true">${words.map((word, n) => html`<li key=${n} class=${n === at.row ? "here" : ""}>${visible(word)}</li>`)}</ol>`}
+        <div class="pattern-frame">${named("", at.row)}
         <div class="pattern-box" onMouseMove=${point} onClick=${point}><${Picture} found=${found} tokens=${tokens} label=${`${tokens} queries by ${tokens} keys`} />
           <i class="pattern-row" style=${{ top: `${(at.row / tokens) * 100}%`, height: `${100 / tokens}%` }}></i></div></div>
+        ${tokens <= NAMED && html`<div class="pattern-frame"><i class="pattern-names"></i>${named("keys", at.column)}</div>`}
         <p class="note" role="status">${quoted(words[at.row])} (${at.row}) gives ${percent(shares[at.column])} to ${quoted(words[at.column])} (${at.column}).</p>
       </div>
       <aside class="card"><h2>${quoted(words[at.row])} attends to</h2>

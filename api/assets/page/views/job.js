@@ -56,9 +56,7 @@ export function JobDetails({ id, job, session, onClose }) {
   }, [readings]);
   const path = asked && (asked.path || PATHS[at && at.kind]);
   const code = path && asked.body ? codeOf(path, asked.body, session.auth !== "open") : null;
-  return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
-    <div class="details-head"><div><h2 id="job-title" tabindex="-1" ref=${head}>${at ? titleOf(at) : "Job"}</h2><${Id} id=${id} /></div><${Button} kind="small" onClick=${onClose}>Close<//></div>
-    <${Problem} error=${error} />
+  const parts = html`
     ${at && html`<p><${State} state=${at.state} /> ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.retry_reason ? ` · attempt ${at.attempt} (the one before ended: ${at.retry_reason})` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
     ${at && at.error && html`<${Problem} error=${new ApiError(at.error.status, at.error)} />`}
     ${at && kindOf(at.kind).grid && html`<p><a class="button small" href=${`#/${at.kind}/${id}`}>Open the heatmap</a></p>`}
@@ -90,6 +88,10 @@ export function JobDetails({ id, job, session, onClose }) {
     ${code ? html`<${Copy} tabs=${code} label="Request" />` : html`<p class="soft">${at && asked ? (path ? "The request was not kept: it is larger than 16 KiB, or an older server accepted it." : `This job is ${{ harvest: isSurvey(at) ? "a survey of a harvest, which lists it" : "part of a harvest", fit: "a fit: the form of its request depends on what it fits" }[at.kind] || `of the kind ${at.kind}, which has no form as code`}.`) : ""}</p>`}
     <h3>Times</h3>
     ${at && at.started && at.finished && html`<${TimeLine} key=${at.finished} job=${at} />`}
-    ${at && html`<table><tbody>${steps(at).map(([name, text]) => html`<tr><th scope="row">${name}</th><td>${text}</td></tr>`)}</tbody></table>`}
+    ${at && html`<table><tbody>${steps(at).map(([name, text]) => html`<tr><th scope="row">${name}</th><td>${text}</td></tr>`)}</tbody></table>`}`;
+  return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
+    <div class="details-head"><div><h2 id="job-title" tabindex="-1" ref=${head}>${at ? titleOf(at) : "Job"}</h2><${Id} id=${id} /></div><${Button} kind="small" onClick=${onClose}>Close<//></div>
+    <${Problem} error=${error} />
+    ${error && !at ? "" : parts}
   </section>`;
 }

@@ -1,6 +1,6 @@
 // Ops: what every rank of every worker reports, outboxes, queues, the slowest jobs.
 
-import { html, Empty, Problem, useNow } from "../lib/ui.js";
+import { Coded, html, Empty, Problem, useNow } from "../lib/ui.js";
 import { latencies } from "../lib/history.js";
 import { owner, titleOf } from "../lib/jobs.js";
 import { Chart, Fold, State, Stats, Table } from "../lib/parts.js";
@@ -76,8 +76,9 @@ const MINUTES = 60;
 function Charts({ jobs, history, observes }) {
   const now = useNow(2);
   const digits = (value) => number(value, value < 10 ? 1 : 0);
+  const whole = (value) => (Number.isInteger(value) ? number(value) : "");
   return html`<div class="cards charts">
-    ${observes && html`<${Chart} title="Tokens per second" points=${history.of("tokens_s")} text=${digits} /><${Chart} title="Jobs in the queue" points=${history.of("queued")} text=${digits} />`}
+    ${observes && html`<${Chart} title="Tokens per second" points=${history.of("tokens_s")} text=${digits} /><${Chart} title="Jobs in the queue" points=${history.of("queued")} text=${whole} />`}
     <${Chart} title="Median job time" note="no sweeps" points=${latencies(jobs.list, now, MINUTES)} text=${(value) => (value ? duration(value) : "0")} />
   </div>`;
 }
@@ -89,7 +90,7 @@ export default function View({ session, jobs, history }) {
   const [models] = usePolled(has("read") && "/v1/models", EVERY_S);
   const agreed = dynamic && dynamic.determinism;
   const computed = (models?.data ?? []).map((model) => [model.id, model.dtype, model.dtype_reason]);
-  const caveats = (models?.data ?? []).flatMap((model) => model.caveats.map((caveat) => [model.id, caveat]));
+  const caveats = (models?.data ?? []).flatMap((model) => model.caveats.map((caveat) => [model.id, html`<${Coded} text=${caveat} />`]));
   const links = ["flower", "grafana", "metrics", "ready"].filter((name) => session.links[name]);
   return html`<div class="section-head"><h1>Ops</h1><span>${links.map((name) => html`<a href=${session.links[name]}>${name[0].toUpperCase() + name.slice(1)}</a> `)}</span></div>
     <${Charts} jobs=${jobs} history=${history} observes=${has("observe")} />

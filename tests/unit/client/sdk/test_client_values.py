@@ -475,7 +475,7 @@ def test_a_server_that_is_down_is_one_error_without_a_chain() -> None:
         assert (caught.value.kind, caught.value.hint) == (
             "unavailable",
             "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
-            "(--url)",
+            "(--url; in Python, Client(URL))",
         )
         assert "During handling" not in "".join(traceback.format_exception(caught.value))
         assert "direct cause" not in "".join(traceback.format_exception(caught.value))
