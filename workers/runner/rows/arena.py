@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from ....schemas.base import DTYPES
+from ....schemas.base.machine import host_bytes
 from ..base.host_memory import lock
-from ..base.landings import LANDED, Landing
+from ..base.landings import LANDED, Landing, LateLanding
 from ..base.ranges import FreeRanges
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
 from ..files.recorded import BlockPlace, RowBlock
@@ -41,11 +42,11 @@ class Arena:
     ) -> None:
         """`keep`: bytes whose pages are kept when nothing is in them, because touching new ones
         takes longer than copying rows. `locked`: bytes of the page-locked part. `room`: bytes of
-        memory at most; 0: those of the machine.
+        memory at most; 0: those of the machine or container.
 
         Raises HostMemoryError.
         """
-        room = room or os.sysconf("SC_PHYS_PAGES") * PAGE
+        room = room or host_bytes()
         locked = -(-max(locked, VOID) // PAGE) * PAGE if locked else 0
         disk = SPILLED if spill_dir is not None else 0
         self._spill_dir, self._lock = spill_dir, threading.Lock()
@@ -57,6 +58,7 @@ class Arena:
         self.used = 0  # bytes of memory in use
         self.landing = LANDED  # of all rows so far
         self.landings = itertools.count(1)  # numbers of landings, over all banks
+        self.late: list[LateLanding] = []  # landings that the host has to finish
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[int, int, Landing]] = deque()
         self._dirty = queue.SimpleQueue[Any]()  # pages to give back, and what is returned then

@@ -493,6 +493,17 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.model_executor.models.interfaces", ("supports_eagle3(model)",), "support/drafters.py"
     ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler",
+        (
+            "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
+            "_rejection_random_sample(output_token_ids, cu_num_draft_tokens, draft_token_ids, "
+            "draft_probs, target_probs, bonus_token_ids, recovered_token_ids, uniform_probs, "
+            "is_greedy, max_spec_len, synthetic_conditional_rates)",
+        ),
+        "support/cpu_drafts.py",
+        ("expand_batch_to_tokens", "_rejection_random_sample"),
+    ),
     # Quantised checkpoints
     Seam(
         "vllm._custom_ops",
