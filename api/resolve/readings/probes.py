@@ -459,11 +459,11 @@ def _actions_of(
             gated.append(Gated(field, spec, scores, module))
         elif isinstance(action, CaptureWindow):
             when = When(probe=scores, at_least=0, before=action.before, after=action.after)
-            spec = CaptureSpec(
+            capture = CaptureSpec(
                 hook=action.hook,
                 layers=action.layers,
                 positions=Span(when=when),
                 tag=_tag_of(policy),
             )
-            captures.append((field, spec))
+            captures.append((field, capture))
     return gated, captures

@@ -171,6 +171,7 @@ class _Halves:
         event = self._copied[self._current] = torch.cuda.Event(blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
         number = next(arena.landings)
+        landing: Landing
         try:
             with torch.cuda.stream(self._stream):
                 locked = places < len(self._locked)

@@ -162,8 +162,8 @@ def test_slots_are_uploaded_for_the_tokens_of_the_step_alone(
     bytes_of, held = list[int](), of_bank.capture_slots
     for tokens in (capacity, 5, 5):
         wanted = np.full((2, capacity), -1)
+        staging.set_slots([np.arange(pattern, tokens) for pattern in range(2)])
         for pattern in range(2):
-            staging.set_slots(pattern, np.arange(pattern, tokens))
             wanted[pattern, pattern:tokens] = np.arange(tokens - pattern)
         uploaded.clear()
         with rig.device.calls():
