@@ -84,7 +84,7 @@ CASES: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
     ("PatchSource", "module"): [
         (
             "/v1/jobs",
-            JOB | {"patch": [{"layers": 1, "positions": [0], "source": {"module": "{}"}}]},
+            JOB | {"patch": [{"layers": 3, "positions": [0], "source": {"module": "{}"}}]},
             "patch[0].source.module",
         )
     ],
@@ -103,13 +103,14 @@ CASES: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
     ("LensSpec", "jacobian"): [("/v1/jobs", JOB | {"lens": {"jacobian": "{}"}}, "lens.jacobian")],
     ("Adapted", "lora"): [("/v1/jobs", JOB | {"lora": "{}"}, "lora")],
     ("ScalarSpec", "probe"): [
-        ("/v1/jobs", JOB | where({"kind": "probe", "probe": "{}"}), "capture.scalar.probe")
+        # no gradients are served here: the name is not looked up
+        ("/v1/jobs", JOB | where({"kind": "probe", "probe": "{}"}), "capture.of")
     ],
     ("ScalarSpec", "sae"): [
         (
             "/v1/jobs",
             JOB | where({"kind": "feature", "sae": "{}", "feature": 0}),
-            "capture.scalar.sae",
+            "capture.of",
         )
     ],
     ("DoseEffect", "probe"): [

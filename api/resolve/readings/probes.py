@@ -455,8 +455,8 @@ def _actions_of(
         field = at or f"actions[{number}]"
         if isinstance(action, Steer):
             module = msgspec.structs.replace(next(modules), name=f"{scores}:{number}")
-            spec = SteeringSpec(module=module.name, scale=action.scale, limit=action.limit)
-            gated.append(Gated(field, spec, scores, module))
+            edit = SteeringSpec(module=module.name, scale=action.scale, limit=action.limit)
+            gated.append(Gated(field, edit, scores, module))
         elif isinstance(action, CaptureWindow):
             when = When(probe=scores, at_least=0, before=action.before, after=action.after)
             capture = CaptureSpec(
