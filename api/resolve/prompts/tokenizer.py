@@ -9,7 +9,7 @@ transformers gives them.
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import accumulate, chain, count, groupby, zip_longest
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import anyio.to_thread
 import numpy as np
@@ -23,8 +23,6 @@ from ....schemas.base.limits import MAX_FOUND_POSITIONS
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ....schemas.prompts.selectors import SelectorError, Span, SpanFinder, no_text
-
-T = TypeVar("T")
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
@@ -113,18 +111,17 @@ class Found(Wire):
 class Question(Wire):
     """What a codec is asked: to encode texts, or conversations, or to find spans in prompts."""
 
-    texts: list[str] = []
-    special_tokens: bool = False
+    items: list[str | Chat] = []
+    special_tokens: bool = False  # of texts: templates write them
     limit: int = ANY_LENGTH  # tokens; a longer text or conversation is refused
     offsets: bool = False  # whether the answer includes offsets
-    chats: list[Chat] = []
     searched: list[Searched] = []
     spans: list[Span] = []
 
 
 class Answer(Wire):
     ids: list[bytes] = []  # int32, of each text or conversation
-    texts: list[str] = []  # of each conversation
+    texts: list[str] = []  # of each conversation, as rendered
     offsets: list[bytes] = []  # int32 pairs, of each text
     found: list[list[Found]] = []  # of each prompt that was searched, by span
 
@@ -192,35 +189,29 @@ class Codec(ChatTemplate):
             lambda error: TooLong(texts.index(distinct[error.index]), error.tokens, error.detail),
             hidden=True,
         ):
-            answers = await self._ask_each(
-                distinct,
-                [*map(len, distinct)],
-                len(distinct),
-                lambda some: Question(some, special_tokens, self._limit, offsets),
-            )
+            answers = await self._ask_each(distinct, special_tokens, offsets)
         found = chain.from_iterable(
             zip_longest(answer.ids, answer.offsets, fillvalue=b"") for answer in answers
         )
         return dict(zip(distinct, found, strict=True))
 
     async def _ask_each(
-        self,
-        items: Sequence[T],
-        sizes: Sequence[int],
-        parts: int,
-        question: Callable[[list[T]], Question],
+        self, items: Sequence[str | Chat], special_tokens: bool = False, offsets: bool = False
     ) -> list[Answer]:
-        """Ask about the items in groups that helpers answer soon. `sizes`: characters of each;
-        `parts`: texts or messages of all. Raises TooLong.
+        """Encode all texts, or all conversations, in groups that helpers answer soon. Raises
+        TooLong.
         """
+        sizes = [len(item) if isinstance(item, str) else item.characters for item in items]
         for index, characters in enumerate(sizes):
             self._check_characters(index, characters)
+        parts = sum(1 if isinstance(item, str) else len(item.messages) for item in items)
         apart = sum(sizes) > INLINE_CHARACTERS or parts > INLINE_MESSAGES
         answers: list[Answer] = []
         first = 0
         for group in _groups(items, sizes):
             try:
-                answers.append(await self._ask(question(group), apart))
+                question = Question(group, special_tokens, self._limit, offsets)
+                answers.append(await self._ask(question, apart))
             except TooLong as error:
                 raise TooLong(first + error.index, error.tokens) from None
             first += len(group)
@@ -240,10 +231,13 @@ class Codec(ChatTemplate):
         """
         if question.searched:
             return Answer(found=self._locate(question.searched, question.spans))
-        rendered = [self.render(chat.messages, chat.rendering) for chat in question.chats]
-        made = self.encode_here(
-            question.texts or rendered, question.special_tokens, question.offsets
-        )
+        rendered = [
+            self.render(item.messages, item.rendering)
+            for item in question.items
+            if isinstance(item, Chat)
+        ]
+        plain = [item for item in question.items if isinstance(item, str)]
+        made = self.encode_here(rendered or plain, question.special_tokens, question.offsets)
         for index, each in enumerate(made):
             if len(each.ids) > question.limit:
                 raise TooLong(index, len(each.ids))
@@ -339,12 +333,7 @@ class Codec(ChatTemplate):
         """Return token ids and text of each conversation. Raises like `encode`, and a 400 naming
         `messages` when the model has no chat template or its template refuses a conversation.
         """
-        answers = await self._ask_each(
-            chats,
-            [chat.characters for chat in chats],
-            sum(len(chat.messages) for chat in chats),
-            lambda some: Question(chats=some, limit=self._limit),  # the template has BOS
-        )
+        answers = await self._ask_each(chats)
         return [
             (array("i", ids), text)
             for answer in answers
@@ -387,7 +376,7 @@ class Codec(ChatTemplate):
         return Turns(self, chat.roles, chat.messages, chat.rendering, where).find
 
 
-def _groups(items: Sequence[T], sizes: Sequence[int]) -> Iterator[list[T]]:
+def _groups(items: Sequence[str | Chat], sizes: Sequence[int]) -> Iterator[list[str | Chat]]:
     """Yield the items in groups of `GROUP_ITEMS` and about `GROUP_CHARACTERS` at most."""
     numbered = zip(items, accumulate(sizes), count())
     by_place = groupby(numbered, lambda each: (each[1] // GROUP_CHARACTERS, each[2] // GROUP_ITEMS))

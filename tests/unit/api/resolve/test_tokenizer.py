@@ -270,7 +270,7 @@ async def test_long_prompts_are_rendered_and_searched_in_a_helper(
     exchange = tokenizer_pool._exchange
 
     async def counted(process: Any, ask: Any) -> Any:
-        asked.append(len(ask.question.chats))
+        asked.append(len(ask.question.items))
         return await exchange(process, ask)
 
     async with served() as (_, codec):
