@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from spelling import byte_level, overlapping
 from tokenizers import Tokenizer
 
-from midstream.api.resolve.prompts.tokenizer import Chat, Codec
+from midstream.api.resolve.prompts.tokenizer import ChatInput, Codec
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.selectors import Span
 from midstream.workers.demo_model import fetch_demo_model
@@ -84,7 +84,7 @@ async def test_a_span_of_a_conversation_counts_from_the_templates_first_token(
     codec: Codec, spell
 ) -> None:
     said = [{"role": "user", "content": "Where is the Eiffel Tower? The Eiffel Tower!"}]
-    ((ids, text),) = await codec.encode_chats([Chat(said)])
+    ((ids, text),) = await codec.encode_chats([ChatInput(said)])
     assert text.startswith("<|im_start|>system")
     found = codec.map_text(text, ids, special_tokens=False)
     assert found is not None

@@ -69,10 +69,10 @@ from ..prompts.request_parsing import (
 )
 from ..prompts.tokenizer import (
     INLINE_CHARACTERS,
-    Chat,
+    ChatInput,
     Codec,
-    Found,
-    Searched,
+    FoundSpan,
+    SearchedPrompt,
     TooLong,
     check_vocabulary,
     too_many_positions,
@@ -531,7 +531,7 @@ async def facts_of(
     if not spans:
         return [PromptFacts(len(each.token_ids), images=each.images) for each in prompts], apart
     searched = [
-        Searched(
+        SearchedPrompt(
             ids=array("i", prompt.token_ids).tobytes(),
             text=prompt.text,
             chat=chat_of(from_body) if from_body.is_conversation else None,
@@ -554,14 +554,14 @@ async def facts_of(
     return facts, apart
 
 
-def _finder(found: Mapping[Span, Found]) -> SpanFinder:
+def _finder(found: Mapping[Span, FoundSpan]) -> SpanFinder:
     return lambda span: found[span].positions()
 
 
-def chat_of(prompt: ParsedPrompt) -> Chat:
+def chat_of(prompt: ParsedPrompt) -> ChatInput:
     """Return a conversation as it is rendered."""
     roles: list[str] = [message.role for message in prompt.messages]
-    return Chat(plain_messages(prompt.messages), prompt.rendering, roles)
+    return ChatInput(plain_messages(prompt.messages), prompt.rendering, roles)
 
 
 # --- Admission ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ transformers gives them.
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import accumulate, chain, count, groupby, zip_longest
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import anyio.to_thread
 import numpy as np
@@ -23,8 +23,6 @@ from ....schemas.base.limits import MAX_FOUND_POSITIONS
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ....schemas.prompts.selectors import SelectorError, Span, SpanFinder, no_text
-
-T = TypeVar("T")
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
@@ -74,7 +72,7 @@ class Encoded(NamedTuple):
     offsets: np.ndarray | None = None
 
 
-class Chat(Wire):
+class ChatInput(Wire):
     """A conversation as its chat template gets it."""
 
     messages: list[PlainMessage]
@@ -89,15 +87,15 @@ class Chat(Wire):
         )
 
 
-class Searched(Wire):
+class SearchedPrompt(Wire):
     """A prompt in which spans are to be found."""
 
     ids: bytes  # int32
     text: str | None  # that has these tokens; None: what they decode to
-    chat: Chat | None = None  # the conversation that was rendered as the text
+    chat: ChatInput | None = None  # the conversation that was rendered as the text
 
 
-class Found(Wire):
+class FoundSpan(Wire):
     """Where a span is in a prompt, or why it is not."""
 
     ids: bytes = b""  # ascending positions, int32
@@ -110,23 +108,22 @@ class Found(Wire):
         return array("i", self.ids).tolist()
 
 
-class Question(Wire):
+class CodecQuestion(Wire):
     """What a codec is asked: to encode texts, or conversations, or to find spans in prompts."""
 
-    texts: list[str] = []
-    special_tokens: bool = False
+    items: list[str | ChatInput] = []
+    special_tokens: bool = False  # of texts: templates write them
     limit: int = ANY_LENGTH  # tokens; a longer text or conversation is refused
     offsets: bool = False  # whether the answer includes offsets
-    chats: list[Chat] = []
-    searched: list[Searched] = []
+    searched: list[SearchedPrompt] = []
     spans: list[Span] = []
 
 
-class Answer(Wire):
+class CodecAnswer(Wire):
     ids: list[bytes] = []  # int32, of each text or conversation
-    texts: list[str] = []  # of each conversation
+    texts: list[str] = []  # of each conversation, as rendered
     offsets: list[bytes] = []  # int32 pairs, of each text
-    found: list[list[Found]] = []  # of each prompt that was searched, by span
+    found: list[list[FoundSpan]] = []  # of each prompt that was searched, by span
 
 
 class Codec(ChatTemplate):
@@ -139,7 +136,7 @@ class Codec(ChatTemplate):
         self,
         bundle: TokenizerBundle,
         limit: int = ANY_LENGTH,
-        helpers: Callable[[Question], Awaitable[Answer]] | None = None,
+        helpers: Callable[[CodecQuestion], Awaitable[CodecAnswer]] | None = None,
     ):
         """`limit`: tokens that the model takes; `helpers`: answers long questions (see
         `tokenizer_pool.Helpers`), by default a thread does.
@@ -192,41 +189,35 @@ class Codec(ChatTemplate):
             lambda error: TooLong(texts.index(distinct[error.index]), error.tokens, error.detail),
             hidden=True,
         ):
-            answers = await self._ask_each(
-                distinct,
-                [*map(len, distinct)],
-                len(distinct),
-                lambda some: Question(some, special_tokens, self._limit, offsets),
-            )
+            answers = await self._ask_each(distinct, special_tokens, offsets)
         found = chain.from_iterable(
             zip_longest(answer.ids, answer.offsets, fillvalue=b"") for answer in answers
         )
         return dict(zip(distinct, found, strict=True))
 
     async def _ask_each(
-        self,
-        items: Sequence[T],
-        sizes: Sequence[int],
-        parts: int,
-        question: Callable[[list[T]], Question],
-    ) -> list[Answer]:
-        """Ask about the items in groups that helpers answer soon. `sizes`: characters of each;
-        `parts`: texts or messages of all. Raises TooLong.
+        self, items: Sequence[str | ChatInput], special_tokens: bool = False, offsets: bool = False
+    ) -> list[CodecAnswer]:
+        """Encode all texts, or all conversations, in groups that helpers answer soon. Raises
+        TooLong.
         """
+        sizes = [len(item) if isinstance(item, str) else item.characters for item in items]
         for index, characters in enumerate(sizes):
             self._check_characters(index, characters)
+        parts = sum(1 if isinstance(item, str) else len(item.messages) for item in items)
         apart = sum(sizes) > INLINE_CHARACTERS or parts > INLINE_MESSAGES
-        answers: list[Answer] = []
+        answers: list[CodecAnswer] = []
         first = 0
         for group in _groups(items, sizes):
             try:
-                answers.append(await self._ask(question(group), apart))
+                question = CodecQuestion(group, special_tokens, self._limit, offsets)
+                answers.append(await self._ask(question, apart))
             except TooLong as error:
                 raise TooLong(first + error.index, error.tokens) from None
             first += len(group)
         return answers
 
-    async def _ask(self, question: Question, apart: bool) -> Answer:
+    async def _ask(self, question: CodecQuestion, apart: bool) -> CodecAnswer:
         """Answer the question; `apart`: outside of the event loop."""
         if not apart:
             return self.answer(question)
@@ -234,20 +225,23 @@ class Codec(ChatTemplate):
             return await anyio.to_thread.run_sync(self.answer, question)
         return await self._helpers(question)
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: CodecQuestion) -> CodecAnswer:
         """Answer the question in this thread. Raises TooLong, and a 400 for a conversation that
         the chat template rejects or for more than `MAX_FOUND_POSITIONS` positions.
         """
         if question.searched:
-            return Answer(found=self._locate(question.searched, question.spans))
-        rendered = [self.render(chat.messages, chat.rendering) for chat in question.chats]
-        made = self.encode_here(
-            question.texts or rendered, question.special_tokens, question.offsets
-        )
+            return CodecAnswer(found=self._locate(question.searched, question.spans))
+        rendered = [
+            self.render(item.messages, item.rendering)
+            for item in question.items
+            if isinstance(item, ChatInput)
+        ]
+        plain = [item for item in question.items if isinstance(item, str)]
+        made = self.encode_here(rendered or plain, question.special_tokens, question.offsets)
         for index, each in enumerate(made):
             if len(each.ids) > question.limit:
                 raise TooLong(index, len(each.ids))
-        return Answer(
+        return CodecAnswer(
             ids=[each.ids.tobytes() for each in made],
             texts=rendered,
             offsets=[each.offsets.tobytes() for each in made if each.offsets is not None],
@@ -335,16 +329,11 @@ class Codec(ChatTemplate):
 
         return await anyio.to_thread.run_sync(work)
 
-    async def encode_chats(self, chats: Sequence[Chat]) -> list[tuple[Sequence[int], str]]:
+    async def encode_chats(self, chats: Sequence[ChatInput]) -> list[tuple[Sequence[int], str]]:
         """Return token ids and text of each conversation. Raises like `encode`, and a 400 naming
         `messages` when the model has no chat template or its template refuses a conversation.
         """
-        answers = await self._ask_each(
-            chats,
-            [chat.characters for chat in chats],
-            sum(len(chat.messages) for chat in chats),
-            lambda some: Question(chats=some, limit=self._limit),  # the template has BOS
-        )
+        answers = await self._ask_each(chats)
         return [
             (array("i", ids), text)
             for answer in answers
@@ -352,16 +341,18 @@ class Codec(ChatTemplate):
         ]
 
     async def locate(
-        self, prompts: Sequence[Searched], spans: Sequence[Span], apart: bool
-    ) -> list[list[Found]]:
+        self, prompts: Sequence[SearchedPrompt], spans: Sequence[Span], apart: bool
+    ) -> list[list[FoundSpan]]:
         """Return where each span is in each prompt; `apart`: outside of the event loop.
 
         Raises a 400 when they have more than `MAX_FOUND_POSITIONS` positions.
         """
-        return (await self._ask(Question(searched=[*prompts], spans=[*spans]), apart)).found
+        return (await self._ask(CodecQuestion(searched=[*prompts], spans=[*spans]), apart)).found
 
-    def _locate(self, prompts: Sequence[Searched], spans: Sequence[Span]) -> list[list[Found]]:
-        result: list[list[Found]] = []
+    def _locate(
+        self, prompts: Sequence[SearchedPrompt], spans: Sequence[Span]
+    ) -> list[list[FoundSpan]]:
+        result: list[list[FoundSpan]] = []
         room = MAX_FOUND_POSITIONS
         for prompt in prompts:
             find, of_prompt = self._finder(prompt), []
@@ -373,7 +364,7 @@ class Codec(ChatTemplate):
             result.append(of_prompt)
         return result
 
-    def _finder(self, prompt: Searched) -> SpanFinder:
+    def _finder(self, prompt: SearchedPrompt) -> SpanFinder:
         """Return what finds spans in a prompt."""
         ids, chat = array("i", prompt.ids), prompt.chat
         if prompt.text is None:
@@ -387,7 +378,9 @@ class Codec(ChatTemplate):
         return Turns(self, chat.roles, chat.messages, chat.rendering, where).find
 
 
-def _groups(items: Sequence[T], sizes: Sequence[int]) -> Iterator[list[T]]:
+def _groups(
+    items: Sequence[str | ChatInput], sizes: Sequence[int]
+) -> Iterator[list[str | ChatInput]]:
     """Yield the items in groups of `GROUP_ITEMS` and about `GROUP_CHARACTERS` at most."""
     numbered = zip(items, accumulate(sizes), count())
     by_place = groupby(numbered, lambda each: (each[1] // GROUP_CHARACTERS, each[2] // GROUP_ITEMS))
@@ -404,11 +397,11 @@ def too_many_positions(field: str) -> MidstreamError:
     )
 
 
-def _found(find: SpanFinder, span: Span) -> Found:
+def _found(find: SpanFinder, span: Span) -> FoundSpan:
     try:
-        return Found(array("i", find(span)).tobytes())
+        return FoundSpan(array("i", find(span)).tobytes())
     except SelectorError as error:
-        return Found(refusal=(str(error), error.at))
+        return FoundSpan(refusal=(str(error), error.at))
 
 
 def found_map(text: str, encoded: Encoded, ids: Sequence[int]) -> TextMap | None:

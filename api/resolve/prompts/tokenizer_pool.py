@@ -34,7 +34,7 @@ from ....schemas.base import (
 )
 from ....schemas.jobs.models import TokenizerBundle
 from ....schemas.settings.settings import Settings
-from .tokenizer import Answer, Codec, Question, TooLong
+from .tokenizer import Codec, CodecAnswer, CodecQuestion, TooLong
 
 log = logging.getLogger("midstream.api")
 
@@ -56,12 +56,12 @@ TRIM_BYTES = 64 * 1024
 class PoolRequest(Wire):
     tokenizer: str  # content hash of the bundle
     bundle: bytes  # empty: the helper has it cached
-    question: Question
+    question: CodecQuestion
 
 
 class PoolAnswer(Wire):
     unknown: bool = False  # the bundle has to be sent along
-    answer: Answer = Answer()
+    answer: CodecAnswer = CodecAnswer()
     too_long: tuple[int, int] | None = None  # index of a text, its number of tokens
     problem: Problem | None = None
 
@@ -80,8 +80,8 @@ class Helpers:
             await self._end(process)
 
     async def ask(
-        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], question: Question
-    ) -> Answer:
+        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], question: CodecQuestion
+    ) -> CodecAnswer:
         """Return what `Codec.answer` returns. `tokenizer`: content hash of the bundle; `fetch`
         reads it for a helper that does not have it.
 

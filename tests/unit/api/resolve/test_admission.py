@@ -23,7 +23,7 @@ from midstream.api.resolve.admission.admission import (
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import MAX_ENTRIES
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.api.resolve.prompts.tokenizer import Found, Searched
+from midstream.api.resolve.prompts.tokenizer import FoundSpan, SearchedPrompt
 from midstream.schemas.base import from_numpy
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.prompts.chat import ToolUse
@@ -69,9 +69,11 @@ def test_slow_resolution_runs_off_the_event_loop(
     class Letters:
         """A token per letter."""
 
-        async def locate(self, searched: list[Searched], spans: list[Span], apart: bool) -> Any:
+        async def locate(
+            self, searched: list[SearchedPrompt], spans: list[Span], apart: bool
+        ) -> Any:
             places.append(apart)
-            return [[Found(b"\0\0\0\0")] * len(spans)] * len(searched)
+            return [[FoundSpan(b"\0\0\0\0")] * len(spans)] * len(searched)
 
     monkeypatch.setattr(admission, "Bounds", noted)
     stored = [StoredPrompt(token_ids=[1] * 100, text="a" * 100)] * prompts

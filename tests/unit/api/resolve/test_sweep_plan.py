@@ -12,7 +12,7 @@ from refusal_kit import refuses
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from midstream.api.resolve.admission.continuations import ReadPrompt, continue_prompts
-from midstream.api.resolve.prompts.tokenizer import Answer, Codec, Question
+from midstream.api.resolve.prompts.tokenizer import Codec, CodecAnswer, CodecQuestion
 from midstream.api.resolve.sweeps import prompts as sweep_prompts
 from midstream.api.resolve.sweeps.limits import room_of_cell
 from midstream.api.resolve.sweeps.plan import PlannedSweep, plan_sweep
@@ -575,7 +575,7 @@ def test_text_longer_than_the_model_is_refused_by_its_field(
 ) -> None:
     answer = Codec.answer
 
-    def strict(self: Codec, question: Question) -> Answer:
+    def strict(self: Codec, question: CodecQuestion) -> CodecAnswer:
         return answer(self, msgspec.structs.replace(question, limit=8))
 
     monkeypatch.setattr(Codec, "answer", strict)

@@ -22,9 +22,9 @@ from midstream.api.resolve.prompts import tokenizer, tokenizer_pool
 from midstream.api.resolve.prompts.tokenizer import (
     INLINE_CHARACTERS,
     SHORT_CHARACTERS,
-    Chat,
+    ChatInput,
     Codec,
-    Searched,
+    SearchedPrompt,
     TooLong,
 )
 from midstream.api.resolve.prompts.tokenizer_pool import Helpers
@@ -104,7 +104,7 @@ async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_chat_only_the
 ):
     codec = make_codec("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     (plain,) = await codec.encode(["ab"], special_tokens=True)
-    ((chat, text),) = await codec.encode_chats([Chat([{"role": "user", "content": "ab"}])])
+    ((chat, text),) = await codec.encode_chats([ChatInput([{"role": "user", "content": "ab"}])])
     assert text == "<s>ab"
     assert plain == chat, "one BOS each, not two"
 
@@ -202,7 +202,7 @@ async def test_long_texts_and_conversations_get_the_ids_they_get_in_this_process
     async with served(500_000) as (helpers, codec):
         assert await codec.encode(texts, special_tokens=True) == here(texts, True)
         text = PLAIN.render(messages)
-        assert await codec.encode_chats([Chat(messages)]) == [(here([text], False)[0], text)]
+        assert await codec.encode_chats([ChatInput(messages)]) == [(here([text], False)[0], text)]
         assert len(helpers._all) == 1, (
             "the second question went to the process that knew the tokenizer"
         )
@@ -242,10 +242,12 @@ async def test_a_template_that_fails_or_never_ends_is_an_error_and_the_next_is_s
     bundle = msgspec.structs.replace(BUNDLE, chat_template=template)
     async with served(bundle=bundle, **{"tuning.tokenizer_timeout_s": 0.5}) as (helpers, codec):
         with refuses(kind="invalid_request", field="messages"):
-            await codec.encode_chats([Chat([{"role": "user", "content": "x" * 5000}])])
+            await codec.encode_chats([ChatInput([{"role": "user", "content": "x" * 5000}])])
         with refuses("tokenizer_timeout_s"):
-            await codec.encode_chats([Chat([{"role": "user", "content": "a" * 5000}])])
-        ((_, text),) = await codec.encode_chats([Chat([{"role": "user", "content": "b" * 5000}])])
+            await codec.encode_chats([ChatInput([{"role": "user", "content": "a" * 5000}])])
+        ((_, text),) = await codec.encode_chats(
+            [ChatInput([{"role": "user", "content": "b" * 5000}])]
+        )
         assert text == ""
         assert len(helpers._all) == 1
 
@@ -254,11 +256,11 @@ def _forbidden(*arguments: Any, **options: Any) -> Any:
     raise AssertionError("in the API's process")
 
 
-def said(content: str) -> Searched:
+def said(content: str) -> SearchedPrompt:
     messages = [{"role": "user", "content": content}]
-    chat = Chat(messages, roles=["user"])
+    chat = ChatInput(messages, roles=["user"])
     text = PLAIN.render(messages)
-    return Searched(PLAIN.encode_here([text], False)[0].ids.tobytes(), text, chat)
+    return SearchedPrompt(PLAIN.encode_here([text], False)[0].ids.tobytes(), text, chat)
 
 
 async def test_long_prompts_are_rendered_and_searched_in_a_helper(
@@ -270,7 +272,7 @@ async def test_long_prompts_are_rendered_and_searched_in_a_helper(
     exchange = tokenizer_pool._exchange
 
     async def counted(process: Any, ask: Any) -> Any:
-        asked.append(len(ask.question.chats))
+        asked.append(len(ask.question.items))
         return await exchange(process, ask)
 
     async with served() as (_, codec):
@@ -296,7 +298,9 @@ async def test_a_template_that_never_ends_for_a_span_is_an_error_of_the_request(
     bundle = msgspec.structs.replace(BUNDLE, chat_template=template)
     text = "a" * 5000
     ids = PLAIN.encode_here([text], False)[0].ids.tobytes()
-    prompt = Searched(ids, text, Chat([{"role": "user", "content": text}], roles=["user"]))
+    prompt = SearchedPrompt(
+        ids, text, ChatInput([{"role": "user", "content": text}], roles=["user"])
+    )
     async with served(bundle=bundle, **{"tuning.tokenizer_timeout_s": 0.5}) as (_, codec):
         with refuses("tokenizer_timeout_s", kind="invalid_request"):
             await codec.locate([prompt], [Span(turn=0)], apart=True)
