@@ -16,7 +16,7 @@ class PositionTable:
     the lock.
     """
 
-    def __init__(self, row: np.dtype, nothing: tuple[Any, ...], fields: list[Any]) -> None:
+    def __init__(self, row: np.dtype[Any], nothing: tuple[Any, ...], fields: list[Any]) -> None:
         """`row`: what each row has, and `nothing` before it is written. `fields`: what each slot
         has, as in a structured dtype.
         """

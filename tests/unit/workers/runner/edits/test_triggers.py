@@ -94,11 +94,11 @@ class Reader:
 def test_chunks_drafts_preemptions_and_cached_tokens_open_the_same_positions(seed: int) -> None:
     rng, table = random.Random(seed), SearchTable()
     waiting = [Reader(rng, table) for _ in range(6)]
-    live = []
+    live = list[Reader]()
     while live or waiting:
         while waiting and len(live) < 3:  # those that follow have the slots of those before
             live.append(waiting.pop())
-        left = []
+        left = list[Reader]()
         opened = read(*(each.window() for each in live))
         for each, found in zip(live, opened, strict=True):
             if each.check(found):
