@@ -121,7 +121,12 @@ def _left(rig: Rig) -> dict[str, object]:
     delivery, arena = rig.plane._delivery, rig.plane._arena
     # the kit's own message stays
     wait_for(lambda: delivery.turn() or len(delivery.held) == 1, PATIENCE_S)
-    arena.take(1, 1)  # takes back what was returned
+
+    def empty() -> bool:
+        arena.take(1, 1)  # takes back what was returned; a thread returns some of it
+        return arena.used == 1
+
+    wait_for(empty, PATIENCE_S)
     return {
         "messages": len(delivery.held) - 1,
         "bytes": arena.used - 1,

@@ -53,9 +53,10 @@ class Backlog:
 
     def waiting(self, work: WriterWork) -> int:
         """Return the bytes that wait or are being written."""
+        at = 2 * WORKS.index(work)
         # in this order: else what is sent and over in between would make it less than it ever was
-        freed = self.freed(work)
-        return self.shared[2 * WORKS.index(work) + 1] - freed
+        freed = self.shared[at]
+        return self.shared[at + 1] - freed
 
     @property
     def size(self) -> int:

@@ -103,8 +103,10 @@ class RowsPart(StepPart):
             self._with_recording(block, self.store.serve)
         # nothing waits for the writers if they have read all messages
         for work, stored in self._requests.kinds.stored.items() if self._delivery.held else ():
-            with self._requests.guard(stored, "capture_failed"):
+            try:
                 self._overloads[work].check()
+            except Exception as error:
+                self._requests.blame(error, stored, "capture_failed")
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""

@@ -62,8 +62,10 @@ class Overload:
         return self._limit - self._size
 
     def check(self) -> None:
-        """Raise TimeoutError if the writers are behind."""
-        if self.behind:
+        """Raise TimeoutError if the writers are behind. Every step calls it."""
+        if self._backlog.waiting(self._work) <= self._limit:
+            self._gave_up = False
+        elif self.behind:
             raise TimeoutError(
                 f"the writers did not catch up within {self._patience_s:g} s: "
                 f"{self._size >> 20} MiB of captured rows wait; "

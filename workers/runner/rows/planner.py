@@ -272,7 +272,10 @@ class Planner:
 
     def plan_capture(self, tokens: StepTokens) -> None:
         """Plan the captures of the step's tokens; on an error nothing is captured."""
-        drops = {work for work, each in self._dropping.items() if each.drops()}
+        drops = set[WriterWork]()
+        for work, each in self._dropping.items():
+            if each.drops():
+                drops.add(work)
         try:
             chosen = self._captures.at(tokens)
             self.repeats = (
