@@ -274,7 +274,8 @@ class EngineHost:
         await patiently(self._ledger.ping, "start")
         await patiently(self._release_former_boots, "start")
         await self._await_disks()
-        engine = make_engine(settings)
+        # off the loop, so that a stop does not wait: it may read the model's config from a hub
+        engine = await asyncio.to_thread(make_engine, settings)
         logger.info("engine starting: %s", settings.model)
         await engine.start()
         self._engine = engine
