@@ -7,6 +7,7 @@ ranks in each of two pipeline stages, whatever becomes of processes and files?
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -29,13 +30,13 @@ from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunRow, RunView, row_name, run_key
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.schemas.requests.steering import SteeringTemplate
-from midstream.schemas.settings.settings import load_settings
+from midstream.schemas.settings.settings import Settings, load_settings
 from midstream.workers.engine.prompts.format_check import FormatsBusy
 from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.engine.ranks.collective import Quarantined
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
-from midstream.workers.serving.host import Heartbeat
+from midstream.workers.serving.host import EngineHost, Heartbeat
 from midstream.workers.serving.rank_watch import RankWatch
 from midstream.workers.serving.redis_retry import end_tasks
 
@@ -499,3 +500,29 @@ def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_oth
     assert max(ended(stack, each) for each in following) < ended(stack, running), (
         "or nothing was tried here"
     )
+
+
+def test_a_stop_does_not_wait_for_an_engine_that_is_being_made(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config may come from a hub that does not answer."""
+    begun, goes_on, gave_up = threading.Event(), threading.Event(), threading.Event()
+
+    def make(settings: Settings) -> FakeEngine:
+        begun.set()
+        if not goes_on.wait(20):
+            gave_up.set()
+        raise MidstreamError("engine_failed", "the hub does not answer")
+
+    def interrupt() -> None:
+        if begun.is_set():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("midstream.workers.serving.host.make_engine", make)
+    engine_host = EngineHost(
+        load_settings({}, redis_url=redis_url, data_dir=str(tmp_path), model="m"), lambda _: None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        engine_host.start(interrupt)
+    assert not gave_up.is_set()
+    goes_on.set()
