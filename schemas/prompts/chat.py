@@ -21,7 +21,8 @@ from ..base.limits import (
 
 class TextPart(Record, tag_field="type", tag="text"):
     text: Text
-    cache_control: dict[Label, Label] | None = None  # a hint to other servers' caches
+    # a hint to other servers' caches
+    cache_control: Annotated[dict[Label, Label], msgspec.Meta(max_length=4)] | None = None
 
 
 class ImageUrl(Record):
