@@ -58,11 +58,6 @@ def sums() -> torch.Tensor:
     return int32(below(DRAFTS + 1, REQUESTS).cumsum(0))
 
 
-def guesses(positions: int) -> torch.Tensor:
-    """[positions]: drafted tokens; some are -1, with which vLLM fills a step."""
-    return int32(below(VOCABULARY + 9, positions) - 9).clamp(min=-1)
-
-
 def slots() -> Launch:
     lengths = 1 + below(20, REQUESTS)
     starts = int32([0, *lengths.cumsum(0)])
@@ -181,7 +176,7 @@ def sampled() -> Launch:
         {
             "output_token_ids_ptr": int32(torch.full((REQUESTS, DRAFTS + 1), -1)),
             "cu_num_draft_tokens_ptr": drafted,
-            "draft_token_ids_ptr": guesses(positions),
+            "draft_token_ids_ptr": int32(below(VOCABULARY, positions)),
             "draft_probs_ptr": None,
             "target_probs_ptr": torch.rand(positions, VOCABULARY),
             "bonus_token_ids_ptr": below(VOCABULARY, REQUESTS, 1),
@@ -205,7 +200,7 @@ def recovered() -> Launch:
         {
             "output_token_ids_ptr": int32(torch.full((positions,), -1)),
             "cu_num_draft_tokens_ptr": drafted,
-            "draft_token_ids_ptr": guesses(positions),
+            "draft_token_ids_ptr": int32(below(VOCABULARY, positions)),
             "draft_probs_ptr": None,
             "target_probs_ptr": torch.rand(positions, VOCABULARY),
             "inv_q_ptr": torch.rand(REQUESTS, VOCABULARY),
@@ -271,18 +266,8 @@ def _expand(arguments: dict[str, Any]) -> None:
     output.copy_(cpu_drafts.expand_batch_to_tokens(values, ends, len(output), *replaced))
 
 
-def _accept(arguments: dict[str, Any]) -> None:
-    added = {"vocab_size", "NO_DRAFT_PROBS", "SYNTHETIC_MODE"}  # by vLLM, to what it is called with
-    cpu_drafts._rejection_random_sample(
-        *(value for name, value in arguments.items() if name not in added)
-    )
-
-
-#: Kernels whose substitutes Midstream replaces or corrects → what runs then.
-OURS: dict[str, Callable[[dict[str, Any]], None]] = {
-    f"{SAMPLER}.expand_kernel": _expand,
-    f"{SAMPLER}.rejection_random_sample_kernel": _accept,
-}
+#: Kernels whose substitutes Midstream replaces → what runs then.
+OURS: dict[str, Callable[[dict[str, Any]], None]] = {f"{SAMPLER}.expand_kernel": _expand}
 
 
 def substitutes() -> dict[str, Callable[..., None]]:

@@ -497,12 +497,10 @@ SEAMS: tuple[Seam, ...] = (
         "vllm.v1.sample.rejection_sampler",
         (
             "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
-            "_rejection_random_sample(output_token_ids, cu_num_draft_tokens, draft_token_ids, "
-            "draft_probs, target_probs, bonus_token_ids, recovered_token_ids, uniform_probs, "
-            "is_greedy, max_spec_len, synthetic_conditional_rates)",
+            "rejection_sample",
         ),
         "support/cpu_drafts.py",
-        ("expand_batch_to_tokens", "_rejection_random_sample"),
+        ("expand_batch_to_tokens", "rejection_sample"),
     ),
     # Quantised checkpoints
     Seam(
