@@ -14,6 +14,7 @@ import pytest
 from draft_heads import AUX_LAYERS, eagle3_head, echo_target, glm4_moe, mimo
 from host import Host, capture_of, prompt_of, relative_error, steer
 from inside_reference import InsideReference
+from mixed_kit import check_mixed
 from nursery import Nursery
 from probe_kit import Weights, new_maximum, scores_of, tokens_of
 from reference import Edit, Reference
@@ -163,6 +164,10 @@ def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> N
     fed = len(jobs) * (36 + 24 - 1)
     assert rows > fed + 8, "so many rows more were computed for drafts that were rejected"
     assert rows < len(jobs) * 36 + (DRAFTS + 1) * 23 * len(jobs) * 0.8, "drafts were accepted"
+
+
+def test_sampled_requests_leave_greedy_ones_in_the_same_steps_alone(drafting: Drafting) -> None:
+    check_mixed(drafting.host, drafting.reference)
 
 
 def test_rows_edits_and_patterns_inside_are_those_without_drafts(drafting: Drafting) -> None:

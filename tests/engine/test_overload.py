@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from host import Host, capture_of, prompt_of, relative_error
+from mixed_kit import check_mixed
 from nursery import Nursery
 from probe_kit import Weights
 from reference import Reference
@@ -113,6 +114,13 @@ def held(
     )
     yield host
     host.close()
+
+
+def test_among_drafts_sampled_requests_leave_greedy_ones_alone(
+    held: Host, reference: Reference
+) -> None:
+    """Here, as the fast tests have no other engine with drafts; all drafters: test_drafters.py."""
+    check_mixed(held, reference)
 
 
 def test_while_nothing_is_written_captures_wait_and_others_run(

@@ -493,6 +493,15 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.model_executor.models.interfaces", ("supports_eagle3(model)",), "support/drafters.py"
     ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler",
+        (
+            "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
+            "rejection_sample",
+        ),
+        "support/cpu_drafts.py",
+        ("expand_batch_to_tokens", "rejection_sample"),
+    ),
     # Quantised checkpoints
     Seam(
         "vllm._custom_ops",

@@ -1,0 +1,37 @@
+"""What vLLM's CPU build runs in place of Triton kernels does what the kernels do."""
+
+import json
+import subprocess
+import sys
+from unittest.mock import Mock
+
+import pytest
+import torch
+from tree import ROOT
+
+from midstream.workers.runner.support import cpu_drafts
+
+
+@pytest.mark.slow("imports vLLM in a process of its own, in which Triton is there")
+def test_each_substitute_of_a_kernel_on_a_cpu_does_what_the_kernel_does() -> None:
+    """Substitutes that no engine runs are left out; a new one that is compared with nothing is a
+    fault.
+    """
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "cpu_kernels.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    faults = json.loads(done.stdout)
+    assert faults == dict.fromkeys(faults)
+
+
+def test_the_drafts_that_fill_a_step_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's substitute for the kernel that accepts drafts may accept -1."""
+    sample = Mock()
+    monkeypatch.setattr(cpu_drafts, "_sample", sample)
+    cpu_drafts.rejection_sample(torch.tensor([5, -1, 0, -1]), [2], use_fp64_gumbel=False)
+    drafts, counts = sample.call_args.args
+    assert (drafts.tolist(), counts) == ([5, 0, 0, 0], [2])
