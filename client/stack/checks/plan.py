@@ -2,7 +2,6 @@
 anything.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ....schemas.base import MidstreamError
+from ....schemas.base.machine import host_bytes
 from ....schemas.settings.settings import Settings
 from .finding import CheckFinding
 
@@ -48,10 +48,6 @@ def planned(
     except (msgspec.DecodeError, KeyError, UnsupportedArchitectureError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise MidstreamError("invalid_request", f"{file}: {missing}") from error
-
-
-def host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def findings(plan: "EnginePlan") -> Iterator[CheckFinding]:

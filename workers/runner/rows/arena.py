@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ....schemas.base import DTYPES
+from ....schemas.base.machine import host_bytes
 from ..base.host_memory import lock
 from ..base.landings import LANDED, Landing
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
@@ -67,11 +68,11 @@ class Arena:
     ) -> None:
         """`keep`: bytes whose pages are kept when nothing is in them, because touching new ones
         takes longer than copying rows. `locked`: bytes of the page-locked part. `room`: bytes of
-        memory at most; 0: those of the machine.
+        memory at most; 0: those of the machine or container.
 
         Raises HostMemoryError.
         """
-        room = room or os.sysconf("SC_PHYS_PAGES") * PAGE
+        room = room or host_bytes()
         locked = -(-max(locked, VOID) // PAGE) * PAGE if locked else 0
         disk = SPILLED if spill_dir is not None else 0
         self._spill_dir, self._lock = spill_dir, threading.Lock()
