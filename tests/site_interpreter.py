@@ -22,7 +22,7 @@ from site_kit import DTYPES, EXACT, Case, Op, begin, new_seed, random_case, run,
 from site_properties import PROPERTIES
 from site_rounding import round_as_gpus_do
 
-from midstream.kernels import reference, triton_site
+from midstream.kernels import reference, triton_rows, triton_site
 from midstream.kernels.plan import Does, SitePlan
 
 
@@ -127,6 +127,17 @@ def tensors_with_gaps_are_refused(pair_site: Op, single_site: Op) -> None:
         single_site(wide[:, :5], torch.zeros(4, 5), *case.planned)
 
 
+def copied_rows_are_in_their_places(pair_site: Op, single_site: Op) -> None:
+    for dtype in DTYPES:
+        for width in (1, 37, 5000):
+            ring, memory = torch.randn(50, width).to(dtype), torch.zeros(60, width, dtype=dtype)
+            wanted = memory.clone()
+            rows, places = torch.randperm(50)[:20], torch.randperm(60)[:20]
+            wanted[places] = ring[rows]
+            triton_rows.scatter(memory, ring, rows, places)
+            assert same_bits(memory, wanted), (dtype, width)
+
+
 SENTENCES = PROPERTIES | {
     check.__name__: check
     for check in (
@@ -137,6 +148,7 @@ SENTENCES = PROPERTIES | {
         sites_that_share_a_launch_give_the_bits_of_one_launch_each,
         no_tokens_are_no_launch,
         tensors_with_gaps_are_refused,
+        copied_rows_are_in_their_places,
     )
 }
 

@@ -66,7 +66,7 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
 _RUNNER = "midstream.workers.runner"
 #: Without the copies, captured rows are not those of the model: a time is all that counts.
 SWITCHES: dict[str, Switch] = {
-    "copies": Switch(f"{_RUNNER}.rows.buffers", "_Halves", "_copy", lambda _: lambda *_: None),
+    "copies": Switch(f"{_RUNNER}.rows.buffers", "_Halves", "_scatter", lambda _: lambda *_: None),
     "sizes": Switch(f"{_RUNNER}.rows.edit_sizes", "SizeTable", "add", lambda _: lambda *_: False),
     "finite": Switch(f"{_RUNNER}.rows.finite_check", "FiniteCheck", "take", _unobserved),
     "upload": Switch(f"{_RUNNER}.rows.planner", "Planner", "commit", _uploaded, adds=True),

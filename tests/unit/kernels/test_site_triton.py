@@ -25,6 +25,7 @@ OWN = [
     "sites_that_share_a_launch_give_the_bits_of_one_launch_each",
     "no_tokens_are_no_launch",
     "tensors_with_gaps_are_refused",
+    "copied_rows_are_in_their_places",
 ]
 #: Of many random steps: interpreted, they take 80 seconds.
 RANDOM = [

@@ -8,6 +8,7 @@ before an event, and host memory that is changed while a copy is queued, therefo
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,9 +106,12 @@ class Device:
             return Event(self)
 
         def wait(memory: SharedMemory, landing: int) -> None:
-            with self.lock:  # whatever is preferred: another process waits
-                while memory.landed[0] < landing:
-                    self._draw.choice([item for item in self.streams if item.queue]).run_one()
+            while memory.landed[0] < landing:
+                with self.lock:  # whatever is preferred: another process waits
+                    if ready := [item for item in self.streams if item.queue]:
+                        self._draw.choice(ready).run_one()
+                if not ready:
+                    time.sleep(0)  # the host has to finish it
 
         DeviceTensor.owner = self
         patch.setattr(SharedMemory, "wait", wait)

@@ -5,10 +5,18 @@ Landings are numbered; the copy stream writes the number of each into the shared
 rows, so that another process can wait for it.
 """
 
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+
+#: Held while late rows are copied, and while it matters whether there are any.
+FINISHING = threading.Lock()
 
 
 class Landing:
@@ -29,3 +37,42 @@ class Landing:
 
 
 LANDED = Landing()
+
+
+class LateLanding(Landing):
+    """Arrival of rows by way of other memory: whoever waits for it first, or asks once the device
+    is done, copies them from there, after those of earlier landings.
+    """
+
+    def __init__(
+        self,
+        event: "torch.cuda.Event",
+        number: int,
+        copy: Callable[[], None],
+        late: "list[LateLanding]",
+        landed: np.ndarray,
+    ) -> None:
+        """`late`: all that are not finished, in order, to which it is added: the device may number
+        no landing after one of them. `landed`: see `SharedMemory`.
+        """
+        super().__init__(event, number)
+        self._copy, self._late, self._landed = copy, late, landed
+        late.append(self)
+
+    def wait(self) -> None:
+        for landing in self._late[:]:
+            if landing.number <= self.number:
+                Landing.wait(landing)
+                landing._finish()
+
+    def done(self) -> bool:
+        if super().done():
+            self.wait()
+        return self not in self._late
+
+    def _finish(self) -> None:
+        with FINISHING:
+            if self in self._late:
+                self._copy()
+                self._landed[0] = self.number
+                self._late.remove(self)

@@ -98,10 +98,13 @@ class DataPlane:
         every = [*sites, *(site for part in inside for site in part.sites)]
         self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
         device, queue_bytes = buffers.ring.device, config.capture_queue_mib << 20
+        # Page-locked memory is touched when a rank starts, and most of the ranks that share layers
+        # record few rows.
+        locked = (queue_bytes if inside or not place.tp else 0) + (config.row_store_mib << 20)
         self._arena = Arena(
             queue_bytes,
             Path(config.spill_dir) if config.capture_overload == "spill" else None,
-            locked=0 if device.type == "cpu" else queue_bytes + (config.row_store_mib << 20),
+            locked=0 if device.type == "cpu" else max(1, locked),
         )
         self.readings = ReadingConsumer(readers or {}, config.memory_limit_kib << 10)
         gives_way = device.type == "cpu" and torch.get_num_threads() >= len(config.cores)
@@ -284,6 +287,7 @@ class DataPlane:
 
     def close(self) -> None:
         """Write and send everything that is pending, then stop."""
+        self._arena.landing.wait()
         for part in self._parts:
             part.close()
 
@@ -346,6 +350,11 @@ class DataPlane:
                 requests.resume(self._tracked[request_id], cached_tokens)
         if requests.sorted != requests.changes:
             requests.sort()
+        if late := self._arena.late:
+            if self._tracked:
+                late[-1].done()
+            else:  # no step may follow
+                late[-1].wait()
         for prepare in self._prepares if keeping is not None or self._delivery.held else ():
             prepare(keeping)
 

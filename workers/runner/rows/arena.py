@@ -23,7 +23,7 @@ import torch
 from ....schemas.base import DTYPES
 from ....schemas.base.machine import host_bytes
 from ..base.host_memory import lock
-from ..base.landings import LANDED, Landing
+from ..base.landings import LANDED, Landing, LateLanding
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
 from ..files.recorded import BlockPlace, RowBlock
 
@@ -84,6 +84,7 @@ class Arena:
         self.used = 0  # bytes of memory in use
         self.landing = LANDED  # of all rows so far
         self.landings = itertools.count(1)  # numbers of landings, over all banks
+        self.late: list[LateLanding] = []  # landings that the host has to finish
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[int, int, Landing]] = deque()
         self.size, self.end = end + disk, end

@@ -6,18 +6,19 @@ separate stream copies the rows of one half to their places while the next step 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from ..base.host_memory import locked_copy, on_device
-from ..base.landings import LANDED, Landing
+from ..base.host_memory import check_view, locked_copy, locked_like, on_device
+from ..base.landings import FINISHING, LANDED, Landing, LateLanding
 from ..hooks.sites import Buffers
 from .arena import BankRows
 from .step_places import Places
 
-#: Rows of a port that follow one another, from which on they are copied by themselves.
-_LONG = 16
+#: Bytes of page-locked memory that rows for other memory are copied to at a time.
+_PART_BYTES = 64 << 20
 
 
 class Staging:
@@ -34,6 +35,8 @@ class Staging:
         self._end = 0  # all nonzero rows of `_token_rows` are before this one
         self._end_on_device = 0  # the same for the device's copy
         self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, until `commit` uploads them
+        # patterns and tokens behind which the device's copy has no slots
+        self._slots_end = np.zeros(2, dtype=np.int64)
         #: Whether a step's rows have other places in the ring than the last step's.
         self.moves = copies is not None
         self._halves = None if copies is None else _Halves(buffers.ring, memory, copies)
@@ -100,12 +103,13 @@ class Staging:
         if rows and self._changed:
             uploads.append((buffers.token_rows[:rows], self._token_rows[:rows]))
         if self._slots:
-            slots = np.full(
-                (max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32
-            )
-            for pattern, tokens in self._slots.items():
-                slots[pattern, tokens] = np.arange(len(tokens), dtype=np.int32)
-            uploads.append((buffers.capture_slots[: len(slots)], slots))
+            end = np.array([max(self._slots), max(map(max, self._slots.values()))]) + 1
+            patterns, tokens = np.maximum(end, self._slots_end)
+            slots = np.full((patterns, tokens), -1, dtype=np.int32)
+            for pattern, captured in self._slots.items():
+                slots[pattern, captured] = np.arange(len(captured), dtype=np.int32)
+            uploads.append((buffers.capture_slots[:patterns, :tokens], slots))
+            self._slots_end = end
         for buffer, values in uploads:
             # The caching allocator keeps pinned memory until the copies queued from it are over.
             buffer.copy_(locked_copy(torch.from_numpy(values)), non_blocking=True)
@@ -114,8 +118,9 @@ class Staging:
     def abandon(self) -> None:
         """Undo a failed `commit`, so that the next forward does nothing. Allocates no memory."""
         self._buffers.plan.zero_()
-        # some token rows may have been uploaded, so the next commit overwrites all of them
+        # some token rows and slots may have been uploaded, so the next commit overwrites all
         self._end_on_device, self._changed = len(self._token_rows), True
+        self._slots_end = np.array(self._buffers.capture_slots.shape)
         self._slots = {}
 
 
@@ -127,10 +132,13 @@ class _Halves:
         self._rows = len(ring) // 2
         locked = memory.arena.locked // memory.row_bytes
         self._locked = memory.all[:locked]
-        self._on_device = on_device(self._locked) if locked else self._locked
+        self._on_device = on_device(self._locked)
+        check_view(self._locked[:1], self._on_device[:1])  # a row that nobody needs
         self._landed = torch.from_numpy(memory.arena.memory.landed)
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._current = 0
+        self._last = LANDED
+        self._part = max(1, _PART_BYTES // memory.row_bytes)
 
     def next(self, rows: int) -> int:
         """Switch to the other half, and return its first row; the forward that fills it waits on
@@ -149,40 +157,54 @@ class _Halves:
     def take(self, rows: np.ndarray, places: np.ndarray) -> Landing:
         """Have rows of the half, once the forward has filled it, copied to their places.
 
-        Rows outside of page-locked memory are waited for: the device cannot write there.
+        The device cannot write outside of page-locked memory: such rows take a way around, and the
+        host copies them when their forward is over, after the next one has been launched.
         """
+        arena, around = self._memory.arena, list[tuple[torch.Tensor, torch.Tensor]]()
+        if arena.late:
+            self._last.wait()
         ring = self._ring[self._current * self._rows :]
         event = self._copied[self._current] = torch.cuda.Event(blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
-        number = next(self._memory.arena.landings)
+        number = next(arena.landings)
         try:
             with torch.cuda.stream(self._stream):
-                self._copy(ring, rows, places)
+                locked = places < len(self._locked)
+                if not locked.all():
+                    others = np.flatnonzero(~locked)
+                    for part in np.split(others, range(self._part, len(others), self._part)):
+                        found = locked_like(self._memory.all[: len(part)])
+                        self._scatter(on_device(found), ring, rows[part], np.arange(len(part)))
+                        around.append((found, torch.from_numpy(places[part])))
+                    rows, places = rows[locked], places[locked]
+                if len(rows):
+                    self._scatter(self._on_device, ring, rows, places)
         finally:
-            with torch.cuda.stream(self._stream):
-                arrived = torch.full((1,), number, device=self._ring.device)
-                self._landed.copy_(arrived, non_blocking=True)
-            event.record(self._stream)
-            landing = self._memory.arena.landing = Landing(event, number)
+            with torch.cuda.stream(self._stream), FINISHING:
+                if around or arena.late:
+                    arrive = partial(self._arrive, around)
+                    landing = LateLanding(event, number, arrive, arena.late, arena.memory.landed)
+                else:
+                    landing = Landing(event, number)
+                    arrived = torch.full((1,), number, device=self._ring.device)
+                    self._landed.copy_(arrived, non_blocking=True)
+                event.record(self._stream)
+            self._last = arena.landing = landing
         return landing
 
-    def _copy(self, ring: torch.Tensor, rows: np.ndarray, places: np.ndarray) -> None:
-        breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
-        starts, stops = np.append(0, breaks), np.append(breaks, len(rows))
-        locked = places[stops - 1] < len(self._locked)
-        alone = (stops - starts >= _LONG) & locked
-        for start, stop in zip(starts[alone].tolist(), stops[alone].tolist(), strict=True):
-            row, place, count = int(rows[start]), int(places[start]), stop - start
-            self._locked[place : place + count].copy_(ring[row : row + count], non_blocking=True)
-        both = np.stack([rows, places])
-        rest = np.repeat(~alone, stops - starts)
-        whole = np.repeat(locked, stops - starts)
-        for chosen, waits in ((rest & whole, False), (rest & ~whole, True)):
-            if chosen.any():
-                of_rows = locked_copy(torch.from_numpy(both[:, chosen]))
-                at, to = of_rows.to(self._ring.device, non_blocking=True)
-                found = ring.index_select(0, at)
-                if waits:
-                    self._memory.all.index_copy_(0, of_rows[1], found.cpu())
-                else:
-                    self._on_device.index_copy_(0, to, found)
+    def _scatter(
+        self, memory: torch.Tensor, ring: torch.Tensor, rows: np.ndarray, places: np.ndarray
+    ) -> None:
+        """Queue copies of rows of `ring` to page-locked memory, as the device has it."""
+        both = locked_copy(torch.from_numpy(np.stack([rows, places])))
+        at, to = both.to(self._ring.device, non_blocking=True)
+        if self._ring.is_cuda:  # Triton is imported where it is needed
+            from ....kernels.triton_rows import scatter
+
+            scatter(memory, ring, at, to)
+        else:
+            memory.index_copy_(0, to, ring.index_select(0, at))
+
+    def _arrive(self, around: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for found, places in around:
+            self._memory.all.index_copy_(0, places, found)
