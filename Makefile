@@ -9,6 +9,7 @@
 #   RESUME=1       `make test-all` and its stages: without the tests that have passed on this tree
 #   SHARE=N        `make test-long`: one in seven of its tests, those whose turn it is with N; CI counts commits
 #   REDIS="…"      for `make test-redis`: these servers, of those in tests/redis_servers.py
+#   TTSEM_PYTHON=…  Python 3.12 or 3.13, for `make test-ttsem`
 #   GPU_PYTHON=…   a Python with vLLM for GPUs, for `make bench-gpu`; GPU_ARGS="--stages kernels,graphs" is passed to it
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -23,6 +24,7 @@ RESUME ?=
 SHARE ?=
 REDIS ?= redis-6.2 redis-7.0 redis-8.2 valkey-9.1
 GPU_PYTHON ?= python3
+TTSEM_PYTHON ?= $(firstword $(shell command -v python3.12 python3.13))
 GPU_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -48,7 +50,7 @@ DONE = exit $$failed
 # Tests that share an engine, a stack or a file run in one process, the longest first (tests/conftest.py), so that none is left with one at the end.
 SHARED = --dist loadgroup --no-loadscope-reorder --numprocesses
 
-.PHONY: help install setup model demo up test lint files rooms format types test-unit test-system test-smoke test-web screenshots test-engine test-all test-long test-matrix test-redis test-triton test-torch test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
+.PHONY: help install setup model demo up test lint files rooms format types test-unit test-system test-smoke test-web screenshots test-engine test-all test-long test-matrix test-redis test-triton test-torch test-ttsem test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -245,6 +247,16 @@ test-triton: .cache/triton-3.6/.ready ## the kernels, interpreted and compiled f
 test-torch: .cache/torch-2.11/.ready ## the compiled forward passes with torch 2.11; 5 minutes, 3 GB
 	@echo "== compiled forward passes with torch 2.11"
 	@.cache/torch-2.11/bin/python -m pytest -ra $(PYTEST_ARGS) tests/unit/kernels/test_site_reference.py tests/unit/workers/runner/hooks/test_sites.py
+
+.cache/ttsem/.ready: requirements/ttsem.lock requirements/torch-cpu.lock
+	@echo "== environment in .cache/ttsem"
+	@test -n "$(TTSEM_PYTHON)" || { echo "ttsem needs Python 3.12 or 3.13; TTSEM_PYTHON=… names one"; exit 2; }
+	@PYTHON=$(TTSEM_PYTHON) requirements/install.sh .cache/ttsem ttsem.lock
+	@touch $@
+
+test-ttsem: .cache/ttsem/.ready ## the kernels, compiled for a GPU, under ttsem: accesses out of bounds, races, memory that nobody wrote; 2 minutes after 3 GB of downloads
+	@echo "== kernels under ttsem"
+	@PYTHONPATH=tests .cache/ttsem/bin/python tests/checked_kernels.py
 
 docs: .cache/docs/.ready ## build the documentation as a site in .cache/site, without the engine; links and anchors are checked
 	@echo "== documentation"

