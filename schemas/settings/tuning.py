@@ -54,8 +54,8 @@ class Tuning(Record):
     # together, and is rejected if the rows of its own next token do not fit
     capture_buffer_mib: Natural = 0
     # Memory per rank for captured rows that wait for the writers. 0: 512 MiB on CPUs; on a GPU,
-    # room for four full steps, but at least 512 MiB and at most a sixteenth of the machine's memory
-    # divided by the number of ranks
+    # room for four full steps, but at least 512 MiB and at most a sixteenth of the machine's or
+    # container's memory divided by the number of ranks
     capture_queue_mib: Natural = 0
     # Memory per rank for captured rows of the requests in the engine; beyond it, requests wait
     capture_memory_mib: PositiveInt = 4096
