@@ -27,7 +27,7 @@ from ..schemas.requests.interventions import (
 ROWS_PER_TOKEN = 8
 
 #: Columns of a site's plan, int32. Columns that are not named are reserved.
-COLUMNS = 16
+COLUMNS = 17
 EDITS = 0  # edited tokens in `lists`, each listed once; 0: none
 EDITS_AT = 1  # index in `lists` at which they begin
 DEPTH = 2  # columns of `token_rows` in use
@@ -37,6 +37,8 @@ ALIKE_FROM = 14  # first token of that run
 # number of this site, from 1, and therefore of its row in `counts` and `sizes`; 0: no site of the
 # launch has anything to do
 SITE = 15
+# not 0: one of the edits may have a limit, for the GPU kernels
+LIMITED = 16
 
 
 class CapturePort(NamedTuple):
@@ -206,6 +208,9 @@ class SitePlan:
         plan = [0] * COLUMNS
         plan[EDITS], plan[EDITS_AT], plan[SITE] = len(self.edits), len(lists), self.site
         lists += self.edits
+        plan[LIMITED] = any(
+            does.limit for configuration in self.configurations for does in configuration.values()
+        )
         plan[DEPTH] = max(map(len, self.edits.values()), default=0)
         named = set(map(tuple, self.edits.values()))
         first = next(iter(self.edits), 0)

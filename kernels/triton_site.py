@@ -35,6 +35,7 @@ from .plan import (
     EDITED,
     EDITS,
     LARGEST_SIZE,
+    LIMITED,
     OVERFLOWED,
     ROWS_PER_TOKEN,
     SITE,
@@ -63,6 +64,7 @@ _COLUMNS = tl.constexpr(COLUMNS)
 _EDITS = tl.constexpr(EDITS)
 _DEPTH = tl.constexpr(DEPTH)
 _SITE = tl.constexpr(SITE)
+_LIMITED = tl.constexpr(LIMITED)
 _COUNTS, _EDITED, _CAPTURED_BEFORE, _CAPTURED_AFTER = map(
     tl.constexpr, (COUNTS, EDITED, CAPTURED_BEFORE, CAPTURED_AFTER)
 )
@@ -556,11 +558,14 @@ def _visit(  # type: ignore[no-untyped-def]
     if named > 0:
         _count(counts, plan, _EDITED, applied)
         unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
-        scaled, failed, _high_scaled, _high_failed, both = _limits(
-            rows, site_rows, scalars, depth, configurations
-        )
         size = tl.full([], 0.0, tl.float32)
         bounded_size = size
+        scaled, both = size + float("inf"), named < 0
+        failed = scaled
+        if tl.load(plan + _LIMITED) != 0:
+            scaled, failed, _high_scaled, _high_failed, both = _limits(
+                rows, site_rows, scalars, depth, configurations
+            )
         rewrites = named * 0
         left = named  # the families whose edits are still to be applied
         if both:

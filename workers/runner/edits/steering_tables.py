@@ -101,6 +101,8 @@ class RowTable:
         #: configurations]: how many.
         self.sites = np.zeros((buffers.site_rows.shape[2], len(sites)), dtype=bool)
         self.num_sites = np.zeros(len(self.sites), dtype=np.int64)
+        #: bool [1 + configurations]: which rows have an edit with a limit.
+        self.limited = np.zeros(len(self.sites), dtype=bool)
         # row → fingerprint of this rank's columns, and of whole rows
         self._whole: dict[int, tuple[int, int]] = {}
 
@@ -133,6 +135,7 @@ class RowTable:
         self._rows[spec.key], self._references[spec.key] = row, 1
         self.sites[row, [site for site, _ in prepared.content]] = True
         self.num_sites[row] = self.sites[row].sum()
+        self.limited[row] = any(entry.limit for entry in spec.entries)
         if self._columns is not None and self._columns.sharded:
             self._whole[row] = prepared.fingerprint(), prepared.crc32
         # The ledger records the bytes that were written, not their name: a rank that wrote other

@@ -243,6 +243,7 @@ class Planner:
         self._edit_counts[:] = counts @ self._masks
         self._plan[touched, columns.EDITS] = len(edited)
         self._plan[touched, columns.DEPTH] = depth + 1
+        self._plan[touched, columns.LIMITED] = self._table.limited[used].any()
         if len(used) == 2 and not depth and int(edited[-1] - edited[0]) == len(edited) - 1:
             self._plan[touched, columns.ALIKE] = used[1]
             self._plan[touched, columns.ALIKE_FROM] = edited[0]

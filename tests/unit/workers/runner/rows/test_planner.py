@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,7 @@ from rank_kit import (
     wanted_rows,
 )
 
-from midstream.kernels.plan import AFTER, ALIKE, ALIKE_FROM, BEFORE
+from midstream.kernels.plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, LIMITED
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, select
 from midstream.schemas.requests.specs import SteeringRow, columns_of
 from midstream.workers.runner.hooks.sites import Buffers
@@ -292,6 +293,20 @@ def test_contiguous_single_row_edits_are_flagged_alike() -> None:
     assert alike((plain, 0, 2), (mine, 0, 3), (same, 3, 1)) == (row, 2)
     assert alike((mine, 3, 1), (plain, 2, 1), (same, 4, 1)) == (0, 0), "a gap"
     assert alike((mine, 4, 1), (other, 0, 3)) == (0, 0), "another row"
+
+
+def test_only_steps_with_limits_are_flagged_limited() -> None:
+    rank = Rank()
+    entry = steering(rank.vector(np.ones(HIDDEN)), [0], "pre_attn")
+    free, bounded = (
+        rank.admit(Request(number, 3, 9, (), [msgspec.structs.replace(entry, limit=limit)]))
+        for number, limit in enumerate((0.0, -0.5))
+    )
+    flags = []
+    for windows in ([(free, 0, 3)], [(free, 3, 1), (bounded, 0, 3)], [(free, 4, 1)]):
+        rank.plan(*windows)
+        flags.append(bool(rank.buffers.plan[0, LIMITED]))
+    assert flags == [False, True, False]
 
 
 def decoding(*, elsewhere: bool) -> tuple[Rank, list[Request]]:
