@@ -378,7 +378,11 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
     ("options", "message"),
     [
         ({"vocab_size": 1024}, "is of a model with vocab_size 1024, valid: 512"),
-        ({"target_hidden_size": 128}, "is of a model with hidden_size 128, valid: 64"),
+        pytest.param(
+            {"target_hidden_size": 128},
+            "is of a model with hidden_size 128, valid: 64",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_head_of_another_model_is_refused_before_the_engine_starts(

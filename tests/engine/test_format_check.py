@@ -80,7 +80,7 @@ async def test_what_would_occupy_the_engine_is_refused_and_the_next_is_served() 
     assert after == ""
 
 
-@pytest.mark.slow("compiles grammars")
+@pytest.mark.long
 async def test_ordinary_constraints_pass() -> None:
     forms: dict[str, dict[str, Any]] = {
         "tools": {"json": TOOLS},

@@ -227,7 +227,12 @@ def test_info_and_manifest_say_how_a_checkpoint_is_quantised(
     [
         ("llama", "fp8 blocks", "requires AMX tile support"),
         ("llama", "fp8 dynamic", "rounds all rows of a step with one scale"),
-        ("qwen3-moe", "gptq", "a GPU or a CPU with AMX for quantised experts"),
+        pytest.param(
+            "qwen3-moe",
+            "gptq",
+            "a GPU or a CPU with AMX for quantised experts",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="they are served on this CPU")

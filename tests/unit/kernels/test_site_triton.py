@@ -71,7 +71,7 @@ def test_the_interpreted_kernels_have_the_property(
     assert faults[sentence] is None, faults[sentence]
 
 
-@pytest.mark.slow("Triton's interpreter")
+@pytest.mark.long
 def test_the_interpreted_kernels_apply_every_family_and_capture_around_it() -> None:
     chosen = [
         "the_families_follow_each_other_in_the_documented_order",
