@@ -81,7 +81,8 @@ MAX_HOOKS = 16  # Entries of `hooks`
 MAX_DIMENSIONS = 1 << 16  # `mask`: entries of a list, or characters of a string
 MAX_POSITIONS = 1 << 16  # A list of positions
 MAX_SPAN_TEXT = 1 << 16  # `text` of a span
-MAX_FOUND_POSITIONS = 1 << 23  # Positions of all spans of text and of turns, over all prompts
+# Positions of spans of text and of turns, over all prompts and all that names them
+MAX_FOUND_POSITIONS = 1 << 22
 MAX_MARGIN = 1 << 16  # Positions of a window: `last`, `head`, `tail`, `before`, `after`
 # `text` of a window or a trigger (characters, and tokens after a space), or one of its sequences of
 # `token_ids`

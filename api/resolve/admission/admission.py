@@ -33,7 +33,12 @@ from ....schemas.base import (
     now,
     shortened,
 )
-from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
+from ....schemas.base.limits import (
+    MAX_CHOICE_TOKENS,
+    MAX_FOUND_POSITIONS,
+    MAX_INT64,
+    MAX_PROMPTS,
+)
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import NO_TOOL_PARSER, ModelInfo
@@ -545,6 +550,13 @@ async def facts_of(
         hidden=True,
     ):
         found = await codec.locate(searched, [*spans], apart)
+    by_span = zip(*found, strict=True)
+    sizes = {span: sum(map(len, places)) for span, places in zip(spans, by_span, strict=True)}
+    listed = 0
+    for field, positions in _wanted(parsed, model_state):
+        listed += sum(sizes.get(span, 0) for span in set(_spans(positions)))
+        if listed > MAX_FOUND_POSITIONS:
+            raise too_many_positions(field)
     facts = [
         PromptFacts(
             len(prompt.token_ids), _finder(dict(zip(spans, of_prompt, strict=True))), prompt.images

@@ -101,6 +101,9 @@ class FoundSpan(Wire):
     ids: bytes = b""  # ascending positions, int32
     refusal: tuple[str, str] | None = None  # text of a SelectorError, and its place in the span
 
+    def __len__(self) -> int:
+        return len(self.ids) // 4
+
     def positions(self) -> list[int]:
         """Return the positions; raises SelectorError."""
         if self.refusal is not None:
@@ -358,7 +361,7 @@ class Codec(ChatTemplate):
             find, of_prompt = self._finder(prompt), []
             for span in spans:
                 of_prompt.append(found := _found(find, span))
-                room -= len(found.ids) // 4
+                room -= len(found)
                 if room < 0:
                     raise too_many_positions("positions")
             result.append(of_prompt)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from refusal_kit import refuses
 from test_large_bodies import MODEL, WORDS, accepted, codec, sent_for
 
 from midstream.api.resolve.admission import admission
@@ -104,6 +105,14 @@ def test_a_request_at_a_limit_keeps_the_event_loop_for_few_calls(limit: str) -> 
     with calls_by_turn() as counts, suppress(MidstreamError):
         asyncio.run(sent_for(decoded, tokenizer))
     assert max(counts) < MOST_CALLS
+
+
+async def test_the_positions_of_a_span_count_for_each_entry_that_names_it() -> None:
+    span = {"text": WORDS[0], "occurrence": None}
+    entries = {"steering": [EDIT | {"positions": span}] * 2000}
+    body = to_json({"model": MODEL.name, "prompts": [f"{WORDS[0]} " * 4000], **entries})
+    with refuses("selects too many positions over all prompts", field="steering[1048].positions"):
+        await accepted(body, codec())
 
 
 async def test_one_job_at_a_time_is_resolved_beside_the_event_loop(
