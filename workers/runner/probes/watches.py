@@ -232,7 +232,7 @@ class Watch:
             return self._triggers(self.decide())[:, number].tolist()
         columns = self.kind.columns[number]
         scores = self.rows["scores"][: self.reached, columns.start : columns.stop]
-        return (scores >= at_least).any(axis=1).tolist()
+        return np.logical_or.reduce(scores >= at_least, axis=1).tolist()
 
     def _triggers(self, stop: int) -> np.ndarray:
         """Return whether each probe turns on at each position below `stop`."""
