@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from ....schemas.base import to_msgpack
-from ..base.ranges import numbers_of
 from ..files.edit_sizes import SPAN, RecordedSizes
 from ..hooks.sites import RankSite
 from .arena import Arena, BankRows
@@ -87,9 +86,12 @@ class SizeTable:
         """
         view = step.view
         counts, firsts = view.counts[places], view.positions[places]
-        exceeded = self._accept(slots, firsts)
-        columns = numbers_of((np.cumsum(view.counts) - view.counts)[places], counts)
-        slot, positions = np.repeat(slots, counts), numbers_of(firsts, counts)
+        waits = bool((self._of["beyond"][slots] < _NONE).any())
+        exceeded = waits and self._accept(slots, firsts)
+        member = np.repeat(np.arange(len(counts)), counts)  # of each row
+        within = np.arange(len(member)) - (np.cumsum(counts) - counts)[member]
+        columns = (np.cumsum(view.counts) - view.counts)[places][member] + within
+        slot, positions = slots[member], firsts[member] + within
         values = np.full((len(slot), len(self.sites)), np.nan, dtype=np.float32)
         values[:, step.sites] = step.values[:, columns].T
         # a row without edits matters where the request had one before

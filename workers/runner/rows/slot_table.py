@@ -150,7 +150,7 @@ class Slots:
         first, stop = self.touched[tokens.of_requests].T
         lacks = self.family[tokens.of_requests] < family
         numbers = np.flatnonzero(lacks & (tokens.firsts < stop) & (first < tokens.stops)).tolist()
-        return [tokens.ids[number] for number in numbers] if numbers else []
+        return [tokens.ids[number] for number in numbers]
 
 
 class StepTokens:
