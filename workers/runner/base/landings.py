@@ -63,16 +63,13 @@ class LateLanding(Landing):
         for landing in self._late[:]:
             if landing.number <= self.number:
                 Landing.wait(landing)
-                landing._finish()
+                with FINISHING:
+                    if landing in self._late:
+                        landing._copy()
+                        self._landed[0] = landing.number
+                        self._late.remove(landing)
 
     def done(self) -> bool:
         if super().done():
             self.wait()
         return self not in self._late
-
-    def _finish(self) -> None:
-        with FINISHING:
-            if self in self._late:
-                self._copy()
-                self._landed[0] = self.number
-                self._late.remove(self)
