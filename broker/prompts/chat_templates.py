@@ -73,8 +73,8 @@ class ChatTemplate:
         """
         template = self._template
         given = {
-            **rendering.options,
             **self._bundle.special_tokens,
+            **rendering.options,
             "tools": rendering.tools,
             "documents": None,
         }

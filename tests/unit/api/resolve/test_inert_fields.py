@@ -11,10 +11,12 @@ from midstream.api.resolve.prompts.request_parsing import (
     parse_job,
     plain_messages,
 )
+from midstream.broker.prompts.chat_templates import ChatTemplate
 from midstream.schemas.base import MidstreamError, from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
+from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
-from midstream.schemas.prompts.chat import ChatMessage
+from midstream.schemas.prompts.chat import ChatMessage, Rendering
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -90,6 +92,17 @@ def test_a_variable_that_is_named_is_not_replaced_by_the_effort() -> None:
     named = {"enable_thinking": True}
     (prompt,) = chat(reasoning_effort="none", chat_template_kwargs=named).prompts
     assert prompt.rendering.options["enable_thinking"] is True
+
+
+def test_a_variable_replaces_a_special_token_as_in_transformers() -> None:
+    bundle = TokenizerBundle(
+        tokenizer_json="",
+        chat_template="{{ bos_token }}{{ messages[0].content }}",
+        special_tokens={"bos_token": "<s>"},
+        eos_token_ids=[],
+    )
+    rendering = Rendering(options={"bos_token": "<a>"})
+    assert ChatTemplate(bundle).render([HELLO], rendering) == "<a>hello"
 
 
 def test_a_cache_hint_of_a_part_is_not_rendered() -> None:
