@@ -28,6 +28,8 @@ _STEPS = (
     (0.05, "#ffffff on #3b528b"),
     (0.0, "#ffffff on #440154"),
 )
+#: What the colours of a lens mean.
+KEY = Text.assemble("probability from", *((f" {least:.0%} ", style) for least, style in _STEPS))
 
 
 def shown(word: str) -> str:
@@ -47,10 +49,6 @@ def lens_table(lens: Lens, last: int = 12) -> Table:
         padding=(0, 1, 0, 0),
         title=f"top next token at {lens.hook}",
         title_justify="left",
-        caption=Text.assemble(
-            "probability from", *((f" {least:.0%} ", style) for least, style in _STEPS)
-        ),
-        caption_justify="left",
     )
     drawn.add_column("layer", justify="right", style="dim", no_wrap=True)
     for place in places:

@@ -71,3 +71,7 @@ def test_a_list_of_webhooks_keeps_its_columns_beside_a_long_url() -> None:
     lines = "\n".join(printed(records.listed([sent], WebhookDelivery)))
     for column in ("tries", "last", sent.id, "→ https://receivers.example/webhooks/of/"):
         assert column in lines
+
+
+def test_a_lens_in_a_notebook_says_what_its_colours_mean() -> None:
+    assert "probability from" in lens([" a", " b"])._repr_html_()
