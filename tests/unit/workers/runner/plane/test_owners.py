@@ -415,6 +415,7 @@ EDITS = [family.name for family in FAMILIES]
 NULL_PAIRS = list(itertools.combinations_with_replacement(NULLS, 2))
 
 
+# More parts draw other features of the operator's beside the same pairs: three are 630.
 @pytest.mark.slow("210 pairs in each part")
 @pytest.mark.parametrize("part", range(int(os.environ.get("MIDSTREAM_OWNERS_PARTS", "1"))))
 def test_beside_edits_without_effect_the_operators_do_what_they_do_alone(
