@@ -100,7 +100,7 @@ KINDS = [
     Work("4,096 prompts", lambda: job(prompts=[f"hello {number}" for number in range(4096)])),
     Work("2,500 edits with vectors", lambda: job(steering=edits(2500))),
     Work("4,096 entries of a module", lambda: of_module(4096)),
-    Work("regular expression of 8 kB", lambda: chosen(1500)),
+    Work("regular expression of 4 kB", lambda: chosen(700)),
     Work("60,000 token ids", lambda: job(prompts=[[7] * 60] * 1000)),
     Work("prompt of 30 kB", lambda: job(prompts=[words(30_000)])),
 ]

@@ -28,6 +28,7 @@ from ....schemas.base import (
     Excluded,
     MidstreamError,
     Translated,
+    by_key,
     check_excluded,
     invalid,
     now,
@@ -484,14 +485,14 @@ def _selectors(
         yield f"patch[{index}].mask", patch.mask
 
 
-def _spans_of(parsed: ParsedRequest, model_state: ModelState) -> dict[Span, str]:
-    """Return the spans of texts and messages that the request has → the first field with each."""
-    found: dict[Span, str] = {}
-    for field, positions in _wanted(parsed, model_state):
-        for span in _spans(positions):
-            if span.text is not None or span.is_turn:
-                found.setdefault(span, field)
-    return found
+def _spans_of(parsed: ParsedRequest, model_state: ModelState) -> dict[Span, list[str]]:
+    """Return the spans of texts and messages that the request has → the fields with each."""
+    return by_key(
+        (span, field)
+        for field, positions in _wanted(parsed, model_state)
+        for span in dict.fromkeys(_spans(positions))
+        if span.text is not None or span.is_turn
+    )
 
 
 def _spans(positions: RequestedPositions) -> list[Span]:
@@ -543,20 +544,18 @@ async def facts_of(
         )
         for prompt, from_body in zip(prompts, parsed.prompts, strict=True)
     ]
-    first = next(iter(spans.values()))
+    (first, *_), *_ = spans.values()
     with Translated(
         MidstreamError,
         lambda error: error.at(first if error.kind == "invalid_request" else error.field),
         hidden=True,
     ):
         found = await codec.locate(searched, [*spans], apart)
-    by_span = zip(*found, strict=True)
-    sizes = {span: sum(map(len, places)) for span, places in zip(spans, by_span, strict=True)}
     listed = 0
-    for field, positions in _wanted(parsed, model_state):
-        listed += sum(sizes.get(span, 0) for span in set(_spans(positions)))
+    for fields, places in zip(spans.values(), zip(*found, strict=True), strict=True):
+        listed += len(fields) * sum(map(len, places))
         if listed > MAX_FOUND_POSITIONS:
-            raise too_many_positions(field)
+            raise too_many_positions(fields[-1])
     facts = [
         PromptFacts(
             len(prompt.token_ids), _finder(dict(zip(spans, of_prompt, strict=True))), prompt.images

@@ -111,7 +111,7 @@ async def test_the_positions_of_a_span_count_for_each_entry_that_names_it() -> N
     span = {"text": WORDS[0], "occurrence": None}
     entries = {"steering": [EDIT | {"positions": span}] * 2000}
     body = to_json({"model": MODEL.name, "prompts": [f"{WORDS[0]} " * 4000], **entries})
-    with refuses("selects too many positions over all prompts", field="steering[1048].positions"):
+    with refuses("selects too many positions over all prompts", field="steering[1999].positions"):
         await accepted(body, codec())
 
 
