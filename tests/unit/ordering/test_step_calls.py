@@ -47,7 +47,7 @@ CALLS = {
     # probes gate the steering of one request, of all requests, and may stop all requests
     **{"gated": 57, "gated all": 57, "stopped all": 57},
     # tokens decide the steering of all requests; a graph is chosen for each step
-    **{"triggered all": 50, "families": 42},
+    **{"triggered all": 47, "families": 38},
 }
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
 QUEUED = {

@@ -96,7 +96,8 @@ class SizeTable:
         values[:, step.sites] = step.values[:, columns].T
         # a row without edits matters where the request had one before
         matters = (positions < self._of["reached"][slot]) | ~np.isnan(values).all(axis=1)
-        slot, positions, values = slot[matters], positions[matters], values[matters]
+        if not matters.all():
+            slot, positions, values = slot[matters], positions[matters], values[matters]
         of = self._of[slot]
         rows = of["ahead"] + positions
         if ((positions < of["first"]) | (positions >= of["stop"])).any():
