@@ -335,7 +335,8 @@ class RankWatch:
 
     async def _publish_changes(self) -> None:
         """Publish the worker's state immediately when it has changed."""
-        if self._published != (found := (self.state, self.detail, self._engine.trouble)):
+        found = self.state, self.detail, self._engine.trouble
+        if self._published != found:
             await self._publish()
             self._published = found
             self._compared = float("-inf")  # report on it now

@@ -283,7 +283,8 @@ def _between(
     request ends at token `stop`, or later.
     """
     blocks = [(first, block) for first, block in sorted(passed.items()) if block.span.stop <= stop]
-    before, after, between = 0, sum(block.place.count for _, block in blocks), {}
+    between, before = dict[int, RecordedBlock](), 0
+    after = sum(block.place.count for _, block in blocks)
     for first, block in blocks:
         after -= block.place.count
         if before >= ends[0] and after >= ends[1]:
