@@ -12,7 +12,8 @@ import triton.language as tl
 PROGRAMS = 8
 
 
-@triton.jit(do_not_specialize=["count"])
+# One compilation for each width: what the number of rows changes may not select another.
+@triton.jit(do_not_specialize=["rows", "places", "count"])
 def _scatter(memory, ring, rows, places, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     lanes = tl.arange(0, BLOCK)
     inside = lanes < WIDTH

@@ -38,6 +38,7 @@ from midstream.client.stack.checks.table import of
 from midstream.schemas.base import from_json
 from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.status import ServiceStatus
+from midstream.schemas.settings.tuning import Tuning
 
 
 class Span(NamedTuple):
@@ -148,6 +149,8 @@ ADMIN_KEY = "ms_abcdef012345_" + "s3cr3t" * 8
 TRACE, CALLER_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 #: Only ends what hangs.
 LONG_S = 60.0
+#: Rows of the steering tables of a worker with the default settings.
+ROWS = Tuning().table_rows
 IMPORT_TROUBLE = functools.cache(import_trouble)
 STAGES = {"POST /v1/completions", "queue", "attempt", "prompt", "receipt", "durable", "release"}
 
@@ -411,7 +414,7 @@ def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx2.Re
     (worker,) = status.workers
     assert (worker.worker, worker.tp, worker.healthy) == ("w1", 2, True)
     assert worker.stats is not None
-    assert worker.stats.rows == 256
+    assert worker.stats.rows == ROWS
     assert status.relay.alive
     assert status.callbacks.alive
     assert (status.redis.policy, status.redis.aof) == ("noeviction", True)
@@ -427,7 +430,7 @@ def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
     )
     (told,) = json.loads(done).values()
     assert (told["model"], told["tp"], told["pp"], told["worker"]) == ("fake-model", 2, 1, "w1")
-    assert (told["stats"]["rows"], told["versions"]["midstream"]) == (256, "0.1.0")
+    assert (told["stats"]["rows"], told["versions"]["midstream"]) == (ROWS, "0.1.0")
 
 
 @pytest.mark.parametrize("shown", ["--once", "-n1", "-n2"])
@@ -438,7 +441,7 @@ def test_top_prints_the_service_once_on_80_columns(
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.splitlines())) <= 80
-    for part in ("relay alive", "callbacks alive", "fake-model", "w1", "0/256"):
+    for part in ("relay alive", "callbacks alive", "fake-model", "w1", f"0/{ROWS}"):
         assert part in done.output
 
 

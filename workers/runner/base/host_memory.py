@@ -46,20 +46,6 @@ def on_device(values: torch.Tensor) -> torch.Tensor:
     return torch.ops._C.get_cuda_view_from_cpu_tensor(values)
 
 
-def check_view(values: torch.Tensor, view: torch.Tensor) -> None:
-    """Raise HostMemoryError unless a number that the accelerator writes to `view` arrives in
-    `values`. Of memory that torch does not know as page-locked, vLLM may return a view of a copy.
-    """
-    values.zero_()
-    view.fill_(1)
-    torch.cuda.current_stream(view.device).synchronize()
-    if not bool((values == 1).all()):
-        raise HostMemoryError(
-            "vLLM's view of page-locked memory for captured rows is a copy of it: rows would not "
-            "arrive"
-        )
-
-
 def _none(size: int, kind: str, error: BaseException) -> HostMemoryError:
     return HostMemoryError(
         f"cannot allocate {size} bytes of {kind} for captured rows and plans: {error}"

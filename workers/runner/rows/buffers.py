@@ -11,9 +11,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..base.host_memory import check_view, locked_copy, locked_like, on_device
+from ..base.host_memory import locked_copy, locked_like, on_device
 from ..base.landings import FINISHING, LANDED, Landing, LateLanding
 from ..base.ranges import numbers_of
+from ..base.shared_memory import HostMemoryError
 from ..hooks.sites import Buffers
 from .arena import BankRows
 from .step_places import Places
@@ -137,12 +138,28 @@ class _Halves:
         locked = memory.arena.locked // memory.row_bytes
         self._locked = memory.all[:locked]
         self._on_device = on_device(self._locked)
-        check_view(self._locked[:1], self._on_device[:1])  # a row that nobody needs
         self._landed = torch.from_numpy(memory.arena.memory.landed)
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._current = 0
         self._last = LANDED
         self._part = max(1, _PART_BYTES // memory.row_bytes)
+        self._check()
+
+    def _check(self) -> None:
+        """Copy a number of each half to the row that nobody needs, so that the kernel is compiled;
+        raise HostMemoryError if it does not arrive. Of memory that torch does not know as
+        page-locked, vLLM may return a view of a copy.
+        """
+        for half in self._ring[: self._rows], self._ring[self._rows :]:
+            self._locked[0] = 0
+            half.fill_(1)
+            self._scatter(self._on_device, half, *np.zeros((2, 1), dtype=np.int64))
+            torch.cuda.current_stream(self._ring.device).synchronize()
+            if not bool((self._locked[0] == 1).all()):
+                raise HostMemoryError(
+                    "vLLM's view of page-locked memory for captured rows is a copy of it: rows "
+                    "would not arrive"
+                )
 
     def next(self, rows: int) -> int:
         """Switch to the other half, and return its first row; the forward that fills it waits on

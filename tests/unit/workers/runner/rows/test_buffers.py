@@ -45,7 +45,11 @@ class Rig:
         self.memory = BankRows(self.arena, WIDTH, torch.float32)
         self.copies = Stream(self.device)
         self.ring = self.device.full((2 * RING_ROWS, WIDTH), 0.0, torch.float32)
-        self.halves = _Halves(self.ring, self.memory, self.copies)  # type: ignore[arg-type]
+        self.halves = self.new_halves()
+
+    def new_halves(self) -> _Halves:
+        with self.device.calls():
+            return _Halves(self.ring, self.memory, self.copies)  # type: ignore[arg-type]
 
     def step(self, places: np.ndarray, number: int) -> Any:
         """Have a forward fill the half with a number, and its rows go to their places."""
@@ -99,7 +103,7 @@ def test_no_step_waits_for_its_own_forward_although_its_memory_is_not_locked(rig
 
 @pytest.mark.parametrize("rig", [VOID], indirect=True)
 def test_landings_are_numbered_in_order_although_another_bank_needs_no_host(rig: Rig) -> None:
-    other = _Halves(rig.ring, rig.memory, rig.copies)  # type: ignore[arg-type]
+    other = rig.new_halves()
     late = rig.step(blocks(16, 1), 1)
     other.next(1)
     with rig.device.calls():
@@ -137,7 +141,7 @@ def test_a_view_that_is_a_copy_is_an_error_when_the_rank_loads(
     rig.make(monkeypatch)
     monkeypatch.setattr(buffers, "on_device", lambda values: DeviceTensor(values.clone()))
     with pytest.raises(HostMemoryError, match="is a copy of it"):
-        _Halves(rig.ring, rig.memory, rig.copies)  # type: ignore[arg-type]
+        rig.new_halves()
 
 
 def test_slots_are_uploaded_for_the_tokens_of_the_step_alone(
@@ -149,7 +153,7 @@ def test_slots_are_uploaded_for_the_tokens_of_the_step_alone(
     )
     with rig.device.calls():
         of_bank = buffers_of(1, sizes, WIDTH, torch.float32, KIND)
-    staging = Staging(of_bank, rig.memory, rig.copies)  # type: ignore[arg-type]
+        staging = Staging(of_bank, rig.memory, rig.copies)  # type: ignore[arg-type]
     uploaded = list[int]()
     original = buffers.locked_copy
 
