@@ -1,15 +1,16 @@
 """Lets requests with sampling share a step with drafts on vLLM's CPU build.
 
-Two of the functions that replace Triton kernels there do something else:
+Three of the functions that it uses there do something else:
 
 - For such a step vLLM gives each drafted position its request's temperature, top-k and top-p. The
   build writes them to a copy in integers and discards the copy, so the logits of every drafted
   position, of greedy requests too, are divided by uninitialised memory.
 - The step of a prompt's last token may be filled with drafts -1, which are to be rejected. The
   build reads a probability of another position for them, and so may accept -1 as a token.
+- If no request of the step has a draft left, top-k alone fails, and with it the engine.
 
-`install` replaces what calls them. `tests/cpu_kernels.py` compares all such functions with their
-kernels.
+`install` replaces them, or what calls them. `tests/cpu_kernels.py` compares all that replace Triton
+kernels with them.
 """
 
 from typing import Any
@@ -19,13 +20,15 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 _sample = rejection_sampler.rejection_sample
+_restrict = rejection_sampler.apply_top_k_top_p
 
 
 def install() -> None:
-    """Replace both callers in this process, if it runs on a CPU."""
+    """Replace them in this process, if it runs on a CPU."""
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         rejection_sampler.rejection_sample = rejection_sample
+        rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
 
 
 def expand_batch_to_tokens(
@@ -51,3 +54,10 @@ def rejection_sample(draft_token_ids: torch.Tensor, *others: Any, **named: Any) 
     draft leaves the distribution as it is. `draft_token_ids`: [positions], int32.
     """
     return _sample(draft_token_ids.clamp(min=0), *others, **named)
+
+
+def apply_top_k_top_p(logits: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+    """Mask `logits`, [positions, vocabulary], as vLLM does; without positions there is nothing to
+    mask.
+    """
+    return _restrict(logits, *others, **named) if len(logits) else logits

@@ -502,6 +502,12 @@ SEAMS: tuple[Seam, ...] = (
         "support/cpu_drafts.py",
         ("expand_batch_to_tokens", "rejection_sample"),
     ),
+    Seam(
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        ("apply_top_k_top_p(logits, k, p)",),
+        "support/cpu_drafts.py",
+        ("apply_top_k_top_p",),
+    ),
     # Quantised checkpoints
     Seam(
         "vllm._custom_ops",

@@ -35,3 +35,11 @@ def test_the_drafts_that_fill_a_step_are_tokens(monkeypatch: pytest.MonkeyPatch)
     cpu_drafts.rejection_sample(torch.tensor([5, -1, 0, -1]), [2], use_fp64_gumbel=False)
     drafts, counts = sample.call_args.args
     assert (drafts.tolist(), counts) == ([5, 0, 0, 0], [2])
+
+
+def test_a_step_without_a_draft_is_masked_by_top_k_alone() -> None:
+    """vLLM looks for the largest of no numbers."""
+    logits = torch.zeros(0, 5)
+    assert cpu_drafts.apply_top_k_top_p(logits, torch.zeros(0, dtype=torch.int64), None) is logits
+    two = cpu_drafts.apply_top_k_top_p(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([1]), None)
+    assert two.argmax().item() == 1
