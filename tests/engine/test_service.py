@@ -156,17 +156,28 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "allowed_token_ids": ({}, [5]),
     "bad_words": ({"allowed_token_ids": [260, 253], "logit_bias": {260: 100}}, [" the"]),
     "skip_special_tokens": (ENDING | {"ignore_eos": True}, False),
-    "spaces_between_special_tokens": (
-        ENDING | {"ignore_eos": True, "skip_special_tokens": False},
-        False,
-    ),
     "include_stop_str_in_output": ({"stop": [" "]}, True),
     "structured_outputs": ({}, {"choice": ["blue"]}),
 }
 
 
+#: A tokenizer of bytes, such as the demo model's, writes no space between special tokens.
+OF_OTHERS = "spaces_between_special_tokens"
+
+
 def test_every_field_of_sampling_has_an_effect_listed() -> None:
-    assert EFFECTS.keys() == set(SamplingRequest.__struct_fields__)
+    assert EFFECTS.keys() | {OF_OTHERS} == set(SamplingRequest.__struct_fields__)
+
+
+def test_vllm_is_told_what_only_other_tokenizers_do() -> None:
+    from midstream.workers.engine.vllm_output import sampling_params
+
+    given = {value: SamplingRequest(spaces_between_special_tokens=value) for value in (True, False)}
+    told = {value: sampling_params(sampling, None) for value, sampling in given.items()}
+    assert {value: params.spaces_between_special_tokens for value, params in told.items()} == {
+        True: True,
+        False: False,
+    }
 
 
 @pytest.mark.parametrize("field", EFFECTS)
