@@ -20,7 +20,7 @@ from ..runner.hooks.site_costs import CASES, RankShape, StepCost, step_cost
 from .plan_inside import Inside, inside_of
 
 #: Copies of constants in `kernels.plan`, which imports torch; a test compares them.
-PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 16, 3, 16
+PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 17, 3, 16
 #: Copy of the constant in `runner.edits.prepared_rows`, which a test compares as well.
 KEPT_BYTES = 64 << 20
 #: Field names in config.json → names that transformers' config classes give them.
