@@ -71,7 +71,7 @@ def test_the_machine_code_is_as_good_as_it_was(hopper: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.xfail(
-    reason="600 and 424, half of it the function for limits of two owners; 272 and 184 without it",
+    reason="592 and 544, half of it the function for limits of two owners",
     strict=True,
 )
 def test_the_machine_code_spills_no_more_than_it_did(hopper: list[dict[str, Any]]) -> None:

@@ -188,7 +188,7 @@ class _Halves:
         event = self._copied[self._current] = torch.cuda.Event(blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
         number = next(arena.landings)
-        landing: Landing
+        landing = Landing(event, number)
         try:
             with torch.cuda.stream(self._stream):
                 locked = places < len(self._locked)
@@ -207,7 +207,6 @@ class _Halves:
                     arrive = partial(self._arrive, around)
                     landing = LateLanding(event, number, arrive, arena.late, arena.memory.landed)
                 else:
-                    landing = Landing(event, number)
                     arrived = torch.full((1,), number, device=self._ring.device)
                     self._landed.copy_(arrived, non_blocking=True)
                 event.record(self._stream)
