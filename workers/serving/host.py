@@ -255,7 +255,8 @@ class EngineHost:
             return
         stopping = self._schedule(self._stop())
         try:
-            stopping.result(DEATH_GRACE_S if self.death else None)
+            # while the engine starts, its code may hold the loop
+            stopping.result(None if self.ready and not self.death else DEATH_GRACE_S)
         except TimeoutError:
             logger.error(
                 "the engine did not stop within %s s; it ends with the process", DEATH_GRACE_S
@@ -274,7 +275,7 @@ class EngineHost:
         await patiently(self._ledger.ping, "start")
         await patiently(self._release_former_boots, "start")
         await self._await_disks()
-        # off the loop, so that a stop does not wait: it may read the model's config from a hub
+        # a thread: reading the model's configuration may wait for a download
         engine = await asyncio.to_thread(make_engine, settings)
         logger.info("engine starting: %s", settings.model)
         await engine.start()
@@ -361,7 +362,8 @@ class EngineHost:
     @property
     def _trouble(self) -> str:
         """Return why no job begins here; empty when jobs may begin."""
-        trouble = self.death or self._disk_trouble
+        ranks = self._engine.trouble if self._engine is not None else ""
+        trouble = self.death or self._disk_trouble or ranks
         if trouble or self._rank_watch is None or self._rank_watch.state == "serving":
             return trouble
         return f"{self._rank_watch.state}: {self._rank_watch.detail}"
