@@ -13,9 +13,8 @@ from pathlib import Path
 
 FILE = Path(__file__).parent.parent / ".cache" / "test" / "pace.json"
 #: Seconds of the sample, and of `make test` beside nothing else, on the two cores on which the
-#: figures of README.md were measured: with AVX-512 and bfloat16, and kept to AVX2.
-SAMPLE_S = 0.9
-RUN_S = {True: 440.0, False: 560.0}
+#: figures of docs/testing.md were measured.
+SAMPLE_S, RUN_S = 0.9, 560.0
 
 
 def sample() -> float:
@@ -25,12 +24,6 @@ def sample() -> float:
     for _ in range(40):
         compile(ast.parse(text), "ast.py", "exec")
     return time.process_time() - began
-
-
-def has_bfloat16() -> bool:
-    """Whether the processor computes bfloat16 itself."""
-    facts = Path("/proc/cpuinfo")
-    return facts.exists() and "avx512_bf16" in facts.read_text()
 
 
 def read() -> dict[str, float]:
@@ -49,7 +42,7 @@ def say() -> str:
     if "sample" not in facts:
         facts["sample"] = sample()
         keep(facts)
-    seconds = RUN_S[has_bfloat16()] * facts["sample"] / SAMPLE_S
+    seconds = RUN_S * facts["sample"] / SAMPLE_S
     return f"takes about {seconds:.0f} s on two idle cores like these, by a sample of work"
 
 

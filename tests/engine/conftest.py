@@ -27,7 +27,8 @@ RANKS = {"tp2", "pp2", "overlapped", "two_ranks"}
 #: Fixtures that start what several files use. All tests of one run in one process, one after the
 #: other, so that each starts once.
 SHARED = ("compiled", "demo_stack", "tiny_stack", "v1", "cached", "v2", "tp2", "pp2", "overlapped")
-#: Engines whose tests are `long`, but for those of `test_modes.py`: others say the same there.
+#: Engines whose tests are `long`, but for those of `test_modes.py`: others say the same there. To
+#: compile takes minutes on a slow core: those are `long` there, too.
 SLOW = {"compiled", "v2", "tp2", "pp2", "overlapped"}
 #: Groups that take longest, in the order in which they begin, so that no process is left with one
 #: at the end; files of engines of their own among them.
@@ -76,6 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
         if "compiled" in asked_of(item):  # ten minutes where eight processes wait for each core
             item.add_marker(pytest.mark.timeout(1800))
+            item.add_marker("long")
         if asked_of(item) & SLOW and item.path.name != "test_modes.py":
             item.add_marker("long")
     order = [*LONGEST, *dict.fromkeys(group_of(item) for item in here)]

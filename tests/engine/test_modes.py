@@ -110,8 +110,6 @@ def test_a_mixed_batch_has_the_rows_of_the_reference(
     mixed_batch(host, reference, *((80, 3) if way == "v2" else ()))
 
 
-# compiling takes minutes on a slow core; the long tests have a dozen others on this engine
-@pytest.mark.long
 def test_compiled_forward_captures_and_steers_like_the_reference(
     compiled: Host, reference: Reference
 ) -> None:

@@ -91,7 +91,7 @@ def test_fitted_module_is_registered_with_its_record(client: Client) -> None:
     assert client.modules.get("even") == module
 
 
-@pytest.mark.slow("fits until it is cancelled")
+@pytest.mark.long
 def test_cancelled_fits_register_nothing(stack: Stack, client: Client) -> None:
     endless = {"name": "stopped", "prompts": [list(range(n, n + 6)) for n in range(200)]}
     for asked in (

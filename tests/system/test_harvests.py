@@ -166,8 +166,13 @@ def test_a_window_of_each_document_is_harvested(
     [
         ({"cut": {"max_length": 64}}, lambda rows: [row for row in rows if row[1] < 64], 0),
         ({"cut": {"max_length": 64, "fit": "split"}}, list, 0),
-        ({"cut": {"max_length": 64, "fit": "pack"}}, list, 0),
-        ({"window": {"last": 1}}, lambda rows: list({row[0]: row for row in rows}.values()), 0),
+        pytest.param({"cut": {"max_length": 64, "fit": "pack"}}, list, 0, marks=pytest.mark.long),
+        pytest.param(
+            {"window": {"last": 1}},
+            lambda rows: list({row[0]: row for row in rows}.values()),
+            0,
+            marks=pytest.mark.long,
+        ),
         # the last token that is generated is not computed
         ({"generate": {"max_tokens": 3}}, list, 2 * len(CHATS)),
     ],

@@ -595,7 +595,7 @@ def broker(redis_url: str) -> Iterator[Broker]:
 
 
 @pytest.mark.slow("a thousand deeds, compared with what the ledger holds after every fifth")
-@pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [5, pytest.param(60, marks=pytest.mark.long)])
 def test_the_ledger_follows_its_model(broker: Broker, examples: int) -> None:
     @settings(
         max_examples=examples,

@@ -12,7 +12,7 @@ from tree import ROOT
 from midstream.workers.runner.support import cpu_drafts
 
 
-@pytest.mark.slow("imports vLLM in a process of its own, in which Triton is there")
+@pytest.mark.long
 def test_each_substitute_of_a_kernel_on_a_cpu_does_what_the_kernel_does() -> None:
     """Substitutes that no engine runs are left out; a new one that is compared with nothing is a
     fault.
