@@ -43,14 +43,12 @@ def lens_table(lens: Lens, last: int = 12) -> Table:
     `last` positions. In a narrow terminal, tokens are cut; the layers are not.
     """
     places = range(max(0, len(lens.positions) - last), len(lens.positions))
-    title = f"top next token at {lens.hook}"
     drawn = Table(
         box=None,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        title=title,
+        title=f"top next token at {lens.hook}",
         title_justify="left",
-        min_width=len(title),
     )
     drawn.add_column("layer", justify="right", style="dim", no_wrap=True)
     for place in places:

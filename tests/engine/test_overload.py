@@ -116,6 +116,7 @@ def held(
     host.close()
 
 
+@pytest.mark.parametrize("held", ["v1"], indirect=True)  # the other has no drafts
 def test_among_drafts_sampled_requests_leave_greedy_ones_alone(
     held: Host, reference: Reference
 ) -> None:

@@ -180,6 +180,7 @@ def test_vllm_is_told_what_only_other_tokenizers_do() -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("field", EFFECTS)
 def test_a_field_of_sampling_changes_the_result(service: Stack, field: str) -> None:
     beside, value = EFFECTS[field]

@@ -291,7 +291,7 @@ def test_a_lens_gives_arrays_and_tables(
     assert readings.named_table(found).row_count == NUM_LAYERS
     figure = tmp_path / "lens.png"
     shown = midstream("lens", "hello", "--layers=0-2", "--token=e", "--figure", str(figure))
-    assert "top next token at post_block" in shown
+    assert "top next token at post_block" in " ".join(shown.split())
     assert "rank 4" in shown
     assert figure.read_bytes().startswith(b"\x89PNG")
     job = midstream("submit", "hello", "world", "--set=lens.layers=0-2", "--set=lens.top_k=3")

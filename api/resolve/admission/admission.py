@@ -490,8 +490,10 @@ def _spans_of(parsed: ParsedRequest, model_state: ModelState) -> dict[Span, list
     return by_key(
         (span, field)
         for field, positions in _wanted(parsed, model_state)
-        for span in dict.fromkeys(_spans(positions))
-        if span.text is not None or span.is_turn
+        # windows may have lists, and no hash
+        for span in dict.fromkeys(
+            span for span in _spans(positions) if span.text is not None or span.is_turn
+        )
     )
 
 

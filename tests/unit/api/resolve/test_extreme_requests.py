@@ -115,6 +115,12 @@ async def test_the_positions_of_a_span_count_for_each_entry_that_names_it() -> N
         await accepted(body, codec())
 
 
+@pytest.mark.parametrize("around", [{"text": WORDS[0]}, {"token_ids": [[1, 2], [3]]}])
+async def test_a_window_around_tokens_is_no_span_to_search_for(around: dict[str, Any]) -> None:
+    capture = {"capture": {"positions": {"around": around}}}
+    await accepted(to_json({"model": MODEL.name, "prompts": [WORDS[0]], **capture}), codec())
+
+
 async def test_one_job_at_a_time_is_resolved_beside_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from refusal_kit import refuses
 
 from midstream.api.resolve.prompts.request_parsing import (
     parse_chat,
@@ -119,3 +120,16 @@ def test_log_probabilities_of_prompts_come_with_the_prompts_of_a_job(value: int)
 
 def test_a_job_without_them_comes_without_its_prompts() -> None:
     assert not job().echo
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_that_is_sent_back_is_read_under_either_name(name: str) -> None:
+    answer = {"role": "assistant", "content": "5", name: "2 + 3"}
+    (message,) = plain_messages(from_json(to_json([answer]), list[ChatMessage]))
+    assert message["reasoning_content"] == "2 + 3"
+
+
+def test_two_different_texts_of_reasoning_are_refused() -> None:
+    answer = {"role": "assistant", "content": "5", "reasoning": "a", "reasoning_content": "b"}
+    with refuses(field="messages[1].reasoning_content"):
+        chat(messages=[HELLO, answer])
