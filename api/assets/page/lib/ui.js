@@ -4,10 +4,10 @@ import { html, useState, useEffect, useErrorBoundary, useRef } from "../vendor/p
 
 export { html, render, useState, useEffect, useLayoutEffect, useRef, useMemo, useCallback } from "../vendor/preact.js";
 
-/** An error, said to screen readers too; nothing without one. */
 /** A text whose words in backticks are code. */
 export const Coded = ({ text }) => text.split("`").map((part, n) => (n % 2 ? html`<code>${part}</code>` : part));
 
+/** An error, said to screen readers too; nothing without one. */
 export function Problem({ error, title = "" }) {
   if (!error) return null;
   const text = error.message || String(error);
