@@ -43,7 +43,6 @@ from .resolve.admission.names import Names, names_something
 from .resolve.admission.served import Served
 from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
-from .resolve.prompts.vllm_lens_fields import check_answer
 from .web import request_context
 from .web.auth import Gate, KeyWatch, caller_of
 from .web.open_calls import OpenCalls
@@ -144,7 +143,6 @@ class AppContext:
         named = await self.names.resolve(parsed, info, watching, caller, job_id)
         codec = await self.served.codec(info)
         admitted = await admission.admit(parsed, info, codec, job_id, named, caller)
-        check_answer(parsed, admitted.job, info, self.settings.tuning.vllm_lens_mib)
         call = request_context.CURRENT.get()
         body = call.body if call is not None else b""
         job = change(admitted.job, info)

@@ -16,7 +16,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "notebook": ("xarray", "plotly"),
     "probes": ("sklearn",),
     "harvest": ("pyarrow",),
-    "trainers": ("hs_connectors",),
     "up": (
         "celery",
         "kombu",

@@ -48,7 +48,6 @@ EXTRAS: dict[str, Extra] = {
     "harvest": Extra("import midstream.client.harvest, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", "lens.lock", torch=True),
     "sae": Extra("import sae_lens, midstream; midstream.Client", "sae.lock", torch=True),
-    "trainers": Extra("import hs_connectors, midstream.client.sdk.bridge", torch=True),
     "inspect": Extra("import inspect_ai, midstream.client.inspect_provider", "inspect.lock"),
     "lm-eval": Extra(
         "import lm_eval.tasks, lm_eval.models.openai_completions, transformers, aiohttp, tenacity",

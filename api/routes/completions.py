@@ -11,7 +11,6 @@ the outputs are stored; their captures are `pending`, with the place to look.
 
 from typing import Annotated, Any
 
-import anyio.to_thread
 from litestar import Response, post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, QueryParameter
@@ -20,20 +19,13 @@ from litestar.response import Stream
 from ...schemas.access.keys import Caller
 from ...schemas.base import MidstreamError, now
 from ...schemas.base.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
-from ...schemas.jobs.jobs import JobResult, JobView
+from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
 from ...schemas.readings.readings import READINGS
-from ...schemas.requests.lens_vectors import LensRows
 from ..context import AppContext, unless_client_leaves
 from ..resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_completion
-from ..resolve.prompts.vllm_lens_fields import (
-    TAG,
-    as_written,
-    modules_of,
-    with_lens_args,
-    with_modules,
-)
-from ..responses import events, lens_rows, openai_shapes
+from ..resolve.prompts.url_modules import as_written, modules_of, with_modules
+from ..responses import events, openai_shapes
 from ..responses.openai_shapes import AnswerShape
 from ..responses.outcome import (
     ACCEPTED,
@@ -52,7 +44,6 @@ from ..web.body import JsonRequest
 from ..web.middleware import released
 from ..web.problems import JOB_HEADER
 from ..web.request_context import keep_steering
-from .captures import opened, reading, tag_of
 from .jobs import SUBMIT_ERRORS, IdempotencyKey
 
 RESPONSES = {
@@ -94,10 +85,6 @@ async def _answer(
     entries = modules_of(modules or [])
     keep_steering(entries)
     parsed = with_modules(parsed, entries)
-    if body.vllm_xargs is not None or body.extra_args is not None:
-        parsed = await anyio.to_thread.run_sync(
-            with_lens_args, parsed, body, context.settings.tuning.vllm_lens_mib
-        )
     created, needed = now(), openai_shapes.wanted_of(body)
     choices = len(parsed.prompts) * parsed.n
     with as_written(parsed):
@@ -107,7 +94,6 @@ async def _answer(
     hold = (
         body.capture_wait
         or bool(read)
-        or parsed.returns_rows
         or (parsed.capture is not None and "memory" in parsed.capture.consumers)
     )
 
@@ -158,8 +144,6 @@ async def _answer(
             if is_over(view) or len(result.outputs) == choices:
                 break  # else its worker died meanwhile, and its outputs were dropped
         more = openai_shapes.extras(result, with_extras(view), is_over(view), read, parsed.policies)
-        if parsed.returns_rows:
-            more["activations"] = await _activations(context, result)
     except MidstreamError as error:  # the job is accepted nevertheless: return its address
         return problems.answer(
             request,
@@ -169,23 +153,6 @@ async def _answer(
     released(request, outcome)
     return Response(
         openai_shapes.whole(shape, result, created, needed, more), status_code=200, headers=headers
-    )
-
-
-async def _activations(context: AppContext, result: JobResult) -> dict[str, LensRows]:
-    """Return the rows that vllm-lens' `output_residual_stream` requested."""
-    results = result.capture_results
-    if results.status != "ok":
-        raise MidstreamError("capture_failed", f"the capture is {results.status}: {results.detail}")
-    entries = sorted(
-        (entry for entry in results.files if tag_of(entry) == TAG), key=lambda entry: entry.pp
-    )
-    return await reading(
-        context,
-        result.id,
-        entries,
-        lambda *where: lens_rows.activations(opened(*where)),
-        context.measuring,
     )
 
 

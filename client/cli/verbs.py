@@ -213,7 +213,7 @@ def export(
             "-o",
             help="The file: of a job or probe .json, .csv or a figure's; of a module .npz, "
             ".safetensors, .gguf, .pt; of a capture .npz, .safetensors or a folder; of a streamed "
-            "harvest file:FOLDER or a Mooncake store.",
+            "harvest file:FOLDER.",
         ),
     ] = None,
     model: Model = None,

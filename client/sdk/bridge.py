@@ -1,5 +1,5 @@
 """Hands the documents of a harvest's stream to a trainer as `hs_connectors` and vLLM's
-hidden-states connector do: as files, or through a Mooncake store over TCP or RDMA.
+hidden-states connector do with files.
 
 A document is a sample: `hidden_states` `[tokens, layers, hidden]`, `token_ids` and `loss_mask`. A
 trainer takes a sample by deleting it.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...schemas.base import invalid, to_json
+from ...schemas.base import invalid
 from ...storage.file_store import sync
 from ...storage.harvests import StreamedUnit, shard_buffers
 from ...storage.store import open_store
@@ -64,94 +64,32 @@ class TransferFolder:
             file.rename(self.path / file.name)
         sync(self.path, self.path.parent)
 
-    def left(self) -> list[int]:
-        """Return the cursors of samples that the trainer has not taken; 0 for those that this
-        process need not hold.
-        """
-        return [0 for _ in self.path.glob("hs_*.safetensors")]
+    def left(self) -> int:
+        """Return the number of samples that the trainer has not taken."""
+        return sum(1 for _ in self.path.glob("hs_*.safetensors"))
 
 
-class Mooncake:
-    """Objects `<harvest>-<document>` in a Mooncake store, which live as long as this process.
-
-    Prints for each, as a line of JSON, the parameters with which `MooncakeTransfer` of
-    hs_connectors gets it.
-    """
-
-    def __init__(self, harvest: str, address: str, protocol: str) -> None:
-        from hs_connectors import mooncake_store as code
-
-        config = code.MooncakeStoreConfig(master_server_address=address, protocol=protocol)
-        self._code, self._harvest = code, harvest
-        self._store = code.MooncakeHiddenStatesStore(config).setup()
-        self._offered: dict[str, int] = {}  # handle → cursor of its unit
-
-    def put(self, cursor: int, samples: Samples) -> None:
-        from safetensors.torch import load
-
-        for document, arrays in samples:
-            tensors = load(b"".join(shard_buffers(arrays, {})[0]))
-            specs, size = self._code.packed_layout(
-                {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-            )
-            handle = f"{self._harvest}-{document}"
-            manifest = {
-                "handle": handle,
-                "version": self._code.VERSION,
-                "tensors": specs,
-                "metadata": {"num_tokens": len(tensors["token_ids"]), "total_aligned_bytes": size},
-            }
-            self._store.delete_sample(handle)
-            self._store.put_sample(manifest, tensors)
-            self._offered[handle] = cursor
-            print(to_json(manifest).decode(), flush=True)
-
-    def left(self) -> list[int]:
-        self._offered = {
-            name: cursor
-            for name, cursor in self._offered.items()
-            if self._store._require_store().is_exist(name) == 1
-        }
-        return list(self._offered.values())
+def target_of(to: str, harvest: str) -> TransferFolder:
+    """Return the target `file:FOLDER`."""
+    kind, _, folder = to.partition(":")
+    if kind != "file" or not folder.strip("/"):
+        raise invalid("--output", f"{to!r} is no target", allowed="file:FOLDER")
+    return TransferFolder(Path(folder), harvest)
 
 
-def target_of(to: str, harvest: str) -> TransferFolder | Mooncake:
-    """Return the target `file:FOLDER`, `tcp://MASTER:PORT` or `rdma://MASTER:PORT`."""
-    kind, _, place = to.partition(":")
-    if kind not in ("file", "tcp", "rdma") or not place.strip("/"):
-        raise invalid(
-            "--output",
-            f"{to!r} is no target",
-            allowed="file:FOLDER, tcp://HOST:PORT, rdma://HOST:PORT",
-        )
-    return (
-        TransferFolder(Path(place), harvest)
-        if kind == "file"
-        else Mooncake(harvest, place[2:], kind)
-    )
-
-
-def bridge(
-    client: Client, harvest: str, target: TransferFolder | Mooncake, consumer: str, limit: int
-) -> None:
+def bridge(client: Client, harvest: str, target: TransferFolder, consumer: str, limit: int) -> None:
     """Hand all documents of the stream to the target, at all layers of the first hook, while fewer
-    than `limit` samples wait there; acknowledge units that are safe.
+    than `limit` samples wait there; acknowledge each unit as soon as its files are durable.
     """
-    after, offered = None, list[int]()
     while True:
-        page = client.harvests.next_units(
-            harvest, consumer=consumer, after=after, wait=PAUSE_S if offered else LONGEST_S
-        )
+        page = client.harvests.next_units(harvest, consumer=consumer, wait=LONGEST_S)
         for entry in page.units[:1]:
-            while len(target.left()) >= limit:
+            while target.left() >= limit:
                 time.sleep(PAUSE_S)
             unit = StreamedUnit(entry, page.uri)
             sites = [site for shard in unit.shards[:1] for site in shard.sites]
             layers = [layer for hook, layer in sites if hook == sites[0][0]]
             target.put(unit.cursor, documents(unit.shards, sites[0][0], layers) if sites else [])
-            offered.append(after := unit.cursor)
-        while offered and offered[0] not in target.left():
-            client.harvests.acknowledge(harvest, offered.pop(0), consumer=consumer)
-        if page.ended and not offered:
+            client.harvests.acknowledge(harvest, unit.cursor, consumer=consumer)
+        if page.ended:
             return
-        time.sleep(0 if page.units else PAUSE_S)

@@ -304,8 +304,6 @@ class OpenAIFields(ObservedFields, Sampled, Handled, total=False):
     response_format: ResponseFormat | Fields | None
     return_token_ids: bool | None
     return_tokens_as_token_ids: bool | None
-    extra_args: Fields | None
-    vllm_xargs: Fields | None
     user: str | None
     safety_identifier: str | None
     prompt_cache_key: str | None

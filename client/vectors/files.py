@@ -15,11 +15,10 @@ from ...schemas.base import Tensor, Translated, to_numpy
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, resolve_hook, resolve_layers
-from ...schemas.requests import lens_vectors
 from ...schemas.requests.specs import SteeringSpec
 from ...storage.formats import module_files
 from ..values import checked
-from . import array_files, gguf
+from . import array_files, gguf, lens_vectors
 from .array_files import PlainArray
 
 #: Export format → the file suffixes that imply it.

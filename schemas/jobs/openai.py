@@ -25,7 +25,6 @@ from ..base.limits import (
 )
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
 from ..readings.readings import ReadingResults
-from ..requests.lens_vectors import LensArgs, LensRows
 from .jobs import (
     AllowedTokens,
     BadWords,
@@ -163,10 +162,6 @@ class OpenAIRequest(ModelRequest, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # tokens of log-probabilities read `token_id:N`
 
-    # As vllm-lens' clients send them
-    vllm_xargs: LensArgs | None = None
-    extra_args: LensArgs | None = None  # the same
-
     # Accepted, and without effect
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -255,8 +250,6 @@ class OpenAIAnswer(ReadingResults, omit_defaults=True):
     #: Present with capture, steering or global steering; in the last chunk of a stream.
     capture_results: CaptureResults | UnsetType = UNSET
     determinism: Determinism | UnsetType | None = UNSET
-    # `residual_stream`, with vllm-lens' `output_residual_stream`
-    activations: dict[str, LensRows] | UnsetType = UNSET
     #: Present with probes or policies; in the last chunk of a stream.
     probes: list[ProbeResult] | UnsetType = UNSET
     #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the

@@ -83,9 +83,6 @@ class Tuning(Record):
     segment_mib: PositiveInt = 256  # A segment file is closed at this size
     # Consumer `memory`: maximum size in a response, per prompt
     memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = 256
-    # Maximum size of the rows in an answer to vllm-lens' clients (docs/http.md#vllm-lens-clients);
-    # 0: their fields are refused
-    vllm_lens_mib: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 32
     # Memory per rank for rows of source runs, counting those of all pipeline stages. Unused runs
     # are evicted first, and reread from disk when needed
     run_cache_mib: PositiveInt = 1024

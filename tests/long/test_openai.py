@@ -2,21 +2,17 @@
 what only Midstream adds to them.
 """
 
-import base64
 import os
 from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
-import zstandard
 from openai_answers import ENGINE, TOOL_PARSER, answer, differences, stock_server
 from openai_calls import ASK, PERSON, PROMPTS, STRICT_WEATHER, calls
-from reference import Reference
 from stack import Stack
 
 from midstream.client import Client
-from midstream.workers.demo_model import fetch_demo_model
 
 pytestmark = pytest.mark.timeout(1800)
 HIDDEN = 576
@@ -151,37 +147,3 @@ def test_a_hostile_constraint_is_a_400_and_harms_no_other(
         temperature=0,
     )
     assert person["choices"][0]["text"].startswith("{")
-
-
-# --- As vllm-lens' clients ask
-# ---------------------------------------------------------------------------------------------
-
-
-LENS_LAYERS = [0, 10, 28]  # of the last one transformers keeps what the final norm makes of it
-
-
-def lens_rows(answer: dict[str, Any]) -> np.ndarray:
-    """`[layers, positions, hidden_size]`, as vllm-lens reads them."""
-    given = answer["activations"]["residual_stream"]
-    raw = base64.b64decode(given["data"])
-    return np.frombuffer(
-        zstandard.decompress(raw) if given.get("compression") == "zstd" else raw, given["dtype"]
-    ).reshape(given["shape"])
-
-
-def test_rows_for_vllm_lens_are_the_hidden_states_of_transformers(service: Stack) -> None:
-    wish = {"output_residual_stream": LENS_LAYERS}
-    answer = ask(
-        service, "completions", prompt=PROMPTS[0], temperature=0, ignore_eos=True, vllm_xargs=wish
-    )
-    with Client(service.url) as client:
-        ids = client.capture(answer["id"]).token_ids()
-    assert len(ids) == answer["usage"]["total_tokens"] - 1
-    states = Reference(fetch_demo_model()).hidden_states(ids)
-    rows = lens_rows(answer)
-    assert rows.shape == (len(LENS_LAYERS), len(ids), HIDDEN)
-    for row, layer in zip(rows, LENS_LAYERS, strict=True):
-        difference = np.abs(row - states[layer + 1]).max() / np.abs(states[layer + 1]).max()
-        print(f"layer {layer}: {difference:.1e} of the largest value")
-        assert difference <= 1e-4
-    assert np.abs(rows[1] - states[10]).max() > 1, "the layers are told apart"

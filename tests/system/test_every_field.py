@@ -103,8 +103,6 @@ OPENAI: dict[str, Any] = (
         "response_format": {"type": "json_object"},
         "return_token_ids": True,
         "return_tokens_as_token_ids": With(True, {"logprobs": 1}),
-        "vllm_xargs": {"output_residual_stream": [1]},
-        "extra_args": {"output_residual_stream": [1]},
         "user": "me",
         "safety_identifier": "me",
         "prompt_cache_key": "me",

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from ctypes.util import find_library
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ import redis
 from edge import refused
 from harvest_kit import check_equal, check_rows, checked, texts
 from midstream_fake_engine.model import HIDDEN_SIZE
-from ports import free_port
 from safetensors import safe_open
 from stack import Stack
 from survey_kit import examples_of
@@ -518,46 +515,27 @@ def test_a_bridge_that_is_killed_writes_every_document_once(
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packages of a trainer's environment."""
     target = tmp_path_factory.mktemp("trainers")
-    names = ["hs-connectors==0.9.0", "mooncake-transfer-engine-non-cuda==0.3.13.post1"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-    subprocess.run([*pip, *names], check=True)
+    subprocess.run([*pip, "hs-connectors==0.9.0"], check=True)
     return target
 
 
 @pytest.mark.matrix
 @pytest.mark.packages
-@pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_hs_connectors_reads_what_the_bridge_hands_over(
-    stack: Stack,
-    client: Client,
-    tmp_path: Path,
-    trainers: Path,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
+    stack: Stack, client: Client, tmp_path: Path, trainers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind == "tcp" and find_library("ibverbs") is None:
-        pytest.skip("Mooncake needs libibverbs, also over TCP: apt-get install libibverbs1")
     monkeypatch.setenv("PYTHONPATH", str(trainers))
-    fields = large(stack, kind, 300, 120)
+    fields = large(stack, "file", 300, 120)
     made = undisturbed(client, fields)
     view = client.harvests.submit(**fields, to="stream")
-    taken, port = tmp_path / "taken", free_port()
+    folder, taken = tmp_path / "in", tmp_path / "taken"
     taken.mkdir()
-    origin = str(tmp_path / "in") if kind == "file" else f"127.0.0.1:{port}"
-    command = [sys.executable, str(Path(__file__).parent / "trainer.py"), origin, str(taken)]
-    with ExitStack() as stopped:
-        if kind == "tcp":
-            master = subprocess.Popen(
-                [str(trainers / "mooncake/mooncake_master"), f"--rpc_port={port}"]
-            )
-            stopped.enter_context(master)
-            stopped.callback(master.kill)
-        target = f"file:{origin}" if kind == "file" else f"tcp://{origin}"
-        process = stopped.enter_context(bridged(stack, view, target, stdout=subprocess.PIPE))
-        trainer = subprocess.run(
-            [*command, "300"], stdin=process.stdout, timeout=WAIT_S, check=False
-        )
-        assert (trainer.returncode, process.wait(WAIT_S)) == (0, 0)
+    command = [sys.executable, str(Path(__file__).parent / "trainer.py"), str(folder), str(taken)]
+    with bridged(stack, view, f"file:{folder}") as process:
+        trainer = subprocess.run([*command, "300"], timeout=WAIT_S, check=False)
+        assert trainer.returncode == 0
+        assert process.wait(WAIT_S) == 0
     check_samples(taken, made, tmp_path / "exported")
     assert client.harvests.get(view).acknowledged == {"trainer": len(made.units)}
 

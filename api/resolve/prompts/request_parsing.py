@@ -182,8 +182,6 @@ class ParsedRequest:
     probes: list[str | ProbeUse] = field(default_factory=list)
     policies: list[str] = field(default_factory=list)
     conversation: str | None = None
-    # the answer has the rows of `capture`, as vllm-lens' clients read them
-    returns_rows: bool = False
     # field of ours → where the request has it instead
     written: dict[str, str] = field(default_factory=dict)
 

@@ -21,7 +21,6 @@ from midstream.schemas.base import Problem, Published, from_json, json_bounds, l
 from midstream.schemas.base.json_bounds import TooManyValues, check_json
 from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling
 from midstream.schemas.jobs.openai import ONLY
-from midstream.schemas.requests.lens_vectors import REFUSED
 from midstream.schemas.settings.settings import Settings
 
 KEPT = Path(__file__).resolve().parents[3] / "docs" / "routes.txt"
@@ -121,14 +120,9 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 #: JSON has no infinity, and their limits depend on the op and the model:
 #: `api/resolve/edits/interventions.py`.
-LIMITED_BY_OP = {f"SteeringSpec.{name}" for name in ("scale", "strength", "low", "high")} | {
-    "LensVector.scale"
-}
-#: Kept as they came and refused by name: `api/resolve/prompts/request_parsing.py`,
-#: `api/resolve/prompts/vllm_lens_fields.py`.
-UNSERVED = {f"{kind}.{name}" for kind in ("CompletionRequest", "ChatRequest") for name in ONLY} | {
-    f"LensArgs.{name}" for name in REFUSED
-}
+LIMITED_BY_OP = {f"SteeringSpec.{name}" for name in ("scale", "strength", "low", "high")}
+#: Kept as they came and refused by name: `api/resolve/prompts/request_parsing.py`.
+UNSERVED = {f"{kind}.{name}" for kind in ("CompletionRequest", "ChatRequest") for name in ONLY}
 #: JSON schemas and the like, whose size and depth `api/resolve/prompts/formats.py` bounds.
 BOUNDED_LATER = {
     "ChatRequest.chat_template_kwargs",

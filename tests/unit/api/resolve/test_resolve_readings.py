@@ -1,6 +1,6 @@
 """What a lens comes to on a model, and which of them it refuses, by which field; the battery that
-every kind of reading passes, with a row in `EXAMPLES`; and whether what an answer to vllm-lens'
-clients holds is bounded.
+every kind of reading passes, with a row in `EXAMPLES`; and whether errors name what the client
+wrote.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from job_kit import job_result
 from midstream_fake_engine.model import make_bundle, make_tokenizer
-from model_kit import model
 from refusal_kit import refuses
 from sae_rows import D_IN, ROOT
 from test_resolve_captures import bounds
@@ -21,7 +20,7 @@ from test_resolve_captures import bounds
 from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
-from midstream.api.resolve.prompts.vllm_lens_fields import TAG, as_written, check_answer
+from midstream.api.resolve.prompts.url_modules import as_written
 from midstream.api.resolve.readings.readings import RULES, resolve_readings, with_token_ids
 from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.api.responses.openai_shapes import extras
@@ -34,7 +33,7 @@ from midstream.schemas.base import from_json, from_msgpack, invalid, to_json, to
 from midstream.schemas.base.limits import MAX_READING_WORK
 from midstream.schemas.extensions import Extension, ReaderTerms
 from midstream.schemas.jobs import jobs, openai
-from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.receipts import Consumed, Receipt
 from midstream.schemas.readings import features, installed, lens
 from midstream.schemas.readings.features import StoredFeatures
@@ -317,41 +316,7 @@ def test_parts_of_all_ranks_are_a_result_that_is_shown_and_answered(field: str) 
     assert from_json(to_json(answer), openai.OpenAIAnswer) == answer
 
 
-# --- Lens args ---
-
-
-AT = "vllm_xargs.output_residual_stream"
-WIDE = model(hidden_size=4096, dtype="bfloat16")
-PARSED = ParsedRequest(
-    kind="completion",
-    model="m",
-    prompts=[],
-    sampling=Sampling(),
-    returns_rows=True,
-    written={"capture": AT},
-)
-
-
-def job_of(max_tokens: int) -> Job:
-    """One prompt of 28 tokens, 4 layers: 32 KiB for each position."""
-    capture = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag=TAG)
-    everyones = StoredCapture(sites={"post_block": [0]}, positions="all", tag="global")
-    return Job(
-        id="j",
-        kind="completion",
-        model="m",
-        prompts=[StoredPrompt(token_ids=[1] * 28)],
-        sampling=Sampling(max_tokens=max_tokens),
-        created=0.0,
-        captures=[[everyones, capture]],
-    )
-
-
-def test_rows_up_to_the_limit_are_accepted_and_one_more_position_is_not() -> None:
-    check_answer(PARSED, job_of(5), WIDE, 1)  # 28 and 4 fed back
-    with refuses("vllm_lens_mib", kind="invalid_request", field=AT):
-        check_answer(PARSED, job_of(6), WIDE, 1)
-    check_answer(replace(PARSED, returns_rows=False), job_of(6), WIDE, 1)
+# --- Names of what the client wrote ---
 
 
 @pytest.mark.parametrize(
@@ -369,6 +334,14 @@ def test_rows_up_to_the_limit_are_accepted_and_one_more_position_is_not() -> Non
 def test_errors_name_what_the_client_wrote(ours: str, written: str) -> None:
     with (
         refuses(field=written),
-        as_written(replace(PARSED, written={"capture": "a", "steering[1]": "b"})),
+        as_written(
+            ParsedRequest(
+                kind="completion",
+                model="m",
+                prompts=[],
+                sampling=Sampling(),
+                written={"capture": "a", "steering[1]": "b"},
+            )
+        ),
     ):
         raise invalid(ours, "is wrong")

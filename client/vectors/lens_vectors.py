@@ -1,6 +1,5 @@
-"""The wire format of vllm-lens 1.3 (`vllm_lens/_helpers`): tensors in JSON, and its
-`SteeringVector`, converted to steering entries; its request fields, and the rows in responses to
-its clients.
+"""The files of vllm-lens 1.3 (`vllm_lens/_helpers`): tensors in JSON, and its `SteeringVector`,
+converted to steering entries.
 
 A tensor is `{"data", "dtype", "original_dtype", "shape", "compression"}`: base64 of the bytes,
 compressed with zstandard if `compression` is `zstd`; bfloat16 has `dtype` int16, and its name in
@@ -14,18 +13,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from ..base import ITEM_BYTES, DType, Record, Tensor, Translated
-from ..base.limits import (
+from ...schemas.base import ITEM_BYTES, DType, Tensor, Translated
+from ...schemas.base.limits import (
     MAX_ENTRIES,
-    MAX_LAYER_TEXT,
     MAX_LAYERS,
     MAX_POSITIONS,
     MAX_TENSOR_BYTES,
     Index,
 )
-from .specs import SteeringSpec
+from ...schemas.requests.specs import SteeringSpec
 
 #: `original_dtype` → Midstream's dtype; old clients do not send it, and `dtype` is used.
 _DTYPES: dict[str, DType] = {
@@ -41,8 +38,6 @@ STORED: dict[DType, str] = {"float32": "float32", "float16": "float16", "bfloat1
 _WINDOW = 1 << 27
 #: The most characters of a tensor in JSON.
 MAX_LENS_TEXT = 2 * MAX_TENSOR_BYTES
-#: The most bytes of a request's tensors together, uncompressed.
-MAX_LENS_BYTES = 4 * MAX_TENSOR_BYTES
 
 
 class LensTensor(msgspec.Struct, forbid_unknown_fields=True):
@@ -192,47 +187,3 @@ def packed(dtype: DType, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
         "original_dtype": f"torch.{dtype}",
         "shape": list(shape),
     }
-
-
-#: Fields that are rejected → what to use instead.
-REFUSED = {
-    "apply_hooks": (
-        "omit it: functions of clients are not run; see steering, patch, capture and readers"
-    ),
-    "output_qk": "omit it, and capture the hooks q and k",
-}
-
-
-class LensArgs(Record):
-    """vllm-lens' `vllm_xargs`.
-
-    Its client writes lists as JSON in a string; lists are also accepted.
-    """
-
-    #: Layers whose rows of the residual stream, after all steering, are returned in `activations`;
-    #: true: all layers.
-    output_residual_stream: (
-        Annotated[str, msgspec.Meta(max_length=MAX_LAYER_TEXT)]
-        | Annotated[list[Index], msgspec.Meta(max_length=MAX_LAYERS)]
-        | bool
-        | None
-    ) = None
-    apply_steering_vectors: (
-        Annotated[str, msgspec.Meta(max_length=MAX_LENS_TEXT)] | LensVectors | None
-    ) = None
-    # only `base64` is valid
-    activations_transport: Annotated[str, msgspec.Meta(max_length=16)] | None = None
-    skip_reading_prefix_cache: bool | None = None  # no effect: rows are always complete
-    apply_hooks: msgspec.Raw | UnsetType = UNSET
-    output_qk: msgspec.Raw | UnsetType = UNSET
-
-
-class LensRows(Record):
-    """Captured rows as vllm-lens' clients read them: `[layers, positions, hidden_size]`, layers
-    ascending, positions from 0.
-    """
-
-    data: str  # base64
-    dtype: str  # numpy's dtype of the bytes
-    original_dtype: str
-    shape: list[int]
