@@ -8,8 +8,6 @@ moment in between observable.
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -19,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import forks
 import httpx2
 import redis
 from capture_kit import finished, write
@@ -139,18 +138,11 @@ class Api:
 
     def start(self) -> None:
         """Start (again, on the same port) and wait for the ready line."""
-        environment = {
-            key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")
-        }
-        with self._log.open("ab") as output:
-            mark = self.said
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "midstream.api"],
-                env=environment | to_environment(self.settings),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+        self._log.touch()
+        mark = self.said
+        self.process = forks.start(
+            "midstream.api", to_environment(self.settings), self._log.parent, self._log
+        )
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             # asked first: a log that is read after the end is whole

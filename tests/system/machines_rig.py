@@ -5,7 +5,6 @@ Where the installed redis-server speaks no TLS, a small proxy does so in front o
 """
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import forks
 import redis
 from processes import Processes
 from receipt_rig import free_port
@@ -49,7 +49,7 @@ class Machines(Processes):
         self.directory, self.names = directory, names
         self.tls_port = free_port()
         self._redis_port = free_port()
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, forks.Process] = {}
         self._servers: list[subprocess.Popen[bytes]] = []
         self._plain: list[str] = []
         self._chosen: dict[str, Any] = {
@@ -120,24 +120,21 @@ class Machines(Processes):
 
     def spawn(self, name: str, **changed: Any) -> None:
         role = name.partition("-")[0]
-        environment = {
-            key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")
-        }
-        environment |= (
-            to_environment(self.settings(name, **changed))
-            | {"PYTHONUNBUFFERED": "1"}
-            | self.environment(name)
-        )
-        there = self.inside(name)
-        self.log_file(name).parent.mkdir(parents=True, exist_ok=True)
-        with self.log_file(name).open("ab") as log:
+        environment = to_environment(self.settings(name, **changed)) | self.environment(name)
+        file, there = self.log_file(name), self.inside(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as log:
             log.write(f"--- started at {time.time()}\n".encode())
-            self.processes[name] = subprocess.Popen(
-                [*there, sys.executable, "-m", MODULES[role]],
-                env=environment,
-                stdout=log,
-                stderr=log,
-            )
+            log.flush()
+            if there:
+                self.processes[name] = subprocess.Popen(
+                    [*there, sys.executable, "-m", MODULES[role]],
+                    env=forks.beside(environment),
+                    stdout=log,
+                    stderr=log,
+                )
+            else:
+                self.processes[name] = forks.start(MODULES[role], environment, self.directory, file)
 
     def inside(self, name: str) -> list[str]:
         """What to put before a command to run it on the machine of the process `name`."""

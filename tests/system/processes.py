@@ -5,12 +5,14 @@ import subprocess
 import time
 from typing import Any, Self
 
+from forks import Process
+
 
 class Processes:
     """`names`: the processes that start; `processes`: those that have."""
 
     names: tuple[str, ...] | list[str]
-    processes: dict[str, subprocess.Popen[bytes]]
+    processes: dict[str, Process]
 
     def __enter__(self) -> Self:
         return self.start()

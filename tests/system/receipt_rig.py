@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import forks
 import ledger_kit
 import redis
 import zmq
@@ -29,6 +31,7 @@ T = TypeVar("T")
 BOOT = "boot-1"
 #: Time limit against hangs.
 LONG_S = 60.0
+READY = re.compile(r"^relay ready (tcp://127\.0\.0\.\S+)$", re.MULTILINE)
 
 
 def receipt(job: str, request: int, *, rank: int = 0, world: int = 1, **changes: Any) -> Receipt:
@@ -45,27 +48,23 @@ class RelayProcess:
 
     def __init__(self, redis_url: str, log: Path, url: str = "", **settings: Any):
         self.url = url or f"tcp://127.0.0.1:{free_port()}"
-        self._environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
-        }
-        self._environment |= to_environment(
+        self._environment = to_environment(
             load_settings({}, redis_url=redis_url, relay_url=self.url, **settings)
         )
         self.log = log
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: forks.Fork | None = None
         self.start()
 
     def start(self) -> None:
-        with self.log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "midstream.broker.relay"],
-                env=self._environment,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-            )
-        line = self.process.stdout.readline().decode()
-        assert line.startswith("relay ready tcp://127.0.0."), line + self.log.read_text()
-        self.endpoint = line.split()[2]
+        self.log.touch()
+        mark = self.log.stat().st_size
+        self.process = forks.start(
+            "midstream.broker.relay", self._environment, self.log.parent, self.log
+        )
+        while (ready := READY.search(self.log.read_text()[mark:])) is None:
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+        self.endpoint = ready[1]
 
     def revive(self) -> None:
         """Start it again, if it was killed."""
@@ -87,7 +86,6 @@ class RelayProcess:
         finally:
             self.process.kill()
             self.process.wait()
-            self.process.stdout.close()
 
 
 class SenderProcess:

@@ -13,20 +13,19 @@ Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when as
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import forks
 import midstream_fake_engine
 import msgspec
 import pytest
 import redis
+from forks import Process
 from ledger_kit import submit_unsent
 from ports import free_port
 from processes import Processes
@@ -119,7 +118,7 @@ class Stack(Processes):
         self._chosen["redis_url"] = f"redis://127.0.0.1:{self._redis_port}/0"
         self.directory = directory
         self.start_timeout_s = start_timeout_s
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Process] = {}
         self.sessions: set[int] = set()  # of all that were started: their pids
         self._redis: redis_server.RedisServer | None = None
         ours = ["worker", *[f"worker-{number}" for number in range(2, workers + 1)]][:workers]
@@ -269,24 +268,13 @@ class Stack(Processes):
         kind, _, number = name.partition("-")
         if number and suffix:
             values["worker_id"] = f"{values['worker_id']}-{number}"
-        environment = {
-            key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")
-        }
-        environment |= to_environment(load_settings({}, **values)) | {"PYTHONUNBUFFERED": "1"}
+        environment = to_environment(load_settings({}, **values))
         log = self.directory / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists():
             log.rename(log.with_suffix(f".{time.monotonic_ns()}.log"))
-        with log.open("wb") as output:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", MODULES[kind]],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=self.directory,
-                start_new_session=True,
-            )
+        begin = forks.start if values["engine"] == "fake" else forks.start_anew
+        self.processes[name] = begin(MODULES[kind], environment, self.directory, log)
         self.sessions.add(self.processes[name].pid)
 
     def wait_ready(self, name: str) -> None:
