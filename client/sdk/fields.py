@@ -143,8 +143,10 @@ class JobSampled(Sampled, total=False):
 class MapFields(OfModel, ObservedFields, JobSampled, Handled, total=False):
     """The fields of a job without its prompts."""
 
+    add_special_tokens: bool
 
-class JobFields(PromptFields, ObservedFields, JobSampled, Handled, total=False):
+
+class JobFields(PromptFields, MapFields, total=False):
     """`POST /v1/jobs`."""
 
 
@@ -319,6 +321,7 @@ class CompletionFields(OpenAIFields, total=False):
 
     logprobs: int | None
     echo: bool | None
+    add_special_tokens: bool
 
 
 class ChatFields(OpenAIFields, total=False):

@@ -177,6 +177,8 @@ class JobRequest(ModelRequest, kw_only=True):
     messages: (
         Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None
     ) = None
+    #: Whether texts in `prompts` get the special tokens that the tokenizer adds, such as BOS.
+    add_special_tokens: bool = True
     sampling: SamplingRequest = SamplingRequest()
     metadata: Metadata = {}
 

@@ -157,6 +157,7 @@ SUBMISSIONS: dict[type[msgspec.Struct], Submission] = {
         | {
             "prompts": ["hello"],
             "messages": With([[{"role": "user", "content": "a"}]], {"prompts": None}),
+            "add_special_tokens": False,
             "sampling": {"max_tokens": 3},
         },
     ),
@@ -167,6 +168,7 @@ SUBMISSIONS: dict[type[msgspec.Struct], Submission] = {
         | {
             "prompt": "hello",
             "echo": True,
+            "add_special_tokens": False,
             "best_of": 2,
             "suffix": "a",
         },
