@@ -69,7 +69,7 @@ TokenBias = Mapping[int, float]
 
 
 class ObservedFields(TypedDict, total=False):
-    """What is done with the activations of prompts, and what is read from them."""
+    """Says what is done with the activations of prompts, and what is read from them."""
 
     capture: Capture | None
     steering: Some[Steering] | None
@@ -110,7 +110,7 @@ class Sampled(TypedDict, total=False):
 
 
 class Handled(TypedDict, total=False):
-    """How a job is handled."""
+    """Says how a job is handled."""
 
     priority: Priority | None
     expires_in: float | str | None
@@ -172,7 +172,7 @@ class FeatureFields(ReadingFields, total=False):
 
 
 class SweepSites(OfModel, total=False):
-    """What a sweep patches, and how it measures the effect."""
+    """Says what a sweep patches, and how it measures the effect."""
 
     hooks: Some[HookInput] | None
     layers: Numbers | None
@@ -227,7 +227,7 @@ class AttributeFields(AttributionFields, total=False):
 
 
 class AnyFitFields(Handled, total=False):
-    """What all fits take."""
+    """Has the fields of all fits."""
 
     model: str
     name: str
@@ -297,7 +297,7 @@ class SurveyFields(Handled, total=False):
 
 
 class OpenAIFields(ObservedFields, Sampled, Handled, total=False):
-    """What both OpenAI-style calls take."""
+    """Has the fields of both OpenAI-style calls."""
 
     capture_wait: bool
     n: int | None

@@ -153,7 +153,7 @@ class SamplingRequest(Sampling):
 
 
 class ModelRequest(ReadingRequest, kw_only=True):
-    """What every form of request to a model may ask for."""
+    """Has the fields that every form of request to a model has."""
 
     model: Name
     capture: CaptureSpec | None = None
@@ -194,7 +194,7 @@ class StoredPrompt(Record, omit_defaults=True):
 
 
 class Accepted(Record, omit_defaults=True, kw_only=True):
-    """What stays as it was when a job was accepted."""
+    """Has what stays as it was when a job was accepted."""
 
     id: str
     model: str
